@@ -27,7 +27,7 @@ from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import VideoEncoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoDecoder
 from streamdiff.models.checkpoint import tensor_file
-from streamdiff.models.checkpoint.tensor_file import FreeDim
+from streamdiff.models.checkpoint.tensor_contract import MOTION, NORMALISED, RAW, FreeDim
 from streamdiff.video import writer
 from streamdiff.video.reader import Clip, open_clip
 
@@ -113,9 +113,9 @@ def encode(job: ConvertJob) -> int:
         latents = _encode(encoder, motion.noting(pieces), bar)
         if raw is not None:
             latents = raw.undo(latents[None].to(encoder.device))[0].cpu()
-        about = tensor_file.NORMALISED if raw is None else tensor_file.RAW
+        about = NORMALISED if raw is None else RAW
         moved = motion.of_latents(encoder.first_frames, encoder.temporal)
-        tensor_file.write_tensor(job.out, LATENTS, latents, {**about, tensor_file.MOTION: moved})
+        tensor_file.write_tensor(job.out, LATENTS, latents, {**about, MOTION: moved})
         read = bar.n
     space = "" if raw is None else ", not normalised"
     print(f"{job.out}: `{LATENTS}` {list(latents.shape)}{space}, from {read} frames, {width} x {height}")

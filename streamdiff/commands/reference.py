@@ -31,6 +31,7 @@ from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.checkpoint import tensor_file
 from streamdiff.models.checkpoint.first_steps import read_first_steps
 from streamdiff.models.checkpoint.safetensors_header import parse_header
+from streamdiff.models.checkpoint.tensor_contract import NORMALISED, read_motion
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.executor import RingExecutor
@@ -61,7 +62,7 @@ def run(job: ReferenceJob) -> int:
         writer = None
         if job.latents_out is not None:
             about = {
-                **tensor_file.NORMALISED,
+                **NORMALISED,
                 "model": job.model.name,
                 "kv_context": job.model.kv_context,
                 "timesteps": str(reference.schedule.timesteps),
@@ -230,28 +231,11 @@ def _read_motion(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
     """How far the pixels of each chunk of the video move, where that counts and its file says it."""
     if not job.motion_noise or job.video_latents is None:
         return None
-    path, header = job.video_latents, parse_header(job.video_latents)
-    if tensor_file.MOTION not in header.metadata:
+    if (told := read_motion(parse_header(job.video_latents))) is None:
         return None
-    shape = header.entries["latents"].shape
-    frames = shape[1] if len(shape) == 4 else shape[0] * shape[2]
-    told = header.metadata[tensor_file.MOTION].split()
-    if len(told) != frames or not all(_is_difference(each) for each in told):
-        raise ConfigError(
-            f"{path}: `{tensor_file.MOTION}` in its header must be a number from 0 to 2 for each of its {frames} "
-            "latent frames"
-        )
-    motion = torch.tensor([float(each) for each in told], dtype=torch.float64)
-    count = frames // spec.chunk_latents
+    motion = torch.tensor(told, dtype=torch.float64)
+    count = len(told) // spec.chunk_latents
     return motion[: count * spec.chunk_latents].view(count, -1).amax(1)
-
-
-def _is_difference(text: str) -> bool:
-    """Whether it is a number from 0 to 2, the largest difference of pixels in [-1, 1]."""
-    try:
-        return 0 <= float(text) <= 2
-    except ValueError:
-        return False
 
 
 def _switch(text: str, spec: ModelSpec) -> PromptSwitch:

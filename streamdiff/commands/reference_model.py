@@ -17,6 +17,7 @@ from streamdiff.models.autoencoder.autoencoder import FirstFrameReencoder
 from streamdiff.models.checkpoint import tensor_file
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.safetensors_header import parse_header
+from streamdiff.models.checkpoint.tensor_contract import MOTION
 from streamdiff.models.interfaces import TextEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.model_loader import ModelLoader
@@ -99,7 +100,7 @@ class Found:
         """What a user should know before the run."""
         notes = [f"{path}: its latents are not normalised, and are used as they are" for path in self.raw_files]
         video = self.job.video_latents
-        if self.job.motion_noise and video is not None and tensor_file.MOTION not in parse_header(video).metadata:
+        if self.job.motion_noise and video is not None and MOTION not in parse_header(video).metadata:
             notes.append(
                 f"{video} does not say how its pixels move, as files of `streamdiff encode` do; the motion of its "
                 "latents counts"

@@ -35,8 +35,9 @@ from streamdiff.engine.messages import (
     Swapped,
 )
 from streamdiff.engine.pipeline_api import Pipeline
-from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request, has_picture
-from streamdiff.engine.saving import SavesSessions
+from streamdiff.engine.prompt_queue import Encoded, PendingRequest, PromptQueue, Request, begins_with, has_picture
+from streamdiff.engine.reports import Counted
+from streamdiff.engine.saving import NOTHING, SavesSessions
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.swapping import Swapping
 from streamdiff.engine.validation import (
@@ -49,6 +50,7 @@ from streamdiff.engine.validation import (
     encode_picture,
     expects_answer,
     feeding,
+    read_features,
     reason_of,
     refused,
 )
@@ -70,7 +72,8 @@ class Engine(SavesSessions):
         self._slots: dict[str, int] = {}
         self._sessions: dict[int, Session] = {}
         self._swapping = Swapping(pipeline)
-        self._waiting = PromptQueue(pipeline.text.encode, partial(encode_picture, pipeline))
+        self._text, self._picture = Counted(pipeline.text.encode), Counted(partial(encode_picture, pipeline))
+        self._waiting = PromptQueue(self._text, self._picture, partial(read_features, pipeline))
         self._texts: dict[str, tuple[str, Any]] = {}  # by session: the text that was encoded last, and what came of it
         # A slot's next session starts above all epochs of the one before: frames are never taken for its own.
         self._next_epoch: dict[int, int] = {}
@@ -113,7 +116,7 @@ class Engine(SavesSessions):
             events += self._number(made)
             finished = finished or made.last
         events += self._begin_lost() + self._end_failed()
-        return events + (reports.measured(self._pipeline) if finished else [])
+        return events + (reports.measured(self._pipeline, self._text.calls, self._picture.calls) if finished else [])
 
     def _swap(self) -> list[Event]:
         """Let sessions come and go, and tell where they are."""
@@ -169,18 +172,18 @@ class Engine(SavesSessions):
             raise RequestError("session", f"session {command.session!r} is open already; close it or use another id")
         if command.snapshot is not None:
             return self._open_saved(command)
-        reading = self._read(command.prompt, None)
-        if self._pipeline.text.slow or has_picture(command):
+        reading = Reading("") if command.prompt_embeds is not None else self._read(command.prompt, None)
+        if self._pipeline.text.slow or begins_with(command):
             self._min_ahead_frames(*self._choice(command))
             return self._wait(PendingRequest(command, reading.text, reading.notice))
         return self._open_now(command, reading)
 
-    def _open_now(self, command: Open, reading: Reading, start: Any = None) -> list[Event]:
+    def _open_now(self, command: Open, reading: Reading, made: Encoded = NOTHING) -> list[Event]:
         if command.snapshot is not None:
-            return self._go_on(command, reading, start)
+            return self._go_on(command, reading, made.start)
         slot = self._free_slot()
         try:
-            session, events = self._swapping.with_room(lambda: self._start(slot, command, reading, start))
+            session, events = self._swapping.with_room(lambda: self._start(slot, command, reading, made))
         except SESSION_ERRORS as error:
             self._texts.pop(command.session, None)
             raise bad_value(error, "session") from error
@@ -188,7 +191,7 @@ class Engine(SavesSessions):
         self._sessions[slot] = session
         return events
 
-    def _start(self, slot: int, command: Open, reading: Reading, start: Any) -> tuple[Session, list[Event]]:
+    def _start(self, slot: int, command: Open, reading: Reading, made: Encoded) -> tuple[Session, list[Event]]:
         """Open the stream in `slot`. Raises ValueError for what the pipeline cannot run."""
         steps, kv_context = self._choice(command)
         session = Session(
@@ -204,17 +207,19 @@ class Engine(SavesSessions):
             min_ahead_frames=self._min_ahead_frames(steps, kv_context),
             made_frames=command.made_frames,
             shown_frames=command.shown_frames,
-            start=start,
+            start=made.start,
+            embeddings=made.conditioning if command.prompt_embeds is not None else None,
         )
         self._pipeline.open(
             slot,
-            self._encoded(command.session, session.text),
+            session.conditioning,
             seed=session.seed,
             epoch=session.epoch,
             steps=steps,
             kv_context=kv_context,
             background=command.background,
-            start=start,
+            start=made.start,
+            **({} if made.video is None else {"video": made.video}),
         )
         return session, session.open(reading.notice, possible_switches(self._pipeline, slot))
 
@@ -243,7 +248,7 @@ class Engine(SavesSessions):
         if isinstance(command, SetPrompt):
             if session is not None:
                 self._pipeline.check_switch(self._slots[command.session], command.switch)
-            previous = self._waiting.latest_text(command.session) or (session.text if session else None)
+            previous = self._waiting.latest_text(command.session) or (session.text if session else "") or None
             reading = self._read(command.prompt, previous)
             if self._pipeline.text.slow or command.session in self._waiting:
                 return self._wait(PendingRequest(command, reading.text, reading.notice))
@@ -267,7 +272,8 @@ class Engine(SavesSessions):
         """Carry out a request whose text, if it has one, need not be waited for."""
         request = pending.request
         if isinstance(request, Open):
-            return self._open_now(request, Reading(pending.text, pending.notice), pending.start)
+            made = Encoded(pending.conditioning, pending.start, pending.video)
+            return self._open_now(request, Reading(pending.text, pending.notice), made)
         session = self._find(request)
         if session is None:
             return []
@@ -354,7 +360,7 @@ class Engine(SavesSessions):
         error = pending.error
         if error is not None and not isinstance(error, SESSION_ERRORS):
             raise error
-        if pending.conditioning is not None:
+        if pending.conditioning is not None and pending.text:
             self._texts[pending.request.session] = pending.text, pending.conditioning
         replaced = pending.conditioning is None and error is None
         if isinstance(pending.request, SetPrompt) and pending.request.switch != "keep" and replaced:
@@ -374,7 +380,7 @@ class Engine(SavesSessions):
         """The conditioning of a session's text. Slow texts have been encoded already: a session takes none before."""
         kept = self._texts.get(name)
         if kept is None or kept[0] != text:
-            kept = self._texts[name] = text, self._pipeline.text.encode(text)
+            kept = self._texts[name] = text, self._text(text)
         return kept[1]
 
     def _number(self, made: Frames) -> list[Event]:

@@ -43,6 +43,9 @@ class Open(SessionMessage):
     what has changed since: a `prompt` ("": none) and `steps` other than the snapshot's hold from the next chunk on;
     `image` is for resets; frames are numbered from `made_frames`, or from the snapshot's number where that is higher;
     epochs go on so that the last, which has all of it, is `epoch` or above. A background session takes none.
+
+    `prompt_embeds`, `image_latents`, `video_latents` and `strength`: see `features.Features`. A session that has the
+    first of them has no prompt, and one that goes on from a snapshot has what was saved with it.
     """
 
     prompt: str
@@ -56,6 +59,10 @@ class Open(SessionMessage):
     background: bool = False
     image: Pictures | None = field(default=None, repr=False)
     snapshot: Data | None = field(default=None, repr=False)
+    prompt_embeds: Data | None = field(default=None, repr=False)
+    image_latents: Data | None = field(default=None, repr=False)
+    video_latents: Data | None = field(default=None, repr=False)
+    strength: float = DEFAULT_STRENGTH
 
 
 @dataclass(frozen=True)
@@ -295,7 +302,8 @@ class Measured:
     """Told with every finished chunk: seconds of work in a chunk of late, as for the default number of steps, the share
     of the time each stage was at work (one number per rank; none with one stage), and the seconds of it since its
     process began (one per rank). `forwards`: how many there were since then of 1 row, 2 rows, and so on; `alone`: the
-    reasons why those of one row had no more (see `ForwardCounts`), and `alone_forwards`, how many had each."""
+    reasons why those of one row had no more (see `ForwardCounts`), and `alone_forwards`, how many had each.
+    `encodings`: how many texts, pictures and pieces of video were encoded since its process began."""
 
     work_s: float
     occupancy: tuple[float, ...] = ()
@@ -303,6 +311,7 @@ class Measured:
     forwards: tuple[int, ...] = ()
     alone: tuple[str, ...] = ()
     alone_forwards: tuple[int, ...] = ()
+    encodings: tuple[int, ...] = (0, 0, 0)
 
 
 @dataclass(frozen=True)

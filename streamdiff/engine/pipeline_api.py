@@ -129,6 +129,21 @@ class SavingPipeline(Protocol):
 
 
 @runtime_checkable
+class FeaturesPipeline(Protocol):
+    """One whose sessions can begin with features that were made elsewhere; the real one is. Called from any thread."""
+
+    def conditioning_of(self, rows: NDArray[np.float32]) -> Any:
+        """A prompt's embeddings `[L, D]`, as `open` takes a text's."""
+
+    def start_of(self, latents: NDArray[np.float32]) -> Any:
+        """Latents `[n, C, F, h, w]` of the stream's first chunks, as `open` takes a picture's."""
+
+    def video_of(self, latents: NDArray[np.float32], strength: float, motion: NDArray[np.float64] | None) -> Any:
+        """Latents `[n, C, F, h, w]` that chunks start from, as `open` takes them as `video`; `motion` `[n]` is how far
+        the pixels of each move, None where nobody knows."""
+
+
+@runtime_checkable
 class FeedingPipeline(Protocol):
     """One whose sessions can be fed with video; the real one is."""
 
@@ -144,6 +159,10 @@ class FeedingPipeline(Protocol):
 
     def input_figures(self, session: int) -> InputFigures | None:
         """How the input does; None: there never was one."""
+
+    @property
+    def video_encodings(self) -> int:
+        """Pieces of video that were encoded since its process began."""
 
 
 @runtime_checkable

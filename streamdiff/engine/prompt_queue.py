@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
+from streamdiff.engine.features import features_of
 from streamdiff.engine.messages import (
     InputFrames,
     Open,
@@ -40,12 +41,21 @@ _Setting = SetPrompt | SetSteps | SetInput | SetMaxAhead | SetActive
 Request = Open | _Setting | InputFrames | Reset | Pause | Resume | Shown
 
 
+class Encoded(NamedTuple):
+    """What a request's parts have become, as the pipeline takes them; None: it has no such part."""
+
+    conditioning: Any = None
+    start: Any = None
+    video: Any = None
+
+
 @dataclass(frozen=True)
 class PendingRequest:
     """A request; `text` and `notice` are how its prompt was understood, where it has one.
 
     Once it may run, `conditioning` has the text's embeddings (None without a text, or where a later prompt supersedes
-    it) and `start` the encoded picture (None without one), or `error` says why encoding failed.
+    it), `start` the encoded picture and `video` what chunks are to start from (None without one), or `error` says why
+    encoding failed.
     """
 
     request: Request
@@ -53,6 +63,7 @@ class PendingRequest:
     notice: str = ""
     conditioning: Any = None
     start: Any = None
+    video: Any = None
     error: BaseException | None = None
 
 
@@ -62,9 +73,9 @@ class _Line:
 
     pending: deque[PendingRequest] = field(default_factory=deque)
     target: PendingRequest | None = None
-    encoding: Future[tuple[Any, Any]] | None = None
+    encoding: Future[Encoded] | None = None
 
-    def turn(self, submit: Callable[[PendingRequest], Future[tuple[Any, Any]]]) -> list[PendingRequest]:
+    def turn(self, submit: Callable[[PendingRequest], Future[Encoded]]) -> list[PendingRequest]:
         """Take the requests that may run now. Mutates: self."""
         ready: list[PendingRequest] = []
         while self.pending:
@@ -72,7 +83,7 @@ class _Line:
                 break
             if self.encoding is not None:
                 ready += self._encoded(self.encoding)
-            elif _has_text(self.pending[0].request) or has_picture(self.pending[0].request):
+            elif _has_text(self.pending[0].request) or begins_with(self.pending[0].request):
                 self.target = self._latest()
                 self.encoding = submit(self.target)
             else:
@@ -88,7 +99,7 @@ class _Line:
             found = pending
         return found
 
-    def _encoded(self, encoding: Future[tuple[Any, Any]]) -> list[PendingRequest]:
+    def _encoded(self, encoding: Future[Encoded]) -> list[PendingRequest]:
         target, error = self.target, encoding.exception()
         assert target is not None
         self.target = self.encoding = None
@@ -96,8 +107,7 @@ class _Line:
             before = []
             while self.pending[0] is not target:
                 before.append(self.pending.popleft())
-            conditioning, start = encoding.result()
-            return [*before, replace(self.pending.popleft(), conditioning=conditioning, start=start)]
+            return [*before, replace(self.pending.popleft(), **encoding.result()._asdict())]
         if isinstance(target.request, Open):
             gone, self.pending = self.pending, deque()
             return [replace(pending, error=error) for pending in gone]
@@ -106,11 +116,13 @@ class _Line:
 
 
 class PromptQueue:
-    """The requests of all sessions that wait. For one thread; `encode`, of texts, and `encode_picture` are called on
-    another."""
+    """The requests of all sessions that wait. For one thread; `encode`, of texts, `encode_picture`, and `read`, of
+    features that stand for one or the other, are called on another."""
 
-    def __init__(self, encode: Callable[[str], Any], encode_picture: Callable[[Pictures], Any]) -> None:
-        self._encode_text, self._encode_picture = encode, encode_picture
+    def __init__(
+        self, encode: Callable[[str], Any], encode_picture: Callable[[Pictures], Any], read: Callable[[Open], Encoded]
+    ) -> None:
+        self._encode_text, self._encode_picture, self._read = encode, encode_picture, read
         self._lines: dict[str, _Line] = {}
         self._thread: ThreadPoolExecutor | None = None
 
@@ -159,21 +171,35 @@ class PromptQueue:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, pending: PendingRequest) -> Future[tuple[Any, Any]]:
+    def _submit(self, pending: PendingRequest) -> Future[Encoded]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         return self._thread.submit(self._encode, pending)
 
-    def _encode(self, pending: PendingRequest) -> tuple[Any, Any]:
-        """Embeddings of a request's text and its encoded picture, None for what it has not."""
+    def _encode(self, pending: PendingRequest) -> Encoded:
+        """Embeddings of a request's text, its encoded picture, and what stands for them."""
         request = pending.request
-        start = self._encode_picture(request.image[0]) if has_picture(request) else None
-        return self._encode_text(pending.text) if _has_text(request) else None, start
+        made = self._read(request) if has_features(request) else Encoded()
+        if has_picture(request):
+            made = made._replace(start=self._encode_picture(request.image[0]))
+        if _has_text(request) and made.conditioning is None:
+            made = made._replace(conditioning=self._encode_text(pending.text))
+        return made
 
 
 def has_picture(request: object) -> TypeGuard[_WithPicture]:
     """Whether a stream begins with a picture by this request."""
     return isinstance(request, Open | Reset) and request.image is not None
+
+
+def has_features(request: object) -> TypeGuard[Open]:
+    """Whether a session is opened with features that were made elsewhere."""
+    return isinstance(request, Open) and bool(features_of(request).names)
+
+
+def begins_with(request: object) -> bool:
+    """Whether a stream begins with more than a text by this request, which is made ready first."""
+    return has_picture(request) or has_features(request)
 
 
 def _has_text(request: object) -> bool:

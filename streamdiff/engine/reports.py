@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from typing import Any, Generic, TypeVar
 
 from streamdiff.engine.messages import Event, InputUsed, Measured, Ready
 from streamdiff.engine.pipeline_api import FeedingPipeline, Pipeline
 from streamdiff.engine.session import Session
+
+_Given = TypeVar("_Given")
 
 
 def ready(pipeline: Pipeline, sessions_away: int | None) -> Ready:
@@ -23,17 +27,31 @@ def ready(pipeline: Pipeline, sessions_away: int | None) -> Ready:
     )
 
 
-def measured(pipeline: Pipeline) -> list[Event]:
-    """What was measured by now; nothing before the first chunk."""
+class Counted(Generic[_Given]):
+    """A call, and how often it was made. From any thread."""
+
+    def __init__(self, call: Callable[[_Given], Any]) -> None:
+        self.calls = 0
+        self._call, self._lock = call, threading.Lock()
+
+    def __call__(self, given: _Given) -> Any:
+        with self._lock:
+            self.calls += 1
+        return self._call(given)
+
+
+def measured(pipeline: Pipeline, texts: int, pictures: int) -> list[Event]:
+    """What was measured by now, and how many texts and pictures were encoded; nothing before the first chunk."""
     work_s = pipeline.work_s()
     if work_s is None:
         return []
     counts = pipeline.forwards()
+    pieces = pipeline.video_encodings if isinstance(pipeline, FeedingPipeline) else 0
     forwards = tuple(counts.rows[rows] for rows in range(1, max(counts.rows, default=0) + 1))
     return [
         Measured(
             work_s, tuple(pipeline.occupancy()), tuple(pipeline.busy_s()),
-            forwards, tuple(counts.alone), tuple(counts.alone.values()),
+            forwards, tuple(counts.alone), tuple(counts.alone.values()), (texts, pictures, pieces),
         )
     ]  # fmt: skip
 

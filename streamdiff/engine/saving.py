@@ -9,13 +9,15 @@ from typing import Any
 
 from streamdiff.engine.messages import Close, Event, Open, Save, Saved
 from streamdiff.engine.pipeline_api import Pipeline, SavingPipeline
-from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request, has_picture
+from streamdiff.engine.prompt_queue import Encoded, PendingRequest, PromptQueue, Request, has_picture
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.snapshot_header import SavedSession, read_saved_session
 from streamdiff.engine.swapping import Swapping
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames
+
+NOTHING = Encoded()
 
 
 class SavesSessions(ABC):
@@ -46,7 +48,7 @@ class SavesSessions(ABC):
         """Decoded frames as events."""
 
     @abstractmethod
-    def _open_now(self, command: Open, reading: Reading, start: Any = None) -> list[Event]:
+    def _open_now(self, command: Open, reading: Reading, made: Encoded = NOTHING) -> list[Event]:
         """Open a session of which everything is encoded."""
 
     @abstractmethod
@@ -80,7 +82,8 @@ class SavesSessions(ABC):
         session.apply_pending()
         snapshot, frames = self._saving().save(self._slots[name])
         events = [event for made in frames for event in self._number(made)]
-        return replace(snapshot, about={"session": session.saved()}).with_start(session.start), events
+        about = {"session": session.saved()}
+        return replace(snapshot, about=about).with_given(session.start, session.embeddings), events
 
     def load(self, name: str, snapshot: Any) -> list[Event]:
         """Open session `name` as a snapshot has it; its frames go on being numbered.
@@ -108,8 +111,11 @@ class SavesSessions(ABC):
             min_ahead_frames=self._min_ahead_frames(steps, kv_context),
         )  # fmt: skip
         session.restore(saved)
+        start, embeddings = snapshot.given()
+        if not session.text and embeddings is None:
+            raise RequestError("snapshot", "about.session.text is empty in the snapshot, and it has no prompt_embeds")
         frames = self._swapping.with_room(lambda: self._saving().load(slot, snapshot))
-        session.start = snapshot.start()
+        session.start, session.embeddings = start, embeddings
         self._slots[name], self._sessions[slot] = slot, session
         return session, [event for made in frames for event in self._number(made)]
 

@@ -59,6 +59,8 @@ class Session:
     """What is added to the pipeline's epochs: a stream that goes on from a snapshot goes on with those of before."""
     start: Any = field(metadata=DERIVED)
     """The encoded picture that a reset begins with. It is no JSON: a snapshot has it among its tensors."""
+    embeddings: Any = field(metadata=DERIVED)
+    """Given instead of a text, which is "" as long as they hold. A snapshot has them as it has `start`."""
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class Session:
         made_frames: int = 0,
         shown_frames: int = 0,
         start: Any = None,
+        embeddings: Any = None,
     ) -> None:
         """Args:
         encode: a text's conditioning, as the pipeline takes it.
@@ -85,12 +88,14 @@ class Session:
         min_ahead_frames: what the pipeline needs; wins over `max_ahead_frames`.
         made_frames, shown_frames: of the stream that this one resumes; its own frames are numbered from there.
         start: the encoded picture that the pipeline has begun with; a reset begins with it again.
+        embeddings: given instead of a text, which is "" then.
         """
         self.name = name
         self._pipeline, self._slot, self._encode = pipeline, slot, encode
         self.text = text
         self.seed = seed
         self.start = start
+        self.embeddings = embeddings
         self.kv_context = kv_context
         self.epoch = epoch
         self.chunk = -1
@@ -109,6 +114,11 @@ class Session:
         """Frames that may still be made beyond those shown."""
         max_ahead_frames = max(self._max_ahead_frames, self._min_ahead_frames)
         return max_ahead_frames - (self._made_frames - self._shown_frames)
+
+    @property
+    def conditioning(self) -> Any:
+        """Of its latest text, or what was given instead."""
+        return self._encode(self.text) if self.embeddings is None else self.embeddings
 
     def open(self, notice: str = "", switches: tuple[str, ...] = PROMPT_POLICIES) -> list[Event]:
         """Begin: the pipeline has opened the stream with this session's text, seed and epoch; it can do `switches`."""
@@ -151,7 +161,7 @@ class Session:
     def set_prompt(self, text: str, notice: str, request: str, switch: str = "keep") -> list[Event]:
         """Accept a prompt; `apply_pending` gives it to the pipeline, unless a later one comes first. With `switch`
         "reset" the stream begins afresh with it, at once."""
-        self.text = text
+        self.text, self.embeddings = text, None
         if switch == "reset":
             self.reset(None, request)
         else:
@@ -194,7 +204,7 @@ class Session:
     def _apply_switch(self) -> None:
         assert self._pending_switch is not None
         (epoch, policy), self._pending_switch = self._pending_switch, None
-        conditioning = self._encode(self.text)
+        conditioning = self.conditioning
         self._pipeline.set_conditioning(self._slot, conditioning, epoch=epoch - self._epoch_shift, switch=policy)
 
     def _apply_steps(self) -> None:
@@ -221,7 +231,7 @@ class Session:
         self._shown_frames = self._made_frames
         self._apply_steps()
         self._apply_input()
-        epoch, conditioning = self.epoch - self._epoch_shift, self._encode(self.text)
+        epoch, conditioning = self.epoch - self._epoch_shift, self.conditioning
         self._pipeline.reset(self._slot, conditioning, seed=self.seed, epoch=epoch, start=self.start)
         self._pipeline.set_paused(self._slot, self._paused)
         self._set_frame_credit()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from streamdiff.engine.features import check_together, decode, features_of
 from streamdiff.engine.messages import (
     Command,
     InputFrames,
@@ -17,8 +18,8 @@ from streamdiff.engine.messages import (
     SetSteps,
     Shutdown,
 )
-from streamdiff.engine.pipeline_api import FeedingPipeline, Pipeline
-from streamdiff.engine.prompt_queue import PendingRequest
+from streamdiff.engine.pipeline_api import FeaturesPipeline, FeedingPipeline, Pipeline
+from streamdiff.engine.prompt_queue import Encoded, PendingRequest
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.pipeline.output import ModelInfo
 
@@ -44,6 +45,10 @@ def check_open(command: Open, info: ModelInfo) -> None:
         raise RequestError("session", "the session has no id; give any non-empty text")
     if min(command.epoch, command.made_frames, command.shown_frames) < 0:
         raise RequestError("session", "epoch, made_frames and shown_frames of a session count from 0")
+    features = features_of(command)
+    check_together(features, prompt=bool(command.prompt), image=command.image is not None)
+    if features.names and command.snapshot is not None:
+        raise RequestError(features.names[0], "a session that goes on from a snapshot has what was saved with it")
     check_begin(command, info)
 
 
@@ -74,6 +79,21 @@ def check_frames(command: InputFrames, info: ModelInfo) -> None:
         raise RequestError(
             "input", f"frames are of shape {list(shape)}; {info.model} takes [n, {info.height}, {info.width}, 3]"
         )
+
+
+def read_features(pipeline: Pipeline, command: Open) -> Encoded:
+    """What a session is to be opened with instead of a text, a picture or a video. Raises RequestError for features
+    that the pipeline does not take; names them."""
+    features = features_of(command)
+    given = decode(features, pipeline.info)
+    if not isinstance(pipeline, FeaturesPipeline):
+        raise RequestError(features.names[0], f"model {pipeline.info.model} takes no features made elsewhere")
+    rows, latents, video = given.prompt_embeds, given.image_latents, given.video_latents
+    return Encoded(
+        None if rows is None else pipeline.conditioning_of(rows),
+        None if latents is None else pipeline.start_of(latents),
+        None if video is None else pipeline.video_of(video, features.strength, given.motion),
+    )
 
 
 def encode_picture(pipeline: Pipeline, picture: Pictures) -> Any:

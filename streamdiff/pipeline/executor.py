@@ -24,7 +24,7 @@ from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, 
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.row_faults.returned import ReturnedRows
 from streamdiff.pipeline.runner.in_flight_queue import InFlightQueue
-from streamdiff.pipeline.runner.init_latents import InitLatents
+from streamdiff.pipeline.runner.init_latents import GivenVideo, InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, PendingSteps, SamplerSession
@@ -150,6 +150,7 @@ class RingExecutor:
         source: InitLatents | None = None,
         levels: StepLevels | None = None,
         given_latents: Tensor | None = None,
+        video: GivenVideo | None = None,
         background: bool = False,
     ) -> None:
         """Open a session on scheduler, sampler and all stages; ValueError on bad values. Where it raises, nothing of
@@ -157,7 +158,8 @@ class RingExecutor:
 
         `steps`: a schedule, or a number of the model's own; `noise` takes the place of the seed's; with a `source`
         chunks start from input. `levels` go before the schedule's. `given_latents` `[n, C, F, h, w]` are those of its
-        first n chunks: with a clean pass, that is all they get. With `background` it takes what others leave.
+        first n chunks: with a clean pass, that is all they get. Its chunks start from `video`, and do so again after a
+        reset. With `background` it takes what others leave.
         """
         schedule = self.sampler.spec.schedule(steps) if isinstance(steps, int) else steps
         steps, first = schedule.steps, schedule.of(0).steps
@@ -166,7 +168,7 @@ class RingExecutor:
         # All that can fail comes before anybody knows of the session: a slot that is half open could never be used.
         state = self.sampler.prepare(
             noise=noise or self._seeded(seed), schedule=schedule, kv_context=kv_context,
-            source=source, levels=levels, given_latents=given_latents,
+            source=source, levels=levels, given_latents=given_latents, video=video,
         )  # fmt: skip
         self.scheduler.open(
             session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch, background=background,
@@ -260,6 +262,7 @@ class RingExecutor:
         state = self.sampler.prepare(
             noise=noise, schedule=schedule, kv_context=old.kv_context,
             source=source, levels=levels, given_latents=given_latents,
+            video=old.video if given_latents is None else None,
         )  # fmt: skip
         self.scheduler.reset(session, epoch)
         self._change_steps()

@@ -15,7 +15,9 @@ from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
 class ModelInfo:
     """A loaded model, by name, and how it runs: sizes in pixels; `chunk_frames` frames come out of one chunk. `steps`
     and `kv_context` are those of a session that does not name its own, `steps_known` the numbers of steps that it may
-    name, `switch` what a new prompt does to the past (PROMPT_POLICIES) unless it says."""
+    name, `switch` what a new prompt does to the past (PROMPT_POLICIES) unless it says. `text_shape` is (most rows,
+    width) of a prompt's embeddings, `chunk_shape` that of a chunk's latents, `[C, F, h, w]`, and `first_chunks` how
+    many are made together at a stream's beginning; without them it takes no features that were made elsewhere."""
 
     model: str
     device: str
@@ -27,6 +29,9 @@ class ModelInfo:
     kv_context: str
     steps_known: tuple[int, ...] = ()
     switch: str = "keep"
+    text_shape: tuple[int, ...] = ()
+    chunk_shape: tuple[int, ...] = ()
+    first_chunks: int = 1
 
 
 @dataclass(frozen=True)

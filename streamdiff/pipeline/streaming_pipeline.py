@@ -27,12 +27,14 @@ from streamdiff.pipeline.output import Frames, ModelInfo, StreamChunk, StreamPro
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.row_faults.errors import Streak, fault_name
 from streamdiff.pipeline.row_faults.returned import OnFault, fail_all
+from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.sessions import SavesSessions
 from streamdiff.pipeline.throughput import ChunkCostMeter, PipelineFigures
 from streamdiff.pipeline.video_input.feeding import FeedsSessions
+from streamdiff.pipeline.video_input.given import TakesFeatures
 from streamdiff.pipeline.worker_group import WorkerGroup
 
 
@@ -49,7 +51,7 @@ class StepHook(Protocol):
         """The pipeline is about to close."""
 
 
-class StreamingPipeline(SavesSessions, FeedsSessions, PipelineFigures):
+class StreamingPipeline(SavesSessions, FeedsSessions, TakesFeatures, PipelineFigures):
     """Runs sessions, which have numbers; `step` is called repeatedly from one thread."""
 
     def __init__(
@@ -81,6 +83,7 @@ class StreamingPipeline(SavesSessions, FeedsSessions, PipelineFigures):
         self.info = ModelInfo(
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
+            spec.text_shape, spec.chunk_shape, spec.first_chunks,
         )  # fmt: skip
         self._workers, self._budget, self._hang_s, self._pictures = workers, budget, hang_s, pictures
         self.ring = workers.ring if workers else ring or RingExecutor(model, device)
@@ -111,11 +114,12 @@ class StreamingPipeline(SavesSessions, FeedsSessions, PipelineFigures):
 
     def open(
         self, session: int, conditioning: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str,
-        background: bool = False, start: Tensor | None = None,
+        background: bool = False, start: Tensor | None = None, video: GivenVideo | None = None,
     ) -> None:  # fmt: skip
         """Start a stream; nothing is made before `set_frame_credit`. With `background` it takes what others leave,
         in the ring and of the decoder's time. `start` are latents of its first chunks, as `encode_picture` makes them:
-        they are shown, and the stream goes on from them.
+        they are shown, and the stream goes on from them. Chunks start from `video`, as far as it goes, in this stream
+        and in those after resets, until one begins with a picture or the session has a live input.
 
         Raises:
             ValueError: a bad KV context, or the session is open.
@@ -128,7 +132,7 @@ class StreamingPipeline(SavesSessions, FeedsSessions, PipelineFigures):
         need = self._budget.need(steps=steps, kv_context=kv_context) if self._budget is not None else []
         self.ring.open(
             session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context,
-            background=background, given_latents=start,
+            background=background, given_latents=start, video=video,
         )  # fmt: skip
         if self._budget is not None:
             self._budget.take(session, need)

@@ -39,6 +39,11 @@ class Metrics:
         self.alone = counter(
             "alone", "Forwards of one row, where several may share one, by the reason (docs/batching.md)", ["reason"]
         )
+        self.encodings = counter(
+            "encodings",
+            "Texts, pictures, pieces of video that were encoded; what comes encoded is none",
+            ["encoder"],
+        )
         self.free_sessions = gauge("sessions_room", "Further sessions that could play, NaN before that is known")
         self.sessions = gauge("sessions", "Open sessions")
         self.sessions_at = gauge(

@@ -17,7 +17,8 @@ from torch import Tensor
 from streamdiff.cli import main
 from streamdiff.models.autoencoder.normalisation import WAN_MEAN, WAN_STD
 from streamdiff.models.autoencoder.taehv import TAEHV, Config
-from streamdiff.models.checkpoint.tensor_file import RAW, write_tensor
+from streamdiff.models.checkpoint.tensor_contract import RAW
+from streamdiff.models.checkpoint.tensor_file import write_tensor
 from streamdiff.models.tiny import world
 from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
 

@@ -49,7 +49,13 @@ SIZE = 128
 CHUNK_FRAMES = 8
 
 
-INFO = ModelInfo("scripted", "cpu", SIZE, SIZE, 40.0, CHUNK_FRAMES, 4, "clean", (4, 2))
+TEXT_SHAPE, CHUNK_SHAPE = (4, 3), (3, 2, 2, 2)
+"""Of features: rows of a colour's red, green and blue, of which the first counts, and latents of whose channels the
+first number does."""
+INFO = ModelInfo(
+    "scripted", "cpu", SIZE, SIZE, 40.0, CHUNK_FRAMES, 4, "clean", (4, 2),
+    text_shape=TEXT_SHAPE, chunk_shape=CHUNK_SHAPE,
+)  # fmt: skip
 
 
 @dataclass
@@ -84,6 +90,7 @@ class _Stream:
     steps: int = INFO.steps
     mark: tuple[int, int, int] | None = None
     start: NDArray[np.uint8] | None = None
+    video: list[tuple[int, ...]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -95,12 +102,12 @@ class Painting:
     about: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=lambda: {"name": INFO.model, "size": SIZE})
 
-    def with_start(self, start: None) -> Painting:
-        """A painter begins with no picture."""
+    def with_given(self, start: None, embeddings: None) -> Painting:
+        """A painter begins with a prompt alone."""
         return self
 
-    def start(self) -> None:
-        return None
+    def given(self) -> tuple[None, None]:
+        return None, None
 
     def to_bytes(self) -> bytes:
         parts = {"model": self.model, "session": self.session, "trees": self.trees, "about": self.about}
@@ -140,6 +147,7 @@ class Painter:
         kv_context: str,
         background: bool = False,
         start: NDArray[np.uint8] | None = None,
+        video: list[tuple[int, ...]] | None = None,
     ) -> None:
         if steps not in self.info.steps_known:
             raise RequestError("steps", f"steps is {steps}; the painter has {self.info.steps_known}")
@@ -147,6 +155,18 @@ class Painter:
             raise RequestError("session", f"only {self.fits} paintings fit", "memory")
         painted: Any = conditioning
         self._streams[session] = _Stream(painted, epoch, seed=seed, kv_context=kv_context, steps=steps, start=start)
+        self._streams[session].video = video or []
+
+    def conditioning_of(self, rows: NDArray[np.float32]) -> tuple[int, ...]:
+        return tuple(int(each) for each in rows[0])
+
+    def start_of(self, latents: NDArray[np.float32]) -> NDArray[np.uint8]:
+        return np.broadcast_to(latents[0, :, 0, 0, 0].astype(np.uint8), (1, SIZE, SIZE, 3))
+
+    def video_of(
+        self, latents: NDArray[np.float32], strength: float, motion: NDArray[np.float64] | None
+    ) -> list[tuple[int, ...]]:
+        return [tuple(int(each) for each in chunk[:, 0, 0, 0]) for chunk in latents]
 
     def encode_picture(self, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return picture
@@ -228,6 +248,8 @@ class Painter:
     def _paint(self, stream: _Stream, number: int) -> NDArray[np.uint8]:
         picture = np.empty((SIZE, SIZE, 3), np.uint8)
         picture[:] = stream.colour if stream.chunk or stream.start is None else stream.start
+        if stream.chunk < len(stream.video):
+            picture[:] = stream.video[stream.chunk]
         at = (stream.chunk * self.info.chunk_frames + number + stream.seed) * 2 % SIZE
         picture[SIZE - 24 : SIZE - 8, at : at + 8] = 255
         if stream.steps < self.info.steps:

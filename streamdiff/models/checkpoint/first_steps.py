@@ -9,7 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.tensor_file import FileSpec, FreeDim, TensorSpec, read
+from streamdiff.models.checkpoint.tensor_contract import FileSpec, FreeDim, TensorSpec
+from streamdiff.models.checkpoint.tensor_file import read
 from streamdiff.models.sampling import TIMESTEPS
 
 _WHAT = "first steps"

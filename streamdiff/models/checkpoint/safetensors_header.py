@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from streamdiff.errors import ConfigError
 
@@ -54,17 +54,20 @@ def parse_header(path: Path, max_bytes: int | None = None) -> Header:
     """
     try:
         with path.open("rb") as file:
-            start = file.read(LENGTH_BYTES)
-            file_bytes = path.stat().st_size
-            length = int.from_bytes(start, "little")
-            if len(start) < LENGTH_BYTES or length > min(file_bytes - LENGTH_BYTES, _MAX_HEADER_BYTES):
-                raise _other_kind(path, start, file_bytes, length)
-            if max_bytes is not None and file_bytes > max_bytes:
-                raise ConfigError(f"{path}: expected at most {max_bytes:,} bytes, got {file_bytes:,}")
-            text = file.read(length)
+            return parse_file(file, path.stat().st_size, path, max_bytes)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return _parsed(path, text, file_bytes)
+
+
+def parse_file(file: BinaryIO, file_bytes: int, path: Path, max_bytes: int | None = None) -> Header:
+    """The same of an open file of `file_bytes` bytes, from where it stands; errors call it `path`."""
+    start = file.read(LENGTH_BYTES)
+    length = int.from_bytes(start, "little")
+    if len(start) < LENGTH_BYTES or length > min(file_bytes - LENGTH_BYTES, _MAX_HEADER_BYTES):
+        raise _other_kind(path, start, file_bytes, length)
+    if max_bytes is not None and file_bytes > max_bytes:
+        raise ConfigError(f"{path}: expected at most {max_bytes:,} bytes, got {file_bytes:,}")
+    return _parsed(path, file.read(length), file_bytes)
 
 
 def parse_data(data: bytes | memoryview, name: str) -> Header:

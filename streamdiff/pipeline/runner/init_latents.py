@@ -21,8 +21,8 @@ TIMESTEP_OFFSET = 0.1
 """How far the timestep given to the model lies below the noise mixed in, over 1000; on purpose, by the same authors."""
 _SMOOTHING = 0.9
 """Share of a chunk's own level in what is used; the rest is the level of the chunk before."""
-_LOWEST = 0.01
-"""Of a level of live video, so that there is something to remove."""
+LOWEST = 0.01
+"""Of a level of a session's video, so that there is something to remove."""
 MAX_WAITING = 2
 """Encoded chunks of live video that may wait."""
 
@@ -79,6 +79,36 @@ class InitLatents:
         return min(chunk, len(self.latents) - 1)
 
 
+@dataclass(frozen=True)
+class GivenVideo:
+    """Encoded video that a session was opened with: chunk k of its stream starts from chunk k of the video, those
+    behind its end from noise alone. See `LiveLatents` for what a level below the schedule's does to later steps.
+
+    latents: clean and normalised as the model has them, float32 `[n, C, F, h, w]`, pinned where the model is on CUDA.
+    levels: of the noise mixed into each chunk, n of them, above 0 and at most 1.
+    """
+
+    latents: Tensor
+    levels: tuple[float, ...]
+
+    def covers(self, chunk: int) -> bool:
+        """Whether a chunk starts from it."""
+        return chunk < len(self.levels)
+
+    def begin(self, chunk: int, noise: Tensor) -> Tensor:
+        """Input of the first step of a chunk that it covers: `noise` `[C, F, h, w]` mixed in."""
+        latents = self.latents[chunk].to(noise.device, noise.dtype, non_blocking=True)
+        return add_noise(latents, noise, self.levels[chunk])
+
+    def sigma(self, chunk: int, step: int, schedule: Schedule) -> float | None:
+        """The noise level of a chunk at one of its steps; None: the schedule's."""
+        return _lowered(self.levels[chunk], schedule)[0][step] if self.covers(chunk) else None
+
+    def timestep(self, chunk: int, step: int, schedule: Schedule) -> float | None:
+        """What the model is told at one of its steps; None: the schedule's."""
+        return _lowered(self.levels[chunk], schedule)[1][step] if self.covers(chunk) else None
+
+
 class _LiveChunk(NamedTuple):
     """What a chunk starts from, and what its steps have: noise levels, and timesteps that the model is told."""
 
@@ -125,11 +155,8 @@ class LiveLatents:
         latents, motion = self.waiting.popleft()
         wanted = self.strength - REACH * min(1.0, motion / FULL_MOTION)
         level = self.strength if self.level is None else _SMOOTHING * wanted + (1 - _SMOOTHING) * self.level
-        self.level = level = min(1.0, max(_LOWEST, level))
-        lowered = min(1.0, level / schedule.sigmas[0])
-        sigmas = [lowered * sigma for sigma in schedule.sigmas]
-        times = schedule.timesteps if lowered == 1 else [sigma * TIMESTEPS for sigma in sigmas]
-        self._begun[chunk] = _LiveChunk(latents, (level, *sigmas[1:]), (level * TIMESTEPS, *times[1:]))
+        self.level = level = min(1.0, max(LOWEST, level))
+        self._begun[chunk] = _LiveChunk(latents, *_lowered(level, schedule))
         self.used += 1
         return True
 
@@ -162,6 +189,15 @@ class LiveLatents:
         """The stream begins afresh, at chunk 0. Mutates: self."""
         self._begun.clear()
         self.level = None
+
+
+def _lowered(level: float, schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Noise levels and timesteps of the steps of a chunk that starts from video with noise of `level` mixed in: where
+    it lies below the schedule's first, the later ones are lowered in proportion."""
+    share = min(1.0, level / schedule.sigmas[0])
+    sigmas = [share * sigma for sigma in schedule.sigmas]
+    times = schedule.timesteps if share == 1 else [sigma * TIMESTEPS for sigma in sigmas]
+    return (level, *sigmas[1:]), (level * TIMESTEPS, *times[1:])
 
 
 def levels_of(timesteps: Tensor, schedule: Schedule) -> Tensor:

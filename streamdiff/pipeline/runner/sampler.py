@@ -19,7 +19,7 @@ from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
-from streamdiff.pipeline.runner.init_latents import InitLatents, LiveLatents, levels_of
+from streamdiff.pipeline.runner.init_latents import GivenVideo, InitLatents, LiveLatents, levels_of
 from streamdiff.pipeline.runner.noise import Noise, PrefetchedNoise
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
@@ -75,6 +75,8 @@ class SamplerSession:
     has been entered; in `matched` every step has them as its x0."""
     live: LiveLatents | None = field(default=None, metadata=DERIVED)
     """Video that comes in while the stream runs. Whoever goes on from a snapshot feeds it anew."""
+    video: GivenVideo | None = field(default=None, metadata=DERIVED)
+    """Encoded video that it was opened with. A snapshot has it among its tensors."""
     begin_times: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
     """By chunk that begins next: the time embedding `[F, D]` of its first step, where that is not the schedule's."""
     pictures: Any = field(default=None, metadata=STATE)
@@ -114,9 +116,10 @@ class LatentSampler:
         source: InitLatents | None = None,
         levels: StepLevels | None = None,
         given_latents: Tensor | None = None,
+        video: GivenVideo | None = None,
     ) -> SamplerSession:
         """State of a new stream, which starts once it is put into `sessions`. `given_latents` `[n, C, F, h, w]` are
-        those of its first n chunks, which are finished.
+        those of its first n chunks, which are finished; its chunks start from `video`.
 
         Raises:
             ValueError: some, but not all, of those that are made together are given.
@@ -127,7 +130,7 @@ class LatentSampler:
             )
         geometry = cache_geometry(self.spec, kv_context, steps=schedule.steps)
         times, drawn = self._times(schedule), self._prefetched(noise, schedule)
-        state = SamplerSession(noise, drawn, schedule, kv_context, geometry, times)
+        state = SamplerSession(noise, drawn, schedule, kv_context, geometry, times, video=video)
         if source is not None:
             state.source = source.on(self.device)
             state.source_levels = levels_of(source.timestep, schedule).to(self.device)
@@ -242,6 +245,8 @@ class LatentSampler:
             return sampling.add_noise(session.given_latents[row.chunk], noise, self._sigma(row, 0))
         if session.live is not None and session.live.take(row.chunk, session.schedule.of(row.chunk)):
             return session.live.begin(row.chunk, noise)
+        if session.video is not None and session.video.covers(row.chunk):
+            return session.video.begin(row.chunk, noise)
         if session.source is not None:
             return session.source.begin(row.chunk, noise)
         scale = session.schedule.of(row.chunk).noise_scale
@@ -261,10 +266,13 @@ class LatentSampler:
 
     def _own_timesteps(self, session: SamplerSession, chunk: int, step: int) -> Tensor | None:
         """The timesteps `[F]` of a denoise step of a chunk, where they are not the schedule's."""
-        if session.live is not None and (live := session.live.timestep(chunk, step)) is not None:
-            return torch.full((self.spec.chunk_latents,), live, device=self.device)
-        if session.levels is not None and (own := session.levels.timestep(chunk, step)) is not None:
-            return own
+        own = None if session.live is None else session.live.timestep(chunk, step)
+        if own is None and session.video is not None:
+            own = session.video.timestep(chunk, step, session.schedule.of(chunk))
+        if own is not None:
+            return torch.full((self.spec.chunk_latents,), own, device=self.device)
+        if session.levels is not None and (each := session.levels.timestep(chunk, step)) is not None:
+            return each
         if step == 0 and session.source is not None:
             return session.source.timestep_of(chunk).expand(self.spec.chunk_latents)
         return None
@@ -272,7 +280,7 @@ class LatentSampler:
     def _prepare_begin(self, session: SamplerSession, chunk: int) -> None:
         """Have noise and time embedding of a chunk's first step ready before it may enter. Mutates: session."""
         session.noise.prefetch(chunk, 0, 1)
-        if (own := self._own_timesteps(session, chunk, 0)) is not None:
+        if session.video is None and (own := self._own_timesteps(session, chunk, 0)) is not None:
             session.begin_times[chunk] = self._embedded(own)
 
     @torch.inference_mode()
@@ -286,6 +294,10 @@ class LatentSampler:
         session = self.sessions[row.session]
         if session.live is not None and (live := session.live.sigma(row.chunk, step)) is not None:
             return live
+        if session.video is not None:
+            given = session.video.sigma(row.chunk, step, session.schedule.of(row.chunk))
+            if given is not None:
+                return given
         if session.levels is not None and (own := session.levels.sigma(row.chunk, step)) is not None:
             return own
         if step == 0 and session.source is not None and session.source_levels is not None:

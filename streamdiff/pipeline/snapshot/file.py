@@ -19,12 +19,13 @@ from streamdiff.atomic_write import check_parent, temporary_sibling
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, Entry
 from streamdiff.models.spec import ModelSpec
+from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.snapshot.header import FORMAT, KIND, read_entries
 from streamdiff.session_state.walk import META, described
 from streamdiff.version import __version__
 
-_PICTURES, _START = "pictures", "start"
-LOOSE = (_PICTURES, _START)
+_PICTURES, _START, _EMBEDS, _VIDEO, _LEVELS = "pictures", "start", "prompt_embeds", "video", "video_levels"
+LOOSE = (_PICTURES, _START, _EMBEDS, _VIDEO, _LEVELS)
 """Tensors that no tree names."""
 _MOST = 2**31
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -127,21 +128,47 @@ class Snapshot:
         """Those pictures."""
         return list(self.tensors[_PICTURES].numpy()) if _PICTURES in self.tensors else []
 
-    def with_start(self, latents: Tensor | None) -> Snapshot:
-        """The same with latents `[n, C, F, h, w]` that a reset begins with; None: with none."""
-        return self if latents is None else replace(self, tensors={**self.tensors, _START: latents.cpu()})
+    def with_given(self, latents: Tensor | None, embeddings: Tensor | None) -> Snapshot:
+        """The same with latents `[n, C, F, h, w]` and a prompt's embeddings that a reset begins with; None: with none
+        of them."""
+        given = {_START: latents, _EMBEDS: embeddings}
+        there = {name: each.cpu() for name, each in given.items() if each is not None}
+        return replace(self, tensors={**self.tensors, **there}) if there else self
 
-    def start(self) -> Tensor | None:
-        """Those latents."""
-        return self.tensors.get(_START)
+    def given(self) -> tuple[Tensor | None, Tensor | None]:
+        """Those latents and embeddings."""
+        return self.tensors.get(_START), self.tensors.get(_EMBEDS)
+
+    def with_video(self, video: GivenVideo | None) -> Snapshot:
+        """The same with the video that the session was opened with."""
+        if video is None:
+            return self
+        levels = torch.tensor(video.levels, dtype=torch.float64)
+        return replace(self, tensors={**self.tensors, _VIDEO: video.latents.cpu(), _LEVELS: levels})
+
+    def video(self) -> GivenVideo | None:
+        """That video, after `check_loose`."""
+        if _VIDEO not in self.tensors:
+            return None
+        return GivenVideo(self.tensors[_VIDEO], tuple(self.tensors[_LEVELS].tolist()))
 
     def check_loose(self, spec: ModelSpec) -> None:
         """Raises ConfigError where tensors that no tree names are not such as this model has."""
         shapes, told = self.outline, self.about.get("session")
-        start, pictures = shapes.get(_START), shapes.get(_PICTURES)
-        expected = torch.empty((spec.first_chunks, *spec.chunk_shape), device=META)
-        if start is not None and described(start) != described(expected):
-            raise ConfigError(f"{_START} is {described(start)} in the snapshot, but {described(expected)} here")
+        pictures, count = shapes.get(_PICTURES), len(shapes.get(_VIDEO, ()))
+        known: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = (
+            (_START, (spec.first_chunks, *spec.chunk_shape), torch.float32),
+            (_EMBEDS, spec.text_shape, torch.float32),
+            (_VIDEO, (count, *spec.chunk_shape), torch.float32),
+            (_LEVELS, (count,), torch.float64),
+        )
+        for name, expected_shape, dtype in known:
+            expected, found = torch.empty(expected_shape, dtype=dtype, device=META), shapes.get(name)
+            if found is not None and described(found) != described(expected):
+                raise ConfigError(f"{name} is {described(found)} in the snapshot, but {described(expected)} here")
+        levels = self.tensors.get(_LEVELS, torch.ones(count))
+        if (_VIDEO in shapes) != (_LEVELS in shapes) or not bool(((levels > 0) & (levels <= 1)).all()):
+            raise ConfigError(f"{_VIDEO} and {_LEVELS} go together in a snapshot, levels above 0 and at most 1")
         most = told["_made_frames"] if isinstance(told, dict) else 0
         shape = (spec.height, spec.width, 3)
         if pictures is not None and (

@@ -11,6 +11,7 @@ from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.model import Model
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate
 from streamdiff.pipeline.output import Frames
+from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.snapshot.ring import collect, occupied, place, resume
 from streamdiff.pipeline.snapshot.swapping import SwapsSessions
@@ -29,7 +30,7 @@ class SavesSessions(SwapsSessions):
     @abstractmethod
     def open(
         self, session: int, conditioning: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str,
-        background: bool = False, start: Tensor | None = None,
+        background: bool = False, start: Tensor | None = None, video: GivenVideo | None = None,
     ) -> None:  # fmt: skip
         """Start a stream."""
 
@@ -48,7 +49,8 @@ class SavesSessions(SwapsSessions):
         frames = self._come_back(session) + self._ask(MessageKind.SAVE, session)
         stream = self._streams[session]
         try:
-            return collect(self.ring, self.model, stream, self._decoding.save(stream.number)), frames
+            snapshot = collect(self.ring, self.model, stream, self._decoding.save(stream.number))
+            return snapshot.with_video(self.ring.sampler.sessions[session].video), frames
         except ConfigError:
             self._came += frames
             raise
@@ -89,6 +91,7 @@ class SavesSessions(SwapsSessions):
             if isinstance(error, RequestError):
                 raise
             raise RequestError("snapshot", str(error)) from error
+        self.ring.sampler.sessions[session].video = snapshot.video()
         resume(self.ring, session, change)
         return frames
 

@@ -57,10 +57,6 @@ class _Input:
     motion: float = 0.0
     last: Tensor | None = None
 
-    @property
-    def used_up(self) -> bool:
-        return self.ended and not self.calls and not self.latents.waiting
-
 
 class FeedsSessions(ABC):
     """What `StreamingPipeline` inherits to feed its sessions."""
@@ -77,6 +73,8 @@ class FeedsSessions(ABC):
         self._credits: dict[int, int] = {}  # by session, as `set_frame_credit` said
         self._encoded: queue.SimpleQueue[tuple[_Input, _Encoded]] = queue.SimpleQueue()
         self._encoding = ThreadPoolExecutor(1, "video-encoder")
+        self.video_encodings = 0
+        """Pieces of video that were encoded."""
 
     @abstractmethod
     def _wake(self) -> None:
@@ -104,6 +102,7 @@ class FeedsSessions(ABC):
                 entry.ended = True
         else:
             state = self.ring.sampler.sessions[session]
+            state.video = None  # which it was opened with
             if state.live is None:
                 state.live = LiveLatents(strength, max(MAX_WAITING, self.model.spec.first_chunks))
             if entry is None or entry.ended:
@@ -157,7 +156,7 @@ class FeedsSessions(ABC):
     def _limit_credit(self, session: int) -> None:
         """Let as many frames be admitted as may be ahead, and no more than there is input for. Mutates: scheduler."""
         credit, entry = self._credits[session] - self._streams[session].ahead_frames, self._inputs.get(session)
-        if entry is not None and not entry.used_up:
+        if entry is not None and (not entry.ended or entry.calls):
             credit = min(credit, len(entry.latents.waiting) * self.info.chunk_frames)
         self.ring.scheduler.set_frame_credit(session, credit)
 
@@ -201,6 +200,7 @@ class FeedsSessions(ABC):
         """One piece of video; a chunk when that has made it whole. Mutates: entry."""
         if entry.memory is None:
             entry.memory = encoder.new_memory()
+        self.video_encodings += 1
         cuda = encoder.device.type == "cuda"
         with beside_others(encoder.device):
             video = torch.from_numpy(piece).to(encoder.device).permute(0, 3, 1, 2).float() / 127.5 - 1

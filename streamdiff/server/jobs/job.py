@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from streamdiff.engine.messages import DEFAULT_STRENGTH
+
 Status = Literal["queued", "in_progress", "completed", "failed"]
 ENDED: tuple[Status, ...] = ("completed", "failed")
 
@@ -12,7 +14,7 @@ ENDED: tuple[Status, ...] = ("completed", "failed")
 @dataclass(frozen=True)
 class VideoRequest:
     """What to make; everything is said. `frames` at `fps` per second, of `width` x `height` pixels; with `image` from
-    the picture that the store keeps beside it."""
+    the picture that the store keeps beside it, and with the `features` there, of these names, see `Features`."""
 
     model: str
     prompt: str
@@ -23,6 +25,8 @@ class VideoRequest:
     width: int
     height: int
     image: bool = False
+    features: tuple[str, ...] = ()
+    strength: float = DEFAULT_STRENGTH
 
 
 @dataclass(frozen=True)

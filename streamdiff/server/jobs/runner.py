@@ -22,6 +22,7 @@ from av.error import FFmpegError
 
 from streamdiff import clock
 from streamdiff.config import ServeConfig
+from streamdiff.engine.features import Features
 from streamdiff.engine.messages import (
     Close,
     Closed,
@@ -115,18 +116,22 @@ class JobRunner:
 
     # ---- for the routes -----------------------------------------------------------------------------------------
 
-    async def submit(self, request: VideoRequest, owner: str, owner_share: int, picture: Pictures | None = None) -> Job:
-        """Put a job into the queue, of which `owner` may hold `owner_share` places. Its video begins with `picture`.
+    async def submit(
+        self, request: VideoRequest, owner: str, owner_share: int, picture: Pictures | None, features: Features
+    ) -> Job:
+        """Put a job into the queue, of which `owner` may hold `owner_share` places, with what the store keeps of it.
 
         Raises:
             JobLimitReached: the queue or the disk is full.
         """
-        job = await self._stored(self._submit, request, owner, owner_share, picture)
+        job = await self._stored(self._submit, request, owner, owner_share, picture, features)
         logger.info("Job %s waits: %d frames.", job.id, request.frames, extra=log_fields(job=job.id))
         self._wake.set()
         return job
 
-    def _submit(self, request: VideoRequest, owner: str, owner_share: int, picture: Pictures | None) -> Job:
+    def _submit(
+        self, request: VideoRequest, owner: str, owner_share: int, picture: Pictures | None, features: Features
+    ) -> Job:
         serve, now_s = self._config, clock.wall_s()
         if self._store.count() >= serve.jobs_queue:
             raise JobLimitReached(
@@ -149,7 +154,7 @@ class JobRunner:
                 "some, or wait until they expire.",
                 wait_s,
             )
-        return self._store.add(request, owner, now_s, picture)
+        return self._store.add(request, owner, now_s, picture, features)
 
     async def get(self, id: str) -> Job | None:
         return await self._stored(self._store.get, id)
@@ -352,11 +357,12 @@ class JobRunner:
         chunk_frames = self._ready().chunk_frames
         ahead_frames = AHEAD_CHUNKS * chunk_frames
         image = await self._stored(self._store.picture, run.job.id) if request.image else None
+        features = await self._stored(self._store.features, run.job.id, request)
         run.in_engine = True
         await self._send(
             Open(
                 session, request.prompt, request.seed, request.steps, max_ahead_frames=ahead_frames, background=True,
-                image=image,
+                image=image, **features.fields(),
             )
         )  # fmt: skip
         try:

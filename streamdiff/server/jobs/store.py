@@ -20,12 +20,13 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from streamdiff.engine.features import NAMES, NOTHING, Features
 from streamdiff.engine.messages import Pictures
 from streamdiff.errors import ConfigError
 from streamdiff.server.jobs.job import ENDED, Job, VideoRequest
 
 Order = Literal["asc", "desc"]
-DATABASE, SUFFIX, PICTURE_SUFFIX = "jobs.sqlite3", ".mp4", ".png"
+DATABASE, SUFFIX, PICTURE_SUFFIX, FEATURES_SUFFIX = "jobs.sqlite3", ".mp4", ".png", ".safetensors"
 VERSION = 1
 LOCKED_S = 0.5
 """How long another server's hold on the folder is waited for."""
@@ -93,6 +94,17 @@ class JobStore:
         with Image.open(self._picture_path(id)) as image:
             return np.asarray(image, dtype=np.uint8)[None]
 
+    def features(self, id: str, request: VideoRequest) -> Features:
+        """Those that a job's video is made with. Raises OSError where somebody took them away."""
+        files = {name: self._feature_path(id, name).read_bytes() for name in request.features}
+        return Features(**files, strength=request.strength)
+
+    def _feature_path(self, id: str, name: str) -> Path:
+        return self.folder / f"{id}.{name}{FEATURES_SUFFIX}"
+
+    def _feature_bytes(self, id: str) -> int:
+        return sum(path.stat().st_size for name in NAMES if (path := self._feature_path(id, name)).exists())
+
     def _picture_path(self, id: str) -> Path:
         return self.folder / f"{id}{PICTURE_SUFFIX}"
 
@@ -103,29 +115,42 @@ class JobStore:
             self._database.execute("UPDATE jobs SET status = 'queued', started_s = NULL WHERE status = 'in_progress'")
             whole = {self.path(id).name: id for (id,) in self._select("SELECT id FROM jobs WHERE status = 'completed'")}
             found = {entry.name for entry in self.folder.iterdir()}
-            pictured = {self._picture_path(id).name for (id,) in self._select("SELECT id FROM jobs")}
+            known = [id for (id,) in self._select("SELECT id FROM jobs")]
+            given = {self._picture_path(id).name for id in known}
+            given |= {self._feature_path(id, name).name for id in known for name in NAMES}
             for name in whole.keys() - found:
                 self._database.execute(
                     "UPDATE jobs SET status = 'queued', started_s = NULL, ended_s = NULL, expires_s = NULL, bytes = 0 "
                     "WHERE id = ?",
                     (whole[name],),
                 )
-        for name in found - whole.keys() - pictured:
-            if name.endswith((SUFFIX, ".part")) or (name.startswith("video_") and name.endswith(PICTURE_SUFFIX)):
+        for name in found - whole.keys() - given:
+            own = name.startswith("video_") and name.endswith((PICTURE_SUFFIX, FEATURES_SUFFIX))
+            if name.endswith((SUFFIX, ".part")) or own:
                 (self.folder / name).unlink(missing_ok=True)
         return self.count()
 
     # ---- a job's life -------------------------------------------------------------------------------------------
 
-    def add(self, request: VideoRequest, owner: str, now_s: float, picture: Pictures | None = None) -> Job:
-        """A new job at the end of the queue; `picture` `[1, H, W, 3]` is what its video begins with."""
-        request = replace(request, image=picture is not None)
+    def add(
+        self,
+        request: VideoRequest,
+        owner: str,
+        now_s: float,
+        picture: Pictures | None = None,
+        features: Features = NOTHING,
+    ) -> Job:
+        """A new job at the end of the queue. Its video begins with `picture` `[1, H, W, 3]`; `features` stand for that,
+        for the prompt, or for a video."""
+        request = replace(request, image=picture is not None, features=features.names, strength=features.strength)
         job = Job(f"{self._prefix}{secrets.token_hex(16)}", request, "queued", now_s, owner)
         if picture is not None:  # before the job is there, so that it never lacks it
             Image.fromarray(picture[0]).save(self._picture_path(job.id))
+        for name in features.names:
+            self._feature_path(job.id, name).write_bytes(getattr(features, name))
         self._database.execute(
-            "INSERT INTO jobs (id, request, status, created_s, owner) VALUES (?, ?, ?, ?, ?)",
-            (job.id, json.dumps(asdict(request)), job.status, now_s, owner),
+            "INSERT INTO jobs (id, request, status, created_s, owner, bytes) VALUES (?, ?, ?, ?, ?, ?)",
+            (job.id, json.dumps(asdict(request)), job.status, now_s, owner, self._feature_bytes(job.id)),
         )
         return job
 
@@ -150,7 +175,7 @@ class JobStore:
 
     def complete(self, id: str, now_s: float, expires_s: float) -> None:
         """A job's file is complete."""
-        size = self.path(id).stat().st_size
+        size = self.path(id).stat().st_size + self._feature_bytes(id)
         self._database.execute(
             "UPDATE jobs SET status = 'completed', ended_s = ?, expires_s = ?, bytes = ? WHERE id = ?",
             (now_s, expires_s, size, id),
@@ -168,6 +193,8 @@ class JobStore:
         gone = self._database.execute("DELETE FROM jobs WHERE id = ?", (id,)).rowcount
         self.path(id).unlink(missing_ok=True)
         self._picture_path(id).unlink(missing_ok=True)
+        for name in NAMES:
+            self._feature_path(id, name).unlink(missing_ok=True)
         return bool(gone)
 
     def expire(self, now_s: float) -> list[str]:
@@ -212,7 +239,7 @@ class JobStore:
 
     def _jobs(self, condition: str, *values: object) -> list[Job]:
         rows = self._select(f"SELECT {_COLUMNS} FROM jobs {condition}", *values)
-        return [Job(id, VideoRequest(**json.loads(request)), *rest) for id, request, *rest in rows]
+        return [Job(id, _request_of(request), *rest) for id, request, *rest in rows]
 
     def _select(self, query: str, *values: object) -> list[Any]:
         return self._database.execute(query, values).fetchall()
@@ -227,6 +254,11 @@ class JobStore:
             self._database.execute("ROLLBACK")
             raise
         self._database.execute("COMMIT")
+
+
+def _request_of(text: str) -> VideoRequest:
+    said = json.loads(text)
+    return VideoRequest(**said | {"features": tuple(said.get("features", ()))})
 
 
 def sync(path: Path) -> None:

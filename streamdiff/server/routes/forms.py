@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO
 
 from starlette.datastructures import UploadFile
 from starlette.formparsers import FormParser, MultiPartException, MultiPartParser
@@ -21,7 +22,7 @@ MAX_JSON_BYTES = 4 * (picture.MAX_BYTES // 3 + 1) + 256 * 1024
 """Of a body with a picture as base64."""
 _MAX_FIELDS, _MAX_FILES = 64, 4
 # One at a time: a large picture takes some hundred megabytes while it is decoded.
-_DECODER = ThreadPoolExecutor(1, "pictures")
+DECODER = ThreadPoolExecutor(1, "pictures")
 
 Fields = dict[str, str | bytes]
 """A form's fields, each given once; bytes: of a file."""
@@ -33,10 +34,12 @@ async def read_form(
     files: Collection[str],
     refuse: Callable[[str, str, str], Exception],
     large: Mapping[str, int] | None = None,
+    look: Callable[[str, BinaryIO, int], None] = lambda name, file, nbytes: None,
 ) -> Fields:
     """The fields of a form of MAX_FORM_BYTES at most, beside which it may have `large` files, of so many bytes by name;
     files only where they are `files`. `refuse` makes the answer to a field that is wrong, from its name, why, and a
-    word for programs.
+    word for programs. `look` is called with each file's name, the file and its bytes before it is read into memory, and
+    may raise.
 
     Raises:
         Problem: 400 for what is no form, 413, or as `refuse`.
@@ -62,6 +65,8 @@ async def read_form(
                 raise refuse(name, f"`{name[:40]}` is a file, which would be ignored.", "unsupported")
             if name in fields:
                 raise refuse(name, f"`{name[:40]}` is given {len(form.getlist(name))} times; give it once.", "invalid")
+            if isinstance(value, UploadFile):
+                look(name, value.file, value.size or 0)
             fields[name] = await value.read() if isinstance(value, UploadFile) else value
         return fields
     finally:
@@ -89,7 +94,7 @@ async def start_picture(data: bytes, ready: Ready, fit: str) -> Pictures:
         RequestError: as `picture.decode_picture`.
     """
     loop = asyncio.get_running_loop()
-    made = await loop.run_in_executor(_DECODER, picture.decode_picture, data, ready.width, ready.height, fit)
+    made = await loop.run_in_executor(DECODER, picture.decode_picture, data, ready.width, ready.height, fit)
     return made[None]
 
 

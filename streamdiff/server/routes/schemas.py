@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from streamdiff.config import KVContext, PromptPolicy
-from streamdiff.engine.messages import Pictures, Ready
+from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures, Ready
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.forms import MAX_JSON_BYTES
 from streamdiff.server.sessions import control
@@ -39,6 +39,9 @@ class NewSession(Body):
     adaptive: bool | None = Field(None, description=_ADAPTIVE)
     image: Image | None = Field(None, description=_IMAGE)
     fit: ImageFit = "cover"
+    strength: Strength | None = Field(
+        None, description=f"noise mixed into `video_latents`, which are a file of a form; default {DEFAULT_STRENGTH}"
+    )
 
 
 class SessionChange(Body):
@@ -100,6 +103,7 @@ class SessionInfo(BaseModel):
     notice: str = Field(description="the model's remark on the prompt, or empty")
     seed: int
     image: bool = Field(description="whether it begins with a picture")
+    features: list[str] = Field(description="made elsewhere: prompt_embeds, image_latents, video_latents")
     input: InputInfo | None = Field(description="the video that feeds it")
     adaptive: bool = Field(description="whether it gives up steps, then frame rate, under load")
     reason: str = Field(description="`load` while it has less than was asked for, else empty")
@@ -148,6 +152,9 @@ class CapacityInfo(BaseModel):
     size: str
     steps: list[int]
     native_fps: float
+    text_shape: list[int] = Field(description="most rows, and width, of `prompt_embeds`; empty: the model takes none")
+    chunk_shape: list[int] = Field(description="of a chunk's latents: channels, latent frames, height, width")
+    first_chunks: int = Field(description="chunks that `image_latents` are of")
     draining: bool
 
 

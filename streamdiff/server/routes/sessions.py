@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -11,12 +12,13 @@ from pydantic import BaseModel
 
 from streamdiff import clock
 from streamdiff.config import Config
+from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.errors import RequestError
 from streamdiff.server.app_state import AppState, count_refusals
 from streamdiff.server.auth import Role
 from streamdiff.server.problem import Problem, Responses, media_type, problem_responses, read_body
-from streamdiff.server.routes import schemas
+from streamdiff.server.routes import features, schemas
 from streamdiff.server.routes.control import carry_out, status_of
 from streamdiff.server.routes.dependencies import BINARY, JSON, Controlled, State, Watched, needs
 from streamdiff.server.routes.forms import FORM, MAX_JSON_BYTES, Fields, given_picture, read_form
@@ -72,20 +74,24 @@ async def list_sessions(request: Request, state: State) -> schemas.SessionList:
 @router.post(
     "", status_code=201, response_model=schemas.OpenedSession, summary="Open a session",
     responses=_BAD_BODY | _UNAVAILABLE,
-    **needs("steer", **_bodies(schemas.NewSession, required=False, snapshot=_SNAPSHOT)),
+    **needs("steer", **_bodies(schemas.NewSession, required=False, snapshot=_SNAPSHOT, **features.DESCRIBED)),
 )  # fmt: skip
 async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
         state.require(request, Role.CONTROLLER)
         state.limit(request)
-        large = {"snapshot": state.config.serve.max_snapshot_mb << 20}
-        fields = await _form(request, ("image", "snapshot"), large)
+        ready = state.manager.ready
+        large = {"snapshot": state.config.serve.max_snapshot_mb << 20, **features.largest(ready)}
+        fields = await _form(request, ("image", "snapshot", *features.DESCRIBED), large, features.looks(ready))
         snapshot = _snapshot(fields)
-        wanted, picture = await _read(request, schemas.NewSession, state.manager.ready, fields)
-        schemas.check_new(wanted, state.manager.ready)
-        spec = _spec(wanted, picture, state.config)
+        files = features.take_files(fields)
+        wanted, picture = await _read(request, schemas.NewSession, ready, fields)
+        schemas.check_new(wanted, ready)
+        prompt = wanted.prompt is not None
+        given = await features.given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
+        spec = _spec(wanted, picture, state.config, given)
         if snapshot is not None:
-            spec = _spec_of_saved(snapshot, wanted, state.config)
+            spec = _spec_of_saved(snapshot, wanted, state.config, given)
         try:
             session = await state.manager.open(spec, snapshot)
         except SessionUnavailable as error:
@@ -109,7 +115,7 @@ async def show_session(state: State, live: Watched) -> SessionInfo:
 )  # fmt: skip
 async def change_session(request: Request, response: Response, state: State, live: Controlled) -> Receipts:
     ready = state.manager.ready
-    fields = await _form(request, ("image",), {})
+    fields = await _form(request, ("image",))
     change, picture = await _read(request, schemas.SessionChange, ready, fields)
     messages = schemas.messages_of(change, ready, picture)
     return await _carry_out_all(state, live, messages, response)
@@ -139,19 +145,23 @@ async def reset_session(response: Response, state: State, live: Controlled) -> R
     return await _carry_out_all(state, live, [messages.ResetMessage(type="reset")], response)
 
 
-def _spec(wanted: schemas.NewSession, picture: Pictures | None, defaults: Config) -> SessionSpec:
+def _spec(
+    wanted: schemas.NewSession, picture: Pictures | None, defaults: Config, given: Features = NOTHING
+) -> SessionSpec:
+    default = "" if given.prompt_embeds is not None else defaults.session.prompt
     return SessionSpec(
-        prompt=defaults.session.prompt if wanted.prompt is None else wanted.prompt,
+        prompt=default if wanted.prompt is None else wanted.prompt,
         seed=wanted.seed,
         fps=defaults.playback.fps if wanted.fps is None else wanted.fps,
         steps=wanted.steps,
         kv_context=wanted.kv_context,
         image=picture,
+        features=given,
         adaptive=defaults.serve.adaptive if wanted.adaptive is None else wanted.adaptive,
     )
 
 
-def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, defaults: Config) -> SessionSpec:
+def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, defaults: Config, given: Features) -> SessionSpec:
     """A session that goes on from a file, with what it is to have instead. Raises Problem: 413, 422."""
     limit = defaults.serve.max_snapshot_mb
     if len(snapshot) > limit << 20:
@@ -159,6 +169,9 @@ def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, defaults: Config
             413, f"`snapshot` is larger than serve.max_snapshot_mb, {limit} MiB.", code="too_large", field="snapshot"
         )
     saved = given_snapshot(snapshot, wanted)
+    if given.names:
+        why = f"`{given.names[0]}`: a session that goes on from a snapshot has what was saved with it; leave it out."
+        raise _invalid(given.names[0], why, "invalid")
     return replace(
         _spec(wanted, None, defaults),
         prompt=saved.text if wanted.prompt is None else wanted.prompt,
@@ -176,10 +189,15 @@ def _snapshot(fields: Fields | None) -> bytes | None:
     return given
 
 
-async def _form(request: Request, files: tuple[str, ...], large: dict[str, int]) -> Fields | None:
-    """The fields of a body that is a form; None: it is none."""
+async def _form(
+    request: Request,
+    files: tuple[str, ...],
+    large: dict[str, int] | None = None,
+    look: Callable[[str, BinaryIO, int], None] = lambda name, file, nbytes: None,
+) -> Fields | None:
+    """The fields of a body that is a form, see `read_form`; None: it is none."""
     kind = media_type(request)
-    return await read_form(request, kind, files, _invalid, large) if kind == FORM else None
+    return await read_form(request, kind, files, _invalid, large, look) if kind == FORM else None
 
 
 async def _read(
@@ -238,6 +256,9 @@ def _capacity(state: AppState) -> schemas.CapacityInfo:
         size=f"{ready.width}x{ready.height}",
         steps=list(ready.steps_known),
         native_fps=ready.native_fps,
+        text_shape=list(ready.text_shape),
+        chunk_shape=list(ready.chunk_shape),
+        first_chunks=ready.first_chunks,
         draining=manager.draining,
     )
 

@@ -10,14 +10,15 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
-from streamdiff.engine.messages import Ready
+from streamdiff.engine.messages import DEFAULT_STRENGTH, Ready
 from streamdiff.engine.validation import MAX_SEED
 from streamdiff.server.jobs.job import Job, VideoRequest
 from streamdiff.server.problem import Problem, media_type, read_body
+from streamdiff.server.routes import features
 from streamdiff.server.routes.dependencies import JSON
-from streamdiff.server.routes.forms import FORM, MAX_JSON_BYTES, URLENCODED, read_form
+from streamdiff.server.routes.forms import FORM, MAX_JSON_BYTES, URLENCODED, Fields, read_form
 from streamdiff.server.routes.schemas import Size
-from streamdiff.server.sessions.control import Fps, Prompt, Seed, Steps, steps_refusal
+from streamdiff.server.sessions.control import Fps, Prompt, Seed, Steps, Strength, steps_refusal
 from streamdiff.video.picture import Fit
 
 DEFAULT_SECONDS = 4.0
@@ -32,7 +33,7 @@ class NewVideo(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompt: Prompt = Field(description="what to show")
+    prompt: Prompt | None = Field(None, description="what to show; needed, unless `prompt_embeds` come instead")
     model: str | None = Field(None, max_length=200, description="the one that /v1/models lists")
     seconds: (
         Annotated[float, Field(gt=0, le=86_400)] | Annotated[str, Field(pattern=r"^[0-9]{1,5}(\.[0-9]{1,3})?$")] | None
@@ -49,6 +50,9 @@ class NewVideo(BaseModel):
         description="a picture that it begins with: a file of a form, or base64; JPEG, PNG, WebP or AVIF, no address",
     )
     fit: Fit = Field("cover", description="how a picture of other proportions is fitted")
+    strength: Strength | None = Field(
+        None, description=f"noise mixed into `video_latents`, which are a file of a form; default {DEFAULT_STRENGTH}"
+    )
 
 
 class VideoError(BaseModel):
@@ -115,20 +119,22 @@ class ModelList(BaseModel):
     data: list[ServedModel]
 
 
-async def read_new_video(request: Request) -> tuple[NewVideo, bytes | str | None]:
-    """The body of a request, JSON or a form, and the picture in it: a file's bytes, or base64.
+async def read_new_video(request: Request, ready: Ready) -> tuple[NewVideo, bytes | str | None, Fields]:
+    """The body of a request, JSON or a form, the picture in it, a file's bytes or base64, and files of features.
 
     Raises:
-        Problem: 400 naming the field, 413, 415.
+        Problem: 400 naming the field, 413, 415; 422 for features that the model does not take.
     """
     kind = media_type(request)
     if kind in (FORM, URLENCODED):
-        form = await read_form(request, kind, (PICTURE,), _fault)
+        names, large, look = (PICTURE, *features.DESCRIBED), features.largest(ready), features.looks(ready)
+        form = await read_form(request, kind, names, _fault, large, look)
+        files = features.take_files(form)
         file = form.pop(PICTURE) if isinstance(form.get(PICTURE), bytes) else None
-        made = _validated(_flat(form), strict=False)
+        made = _validated(_flat(form), strict=False, embeds="prompt_embeds" in files)
         if file is not None and made.input_reference is not None:
             _invalid(PICTURE, f"`{PICTURE}` stands in the form and in `extra_body`; one would be ignored.")
-        return made, made.input_reference if file is None else file
+        return made, made.input_reference if file is None else file, files
     given = await read_body(request, MAX_JSON_BYTES)
     if kind != JSON:
         raise Problem(415, f"The body is {JSON} or {FORM}.", code="media_type")
@@ -139,7 +145,7 @@ async def read_new_video(request: Request) -> tuple[NewVideo, bytes | str | None
     if not isinstance(fields, dict):
         raise Problem(400, "The body is JSON, but no object: give fields, such as `prompt`.", code="bad_json")
     made = _validated(_flat(fields), strict=True)
-    return made, made.input_reference
+    return made, made.input_reference, {}
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,10 +170,13 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     return given | extra
 
 
-def _validated(fields: Mapping[str, Any], *, strict: bool) -> NewVideo:
+def _validated(fields: Mapping[str, Any], *, strict: bool, embeds: bool = False) -> NewVideo:
+    """The fields; of a request with `embeds`, which stand for the prompt, without one. Raises Problem 400."""
     for name in REFERENCES:
         if fields.get(name) is not None:
             _refuse(name)
+    if not embeds and fields.get("prompt") is None:
+        _invalid("prompt", "`prompt` is missing.")
     try:
         return NewVideo.model_validate(fields, strict=strict)
     except ValidationError as error:
@@ -175,8 +184,6 @@ def _validated(fields: Mapping[str, Any], *, strict: bool) -> NewVideo:
     name = str(first["loc"][0])[:40] if first["loc"] else ""
     if first["type"] == "extra_forbidden":
         _refuse(name)
-    if first["type"] == "missing":
-        _invalid(name, f"`{name}` is missing.")
     _invalid(name, f"`{name}`: {first['msg']}.")
 
 
@@ -221,7 +228,7 @@ def resolve(wanted: NewVideo, ready: Ready, limit_s: float, names: frozenset[str
         name = "seconds" if wanted.num_frames is None else "num_frames"
         _invalid(name, f"That is {frames:,} frames; this server makes {most:,} at most (serve.jobs_seconds).")
     seed = secrets.randbelow(MAX_SEED + 1) if wanted.seed is None else wanted.seed
-    return VideoRequest(ready.model, wanted.prompt, seed, steps, frames, fps, ready.width, ready.height)
+    return VideoRequest(ready.model, wanted.prompt or "", seed, steps, frames, fps, ready.width, ready.height)
 
 
 def _frames(wanted: NewVideo, fps: float) -> int:

@@ -13,6 +13,7 @@ from streamdiff.server.jobs.job import Job
 from streamdiff.server.jobs.runner import JobLimitReached, JobRunner
 from streamdiff.server.peers import address_of, share_of
 from streamdiff.server.problem import Problem, openai_problem_responses
+from streamdiff.server.routes import features
 from streamdiff.server.routes import video_schemas as schemas
 from streamdiff.server.routes.dependencies import BINARY, JSON, State, answer, needs
 from streamdiff.server.routes.forms import FORM, given_picture
@@ -33,6 +34,7 @@ _NOT_CREATED = openai_problem_responses(
     s404="No such model, or this server makes no videos (serve.jobs_dir)",
     s413="The body is too large",
     s415="The body is neither JSON nor a form",
+    s422="`prompt_embeds`, `image_latents` or `video_latents` are not such as the model takes; `param` names them",
     s429="The queue or the disk is full, or too many requests; Retry-After: when to go on",
 )
 _BAD_QUERY = openai_problem_responses(s400="A query parameter is wrong; `param` names it")
@@ -46,7 +48,11 @@ _CONTENT = (
         s422="It could not be made",
     )
 )
-_NEW_VIDEO = {kind: {"schema": schemas.NewVideo.model_json_schema()} for kind in (JSON, FORM)}
+_FIELDS = schemas.NewVideo.model_json_schema()
+_NEW_VIDEO = {
+    JSON: {"schema": _FIELDS | {"required": ["prompt"]}},
+    FORM: {"schema": _FIELDS | {"properties": _FIELDS["properties"] | features.DESCRIBED}},
+}
 router = APIRouter(prefix="/v1", tags=["videos"], responses=_PROBLEMS)
 
 
@@ -94,12 +100,14 @@ Found = Annotated[Job, Depends(_visible_job)]
 )  # fmt: skip
 async def create_video(request: Request, state: State, jobs: Changeable) -> Video:
     serve, ready = state.config.serve, state.manager.ready
-    wanted, image = await schemas.read_new_video(request)
+    wanted, image, files = await schemas.read_new_video(request, ready)
     names = frozenset((ready.model, state.config.model.name))
     made = schemas.resolve(wanted, ready, serve.jobs_seconds, names)
     picture = await given_picture(image, ready, wanted.fit, status=400, field="input_reference")
+    prompt, share = wanted.prompt is not None, share_of(serve.jobs_queue, serve.address_share)
+    given = await features.given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
     try:
-        job = await jobs.submit(made, address_of(request), share_of(serve.jobs_queue, serve.address_share), picture)
+        job = await jobs.submit(made, address_of(request), share, picture, given)
     except JobLimitReached as error:
         headers = {"Retry-After": str(error.retry_after_s)}
         raise Problem(429, str(error), headers, code=error.code) from error

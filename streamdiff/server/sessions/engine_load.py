@@ -21,6 +21,8 @@ from streamdiff.server.sessions.live_session import LiveSession
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+_ENCODERS = ("text", "picture", "video")
+"""As `Measured.encodings` has them."""
 
 
 class EngineLoad:
@@ -38,6 +40,7 @@ class EngineLoad:
         self._config, self._ready, self._metrics, self._sessions = config, ready, metrics, sessions
         self._busy_s: defaultdict[int, CounterDelta] = defaultdict(CounterDelta)  # by stage
         self._forwards: defaultdict[str, CounterDelta] = defaultdict(CounterDelta)  # by rows, or by reason
+        self._encodings: defaultdict[str, CounterDelta] = defaultdict(CounterDelta)
         self._changed = asyncio.Event()
 
     # ---- what there is ------------------------------------------------------------------------------------------
@@ -106,6 +109,8 @@ class EngineLoad:
             "rows": {str(rows): count for rows, count in enumerate(measured.forwards, 1) if count},
             "alone": dict(zip(measured.alone, measured.alone_forwards, strict=True)),
         }
+        for encoder, total in zip(_ENCODERS, measured.encodings, strict=True):
+            self._metrics.encodings.labels(encoder).inc(self._encodings[encoder].increase(total))
         for rows, count in enumerate(measured.forwards, 1):
             self._metrics.forwards.labels(str(rows)).inc(self._forwards[str(rows)].increase(count))
         for reason, count in self.batching["alone"].items():

@@ -21,7 +21,13 @@ from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import SessionEnded
-from streamdiff.server.sessions.session_files import FoundSession, SessionFolder, SessionRecord, encoded_picture
+from streamdiff.server.sessions.session_files import (
+    FoundSession,
+    SessionFolder,
+    SessionRecord,
+    encoded_features,
+    encoded_picture,
+)
 from streamdiff.server.sessions.session_spec import SessionSpec
 
 logger = logging.getLogger(__name__)
@@ -219,7 +225,7 @@ def spec_of(record: SessionRecord, ready: Ready) -> SessionSpec:
     if data is not None and len(data) == ready.height * ready.width * 3:
         picture = np.frombuffer(data, np.uint8).reshape(1, ready.height, ready.width, 3)
     asked = record.prompt, record.seed, record.fps, record.steps, record.kv_context
-    return SessionSpec(*asked, picture, record.adaptive)
+    return SessionSpec(*asked, picture, record.given(), record.adaptive)
 
 
 def record_of(session: LiveSession) -> SessionRecord:
@@ -243,4 +249,6 @@ def record_of(session: LiveSession) -> SessionRecord:
         epoch=session.epoch,
         made_frames=session.playback.made_frames,
         age_s=now_s - session.lifetime.opened_s,
+        features=encoded_features(session.features),
+        strength=session.features.strength,
     )

@@ -51,7 +51,7 @@ class LiveSession(ShowsState):
         """`send` hands a command to the engine; `may_play` says why the session cannot have what it asks for, or "" if
         it can; `occupancy`: what share of the time, 0 to 1, each rank was at work."""
         self.id = id
-        self.prompt, self.seed, self.image = spec.prompt, spec.seed, spec.image
+        self.prompt, self.seed, self.image, self.features = spec.prompt, spec.seed, spec.image, spec.features
         self.begins_with_image = spec.image is not None
         self.steps = ready.steps if spec.steps is None else spec.steps
         self.limit = UNLIMITED
@@ -137,7 +137,8 @@ class LiveSession(ShowsState):
         ahead = playback.ahead_frames
         how = (text, self.seed, self.steps, self.kv_context, ahead, *past)
         self.resets += snapshot is None
-        await self._send(messages.Open(self.id, *how, image=self.image, snapshot=snapshot))
+        given = self.features.fields() if snapshot is None else {}
+        await self._send(messages.Open(self.id, *how, image=self.image, snapshot=snapshot, **given))
         if self.paused and snapshot is None:
             await self.tell_paused()
         await self.input.tell()
@@ -215,8 +216,11 @@ class LiveSession(ShowsState):
                 self.seed, self.resets = self.seed if seed is None else seed, self.resets + 1
                 if isinstance(reset, control.PictureReset):
                     self.image, self.begins_with_image = reset.picture, reset.picture is not None
+                    self.features = self.features.without("image_latents")
+                    if self.begins_with_image:
+                        self.features = self.features.without("video_latents")
             case control.PromptMessage(prompt=prompt, switch=switch):
-                self.prompt = prompt
+                self.prompt, self.features = prompt, self.features.without("prompt_embeds")
                 if switch == "reset":
                     self.resets += 1
                     self.playback.clear_before(event.epoch)

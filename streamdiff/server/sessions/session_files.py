@@ -11,13 +11,14 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from streamdiff.atomic_write import temporary_sibling
-from streamdiff.engine.messages import Data
+from streamdiff.engine.features import NAMES, Features
+from streamdiff.engine.messages import DEFAULT_STRENGTH, Data
 from streamdiff.errors import ConfigError
 from streamdiff.server.logging_setup import log_fields
 
@@ -25,13 +26,14 @@ logger = logging.getLogger(__name__)
 
 _END, _REFUSED, _PART = ".session", ".refused", ".part"
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
-_MAX_RECORD_BYTES = 64 * 1024 * 1024
+_MAX_RECORD_BYTES = 128 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class SessionRecord:
     """A session as the web process knows it; see `LiveSession` and `SessionSpec`. `age_s`: seconds since its opening.
-    `epoch` is the last one, `made_frames` the number of the next frame. `image`: its bytes `[1, H, W, 3]` as base64."""
+    `epoch` is the last one, `made_frames` the number of the next frame. `image`: its bytes `[1, H, W, 3]` as base64;
+    `features`: those of `Features` by name, likewise, and `strength` as there."""
 
     id: str
     view_token: str | None
@@ -49,6 +51,15 @@ class SessionRecord:
     epoch: int
     made_frames: int
     age_s: float
+    features: dict[str, str] = field(default_factory=dict)
+    strength: float = DEFAULT_STRENGTH
+
+    def given(self) -> Features:
+        """Its features. Raises ValueError for what is no base64, or another name."""
+        if unknown := self.features.keys() - set(NAMES):
+            raise ValueError(f"it has features {', '.join(sorted(unknown))[:64]}")
+        files = {name: base64.b64decode(text, validate=True) for name, text in self.features.items()}
+        return Features(**files, strength=self.strength)
 
     def picture(self) -> bytes | None:
         """The bytes of `image`. Raises ValueError for what is no base64."""
@@ -131,7 +142,7 @@ class SessionFolder:
                 line = file.readline(_MAX_RECORD_BYTES)
                 snapshot = file.read()
             record = _RECORD.validate_json(line, strict=True)
-            record.picture()
+            record.picture(), record.given()
             if record.id != path.name.removesuffix(_END) or not _ID.fullmatch(record.id):
                 raise ValueError(f"it is the file of session {record.id[:64]!r}")
         except FileNotFoundError:
@@ -145,6 +156,11 @@ class SessionFolder:
 def encoded_picture(picture: bytes | None) -> str | None:
     """For `SessionRecord.image`."""
     return None if picture is None else base64.b64encode(picture).decode("ascii")
+
+
+def encoded_features(features: Features) -> dict[str, str]:
+    """For `SessionRecord.features`."""
+    return {name: base64.b64encode(getattr(features, name)).decode("ascii") for name in features.names}
 
 
 def read_snapshot(path: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import Pictures
 from streamdiff.server.load.load_policy import Asked, LoadLimit
 from streamdiff.server.sessions.control import AdaptiveMessage, ControlMessage, FpsMessage, StepsMessage
@@ -14,7 +15,8 @@ from streamdiff.server.sessions.receipts import LOAD
 @dataclass(frozen=True)
 class SessionSpec:
     """How a session starts; None means the engine's default. `fps`: frames shown per second. `image`: the picture that
-    it begins with, see `messages.Open`. `adaptive`: whether it gives up steps and frame rate under load."""
+    it begins with, see `messages.Open`. `features` stand for it, for the prompt, or for a video. `adaptive`: whether it
+    gives up steps and frame rate under load."""
 
     prompt: str
     seed: int
@@ -22,6 +24,7 @@ class SessionSpec:
     steps: int | None = None
     kv_context: str | None = None
     image: Pictures | None = None
+    features: Features = NOTHING
     adaptive: bool = False
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import Gauge
 
 from streamdiff import clock
+from streamdiff.engine.features import Features
 from streamdiff.engine.messages import Ready
 from streamdiff.server.load.load_policy import Asked, LoadLimit
 from streamdiff.server.media.playout import Progress
@@ -121,6 +122,7 @@ class ShowsState:
     paused: bool
     steps: int
     begins_with_image: bool
+    features: Features
     switches: tuple[str, ...]
     limit: LoadLimit
     engine: EngineStatus
@@ -164,6 +166,7 @@ class ShowsState:
             "session": self.id,
             **{name: getattr(self, name) for name in _TOLD},
             "image": self.begins_with_image,
+            "features": list(self.features.names),
             "input": self.input.state(may_control),
             "engine": self.engine.state,
             "engine_reason": self.engine.reason_for(may_control),

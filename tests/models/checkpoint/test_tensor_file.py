@@ -21,7 +21,7 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import safetensors_header, tensor_file
 from streamdiff.models.checkpoint.safetensors_header import parse_header
-from streamdiff.models.checkpoint.tensor_file import (
+from streamdiff.models.checkpoint.tensor_contract import (
     FileSpec,
     FreeDim,
     TensorSpec,
@@ -29,10 +29,8 @@ from streamdiff.models.checkpoint.tensor_file import (
     latents_contract,
     noise_contract,
     prompt_embeds_contract,
-    read_latents,
-    read_noise,
-    read_prompt_embeds,
 )
+from streamdiff.models.checkpoint.tensor_file import read_latents, read_noise, read_prompt_embeds
 
 TEXT = (6, 4)
 CHUNK = (4, 3, 2, 5)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.models.checkpoint.safetensors_header import parse_header
-from streamdiff.models.checkpoint.tensor_file import NORMALISED, check_target, read_latents, write_tensor, writing
+from streamdiff.models.checkpoint.tensor_contract import NORMALISED
+from streamdiff.models.checkpoint.tensor_file import check_target, read_latents, write_tensor, writing
 
 CHUNK = (4, 3, 2, 5)
 

@@ -222,7 +222,8 @@ def test_a_request_that_cannot_be_met_names_the_field(body: dict[str, Any], stat
 
     async def read() -> None:
         headers = [(b"content-type", b"application/json")]
-        wanted, _ = await read_new_video(Request({"type": "http", "headers": headers, "method": "POST"}, receive))
+        request = Request({"type": "http", "headers": headers, "method": "POST"}, receive)
+        wanted, *_ = await read_new_video(request, Engine(Painter(), 8).ready())
         resolve(wanted, Engine(Painter(), 8).ready(), 60.0, frozenset({"scripted"}))
 
     with pytest.raises(Problem) as caught:

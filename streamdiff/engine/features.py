@@ -1,0 +1,210 @@
+"""Features that were made elsewhere and come, as safetensors files, instead of a session's text, picture or video.
+
+The same checks run where they come in, before anything is queued, and in the engine. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamdiff.engine.messages import DEFAULT_STRENGTH, Data, Open
+from streamdiff.errors import ConfigError, RequestError
+from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, Header, parse_data, parse_file
+from streamdiff.models.checkpoint.tensor_contract import (
+    RAW,
+    FileSpec,
+    check,
+    image_latents_contract,
+    prompt_embeds_contract,
+    read_motion,
+    video_latents_contract,
+)
+from streamdiff.pipeline.output import ModelInfo
+
+Floats = NDArray[np.float32]
+NAMES = ("prompt_embeds", "image_latents", "video_latents")
+MAX_VIDEO_BYTES = 32 << 20
+"""Of a file of `video_latents`. The others are as large as the model's sizes make them."""
+_MAX_HEADER_BYTES = 1 << 20
+_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+
+
+@dataclass(frozen=True)
+class Features:
+    """The content of files; None: not given.
+
+    `prompt_embeds` stand for the prompt until another comes; `image_latents` are those of the stream's first chunk,
+    which it goes on from; of `video_latents` each chunk starts from its own, with noise of level `strength` mixed in,
+    and chunks behind the last one from noise alone."""
+
+    prompt_embeds: Data | None = field(default=None, repr=False)
+    image_latents: Data | None = field(default=None, repr=False)
+    video_latents: Data | None = field(default=None, repr=False)
+    strength: float = DEFAULT_STRENGTH
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that are given."""
+        return tuple(name for name in NAMES if getattr(self, name) is not None)
+
+    def without(self, name: str) -> Features:
+        """The others."""
+        return Features(**(self.fields() | {name: None}))
+
+    def fields(self) -> dict[str, Any]:
+        """As fields of `messages.Open`."""
+        return {name: getattr(self, name) for name in (*NAMES, "strength")}
+
+
+NOTHING = Features()
+
+
+@dataclass(frozen=True)
+class DecodedFeatures:
+    """Their numbers, all finite. Rows `[L, D]` of a prompt's embeddings; latents `[n, C, F, h, w]` of chunks; `motion`
+    `[n]`: how far the pixels of each chunk of video move, None where its file does not say it."""
+
+    prompt_embeds: Floats | None = None
+    image_latents: Floats | None = None
+    video_latents: Floats | None = None
+    motion: NDArray[np.float64] | None = None
+
+
+def features_of(command: Open) -> Features:
+    """Those that a session is to be opened with."""
+    return Features(command.prompt_embeds, command.image_latents, command.video_latents, command.strength)
+
+
+def check_together(features: Features, *, prompt: bool, image: bool) -> None:
+    """Whether these can be given together, and with a `prompt` or an `image`. Raises RequestError where one would be
+    ignored."""
+    if features.prompt_embeds is not None and prompt:
+        raise RequestError("prompt_embeds", "prompt_embeds stand for the prompt; give one of them")
+    if features.image_latents is not None and image:
+        raise RequestError("image_latents", "image_latents stand for the picture; give one of them")
+    if features.video_latents is not None and (image or features.image_latents is not None):
+        raise RequestError(
+            "video_latents", "the first chunk starts from video_latents or is a picture's, not both; give one of them"
+        )
+    if not 0 < features.strength <= 1:
+        raise RequestError("strength", f"strength is {features.strength}; it must be above 0 and at most 1")
+
+
+def contract(name: str, info: ModelInfo) -> FileSpec:
+    """What a file of these features holds for the model. Raises RequestError where that takes none."""
+    if not info.text_shape or not info.chunk_shape:
+        raise RequestError(name, f"model {info.model} takes no features that were made elsewhere")
+    tokens, width = info.text_shape
+    channels, frames, high, wide = info.chunk_shape
+    shape = channels, frames, high, wide
+    if name == "prompt_embeds":
+        return prompt_embeds_contract((tokens, width))
+    if name == "image_latents":
+        return image_latents_contract(shape, chunks=info.first_chunks)
+    return video_latents_contract(shape, chunks=info.first_chunks, max_bytes=MAX_VIDEO_BYTES)
+
+
+def check_file(name: str, file: BinaryIO, file_bytes: int, info: ModelInfo) -> None:
+    """Look at the header of a file of features `name`, and leave the file where it was: nothing else is read.
+
+    Raises:
+        RequestError: it is no safetensors file, too large, or its tensors are not those that the model takes.
+    """
+    begin = file.tell()
+    try:
+        wanted = contract(name, info)
+        _check_header_size(name, int.from_bytes(file.read(LENGTH_BYTES), "little"), file_bytes)
+        file.seek(begin)
+        _check(name, parse_file(file, file_bytes, Path(name), wanted.max_bytes), wanted)
+    except ConfigError as error:
+        raise RequestError(name, str(error)) from None
+    finally:
+        file.seek(begin)
+
+
+def decode(features: Features, info: ModelInfo) -> DecodedFeatures:
+    """The numbers of all that is given.
+
+    Raises:
+        RequestError: as `check_file`, or values that are not finite; names the file.
+    """
+    prompt, image = features.prompt_embeds, features.image_latents
+    rows = None if prompt is None else _decoded("prompt_embeds", prompt, info)[0]
+    latents = None if image is None else _in_chunks(_decoded("image_latents", image, info)[0], info)
+    if features.video_latents is None:
+        return DecodedFeatures(_flat(rows), latents)
+    clip, header = _decoded("video_latents", features.video_latents, info)
+    video, told = _in_chunks(clip, info), read_motion(header)
+    motion = None
+    if told is not None:
+        motion = np.array(told[: len(video) * video.shape[2]]).reshape(len(video), -1).max(1)
+    return DecodedFeatures(_flat(rows), latents, video, motion)
+
+
+def _check_header_size(name: str, length: int, file_bytes: int) -> None:
+    if _MAX_HEADER_BYTES < length <= file_bytes - LENGTH_BYTES:
+        raise ConfigError(f"{name}: expected a header of at most {_MAX_HEADER_BYTES:,} bytes, got {length:,}")
+
+
+def _check(name: str, header: Header, wanted: FileSpec) -> None:
+    check(wanted, header)
+    if name == "prompt_embeds":
+        return
+    if header.metadata.items() >= RAW.items():
+        raise ConfigError(
+            f"{name}: latents: expected values that are normalised as the model has them, but the file's header says "
+            "that they are not; encode without --raw"
+        )
+    if name == "video_latents":
+        read_motion(header)
+
+
+def _decoded(name: str, data: Data, info: ModelInfo) -> tuple[Floats, Header]:
+    """The only tensor of a file, and its header."""
+    try:
+        wanted = contract(name, info)
+        length = int.from_bytes(data[:LENGTH_BYTES], "little")
+        _check_header_size(name, length, len(data))
+        header = parse_data(data, name)
+        _check(name, header, wanted)
+    except ConfigError as error:
+        raise RequestError(name, str(error)) from None
+    [(tensor, entry)] = header.entries.items()
+    begin = LENGTH_BYTES + length
+    raw = memoryview(data)[begin + entry.begin : begin + entry.end]
+    with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, and is found below
+        if entry.dtype == "BF16":
+            numbers = (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
+        else:
+            numbers = np.frombuffer(raw, _NUMPY[entry.dtype]).astype(np.float32)
+    numbers = numbers.reshape(entry.shape)
+    finite = np.isfinite(numbers)
+    if not finite.all():
+        place = np.argwhere(~finite)[0].tolist()
+        raise RequestError(
+            name,
+            f"{name}: {tensor}: expected finite values (in float32), got {numbers[tuple(place)]} at {place} "
+            f"({int((~finite).sum()):,} of {numbers.size:,} are not finite)",
+        )
+    return numbers, header
+
+
+def _flat(rows: Floats | None) -> Floats | None:
+    """Rows `[L, D]` of `[L, D]` or `[1, L, D]`."""
+    return None if rows is None else rows.reshape(-1, rows.shape[-1])
+
+
+def _in_chunks(latents: Floats, info: ModelInfo) -> Floats:
+    """Latents `[n, C, F, h, w]` of those, or of a clip `[C, frames, h, w]`, whose last frames are left out where they
+    fill no chunk."""
+    if latents.ndim == 5:
+        return latents
+    frames = info.chunk_shape[1]
+    count = latents.shape[1] // frames
+    cut = latents[:, : count * frames].reshape(len(latents), count, frames, *latents.shape[2:])
+    return np.ascontiguousarray(cut.swapaxes(0, 1))

@@ -1,0 +1,326 @@
+"""Features over HTTP: files of a form for prompt, picture or video; faults are named before anything is queued."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import pickle
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from streamdiff.config import Config
+from streamdiff.engine.features import NAMES, Features, check_file
+from streamdiff.engine.messages import Open, Ready
+from streamdiff.errors import RequestError
+from streamdiff.server.jobs.store import JobStore
+from streamdiff.server.sessions.keeper import record_of, spec_of
+from streamdiff.server.sessions.session_files import SessionFolder
+from tests.server.conftest import Site, bearer, open_site
+from tests.server.jobs.test_videos import ended, is_colour, making, pictures_of
+from tests.server.scripted import CHUNK_FRAMES, CHUNK_SHAPE, COLOURS, INFO
+
+RAW_ONE = {"normalised": "no"}
+
+
+def embeds(colour: str, rows: int = 2) -> Tensor:
+    return torch.tensor(COLOURS[colour]).float().expand(rows, 3).contiguous()
+
+
+def latents(*colours: str) -> Tensor:
+    chunks = [torch.tensor(COLOURS[each]).float().view(3, 1, 1, 1).expand(CHUNK_SHAPE) for each in colours]
+    return torch.stack(chunks)
+
+
+def file_of(name: str, tensor: Tensor, **metadata: str) -> bytes:
+    return save({"prompt_embeds" if name == "prompt_embeds" else "latents": tensor}, metadata or None)
+
+
+EMBEDS = file_of("prompt_embeds", embeds("green"))
+PICTURE = file_of("image_latents", latents("yellow"))
+VIDEO = file_of("video_latents", latents("yellow", "purple"))
+
+
+def files(**given: bytes) -> dict[str, tuple[str, bytes]]:
+    return {name: (f"{name}.safetensors", data) for name, data in given.items()}
+
+
+def run(scene: Callable[[Site], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with open_site(Config()) as site:
+            await scene(site)
+
+    asyncio.run(main())
+
+
+def opened_by(site: Site, session: str) -> list[Open]:
+    return [each for each in site.client.sent if isinstance(each, Open) and each.session == session]
+
+
+def test_a_session_is_opened_with_features_and_says_so() -> None:
+    async def scene(site: Site) -> None:
+        form = {"seed": "5", "strength": "0.3"}
+        answer = await site.http.post(
+            "/api/sessions", data=form, files=files(prompt_embeds=EMBEDS, video_latents=VIDEO)
+        )
+        assert answer.status_code == 201, answer.text
+        session = answer.json()
+        assert session["features"] == ["prompt_embeds", "video_latents"]
+        assert (session["prompt"], session["text"], session["image"], session["seed"]) == ("", "", False, 5)
+        [opened] = opened_by(site, session["id"])
+        assert (opened.prompt, opened.prompt_embeds, opened.video_latents) == ("", EMBEDS, VIDEO)
+        assert opened.strength == 0.3 and opened.image_latents is None
+
+        by_picture = await site.http.post("/api/sessions", data={"prompt": "blue"}, files=files(image_latents=PICTURE))
+        assert by_picture.json()["features"] == ["image_latents"] and by_picture.json()["image"] is True
+        plain = await site.http.post("/api/sessions", json={"prompt": "blue"})
+        assert plain.json()["features"] == [] and opened_by(site, plain.json()["id"])[0].prompt_embeds is None
+        capacity = (await site.http.get("/api/sessions")).json()["capacity"]
+        assert (capacity["text_shape"], capacity["chunk_shape"]) == ([4, 3], list(CHUNK_SHAPE))
+
+    run(scene)
+
+
+def test_they_are_kept_for_an_engine_that_is_started_again_until_something_takes_their_place() -> None:
+    async def scene(site: Site) -> None:
+        given = files(prompt_embeds=EMBEDS, image_latents=PICTURE)
+        session = (await site.http.post("/api/sessions", files=given)).json()
+        where, headers = f"/api/sessions/{session['id']}", bearer(session["control_token"])
+        live = site.state.manager.get(session["id"])
+        assert live is not None
+
+        async def asked_again() -> Open:
+            await live.ask_open()
+            return opened_by(site, live.id)[-1]
+
+        again = await asked_again()
+        assert (again.prompt, again.prompt_embeds, again.image_latents) == ("", EMBEDS, PICTURE)
+        changed = await site.http.patch(where, json={"prompt": "red"}, headers=headers)
+        assert changed.json()["session"]["features"] == ["image_latents"]
+        again = await asked_again()
+        assert (again.prompt, again.prompt_embeds, again.image_latents) == ("red", None, PICTURE)
+        changed = await site.http.patch(where, json={"image": ""}, headers=headers)
+        assert changed.json()["session"]["features"] == []
+        assert (await asked_again()).image_latents is None
+
+    run(scene)
+
+
+def test_the_next_server_has_them(tmp_path: Path) -> None:
+    async def scene(site: Site) -> None:
+        session = (await site.http.post("/api/sessions", files=files(prompt_embeds=EMBEDS, video_latents=VIDEO))).json()
+        live = site.state.manager.get(session["id"])
+        assert live is not None
+        folder = SessionFolder(tmp_path, "handover")
+        folder.write(record_of(live), b"snapshot")
+        [found] = folder.find()
+        assert spec_of(found.record, site.client.ready).features == live.features
+        assert found.snapshot == b"snapshot"
+
+    run(scene)
+
+
+def test_the_encoder_is_skipped_which_a_counter_shows() -> None:
+    async def counted(site: Site) -> float:
+        text = (await site.http.get("/metrics")).text
+        return float(next(each for each in text.splitlines() if 'encodings_total{encoder="text"}' in each).split()[1])
+
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await peer.frame()
+        before = await counted(site)
+        await site.http.post("/api/sessions", files=files(prompt_embeds=EMBEDS))
+        made = site.client.shown
+        while site.client.shown < made + 3 * CHUNK_FRAMES:  # each chunk tells what was counted
+            await peer.frame()
+        assert await counted(site) == before
+        await site.http.post("/api/sessions", json={"prompt": "blue"})
+        while await counted(site) == before:
+            await peer.frame()
+
+    run(scene)
+
+
+def odd(tensor: Tensor, value: float) -> Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[3] = value
+    return changed
+
+
+def p_of(tensor: Tensor) -> tuple[str, bytes]:
+    return "prompt_embeds", file_of("prompt_embeds", tensor)
+
+
+def i_of(tensor: Tensor) -> tuple[str, bytes]:
+    return "image_latents", file_of("image_latents", tensor)
+
+
+def v_of(tensor: Tensor, **metadata: str) -> tuple[str, bytes]:
+    return "video_latents", file_of("video_latents", tensor, **metadata)
+
+
+WIDE = torch.zeros(1, *CHUNK_SHAPE[:3], 3)
+BAD: dict[str, tuple[str, bytes, str]] = {
+    "no safetensors": ("prompt_embeds", b"GIF89a", "not a safetensors file"),
+    "a pickle": ("prompt_embeds", pickle.dumps([1, 2]), "this is a pickle"),
+    "cut off": ("prompt_embeds", EMBEDS[:-4], "bytes of tensors"),
+    "another name": ("prompt_embeds", save({"embeds": embeds("red")}), "prompt_embeds is missing, embeds is unknown"),
+    "one more": ("prompt_embeds", save({"prompt_embeds": embeds("red"), "mask": torch.ones(2)}), "mask is unknown"),
+    "too many rows": (*p_of(embeds("red", 5)), "(L 1 to 4), got [5, 3]"),
+    "another width": (*p_of(torch.zeros(2, 7)), "got [2, 7]"),
+    "another rank": (*p_of(torch.zeros(3)), "got [3], which has 1 dimensions"),
+    "whole numbers": (*p_of(embeds("red").int()), "F16 or F64, got I32"),
+    "nan": (*p_of(odd(embeds("red"), float("nan"))), "in float32), got nan at [1, 0]"),
+    "beyond float32": (*p_of(odd(embeds("red").double(), 1e300)), "got inf at [1, 0]"),
+    "infinite bfloat16": (*i_of(odd(latents("red"), float("inf")).bfloat16()), "got inf"),
+    "two chunks": (*i_of(latents("red", "red")), "[1, 3, 2, 2, 2] or [3, 2, 2, 2]"),
+    "another size": (*i_of(WIDE), f"got {list(WIDE.shape)}"),
+    "too short a clip": (*v_of(torch.zeros(3, 1, 2, 2)), "F at least 2"),
+    "not normalised": (*v_of(latents("red"), **RAW_ONE), "not; encode without --raw"),
+    "motion of others": (*v_of(latents("red"), motion="0.1"), "each of its 2 latent frames"),
+    "too large": ("video_latents", b"\x40" + bytes(7) + b" " * (33 << 20), "at most 33,554,432 bytes"),
+    "a huge header": ("image_latents", (2 << 20).to_bytes(8, "little") + b" " * (3 << 20), "at most 1,048,576 bytes"),
+    "empty": ("image_latents", b"", "not a safetensors file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["/api/sessions", "/v1/videos"])
+def test_each_fault_names_the_tensor_and_nothing_is_queued(where: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with making(tmp_path) as site:
+            for name, (field, data, words) in BAD.items():
+                form = {} if field == "prompt_embeds" else {"prompt": "blue"}
+                answer = await site.http.post(where, data=form, files=files(**{field: data}))
+                told = answer.json()
+                assert answer.status_code == 422, f"{name}: {answer.text[:300]}"
+                assert words in told["detail"] and told["detail"].startswith(field), f"{name}: {told['detail']}"
+                named = told["field"] if where == "/api/sessions" else told["error"]["param"]
+                assert named == field, name
+            assert len(site.state.manager.sessions) == 1, "the default one"
+            assert [each.session for each in site.client.sent if isinstance(each, Open)] == ["default"]
+            assert not (await site.http.get("/v1/videos")).json()["data"]
+            assert not list(tmp_path.glob("*.safetensors"))
+
+    asyncio.run(main())
+
+
+TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
+    "prompt": ({"data": {"prompt": "red"}, "files": files(prompt_embeds=EMBEDS)}, "prompt_embeds"),
+    "two beginnings": (
+        {"data": {"prompt": "red"}, "files": files(image_latents=PICTURE, video_latents=VIDEO)}, "video_latents",
+    ),
+    "a text": ({"data": {"prompt": "red", "video_latents": "file.safetensors"}, "files": files()}, "video_latents"),
+    "strength alone": ({"data": {"strength": "0.5"}, "files": files(image_latents=PICTURE)}, "strength"),
+    "no strength": ({"data": {"prompt": "red", "strength": "0"}, "files": files(video_latents=VIDEO)}, "strength"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_what_would_be_ignored_is_refused(name: str) -> None:
+    async def scene(site: Site) -> None:
+        request, field = TOGETHER[name]
+        if not request["files"]:
+            request = request | {"files": {"image": ("", b"")}}
+        answer: httpx.Response = await site.http.post("/api/sessions", **request)
+        assert (answer.status_code, answer.json()["field"]) == (422, field), answer.text
+        by_json = await site.http.post("/api/sessions", json={"prompt": "red", "prompt_embeds": "AAAA"})
+        assert by_json.status_code == 422 and "no field 'prompt_embeds'" in by_json.json()["detail"]
+
+    run(scene)
+
+
+def test_a_video_is_made_of_them(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with making(tmp_path) as site:
+            given = files(prompt_embeds=EMBEDS, video_latents=VIDEO)
+            answer = await site.http.post("/v1/videos", data={"num_frames": "24", "strength": "0.4"}, files=given)
+            assert answer.status_code == 200, answer.text
+            id = answer.json()["id"]
+            assert len(list(tmp_path.glob("*.safetensors"))) == 2
+            assert (await ended(site, id))["status"] == "completed"
+            [opened] = [each for each in site.client.sent if isinstance(each, Open) and id in each.session]
+            assert opened.strength == 0.4 and opened.prompt_embeds == EMBEDS
+            pictures = pictures_of((await site.http.get(f"/v1/videos/{id}/content")).content)
+            for first, colour in ((0, "yellow"), (CHUNK_FRAMES, "purple"), (2 * CHUNK_FRAMES, "green")):
+                assert all(is_colour(each, colour) for each in pictures[first : first + CHUNK_FRAMES]), colour
+            await site.http.delete(f"/v1/videos/{id}")
+            assert not list(tmp_path.glob("*.safetensors")), "they go with the video"
+            nothing = await site.http.post("/v1/videos", data={"num_frames": "8"}, files=files(image_latents=PICTURE))
+            assert (nothing.status_code, nothing.json()["error"]["param"]) == (400, "prompt")
+
+    asyncio.run(main())
+
+
+def test_a_job_has_them_after_the_server_was_started_again(tmp_path: Path) -> None:
+    from streamdiff.server.jobs.job import VideoRequest
+
+    given = Features(EMBEDS, video_latents=VIDEO, strength=0.25)
+    store = JobStore(tmp_path)
+    job = store.add(VideoRequest("m", "", 1, 4, 8, 8.0, 128, 128), "me", 1.0, None, given)
+    store.close()
+    (tmp_path / "video_gone.prompt_embeds.safetensors").write_bytes(b"left")
+    store = JobStore(tmp_path)
+    assert store.recover() == 1
+    found = store.begin(2.0)
+    assert found is not None and store.features(job.id, found.request) == given
+    assert sorted(path.name.split(".")[1] for path in tmp_path.glob("*.safetensors")) == [
+        "prompt_embeds",
+        "video_latents",
+    ]
+    assert store.used_bytes() >= len(EMBEDS) + len(VIDEO)
+    store.close()
+
+
+class Watched(io.BytesIO):
+    """Notes how much of it was read."""
+
+    taken = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self.taken += len(data)
+        return data
+
+
+def ready() -> Ready:
+    from dataclasses import asdict
+
+    return Ready(**asdict(INFO))
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_no_more_than_the_header_is_read_before_it_is_found_good(good: bool) -> None:
+    chunks = torch.zeros(2000, *(CHUNK_SHAPE if good else (3, 2, 2, 3)))
+    data = file_of("video_latents", chunks)
+    file: BinaryIO = Watched(data)
+    if good:
+        check_file("video_latents", file, len(data), ready())
+    else:
+        with pytest.raises(RequestError, match="got \\[2000, 3, 2, 2, 3\\]"):
+            check_file("video_latents", file, len(data), ready())
+    assert isinstance(file, Watched) and file.taken < 1000 < len(data) and file.tell() == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_takes_none_says_so(name: str) -> None:
+    from dataclasses import replace
+
+    with pytest.raises(RequestError, match="takes no features") as caught:
+        check_file(name, io.BytesIO(EMBEDS), len(EMBEDS), replace(ready(), text_shape=()))
+    assert caught.value.field == name
+
+
+def test_numbers_are_what_was_sent() -> None:
+    from streamdiff.engine.features import decode
+
+    clip = torch.randn(3, 5, 2, 2).bfloat16()
+    video = decode(Features(video_latents=file_of("video_latents", clip)), ready()).video_latents
+    assert video is not None and video.shape == (2, *CHUNK_SHAPE), "the last frame fills no chunk"
+    assert np.array_equal(video[1], clip[:, 2:4].float().numpy())

@@ -16,9 +16,8 @@ PromptPolicy = Literal["keep", "recache", "recache-causal", "flush", "reset"]
 forward or chunk by chunk; only the oldest chunks that always stay (the sink) are kept; or the stream begins afresh."""
 RECACHES = ("recache", "recache-causal")
 PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
-# What a browser sends as Origin, or * for every page there is.
+# What a browser sends as Origin, or * for every page there is; a DNS name, as in a Host header but without the port.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
-# A DNS name, as in a Host header but without the port.
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
 
 
@@ -28,14 +27,13 @@ def _network(value: str) -> str:
 
 
 Proxy = Annotated[str, AfterValidator(_network)]
-# Stages, and ranks that share each.
 Parallel = Annotated[str, Field(pattern=r"^[1-9][0-9]?x[1-9][0-9]?$")]
-# fmt: off
 Attention = Literal[
     "auto", "sdpa", "math", "flash", "efficient", "cudnn", "fa3", "fa4",
     "flash_2", "flash_3", "flash_2_hub", "flash_3_hub", "flash_4_hub", "sage", "sage_fp16", "sage_hub", "xformers",
-]
-# fmt: on
+]  # fmt: skip
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -230,6 +228,11 @@ class SessionConfig(_Section):
     """How a picture of other proportions is fitted: filling the frame, or whole between black bars."""
     snapshot: str | None = None
     """Of `serve`: a saved session's file, which it goes on from; with its own prompt, unless `prompt` is set too."""
+    input: str | None = None
+    strength: float = Field(0.6, gt=0, le=1)
+    """Of `serve`: a video file that it follows, with noise of that level mixed in."""
+    input_end: Literal["text", "loop", "end"] = "text"
+    """What is behind the file's end: the prompt alone, the file again, or nothing, as the session ends."""
 
 
 class PlaybackConfig(_Section):
@@ -247,12 +250,10 @@ class IceServer(_Section):
     url: str = Field(pattern=r"^(stuns?|turns?):[^\s<>\";,]+$")
     """stun:HOST[:PORT] or turn:HOST[:PORT]."""
     username: str | None = Field(None, pattern=r'^[^\s"\\]+$')
-    """Of a TURN server."""
     credential: str | None = Field(None, pattern=r'^[^\s"\\]+$')
-    """Of a TURN server."""
+    """Both of a TURN server."""
     secret_file: str | None = None
-    """A file with the secret of a TURN server (coturn's static-auth-secret): each viewer gets credentials of its own,
-    good for an hour."""
+    """A file with a TURN server's secret (coturn's static-auth-secret): viewers get credentials for an hour each."""
 
     @model_validator(mode="after")
     def _turn_needs_a_name(self) -> IceServer:
@@ -392,8 +393,7 @@ class Config(_Section):
         return self.serve.scale or 1
 
     def served_model(self) -> ServedModel:
-        """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB, unless
-        `serve.pictures` says otherwise: YUV420 has a colour for 2 x 2 pixels only."""
+        """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB, unless it says."""
         pictures = "rgb" if self.serve.pictures == "auto" and self.scale > 1 else self.serve.pictures
         swap = self.serve.model_dump(include={"host_memory_gb", "state_dir"})
         own = {"pictures": pictures, "batching": self.batching, **swap}

@@ -89,6 +89,11 @@ def _serve(arguments: argparse.Namespace) -> int:
         from streamdiff.video.picture import fit_picture
 
         fit_picture(config.session.image, 16, 16)  # what is wrong with it is said before anything is loaded
+    _check_input(config)
+    if config.session.input is not None:
+        from streamdiff.server.media.file_input import check_video
+
+        check_video(config.session.input)
     if config.session.snapshot is not None:
         from streamdiff.engine.snapshot_header import read_saved_session
         from streamdiff.server.sessions.session_files import read_snapshot
@@ -97,6 +102,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     from streamdiff.server import main as server
 
     return server.run(_at_native_rate(config))
+
+
+def _check_input(config: Config) -> None:
+    """Raises ConfigError for settings of a video file where there is none."""
+    told = {"input_end", "strength"} & config.session.model_fields_set
+    if config.session.input is None and told:
+        raise ConfigError(f"session.{min(told)} is of a video file; name it too: --input FILE (session.input)")
 
 
 def _at_native_rate(config: Config) -> Config:

@@ -166,6 +166,12 @@ IMAGE = (
     Option("--image", "FILE", "a picture that the stream begins with and goes on from", str, "session.image"),
     Option("--fit", "KIND", "of a picture of other proportions: cover (default) or contain", str, "session.fit"),
 )
+INPUT = (
+    Option("--input", "FILE", "a video file that the stream follows, at its own pace", str, "session.input"),
+    Option("--input-end", "WHAT", "at the file's end: text (on from the prompt alone, default), loop, or end (the "
+           "session ends)", str, "session.input_end"),
+    Option("--strength", "S", "noise mixed into the video, above 0 to 1 (default 0.6)", float, "session.strength"),
+)
 ADDRESS = (
     Option("--host", "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)", str, "serve.host"),
     Option("--port", "N", "port to listen on (default 8000; 0 picks a free one)", int, "serve.port"),
@@ -235,7 +241,7 @@ GPUS = (
     Option("--gpus", "N", "use so many GPUs as the planner finds best: stages, and ranks that share them", int),
     Option("--for", "GOAL", "of --gpus: one stream (default), or many: as many as fit", key="goal"),
 )
-CONFIGURATION = (*ADDRESS, PROMPT, *IMAGE, STEPS_OR_LIST, *MODEL, *PARTS, *SERVE, *TRACE)
+CONFIGURATION = (*ADDRESS, PROMPT, *IMAGE, *INPUT, STEPS_OR_LIST, *MODEL, *PARTS, *SERVE, *TRACE)
 """Every option that sets a value of the configuration."""
 
 # ---- of the commands ----------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ async def attach_engine(
 
     Raises:
         ConfigError: no codec, a size that cannot be encoded, tokens that cannot be used, or an output that cannot be
-            written, a folder for jobs or sessions that cannot be used.
+            written, a folder for jobs or sessions that cannot be used, a video file for a model that takes none.
     """
     codecs, encoder = known_codecs.choose(config.serve.codec, config.serve.encoder)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
@@ -91,8 +91,11 @@ async def attach_engine(
         await state.jobs.start()
     app.state.app_state = state
     try:
+        await state.feed_file()
         yield state
     finally:
+        if state.file_feed is not None:
+            await state.file_feed.stop()
         if state.jobs is not None:
             await state.jobs.stop()
         await asyncio.gather(state.session_outputs.stop(), *(output.stop() for output in state.outputs))

@@ -27,6 +27,7 @@ from streamdiff.server.sessions.keeper import SessionKeeper
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, SessionManager
 from streamdiff.server.sessions.session_files import FoundSession
+from streamdiff.server.sessions.session_input import FileFeed
 from streamdiff.server.webrtc.feeders import Feeders
 from streamdiff.server.webrtc.ice_servers import IceServers
 from streamdiff.server.webrtc.viewers import Viewers
@@ -64,7 +65,8 @@ class AppState:
         slots = SlotPool(serve.max_viewers, serve.address_share, "viewers", "serve.max_viewers")
         self.ice_servers = IceServers(serve.ice_servers)
         self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)
-        self.feeders = Feeders(slots, self.ice_servers)
+        self.feeders = Feeders(slots, self.ice_servers, self.manager.end)
+        self.file_feed: FileFeed | None = None
         self.session_outputs = SessionOutputs(AllowedTargets(serve.output_targets), self.metrics)
         self.snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
         """Files of sessions that are being taken or sent, which lie in memory meanwhile."""
@@ -75,6 +77,17 @@ class AppState:
         if serve.jobs_dir is not None:
             self.jobs = self._make_jobs(JobStore(Path(serve.jobs_dir).expanduser(), serve.name), connection)
         self.outputs = [Output(target, lambda: self.manager.get(DEFAULT_SESSION), self.metrics) for target in targets]
+
+    async def feed_file(self) -> None:
+        """Feed the default session with the file of the configuration, if it names one. Mutates: self.
+
+        Raises:
+            ConfigError: the model takes no video.
+        """
+        session = self.manager.get(DEFAULT_SESSION)
+        if self.config.session.input is not None and session is not None:
+            self.file_feed = FileFeed(self.config.session, session.input, session.control_and_wait, self.manager.end)
+            await self.file_feed.start()
 
     async def _session_ends(self, session: LiveSession, reason: str) -> None:
         """End what takes a session's video."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO
+from functools import partial
+from typing import Any, BinaryIO
 
 from starlette.datastructures import UploadFile
 from starlette.formparsers import FormParser, MultiPartException, MultiPartParser
 from starlette.requests import Request
 
-from streamdiff.engine.messages import Pictures, Ready
+from streamdiff.engine.features import NAMES, NOTHING, Features, check_file, check_together, contract, decode
+from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures, Ready
 from streamdiff.errors import RequestError
 from streamdiff.server.problem import Problem
+from streamdiff.server.routes.dependencies import BINARY
 from streamdiff.video import picture
 
 FORM, URLENCODED = "multipart/form-data", "application/x-www-form-urlencoded"
@@ -21,6 +25,8 @@ MAX_FORM_BYTES, MAX_TEXT_BYTES = 16 * 1024 * 1024, 64 * 1024
 MAX_JSON_BYTES = 4 * (picture.MAX_BYTES // 3 + 1) + 256 * 1024
 """Of a body with a picture as base64."""
 _MAX_FIELDS, _MAX_FILES = 64, 4
+_BOUNDARY = re.compile(r'boundary="?([^\s";,]+)')
+_TAIL_BYTES = 1024
 # One at a time: a large picture takes some hundred megabytes while it is decoded.
 DECODER = ThreadPoolExecutor(1, "pictures")
 
@@ -45,13 +51,15 @@ async def read_form(
         Problem: 400 for what is no form, 413, or as `refuse`.
     """
     large = large or {}
-    body = _limited(request.stream(), MAX_FORM_BYTES + sum(large.values()))
     try:
         if kind == FORM:
+            stated = _BOUNDARY.search(request.headers["content-type"])
+            end = b"" if stated is None else f"--{stated[1]}--".encode()
+            body = _limited(request.stream(), MAX_FORM_BYTES + sum(large.values()), end)
             limits = {"max_files": _MAX_FILES, "max_fields": _MAX_FIELDS}
             form = await MultiPartParser(request.headers, body, max_part_size=MAX_TEXT_BYTES, **limits).parse()
         else:
-            form = await FormParser(request.headers, body).parse()
+            form = await FormParser(request.headers, _limited(request.stream(), MAX_FORM_BYTES)).parse()
     except (MultiPartException, KeyError, ValueError) as error:
         why = getattr(error, "message", None) or "it cannot be read"
         raise Problem(400, f"The body is no valid form: {str(why)[:120]}.", code="bad_form") from error
@@ -73,13 +81,17 @@ async def read_form(
         await form.close()
 
 
-async def _limited(stream: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes, None]:
-    length = 0
+async def _limited(stream: AsyncIterator[bytes], max_bytes: int, end: bytes = b"") -> AsyncGenerator[bytes, None]:
+    """The pieces of a body that has to have `end` near its end: a parser takes one that is cut off for a whole one."""
+    length, tail = 0, b""
     async for piece in stream:
         length += len(piece)
         if length > max_bytes:
             raise _too_large(max_bytes)
+        tail = (tail + piece)[-_TAIL_BYTES:]
         yield piece
+    if end not in tail:
+        raise MultiPartException("it is cut off")
 
 
 def _too_large(max_bytes: int) -> Problem:
@@ -113,3 +125,71 @@ async def given_picture(
         return await start_picture(data, ready, fit or "cover")
     except RequestError as error:
         raise Problem(status, f"{str(error)[:1].upper()}{str(error)[1:]}.", code="picture", field=field) from error
+
+
+# ---- features made elsewhere --------------------------------------------------------------------------------------
+
+FEATURE_FILES: dict[str, dict[str, Any]] = {
+    "prompt_embeds": {
+        "description": "a safetensors file with `prompt_embeds` [L, D], instead of `prompt`", **BINARY,
+    },
+    "image_latents": {
+        "description": "a safetensors file with `latents` of the first chunk, instead of a picture", **BINARY,
+    },
+    "video_latents": {
+        "description": "a safetensors file with `latents` of chunks, which the stream starts from with noise of level "
+        "`strength` mixed in", **BINARY,
+    },
+}  # fmt: skip
+"""The files in the API's description."""
+
+
+def largest_features(ready: Ready) -> dict[str, int]:
+    """Bytes that the form may have of each file; none where the model takes none, which `looks` says."""
+    return {name: contract(name, ready).max_bytes for name in NAMES} if ready.text_shape else {}
+
+
+def feature_check(ready: Ready) -> Callable[[str, BinaryIO, int], None]:
+    """What looks at the header of a form's file, of which nothing else is read then. It raises Problem 422 for features
+    that the model does not take, naming tensor, what it has and what is allowed."""
+
+    def look(name: str, file: BinaryIO, file_bytes: int) -> None:
+        if name in NAMES:
+            try:
+                check_file(name, file, file_bytes, ready)
+            except RequestError as error:
+                raise _refused(error) from error
+
+    return look
+
+
+def take_features(fields: Fields | None) -> Fields:
+    """The features among the fields of a form. Mutates: fields."""
+    return {name: fields.pop(name) for name in NAMES if name in fields} if fields else {}
+
+
+async def given_features(files: Fields, strength: float | None, ready: Ready, *, prompt: bool, image: bool) -> Features:
+    """The features of a request that has a `prompt` and an `image`, or not; all their numbers have been looked at.
+
+    Raises:
+        Problem: 422 for one that is no file, that would be ignored beside something else, or is not finite.
+    """
+    for name, file in files.items():
+        if isinstance(file, str):
+            raise Problem(422, f"`{name}` is a text; it must be a file of the form.", code="invalid", field=name)
+    if strength is not None and "video_latents" not in files:
+        why = "`strength` says how much noise is mixed into `video_latents`; give both."
+        raise Problem(422, why, code="invalid", field="strength")
+    if not files:
+        return NOTHING
+    features = Features(**files, strength=DEFAULT_STRENGTH if strength is None else strength)  # type: ignore[arg-type]
+    try:
+        check_together(features, prompt=prompt, image=image)
+        await asyncio.get_running_loop().run_in_executor(DECODER, partial(decode, features, ready))
+    except RequestError as error:
+        raise _refused(error) from error
+    return features
+
+
+def _refused(error: RequestError) -> Problem:
+    return Problem(422, f"{error}.", code="features", field=error.field)

@@ -18,10 +18,21 @@ from streamdiff.errors import RequestError
 from streamdiff.server.app_state import AppState, count_refusals
 from streamdiff.server.auth import Role
 from streamdiff.server.problem import Problem, Responses, media_type, problem_responses, read_body
-from streamdiff.server.routes import features, schemas
+from streamdiff.server.routes import schemas
 from streamdiff.server.routes.control import carry_out, status_of
 from streamdiff.server.routes.dependencies import BINARY, JSON, Controlled, State, Watched, needs
-from streamdiff.server.routes.forms import FORM, MAX_JSON_BYTES, Fields, given_picture, read_form
+from streamdiff.server.routes.forms import (
+    FEATURE_FILES,
+    FORM,
+    MAX_JSON_BYTES,
+    Fields,
+    feature_check,
+    given_features,
+    given_picture,
+    largest_features,
+    read_form,
+    take_features,
+)
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.routes.snapshots import given_snapshot
 from streamdiff.server.sessions import control as messages
@@ -74,21 +85,21 @@ async def list_sessions(request: Request, state: State) -> schemas.SessionList:
 @router.post(
     "", status_code=201, response_model=schemas.OpenedSession, summary="Open a session",
     responses=_BAD_BODY | _UNAVAILABLE,
-    **needs("steer", **_bodies(schemas.NewSession, required=False, snapshot=_SNAPSHOT, **features.DESCRIBED)),
+    **needs("steer", **_bodies(schemas.NewSession, required=False, snapshot=_SNAPSHOT, **FEATURE_FILES)),
 )  # fmt: skip
 async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
         state.require(request, Role.CONTROLLER)
         state.limit(request)
         ready = state.manager.ready
-        large = {"snapshot": state.config.serve.max_snapshot_mb << 20, **features.largest(ready)}
-        fields = await _form(request, ("image", "snapshot", *features.DESCRIBED), large, features.looks(ready))
+        large = {"snapshot": state.config.serve.max_snapshot_mb << 20, **largest_features(ready)}
+        fields = await _form(request, ("image", "snapshot", *FEATURE_FILES), large, feature_check(ready))
         snapshot = _snapshot(fields)
-        files = features.take_files(fields)
+        files = take_features(fields)
         wanted, picture = await _read(request, schemas.NewSession, ready, fields)
         schemas.check_new(wanted, ready)
         prompt = wanted.prompt is not None
-        given = await features.given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
+        given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
         spec = _spec(wanted, picture, state.config, given)
         if snapshot is not None:
             spec = _spec_of_saved(snapshot, wanted, state.config, given)

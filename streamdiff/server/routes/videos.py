@@ -13,10 +13,9 @@ from streamdiff.server.jobs.job import Job
 from streamdiff.server.jobs.runner import JobLimitReached, JobRunner
 from streamdiff.server.peers import address_of, share_of
 from streamdiff.server.problem import Problem, openai_problem_responses
-from streamdiff.server.routes import features
 from streamdiff.server.routes import video_schemas as schemas
 from streamdiff.server.routes.dependencies import BINARY, JSON, State, answer, needs
-from streamdiff.server.routes.forms import FORM, given_picture
+from streamdiff.server.routes.forms import FEATURE_FILES, FORM, given_features, given_picture
 from streamdiff.server.routes.video_schemas import Video, video_of
 
 POLL_S = 0.5
@@ -51,7 +50,7 @@ _CONTENT = (
 _FIELDS = schemas.NewVideo.model_json_schema()
 _NEW_VIDEO = {
     JSON: {"schema": _FIELDS | {"required": ["prompt"]}},
-    FORM: {"schema": _FIELDS | {"properties": _FIELDS["properties"] | features.DESCRIBED}},
+    FORM: {"schema": _FIELDS | {"properties": _FIELDS["properties"] | FEATURE_FILES}},
 }
 router = APIRouter(prefix="/v1", tags=["videos"], responses=_PROBLEMS)
 
@@ -105,7 +104,7 @@ async def create_video(request: Request, state: State, jobs: Changeable) -> Vide
     made = schemas.resolve(wanted, ready, serve.jobs_seconds, names)
     picture = await given_picture(image, ready, wanted.fit, status=400, field="input_reference")
     prompt, share = wanted.prompt is not None, share_of(serve.jobs_queue, serve.address_share)
-    given = await features.given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
+    given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
     try:
         job = await jobs.submit(made, address_of(request), share, picture, given)
     except JobLimitReached as error:

@@ -6,7 +6,7 @@ takes a control token of the session. Knows nothing about peer connections.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request, Response
@@ -20,6 +20,10 @@ from streamdiff.server.routes.whep import SDP_TYPE, TRICKLE_TYPE, links, read_fr
 _TEXT = {"type": "string"}
 SenderId = Annotated[str, Field(description="the sender")]
 _Strength = Annotated[float | None, Query(gt=0, le=1, description="how much noise is mixed in, as `strength` says")]
+_OnEnd = Annotated[
+    Literal["text", "end"],
+    Query(description="when the video ends: the session goes on from its prompt alone, or ends too"),
+]
 _ANSWER: Responses = answer("The answer; Location: the sender, to PATCH and DELETE", SDP_TYPE, status=201)
 _REFUSED = problem_responses(
     *(401, 403, 404, 410, 413, 415, 429),
@@ -35,9 +39,11 @@ _SENDER = "/whip/{session}/{id}"
 router = APIRouter(tags=["feeding"], default_response_class=Response)
 
 
-async def feed(request: Request, state: State, live: Controlled, strength: _Strength = None) -> Response:
+async def feed(
+    request: Request, state: State, live: Controlled, strength: _Strength = None, on_end: _OnEnd = "text"
+) -> Response:
     offer = await read_offer(request)
-    id, answer = await state.feeders.create(live, offer, address_of(request), strength)
+    id, answer = await state.feeders.create(live, offer, address_of(request), strength, on_end == "end")
     headers = {"Location": f"/whip/{quote(live.id, safe='')}/{id}"} | links(state.ice_servers.issue())
     return Response(answer, 201, headers, media_type=SDP_TYPE)
 

@@ -8,12 +8,19 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+from streamdiff.config import SessionConfig
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Command, InputFrames, InputUsed, Ready, SetInput
-from streamdiff.errors import EngineFailure
+from streamdiff.errors import ConfigError, EngineFailure
+from streamdiff.server.logging_setup import log_fields
+from streamdiff.server.media import file_input
 from streamdiff.server.media.video_input import Frames, VideoInput
-from streamdiff.server.sessions.control import ControlError
+from streamdiff.server.sessions.control import ControlError, StrengthMessage
+from streamdiff.server.sessions.receipts import Receipt
 
 logger = logging.getLogger(__name__)
+
+_ANSWER_S = 5.0
+"""How long the start waits for the engine to take a file; a large encoder may be loaded later than that."""
 
 
 class SessionInput:
@@ -30,8 +37,8 @@ class SessionInput:
     ) -> None:
         """`send` hands a command to the engine; frames are asked for `fps()` times a second while they are `wanted`;
         `on_change` is called when `state` says something else."""
-        self._session, self._size, self._send = session, (ready.width, ready.height), send
-        self._fps, self._wanted, self._on_change = fps, wanted, on_change
+        self.session, self._size, self._send = session, (ready.width, ready.height), send
+        self._fps, self.wanted, self._on_change = fps, wanted, on_change
         self.strength = DEFAULT_STRENGTH
         self.source: VideoInput | None = None
         self._kind, self._fault = "", ""
@@ -47,14 +54,14 @@ class SessionInput:
         if self.source is not None:
             message = f"The session is fed already, by a {self._kind}; end that first, or open a session of your own."
             raise ControlError("fed", message, "input")
-        self.source = VideoInput(*self._size, self._fps, self._feed, self._wanted)
+        self.source = VideoInput(*self._size, self._fps, self._feed, self.wanted)
         self._kind, self._fault, self._used = kind, "", None
         return self.source
 
     def begin(self) -> None:
         """Hand its frames on. Mutates: self."""
         assert self.source is not None
-        self._task = asyncio.create_task(self.source.run(), name=f"input-{self._session}")
+        self._task = asyncio.create_task(self.source.run(), name=f"input-{self.session}")
         self._on_change()
 
     async def give_back(self, source: VideoInput) -> None:
@@ -65,20 +72,20 @@ class SessionInput:
         await self._stop()
         if began:
             with suppress(EngineFailure):  # the next one is told of no input
-                await self._send(SetInput(self._session, None))
+                await self._send(SetInput(self.session, None))
             self._on_change()
 
     async def tell(self) -> None:
         """Tell a new engine of the source there is."""
         if self._task is not None:
-            await self._send(SetInput(self._session, self.strength))
+            await self._send(SetInput(self.session, self.strength))
 
     def used(self, event: InputUsed) -> None:
         """The engine tells how the input does; where that has failed, the source is to end. Mutates: self."""
         self._used = event
         if event.fault and self.source is not None and not self._fault:
             self._fault = event.fault
-            logger.warning("The video for session %s cannot be encoded: %s.", self._session, event.fault)
+            logger.warning("The video for session %s cannot be encoded: %s.", self.session, event.fault)
             self._on_change()
             self.source.on_fault()
 
@@ -123,4 +130,66 @@ class SessionInput:
 
     async def _feed(self, frames: Frames) -> None:
         with suppress(EngineFailure):  # the next one gets what comes then
-            await self._send(InputFrames(self._session, frames))
+            await self._send(InputFrames(self.session, frames))
+
+
+class FileFeed:
+    """The video file of the configuration, for one session. Lives on the event loop."""
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        feeds: SessionInput,
+        ask: Callable[[StrengthMessage, str, float], Awaitable[Receipt]],
+        end: Callable[[str, str], Awaitable[None]],
+    ) -> None:
+        """`ask` is the session's `control_and_wait`; `end` ends a session by its id, for a reason."""
+        assert config.input is not None
+        self._path, self._then, self._strength = config.input, config.input_end, config.strength
+        self._input, self._ask, self._end = feeds, ask, end
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to feed. Mutates: session.
+
+        Raises:
+            ConfigError: the model takes no video.
+        """
+        source = self._input.take("file")
+        playing = asyncio.create_task(
+            file_input.play(
+                self._path, loop=self._then == "loop", push=source.push, wanted=self._input.wanted
+            ), name="input-file",
+        )  # fmt: skip
+
+        def on_fault() -> None:
+            playing.cancel()
+
+        source.on_fault = on_fault
+        self._input.begin()
+        self._task = asyncio.create_task(self._run(source, playing), name="input-file-end")
+        message = StrengthMessage(type="strength", strength=self._strength)
+        receipt = await self._ask(message, "file", _ANSWER_S)
+        if receipt.stage == "refused":
+            await self.stop()
+            raise ConfigError(f"session.input: {receipt.reason}")
+
+    async def _run(self, source: VideoInput, playing: asyncio.Task[None]) -> None:
+        """Wait for the file's end, and do what was asked for then."""
+        session = self._input.session
+        try:
+            await asyncio.wait({playing})
+        finally:
+            playing.cancel()
+        if not playing.cancelled() and (error := playing.exception()) is not None:
+            fields = log_fields(session=session)
+            logger.error("The video for session %s has ended: %s", session, error, extra=fields)
+        await self._input.give_back(source)
+        if self._then == "end":
+            await self._end(session, "input_ended")
+
+    async def stop(self) -> None:
+        """Feed no more; nothing is said to the engine."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from aiortc import RTCIceServer
@@ -43,6 +44,7 @@ class Feeder:
     receiver: VideoReceiver
     address: str
     username: str | None
+    ends_session: bool
     candidates: int = 0
     begun_s: float = field(default_factory=clock.monotonic_s)
     watching: asyncio.Task[None] | None = None
@@ -51,15 +53,21 @@ class Feeder:
 class Feeders:
     """All that feed sessions, at most one each. Lives on the event loop."""
 
-    def __init__(self, slots: SlotPool, ice_servers: IceServers) -> None:
-        """`slots` are those of viewers: a connection is a connection."""
-        self._slots, self._ice = slots, ice_servers
+    def __init__(
+        self, slots: SlotPool, ice_servers: IceServers, end_session: Callable[[str, str], Awaitable[None]]
+    ) -> None:
+        """`slots` are those of viewers: a connection is a connection. `end_session` ends one by its id, for a
+        reason."""
+        self._slots, self._ice, self._end_its_session = slots, ice_servers, end_session
         self._feeders: dict[str, Feeder] = {}
         self._offers = PerAddressLimiter(POSTS_PER_S, POST_BURST)
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def create(self, session: LiveSession, offer: str, address: str, strength: float | None) -> tuple[str, str]:
-        """Connect who is to feed a session; returns its id and the SDP answer.
+    async def create(
+        self, session: LiveSession, offer: str, address: str, strength: float | None, ends_session: bool = False
+    ) -> tuple[str, str]:
+        """Connect who is to feed a session, which goes on from its prompt alone when that ends, or `ends_session`;
+        returns its id and the SDP answer.
 
         Raises:
             Problem: 400 or 422 for the offer, or where the model takes no video; 409, another feeds it; 410; 429 and
@@ -79,7 +87,7 @@ class Feeders:
         ice = [RTCIceServer(each.url, each.username, each.credential) for each in self._ice.issue()]
         receiver = VideoReceiver(ice, source.push, lambda end: self._end_soon(feeder, end))
         name = sdp.username_of(checked)
-        feeder = Feeder(secrets.token_urlsafe(24), session, source, receiver, address, name)
+        feeder = Feeder(secrets.token_urlsafe(24), session, source, receiver, address, name, ends_session)
         try:
             answer = await self._answer(feeder, checked)
             session.input.begin()  # first: whatever comes between, `give_back` tells the engine of the end
@@ -171,6 +179,8 @@ class Feeders:
         logger.info("Video for session %s has ended: %s.", feeder.session.id, end, extra=fields)
         await feeder.session.input.give_back(feeder.source)
         await feeder.receiver.close(CLOSE_S)
+        if feeder.ends_session and end not in ("session_ended", "shutdown"):
+            await self._end_its_session(feeder.session.id, "input_ended")
 
 
 def _taken(session: LiveSession) -> VideoInput:

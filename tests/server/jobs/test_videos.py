@@ -242,12 +242,17 @@ def test_bodies_that_are_none_are_refused_in_both_shapes(tmp_path: Path) -> None
                 ("json", b"[" * 60_000, (400, None, "bad_json")),
                 ("json", b" " * (15 << 20), (413, None, "413")),
                 ("form", b"--x--", (400, "prompt", "invalid")),
+                ("form", b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na red', (400, None, "bad_form")),
                 ("form", b"nothing of the kind", (400, None, "bad_form")),
                 ("other", b"prompt", (415, None, "media_type")),
             ):
                 sent = await site.http.post("/v1/videos", content=body, headers={"Content-Type": kinds[kind]})
                 assert refusal(sent) == said, (kind, body[:20])
-            large = b'--x\r\nContent-Disposition: form-data; name="p"; filename="p"\r\n\r\n' + b"." * (17 << 20)
+            large = (
+                b'--x\r\nContent-Disposition: form-data; name="p"; filename="p"\r\n\r\n'
+                + b"." * (17 << 20)
+                + b"\r\n--x--\r\n"
+            )
             sent = await site.http.post("/v1/videos", content=large, headers={"Content-Type": kinds["form"]})
             assert refusal(sent) == (413, None, "too_large")
             assert refusal(await site.http.get("/v1/nothing")) == (404, None, "404")

@@ -500,7 +500,7 @@ def test_the_description_of_the_api_names_every_address() -> None:
         for act in ("pause", "resume", "reset"):
             assert "post" in described["paths"][f"/api/sessions/{{session}}/{act}"]
         body = described["paths"]["/api/sessions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        asked = {"prompt", "seed", "size", "steps", "kv_context", "fps", "adaptive", "image", "fit"}
+        asked = {"prompt", "seed", "size", "steps", "kv_context", "fps", "adaptive", "image", "fit", "strength"}
         assert set(body["properties"]) == asked
         change = described["paths"]["/api/sessions/{session}"]["patch"]["requestBody"]["content"]["application/json"]
         assert set(change["schema"]["properties"]) == {

@@ -1,0 +1,162 @@
+"""A video file feeds the default session at its own pace, and what was asked for happens at its end; so with WHIP."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+
+from streamdiff.cli.main import main
+from streamdiff.config import Config, PlaybackConfig, SessionConfig
+from streamdiff.engine.messages import InputFrames, SetInput
+from streamdiff.errors import ConfigError
+from streamdiff.server.media.file_input import check_video, play
+from tests.server.conftest import Site, bearer, open_site
+from tests.server.routes.test_whip import Colour, run, sending, state, used
+from tests.server.scripted import Painter
+
+GREEN = (20, 200, 30)
+
+
+def video(path: Path, frames: int, fps: int = 50, size: tuple[int, int] = (320, 180)) -> str:
+    """A file of one colour."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=fps)
+        stream.width, stream.height = size
+        stream.bit_rate = 2_000_000
+        picture = np.broadcast_to(np.array(GREEN, np.uint8), (size[1], size[0], 3))
+        for _ in range(frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), "rgb24")))
+        container.mux(stream.encode())
+    return str(path)
+
+
+def with_file(path: str, **session: Any) -> Config:
+    return Config(playback=PlaybackConfig(lead_s=1.0), session=SessionConfig(input=path, **session))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(60):
+        while not await holds():
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_the_stream_follows_the_file_and_goes_on_from_its_prompt_at_the_end(tmp_path: Path) -> None:
+    async def scene(site: Site) -> None:
+        assert (await state(site))["input"] == {"kind": "file", "strength": 0.3, "fault": ""}
+        assert not [each for each in site.client.sent if isinstance(each, InputFrames)], "nobody watches yet"
+        viewer = await site.watch()
+
+        async def over() -> bool:
+            return (await state(site))["input"] is None
+
+        await until(over)
+        [first, *_] = [each for each in site.client.sent if isinstance(each, InputFrames)]
+        assert np.abs(np.median(first.pictures.reshape(-1, 3), axis=0) - GREEN).max() < 30
+        assert [each.strength for each in site.client.sent if isinstance(each, SetInput)] == [0.3, None]
+        shown = site.client.shown
+        while site.client.shown < shown + 8:
+            await viewer.frame()
+        again = await site.http.post("/whip", content="v=0", headers={"Content-Type": "application/sdp"})
+        assert again.status_code == 400, "another may feed it now"
+
+    run(scene, with_file(video(tmp_path / "a.mp4", 30), strength=0.3))
+
+
+@pytest.mark.slow
+def test_a_loop_begins_the_file_again(tmp_path: Path) -> None:
+    async def scene(site: Site) -> None:
+        await site.watch()
+        figures = await used(site, 60)
+        assert figures["used"] >= 60 and (await state(site))["input"]["kind"] == "file"
+
+    run(scene, with_file(video(tmp_path / "a.mp4", 20), input_end="loop"))
+
+
+@pytest.mark.slow
+def test_the_session_ends_with_the_file_where_that_was_asked_for(tmp_path: Path) -> None:
+    async def scene(site: Site) -> None:
+        viewer = await site.watch()
+
+        async def ended() -> bool:
+            return site.state.manager.end_reason("default") is not None
+
+        await until(ended)
+        assert (await viewer.message({"type": "session_ended"}))["reason"] == "input_ended"
+        assert (await site.http.get("/api/state")).status_code == 410
+        assert (await site.http.get("/readyz")).status_code == 200, "others may play"
+
+    run(scene, with_file(video(tmp_path / "a.mp4", 20), input_end="end"))
+
+
+@pytest.mark.slow
+def test_a_sender_s_session_ends_with_it_where_that_was_asked_for() -> None:
+    async def scene(site: Site) -> None:
+        for on_end, status in (("end", 410), ("text", 200)):
+            opened = (await site.http.post("/api/sessions", json={"prompt": "a red circle"})).json()
+            where, own = f"/api/sessions/{opened['id']}", bearer(opened["control_token"])
+            path = f"/whip/{opened['id']}?on_end={on_end}"
+            async with sending(site, Colour(GREEN), path, own) as sender:
+                assert (await site.http.get(where, headers=own)).json()["input"]["kind"] == "WHIP sender"
+                assert (await site.http.delete(sender.location, headers=own)).status_code == 200
+            found = await site.http.get(where, headers=own)
+            assert found.status_code == status, on_end
+            assert status == 200 or found.json()["reason"] == "input_ended"
+        odd = await site.http.post("/whip?on_end=stop", content="v=0", headers={"Content-Type": "application/sdp"})
+        assert odd.status_code == 400 and "on_end" in odd.text
+
+    run(scene)
+
+
+def test_a_model_that_takes_no_video_ends_the_start(tmp_path: Path) -> None:
+    async def start() -> None:
+        async with open_site(with_file(video(tmp_path / "a.mp4", 3)), Painter()):
+            pass
+
+    with pytest.raises(ConfigError, match=r"session\.input: .*takes no video"):
+        asyncio.run(start())
+
+
+def test_what_is_no_video_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("no video")
+    empty = tmp_path / "b.mp4"
+    empty.write_bytes(Path(video(tmp_path / "c.mp4", 3)).read_bytes()[:60])
+    for path, words in ((text, "cannot be read as a video"), (empty, "cannot be read"), (tmp_path, "is no file")):
+        with pytest.raises(ConfigError, match=words):
+            check_video(str(path))
+    check_video(str(tmp_path / "c.mp4"))
+
+
+@pytest.mark.parametrize("option", [("--input-end", "loop"), ("--strength", "0.5")])
+def test_what_would_be_ignored_is_refused(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *option]) != 0
+    assert "name it too: --input FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fps", [1000, 7])
+def test_frames_come_when_the_file_says(tmp_path: Path, fps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the rate: what is waited for is the time between frames."""
+    path, waits, now = video(tmp_path / "a.mp4", 12, fps, (64, 48)), [], [100.0]
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr("streamdiff.server.media.file_input.asyncio.sleep", sleep)
+    monkeypatch.setattr("streamdiff.server.media.file_input.clock.monotonic_s", lambda: now[0])
+    came: list[float] = []
+    asyncio.run(play(path, loop=False, push=lambda frame: came.append(now[0]), wanted=lambda: True))
+    assert len(came) == 12
+    assert np.allclose(np.diff(came), 1 / fps, atol=1e-3)

@@ -173,6 +173,18 @@ class Recipe:
     adam: tuple[str, ...] = ()
 
 
+def _prepared(recipe: Recipe, begin: TAEHV | None, device: torch.device) -> tuple[TAEHV, loop.Optimizer]:
+    """What is trained, and by what; see `train`."""
+    model = TAEHV(recipe.config) if begin is None else begin
+    if begin is None:
+        initialise(model)
+    model.to(device).set_memory_format(torch.channels_last)
+    model.encoder.requires_grad_(begin is None)
+    model.decoder.requires_grad_(True)
+    rate = 1.0 if begin is None else DECODER_RATE
+    return model, loop.Optimizer(model, rate * recipe.matrix_lr, rate * OTHER_LR, adam=recipe.adam)
+
+
 def train(
     out: Path,
     budget: loop.Budget,
@@ -191,14 +203,7 @@ def train(
     """
     recipe = recipe or Recipe()
     torch.manual_seed(seed)
-    model = TAEHV(recipe.config) if begin is None else begin
-    if begin is None:
-        initialise(model)
-    model.to(device).set_memory_format(torch.channels_last)
-    model.encoder.requires_grad_(begin is None)
-    model.decoder.requires_grad_(True)
-    rate = 1.0 if begin is None else DECODER_RATE
-    optimizer = loop.Optimizer(model, rate * recipe.matrix_lr, rate * OTHER_LR, adam=recipe.adam)
+    model, optimizer = _prepared(recipe, begin, device)
     progress = loop.Progress()
     checkpoint = loop.Checkpoint(out / ("autoencoder.pt" if begin is None else "decoder.pt"))
     state = checkpoint.load(device)

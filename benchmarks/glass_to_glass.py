@@ -9,6 +9,13 @@ Two servers, one after the other, each with the browser beside it on this machin
   picture of the new colour.
 
     python -m benchmarks.glass_to_glass --out benchmarks/results/glass_to_glass.json --plot latency.png
+
+With `--camera` something else is measured: the browser's camera shows numbers (`benchmarks.camera_code`), the page
+sends it to `streamdiff serve` with the embedded model, which gives it back at a strength near 0, and `camera_to_screen`
+counts from a number's first frame in the camera's preview to its first one in the page's video. A number changes one of
+four fields; the frame in which that is seen may be one of the latent frame's four earlier or later.
+
+    python -m benchmarks.glass_to_glass --camera --out benchmarks/results/glass_to_glass_camera.json
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +31,12 @@ from typing import Any
 
 import httpx
 
-from benchmarks import live_browser, report, time_code
+from benchmarks import camera_code, live_browser, report, time_code
 from benchmarks.browser import SERVE, chromium, running_server
 
+CAMERA_STRENGTH = 0.1
+"""The least that the page's slider has: what comes out is nearly what goes in."""
+CAMERA_LIMIT_S = 120.0
 CLOCK = (sys.executable, "-m", "benchmarks.time_code", "serve")
 
 
@@ -86,6 +97,52 @@ def prompt_to_pixel(prompts: int, command: Sequence[str] = SERVE) -> dict[str, A
     return {"engine": {name: state["engine"][name] for name in names}, **_spread_ms([1000 * lag for lag in lags])}
 
 
+def camera_to_screen(seconds: float, lead_s: float, command: Sequence[str] = SERVE) -> dict[str, Any]:
+    """Times from the camera's preview to the page's video, over `seconds` of what `command` serves."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_server((*command, "--lead", str(lead_s))) as server,
+        chromium(camera=camera_code.write_y4m(Path(folder) / "codes.y4m")) as browser,
+    ):
+        browser.get(server.url)
+        live_browser._until_live(browser)
+        browser.execute_script(
+            "const slider = document.getElementById('strength'); slider.value = arguments[0];"
+            "slider.dispatchEvent(new Event('input', { bubbles: true }));", CAMERA_STRENGTH,
+        )  # fmt: skip
+        browser.find_element("id", "camera-camera").click()
+        end_s = time.monotonic() + CAMERA_LIMIT_S
+        while not (_stats(server.url)["input"] or {}).get("used"):
+            if time.monotonic() > end_s:
+                raise SystemExit(
+                    f"no picture of the camera was used: {browser.find_element('id', 'camera-error').text}"
+                )
+            time.sleep(0.2)
+        time.sleep(live_browser.WARM_UP_S)
+        browser.set_script_timeout(seconds + 30)
+        found = browser.execute_async_script(camera_code.READ, seconds, camera_code.COLUMNS, camera_code.ROWS)
+        stats, state = _stats(server.url), httpx.get(server.url + "api/state", timeout=20).json()
+        version = browser.capabilities["browserVersion"]
+    times = camera_code.latencies(found["camera"], found["screen"])
+    if not times:
+        raise SystemExit(f"no number of the camera was seen again: {found}")
+    names = ("model", "device", "steps", "kv_context", "chunk_frames")
+    return {
+        "browser": f"Chromium {version}",
+        "engine": {name: state["engine"][name] for name in names},
+        "strength": CAMERA_STRENGTH,
+        "camera_to_screen": _spread_ms(times),
+        "codes": len(found["camera"]),
+        "unreadable": found["unreadable"],
+        **{name: stats[name] for name in ("lead_ms", "chunk_ms", "shown_fps", "made_fps", "input")},
+        "latencies_ms": [round(each, 1) for each in times],
+    }
+
+
+def _stats(url: str) -> dict[str, Any]:
+    return dict(httpx.get(url + "api/state", timeout=20).json()["stats"])
+
+
 def plot(ages_ms: Sequence[float], path: Path) -> None:
     """How often which age was seen."""
     import matplotlib
@@ -116,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="auto",
         help="of the embedded model, for prompts; the painting engine computes nothing (default auto)",
     )
+    parser.add_argument("--camera", action="store_true", help="measure the way from the browser's camera instead")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="picture to write: .png or .svg")
     arguments = parser.parse_args(argv)
@@ -124,7 +182,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     header = report.header(
         sys.argv if argv is None else ["benchmarks.glass_to_glass", *argv], warm_up=f"{live_browser.WARM_UP_S:g} s"
     )
-    found: dict[str, Any] = {"picture_age": picture_age(arguments.seconds, arguments.lead, arguments.fps)}
+    if arguments.camera:
+        found = camera_to_screen(arguments.seconds, arguments.lead, (*SERVE, "--device", arguments.device))
+        print(report.table([{"what": "camera to screen", **found["camera_to_screen"]}]))
+        print(f"lead {found['lead_ms']} ms, a chunk's work {found['chunk_ms']} ms; input {found['input']}")
+        if arguments.out is not None:
+            report.write_json(arguments.out, header, found)
+        return 0
+    found = {"picture_age": picture_age(arguments.seconds, arguments.lead, arguments.fps)}
     rows = [{"what": "made to screen", **found["picture_age"]["made_to_screen"]}]
     if found["picture_age"]["received_to_screen"]:
         rows.append({"what": "received to screen", **found["picture_age"]["received_to_screen"]})

@@ -1,0 +1,46 @@
+"""The camera's numbers: what is drawn is read back, blurred and dim too, and times are of the right number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.camera_code import CODES, FPS, HEIGHT, HELD_FRAMES, PERIOD_S, WIDTH, latencies, picture, read, write_y4m
+from streamdiff.video.reader import open_clip
+
+
+def square(code: int) -> np.ndarray:
+    grey = picture(code)[:, (WIDTH - HEIGHT) // 2 : (WIDTH + HEIGHT) // 2]
+    return np.repeat(grey[..., None], 3, 2)
+
+
+@pytest.mark.parametrize("code", range(CODES))
+def test_a_code_is_read_back_small_dim_and_noisy(code: int) -> None:
+    noise = np.random.default_rng(code).normal(0, 40, (120, 120, 3))
+    seen = (square(code)[::4, ::4] * 0.5 + 60 + noise).clip(0, 255).astype(np.uint8)
+    assert read(square(code)) == read(seen) == code
+
+
+def test_what_has_no_code_is_not_read() -> None:
+    assert read(np.full((64, 64, 3), 90, np.uint8)) is None
+
+
+def test_one_field_changes_at_a_time() -> None:
+    for code in range(CODES):
+        changed = (square(code) != square((code + 1) % CODES)).mean()
+        assert np.isclose(changed, 1 / 6, atol=0.01), "also where the file begins again"
+
+
+def test_the_file_is_a_video_of_all_codes(tmp_path: Path) -> None:
+    frames = list(open_clip(write_y4m(tmp_path / "codes.y4m")))
+    assert len(frames) == CODES * HELD_FRAMES == round(PERIOD_S * FPS)
+    for number in (0, HELD_FRAMES - 1, HELD_FRAMES, len(frames) - 1):
+        assert read(frames[number][:, (WIDTH - HEIGHT) // 2 : (WIDTH + HEIGHT) // 2]) == number // HELD_FRAMES
+
+
+def test_times_go_to_the_next_showing_of_the_same_number() -> None:
+    camera = [[0.0, 3], [333.0, 4], [667.0, 5]]
+    screen = [[100.0, 2], [900.0, 3], [1_300.0, 4], [9_000.0, 5]]
+    assert latencies(camera, screen) == [900.0, 967.0], "the last came a period later"

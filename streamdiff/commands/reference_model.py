@@ -26,7 +26,7 @@ from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import ModelSpec, choose_steps, with_anchors, with_window
 from streamdiff.models.text_loader import load_text_encoder
 from streamdiff.models.transformer.wan import WanDenoiser
-from streamdiff.pipeline.planner.partition import check_parallel, check_shares, check_stages
+from streamdiff.pipeline.planner.partition import check_offload, check_parallel, check_shares, check_stages
 from streamdiff.pipeline.runner import block_offload
 
 
@@ -142,7 +142,6 @@ def find(job: ReferenceJob) -> Found:
         ConfigError: no such model, files that cannot be read, sizes that cannot be, more stages than blocks.
     """
     config = job.model
-    block_offload.check(config)
     architecture = None if job.model_config is None else read_object(job.model_config)
     device = own_device(config.device) if job.processes else pick_device(config.device)
     loader = ModelLoader(config, device, job.container, architecture)
@@ -157,6 +156,7 @@ def find(job: ReferenceJob) -> Found:
     found = Found(job, spec, schedule, loader)
     for path in found.raw_files:
         _check_raw(loader.model, path)
+    check_offload(config.offload, config.quantize)
     check_parallel(config.parallel, config.stages)
     check_stages(config.stages, found.blocks)
     if config.shares > 1:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamdiff.config import ModelConfig
-from streamdiff.models.catalogue import entries
+from streamdiff.models.catalogue.entries import small_autoencoder, with_small_autoencoder
 
 TORCH_KERNELS = ("auto", "sdpa", "math", "flash", "efficient", "cudnn", "fa3", "fa4")
 """Attention kernels that are torch operations, so that graphs can be compiled with them."""
@@ -83,27 +83,12 @@ def settle(
     return Defaults(case.config.model_copy(update=settled), benchmark, tuple(choices))
 
 
-def with_small_autoencoder(config: ModelConfig) -> ModelConfig:
-    """`config` with the small autoencoder that goes with the model, where the preset is `fast` and none was named."""
-    small = _small_autoencoder(config) if config.preset == "fast" and config.vae is None else None
-    return config if small is None else config.model_copy(update={"vae": small})
-
-
 def may_compile(config: ModelConfig) -> bool:
     """Whether an engine with this configuration may make graphs at its start, for who cannot ask torch."""
     if config.compile != "auto":
         return config.compile == "on"
     found = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
     return config.preset != "plain" and (config.device == "cuda" or (config.device == "auto" and found))
-
-
-def _small_autoencoder(config: ModelConfig) -> str | None:
-    name = config.name
-    known = entries.lookup(name)
-    small = entries.parts().autoencoders[known.autoencoder].tiny if known is not None else ()
-    if not small:
-        return None
-    return f"{entries.RANDOM}{small[0].name}" if entries.is_random(name) else small[0].name
 
 
 # ---- one setting each ------------------------------------------------------------------------------------------------
@@ -123,7 +108,7 @@ def _dtype(case: _Case) -> Choice:
 def _vae(case: _Case) -> Choice:
     vae = case.config.vae
     if vae is not None:
-        small = case.fast and vae == _small_autoencoder(case.config)
+        small = case.fast and vae == small_autoencoder(case.config.name)
         return Choice("vae", vae, "--fast: small, pictures a little softer" if small else "as asked")
     return Choice("vae", "the model's own", "no smaller one is known" if case.fast else "--fast takes a small one")
 

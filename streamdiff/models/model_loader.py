@@ -18,7 +18,7 @@ from streamdiff.models import random_weights, sampling
 from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.catalogue import entries
-from streamdiff.models.resolve import locate_autoencoder, resolve_model
+from streamdiff.models.resolve import resolve_model
 from streamdiff.models.spec import ModelSpec, parse_size, with_anchors, with_window
 from streamdiff.models.tiny.folder import check_parts, read_folder
 from streamdiff.models.transformer import attention_backend
@@ -144,7 +144,7 @@ class ModelLoader:
     def _files(self) -> set[Path]:
         """Every file that a part of the model is read from."""
         model = self.model
-        vae = None if entries.is_random(model.vae) or model.vae is None else locate_autoencoder(model.vae)
+        vae = None if entries.is_random(model.vae) or model.vae is None else autoencoder.locate(model.vae)
         roots = [model.folder, model.weights, model.text_encoder, vae, *(lora.path for lora in model.loras)]
         found: set[Path] = set()
         for root in roots:

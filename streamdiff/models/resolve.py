@@ -18,13 +18,11 @@ from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Entry, Files
 from streamdiff.models.checkpoint import hub
 from streamdiff.models.checkpoint.json_file import read_object
-from streamdiff.models.defaults import with_small_autoencoder
 
 if TYPE_CHECKING:
     from streamdiff.models.transformer.lora import Lora
 
 EMBEDDED_WEIGHTS = Path(__file__).parent / "tiny" / "weights"
-RANDOM_AUTOENCODERS = (f"{entries.RANDOM}wan2.1", f"{entries.RANDOM}taew2_1")
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".json")
 _FOLDERS = ("transformer", "vae", "text_encoder")
 
@@ -176,24 +174,7 @@ def completed(config: ModelConfig) -> ModelConfig:
     """
     if config.weights is not None and "name" not in config.model_fields_set and Path(config.weights).exists():
         config = config.model_copy(update={"name": recognition.entry_of(Path(config.weights)).name})
-    return with_small_autoencoder(entries.with_own_context(config))
-
-
-def locate_autoencoder(path: str | Path) -> Path:
-    """The folder that has the autoencoder's config.json, or its file, which is fetched if it is published by this name;
-    need not be there.
-
-    Raises:
-        ConfigError: a published one that cannot be fetched, or random weights that there are not.
-    """
-    if entries.is_random(str(path)) and str(path) not in RANDOM_AUTOENCODERS:
-        raise ConfigError(f"there is no autoencoder {path}; it can be {' or '.join(RANDOM_AUTOENCODERS)}")
-    given = EMBEDDED_WEIGHTS if str(path) == EMBEDDED else Path(path)
-    if not given.exists() and (files := entries.autoencoders().get(str(path))) is not None:
-        return hub.fetch(files)[0]
-    if given.is_dir() and not (given / "config.json").is_file() and (given / "vae").is_dir():
-        return given / "vae"
-    return given
+    return entries.with_small_autoencoder(entries.with_own_context(config))
 
 
 def is_embedded(name: str | Path) -> bool:

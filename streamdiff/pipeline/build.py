@@ -14,7 +14,6 @@ from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.distributed.rendezvous import check_world
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.planner.batching import batching_of
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, RankMemory
 from streamdiff.pipeline.profiler import CHUNKS, Profiler, check_folder, check_traced
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -43,7 +42,7 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     loaded = rank_loader.load_rank(plan, context)
     model, decoder, memory = loaded.model, loaded.decoder, loaded.memory
     assert isinstance(model, Model), "this is rank 0"
-    batching = batching_of(config, plan.sizes)
+    batching = plan.batching
     if context is None:
         ring = RingExecutor(
             model, device, batching.max_rows, clean_with_next=config.clean_with_next, wait_s=batching.wait_s

@@ -17,6 +17,7 @@ import torch
 from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.errors import ConfigError
 from streamdiff.models import defaults
+from streamdiff.models.catalogue.entries import with_small_autoencoder
 from streamdiff.models.model_loader import Kernels, ModelLoader
 from streamdiff.models.spec import ModelSpec, choose_steps
 from streamdiff.models.text_loader import expected_bytes
@@ -26,24 +27,20 @@ from streamdiff.pipeline import balance
 from streamdiff.pipeline.distributed import rendezvous
 from streamdiff.pipeline.executor import rows_carried
 from streamdiff.pipeline.planner import fit
-from streamdiff.pipeline.planner.batching import batching_of
+from streamdiff.pipeline.planner.batching import Batching, batching_of
 from streamdiff.pipeline.planner.costs import read_profile
-from streamdiff.pipeline.planner.fit import Demand
+from streamdiff.pipeline.planner.fit import Demand, Limits
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes, host_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, read_sizes, sizes_from
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
-from streamdiff.pipeline.runner import block_offload
 from streamdiff.pipeline.runner.torch_compile import compile_fault, one_graph
 from streamdiff.pipeline.scheduler.kv_context import sessions_to_fill
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.version import __version__
 from streamdiff.video.pixel_format import PictureKind
-
-Limits = tuple[tuple[int, str], ...]
-"""Bytes that may be taken, and of what."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,11 @@ class LoadPlan:
     @property
     def spec(self) -> ModelSpec:
         return self.sizes.spec
+
+    @property
+    def batching(self) -> Batching:
+        """How many rows may share a forward."""
+        return batching_of(self.config, self.sizes)
 
     @property
     def decoder_dtype(self) -> torch.dtype:
@@ -115,7 +117,7 @@ class LoadPlan:
         return {
             **rank_facts(self.config, self.models),
             # A server has it in its configuration, its other ranks leave it out where it is off.
-            "model.batching": str(batching_of(self.config, self.sizes)),
+            "model.batching": str(self.batching),
             "model.steps": str(self.steps),
             "model.pictures": self.config.pictures if isinstance(self.config, ServedModel) else "rgb",
         }
@@ -141,7 +143,7 @@ class LoadPlan:
             decode_latents=self.decode_latents,
             decoder_bytes=self.decoder_dtype.itemsize,
         )
-        rows = rows_carried(self.spec, batching_of(config, self.sizes).max_rows, config.clean_with_next)
+        rows = rows_carried(self.spec, self.batching.max_rows, config.clean_with_next)
         return Demand(
             self.sizes,
             storage,
@@ -153,13 +155,6 @@ class LoadPlan:
             changeable=not models.model.embedded,
             libraries=LIBRARIES_BYTES if on_cuda else 0,
         )
-
-    def check_fit(self, rank: int, runs: Blocks, limits: Limits) -> None:
-        """Raises ConfigError where the rank's part will not fit into what its device had free at first, or may have."""
-        demand = self.demand(runs)
-        for limit, where in limits:
-            if (text := fit.misfit(demand, rank, limit, where)) is not None:
-                raise ConfigError(text)
 
     @cached_property
     def swap_bytes(self) -> int:
@@ -214,8 +209,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
         ConfigError: a model or part that is not there, or of which too little is known to run it live; settings that do
             not go together; more stages than blocks; or a profile that cannot be read.
     """
-    block_offload.check(config)
-    models = ModelLoader(defaults.with_small_autoencoder(config), device)
+    models = ModelLoader(with_small_autoencoder(config), device)
     spec = models.live_spec()
     settled = defaults.settle(config, device.type, spec.steps, lambda: compile_fault(device))
     if models.model.embedded:
@@ -241,7 +235,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
     config, device, rank = plan.config, plan.device, 0 if context is None else context.rank
     kernels, limits = None, _device_limits(config, device)
     demand = plan.demand(plan.runs)
-    plan.check_fit(rank, plan.runs, limits)
+    fit.check(demand, rank, limits)
     if rank == 0:
         _tell(plan.choices, "")
     if rank < config.stage_ranks:

@@ -19,6 +19,7 @@ from streamdiff.pipeline.decode.row_group import RowGroup, make_row_group
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.load_plan import LoadPlan, RankPlan
+from streamdiff.pipeline.planner import fit
 from streamdiff.pipeline.planner.kv_budget import RankMemory
 from streamdiff.pipeline.planner.stage_layout import Blocks
 from streamdiff.pipeline.runner import block_offload
@@ -60,7 +61,7 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
     if model is not None and plan.rank == 0:
         text = load_text_encoder(found, config, spec.text_shape, device)
         if spec.context_pictures:
-            reencoder = FirstFrameReencoder.load(found.fetch_autoencoder(), device, plan.models.decoder_dtype)
+            reencoder = FirstFrameReencoder.load(found.fetch_autoencoder(), device, plan.decoder_dtype)
         model = Model(spec, model.denoiser, text, decoder, reencoder)
     remembering = [each for each in (decoder, reencoder) if each is not None]
     remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in remembering)
@@ -102,7 +103,7 @@ def _load_stage(
         before, runs = runs, balance.share_out(config, plan.steps, costs)
         if runs[stage] == before[stage]:
             return model, runs
-        plan.check_fit(plan.rank, runs, plan.limits)
+        fit.check(plan.demand(runs), plan.rank, plan.limits)
         even = False
         del model, denoiser  # two at once may be more than there is memory for
 

@@ -23,7 +23,6 @@ from streamdiff.pipeline.distributed.link import GroupBroken, LinkClosed
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.distributed.state_exchange import StoreExchange
-from streamdiff.pipeline.planner.batching import batching_of
 from streamdiff.pipeline.runner.worker import Worker
 
 EXIT_FAULT = 1
@@ -40,7 +39,7 @@ def run_worker(config: ModelConfig) -> None:
     device = own_device(config.device)
     plan = load_plan.plan_load(config, device)
     config, context = plan.config, plan.join()
-    place = topology.StageTopology.of(config, context.rank, device, batching_of(config, plan.sizes))
+    place = topology.StageTopology.of(config, context.rank, device, plan.batching)
     progress = start_progress(context, config)
     plan = load_plan.plan_rank(plan, context)
     loaded = rank_loader.load_rank(plan, context)

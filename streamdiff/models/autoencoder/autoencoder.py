@@ -28,17 +28,19 @@ from streamdiff.models.autoencoder.taehv_codec import (
 from streamdiff.models.autoencoder.wan import WanDecoder, WanEncoder
 from streamdiff.models.autoencoder.wan_weights import Half
 from streamdiff.models.catalogue import entries
+from streamdiff.models.checkpoint import hub
 from streamdiff.models.checkpoint.checkpoint import read_tensors
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.module import load_module
 from streamdiff.models.random_weights import draw
-from streamdiff.models.resolve import RANDOM_AUTOENCODERS, locate_autoencoder
+from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.transformer.weights import FILE
 
 WAN_FPS = 16.0
-_RANDOM: dict[str, Callable[[], nn.Module]] = dict(
-    zip(RANDOM_AUTOENCODERS, (lambda: AutoencoderKLWan.from_config({}), lambda: TAEHV(Config())), strict=True)
-)
+_RANDOM: dict[str, Callable[[], nn.Module]] = {
+    f"{entries.RANDOM}wan2.1": lambda: AutoencoderKLWan.from_config({}),
+    f"{entries.RANDOM}taew2_1": lambda: TAEHV(Config()),
+}
 
 
 class VideoEncoder(Protocol):
@@ -156,7 +158,7 @@ def normalisation(half: VideoDecoder | VideoEncoder, path: str | Path) -> Normal
 
 def native_fps(path: str | Path) -> float:
     """Frames per second at which a video of this autoencoder's model moves as intended; Wan's where nothing says."""
-    index = locate_autoencoder(path).parent / "model_index.json"
+    index = locate(path).parent / "model_index.json"
     tree = read_object(index) if index.is_file() else {}
     return float(tree.get("stream", {}).get("native_fps", WAN_FPS))
 
@@ -166,11 +168,28 @@ def names() -> list[str]:
     return [EMBEDDED, *entries.autoencoders()]
 
 
+def locate(path: str | Path) -> Path:
+    """The folder that has the autoencoder's config.json, or its file, which is fetched if it is published by this name;
+    need not be there.
+
+    Raises:
+        ConfigError: a published one that cannot be fetched, or random weights that there are not.
+    """
+    if entries.is_random(str(path)) and str(path) not in _RANDOM:
+        raise ConfigError(f"there is no autoencoder {path}; it can be {' or '.join(_RANDOM)}")
+    given = EMBEDDED_WEIGHTS if str(path) == EMBEDDED else Path(path)
+    if not given.exists() and (files := entries.autoencoders().get(str(path))) is not None:
+        return hub.fetch(files)[0]
+    if given.is_dir() and not (given / "config.json").is_file() and (given / "vae").is_dir():
+        return given / "vae"
+    return given
+
+
 def _load(
     path: str | Path, half: Half, device: torch.device, dtype: torch.dtype, latent_space: str | None
 ) -> StreamingTaehv | Any:
     """The network; Wan's has weights for this `half` alone."""
-    place, drawn = locate_autoencoder(path), entries.is_random(str(path))
+    place, drawn = locate(path), entries.is_random(str(path))
     config = None if drawn else _read_config(place)
     if drawn:
         with torch.device("meta"):

@@ -165,6 +165,21 @@ def with_own_context(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"kv_context": entry.context.default})
 
 
+def with_small_autoencoder(model: ModelConfig) -> ModelConfig:
+    """`model` with the small autoencoder that goes with it, where the preset is `fast` and none was named."""
+    small = small_autoencoder(model.name) if model.preset == "fast" and model.vae is None else None
+    return model if small is None else model.model_copy(update={"vae": small})
+
+
+def small_autoencoder(name: str) -> str | None:
+    """The name of the small autoencoder that goes with the model `name`; None where none is known."""
+    known = lookup(name)
+    small = parts().autoencoders[known.autoencoder].tiny if known is not None else ()
+    if not small:
+        return None
+    return f"{RANDOM}{small[0].name}" if is_random(name) else small[0].name
+
+
 def read_entry(path: Path | Traversable) -> Entry:
     """A model's file.
 

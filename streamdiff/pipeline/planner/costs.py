@@ -283,11 +283,6 @@ def in_proportion(time_s: float, max_rows: int) -> tuple[float, ...]:
     return tuple(time_s * rows for rows in range(1, max_rows + 1))
 
 
-def total(parts: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Seconds of several parts one after the other, by rows."""
-    return tuple(math.fsum(times) for times in zip(*parts, strict=True))
-
-
 def _rows(path: Path, key: str, value: object, max_rows: int, above: bool = False) -> tuple[float, ...]:
     """A number, or a list with a number for every count of rows."""
     if not isinstance(value, list):

@@ -16,7 +16,6 @@ from streamdiff.pipeline.planner.memory import (
     LIBRARIES_BYTES,
     Memory,
     Storage,
-    block_weights,
     memory,
     offloaded_bytes,
 )
@@ -75,16 +74,14 @@ class Question:
 def costs_on(gpu: Gpu, sizes: ModelSizes, load: Workload, storage: Storage, link: str | None = None) -> Costs:
     """Estimated costs in the workload's KV context, blocks copied from host memory where they are offloaded. `link` is
     what several are linked by, one of `gpu.links`; None: the fastest."""
-    copied = storage.offload == "blocks" and offloaded_bytes(sizes, -(-sizes.blocks // load.stages), storage) > 0
-    block_copy_s = block_weights(sizes, storage) / (gpu.host_gbps * 1e9) if copied else 0.0
-    ceilings = gpu.ceilings(DTYPES[storage.value_bytes], link)
+    blocks, ceilings = -(-sizes.blocks // load.stages), gpu.ceilings(DTYPES[storage.value_bytes], link)
     found = estimate(
         sizes,
         ceilings,
         kv_context=load.kv_context,
         max_rows=load.max_rows,
         value_bytes=storage.value_bytes,
-        block_copy_s=block_copy_s,
+        block_copy_s=_copied(sizes, storage, load) / blocks / (gpu.host_gbps * 1e9),
         shares=load.shares,
     )
     if not (sizes.decoder.flops and 1 < load.shares <= sizes.spec.latent_height):
@@ -99,8 +96,7 @@ def offload_words(sizes: ModelSizes, storage: Storage, load: Workload, gpu: Gpu 
     None where it is not in the table. None without offload."""
     if storage.offload == "none":
         return None
-    blocks = -(-sizes.blocks // load.stages)
-    copied = offloaded_bytes(sizes, blocks, storage)
+    blocks, copied = -(-sizes.blocks // load.stages), _copied(sizes, storage, load)
     if copied == 0:
         return f"offload: {blocks} blocks all have a buffer on the device, so nothing is copied"
     rate = gpu.host_gbps if gpu is not None else UNKNOWN_HOST_GBPS
@@ -114,6 +110,11 @@ def offload_words(sizes: ModelSizes, storage: Storage, load: Workload, gpu: Gpu 
         f"offload: {copied / 1e9:.3g} GB per step and stage from host memory at {rate:.3g} GB/s take {copying_s:.3g} "
         f"s, {beside}: at most {frames:.3g} frames/s of all sessions together; estimated"
     )
+
+
+def _copied(sizes: ModelSizes, storage: Storage, load: Workload) -> int:
+    """Bytes per step and stage that come from host memory; 0 without offload."""
+    return 0 if storage.offload == "none" else offloaded_bytes(sizes, -(-sizes.blocks // load.stages), storage)
 
 
 def offload_note(demand: Demand, card: str | None, graphs: bool) -> str:

@@ -108,6 +108,15 @@ def check_split_decode(decode: str, shares: int, rows: int) -> None:
         )
 
 
+def check_offload(offload: str, quantize: str) -> None:
+    """Raises ConfigError where blocks are to be offloaded whose weights no copy ahead can take."""
+    if offload == "blocks" and quantize != "none":
+        raise ConfigError(
+            f"offload is blocks and quantize is {quantize}, whose weights are no plain tensors that could be copied "
+            "ahead; use one of the two"
+        )
+
+
 def check_stages(stages: int, blocks: int) -> None:
     """Raises ConfigError unless every stage can have a block."""
     if not 1 <= stages <= blocks:

@@ -5,11 +5,12 @@ Pure: costs in, a layout out. No torch, no clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from streamdiff.pipeline.planner.costs import Costs, total
-from streamdiff.pipeline.planner.partition import check_stages, split_blocks
+from streamdiff.pipeline.planner.costs import Costs
+from streamdiff.pipeline.planner.partition import split_blocks
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 
 Blocks = tuple[tuple[int, int], ...]
@@ -75,7 +76,6 @@ def lay_out(costs: Costs, load: Workload, decode: str = "auto") -> Layout:
     Raises:
         ConfigError: more stages than blocks.
     """
-    check_stages(load.stages, len(costs.block_s))
     whole = fastest(decode, lambda place: _lay_out(costs, load, place))
     if decode != "auto" or costs.split_decode_s is None:
         return whole
@@ -109,7 +109,7 @@ def _lay_out(costs: Costs, load: Workload, decode: str) -> Layout:
         parts = [*costs.block_s[first:end]]
         parts += [costs.embed_s] if rank == 0 else []
         parts += [costs.head_s] if rank == last else []
-        stage_s.append(total(parts))
+        stage_s.append(tuple(math.fsum(times) for times in zip(*parts, strict=True)))
     return layout_of(blocks, stage_s, decode, load, decode_s)
 
 

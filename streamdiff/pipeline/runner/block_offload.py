@@ -22,7 +22,6 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
-from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.transformer.wan import BlockWeights, Fused, WanDenoiser
 from streamdiff.pipeline.distributed.cuda_streams import CudaStreams, Event, Streams
@@ -129,15 +128,6 @@ class OffloadedBlocks:
                 self._blocks[len(host)] = _assign(own.block, views)
                 host.append(memory)
         return host
-
-
-def check(config: ModelConfig) -> None:
-    """Raises ConfigError where the configuration asks for offload with what cannot go with it."""
-    if config.offload == "blocks" and config.quantize != "none":
-        raise ConfigError(
-            f"offload is blocks and quantize is {config.quantize}, whose weights are no plain tensors that could be "
-            "copied ahead; use one of the two"
-        )
 
 
 def offload(denoiser: WanDenoiser, device: torch.device, streams: Streams | None = None) -> WanDenoiser:

@@ -103,10 +103,10 @@ def test_each_rank_of_a_ring_is_asked_for_its_own(rank: int, fits: bool) -> None
     loader = plan_load(config, GPU)
     runs = split_evenly(loader.sizes.blocks, 2)
     if fits:
-        loader.check_fit(rank, runs, load_plan._device_limits(config, GPU))
+        fit.check(loader.demand(runs), rank, load_plan._device_limits(config, GPU))
         return
     with pytest.raises(ConfigError, match=rf"rank {rank} needs [\d.]+ GB"):
-        loader.check_fit(rank, runs, load_plan._device_limits(config, GPU))
+        fit.check(loader.demand(runs), rank, load_plan._device_limits(config, GPU))
 
 
 def test_a_gpu_is_asked_what_it_has_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.fork_server import open_interpreter
+from tests import fork_server
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -129,20 +129,18 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None,
         yield
 
 
-@pytest.fixture(scope="session")
-def forking(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None, None]:
-    """An executable that forks where `sys.executable` would import torch: `fork_server`, one for all workers."""
+@pytest.fixture(autouse=True, scope="session")
+def fork_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where `fork_server` is, one for all workers."""
     own = tmp_path_factory.getbasetemp()
-    interpreter = open_interpreter((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "forks")
-    with interpreter.hold:
-        yield interpreter.path
+    fork_server.folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "forks"
 
 
 @pytest.fixture
-def forked(forking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines and ranks that this test starts, itself or over a server, are forked. For tests that are not about how
     they start."""
-    monkeypatch.setattr(sys, "executable", str(forking))
+    monkeypatch.setattr(sys, "executable", fork_server.interpreter())
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
 """One process for all tests of a session that has torch and the pipeline imported, and forks those that need them.
 
-An import takes four seconds of a core, and a ring of three ranks four of them. `Interpreter.path` is an executable to
-be taken for `sys.executable`: as `python -m MODULE ...` it is a small process that stands for the forked one (same
+An import takes four seconds of a core, and a ring of three ranks four of them. `interpreter` is an executable to be
+taken for `sys.executable`: as `python -m MODULE ...` it is a small process that stands for the forked one (same
 output, input, environment and folder; signals are passed on, both end together, with the same code), where `MODULE` is
-one of HEAVY or makes a video; anything else it runs itself, and what that starts in turn is started so too.
+one of HEAVY or makes a video, and so as `python SCRIPT.py ...`; anything else it runs itself, and what that starts in
+turn is started so too.
 
 For tests whose subject is not how a process starts, what it imports, or what it has open. CUDA does not bear it.
 """
@@ -11,6 +12,7 @@ For tests whose subject is not how a process starts, what it imports, or what it
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import fcntl
 import importlib
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,8 @@ HEAVY = {
     "benchmarks.stream_rank",
     "streamdiff.engine.process.main",
     "tests.engine.faulty",
+    "tests.pipeline.distributed.start_process",
+    "tests.pipeline.forked_ranks",
     "tests.pipeline.runner.compiled_process",
 }
 _IMPORTED = ("streamdiff.pipeline.build", "streamdiff.pipeline.worker_main")
@@ -49,8 +54,11 @@ _LENGTH = 16
 _STAND_IN = """#!{python} -IS
 import array, os, sys
 argv, environment = sys.argv[1:], dict(os.environ)
-if argv[:1] != ["-m"] or argv[1] not in {heavy!r} and argv[1:3] != ["streamdiff", "generate"]:
-    os.execv({python!r}, [{path!r}, *argv])
+if argv[:1] == ["-u"]:
+    argv, environment["PYTHONUNBUFFERED"] = argv[1:], "1"
+module = argv[:1] == ["-m"] and (argv[1] in {heavy!r} or argv[1:3] == ["streamdiff", "generate"])
+if not module and not (argv and argv[0].endswith(".py")):
+    os.execv({python!r}, [{path!r}, *sys.argv[1:]])
 import json, signal, socket
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
@@ -74,16 +82,15 @@ os._exit(code)
 """
 
 
-@dataclass(frozen=True)
-class Interpreter:
-    """An executable that forks, and the hold on the server behind it, which ends when nobody has one."""
-
-    path: Path
-    hold: socket.socket
+folder: Path | None = None
+"""Of the executable and the server behind it; `tests.conftest` says which, outside pytest there is none."""
 
 
-def open_interpreter(folder: Path) -> Interpreter:
-    """The one in `folder`, which the first process that asks makes there, with a server behind it."""
+@cache
+def interpreter() -> str:
+    """The executable that forks, in `folder`. The first process that asks makes it there, with a server behind it that
+    ends when all that have asked have ended."""
+    assert folder is not None, "this is under pytest"
     folder.mkdir(exist_ok=True)
     address, path = folder / "fork.sock", folder / "bin" / "python"
     with open(folder / "lock", "w") as lock:
@@ -93,7 +100,8 @@ def open_interpreter(folder: Path) -> Interpreter:
             _write_stand_in(path, address)
     hold = socket.socket(socket.AF_UNIX)
     hold.connect(str(address))
-    return Interpreter(path, hold)
+    atexit.register(hold.close)
+    return str(path)
 
 
 def _start_server(address: Path) -> None:
@@ -173,6 +181,8 @@ class Server:
             self.forget(connection)
             for process, asked in list(self.processes.items()):
                 if asked is connection:
+                    with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet, and nobody in it
+                        os.killpg(process, signal.SIGKILL)
                     os.kill(process, signal.SIGKILL)
             return None
         descriptors = array.array("i", ancillary[0][2])
@@ -228,11 +238,16 @@ def become(wanted: dict[str, Any], executable: str) -> None:
     os.chdir(wanted["folder"])
     os.environ.clear()
     os.environ.update(wanted["environment"])
-    _, module, *arguments = wanted["argv"]
-    sys.argv, sys.executable = [module, *arguments], executable
+    argv, sys.executable = wanted["argv"], executable
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(write_through="PYTHONUNBUFFERED" in os.environ)  # as `python` reads it when it starts
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+        runpy.run_path(argv[0], run_name="__main__")
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ the result, and a mistake in any of them is far above the tolerance of a compari
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from streamdiff.models.autoencoder.taehv import TAEHV, Config
 from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvDecoder, TaehvEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
+from streamdiff.models.tiny import model as tiny
 from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, WIDTH, TinyText, build_encoder, build_tokenizer
 from streamdiff.models.transformer.wan import WanDenoiser
 
@@ -143,3 +145,19 @@ def small_model(
     )
     decoder = PictureDecoder(small_decoder(parts.autoencoder, parts.mean, parts.std))
     return Model(spec, WanDenoiser(parts.transformer), parts.text, decoder)
+
+
+def save_model(folder: Path) -> None:
+    """Write a small model as one that says everything about itself, so that the product loads it by its folder."""
+    parts = small_parts(7)
+    stream: dict[str, object] = {
+        "latent_height": LATENT_SIDE,
+        "latent_width": LATENT_SIDE,
+        "chunk_latents": 2,
+        "window_latents": 6,
+        "sink_latents": 0,
+        "native_fps": 40.0,
+        "shift": 5.0,
+        "steps": [4, 2],
+    }
+    tiny.save(folder, parts.autoencoder, parts.mean, parts.std, (parts.text, parts.transformer), stream)

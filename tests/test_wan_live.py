@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.text_loader import load_text_encoder
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import load_runtime
+from tests import fork_server
 from tests.hub_cache import lay
 from tests.models.layouts import original
 from tests.models.text_encoder import umt5
@@ -402,7 +404,8 @@ else:
     path = tmp_path / "two.py"
     path.write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(path)]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHON_EXEC": fork_server.interpreter()}  # of torchrun's ranks
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-3000:]
     with streamdiff.open(PROMPT, seed=3, model=model, quantize=quantize, **files.options) as session:  # type: ignore[arg-type]
         assert np.array_equal(np.load(tmp_path / "frames.npy"), np.stack(list(islice(session, FRAMES))))

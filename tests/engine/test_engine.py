@@ -1,4 +1,4 @@
-"""The engine on a pipeline: a painted one, and the real one with the embedded model. The same must hold on both."""
+"""The engine on a pipeline: a painted one, and the real one with a small model. The same must hold on both."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ from streamdiff.engine.messages import (
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import _load_runtime
 from tests.engine.painted import CHUNK_FRAMES, INFO, PaintedPipeline, checksum
+from tests.small import save_model
 
 pytestmark = pytest.mark.xdist_group("engine")  # one process loads the model
 RED, BLUE, GREEN = "a red circle moving right over a meadow", "a blue star moving left at night", "a green heart"
-CONFIG = ModelConfig()
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[Pipeline]:
-    pipeline = _load_runtime(CONFIG)
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
+    """Of a small model, loaded as the product does."""
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder)
+    pipeline = _load_runtime(ModelConfig(name=str(folder)))
     yield pipeline
     pipeline.close()
 
@@ -379,7 +382,7 @@ def test_a_prompt_with_each_switch_is_applied(start: Start, switch: str) -> None
 @pytest.mark.slow
 def test_switches_make_different_pictures(real: Pipeline) -> None:
     """Chunks of the new prompt see the past, a past written again, or none: pixels must tell."""
-    seen = {}
+    seen, size = {}, real.info.chunk_frames
     for switch in ("keep", "recache", "flush"):
         engine = Engine(real, 2 * real.info.chunk_frames)
         engine.handle(Open("a", RED, 1))
@@ -387,7 +390,8 @@ def test_switches_make_different_pictures(real: Pipeline) -> None:
         engine.handle(SetPrompt("a", BLUE, "r1", switch))
         after = run(engine, until=lambda events: any(isinstance(event, Applied) for event in events))
         first = one(after, Applied).first_frame  # type: ignore[attr-defined]
-        seen[switch] = next(batch.pictures for batch in batches(after) if batch.first == first)
+        made = batches([*after, *run(engine, until=chunks(3, engine))])
+        seen[switch] = np.concatenate([batch.pictures for batch in made if batch.first >= first])[: 3 * size]
         engine.handle(Close("a"))
     assert not np.array_equal(seen["keep"], seen["flush"])
     assert not np.array_equal(seen["keep"], seen["recache"])

@@ -31,6 +31,7 @@ COVERED |= {"torchrun_stream.py"}  # in test_torchrun_stream.py; hello.py is REA
 
 
 def run(name: str, *arguments: str, cwd: Path) -> str:
+    """What it prints, run as `sys.executable` runs it."""
     process = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         cwd=cwd,
@@ -64,12 +65,14 @@ def test_generate_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_prompt_switch(tmp_path: Path) -> None:
     lines = run("prompt_switch.py", cwd=tmp_path).splitlines()
     assert [line.split(":")[0] for line in lines if "prompt is now" in line] == ["frame 36", "frame 72"]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_start_picture(tmp_path: Path) -> None:
     """The star is white and the sky dark from the first frame on, as in the frame that it begins with."""
     assert "begins with the last frame of another stream" in run("start_picture.py", cwd=tmp_path)
@@ -80,6 +83,7 @@ def test_start_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_animated_picture(tmp_path: Path) -> None:
     assert "wrote a.webp: " in run("animated_picture.py", "a.webp", "1.2", cwd=tmp_path)
     with Image.open(tmp_path / "a.webp") as picture:
@@ -88,6 +92,7 @@ def test_animated_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_restyle(tmp_path: Path) -> None:
     """The meadow's circle on the left, a star at night on the right; both begin in the middle and move alike."""
     assert "a blue star in its place" in run("restyle.py", cwd=tmp_path)

@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 import streamdiff
+from tests import fork_server
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "torchrun_stream.py"
 LIMIT_S = 240
@@ -28,11 +29,15 @@ FRAMES = 20
 pytestmark = pytest.mark.slow
 
 
-def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+def start(*arguments: str, cwd: Path, forked: bool = True) -> subprocess.Popen[str]:
+    """torchrun, whose ranks are `forked`, so that they need not import everything again."""
+    environment = {"PYTHONPATH": str(EXAMPLE.parents[1]), "OMP_NUM_THREADS": "1"}
+    if forked:
+        environment["PYTHON_EXEC"] = fork_server.interpreter()
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **environment},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -42,7 +47,8 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     """No process of an example outlives its test; others may play beside it."""
     yield
     found = psutil.process_iter(["cmdline", "cwd"])
-    mine = [p for p in found if str(EXAMPLE) in (p.info["cmdline"] or []) and p.info["cwd"] == str(tmp_path)]
+    ranks = {str(EXAMPLE), "tests.fork_server"}  # in whose name the forked ones run
+    mine = [p for p in found if ranks & {*(p.info["cmdline"] or [])} and p.info["cwd"] == str(tmp_path)]
     for process in mine:
         process.kill()
     assert not mine
@@ -101,7 +107,9 @@ def test_two_nodes(tmp_path: Path, plain: list[np.ndarray], nothing_left: None) 
         port = free.getsockname()[1]
     meet = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
     agents = [
-        start(*meet, "--local-addr", "127.0.0.1", "--rdzv-id", "two", str(EXAMPLE), *ARGUMENTS, cwd=tmp_path)
+        start(
+            *meet, "--local-addr", "127.0.0.1", "--rdzv-id", "two", str(EXAMPLE), *ARGUMENTS, cwd=tmp_path, forked=False
+        )
         for _ in range(2)
     ]
     said = [agent.communicate(timeout=LIMIT_S)[0] for agent in agents]

@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests import fork_server
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,7 +43,8 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         how = "fork" if forked else "spawn"
-        command = [sys.executable, "-m", "tests.pipeline.forked_ranks", how, folder, str(limit_s), module, str(stages)]
+        python = fork_server.interpreter() if forked and fork_server.folder is not None else sys.executable
+        command = [python, "-m", "tests.pipeline.forked_ranks", how, folder, str(limit_s), module, str(stages)]
         process = subprocess.Popen(
             [*command, str(free_port() if port is None else port), *arguments],
             cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, stderr=subprocess.PIPE,

@@ -15,7 +15,6 @@ from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.device import own_device
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
-from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.row_faults.errors import MOST_IN_A_ROW
@@ -24,9 +23,9 @@ from tests.small import (
     AUTOENCODER,
     BLUE,
     CPU,
-    LATENT_SIDE,
     RED,
     WHITE,
+    save_model,
     small_autoencoder,
     small_decoder,
     small_model,
@@ -279,21 +278,6 @@ def test_info_says_what_runs_here(runtime: StreamingPipeline) -> None:
     assert (info.width, info.height, info.chunk_frames) == (MODEL.spec.width, MODEL.spec.height, CHUNK)
     assert (info.model, info.device, info.native_fps) == ("small-4", "cpu", 40.0)
     assert info.steps == 4 and info.kv_context == "clean"
-
-
-def save_model(folder: Path) -> None:
-    parts = small_parts(7)
-    stream: dict[str, object] = {
-        "latent_height": LATENT_SIDE,
-        "latent_width": LATENT_SIDE,
-        "chunk_latents": 2,
-        "window_latents": 6,
-        "sink_latents": 0,
-        "native_fps": 40.0,
-        "shift": 5.0,
-        "steps": [4, 2],
-    }
-    tiny.save(folder, parts.autoencoder, parts.mean, parts.std, (parts.text, parts.transformer), stream)
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.runner.torch_compile import one_graph
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.compiling import BACKENDS, COMPILED, TRACED, compiled_by
-from tests.pipeline.test_streaming_pipeline import open_session, pictures, save_model
-from tests.small import AUTOENCODER, BLUE, CPU, RED, small_autoencoder, small_decoder
+from tests.pipeline.test_streaming_pipeline import open_session, pictures
+from tests.small import AUTOENCODER, BLUE, CPU, RED, save_model, small_autoencoder, small_decoder
 from tests.small_vae import small_wan_autoencoder
 
 pytestmark = [

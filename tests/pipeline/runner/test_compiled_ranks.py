@@ -19,7 +19,7 @@ from tests.pipeline.processes import ROOT
 from tests.pipeline.runner import compiled_process
 from tests.pipeline.runner.compiled_process import CHUNKS
 from tests.pipeline.runner.test_compiled_stage import TOLERANCE, worst
-from tests.pipeline.test_streaming_pipeline import save_model
+from tests.small import save_model
 
 pytestmark = [
     pytest.mark.slow,

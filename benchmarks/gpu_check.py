@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_check cpu:clean --device cuda        the same latents as on the CPU?
     python -m benchmarks.gpu_check decoder:full --device cuda     the same pictures?
-    python -m benchmarks.gpu_check graphs:full --device cuda      compiled, channels last, and as YUV420: the same?
+    python -m benchmarks.gpu_check graphs:full --device cuda      captured, channels last, and as YUV420: the same?
     python -m benchmarks.gpu_check wan:bfloat16 --device cuda     two blocks of Wan 1.3B, their numbers
     python -m benchmarks.gpu_check fast:clean --device cuda       graphs, and clean passes with the next, against plain
     python -m benchmarks.gpu_check sessions:clean --device cuda   two at once: both captured, and against plain
@@ -38,6 +38,7 @@ from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.transformer.wan import Tokens, WanDenoiser, attend
 from streamdiff.models.transformer.weights import kept_dtype
 from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.decode.captured_step import capture_on
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.runner.torch_compile import one_graph
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -45,7 +46,7 @@ from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 HOLDS, WRONG, NOT_HERE = 0, 1, 3
 CPU = torch.device("cpu")
-_SESSION, _CHUNKS = 0, 6
+_SESSION, _CHUNKS, _BEYOND = 0, 6, 3
 # Two chunks in, a stream repeats what differed before; so this is far above rounding and far below a wrong kernel.
 _LATENTS_OFF, _PICTURES_OFF = 2e-3, 2
 _ALLOCATED, _OF_DRIVER = "allocation.all.allocated", "num_device_alloc"
@@ -121,22 +122,24 @@ def two_sessions(context: str, device: torch.device) -> str:
 
 
 def two_streams(config: ModelConfig) -> tuple[Tensor, int]:
-    """The first chunks of two sessions that take turns, `[2, chunks, C, F, h, w]`; of how many there are graphs."""
+    """The first chunks of two sessions that take turns, `[2, chunks, C, F, h, w]`, some of them beyond a full window,
+    for which there are graphs; of how many sessions there are."""
     runtime = load_runtime(config)
     try:
         ring, info = runtime.ring, runtime.info
+        chunks = runtime.model.spec.window_chunks(info.kv_context) + _BEYOND
         found: dict[int, list[Tensor]] = {1: [], 2: []}
         for name in found:
             text = runtime.text.encode(runtime.text.read(runtime.text.examples[name], None).text)
             ring.open(name, text, seed=name, epoch=0, steps=info.steps, kv_context=info.kv_context)
-        while min(map(len, found.values())) < _CHUNKS:
+        while min(map(len, found.values())) < chunks:
             for name in found:
                 ring.scheduler.set_frame_credit(name, 10**6)
             for row, latents in ring.turn(1.0)[1]:
                 found[row.session].append(latents.clone())
         compiled = ring.stage.compiled
         captured = compiled.captured_sessions if compiled is not None else 0
-        return torch.stack([torch.stack(latents[:_CHUNKS]) for latents in found.values()]), captured
+        return torch.stack([torch.stack(latents[:chunks]) for latents in found.values()]), captured
     finally:
         runtime.close()
 
@@ -153,7 +156,8 @@ def decoder_as_cpu(name: str, device: torch.device) -> str:
 
 
 def decoder_graphs(name: str, device: torch.device) -> str:
-    """A stream's pictures in YUV420 by the compiled decoder, channels last, against the plain one's, in float32."""
+    """A stream's pictures in YUV420 by the compiled and captured decoder, channels last, against the plain one's, in
+    float32."""
     if device.type != "cuda":
         raise NotHere("on a CPU tests/pipeline/decode/test_compiled_decoder.py compiles small ones")
     plain: Any = load_decoder(DECODERS[name], device)
@@ -165,7 +169,7 @@ def decoder_graphs(name: str, device: torch.device) -> str:
     fast: Any = load_decoder(DECODERS[name], device)
     fast.set_channels_last(channels_last=True)
     decoder = PictureDecoder(fast, yuv420p)
-    decoder.compile(chunks[0, 0], 3, one_graph)
+    decoder.compile(chunks[0, 0], 3, one_graph, capture_on(device))
     memory = decoder.new_memory()
     with torch.compiler.set_stance("fail_on_recompile"):
         got = torch.cat([decoder.decode(chunk, memory) for chunk in chunks])

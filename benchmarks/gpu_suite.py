@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,8 @@ Writes into --out: nccl/, checks.json, fps_ttff.json and .png, throughput.json, 
 and all cases are measured; 1: not all, see what is printed; 2: there is no CUDA device.
 """
 _CHECK_S, _CASE_S, _LEAST_S = 300.0, 420.0, 60.0
+_LONG_S = 600.0
+"""For checks that start many processes, or make the graphs of many: first contact, and all tests."""
 _COMPILED_S = 900.0
 """For a case whose graphs are made first: one for every filled window, of all blocks."""
 FAST = ("--compile", "on", "--clean-pass", "with-next")
@@ -75,16 +80,30 @@ def check(name: str, device: str, limit_s: float, log: Path | None = None) -> Fo
         words += ["--log", str(log)] if log is not None else []
     if name == _TESTS:
         words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
-    try:
-        done = subprocess.run(
-            [sys.executable, *words], cwd=report.ROOT, capture_output=True, text=True, timeout=limit_s
-        )
-    except subprocess.TimeoutExpired:
+    if (done := run_whole(words, limit_s)) is None:
         return Found(name, None, f"not done within {limit_s:.0f} s")
-    lines = [line for line in (done.stdout.strip() or done.stderr.strip()).splitlines() if line.strip()]
-    said = lines[-1] if lines else f"ended with exit code {done.returncode} and said nothing"
-    holds = None if done.returncode == gpu_check.NOT_HERE else done.returncode == gpu_check.HOLDS
+    code, stdout, stderr = done
+    lines = [line for line in (stdout.strip() or stderr.strip()).splitlines() if line.strip()]
+    said = lines[-1] if lines else f"ended with exit code {code} and said nothing"
+    holds = None if code == gpu_check.NOT_HERE else code == gpu_check.HOLDS
     return Found(name, holds, said.removeprefix(f"{name}: "))
+
+
+def run_whole(words: Sequence[str], limit_s: float) -> tuple[int, str, str] | None:
+    """Run python with these words; exit code and what it said, None where it took too long. What it has started ends
+    with it, whatever happens: ranks that wait in NCCL for one that is gone would keep the devices busy for ever."""
+    with subprocess.Popen(
+        [sys.executable, *words], cwd=report.ROOT, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            stdout, stderr = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, stdout, stderr
 
 
 def wrong(found: Sequence[Found]) -> set[str]:
@@ -237,7 +256,7 @@ def run(options: argparse.Namespace) -> int:
     found: list[Found] = []
     contact = [_CONTACT] if options.device == "cuda" and torch.cuda.device_count() > 1 else []
     for name in () if options.no_checks else (*contact, *gpu_check.NAMES, _TESTS):
-        limit_s = deadline.left_s(_CHECK_S)
+        limit_s = deadline.left_s(_LONG_S if name in (_CONTACT, _TESTS) else _CHECK_S)
         log = (options.out / "nccl").resolve()
         each = check(name, options.device, limit_s, log) if limit_s > 1 else Found(name, None, "no time left")
         found.append(each)

@@ -98,11 +98,12 @@ def _warm_up(runtime: StreamingPipeline, config: ModelConfig) -> None:
     """Make one chunk, so that the first viewer does not pay for first calls, and some more to see what they take.
 
     Graphs are made for the configured KV context and a full window, so with them that is what is measured; a staircase
-    needs newcomers.
+    needs newcomers. So it is on CUDA, where attention's kernels are planned anew for each length of a window that
+    fills.
     """
-    compiled, spec = config.compile == "on", runtime.model.spec
-    kv_context = config.kv_context if compiled else "clean"
-    before = max(spec.window_chunks(kv_context), spec.first_chunks) if compiled else 1
+    whole, spec = config.compile == "on" or runtime.ring.stage.device.type == "cuda", runtime.model.spec
+    kv_context = config.kv_context if whole else "clean"
+    before = max(spec.window_chunks(kv_context), spec.first_chunks) if whole else 1
     steps = runtime.info.steps
     room = in_flight_limit(kv_context, steps=steps, stages=config.stages)
     conditioning = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)

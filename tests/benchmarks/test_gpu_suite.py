@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -153,6 +156,36 @@ def test_a_wrong_decoder_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(gpu_check, "_moved", spoiled)
     assert gpu_check.main(["decoder:tiny", "--device", "cpu"]) == gpu_check.WRONG
     assert "2 is allowed" in capsys.readouterr().out
+
+
+PARENT = """
+import os, subprocess, sys, time
+end = os.open(sys.argv[1], os.O_WRONLY)
+subprocess.Popen(["sleep", "1000"], pass_fds=[end], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+os.write(end, b"started")
+time.sleep(float(sys.argv[2]))
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_what_a_check_has_started_ends_with_it(late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it takes too long or has ended itself: nobody is left who could write into the pipe."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def out_of_time(process: object, timeout: float) -> None:
+        select.select([read], [], [])
+        raise subprocess.TimeoutExpired("", timeout)
+
+    if late:
+        monkeypatch.setattr(subprocess.Popen, "communicate", out_of_time)
+    done = gpu_suite.run_whole(["-c", PARENT, str(pipe), "1000" if late else "0"], 100.0)
+    assert done == (None if late else (3, "", ""))
+    os.set_blocking(read, True)
+    with os.fdopen(read, "rb") as told:
+        assert told.read() == b"started"
 
 
 def test_off_by_sees_what_is_not_finite() -> None:

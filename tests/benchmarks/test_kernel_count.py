@@ -9,9 +9,9 @@ from benchmarks import kernel_count
 from benchmarks.kernel_count import CONTEXTS, micro_step, per_block, row, spec_of
 from benchmarks.operation_counter import Counter
 
-LIMITS = {"clean": (30, 70), "staircase": (33, 75), "matched": (31, 75)}
-"""Operations and activations of a block. A staircase's window lies in two pieces for most chunks, whose results are put
-together; a sink that moves does so with each chunk, and in `matched` each step has a cache of its own."""
+OPERATIONS, ACTIVATIONS = 30, 70
+"""Of a block, at most. A staircase's window lies in two pieces for most chunks, whose results are put together; a sink
+that moves does so with each chunk, and in `matched` each step has a cache of its own."""
 
 
 def test_kernels_bytes_and_reads_of_a_cache_are_counted() -> None:
@@ -36,7 +36,6 @@ def test_a_block_is_few_kernels_that_move_few_bytes(model: str, kv_context: str)
     found = row(model, kv_context, block, spec)
     assert found["matrix"] == 6
     assert found["copied_bytes"] == 0
-    operations, activations = LIMITS[kv_context]
-    assert found["operations"] <= operations
-    assert found["activations"] <= activations
+    assert found["operations"] <= OPERATIONS
+    assert found["activations"] <= ACTIVATIONS
     assert found["attention"] == (3 if kv_context == "staircase" else 2)

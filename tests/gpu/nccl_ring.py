@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu_check import NOT_HERE
 from tests.pipeline.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,7 +141,7 @@ def main() -> int:
     reason = refused(options.stages)
     if reason:
         print(f"skipped: {reason}")
-        return 0
+        return NOT_HERE
     print(
         f"NCCL {loaded_nccl()}, torch {torch.__version__}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     )

@@ -19,6 +19,7 @@ from streamdiff.models.autoencoder.picture_decoder import Layout, PictureDecoder
 from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.models.model import Model
+from streamdiff.pipeline.decode.captured_step import capture_on
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.torch_compile import one_graph
@@ -138,7 +139,7 @@ def wan_kind() -> tuple[VideoDecoder, tuple[int, ...]]:
 
 @pytest.mark.parametrize("layout", [rgb24, yuv420p])
 @pytest.mark.parametrize("kind", [tiny_kind, wan_kind])
-def test_a_compiled_decoder_with_channels_last_makes_the_plain_pictures(
+def test_a_captured_decoder_with_channels_last_makes_the_plain_pictures(
     kind: Callable[[], tuple[VideoDecoder, tuple[int, ...]]], layout: Layout
 ) -> None:
     """On the decoding thread and its stream; nothing is compiled there any more."""
@@ -147,7 +148,9 @@ def test_a_compiled_decoder_with_channels_last_makes_the_plain_pictures(
     fast.set_channels_last(channels_last=True)
     decoder = PictureDecoder(fast, layout)
     with ThreadPoolExecutor(1, initializer=lambda: torch.set_num_threads(DECODE_THREADS)) as alike:
-        alike.submit(decoder.compile, torch.zeros(shape, device=device), shape[1], one_graph).result()
+        alike.submit(
+            decoder.compile, torch.zeros(shape, device=device), shape[1], one_graph, capture_on(device)
+        ).result()
     chunks = [torch.randn(shape, device=device) for _ in range(4)]
     pieces: list[Piece] = []
     decoding = LocalDecoding(decoder, pieces.append, lambda: None, device, shape[1])

@@ -17,9 +17,9 @@ def gelu(x: Tensor) -> Tensor:
     return torch.square(x).mul_(0.044715 * twice).add_(twice).mul_(x).sigmoid_().mul_(x)
 
 
-def multiply_add(addend: Tensor, one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """`addend + one * other`, computed in float32 and rounded once to `dtype`. At least one factor or the addend is
-    float32; `one` has the shape of the result."""
-    if dtype is torch.float32 or torch.compiler.is_compiling() or torch.is_grad_enabled():
+def multiply_add(addend: Tensor, one: Tensor, other: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """`addend + one * other`, computed in float32 and rounded once to `dtype`; into `out`, which has that dtype, where
+    it is given. At least one factor or the addend is float32; `one` has the shape of the result."""
+    if out is None and (dtype is torch.float32 or torch.compiler.is_compiling() or torch.is_grad_enabled()):
         return torch.addcmul(addend, one, other).to(dtype)
-    return torch.addcmul(addend, one, other, out=torch.empty_like(one, dtype=dtype))
+    return torch.addcmul(addend, one, other, out=torch.empty_like(one, dtype=dtype) if out is None else out)

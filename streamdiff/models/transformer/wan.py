@@ -285,7 +285,7 @@ class WanDenoiser:
         """A block up to its self-attention: queries, keys and values `[R, L, H, d]`, not rotated."""
         block, fused = weights
         shift, scale, _, _, _, _ = modulation.unbind(2)
-        normal = _modulate(block.norm1(hidden.float()), shift, scale, hidden.dtype)
+        normal = _modulate(_norm(block.norm1, hidden), shift, scale, hidden.dtype)
         query, key, value = _query_key_value(block.attn1, fused, normal)
         return self._split(query), self._split(key), self._split(value)
 
@@ -298,10 +298,10 @@ class WanDenoiser:
         hidden = _gated(hidden, block.attn1.to_out[0](mixed.flatten(2)), gate)
 
         cross = block.attn2
-        query = self._split(cross.norm_q(cross.to_q(_norm_before_text(block.norm2, hidden))))
+        query = self._split(cross.norm_q(cross.to_q(_norm(block.norm2, hidden))))
         hidden = hidden + cross.to_out[0](attend(query, text.key, text.value).flatten(2))
 
-        normal = _modulate(block.norm3(hidden.float()), ff_shift, ff_scale, hidden.dtype)
+        normal = _modulate(_norm(block.norm3, hidden), ff_shift, ff_scale, hidden.dtype)
         widen, _, narrow = cast(Any, block.ffn.net)
         return _gated(hidden, narrow(gelu(widen.proj(normal))), ff_gate)
 
@@ -330,12 +330,13 @@ def _query_key_value(own: Any, fused: Fused | None, normal: Tensor) -> tuple[Ten
     return own.norm_q(query), own.norm_k(key), value
 
 
-def _norm_before_text(norm: nn.Module, hidden: Tensor) -> Tensor:
-    """The norm before cross-attention. After `fuse` one kernel, which computes in float32 inside. Some models have
-    none."""
-    if not isinstance(norm, nn.LayerNorm) or norm.weight.dtype != hidden.dtype:
+def _norm(norm: nn.Module, hidden: Tensor) -> Tensor:
+    """A layer norm of `hidden` in its dtype by one kernel, which computes in float32 inside: where it has no weights,
+    or has them in that dtype, as that before cross-attention after `fuse`. Some models have none there."""
+    own = norm.weight if isinstance(norm, nn.LayerNorm) else None
+    if not isinstance(norm, nn.LayerNorm) or (own is not None and own.dtype != hidden.dtype):
         return cast(Tensor, norm(hidden))
-    return F.layer_norm(hidden, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    return F.layer_norm(hidden, norm.normalized_shape, own, norm.bias, norm.eps)
 
 
 def _modulate(normal: Tensor, shift: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

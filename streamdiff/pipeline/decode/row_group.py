@@ -6,7 +6,6 @@ the same exchanges in the same order, whatever the threads that run forwards do 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamdiff.pipeline.distributed.link import GroupBroken
-from streamdiff.pipeline.distributed.nccl import ENVIRONMENT, FOREVER, bound_device, edge_options
+from streamdiff.pipeline.distributed.nccl import FOREVER, bound_device, edge_options
 
 
 def row_bounds(height: int, ranks: int) -> tuple[tuple[int, int], ...]:
@@ -135,10 +134,8 @@ class RowGroup:
 def make_row_group(ranks: int, height: int, device: torch.device) -> RowGroup | None:
     """The group of the first `ranks` ranks for latents of `height` rows, which is warm; None on every other rank.
     NCCL's on CUDA, with few multiprocessors, else gloo's. All ranks of the default group call this together. Mutates:
-    this process's environment, by `ENVIRONMENT`."""
+    this process's environment, see `nccl.group_options`."""
     on_cuda = device.type == "cuda"
-    if on_cuda:
-        os.environ.update(ENVIRONMENT)
     group = dist.new_group(
         list(range(ranks)),
         timeout=FOREVER,

@@ -112,7 +112,8 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def stage_group(stages: int, size: int, frames: int, device: torch.device) -> ContextGroup | None:
     """This rank's group where each of `stages` stages has `size` ranks, those of a stage one after the other; None on a
-    rank of no stage. NCCL's on CUDA, else gloo's. All ranks of the default group call this together."""
+    rank of no stage. NCCL's on CUDA, else gloo's. All ranks of the default group call this together. Mutates: this
+    process's environment, see `nccl.group_options`."""
     rank, found = dist.get_rank(), None
     on_cuda, bound = device.type == "cuda", bound_device(device)
     for stage in range(stages):

@@ -46,14 +46,13 @@ def edge_groups(
 
     All ranks of the default group call this, together and as often. Communicators are made here and not at the first
     message, when the other rank may be busy. Two stages have two edges between the same ranks, and a group for each.
-    `on_edge` is told which edge is next. Mutates: this process's environment, by `ENVIRONMENT`.
+    `on_edge` is told which edge is next. Mutates: this process's environment, see `group_options`.
 
     Raises:
         ValueError: the default group has fewer ranks than the stages have.
     """
     if dist.get_world_size() < stages * shares:
         raise ValueError(f"there are {dist.get_world_size()} ranks; a ring of {stages} stages needs {stages * shares}")
-    os.environ.update(ENVIRONMENT)
     bound = bound_device(device)
     groups: list[dist.ProcessGroup | None] = []
     for edge, ends in enumerate(ring_edges(stages, shares)):
@@ -76,14 +75,16 @@ def bound_device(device: torch.device) -> torch.device | None:
 
 
 def edge_options() -> dist.ProcessGroupNCCL.Options:
-    """Of an edge: those of `group_options`, and few multiprocessors."""
+    """Of an edge: those of `group_options`, and few multiprocessors. Mutates: as that."""
     options = group_options()
     options.config.max_ctas = MAX_CTAS
     return options
 
 
 def group_options() -> dist.ProcessGroupNCCL.Options:
-    """Of one group: torch writes the group's name and ranks into them."""
+    """Of one group: torch writes the group's name and ranks into them, and reads `ENVIRONMENT` as it makes the group.
+    Mutates: this process's environment, by that."""
+    os.environ.update(ENVIRONMENT)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # of a pool that nothing else takes from
     options._timeout = FOREVER
     options.config.blocking = 1  # otherwise torch polls, and the caller waits all the same

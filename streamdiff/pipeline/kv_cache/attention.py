@@ -76,18 +76,20 @@ class TensorMetadata(NamedTuple):
 
 
 class AttentionMetadata(NamedTuple):
-    """What one row of a forward writes and sees."""
+    """What one row of a forward writes and sees. `place` is `slot` where the host knows it: None in graphs, which are
+    made for any, and where the device decides."""
 
     shape: StaticMetadata
     tensors: TensorMetadata
+    place: int | None = None
 
 
 class Projected(NamedTuple):
-    """Of each row `[L, H, d]`: queries and keys, both rotated by the row's `query_rope`, values, and keys as they were
-    before, which nothing reads unless a row `keeps_unrotated`."""
+    """Of each row `[L, H, d]`: queries rotated by the row's `query_rope`, keys rotated so, or None where that is still
+    to be done, values, and keys as they were before, which else nothing reads unless a row `keeps_unrotated`."""
 
     query: Sequence[Tensor]
-    key: Sequence[Tensor]
+    key: Sequence[Tensor | None]
     value: Sequence[Tensor]
     unrotated: Sequence[Tensor]
 
@@ -185,8 +187,9 @@ class RollingAttention:
             plan.chunk, sink_frames, sink, end - first, ranges, moves, adapt, fold=fold, ahead=ahead, keeps=keeps
         )
         inverse_rope = self._table(gone * plan.chunk, plan.chunk, True) if fold is not None else None
-        slot, query_rope = self._index((plan.slot(chunk, chunk in clean),)), self._table(begin, plan.chunk)
-        return AttentionMetadata(shape, TensorMetadata(caches, slot, query_rope, sink_rope, inverse_rope))
+        place = plan.slot(chunk, chunk in clean)
+        slot, query_rope = self._index((place,)), self._table(begin, plan.chunk)
+        return AttentionMetadata(shape, TensorMetadata(caches, slot, query_rope, sink_rope, inverse_rope), place)
 
     def _adaptive(
         self,
@@ -236,10 +239,9 @@ class RollingAttention:
 
 
 def rotated_rows(rows: Sequence[AttentionMetadata], query: Tensor, key: Tensor, value: Tensor) -> Projected:
-    """Of queries, keys and values `[R, L, H, d]` what rows attend with."""
-    ropes = [row.tensors.query_rope for row in rows]
-    queries, keys = ([rope.rotate(*each) for each in zip(own, ropes, strict=True)] for own in (query, key))
-    return Projected(queries, keys, value.unbind(), key.unbind())
+    """Of queries, keys and values `[R, L, H, d]` what rows attend with. Keys are rotated where they are written."""
+    queries = [rope.rotate(own, row.tensors.query_rope) for own, row in zip(query, rows, strict=True)]
+    return Projected(queries, [None] * len(rows), value.unbind(), key.unbind())
 
 
 def attend_rows(
@@ -252,10 +254,10 @@ def attend_rows(
     """Each row in turn writes its keys and values and attends to its view, by the kernel `attend`; those that it sees
     of the rows after it are written before. Returns the attention output `[R, L, H, d]`. Mutates: the caches."""
     mixed, written = [], 0
-    for index, (shape, row) in enumerate(rows):
+    for index, (shape, row, _) in enumerate(rows):
         while written <= index + shape.ahead:
-            rotated, value, unrotated = (each[written] for each in projected[1:])
-            _write(rows[written], layer, rotated, value, unrotated, all_heads)
+            value, unrotated = projected.value[written], projected.unrotated[written]
+            _write(rows[written], layer, projected.key[written], value, unrotated, all_heads)
             written += 1
         caches = row.caches
         if row.sink_rope is not None:
@@ -272,15 +274,24 @@ def attend_rows(
 
 
 def _write(
-    view: AttentionMetadata, layer: int, rotated: Tensor, value: Tensor, unrotated: Tensor, all_heads: AllHeads | None
+    view: AttentionMetadata,
+    layer: int,
+    rotated: Tensor | None,
+    value: Tensor,
+    unrotated: Tensor,
+    all_heads: AllHeads | None,
 ) -> None:
-    """Put a row's keys and values `[L, H, d]` into its slot. Mutates: the caches."""
-    shape, row = view
+    """Put a row's keys and values `[L, H, d]` into its slot; keys that are not rotated yet are rotated into it, where
+    the host knows it and all of it is written. Mutates: the caches."""
+    shape, row, place = view
     keys, values, sink_keys, queue = (each[layer] for each in row.caches)
     if shape.fold is not None and row.inverse_rope is not None:
         gone = rope.rotate(keys.index_select(0, row.slot)[0], row.inverse_rope), values.index_select(0, row.slot)[0]
         fold_into_sink((sink_keys[0], values[0]), gone, shape.fold)
     slot = row.slot
+    there = keys[place] if rotated is None and place is not None and not shape.keeps else None
+    if rotated is None:
+        rotated = rope.rotate(unrotated, row.query_rope, there)
     if (ring := shape.ring) is not None:
         slot = take_slot(ring, queue, (keys[: ring.sink], values[: ring.sink]), (rotated, value), row.slot, all_heads)
     if shape.keeps:
@@ -289,7 +300,8 @@ def _write(
             torch.cat([own.index_select(0, slot)[0, :kept], new[kept:]])
             for own, new in ((keys, rotated), (values, value))
         )
-    keys.index_copy_(0, slot, rotated[None])
+    if there is None:
+        keys.index_copy_(0, slot, rotated[None])
     values.index_copy_(0, slot, value[None])
     if shape.sink_frames:
         sink_keys.index_copy_(0, row.slot, unrotated[None])

@@ -21,7 +21,7 @@ HOST_SHARE = 0.8
 CONVOLUTION_SHARE = 0.25
 """Of the tensor cores' rate, what the decoders' convolutions reach: Wan's decoder, 54 TFLOP for 16 frames of 832x464 in
 1.05 s on an RTX 5090 (github.com/kaarelkaarelson/lingbot-world-v2-realtime), is 0.25 of its 209."""
-ELEMENTWISE_ACTIVATIONS = 66.0
+ELEMENTWISE_ACTIVATIONS = 52.0
 """What element-wise kernels of a block read and write, in hidden states of a chunk: the plain path's
 (benchmarks/results/kernel_count.json). Compiled blocks move less."""
 EXCHANGE_SHARE = 2 / 3

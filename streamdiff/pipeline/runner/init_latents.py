@@ -4,7 +4,7 @@ noise is mixed into them."""
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -58,14 +58,18 @@ class InitLatents:
         return cls(latents, levels.float(), timestep.float())
 
     def on(self, device: torch.device) -> InitLatents:
-        """The same with its levels on `device`; latents stay where they are, and go there chunk by chunk."""
-        return replace(self, noise_level=self.noise_level.to(device), timestep=self.timestep.to(device))
+        """The same with its levels on `device`; latents stay in host memory, pinned for CUDA, and go there chunk by
+        chunk."""
+        pinned = device.type == "cuda" and self.latents.device.type == "cpu"
+        latents = self.latents.pin_memory() if pinned else self.latents  # the host would wait for copies of others
+        return InitLatents(latents, self.noise_level.to(device), self.timestep.to(device))
 
     def begin(self, chunk: int, noise: Tensor) -> Tensor:
         """Input of the first step of `chunk`: latents with `noise` mixed in, both `[C, F, h, w]`."""
         at = self._at(chunk)
         level = self.noise_level[at]
-        return add_noise(self.latents[at].to(noise), noise, level[:, None, None] if level.ndim else level)
+        latents = self.latents[at].to(noise.device, noise.dtype, non_blocking=True)
+        return add_noise(latents, noise, level[:, None, None] if level.ndim else level)
 
     def timestep_of(self, chunk: int) -> Tensor:
         """The timestep that the model is given at the first step of `chunk`, without dimensions."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.elementwise import gelu
@@ -119,11 +120,31 @@ def test_fused_query_key_value_and_modulation_equal_the_plain_ones_and_cost_no_m
     assert relative_error(run(fused), expected) > 1e-2
 
 
+def as_written(
+    block: WanTransformerBlock, hidden: torch.Tensor, modulation: torch.Tensor, text: KeyValue
+) -> torch.Tensor:
+    """A block of two heads over four latent frames of six tokens, as diffusers has it."""
+    dtype, wide = hidden.dtype, modulation.dtype
+    shift, scale, gate, ff_shift, ff_scale, ff_gate = (
+        each.repeat_interleave(6, 1) for each in (block.scale_shift_table + modulation).unbind(2)
+    )
+    normal = (block.norm1(hidden.to(wide)) * (1 + scale) + shift).to(dtype)
+    heads = lambda x: x.unflatten(-1, (2, 12))  # noqa: E731
+    query, key = block.attn1.norm_q(block.attn1.to_q(normal)), block.attn1.norm_k(block.attn1.to_k(normal))
+    mixed = attend(heads(query), heads(key), heads(block.attn1.to_v(normal))).flatten(2)
+    expected = (hidden.to(wide) + block.attn1.to_out[0](mixed).to(wide) * gate).to(dtype)
+    query = block.attn2.norm_q(block.attn2.to_q(block.norm2(expected.to(wide)).to(dtype)))
+    expected = expected + block.attn2.to_out[0](attend(heads(query), text.key, text.value).flatten(2))
+    normal = (block.norm3(expected.to(wide)) * (1 + ff_scale) + ff_shift).to(dtype)
+    expected = (expected.to(wide) + block.ffn(normal).to(wide) * ff_gate).to(dtype)
+    return expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_a_block_in_few_kernels_is_the_block_as_it_is_written_in_diffusers(dtype: torch.dtype) -> None:
-    """Norms, modulation and gates in float32 by steps, each rounded where diffusers rounds: few numbers round to a
-    neighbour, as products and sums are in one kernel."""
+    """Norms, modulation and gates in float32 by steps, each rounded where diffusers rounds: in bfloat16 ours also
+    rounds what a norm makes, and is as near to the numbers without any rounding."""
     transformer = small_transformer(7, layers=1)
     for name, weight in transformer.named_parameters():
         weight.data = weight.data.to(kept_dtype(name, dtype))
@@ -136,20 +157,12 @@ def test_a_block_in_few_kernels_is_the_block_as_it_is_written_in_diffusers(dtype
     (own,) = denoiser._modulation_of_blocks(modulation)
     got = denoiser.run_block(denoiser.weights(0), hidden, own, text, attend, attend)
 
-    block = denoiser.blocks[0]
-    shift, scale, gate, ff_shift, ff_scale, ff_gate = (
-        each.repeat_interleave(6, 1) for each in (block.scale_shift_table + modulation).unbind(2)
-    )
-    normal = (block.norm1(hidden.float()) * (1 + scale) + shift).to(dtype)
-    heads = lambda x: x.unflatten(-1, (2, 12))  # noqa: E731
-    query, key = block.attn1.norm_q(block.attn1.to_q(normal)), block.attn1.norm_k(block.attn1.to_k(normal))
-    mixed = attend(heads(query), heads(key), heads(block.attn1.to_v(normal))).flatten(2)
-    expected = (hidden.float() + block.attn1.to_out[0](mixed).float() * gate).to(dtype)
-    query = block.attn2.norm_q(block.attn2.to_q(block.norm2(expected.float()).to(dtype)))
-    expected = expected + block.attn2.to_out[0](attend(heads(query), text.key, text.value).flatten(2))
-    normal = (block.norm3(expected.float()) * (1 + ff_scale) + ff_shift).to(dtype)
-    expected = (expected.float() + block.ffn(normal).float() * ff_gate).to(dtype)
+    expected = as_written(denoiser.blocks[0], hidden, modulation, text)
+    transformer.double()
+    wide = KeyValue(text.key.double(), text.value.double())
+    exact = as_written(denoiser.blocks[0], hidden.double(), modulation.double(), wide)
 
     assert torch.equal(hidden, before), "what is given is not written"
     assert got.dtype == dtype
-    assert relative_error(got.float(), expected.float()) < (1e-6 if dtype is torch.float32 else 2e-3)
+    assert relative_error(got.double(), expected.double()) < (1e-6 if dtype is torch.float32 else 4e-3)
+    assert relative_error(got.double(), exact) < 1.1 * relative_error(expected.double(), exact)

@@ -34,6 +34,7 @@ from streamdiff.engine.messages import (
     Shutdown,
     Swapped,
 )
+from streamdiff.engine.pending_saves import PendingSaves
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import Encoded, PendingRequest, PromptQueue, Request, begins_with, has_picture
 from streamdiff.engine.reports import Counted
@@ -72,6 +73,7 @@ class Engine(SavesSessions):
         self._slots: dict[str, int] = {}
         self._sessions: dict[int, Session] = {}
         self._swapping = Swapping(pipeline)
+        self._saves = PendingSaves()
         self._text, self._picture = Counted(pipeline.text.encode), Counted(partial(encode_picture, pipeline))
         self._waiting = PromptQueue(self._text, self._picture, partial(read_features, pipeline))
         self._texts: dict[str, tuple[str, Any]] = {}  # by session: the text that was encoded last, and what came of it
@@ -104,7 +106,7 @@ class Engine(SavesSessions):
         `wait_s`."""
         if self._waiting and not self._pipeline.busy:
             futures.wait(self._waiting.encodings(), wait_s, futures.FIRST_COMPLETED)
-        events = self._swap() + self.settle()
+        events = self._swap() + self.settle() + self._turn_saves()
         for slot, session in self._sessions.items():
             try:
                 if not self._swapping.away(slot):
@@ -142,7 +144,7 @@ class Engine(SavesSessions):
     def busy(self) -> bool:
         """Whether `step` has anything to do, or to wait for, before the next command."""
         changes = any(session.input_changes for session in self._sessions.values())
-        return self._pipeline.busy or bool(self._waiting) or changes
+        return self._pipeline.busy or bool(self._waiting or self._saves) or changes
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the EngineFailure that ends the pipeline, if there is one or comes within `wait_s`."""
@@ -317,6 +319,7 @@ class Engine(SavesSessions):
         gone = RequestError("session", f"session {name!r} was closed before this was done")
         asked = self._waiting.drop(name) + self._swapping.forget(self._slots.get(name, -1))
         events: list[Event] = [refused(pending.request, gone) for pending in asked if expects_answer(pending)]
+        events += [refused(command, gone) for command in self._saves.forget(name)]
         self._texts.pop(name, None)
         if opening:
             return [*events, Closed(name)]

@@ -120,6 +120,16 @@ class SavingPipeline(Protocol):
         """A `pipeline.snapshot.file.Snapshot` of an open session, and frames that came before it was taken. Raises
         ConfigError for one that cannot be saved."""
 
+    def comes_to_rest(self, session: int) -> bool:
+        """Hold a session; whether `begin_save` may be called."""
+
+    def begin_save(self, session: int, finish: Callable[[Any], Any]) -> int:
+        """Begin to save it as it is now; `finish` is called with the snapshot, on a thread. Returns a ticket. Raises
+        ConfigError for one that cannot be saved, which goes on."""
+
+    def take_saved(self) -> list[tuple[int, Any]]:
+        """What `finish` has given, by ticket, or a ConfigError. Told once."""
+
     def read_snapshot(self, data: Data) -> Any:
         """The snapshot in a file's content. Raises ConfigError for what is none."""
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from streamdiff.engine.messages import Close, Event, Open, Save, Saved
+from streamdiff.engine.pending_saves import PendingSaves
 from streamdiff.engine.pipeline_api import Pipeline, SavingPipeline
 from streamdiff.engine.prompt_queue import Encoded, PendingRequest, PromptQueue, Request, has_picture
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.snapshot_header import SavedSession, read_saved_session
 from streamdiff.engine.swapping import Swapping
+from streamdiff.engine.validation import refused
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.interfaces import Reading
 from streamdiff.pipeline.output import Frames
@@ -30,6 +33,7 @@ class SavesSessions(ABC):
     _waiting: PromptQueue
     _swapping: Swapping
     _texts: dict[str, tuple[str, Any]]
+    _saves: PendingSaves
 
     @abstractmethod
     def _find(self, command: Request | Close) -> Session | None:
@@ -75,15 +79,20 @@ class SavesSessions(ABC):
             RequestError: there is no such session, or a prompt of it is still being encoded.
             ConfigError: sessions of this pipeline cannot be saved.
         """
-        session = self._find(Close(name))
-        assert session is not None, "`_find` raises"
-        if name in self._waiting:
-            raise RequestError("session", f"a prompt of session {name!r} is being encoded; save it when it is accepted")
+        session = self._check_saved(name)
         session.apply_pending()
         snapshot, frames = self._saving().save(self._slots[name])
         events = [event for made in frames for event in self._number(made)]
         about = {"session": session.saved()}
         return replace(snapshot, about=about).with_given(session.start, session.embeddings), events
+
+    def _check_saved(self, name: str) -> Session:
+        """A session that can be saved now. Raises RequestError."""
+        session = self._find(Close(name))
+        assert session is not None, "`_find` raises"
+        if name in self._waiting:
+            raise RequestError("session", f"a prompt of session {name!r} is being encoded; save it when it is accepted")
+        return session
 
     def load(self, name: str, snapshot: Any) -> list[Event]:
         """Open session `name` as a snapshot has it; its frames go on being numbered.
@@ -120,11 +129,30 @@ class SavesSessions(ABC):
         return session, [event for made in frames for event in self._number(made)]
 
     def _save(self, command: Save) -> list[Event]:
-        try:
-            snapshot, events = self.save(command.session)
-        except ConfigError as error:
-            raise RequestError("session", str(error)) from error
-        return [*events, Saved(command.session, command.request, snapshot.to_bytes())]
+        """`_turn_saves` answers."""
+        self._check_saved(command.session)
+        self._saving()
+        self._saves.ask(command)
+        return []
+
+    def _turn_saves(self) -> list[Event]:
+        """Go on with sessions that are being saved; answers to those that are."""
+        if not self._saves:
+            return []
+        done = self._saves.turn(self._saving(), lambda name: self._slots[name], self._file_of)
+        return [
+            refused(command, RequestError("session", str(made)))
+            if isinstance(made, ConfigError)
+            else Saved(command.session, command.request, made)
+            for command, made in done
+        ]
+
+    def _file_of(self, name: str) -> Callable[[Any], bytes]:
+        """What makes a file's content of the snapshot of a session that is at rest. Mutates: the session."""
+        session = self._sessions[self._slots[name]]
+        session.apply_pending()
+        about, given = {"session": session.saved()}, (session.start, session.embeddings)
+        return lambda snapshot: replace(snapshot, about=about).with_given(*given).to_bytes()
 
     def _open_saved(self, command: Open) -> list[Event]:
         """Open a session that goes on; first its new prompt and picture are encoded, if it has any."""

@@ -128,10 +128,11 @@ class RingExecutor:
         """What is in the ring, oldest first, for messages."""
         return ", ".join(str(message) for message in self._admission.in_ring) or "nothing"
 
-    def take_swapped_in(self) -> list[SessionUpdate]:
-        """What has come back of SWAP_IN since the last call, with its outcome on all stages. Mutates: self."""
-        come, self._admission.swapped_in = list(self._admission.swapped_in), deque()
-        return come
+    def take_answers(self, kind: MessageKind) -> list[SessionUpdate]:
+        """What has come back of such messages since the last call, with the outcome on all stages. Mutates: self."""
+        answers = self._admission.answers
+        self._admission.answers = deque(each for each in answers if each[0] is not kind)
+        return [control for each, control in answers if each is kind]
 
     def notify(self, call: Callable[[], None]) -> None:
         """Have `call` called, from any thread, when something comes back."""

@@ -162,14 +162,13 @@ class LoadPlan:
         return host_bytes(self.config, _ranks_here())
 
     def swap_store(self) -> SwapStore:
-        """Where this rank keeps them. Ranks that share a stage do so in host memory alone: the head hears of one of
-        them only, and a file takes each its own time to read.
+        """Where this rank keeps them.
 
         Raises:
             ConfigError: nothing can be written to `state_dir`.
         """
         config = self.config
-        folder = config.state_dir if isinstance(config, ServedModel) and config.shares == 1 else None
+        folder = config.state_dir if isinstance(config, ServedModel) else None
         return SwapStore(self.device, self.swap_bytes, None if folder is None else Path(folder))
 
     def room(self, rank: int, runs: Blocks) -> int:

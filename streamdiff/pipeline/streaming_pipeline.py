@@ -19,7 +19,8 @@ from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
-from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece
+from streamdiff.pipeline.decode.decode_worker import LocalDecoding
+from streamdiff.pipeline.decode.decoding import Decoding, Piece
 from streamdiff.pipeline.decode.split_decoding import SplitDecoding
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
@@ -163,6 +164,7 @@ class StreamingPipeline(SavesSessions, FeedsSessions, TakesFeatures, PipelineFig
         """Drop what is in flight and start afresh at chunk 0, or from `start`, see `open`; the frame credit is 0 until
         it is set again. Not of a session that `is_away`."""
         self._forget_swapped(session)
+        self._forget_saving(session)
         self.ring.scheduler.hold(session, False)
         self.ring.reset(session, conditioning, seed=seed, epoch=epoch, given_latents=start)
         self._begin(session, self._streams[session].background, epoch)
@@ -190,6 +192,7 @@ class StreamingPipeline(SavesSessions, FeedsSessions, TakesFeatures, PipelineFig
     def close_session(self, session: int) -> None:
         """End a stream and free its state; no more frames of it come out."""
         self._forget_swapped(session)
+        self._forget_saving(session)
         self._forget_input(session)
         self.ring.close(session)
         if self._budget is not None:
@@ -217,6 +220,7 @@ class StreamingPipeline(SavesSessions, FeedsSessions, TakesFeatures, PipelineFig
         self._turn_swaps()
         self._turn_inputs()
         rows, finished = self._turn()
+        copying = self._turn_saves()
         for row in rows:
             if row.step == 0:
                 cost = (row.steps + 1) / (self.info.steps + 1)  # a pass per step, and the clean one
@@ -229,7 +233,7 @@ class StreamingPipeline(SavesSessions, FeedsSessions, TakesFeatures, PipelineFig
             self._decode_next(self._streams[row.session], row.chunk, latents)
         if self._put_off and not self._pending:  # one at a time, so that another's chunk waits for no more than that
             self._decode(*self._put_off.popleft())
-        frames = self._collect(wait_s if not rows and not finished else 0.0)
+        frames = self._collect(wait_s if not (rows or finished or copying) else 0.0)
         if self._finished_costs:
             self._meter.finished(clock.monotonic_s(), self.busy_s(), self._finished_costs)
             self._finished_costs = []
@@ -238,7 +242,8 @@ class StreamingPipeline(SavesSessions, FeedsSessions, TakesFeatures, PipelineFig
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
-        waiting = self._given or self._put_off or self._came or self.coming or self.encoding_video
+        waiting = self._given or self._put_off or self._came or self.coming or self.saving
+        waiting = waiting or self.encoding_video
         return self.ring.has_work or self._pending > 0 or bool(waiting) or not self._ready.empty()
 
     def unfinished(self) -> set[tuple[int, int, int]]:
@@ -257,6 +262,7 @@ class StreamingPipeline(SavesSessions, FeedsSessions, TakesFeatures, PipelineFig
             self.hook.close()
         hung = self.ring.worker.timer.hung
         self._end_inputs(abandon=hung)
+        self._end_saves()
         self._decoding.close(abandon=hung)
         self.ring.stage.swaps.close()
         if self._workers is not None:
@@ -301,7 +307,7 @@ class StreamingPipeline(SavesSessions, FeedsSessions, TakesFeatures, PipelineFig
             raise ValueError("a runtime that decodes needs a model with a decoder")
         given = model.decoder, self._deliver, self._wake, device, at_once, self.ring.worker.timer, self.ring.stage.swaps
         if workers is not None and workers.row_senders:
-            return SplitDecoding(workers.row_senders, *given)
+            return SplitDecoding(workers.row_senders, self.ring.stage.exchange, *given)
         return LocalDecoding(*given)
 
     def _begin(self, session: int, background: bool, epoch: int) -> None:
@@ -331,7 +337,7 @@ class StreamingPipeline(SavesSessions, FeedsSessions, TakesFeatures, PipelineFig
         """Everything decoded so far; waits up to `wait_s` while something is decoding or in the ring."""
         out: list[Frames] = []
         while True:
-            under_way = self._pending or self.ring.waiting or self.coming or self.encoding_video
+            under_way = self._pending or self.ring.waiting or self.coming or self.encoding_video or self.saving
             wait = wait_s if under_way and not out else 0.0
             if not out and (held_s := self.ring.held_s):  # nothing else would wake it
                 wait = min(wait_s, held_s)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from streamdiff import clock
 from streamdiff.errors import EngineFailure
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.decode.decode_worker import Deliver, RemoteDecoding
+from streamdiff.pipeline.decode.decode_worker import RemoteDecoding
+from streamdiff.pipeline.decode.decoding import Deliver
 from streamdiff.pipeline.distributed.heartbeat import HEARTBEAT_S, HealthMonitor, Heartbeat
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.rendezvous import RankContext
@@ -54,7 +55,7 @@ class WorkerGroup:
         """The way to the rank that decodes, if that is another one."""
         if self._decode_links is None:
             return None
-        return RemoteDecoding(*self._decode_links, spec, deliver, wake, StoreExchange(self.context.store))
+        return RemoteDecoding(*self._decode_links, spec, deliver, wake, self.ring.stage.exchange)
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raises EngineFailure when the ring has a fault, or one shows within `wait_s`; chunks that come back in that

@@ -64,7 +64,7 @@ def run_worker(config: ModelConfig) -> None:
         rank_loader.compile_decoder(plan, decoder, threads)
         timer = workers[0].timer if workers else None
         if rows is not None:
-            workers.append(SplitDecodeWorker(decoder, rows, device, plan.decode_latents, timer))
+            workers.append(SplitDecodeWorker(decoder, rows, device, plan.decode_latents, timer, exchange, loaded.swaps))
         else:
             links = topology.decode_links(plan.spec, context.rank, context.rank, device, plan.pixel_format)
             given = decoder, links[1], links[0], device, plan.decode_latents, timer, exchange, loaded.swaps

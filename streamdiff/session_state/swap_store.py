@@ -1,8 +1,6 @@
 """States of sessions that nobody needs now, away from their device: in host memory, and beyond its limit on disk.
 
-Each rank has one, for its own parts of sessions; nothing of it travels. Copies from and to a CUDA device go through
-pinned memory on a stream of their own, in pieces, so that neither the host nor other sessions wait for them; files are
-written and read on a thread.
+Each rank has one, for its own parts of sessions; nothing of it travels. Files are written and read on a thread.
 """
 
 from __future__ import annotations
@@ -12,9 +10,8 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
@@ -27,13 +24,12 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.session_state import walk
+from streamdiff.session_state.host_copies import HostCopies, HostCopy, copy_in_pieces
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 Place = Literal["host", "disk"]
-_PIECE = 1 << 24
-"""Bytes of one copy: a picture that leaves the device meanwhile waits for no more than that."""
 _FOLDER, _LOCK = "swap", "lock"
 
 
@@ -44,12 +40,12 @@ class Lost(StreamdiffError):
 @dataclass(eq=False)
 class _Kept:
     """A state away from its device: the tree and the tensors of `walk.save`, these in `tensors`, in `file`, or while it
-    is written or read in both. `sums` are the tensors' checksums in the file."""
+    is written or read in both; `copy` brought it here. `sums` are the tensors' checksums in the file."""
 
     tree: Any
     tensors: Mapping[str, Tensor] | None
     nbytes: int
-    copied: torch.cuda.Event | None
+    copy: HostCopy | None
     file: Path | None = None
     sums: dict[str, int] = field(default_factory=dict)
     writing: bool = False
@@ -70,8 +66,7 @@ class SwapStore:
         Raises:
             ConfigError: the folder cannot be made, or nothing can be written there.
         """
-        self.device, self.host_bytes = device, host_bytes
-        self._stream: torch.cuda.Stream | None = None  # made with the first copy on CUDA
+        self.device, self.host_bytes, self.copies = device, host_bytes, HostCopies(device)
         self._kept: dict[str, _Kept] = {}
         self._changed = threading.Lock()
         self._disk_fault = ""
@@ -85,12 +80,10 @@ class SwapStore:
     def put(self, name: str, state: object) -> None:
         """Take a copy of a state, whose tensors may be used for others by whoever calls `follow` first; what lies here
         longest goes to disk where host memory is used up. Mutates: self."""
-        with self._on_stream() as copy:
-            tensors, tree = walk.save(state, fetch=lambda tensor: copy(self._host(tensor), tensor))
-            copied = None if self._stream is None else self._stream.record_event()
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        copy = HostCopy(self.copies, state)
+        copy.go_on()
         with self._changed:
-            self._kept[name] = _Kept(tree, tensors, nbytes, copied)
+            self._kept[name] = _Kept(copy.tree, copy.tensors, copy.nbytes, copy)
             self._spill()
 
     def ready(self, name: str) -> bool:
@@ -116,7 +109,7 @@ class SwapStore:
             kept = self._forget(name)
             self._spill()
         assert kept.tensors is not None, "`ready` said so"
-        with self._on_stream() as copy:
+        with self.copies.on_stream() as copy:
             return walk.load(into, kept.tensors, kept.tree, self.device, copy)
 
     def read(self, name: str) -> tuple[Mapping[str, Tensor], Any]:
@@ -127,13 +120,11 @@ class SwapStore:
         """
         with self._changed:
             kept = self._kept[name]
-            tensors, file = kept.tensors, kept.file
+            tensors, file, copy = kept.tensors, kept.file, kept.copy
         if tensors is None:
             assert file is not None
             return _checked(file, kept.sums), kept.tree
-        if kept.copied is not None:
-            kept.copied.synchronize()
-        return tensors, kept.tree
+        return (tensors, kept.tree) if copy is None else copy.result()
 
     def drop(self, name: str) -> None:
         """Forget a state, if it is here. Mutates: self."""
@@ -144,8 +135,7 @@ class SwapStore:
 
     def follow(self) -> None:
         """What the caller's stream is given from now on runs after all copies so far."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        self.copies.follow()
 
     # ---- what there is ------------------------------------------------------------------------------------------
 
@@ -182,33 +172,6 @@ class SwapStore:
         if self._held is not None:
             self._held.close()
 
-    # ---- the device ---------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-        """Within, copies by what is yielded go to the own stream, behind what the caller's was given."""
-        if self._stream is None and self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)
-        if self._stream is None:
-            yield _copy
-            return
-        own, caller = self._stream, torch.cuda.current_stream(self.device)
-
-        def copy(there: Tensor, saved: Tensor) -> Tensor:
-            """Whoever frees either of them meanwhile does not have it overwritten."""
-            for tensor in (there, saved):
-                for stream in (caller, own) if tensor.is_cuda else ():
-                    tensor.record_stream(stream)
-            return _copy(there, saved)
-
-        own.wait_stream(caller)
-        with torch.cuda.stream(own):
-            yield copy
-
-    def _host(self, tensor: Tensor) -> Tensor:
-        """Host memory for a tensor."""
-        return torch.empty_like(tensor, device=walk.CPU, pin_memory=self.device.type == "cuda")
-
     # ---- the disk -----------------------------------------------------------------------------------------------
 
     @property
@@ -229,8 +192,8 @@ class SwapStore:
     def _write(self, kept: _Kept) -> None:
         """Write a state to a file of its own, unless it has been taken meanwhile. On the thread. Mutates: kept."""
         assert self._folder is not None and kept.tensors is not None
-        if kept.copied is not None:
-            kept.copied.synchronize()
+        if kept.copy is not None:
+            kept.copy.result()
         self._count += 1
         file, fault = self._folder / f"{self._count}.safetensors", ""
         try:
@@ -243,7 +206,7 @@ class SwapStore:
             if fault or kept not in self._kept.values():
                 file.unlink(missing_ok=True)
             else:
-                kept.file, kept.sums, kept.tensors = file, sums, None
+                kept.file, kept.sums, kept.tensors, kept.copy = file, sums, None, None
             self._disk_fault = fault
         if fault:
             logger.warning("A session stays in host memory, as it cannot be written to %s: %s", self._folder, fault)
@@ -256,7 +219,7 @@ class SwapStore:
         except Lost as error:
             kept.fault = str(error)
             return
-        kept.tensors = {name: _copy(self._host(tensor), tensor) for name, tensor in tensors.items()}
+        kept.tensors = {name: copy_in_pieces(self.copies.host(tensor), tensor) for name, tensor in tensors.items()}
 
     def _forget(self, name: str) -> _Kept:
         """Mutates: self."""
@@ -298,16 +261,6 @@ def _lock(folder: Path, mode: str = "r+") -> IO[str] | None:
         file.close()
         return None
     return file
-
-
-def _copy(there: Tensor, saved: Tensor) -> Tensor:
-    """Copy in pieces. Mutates: there."""
-    if not (there.is_contiguous() and saved.is_contiguous()):
-        return there.copy_(saved, non_blocking=True)
-    count = max(1, _PIECE // there.element_size())
-    for target, source in zip(there.view(-1).split(count), saved.view(-1).split(count), strict=True):
-        target.copy_(source, non_blocking=True)
-    return there
 
 
 def _sum(tensor: Tensor) -> int:

@@ -20,7 +20,8 @@ from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvDecod
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.models.model import Model
 from streamdiff.pipeline.decode.captured_step import capture_on
-from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding
+from streamdiff.pipeline.decode.decoding import Piece
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.torch_compile import one_graph
 from tests.pipeline.playing import CHUNKS_LONG, Order, play

@@ -58,18 +58,25 @@ class Fleet:
         words = ("--server-name", name, "--agent-port", str(agent), "--load", str(load), "--drain-s", str(drain_s))
         self.servers[name] = start("--port", str(http), *words)
 
+    def start_balancer(self) -> None:
+        program = shutil.which("haproxy") or "/usr/sbin/haproxy"
+        self.balancer = subprocess.Popen([program, "-f", self.configuration, "-db"], stderr=subprocess.DEVNULL)
+
+    def kill_balancer(self) -> None:
+        self.balancer.kill()
+        self.balancer.wait()
+
     @contextlib.contextmanager
     def balanced(self) -> Iterator[None]:
         """Wait for the servers; a balancer runs meanwhile."""
-        program = shutil.which("haproxy") or "/usr/sbin/haproxy"
         try:
             for process in self.servers.values():
                 printed_address(process)
-            with subprocess.Popen([program, "-f", self.configuration, "-db"], stderr=subprocess.DEVNULL) as balancer:
-                try:
-                    yield
-                finally:
-                    balancer.kill()
+            self.start_balancer()
+            try:
+                yield
+            finally:
+                self.kill_balancer()
         finally:
             for process in self.servers.values():
                 process.kill()
@@ -178,6 +185,15 @@ def test_forty_sessions_on_servers_that_fill_up_are_killed_drained_and_added(tmp
                 return response.status_code == 503 and int(response.headers["retry-after"]) > 0
 
             await until(all_full)
+
+            fleet.kill_balancer()
+            with pytest.raises(httpx.TransportError):
+                await http.get(f"/api/sessions/{on_b}")
+            for _ in range(20):
+                await asyncio.wait_for(track.recv(), LIMIT_S)
+            fleet.start_balancer()
+            await until(listens)
+            assert (await http.get(f"/api/sessions/{on_b}")).status_code == 200, "control is back"
             await viewer.close()
 
     async def only_c(made: Callable[[], Awaitable[httpx.Response]]) -> bool:

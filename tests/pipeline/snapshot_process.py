@@ -1,5 +1,5 @@
-"""One rank of a ring, and one rank that decodes, with the embedded model:
-`python -m tests.pipeline.snapshot_process RANK RANKS PORT FOLDER STAGES SHARES`.
+"""One rank of a ring, and the ranks that decode, with the embedded model:
+`python -m tests.pipeline.snapshot_process RANK RANKS PORT FOLDER STAGES SHARES DECODE`.
 
 The head plays a session, saves it to FOLDER/ring, and goes on from FOLDER/alone with another; it writes what it showed
 of both.
@@ -44,11 +44,11 @@ def micro_steps_in_flight(pipeline: StreamingPipeline, session: int = 0) -> int:
     return sum(chunk.entered - chunk.back for chunk in pipeline.ring.scheduler.session(session).chunks)
 
 
-def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: int) -> None:
+def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: int, decode: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     use_rendezvous()
-    config = ModelConfig(parallel=f"{stages}x{shares}", decode="own-rank", device="cpu", threads=1)
+    config = ModelConfig(parallel=f"{stages}x{shares}", decode=decode, device="cpu", threads=1)
     if rank:
         worker_main.run_worker(config)
         return
@@ -75,4 +75,4 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]), *map(int, sys.argv[5:7]))
+    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]), *map(int, sys.argv[5:7]), sys.argv[7])

@@ -1,8 +1,9 @@
-"""One rank of a ring of three stages, and one rank that decodes, over rough links, with the embedded model:
-`python -m tests.pipeline.swap_process RANK RANKS PORT FOLDER`.
+"""One rank of a ring, and the ranks that decode, over rough links, with the embedded model:
+`python -m tests.pipeline.swap_process RANK RANKS PORT FOLDER STAGES SHARES DECODE`.
 
 The head plays two sessions and swaps the first out and in, with micro-steps in the ring, to host memory or, where
-FOLDER/disk is there, to disk; each rank keeps its part. It writes what it showed of both.
+FOLDER/disk is there, to disk; each rank keeps its part. Where FOLDER/damage is there, a file is damaged at last, and
+the stream begins afresh. It writes what it showed of both.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.distributed.rough import LINKS
 from tests.small import RED, WHITE
 
-STAGES, CHUNKS = 3, 5
-FILES = STAGES + 1
-"""Parts of a session: each stage's, and the decoder's."""
+CHUNKS = 5
 
 
 def opened(pipeline: StreamingPipeline) -> None:
@@ -53,13 +52,49 @@ def under_way(pipeline: StreamingPipeline) -> int:
     return sum(chunk.entered - chunk.back for chunk in pipeline.ring.scheduler.session(0).chunks)
 
 
-def main(rank: int, ranks: int, port: int, folder: Path) -> None:
+def on_disk(folder: Path) -> list[Path]:
+    """Files of what is swapped out, of all ranks."""
+    return list((folder / "state").glob("swap/*/*.safetensors"))
+
+
+def out(shown: Shown, folder: Path, ranks: int) -> None:
+    """Swap session 0 out, and let the other go on for a chunk, and until all parts of the first are where they are to
+    be: one on each rank that runs a stage, and on each that decodes."""
+    pipeline = shown.pipeline
+    pipeline.swap_out(0)
+    shown.play(len(shown.pictures[1]) // pipeline.info.chunk_frames + 1, 1)
+    while (folder / "disk").exists() and (len(on_disk(folder)) < ranks or pipeline.place(0) != "disk"):
+        shown.step(1)
+    assert pipeline.is_away(0) and pipeline.place(0) == ("disk" if (folder / "disk").exists() else "host")
+
+
+def back(shown: Shown) -> None:
+    shown.pipeline.swap_in(0)
+    while shown.pipeline.is_away(0):
+        shown.step(1)
+
+
+def damage_one(shown: Shown, folder: Path, parts: int) -> None:
+    """The largest file that is not the head's own."""
+    out(shown, folder, parts)
+    own = shown.pipeline.ring.stage.swaps._folder
+    file = max((path for path in on_disk(folder) if path.parent != own), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    back(shown)
+    assert shown.pipeline.take_lost() == [0]
+    shown.pictures[0].clear()
+    shown.pipeline.reset(0, shown.pipeline.text.encode(RED), seed=3, epoch=6)
+
+
+def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: int, decode: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     use_rendezvous()
     topology.TcpSender, topology.TcpReceiver = LINKS["rough"]  # type: ignore[misc]
     config = ServedModel(
-        stages=STAGES, decode="own-rank", device="cpu", threads=1, pictures="rgb",
+        parallel=f"{stages}x{shares}", decode=decode, device="cpu", threads=1, pictures="rgb",
         host_memory_gb=0.0 if (folder / "disk").exists() else 1.0, state_dir=str(folder / "state"),
     )  # fmt: skip
     if rank:
@@ -68,25 +103,21 @@ def main(rank: int, ranks: int, port: int, folder: Path) -> None:
     pipeline = build.load_runtime(config)
     opened(pipeline)
     shown = Shown(pipeline)
+    parts = stages * shares + (shares if decode == "split" else 1)
     for chunks in (2, 3):
         shown.play(chunks, 0, 1)
-        while under_way(pipeline) < 2:
+        while under_way(pipeline) < (2 if stages > 1 else 0):
             shown.step(0, 1)
-        pipeline.swap_out(0)
-        shown.play(chunks + 1, 1)
-        if (folder / "disk").exists():
-            while len(list((folder / "state").glob("swap/*/*.safetensors"))) < FILES or pipeline.place(0) != "disk":
-                shown.step(1)
-        assert pipeline.is_away(0) and pipeline.place(0) == ("disk" if (folder / "disk").exists() else "host")
-        pipeline.swap_in(0)
-        while pipeline.is_away(0):
-            shown.step(1)
+        out(shown, folder, parts)
+        back(shown)
+    if (folder / "damage").exists():
+        damage_one(shown, folder, parts)
     shown.play(CHUNKS, 0, 1)
-    assert not list((folder / "state").glob("swap/*/*.safetensors"))
+    assert not on_disk(folder)
     pipeline.close()
     frames = CHUNKS * pipeline.info.chunk_frames
     np.savez(folder / "shown.npz", *(np.stack(shown.pictures[session][:frames]) for session in (0, 1)))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(*map(int, sys.argv[1:4]), Path(sys.argv[4]), *map(int, sys.argv[5:7]), sys.argv[7])

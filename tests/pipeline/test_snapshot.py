@@ -217,12 +217,17 @@ def test_a_file_that_is_no_snapshot_is_refused(snapshot: Snapshot, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "shares"), [pytest.param(3, 1, marks=pytest.mark.soak), (1, 2)])
-def test_between_one_process_and_a_ring_of_processes_with_a_rank_that_decodes(
-    tmp_path: Path, stages: int, shares: int
-) -> None:
+@pytest.mark.parametrize(
+    ("stages", "shares", "decode"),
+    [
+        pytest.param(3, 1, "own-rank", marks=pytest.mark.soak),
+        pytest.param(1, 2, "own-rank", marks=pytest.mark.soak),
+        (1, 2, "split"),
+    ],
+)
+def test_between_one_process_and_a_ring_of_processes(tmp_path: Path, stages: int, shares: int, decode: str) -> None:
     """Both ways, with micro-steps in flight; what is saved in the one goes on in the other. Also where ranks share a
-    stage, and each has the caches of its own heads."""
+    stage, and each has the caches of its own heads, or share decoding, and each remembers its own rows."""
     with torch.inference_mode():
         model = load_model(WEIGHTS, CPU)
     pipeline, alone = StreamingPipeline(model, CPU), list[np.ndarray]()
@@ -231,8 +236,8 @@ def test_between_one_process_and_a_ring_of_processes_with_a_rank_that_decodes(
     alone += saved(pipeline, tmp_path / "alone")
     saved_at, chunk = len(alone), pipeline.info.chunk_frames
     process.play(pipeline, alone, 2 * process.CHUNKS)
-    arguments = [str(tmp_path), str(stages), str(shares)]
-    run_ranks("tests.pipeline.snapshot_process", arguments, stages * shares + 1, 200)
+    arguments = [str(tmp_path), str(stages), str(shares), decode]
+    run_ranks("tests.pipeline.snapshot_process", arguments, stages * shares + (decode == "own-rank"), 200)
     there = np.load(tmp_path / "shown.npz")
     for name, begin in (("first", 0), ("second", saved_at)):
         shown = there[name][: process.CHUNKS * chunk]

@@ -192,13 +192,25 @@ def test_a_snapshot_of_a_session_that_is_away_is_whole_and_its_end_leaves_nothin
         assert np.array_equal(streams.shown(session), alone("staircase").shown(session)), f"session {session}"
 
 
+RINGS = [
+    pytest.param((3, 1, "own-rank"), "host"),
+    pytest.param((3, 1, "own-rank"), "disk", marks=pytest.mark.soak),
+    pytest.param((1, 2, "own-rank"), "disk", marks=pytest.mark.soak),
+    pytest.param((1, 2, "split"), "disk damage"),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("ring processes")
-@pytest.mark.parametrize("place", ["host", pytest.param("disk", marks=pytest.mark.soak)])
-def test_on_a_ring_of_processes_over_rough_links_with_a_rank_that_decodes(place: str, tmp_path: Path) -> None:
-    """Messages leave late, and slots hold rubbish once they are free: nothing is swapped in the middle of a send."""
-    (tmp_path / place).touch()
-    run_ranks("tests.pipeline.swap_process", [str(tmp_path)], process.STAGES + 1, 200)
+@pytest.mark.parametrize(("ring", "how"), RINGS)
+def test_on_a_ring_of_processes_over_rough_links(ring: tuple[int, int, str], how: str, tmp_path: Path) -> None:
+    """Messages leave late, and slots hold rubbish once they are free: nothing is swapped in the middle of a send. Where
+    ranks share a stage they agree when all have read their files, and what one of them has lost is lost to all."""
+    stages, shares, decode = ring
+    for word in how.split():
+        (tmp_path / word).touch()
+    ranks = stages * shares + (decode == "own-rank")
+    run_ranks("tests.pipeline.swap_process", [str(tmp_path), str(stages), str(shares), decode], ranks, 200)
     with torch.inference_mode():
         pipeline = StreamingPipeline(load_model(WEIGHTS, CPU), CPU)
     process.opened(pipeline)
@@ -207,4 +219,6 @@ def test_on_a_ring_of_processes_over_rough_links_with_a_rank_that_decodes(place:
     pipeline.close()
     there = np.load(tmp_path / "shown.npz")
     for session, name in enumerate(there.files):
-        assert np.array_equal(there[name], np.stack(alone.pictures[session][: len(there[name])])), f"session {session}"
+        expected = np.stack(alone.pictures[session][: len(there[name])])
+        worst = int(np.abs(there[name].astype(int) - expected.astype(int)).max())
+        assert worst <= (shares > 1), f"session {session}: ranks that share sums may round the last bit otherwise"

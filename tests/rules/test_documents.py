@@ -44,3 +44,14 @@ def test_readmes_commands_are_makes_targets() -> None:
     targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
     assert {"serve", "test", "check", "bench"} <= named
     assert named <= targets
+
+
+def test_every_fault_that_is_told_of_is_played_by_a_test() -> None:
+    """The table of what is lost, line by line."""
+    text = (ROOT / "docs" / "scaling.md").read_text("utf-8")
+    table = text.partition("## What is lost")[2]
+    lines = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(lines) > 8
+    for line in lines:
+        [(place, name)] = re.findall(r"`([\w/]+\.py)::(test_\w+)`", line)
+        assert f"def {name}(" in (ROOT / "tests" / place).read_text("utf-8"), line

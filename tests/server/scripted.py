@@ -14,9 +14,10 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,8 @@ class Painter:
     info: ModelInfo = INFO
     text: Text = field(default_factory=Text)
     _streams: dict[int, _Stream] = field(default_factory=dict)
+    _saved: list[tuple[int, Any]] = field(default_factory=list)
+    _tickets: Iterator[int] = field(default_factory=count)
     _made: int = 0
 
     def __post_init__(self) -> None:
@@ -211,6 +214,17 @@ class Painter:
         stream = self._streams[session]
         opened = {"seed": stream.seed, "steps": stream.steps, "kv_context": stream.kv_context, "epoch": stream.epoch}
         return Painting(opened, {"chunk": stream.chunk, "colour": stream.colour}), []
+
+    def comes_to_rest(self, session: int) -> bool:
+        return True
+
+    def begin_save(self, session: int, finish: Callable[[Painting], Any]) -> int:
+        self._saved = [(next(self._tickets), finish(self.save(session)[0]))]
+        return self._saved[0][0]
+
+    def take_saved(self) -> list[tuple[int, Any]]:
+        saved, self._saved = self._saved, []
+        return saved
 
     def read_snapshot(self, data: Data) -> Painting:
         header = read_header(data)

@@ -116,7 +116,7 @@ def test_what_the_new_engine_refuses_begins_afresh(monkeypatch: pytest.MonkeyPat
     async def main() -> None:
         async with client(server) as http, watching(http) as viewer:
             await change(http, type="prompt", prompt="green")
-            frame = await shown_past(viewer, 60)
+            frame = await shown_past(viewer, 120)
             await kept(tmp_path / "state", "default")
             server.engine.send_signal(signal.SIGKILL)
             await viewer.after(len(viewer.messages), {"type": "state", "engine": "restarting"})

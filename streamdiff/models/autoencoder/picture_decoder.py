@@ -27,14 +27,20 @@ _BEFORE = 3
 """Latent frames, at least, after which all of a stream's chunks are alike: Wan's decoder has seen two frames then."""
 
 
-def memory_outlines(new_memory: Callable[[], Any], decode: Callable[[Any], object], chunk_latents: int) -> list[Any]:
+def memory_outlines(
+    new_memory: Callable[[], Any],
+    decode: Callable[[Any], object],
+    chunk_latents: int,
+    seen_as: Callable[[Any], Any] = lambda memory: memory,
+) -> list[Any]:
     """What a decoder may remember of a stream, as outlines (`session_state.walk`): before it begins, and after each
-    chunk until all are alike. `decode` takes one of `chunk_latents` latent frames into a memory."""
+    chunk until all are alike. `decode` takes one of `chunk_latents` latent frames into a memory; what is outlined is
+    what `seen_as` makes of that."""
     memory = new_memory()
-    outlines = [walk.outline(memory)]
+    outlines = [walk.outline(seen_as(memory))]
     for _ in range(1 + -(-_BEFORE // chunk_latents)):
         decode(memory)
-        outlines.append(walk.outline(memory))
+        outlines.append(walk.outline(seen_as(memory)))
     return outlines
 
 

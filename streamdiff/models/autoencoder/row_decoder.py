@@ -7,6 +7,7 @@ pixel by pixel. What a stream remembers is kept by each rank for its own rows, w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,11 @@ from torch import Tensor, nn
 
 from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.autoencoder.picture_decoder import DecoderState, VideoDecoder
+from streamdiff.models.autoencoder.wan import Memory
+from streamdiff.session_state import walk
+
+_ROWS = -2
+"""The dimension of all tensors that a stream remembers."""
 
 
 class Rows(Protocol):
@@ -24,6 +30,10 @@ class Rows(Protocol):
     @property
     def count(self) -> int:
         """Rows of the latents that this rank has."""
+
+    @property
+    def bounds(self) -> Sequence[tuple[int, int]]:
+        """First and last (exclusive) of the rows of the latents that each rank has, without a gap."""
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's rows of what has all. Raises ValueError where it has not the rows that are shared."""
@@ -45,7 +55,7 @@ class RowDecoder:
 
     def __init__(self, network: VideoDecoder, rows: Rows) -> None:
         """Mutates: the layers of `network`, which decodes by `rows` from now on."""
-        self._network, self._rows = network, rows
+        self._network, self.rows = network, rows
         self.layers, self.device = network.layers, network.device
         self.latent_channels, self.spatial, self.temporal = network.latent_channels, network.spatial, network.temporal
         self.new_memory, self.frames_of, self.pieces = network.new_memory, network.frames_of, network.pieces
@@ -58,22 +68,61 @@ class RowDecoder:
 
     def stream_bytes(self, height: int, width: int) -> int:
         """Bytes that this rank keeps of a stream, whatever `height`."""
-        return self._network.stream_bytes(self._rows.count, width)
+        return self._network.stream_bytes(self.rows.count, width)
 
     @torch.inference_mode()
     def decode_video(self, latents: Tensor, memory: Any) -> Tensor:
         """See `VideoDecoder`."""
-        return self._rows.to_first(self._network.decode_video(self._rows.own(latents), memory))
+        return self.rows.to_first(self._network.decode_video(self.rows.own(latents), memory))
+
+    def with_all_rows(self, parts: Sequence[Any]) -> Any:
+        """What a stream remembers, of what each rank remembers of its own rows. Mutates: nothing."""
+        return _of_height(walk.concatenated(parts, _ROWS), self._height)
+
+    def rows_of(self, memory: Any, rank: int) -> Any:
+        """The other way: views of a rank's rows of what a stream remembers of all. Raises ValueError where it is of
+        another height."""
+        first, end = self.rows.bounds[rank]
+
+        def own(tensor: Tensor) -> Tensor:
+            scale, left = divmod(tensor.shape[_ROWS], self._height)
+            if left or not scale:
+                raise ValueError(
+                    f"there are {tensor.shape[_ROWS]} rows, but the ranks share pictures of {self._height}"
+                )
+            return tensor[..., first * scale : end * scale, :]
+
+        return _of_height(walk.changed(memory, own), end - first)
+
+    def as_whole(self, memory: Any) -> Any:
+        """What this rank remembers of its own rows, as large as with all rows, and without content."""
+
+        def whole(tensor: Tensor) -> Tensor:
+            rows = tensor.shape[_ROWS] * self._height // self.rows.count
+            return torch.empty((*tensor.shape[:_ROWS], rows, tensor.shape[-1]), dtype=tensor.dtype, device=walk.META)
+
+        return _of_height(walk.changed(memory, whole), self._height)
+
+    @property
+    def _height(self) -> int:
+        return self.rows.bounds[-1][1]
 
     def past(self, latents: Tensor, memory: Any) -> DecoderState:
-        return self._network.past(self._rows.own(latents), memory)
+        return self._network.past(self.rows.own(latents), memory)
 
     def step(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
-        frames, after = self._network.step(self._rows.own(piece), past)
-        return self._rows.to_first(frames), after
+        frames, after = self._network.step(self.rows.own(piece), past)
+        return self.rows.to_first(frames), after
 
     def remember(self, latents: Tensor, memory: Any, past: DecoderState) -> int:
-        return self._network.remember(self._rows.own(latents), memory, past)
+        return self._network.remember(self.rows.own(latents), memory, past)
+
+
+def _of_height(memory: Any, height: int) -> Any:
+    """The memory, which says that it is of latents of this height. Mutates: memory."""
+    if isinstance(memory, Memory) and memory.size is not None:
+        memory.size = memory.size[0], height, memory.size[2]
+    return memory
 
 
 def one_pixel(frames: Tensor) -> Tensor:

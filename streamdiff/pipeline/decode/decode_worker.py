@@ -11,17 +11,15 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
+from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, Piece, SavedMemory, shape_place, stream_place
 from streamdiff.pipeline.decode.host_copy import TransferStream
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
@@ -42,65 +40,11 @@ from streamdiff.video.pixel_format import PictureKind, shape_of
 CPU = torch.device("cpu")
 DECODE_THREADS = 1
 """CPU threads of decoding beside a stage's work."""
-_NO_STREAM = -1
-"""A SAVE of it asks for `outlines`."""
 
 
 def _word(stream: int) -> str:
     """The name under which a decoding rank leaves word of what failed."""
     return f"decoding of stream {stream}"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Pictures uint8 `[n, *P]` of one latent frame, P as in `streamdiff.video.pixel_format`; `last` of its chunk.
-    `fault`: why there are none, and the stream cannot go on."""
-
-    stream: int
-    chunk: int
-    pictures: NDArray[np.uint8]
-    last: bool
-    fault: str = ""
-
-    @classmethod
-    def failed(cls, stream: int, chunk: int, fault: str) -> Piece:
-        """What stands for all that is left of a chunk."""
-        return cls(stream, chunk, np.empty(0, np.uint8), True, fault)
-
-
-Deliver = Callable[[Piece], None]
-
-
-class Decoding(Protocol):
-    """Where latents become pictures; what comes out is delivered on a thread of its own."""
-
-    def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
-        """Decode latents `[C, F, h, w]`, the next chunk of a stream. Does not wait."""
-
-    def forget(self, stream: int) -> None:
-        """The stream has ended; what was submitted may still come out."""
-
-    def save(self, stream: int) -> State:
-        """What the decoder remembers of a stream after all that was submitted; waits for it."""
-
-    def load(self, stream: int, state: State) -> None:
-        """Let a stream that has not begun go on from what was saved. Raises ConfigError where it does not fit."""
-
-    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
-        """What the decoder may remember of a stream of chunks `[C, F, h, w]`, see `memory_outlines`; waits for it."""
-
-    def swap_out(self, stream: int) -> None:
-        """Keep what the decoder remembers of a stream elsewhere, after all that was submitted, until `swap_in`."""
-
-    def swap_in(self, stream: int) -> Outcome:
-        """Have it remembered again, before what is submitted later. NOT_YET: call again; never waits."""
-
-    def check(self) -> None:
-        """Raises what has gone wrong on the way."""
-
-    def close(self, abandon: bool = False) -> None:
-        """End the threads; what is not decoded is dropped. With `abandon` they are not waited for: the device that they
-        wait for is stuck."""
 
 
 class LocalDecoding:
@@ -133,8 +77,9 @@ class LocalDecoding:
         self._coming.pop(stream, None)
         self._pool.submit(self._memories.forget, stream)
 
-    def save(self, stream: int) -> State:
-        return self._pool.submit(self._memories.save, stream).result()
+    def save(self, stream: int) -> SavedMemory:
+        job = self._pool.submit(self._save, stream)
+        return lambda: job.result() if job.done() else None
 
     def load(self, stream: int, state: State) -> None:
         self._pool.submit(self._memories.load, stream, state).result()
@@ -147,7 +92,7 @@ class LocalDecoding:
 
     def swap_in(self, stream: int) -> Outcome:
         if stream not in self._coming:
-            self._coming[stream] = self._pool.submit(self._memories.swap_in, stream)
+            self._coming[stream] = self._pool.submit(self._swap_in, stream)
         if not self._coming[stream].done():
             return Outcome.NOT_YET
         return self._coming.pop(stream).result()
@@ -158,6 +103,12 @@ class LocalDecoding:
 
     def close(self, abandon: bool = False) -> None:
         self._pool.shutdown(wait=not abandon, cancel_futures=True)
+
+    def _save(self, stream: int) -> State:
+        return self._memories.save(stream)
+
+    def _swap_in(self, stream: int) -> Outcome:
+        return self._memories.swap_in(stream)
 
     def _ended(self, job: Future[None]) -> None:
         if not job.cancelled() and (error := job.exception()) is not None:
@@ -222,17 +173,19 @@ class RemoteDecoding:
         self._coming.pop(stream, None)
         self._works.put(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
 
-    def save(self, stream: int) -> State:
+    def save(self, stream: int) -> SavedMemory:
         self._works.put(StageMessage(MessageKind.SAVE, (), SessionUpdate(stream)))
-        return self._exchange.take("decoder")
+        place = stream_place(DecodeWorker.place, stream)
+        return lambda: self._exchange.take(place) if self._exchange.holds(place) else None
 
     def load(self, stream: int, state: State) -> None:
-        self._exchange.put("decoder", state)
+        self._exchange.put(stream_place(DecodeWorker.place, stream), state)
         self._works.put(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
 
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
-        self._exchange.put("chunk shape", ({}, list(chunk_shape)))
-        outlines: list[Any] = self.save(_NO_STREAM)[1]
+        self._exchange.put(shape_place(DecodeWorker.place), ({}, list(chunk_shape)))
+        self._works.put(StageMessage(MessageKind.SAVE, (), SessionUpdate(NO_STREAM)))
+        outlines: list[Any] = self._exchange.take(stream_place(DecodeWorker.place, NO_STREAM))[1]
         return outlines
 
     def swap_out(self, stream: int) -> None:
@@ -299,6 +252,8 @@ class DecodeWorker:
     """The other end: decodes for the head until it is told to stop. The fields are those of a `Worker`."""
 
     awaits_others = False
+    place = "decoder"
+    """Names under which states are left for the head, and found, begin so."""
 
     def __init__(
         self,
@@ -343,18 +298,21 @@ class DecodeWorker:
         match kind:
             case MessageKind.CLOSE:
                 self._memories.forget(stream)
-            case MessageKind.SAVE if stream == _NO_STREAM:
-                shape = tuple(self._exchange.take("chunk shape")[1])
-                self._exchange.put("decoder", ({}, self._memories.outlines(shape)))
+            case MessageKind.SAVE if stream == NO_STREAM:
+                shape = tuple(self._exchange.take(shape_place(self.place))[1])
+                self._exchange.put(stream_place(self.place, stream), ({}, self._memories.outlines(shape)))
             case MessageKind.SAVE:
-                self._exchange.put("decoder", self._memories.save(stream))
+                self._exchange.put(stream_place(self.place, stream), self._memories.save(stream))
             case MessageKind.LOAD:
-                self._memories.load(stream, self._exchange.take("decoder"))
+                self._memories.load(stream, self._exchange.take(stream_place(self.place, stream)))
             case MessageKind.SWAP_OUT:
                 self._memories.swap_out(stream)
             case MessageKind.SWAP_IN:
-                outcome = self._memories.swap_in(stream)
-                self._sender.send(StageMessage(kind, (), SessionUpdate(stream, outcome=outcome)))
+                self._swap_in(stream)
+
+    def _swap_in(self, stream: int) -> None:
+        outcome = self._memories.swap_in(stream)
+        self._sender.send(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream, outcome=outcome)))
 
     def _decode(self, work: StageMessage) -> None:
         (row,) = work.rows

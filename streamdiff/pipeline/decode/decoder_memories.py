@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,11 +13,10 @@ from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, memory
 from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.message import Outcome
+from streamdiff.pipeline.distributed.stage_saving import readiness
 from streamdiff.pipeline.distributed.state_exchange import State
 from streamdiff.session_state import walk
 from streamdiff.session_state.swap_store import Lost, SwapStore
-
-logger = logging.getLogger(__name__)
 
 
 class DecoderMemories:
@@ -51,36 +49,41 @@ class DecoderMemories:
         if stream in self._memories:
             self._swaps.put(_swapped(stream), self._memories.pop(stream))
 
-    def swap_in(self, stream: int) -> Outcome:
-        """Where it is lost the stream has none any more."""
+    def swap_in(self, stream: int, agreed: Callable[[int], int] = int) -> Outcome:
+        """Where it is lost the stream has none any more. `agreed` gives the worst outcome on all ranks that have a part
+        of it, of this rank's."""
         name = _swapped(stream)
-        if name not in self._swaps:  # it had none
+        if name not in self._swaps:  # it had none, so no rank had
             return Outcome.DONE
-        try:
-            if not self._swaps.ready(name):
-                return Outcome.NOT_YET
-        except Lost as error:
-            logger.warning("What the decoder remembers of stream %d is lost: %s", stream, error)
-            return Outcome.LOST
-        self._memories[stream] = self._swaps.take(name, self._decoder.new_memory())
-        self._swaps.follow()
-        return Outcome.DONE
+        outcome = Outcome(agreed(readiness(self._swaps, name)))
+        if outcome is Outcome.LOST:
+            self._swaps.drop(name)
+        elif outcome is Outcome.DONE:
+            self._memories[stream] = self._swaps.take(name, self._decoder.new_memory())
+            self._swaps.follow()
+        return outcome
 
     def save(self, stream: int) -> State:
+        """What is remembered; where it is lost, why, as `broken`."""
         if _swapped(stream) in self._swaps:
-            return self._swaps.read(_swapped(stream))
+            try:
+                return self._swaps.read(_swapped(stream))
+            except Lost as error:
+                return {}, {"broken": f"what the decoder remembered is lost: {error}"}
         return walk.save(self._memories[stream] if stream in self._memories else self._decoder.new_memory())
 
     def load(self, stream: int, state: State) -> None:
         device = self._decoder.network.device
         self._memories[stream] = walk.load(self._decoder.new_memory(), *state, device)
 
-    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
-        """Decodes some chunks of nothing, once."""
+    def outlines(
+        self, chunk_shape: tuple[int, ...], seen_as: Callable[[Any], Any] = lambda memory: memory
+    ) -> list[Any]:
+        """See `memory_outlines`. Decodes some chunks of nothing, once."""
         if not self._outlines:
             latents = torch.zeros((1, *chunk_shape), device=self._decoder.network.device)
             decode = partial(self._decoder.decode, latents)
-            self._outlines = memory_outlines(self._decoder.new_memory, decode, chunk_shape[1])
+            self._outlines = memory_outlines(self._decoder.new_memory, decode, chunk_shape[1], seen_as)
         return self._outlines
 
 

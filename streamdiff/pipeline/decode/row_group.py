@@ -35,20 +35,33 @@ class RowGroup:
     index: int
     height: int
     group: dist.ProcessGroup | None
+    records: dist.ProcessGroup | None = None
+    """For numbers in host memory; None: `group` is for these too."""
     _buffers: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """Rows of the latents that this rank has."""
-        first, end = self._bounds[self.index]
+        first, end = self.bounds[self.index]
         return end - first
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """See `Rows`."""
+        return row_bounds(self.height, self.ranks)
+
+    def highest(self, number: int) -> int:
+        """The highest of the ranks' numbers, the same on each; the host waits for the others to come here."""
+        most = torch.tensor(number)
+        self._carry_out(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self.records or self.group))
+        return int(most)
 
     def own(self, whole: Tensor) -> Tensor:
         """See `Rows`."""
         scale, left = divmod(whole.shape[-2], self.height)
         if left or not scale:
             raise ValueError(f"there are {whole.shape[-2]} rows, but the ranks share pictures of {self.height}")
-        first, end = self._bounds[self.index]
+        first, end = self.bounds[self.index]
         return whole[..., first * scale : end * scale, :]
 
     def halo(self, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -97,14 +110,10 @@ class RowGroup:
         self.whole(blank)
         self.to_first(blank)
 
-    @property
-    def _bounds(self) -> tuple[tuple[int, int], ...]:
-        return row_bounds(self.height, self.ranks)
-
     def _to_gather(self, name: str, own: Tensor, receives: bool) -> tuple[Tensor, list[Tensor]]:
         """`own` in a buffer of as many rows as the rank with the most has, since all send as much; and buffers for what
         all send, none where nothing is received. Mutates: self."""
-        most = max(end - first for first, end in self._bounds) * (own.shape[-2] // self.count)
+        most = max(end - first for first, end in self.bounds) * (own.shape[-2] // self.count)
         shape = (*own.shape[:-2], most, own.shape[-1])
         mine = self._buffer(f"{name} sent", shape, own)
         mine[..., : own.shape[-2], :].copy_(own)
@@ -112,7 +121,7 @@ class RowGroup:
 
     def _joined(self, gathered: Sequence[Tensor], own: Tensor) -> Tensor:
         scale = own.shape[-2] // self.count
-        rows = [(end - first) * scale for first, end in self._bounds]
+        rows = [(end - first) * scale for first, end in self.bounds]
         return torch.cat([part[..., :count, :] for part, count in zip(gathered, rows, strict=True)], -2)
 
     def _carry_out(self, collective: Callable[[], object]) -> None:
@@ -144,8 +153,9 @@ def make_row_group(ranks: int, height: int, device: torch.device) -> RowGroup | 
         device_id=bound_device(device),
         group_desc="rows",
     )
+    records = dist.new_group(list(range(ranks)), timeout=FOREVER, backend="gloo") if on_cuda else None
     if (rank := dist.get_rank()) >= ranks:
         return None
-    rows = RowGroup(ranks, rank, height, group)
+    rows = RowGroup(ranks, rank, height, group, records)
     rows.warm_up(device)
     return rows

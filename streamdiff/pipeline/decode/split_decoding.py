@@ -5,30 +5,39 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.pipeline.decode.decode_worker import DecodeWorker, Deliver, LocalDecoding
+from streamdiff.models.autoencoder.row_decoder import RowDecoder
+from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding
+from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, shape_place, stream_place
+from streamdiff.pipeline.decode.row_group import RowGroup
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.local_link import NoSender
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
-from streamdiff.pipeline.distributed.state_exchange import State
+from streamdiff.pipeline.distributed.state_exchange import State, StateExchange
 from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.session_state import walk
 from streamdiff.session_state.swap_store import SwapStore
 
 
 class SplitDecoding(LocalDecoding):
-    """On the head, whose decoder is a `RowDecoder`; the `others` lead to `SplitDecodeWorker`s."""
+    """On the head, whose decoder is a `RowDecoder`; the `others` lead to `SplitDecodeWorker`s.
+
+    What a stream remembers is saved with all rows, as one rank that decodes would have it: so it goes on there too.
+    """
 
     def __init__(
         self,
         others: Sequence[Sender],
+        exchange: StateExchange,
         decoder: PictureDecoder,
         deliver: Deliver,
         wake: Callable[[], None],
@@ -37,45 +46,91 @@ class SplitDecoding(LocalDecoding):
         timer: DeviceTimer | None = None,
         swaps: SwapStore | None = None,
     ) -> None:
+        """`exchange` is between this rank and the others."""
         super().__init__(decoder, deliver, wake, device, at_once, timer, swaps)
-        self._others = others
+        self._others, self._exchange, self._network, self._rows = others, exchange, *_shared(decoder)
 
     def forget(self, stream: int) -> None:
-        message = StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream))
-        self._pool.submit(self._tell, message).add_done_callback(self._ended)
+        self._have_told(MessageKind.CLOSE, stream)
         super().forget(stream)
 
-    def save(self, stream: int) -> NoReturn:
-        """Raises ConfigError: each rank remembers its own rows; nor do stages save what ranks share."""
-        raise ConfigError("what is decoded by rows (--decode split) cannot be saved; run it with --decode head")
+    def load(self, stream: int, state: State) -> None:
+        self._pool.submit(self._load, stream, state).result()
 
-    def load(self, stream: int, state: State) -> NoReturn:
-        """As `save`."""
-        self.save(stream)
+    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
+        return self._pool.submit(self._outlines, chunk_shape).result()
 
     def swap_out(self, stream: int) -> None:
-        """What ranks remember of their rows stays: it is little, and the head hears of no other rank."""
-
-    def swap_in(self, stream: int) -> Outcome:
-        return Outcome.DONE
+        self._have_told(MessageKind.SWAP_OUT, stream)
+        super().swap_out(stream)
 
     def close(self, abandon: bool = False) -> None:
         super().close(abandon)
         if abandon:
             return
         with contextlib.suppress(LinkClosed):  # whoever is gone needs no end
-            self._tell(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
+            self._tell(MessageKind.STOP, 0)
             for other in self._others:
                 other.close()
                 other.flush(LEAVE_S)
 
+    # ---- on the thread ------------------------------------------------------------------------------------------
+
     def _decode(self, stream: int, chunk: int, latents: Tensor, ready: torch.cuda.Event | None) -> None:
         self._lane.follow(ready, latents)
         row = MicroStep(stream, chunk, 0, latents.shape[1], 0)
-        self._tell(StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)))
+        self._send(StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)))
         super()._decode(stream, chunk, latents, ready)
 
-    def _tell(self, message: StageMessage) -> None:
+    def _save(self, stream: int) -> State:
+        self._tell(MessageKind.SAVE, stream)
+        states = [self._memories.save(stream), *(self._exchange.take(each) for each in self._places(stream))]
+        broken = next((state for state in states if "broken" in state[1]), None)
+        if broken is not None:
+            return broken
+        return walk.save(self._network.with_all_rows([walk.restored(*each) for each in states]))
+
+    def _load(self, stream: int, state: State) -> None:
+        whole = walk.restored(*state)
+        try:
+            own, *parts = [walk.save(self._network.rows_of(whole, rank)) for rank in range(self._rows.ranks)]
+        except ValueError as error:
+            raise ConfigError(f"what the decoder remembers is of another size: {error}") from error
+        for place, part in zip(self._places(stream), parts, strict=True):
+            self._exchange.put(place, part)
+        self._tell(MessageKind.LOAD, stream)
+        self._memories.load(stream, own)
+
+    def _outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
+        """All ranks decode chunks of nothing together, of which each has its own rows."""
+        for rank in self._other_ranks:
+            self._exchange.put(shape_place(rows_place(rank)), ({}, list(chunk_shape)))
+        self._tell(MessageKind.SAVE, NO_STREAM)
+        outlines = self._memories.outlines(chunk_shape, self._network.as_whole)
+        for place in self._places(NO_STREAM):
+            self._exchange.take(place)
+        return outlines
+
+    def _swap_in(self, stream: int) -> Outcome:
+        self._tell(MessageKind.SWAP_IN, stream)
+        return self._memories.swap_in(stream, self._rows.highest)
+
+    @property
+    def _other_ranks(self) -> range:
+        return range(1, self._rows.ranks)
+
+    def _places(self, stream: int) -> list[str]:
+        return [stream_place(rows_place(rank), stream) for rank in self._other_ranks]
+
+    def _have_told(self, kind: MessageKind, stream: int) -> None:
+        """Have the thread tell the others, behind all that it is still to do."""
+        job: Future[None] = self._pool.submit(self._tell, kind, stream)
+        job.add_done_callback(self._ended)
+
+    def _tell(self, kind: MessageKind, stream: int) -> None:
+        self._send(StageMessage(kind, (), SessionUpdate(stream)))
+
+    def _send(self, message: StageMessage) -> None:
         for other in self._others:
             other.send(message)
 
@@ -87,6 +142,31 @@ class SplitDecodeWorker(DecodeWorker):
     awaits_others = True
 
     def __init__(
-        self, decoder: PictureDecoder, receiver: Receiver, device: torch.device, at_once: int, timer: DeviceTimer | None
+        self,
+        decoder: PictureDecoder,
+        receiver: Receiver,
+        device: torch.device,
+        at_once: int,
+        timer: DeviceTimer | None,
+        exchange: StateExchange | None = None,
+        swaps: SwapStore | None = None,
     ) -> None:
-        super().__init__(decoder, receiver, NoSender(), device, at_once, timer)
+        super().__init__(decoder, receiver, NoSender(), device, at_once, timer, exchange, swaps)
+        self._rows = _shared(decoder)[1]
+        self.place = rows_place(self._rows.index)
+
+    def _swap_in(self, stream: int) -> None:
+        self._memories.swap_in(stream, self._rows.highest)
+
+
+def rows_place(rank: int) -> str:
+    """Names under which a rank exchanges with the head what it remembers of its rows begin so."""
+    return f"decoder, rows of rank {rank}"
+
+
+def _shared(decoder: PictureDecoder) -> tuple[RowDecoder, RowGroup]:
+    network = decoder.network
+    assert isinstance(network, RowDecoder), "`rank_loader` makes one"
+    rows = network.rows
+    assert isinstance(rows, RowGroup)
+    return network, rows

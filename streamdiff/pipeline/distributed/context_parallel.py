@@ -33,6 +33,8 @@ class ContextGroup:
     index: int
     frames: int
     group: dist.ProcessGroup
+    records: dist.ProcessGroup | None = None
+    """For numbers in host memory, which wait for no device; None: `group` is for these too."""
     _buffers: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     @property
@@ -85,6 +87,12 @@ class ContextGroup:
         self._carry_out(lambda: dist.all_gather(list(gathered.unbind()), own, group=self.group))
         return gathered.transpose(0, 1).flatten(1, 2)
 
+    def highest(self, number: int) -> int:
+        """The highest of the ranks' numbers, the same on each; the host waits for the others to come here."""
+        most = torch.tensor(number)
+        self._carry_out(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self.records or self.group))
+        return int(most)
+
     def _all_to_all(self, name: str, sent: Tensor) -> Tensor:
         """Part c of `sent` `[C, ...]` goes to rank c of the stage; what comes, by rank `[C, ...]`."""
         received = self._buffer(name, tuple(sent.shape), sent)
@@ -112,8 +120,8 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def stage_group(stages: int, size: int, frames: int, device: torch.device) -> ContextGroup | None:
     """This rank's group where each of `stages` stages has `size` ranks, those of a stage one after the other; None on a
-    rank of no stage. NCCL's on CUDA, else gloo's. All ranks of the default group call this together. Mutates: this
-    process's environment, see `nccl.group_options`."""
+    rank of no stage. NCCL's on CUDA, with gloo's for numbers of the host, else gloo's. All ranks of the default group
+    call this together. Mutates: this process's environment, see `nccl.group_options`."""
     rank, found = dist.get_rank(), None
     on_cuda, bound = device.type == "cuda", bound_device(device)
     for stage in range(stages):
@@ -127,6 +135,7 @@ def stage_group(stages: int, size: int, frames: int, device: torch.device) -> Co
             device_id=bound,
             group_desc=f"stage {stage}",
         )
+        records = dist.new_group(list(ranks), timeout=FOREVER, backend="gloo") if on_cuda else None
         if rank in ranks:
-            found = ContextGroup(ranks, ranks.index(rank), frames, group)
+            found = ContextGroup(ranks, ranks.index(rank), frames, group, records)
     return found

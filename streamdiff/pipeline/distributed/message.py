@@ -36,6 +36,11 @@ class MessageKind(IntEnum):
     SWAP_OUT = 9
     SWAP_IN = 10
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether the record that comes back tells what became of it."""
+        return self in (MessageKind.SAVE, MessageKind.SWAP_IN)
+
 
 class Outcome(IntEnum):
     """What became of a message on a stage; of several stages the highest counts."""
@@ -49,7 +54,7 @@ class Outcome(IntEnum):
 class SessionUpdate:
     """A change to one session. `oldest` is the oldest epoch still in use; chunks of the epoch of TEXT see none before
     `visible_from_chunk` but the sink; `steps` matters to OPEN, STEPS and SWAP_IN, `kv_context` to OPEN and SWAP_IN.
-    `outcome` is that of SWAP_IN on the stages that it has come through."""
+    SAVE has its ticket in `epoch`. `outcome` is that of SAVE or SWAP_IN on the stages that it has come through."""
 
     session: int
     epoch: int = 0

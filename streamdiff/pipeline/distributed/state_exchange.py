@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ State = tuple[Mapping[str, Tensor], Any]
 """What `session_state.walk.save` gives."""
 _PIECE = 1 << 22  # bytes of a value: torch's TCPStore takes 8 MiB at most
 _LONGEST_WORD = 2000  # characters
+_LOOK_S, _LOOKS = 0.002, 150_000
 
 
 class StateExchange(Protocol):
@@ -22,7 +24,17 @@ class StateExchange(Protocol):
     def put(self, name: str, state: State) -> None: ...
 
     def take(self, name: str) -> State:
-        """The state left there, which is gone then; waits for it between processes."""
+        """The state left there, which is gone then; waits for it. From any thread, as all methods.
+
+        Raises:
+            RuntimeError: it does not come, or the exchange was closed.
+        """
+
+    def holds(self, name: str) -> bool:
+        """Whether `take` would give it at once."""
+
+    def close(self) -> None:
+        """Nobody waits any more."""
 
     def leave_word(self, name: str, text: str) -> None:
         """Leave a text under a name, over what was there."""
@@ -37,12 +49,20 @@ class LocalExchange:
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
         self._words: dict[str, str] = {}
+        self._closed = threading.Event()
 
     def put(self, name: str, state: State) -> None:
         self._states[name] = state
 
     def take(self, name: str) -> State:
+        _await(self, name, self._closed)
         return self._states.pop(name)
+
+    def holds(self, name: str) -> bool:
+        return name in self._states
+
+    def close(self) -> None:
+        self._closed.set()
 
     def leave_word(self, name: str, text: str) -> None:
         self._words[name] = text
@@ -56,7 +76,7 @@ class StoreExchange:
     the machine that keeps the store has it in memory once more meanwhile."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store, self._closed = store, threading.Event()
 
     def put(self, name: str, state: State) -> None:
         tensors, tree = state
@@ -67,12 +87,20 @@ class StoreExchange:
         self._store.set(_key(name), json.dumps({"pieces": len(pieces), "tree": tree}))
 
     def take(self, name: str) -> State:
+        _await(self, name, self._closed)  # `get` would keep heartbeats from the store while it waits
         said = json.loads(self._store.get(_key(name)))
         keys = [_key(name, number) for number in range(said["pieces"])]
         data = b"".join(self._store.get(key) for key in keys)
         for key in (*keys, _key(name)):
             self._store.delete_key(key)
         return load(data), said["tree"]
+
+    def holds(self, name: str) -> bool:
+        there: bool = self._store.check([_key(name)])
+        return there
+
+    def close(self) -> None:
+        self._closed.set()
 
     def leave_word(self, name: str, text: str) -> None:
         self._store.set(_word(name), text[:_LONGEST_WORD])
@@ -83,6 +111,20 @@ class StoreExchange:
         text = self._store.get(_word(name)).decode()
         self._store.delete_key(_word(name))
         return text
+
+
+def ticket_place(place: str, ticket: int) -> str:
+    """The name under which the stage at `place` leaves a session that it was asked for by this ticket."""
+    return f"{place}, save {ticket}"
+
+
+def _await(exchange: StateExchange, name: str, closed: threading.Event) -> None:
+    for _ in range(_LOOKS):
+        if exchange.holds(name):
+            return
+        if closed.wait(_LOOK_S):
+            raise RuntimeError(f"the exchange was closed before {name} came")
+    raise RuntimeError(f"{name} did not come within {_LOOKS * _LOOK_S:g} s")
 
 
 def _key(name: str, piece: int | None = None) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
-from streamdiff.pipeline.distributed.state_exchange import StateExchange
+from streamdiff.pipeline.distributed.state_exchange import StateExchange, ticket_place
 from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, fault_name, told
 from streamdiff.pipeline.scheduler.step import MicroStep
 
@@ -89,7 +89,7 @@ class StageGuard:
             self.broken.pop(control.session, None)
         if (why := self.broken.get(control.session)) is not None:
             if kind is MessageKind.SAVE:  # the head waits for it
-                self._stage.exchange.put(self._stage.place, ({}, {"broken": why}))
+                self._stage.exchange.put(ticket_place(self._stage.place, control.epoch), ({}, {"broken": why}))
             return message
         try:
             return replace(message, control=self._stage.update(kind, control, message.tensors))

@@ -46,8 +46,8 @@ class InFlightQueue:
         self.returned, self._word = ReturnedRows(), word
         self._streams: deque[list[SamplerSession | None]] = deque()  # of each message in the ring that of each row
         self.stopping = False
-        self.swapped_in: deque[SessionUpdate] = deque()
-        """What has come back of SWAP_IN."""
+        self.answers: deque[tuple[MessageKind, SessionUpdate]] = deque()
+        """What has come back of messages that are answered."""
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         """The next message that may enter, or None; never waits. Mutates: self, scheduler, sampler."""
@@ -124,8 +124,8 @@ class InFlightQueue:
             EngineFailure: one session after the other fails.
         """
         entered, streams = self.in_ring.popleft(), self._streams.popleft()
-        if message.kind is MessageKind.SWAP_IN and message.control is not None:
-            self.swapped_in.append(message.control)
+        if message.kind.is_answered and message.control is not None:
+            self.answers.append((message.kind, message.control))
         if message.kind is not MessageKind.ROWS:
             return []
         finished: list[Finished] = []

@@ -5,7 +5,6 @@ Does what stage messages say; never decides anything itself. Knows nothing about
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +19,8 @@ from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.models.transformer.weights_digest import weights_digest
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
-from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange
+from streamdiff.pipeline.distributed.stage_saving import StageSaving, readiness, swapped
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, StateExchange
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
@@ -32,9 +32,7 @@ from streamdiff.pipeline.scheduler.kv_context import PER_STEP, cache_count, most
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state import walk
 from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, reset, session_state
-from streamdiff.session_state.swap_store import Lost, SwapStore
-
-logger = logging.getLogger(__name__)
+from streamdiff.session_state.swap_store import SwapStore
 
 _TRIAL = -1
 """The first session that graphs are made with; others have smaller numbers."""
@@ -93,6 +91,7 @@ class ModelRunner:
         """Where states are left for the head, and found."""
         self.swaps = SwapStore(device)
         """Where sessions lie that are swapped out."""
+        self.saving = StageSaving(self)
         self._arriving: set[int] = set()  # sessions whose caches are still copied to the device
         self._waiting: list[KVCache] = []  # caches with graphs, for sessions to come
         self._most_waiting = 0
@@ -121,7 +120,7 @@ class ModelRunner:
             case MessageKind.CLOSE:
                 self.close(control.session)
             case MessageKind.SAVE:
-                self.exchange.put(self.place, self.save(control.session))
+                return replace(control, outcome=max(control.outcome, self.saving.go_on(control)))
             case MessageKind.LOAD:
                 walk.load(self.sessions[control.session], *self.exchange.take(self.place), self.device)
             case MessageKind.SWAP_OUT:
@@ -177,7 +176,8 @@ class ModelRunner:
     def close(self, session: int) -> None:
         """Free the session's KV cache. With CUDA graphs, keep as many caches as `compile` preallocated, those with most
         graphs first, since graphs are bound to their addresses; free the others and their graphs. Mutates: self."""
-        self.swaps.drop(_swapped(session))
+        self.saving.spoil(session, "it has ended meanwhile, or was swapped out")
+        self.swaps.drop(swapped(session))
         self._arriving.discard(session)
         gone, compiled = self.sessions.pop(session, None), self.compiled
         if gone is None or compiled is None:
@@ -191,6 +191,7 @@ class ModelRunner:
     @torch.inference_mode()
     def reset(self, session: int) -> None:
         """Empty the session's caches, in place. Mutates: self."""
+        self.saving.spoil(session, "it has begun afresh meanwhile")
         reset(self.sessions[session])
 
     @torch.inference_mode()
@@ -213,35 +214,34 @@ class ModelRunner:
             kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
         kept.steps = steps
 
-    def save(self, session: int) -> State:
-        """The session's state as `walk.save` has it, and digests of the stage's blocks."""
-        away = session not in self.sessions
-        tensors, tree = self.swaps.read(_swapped(session)) if away else walk.save(self.sessions[session])
-        return tensors, {"state": tree, "weights": self._weights}
+    def follow_copies(self, session: int) -> None:
+        """What next uses the session's caches waits on the device for the copies so far. Mutates: self."""
+        self._arriving.add(session)
 
     def swap_out(self, session: int) -> None:
         """Let the session's caches be others', and keep what is in them elsewhere. Mutates: self."""
-        name, gone = _swapped(session), self.sessions[session]
+        name, gone = swapped(session), self.sessions[session]
         self.close(session)
         self.swaps.put(name, gone)
 
     def swap_in(self, control: SessionUpdate) -> Outcome:
         """Give a session caches again, with what was in them; where that is lost, empty ones. NOT_YET: ask again.
         Mutates: self."""
-        session, name = control.session, _swapped(control.session)
+        session, name = control.session, swapped(control.session)
         if session in self.sessions:
             return Outcome.DONE
-        try:
-            if not self.swaps.ready(name):
-                return Outcome.NOT_YET
-        except Lost as error:
-            logger.warning("Session %d cannot come back and begins afresh: %s", session, error)
-            self.open(session, steps=control.steps, kv_context=control.kv_context)
-            return Outcome.LOST
+        outcome, group = readiness(self.swaps, name), self._forward.group
+        if group is not None:  # a part that one of them cannot give is of no use to the others
+            outcome = Outcome(group.highest(outcome))
+        if outcome is Outcome.NOT_YET:
+            return outcome
         self.open(session, steps=control.steps, kv_context=control.kv_context)
-        self.swaps.take(name, self.sessions[session])
-        self._arriving.add(session)
-        return Outcome.DONE
+        if outcome is Outcome.LOST:
+            self.swaps.drop(name)
+        else:
+            self.swaps.take(name, self.sessions[session])
+            self._arriving.add(session)
+        return outcome
 
     def _arrive(self, session: int) -> None:
         """What follows uses the session's caches: on the device it waits for what comes back. Mutates: self."""
@@ -250,7 +250,8 @@ class ModelRunner:
             self.swaps.follow()
 
     @cached_property
-    def _weights(self) -> list[str]:
+    def weights(self) -> list[str]:
+        """Digests of its blocks."""
         return [weights_digest(block) for block in self.denoiser.blocks]
 
     def _fit_caches(self, session: RunnerSession) -> None:
@@ -389,8 +390,3 @@ class ModelRunner:
 def state_place(stage: int, share: int) -> str:
     """The name under which rank `share` of those of a stage exchanges states with the head."""
     return f"stage {stage}, share {share}"
-
-
-def _swapped(session: int) -> str:
-    """What a stage's part of a session is called in a swap store."""
-    return f"stage {session}"

@@ -62,7 +62,7 @@ class Worker:
             self.done += 1
         if message is not None and (whole := self._whole(message)) is not None:
             self.now = whole
-            if not whole.is_long and whole.kind is not MessageKind.SWAP_IN:  # whose record tells what became of it
+            if not (whole.is_long or whole.kind.is_answered):  # whose record tells what became of it
                 self.sender.announce(whole)
             with self._timed.work(whole.bare):
                 result = self.stage.carry_out(whole)

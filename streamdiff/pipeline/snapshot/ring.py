@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import memory_outlines
 from streamdiff.models.model import Model
-from streamdiff.pipeline.distributed.state_exchange import State
+from streamdiff.pipeline.distributed.state_exchange import State, ticket_place
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import StreamProgress
 from streamdiff.pipeline.runner.model_runner import RunnerSession, state_place
@@ -22,7 +22,6 @@ from streamdiff.pipeline.snapshot.checks import (
     check_content,
     check_memory,
     check_session,
-    opened_with,
 )
 from streamdiff.pipeline.snapshot.file import LOOSE, Snapshot, model_facts
 from streamdiff.session_state import walk
@@ -36,16 +35,21 @@ class StageStates:
     parts: Sequence[Sequence[RunnerSession]]
     weights: Sequence[str]
 
+    @staticmethod
+    def are_there(ring: RingExecutor, ticket: int) -> bool:
+        """Whether all that `MessageKind.SAVE` leaves in the ring's exchange has come."""
+        return all(ring.stage.exchange.holds(place) for places in _places(ring, ticket) for place in places)
+
     @classmethod
-    def take(cls, ring: RingExecutor) -> StageStates:
-        """What `MessageKind.SAVE` has left in the ring's exchange. Raises ConfigError where a stage has no such
-        session, as opening it failed there."""
+    def take(cls, ring: RingExecutor, ticket: int) -> StageStates:
+        """What `MessageKind.SAVE` has left there. Raises ConfigError where a stage has no such session: opening it
+        failed there, or it has ended or begun afresh."""
         parts, weights = [], []
-        for stage in range(ring.stage.stages):
-            there = [ring.stage.exchange.take(state_place(stage, share)) for share in range(ring.stage.shares)]
-            for _, tree in there:
-                if "broken" in tree:
-                    raise ConfigError(tree["broken"])
+        taken = [[ring.stage.exchange.take(place) for place in places] for places in _places(ring, ticket)]
+        broken = [tree["broken"] for there in taken for _, tree in there if "broken" in tree]
+        if broken:
+            raise ConfigError(broken[0])
+        for there in taken:
             parts.append([walk.restored(tensors, tree["state"]) for tensors, tree in there])
             weights += there[0][1]["weights"]
         return cls(parts, weights)
@@ -91,38 +95,48 @@ def occupied(ring: RingExecutor, session: int) -> bool:
     )
 
 
-def collect(ring: RingExecutor, model: Model, stream: StreamProgress, decoder: State) -> Snapshot:
-    """The snapshot of a session at rest, of which the stages have been asked for their part.
+def _places(ring: RingExecutor, ticket: int) -> list[list[str]]:
+    """Where states are left, by stage and share."""
+    return [
+        [ticket_place(state_place(stage, share), ticket) for share in range(ring.stage.shares)]
+        for stage in range(ring.stage.stages)
+    ]
 
-    Raises:
-        ConfigError: its noise was given as tensors, so that it has no seed.
-    """
-    stages, head = StageStates.take(ring), head_state(ring, stream.session)
+
+def collect(
+    model: Model, stages: StageStates, head: State, stream: State, decoder: State, opened: Mapping[str, Any]
+) -> Snapshot:
+    """The snapshot of a session, of its parts at one moment; `opened` as `opened_with` has it."""
     states = {
         "stages": walk.save(stages.whole, "stages"),
-        "head": walk.save(head, "head"),
-        "stream": walk.save(stream, "stream"),
+        "head": head,
+        "stream": stream,
         "decoder": walk.save(walk.restored(*decoder), "decoder"),
     }
     return Snapshot(
         model_facts(model.spec, model.denoiser.dtype, stages.weights),
-        opened_with(head),
+        opened,
         {name: tree for name, (_, tree) in states.items()},
         {name: tensor for tensors, _ in states.values() for name, tensor in tensors.items()},
     )
 
 
 def place(
-    snapshot: Snapshot, ring: RingExecutor, model: Model, stream: StreamProgress, decoder: Sequence[Any]
+    snapshot: Snapshot,
+    ring: RingExecutor,
+    model: Model,
+    stream: StreamProgress,
+    decoder: Sequence[Any],
+    ticket: int,
 ) -> PendingSteps | None:
-    """Put a snapshot into a session that was opened as it says, of which the stages have been asked for their part, and
-    leave there what they are to load. `decoder`: what it may remember, as outlines. Returns the change of steps that is
-    still to come. Mutates: ring, stream.
+    """Put a snapshot into a session that was opened as it says, of which the stages have left their part under
+    `ticket`, and leave there what they are to load. `decoder`: what it may remember, as outlines. Returns the change of
+    steps that is still to come. Mutates: ring, stream.
 
     Raises:
         ConfigError: other weights, sizes, or anything else that cannot be; nothing is left for the stages then.
     """
-    stages, tensors, trees = StageStates.take(ring), snapshot.tensors, snapshot.trees
+    stages, tensors, trees = StageStates.take(ring, ticket), snapshot.tensors, snapshot.trees
     snapshot.check_weights(stages.weights)
     head = head_state(ring, stream.session)
     pictures = (None, *remembered(model)) if model.first_frame_reencoder is not None else (None,)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import count
 
-from streamdiff.pipeline.decode.decode_worker import Decoding
+from streamdiff.pipeline.decode.decoding import Decoding
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import Frames, StreamProgress
@@ -100,6 +100,10 @@ class SwapsSessions(ABC):
         """Whether an open session is swapped out, or not wholly back."""
         return session in self._away
 
+    def is_coming(self, session: int) -> bool:
+        """Whether a session is on its way back."""
+        return session in self._away and self._away[session].coming
+
     @property
     def coming(self) -> bool:
         """Whether sessions are on their way back."""
@@ -113,7 +117,7 @@ class SwapsSessions(ABC):
 
     def _turn_swaps(self) -> None:
         """Go on with what is on its way. Mutates: self, ring."""
-        for answer in self.ring.take_swapped_in():
+        for answer in self.ring.take_answers(MessageKind.SWAP_IN):
             away = self._away.get(answer.session)
             if away is not None and away.coming and away.ticket == answer.epoch:
                 away.asked, away.stages = False, answer.outcome
@@ -152,7 +156,7 @@ class SwapsSessions(ABC):
     def _come_back(self, session: int) -> list[Frames]:
         """Go on until a session that is on its way is back; frames that came meanwhile."""
         frames: list[Frames] = []
-        while session in self._away and self._away[session].coming:
+        while self.is_coming(session):
             frames += self.step(_COMING_WAIT_S)
         return frames
 

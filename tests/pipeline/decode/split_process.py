@@ -22,11 +22,13 @@ from streamdiff.config import ModelConfig
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoDecoder, yuv420p
 from streamdiff.models.autoencoder.row_decoder import RowDecoder, one_pixel
 from streamdiff.models.autoencoder.wan import WanDecoder
-from streamdiff.pipeline.decode.decode_worker import LocalDecoding, Piece
+from streamdiff.pipeline.decode.decode_worker import LocalDecoding
+from streamdiff.pipeline.decode.decoding import Piece
 from streamdiff.pipeline.decode.row_group import make_row_group
 from streamdiff.pipeline.decode.split_decoding import SplitDecodeWorker, SplitDecoding
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import GroupBroken, LinkClosed
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange
 from streamdiff.pipeline.topology import row_receiver, row_senders
 from tests.small import CPU, small_autoencoder, small_decoder, small_model
 from tests.small_vae import small_wan_autoencoder
@@ -87,7 +89,7 @@ def head(network: VideoDecoder) -> tuple[SplitDecoding, SimpleQueue[Piece], Simp
     """The head's decoding, what it delivers, and whether it says that something went wrong."""
     pieces, woken = SimpleQueue[Piece](), SimpleQueue[None]()
     decoder, wake = PictureDecoder(network, yuv420p), lambda: woken.put(None)
-    return SplitDecoding(row_senders(SPEC, CONFIG), decoder, pieces.put, wake, CPU, 2), pieces, woken
+    return SplitDecoding(row_senders(SPEC, CONFIG), LocalExchange(), decoder, pieces.put, wake, CPU, 2), pieces, woken
 
 
 def stream(network: VideoDecoder, rank: int) -> None:

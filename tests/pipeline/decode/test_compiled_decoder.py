@@ -18,7 +18,8 @@ from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, Step, 
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.build import load_runtime
-from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding
+from streamdiff.pipeline.decode.decoding import Piece
 from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.runner.torch_compile import one_graph
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline

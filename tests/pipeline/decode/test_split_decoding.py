@@ -16,10 +16,11 @@ from streamdiff.models.autoencoder.row_decoder import RowDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.models.catalogue import entries
 from streamdiff.pipeline.decode.row_group import RowGroup, row_bounds
-from streamdiff.pipeline.decode.split_decoding import SplitDecoding
 from streamdiff.pipeline.planner.costs import Ceilings, split_decode, split_decode_words
 from streamdiff.pipeline.planner.model_sizes import entry_sizes, read_sizes
 from streamdiff.pipeline.planner.partition import check_split_decode
+from streamdiff.session_state import walk
+from tests.pipeline.decode.split_process import latents, network_of
 from tests.pipeline.processes import run_ranks
 from tests.small import AUTOENCODER, small_autoencoder, small_decoder
 from tests.small_vae import small_wan_autoencoder
@@ -66,15 +67,13 @@ def test_what_cannot_be_shared_is_refused() -> None:
         check_split_decode("split", 61, 60)
     with pytest.raises(ConfigError, match=r"each stage has one rank: .*--parallel PxC"):
         check_split_decode("split", 1, 60)
-    with pytest.raises(ConfigError, match=r"--decode split.* cannot be saved; run it with --decode head"):
-        SplitDecoding.save(None, 0)  # type: ignore[arg-type]
 
 
 class Counting:
     """`Rows` of one rank that has them all, and counts what it would exchange."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.count, self.bounds = count, ((0, count),)
         self.halos = self.halo_values = self.attended = 0
 
     def own(self, whole: Tensor) -> Tensor:
@@ -91,6 +90,26 @@ class Counting:
 
     def to_first(self, own: Tensor) -> Tensor:
         return own
+
+
+@pytest.mark.parametrize("kind", ["wan", "wan2.2", "taehv"])
+def test_what_ranks_remember_of_their_rows_is_put_together_and_cut_again(kind: str) -> None:
+    """Of a running stream: to what one rank remembers, and a rank takes back what it had."""
+    height, ranks = 5, 2
+    network, memory = network_of(kind), network_of(kind).new_memory()
+    for count in (1, 3):
+        network.decode_video(latents(height, 3, count, count), memory)
+    groups = [RowGroup(ranks, rank, height, None) for rank in range(ranks)]
+    decoders = [RowDecoder(network_of(kind), group) for group in groups]
+    parts = [each.rows_of(memory, rank) for rank, each in enumerate(decoders)]
+    assert walk.nbytes(parts[0]) * 3 == walk.nbytes(parts[1]) * 2 == walk.nbytes(memory) * 6 // 5
+    whole = decoders[1].with_all_rows(parts)
+    assert walk.outline(whole) == walk.outline(memory) == walk.outline(decoders[0].as_whole(parts[0]))
+    for one, other in zip(walk._tensors(whole, ""), walk._tensors(memory, ""), strict=True):
+        assert torch.equal(one, other)
+    assert network.past(latents(height, 3, 1, 7), whole).keys() == network.past(latents(height, 3, 1, 7), memory).keys()
+    with pytest.raises(ValueError, match="but the ranks share pictures of 7"):
+        RowDecoder(network_of(kind), RowGroup(ranks, 0, 7, None)).rows_of(memory, 0)
 
 
 LATER = {"is_residual": True, "patch_size": 2, "out_channels": 12, "in_channels": 12}

@@ -1,0 +1,124 @@
+"""A stage's part of a session is copied for a snapshot, a chunk's worth with each message, and goes to the head by
+itself: nobody else's forwards wait for more than a piece.
+
+The session is held meanwhile, so that its caches stand still; what changes them all the same spoils the copy, and the
+head is told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from streamdiff.pipeline.distributed.message import Outcome, SessionUpdate
+from streamdiff.pipeline.distributed.state_exchange import State, StateExchange, ticket_place
+from streamdiff.pipeline.kv_cache.cache import KVCache
+from streamdiff.session_state.host_copies import HostCopy
+from streamdiff.session_state.swap_store import Lost, SwapStore
+
+logger = logging.getLogger(__name__)
+
+_LEAST_BYTES = 1 << 22
+"""A piece has so many bytes at least: with less, a message would cost more than the copy."""
+
+
+class _StageSession(Protocol):
+    @property
+    def state(self) -> KVCache: ...
+
+
+class SavedStage(Protocol):
+    """`ModelRunner`, as it is seen here."""
+
+    place: str
+    exchange: StateExchange
+    swaps: SwapStore
+
+    @property
+    def sessions(self) -> Mapping[int, _StageSession]: ...
+
+    @property
+    def weights(self) -> list[str]: ...
+
+    def follow_copies(self, session: int) -> None: ...
+
+
+@dataclass
+class _Saving:
+    ticket: int
+    copy: HostCopy
+    spoilt: str = ""
+
+
+class StageSaving:
+    """The copies that one stage is making."""
+
+    def __init__(self, stage: SavedStage) -> None:
+        self._stage = stage
+        self._under_way: dict[int, _Saving] = {}
+        self._thread = ThreadPoolExecutor(1, "to head")
+
+    def go_on(self, control: SessionUpdate) -> Outcome:
+        """Copy the next piece of a session, the first one with a new ticket; what is complete goes to the head under
+        `ticket_place`. NOT_YET: there are more. Mutates: self."""
+        stage, session, ticket = self._stage, control.session, control.epoch
+        saving = self._under_way.get(session)
+        if saving is None or saving.ticket != ticket:
+            if (held := stage.sessions.get(session)) is None:
+                return self._put(ticket, self._away(session))
+            saving = self._under_way[session] = _Saving(ticket, HostCopy(stage.swaps.copies, held))
+        if not saving.spoilt:
+            caches = stage.sessions[session].state
+            done = saving.copy.go_on(max(_LEAST_BYTES, chunk_bytes(caches)))
+            stage.follow_copies(session)
+            if not done:
+                return Outcome.NOT_YET
+        del self._under_way[session]
+        if saving.spoilt:
+            return self._put(ticket, ({}, {"broken": saving.spoilt}))
+        self._thread.submit(lambda: self._put(ticket, self._told(*saving.copy.result())))
+        return Outcome.DONE
+
+    def spoil(self, session: int, why: str) -> None:
+        """What is being copied of a session, if it is, changes now. Mutates: self."""
+        if session in self._under_way:
+            self._under_way[session].spoilt = why
+
+    def _away(self, session: int) -> State:
+        """The part of a session that is swapped out, or why there is none."""
+        if swapped(session) not in self._stage.swaps:
+            return {}, {"broken": "the session has ended meanwhile"}
+        try:
+            return self._told(*self._stage.swaps.read(swapped(session)))
+        except Lost as error:
+            return {}, {"broken": f"what it was is lost: {error}"}
+
+    def _told(self, tensors: Mapping[str, object], tree: object) -> State:
+        return tensors, {"state": tree, "weights": self._stage.weights}  # type: ignore[return-value]
+
+    def _put(self, ticket: int, state: State) -> Outcome:
+        self._stage.exchange.put(ticket_place(self._stage.place, ticket), state)
+        return Outcome.DONE
+
+
+def chunk_bytes(caches: KVCache) -> int:
+    """Bytes that a chunk has in caches."""
+    return sum(each[:, :, :1].nbytes for each in (caches.key, caches.value))
+
+
+def swapped(session: int) -> str:
+    """What a stage's part of a session is called in a swap store."""
+    return f"stage {session}"
+
+
+def readiness(swaps: SwapStore, name: str) -> Outcome:
+    """Whether what this rank has of a session that is away can come back; says in the log what is lost. Mutates:
+    swaps."""
+    try:
+        return Outcome.DONE if swaps.ready(name) else Outcome.NOT_YET
+    except Lost as error:
+        logger.warning("%s cannot come back, and its session begins afresh: %s", name, error)
+        return Outcome.LOST

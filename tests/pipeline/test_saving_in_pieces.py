@@ -1,0 +1,128 @@
+"""A session is saved beside others, a piece with each turn: nobody waits for it, and what is saved is of one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streamdiff.errors import ConfigError
+from streamdiff.pipeline.distributed import stage_saving
+from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.snapshot.file import Snapshot
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from tests.pipeline.test_swapping import CHUNK, CHUNKS, CONTEXTS, MODEL, Streams, alone, opened
+from tests.small import BLUE, CPU, RED
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(stage_saving, "_LEAST_BYTES", 1)
+
+
+class Saving:
+    """Two sessions, the first of which is saved once two chunks of both were shown; `between` is called when its parts
+    are half copied."""
+
+    def __init__(self, kv_context: str, stages: int, between: Callable[[StreamingPipeline], None] = lambda _: None):
+        self.pipeline = StreamingPipeline(MODEL, CPU, ring=LocalRing(MODEL, CPU, stages))
+        opened(self.pipeline, kv_context)
+        self.streams = Streams(self.pipeline)
+        self.streams.play(2, 0, 1)
+        while not self.pipeline.comes_to_rest(0):
+            self.turn()
+        self.before = len(self.streams.pictures[0])
+        self.ticket = self.pipeline.begin_save(0)
+        self.turns = self.made_by_the_other = 0
+        saved: list[tuple[int, Any]] = []
+        while not saved:
+            held, at = self.pipeline.ring.scheduler.session(0).held, self.other_is_at
+            self.turns += held
+            self.turn()
+            self.made_by_the_other += held and self.other_is_at != at
+            if self.turns == 2:
+                between(self.pipeline)
+            saved = self.pipeline.take_saved()
+        [(ticket, self.saved)] = saved
+        assert ticket == self.ticket and self.pipeline.take_saved() == []
+
+    @property
+    def other_is_at(self) -> tuple[int, list[int]]:
+        """Chunks of the other session, and the forwards that entered of those in flight."""
+        chunks = self.pipeline.ring.scheduler.session(1).chunks
+        return self.pipeline.ring.scheduler.next_chunk(1), [chunk.entered for chunk in chunks]
+
+    def turn(self) -> None:
+        for session in (0, 1):
+            self.pipeline.set_frame_credit(session, 6 * CHUNK)
+        self.streams.take(self.pipeline.step(0.01))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("kv_context", CONTEXTS)
+def test_it_is_copied_by_and_by_while_another_session_plays(kv_context: str, stages: int) -> None:
+    """And goes on; from the snapshot the same stream goes on, in mid-chunk."""
+    place = Saving(kv_context, stages)
+    assert place.turns >= 4, "a piece with each turn"
+    assert place.made_by_the_other >= place.turns // 3, "the other one is not held meanwhile"
+    streams = place.streams
+    streams.play(CHUNKS, 0, 1)
+    for session in (0, 1):
+        assert np.array_equal(streams.shown(session), alone(kv_context).shown(session)), f"session {session}"
+    assert isinstance(place.saved, Snapshot)
+    place.pipeline.close_session(0)
+    streams.pictures[0] = list(alone(kv_context).shown(0)[: place.before])
+    streams.take(place.pipeline.load(0, place.saved))
+    streams.play(CHUNKS, 0)
+    assert np.array_equal(streams.shown(0), alone(kv_context).shown(0))
+    place.pipeline.close()
+
+
+def changed(pipeline: StreamingPipeline) -> None:
+    pipeline.set_conditioning(0, pipeline.text.encode(BLUE), epoch=6, switch="flush")
+
+
+def test_a_prompt_that_comes_while_it_is_copied_is_not_in_it() -> None:
+    place = Saving("matched", 2, changed)
+    place.pipeline.close_session(0)
+    streams = place.streams
+    streams.pictures[0] = list(alone("matched").shown(0)[: place.before])
+    streams.take(place.pipeline.load(0, place.saved))
+    streams.play(CHUNKS, 0)
+    place.pipeline.close()
+    assert np.array_equal(streams.shown(0), alone("matched").shown(0))
+
+
+def reset(pipeline: StreamingPipeline) -> None:
+    pipeline.reset(0, pipeline.text.encode(RED), seed=3, epoch=6)
+
+
+def closed(pipeline: StreamingPipeline) -> None:
+    pipeline.close_session(0)
+    pipeline.open(0, pipeline.text.encode(RED), seed=3, epoch=6, steps=4, kv_context="clean")
+
+
+@pytest.mark.parametrize(("change", "why"), [(reset, "begun afresh meanwhile"), (closed, "ended meanwhile")])
+def test_what_ends_or_begins_afresh_while_it_is_copied_is_not_saved(
+    change: Callable[[StreamingPipeline], None], why: str
+) -> None:
+    """And the stream that is there then is not held, nor another one damaged."""
+    place = Saving("clean", 2, change)
+    assert isinstance(place.saved, ConfigError) and why in str(place.saved)
+    place.streams.pictures[0].clear()
+    place.streams.play(CHUNKS, 0, 1)
+    for session in (0, 1):
+        assert np.array_equal(place.streams.shown(session), alone("clean").shown(session)), f"session {session}"
+    assert not place.pipeline.ring.stage.exchange._states, "nothing is left behind"  # type: ignore[attr-defined]
+    place.pipeline.close()
+
+
+def test_a_session_that_is_being_copied_is_not_swapped_out() -> None:
+    may: list[bool] = []
+    place = Saving("clean", 1, lambda pipeline: may.append(pipeline.can_swap_out(0)))
+    assert may and not may[0] and place.pipeline.can_swap_out(0)
+    place.pipeline.close()

@@ -22,7 +22,7 @@ from streamdiff.pipeline.planner.model_sizes import ModelSizes, sizes_of
 from streamdiff.pipeline.planner.parallel import Comparison
 from streamdiff.pipeline.planner.partition import check_stages, split_evenly
 from streamdiff.pipeline.planner.simulator import Run, Setup, simulate
-from streamdiff.pipeline.planner.stage_layout import PLACES, Layout, Workload, fastest, lay_out, layout_of
+from streamdiff.pipeline.planner.stage_layout import PLACES, Layout, Workload, choose_layout, fastest, layout_of
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 CHUNKS = 100
@@ -121,7 +121,7 @@ def make(model: ModelConfig, job: PlanJob) -> Outcome:
         source, layout, decode_s, links = _by_hand(job.stage_times, job, sizes, load)
     else:
         found = _costs(job, sizes, load, storage)
-        source, layout = found.source, lay_out(found, load, job.decode)
+        source, layout = found.source, choose_layout(found, load, job.decode)
         decode_s = found.decoding_s(layout.decode)
         links = link_times(found, stages)
     setup = ring_setup(sizes, load, layout, links, decode_s, job.chunks or CHUNKS)

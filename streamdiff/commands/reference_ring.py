@@ -34,7 +34,7 @@ def head_of_ranks(found: Found) -> Iterator[tuple[Model, RingExecutor, Callable[
     context = _join(found)
     progress = start_progress(context, config)
     model = found.load(_blocks(found, 0))
-    ring = topology.head_ring(model, StageTopology.of(config, 0, found.device), found.device, progress.enter)
+    ring = topology.connect_head(model, StageTopology.of(config, 0, found.device), found.device, progress.enter)
     group = WorkerGroup(context, ring, config.hang_s)
     progress.finish()
     group.start(lambda: None)

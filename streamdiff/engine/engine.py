@@ -56,7 +56,7 @@ from streamdiff.engine.validation import (
     refused,
 )
 from streamdiff.errors import RequestError
-from streamdiff.models.interfaces import Reading
+from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.pipeline.output import Frames
 
 
@@ -174,13 +174,13 @@ class Engine(SavesSessions):
             raise RequestError("session", f"session {command.session!r} is open already; close it or use another id")
         if command.snapshot is not None:
             return self._open_saved(command)
-        reading = Reading("") if command.prompt_embeds is not None else self._read(command.prompt, None)
+        reading = ParsedPrompt("") if command.prompt_embeds is not None else self._read(command.prompt, None)
         if self._pipeline.text.slow or begins_with(command):
             self._min_ahead_frames(*self._choice(command))
             return self._wait(PendingRequest(command, reading.text, reading.notice))
         return self._open_now(command, reading)
 
-    def _open_now(self, command: Open, reading: Reading, made: Encoded = NOTHING) -> list[Event]:
+    def _open_now(self, command: Open, reading: ParsedPrompt, made: Encoded = NOTHING) -> list[Event]:
         if command.snapshot is not None:
             return self._go_on(command, reading, made.start)
         slot = self._free_slot()
@@ -193,7 +193,7 @@ class Engine(SavesSessions):
         self._sessions[slot] = session
         return events
 
-    def _start(self, slot: int, command: Open, reading: Reading, made: Encoded) -> tuple[Session, list[Event]]:
+    def _start(self, slot: int, command: Open, reading: ParsedPrompt, made: Encoded) -> tuple[Session, list[Event]]:
         """Open the stream in `slot`. Raises ValueError for what the pipeline cannot run."""
         steps, kv_context = self._choice(command)
         session = Session(
@@ -275,7 +275,7 @@ class Engine(SavesSessions):
         request = pending.request
         if isinstance(request, Open):
             made = Encoded(pending.conditioning, pending.start, pending.video)
-            return self._open_now(request, Reading(pending.text, pending.notice), made)
+            return self._open_now(request, ParsedPrompt(pending.text, pending.notice), made)
         session = self._find(request)
         if session is None:
             return []
@@ -348,7 +348,7 @@ class Engine(SavesSessions):
         known = ", ".join(repr(name) for name in self._slots) or "none"
         raise RequestError("session", f"there is no session {command.session!r}; open ones: {known}")
 
-    def _read(self, prompt: str, previous: str | None) -> Reading:
+    def _read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         check_prompt(prompt)
         return self._pipeline.text.read(prompt, previous)
 

@@ -17,7 +17,7 @@ from streamdiff.engine.snapshot_header import SavedSession, read_saved_session
 from streamdiff.engine.swapping import Swapping
 from streamdiff.engine.validation import refused
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.models.interfaces import Reading
+from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.pipeline.output import Frames
 
 NOTHING = Encoded()
@@ -40,7 +40,7 @@ class SavesSessions(ABC):
         """Its session."""
 
     @abstractmethod
-    def _read(self, prompt: str, previous: str | None) -> Reading:
+    def _read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         """How a prompt is understood."""
 
     @abstractmethod
@@ -52,7 +52,7 @@ class SavesSessions(ABC):
         """Decoded frames as events."""
 
     @abstractmethod
-    def _open_now(self, command: Open, reading: Reading, made: Encoded = NOTHING) -> list[Event]:
+    def _open_now(self, command: Open, reading: ParsedPrompt, made: Encoded = NOTHING) -> list[Event]:
         """Open a session of which everything is encoded."""
 
     @abstractmethod
@@ -160,12 +160,12 @@ class SavesSessions(ABC):
             raise RequestError("snapshot", "a background session does not go on from a snapshot; open it without")
         self._saving()
         saved = _saved_session(command)
-        reading = self._read(command.prompt, None) if command.prompt else Reading(saved.text, "")
+        reading = self._read(command.prompt, None) if command.prompt else ParsedPrompt(saved.text, "")
         if has_picture(command) or (reading.text != saved.text and self._pipeline.text.slow):
             return self._wait(PendingRequest(command, reading.text, reading.notice))
         return self._open_now(command, reading)
 
-    def _go_on(self, command: Open, reading: Reading, start: Any) -> list[Event]:
+    def _go_on(self, command: Open, reading: ParsedPrompt, start: Any) -> list[Event]:
         """Open a session that goes on from a snapshot, with what has been changed since. `start`: see `Session`."""
         assert command.snapshot is not None
         try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedPrompt:
     """How a model understood a prompt: `text` is what it is given, `notice` a remark for the user (or empty)."""
 
     text: str
@@ -30,7 +30,7 @@ class TextEncoder(Protocol):
     vocabulary: str
     slow: bool
 
-    def read(self, prompt: str, previous: str | None) -> Reading:
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         """Understand a prompt; `previous` is the text in force, which fills what the new prompt leaves open."""
 
     def encode(self, text: str) -> Tensor:

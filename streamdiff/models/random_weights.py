@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from streamdiff.models.checkpoint.checkpoint import Checkpoint
 from streamdiff.models.checkpoint.tensor_store import Entry as Stored
-from streamdiff.models.interfaces import Reading
+from streamdiff.models.interfaces import ParsedPrompt
 
 
 def transformer(name: str, architecture: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Checkpoint:
@@ -80,8 +80,8 @@ class RandomText:
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         self._shape, self._device = shape, device
 
-    def read(self, prompt: str, previous: str | None) -> Reading:
-        return Reading(prompt, "The weights are random: the picture is noise, only speed and memory are real.")
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
+        return ParsedPrompt(prompt, "The weights are random: the picture is noise, only speed and memory are real.")
 
     def encode(self, text: str) -> Tensor:
         """Embeddings `[T, text_dim]`, float32, on the device."""

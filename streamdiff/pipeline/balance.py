@@ -23,7 +23,7 @@ from streamdiff.models.transformer.wan import Tokens
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.planner.costs import Costs, in_proportion
 from streamdiff.pipeline.planner.kv_budget import RankMemory
-from streamdiff.pipeline.planner.stage_layout import Blocks, Workload, lay_out
+from streamdiff.pipeline.planner.stage_layout import Blocks, Workload, choose_layout
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state import walk
@@ -99,7 +99,7 @@ def share_out(config: ModelConfig, steps: int, costs: Costs) -> Blocks:
     spare_core = threads > 0 and (os.cpu_count() or 1) >= here + threads
     place = "head" if config.decode == "split" else config.decode  # what was measured is the time of a share
     workload = Workload(config.stages, 1, steps, config.kv_context, 1, config.anchor_every or 0)
-    return lay_out(costs, workload, "own-stream" if spare_core else place).blocks
+    return choose_layout(costs, workload, "own-stream" if spare_core else place).blocks
 
 
 def row_costs(stage: ModelRunner, max_rows: int, *, steps: int, kv_context: str, memory: RankMemory) -> list[float]:

@@ -50,7 +50,7 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     else:
         context.send_memory(memory)
         place = topology.StageTopology.of(config, 0, device, batching)
-        ring = topology.head_ring(model, place, device, progress.enter)
+        ring = topology.connect_head(model, place, device, progress.enter)
         progress.enter("graphs")
         if decoder is None:
             links = topology.decode_links(model.spec, 0, config.decode_ranks[0], device, plan.pixel_format)

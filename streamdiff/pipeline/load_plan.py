@@ -171,7 +171,7 @@ class LoadPlan:
         folder = config.state_dir if isinstance(config, ServedModel) else None
         return SwapStore(self.device, self.swap_bytes, None if folder is None else Path(folder))
 
-    def room(self, rank: int, runs: Blocks) -> int:
+    def session_bytes(self, rank: int, runs: Blocks) -> int:
         """Bytes for sessions on the rank, now that the weights are loaded."""
         config, demand = self.config, self.demand(runs)
         work = demand.memory()[rank].work + demand.libraries
@@ -275,7 +275,7 @@ def try_kernels(
         window = sizes.tokens // sizes.spec.chunk_latents * sizes.spec.window(config.kv_context)
         shape = AttentionShape(sizes.heads, sizes.head_dim, sizes.tokens, window)
         trial = attention_trial.try_attention(shape, device, dtype)
-        told.append(defaults.Choice("attention", trial.fastest, trial.told))
+        told.append(defaults.Choice("attention", trial.fastest, trial.reason))
         kernels = kernels._replace(attention=trial.fastest)
     if kernels.quantize == "auto":
         width, ffn = sizes.width, sizes.ffn_dim

@@ -65,7 +65,7 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
         model = Model(spec, model.denoiser, text, decoder, reencoder)
     remembering = [each for each in (decoder, reencoder) if each is not None]
     remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in remembering)
-    free = plan.room(plan.rank, runs)
+    free = plan.session_bytes(plan.rank, runs)
     if text is not None and device.type == "cuda" and config.memory_gb is None:
         free = max(0, free - awaited_bytes(text, device))
     return LoadedRank(model, decoder, runs, RankMemory(free, remembered, plan.swap_bytes), plan.swap_store())

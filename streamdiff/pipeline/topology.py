@@ -228,7 +228,9 @@ def pick_link(wanted: str, device: torch.device, shared_device: bool = False) ->
     return "nccl" if wanted == "nccl" else "gloo"
 
 
-def head_ring(model: Model, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> RingExecutor:
+def connect_head(
+    model: Model, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore
+) -> RingExecutor:
     """The ring, for rank 0. `model` has the blocks of rank 0 only."""
     group = share_stages(topology, model.spec, device)
     links = connect(model, topology, device, None, on_edge) if topology.stages * topology.shares > 1 else None

@@ -152,7 +152,7 @@ async def _serve(
             return EXIT_OK
         async with (
             attach_engine(app, config, engine, engine.ready) as state,
-            serve_agent(config.serve.host, config.serve.agent_port, state.manager.room),
+            serve_agent(config.serve.host, config.serve.agent_port, state.manager.free_sessions),
         ):
             try:
                 _announce(config, listener, engine.ready)

@@ -29,7 +29,7 @@ from streamdiff.session_state.host_copies import HostCopies, HostCopy, copy_in_p
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-Place = Literal["host", "disk"]
+SwapLocation = Literal["host", "disk"]
 _FOLDER, _LOCK = "swap", "lock"
 
 
@@ -147,7 +147,7 @@ class SwapStore:
         """All that is here, the one away longest first."""
         return list(self._kept)
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> SwapLocation:
         """Where a state lies."""
         return "disk" if self._kept[name].tensors is None else "host"
 

@@ -22,7 +22,7 @@ from streamdiff.engine.messages import Pictures
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.models.interfaces import Reading
+from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 
@@ -45,11 +45,11 @@ class PaintedText:
     vocabulary = "colours, shapes, ways"
     slow = False
 
-    def read(self, prompt: str, previous: str | None) -> Reading:
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         if prompt == "refuse me":
             raise RequestError("prompt", "the painter refuses this prompt")
         unknown = [word for word in prompt.split() if word not in WORDS]
-        return Reading(prompt.strip(), f"I do not know {', '.join(unknown)}" if unknown else "")
+        return ParsedPrompt(prompt.strip(), f"I do not know {', '.join(unknown)}" if unknown else "")
 
     def encode(self, text: str) -> str:
         return text

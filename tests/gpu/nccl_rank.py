@@ -21,7 +21,7 @@ from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, 
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.pipeline.topology import StageTopology, follower, head_ring
+from streamdiff.pipeline.topology import StageTopology, connect_head, follower
 from tests.gpu.nccl_ring import finding
 from tests.pipeline.distributed.scenarios import SCENARIOS, all_send_first, connect_often, nccl_ends
 from tests.pipeline.playing import CHUNKS_LONG, THREE, play, same
@@ -165,7 +165,7 @@ def ring(rank: int, ranks: int, device: torch.device) -> None:
         with told_syncs(rank):
             worker.run()
         return
-    head = head_ring(part, place, device)
+    head = connect_head(part, place, device)
     with told_syncs(rank):
         made = play(head, model, THREE, CHUNKS_LONG)
     head.stop()

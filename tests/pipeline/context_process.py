@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from streamdiff.models.model import Model
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.topology import Link, StageTopology, follower, head_ring, join_edges
+from streamdiff.pipeline.topology import Link, StageTopology, connect_head, follower, join_edges
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.playing import THREE, Order, play
 from tests.small import CPU, RED, WHITE, small_model
@@ -70,7 +70,7 @@ def main(rank: int, ranks: int, port: int, out: str, cases: list[str]) -> None:
         if rank:
             follower(part, place, CPU).run()
             continue
-        ring = head_ring(part, place, CPU)
+        ring = connect_head(part, place, CPU)
         results[text] = play(ring, model, {name: (ORDERS | ADAPTIVE)[name] for name in case.names}, case.chunks)
         ring.stop(LEAVE_S)
     if rank == 0:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.tiny.model import load_model
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.topology import StageTopology, follower, head_ring
+from streamdiff.pipeline.topology import StageTopology, connect_head, follower
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.playing import Order, play
 from tests.small import BLUE, CPU, RED, WHITE
@@ -41,7 +41,7 @@ def main(rank: int, stages: int, port: int, out: str) -> None:
     if rank:
         follower(part, place, CPU).run()
         return
-    ring = head_ring(part, place, CPU)
+    ring = connect_head(part, place, CPU)
     latents = play(ring, model, ORDERS, CHUNKS)
     ring.stop(LEAVE_S)
     torch.save({"latents": latents, "rows": dict(ring.scheduler.counts.rows)}, out)

@@ -30,7 +30,7 @@ from streamdiff.engine.process import main as engine_main
 from streamdiff.engine.process import private_folder
 from streamdiff.errors import RequestError
 from streamdiff.models.catalogue import entries
-from streamdiff.models.interfaces import Reading
+from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 from streamdiff.pipeline.snapshot.header import FORMAT, KIND, read_header
@@ -66,12 +66,12 @@ class Text:
     vocabulary: str = "colours: " + ", ".join(COLOURS)
     slow: bool = False
 
-    def read(self, prompt: str, previous: str | None) -> Reading:
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         known = [word for word in prompt.lower().replace(",", " ").split() if word in (*COLOURS, "black")]
         if known:
-            return Reading(prompt)
+            return ParsedPrompt(prompt)
         text = previous or "a red circle"
-        return Reading(text, f"None of these words is known here, so the picture stays. Try {', '.join(COLOURS)}.")
+        return ParsedPrompt(text, f"None of these words is known here, so the picture stays. Try {', '.join(COLOURS)}.")
 
     def encode(self, text: str) -> Any:
         known = [word for word in text.lower().replace(",", " ").split() if word in COLOURS]

@@ -24,7 +24,7 @@ from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.noise import SeededNoise
-from streamdiff.pipeline.topology import StageTopology, follower, head_ring
+from streamdiff.pipeline.topology import StageTopology, connect_head, follower
 from streamdiff.session_state import walk
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.playing import Order
@@ -173,7 +173,7 @@ def main(rank: int, stages: int, port: int, out: str) -> None:
         move_after_messages(worker.stage)
         worker.run()
         return
-    ring = head_ring(part, place, CPU)
+    ring = connect_head(part, place, CPU)
     made = play(ring, model, moved=True)
     ring.stop(LEAVE_S)
     torch.save((made.latents, made.pictures, made.moments), out)

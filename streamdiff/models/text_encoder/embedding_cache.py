@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from streamdiff.models.interfaces import Reading, TextEncoder
+from streamdiff.models.interfaces import ParsedPrompt, TextEncoder
 
 
 class TextKey(NamedTuple):
@@ -137,7 +137,7 @@ class CachedText:
         self._identity, self._revision, self._length = identity, revision, length
         self._kept, self._device = kept, torch.device(device)
 
-    def read(self, prompt: str, previous: str | None) -> Reading:
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         return self.encoder.read(prompt, previous)
 
     def encode(self, text: str) -> Tensor:

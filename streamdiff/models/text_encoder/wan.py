@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.interfaces import Reading
+from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.models.text_encoder import wan_files
 from streamdiff.models.text_encoder.wan_files import TextFiles
 
@@ -94,15 +94,15 @@ class WanText:
         """Whether the weights are in memory."""
         return self._encoder is not None
 
-    def read(self, prompt: str, previous: str | None) -> Reading:
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         """The prompt as it is; the notice says where it is cut if it is too long."""
         with self._tokenizing:
             ids = self._tokenizer(_clean(prompt), truncation=False, padding=False, verbose=False).input_ids
             if len(ids) <= self.length:
-                return Reading(prompt)
+                return ParsedPrompt(prompt)
             kept = ids[: self.length - 1]  # the last one ends the text
             end = self._tokenizer.decode(kept[-_LAST_WORDS:]).strip()
-        return Reading(
+        return ParsedPrompt(
             prompt,
             f"The prompt has {len(ids):,} tokens, and the model reads {self.length:,}: it ends for it after “…{end}”.",
         )

@@ -9,7 +9,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from streamdiff.models.interfaces import Reading
+from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.models.tiny.world import BACKGROUNDS, COLOR_NAMES, MOTION_NAMES, SHAPES, Scene
 
 DEFAULT = Scene("red", "circle", "right", "meadow")
@@ -129,7 +129,7 @@ def parse(prompt: str) -> Parsed:
     return Parsed(color, shape, motion, background, tuple(dict.fromkeys(unknown)))
 
 
-def read(prompt: str, previous: str | None) -> Reading:
+def read(prompt: str, previous: str | None) -> ParsedPrompt:
     """Turn any prompt into a caption the model was trained on.
 
     A prompt in the model's own words is passed on as it is. Otherwise what the prompt leaves open is taken from
@@ -142,14 +142,14 @@ def read(prompt: str, previous: str | None) -> Reading:
     if not missing and not found.unknown:
         own = " ".join(words_of(prompt))
         text = own if own in _all_captions(scene) else canonical(scene)
-        return Reading(text)
+        return ParsedPrompt(text)
     text = canonical(scene)
     if len(missing) == 4:
-        return Reading(text, f"I did not find anything I can draw in that. I know {VOCABULARY}. Showing “{text}”.")
+        return ParsedPrompt(text, f"I did not find anything I can draw in that. I know {VOCABULARY}. Showing “{text}”.")
     if found.unknown:
         strange = ", ".join(f"“{word[:24]}”" for word in found.unknown[:4])
-        return Reading(text, f"I do not know {strange}. I know {VOCABULARY}. Showing “{text}”.")
-    return Reading(text, f"Showing “{text}”: what you left open stays as it was.")
+        return ParsedPrompt(text, f"I do not know {strange}. I know {VOCABULARY}. Showing “{text}”.")
+    return ParsedPrompt(text, f"Showing “{text}”: what you left open stays as it was.")
 
 
 def _article(color: str) -> str:

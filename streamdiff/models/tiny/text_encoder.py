@@ -12,7 +12,7 @@ from transformers.models.umt5.configuration_umt5 import UMT5Config
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 from transformers.utils import logging as transformers_logging
 
-from streamdiff.models.interfaces import Reading
+from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.models.tiny import prompts
 
 TEXT_TOKENS = 16
@@ -75,7 +75,7 @@ class TinyText:
         self.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
         self.encoder.save_pretrained(folder / "text_encoder")
 
-    def read(self, prompt: str, previous: str | None) -> Reading:
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         return prompts.read(prompt, previous)
 
     def encode(self, text: str) -> Tensor:

@@ -54,7 +54,7 @@ class Trial:
         return best if usual is None or timed[best] < (1 - MARGIN) * usual else CANDIDATES[0]
 
     @property
-    def told(self) -> str:
+    def reason(self) -> str:
         """What was tried, for people."""
         shape, dtype = self.shape, str(self.dtype).removeprefix("torch.")
         sizes = f"{shape.queries:,} of {shape.keys:,} tokens, {shape.heads} heads of {shape.head_dim}, {dtype}"

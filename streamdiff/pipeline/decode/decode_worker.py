@@ -31,7 +31,7 @@ from streamdiff.pipeline.distributed.message import (
     StageMessage,
 )
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange
-from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, check_own, told
+from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, check_own, describe
 from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state.swap_store import SwapStore
@@ -126,7 +126,7 @@ class LocalDecoding:
                 self._deliver(Piece(stream, chunk, pictures.numpy().copy(), index == latents.shape[1] - 1))
         except ROW_ERRORS as error:
             check_own(error)
-            self._deliver(Piece.failed(stream, chunk, told(error, f"decoding chunk {chunk}")))
+            self._deliver(Piece.failed(stream, chunk, describe(error, f"decoding chunk {chunk}")))
 
 
 def latents_layout(spec: ModelSpec) -> MessageLayout:
@@ -323,7 +323,7 @@ class DecodeWorker:
                 self._sender.send(StageMessage(MessageKind.ROWS, rows, None, (pictures,)))
         except ROW_ERRORS as error:
             check_own(error)
-            self._exchange.leave_word(_word(row.session), told(error, f"decoding chunk {row.chunk}"))
+            self._exchange.leave_word(_word(row.session), describe(error, f"decoding chunk {row.chunk}"))
             self._sender.send(StageMessage(MessageKind.CLOSE, (), SessionUpdate(row.session, row.chunk)))
         self.done += 1
         self.now, self.last = None, work

@@ -21,7 +21,7 @@ from streamdiff.pipeline.planner.memory import (
 )
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 from streamdiff.pipeline.planner.simulator import Setup, Stream, simulate
-from streamdiff.pipeline.planner.stage_layout import Layout, Workload, lay_out
+from streamdiff.pipeline.planner.stage_layout import Layout, Workload, choose_layout
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS
 
 DTYPES = {4: "float32", 2: "bfloat16"}
@@ -141,7 +141,7 @@ def expect(question: Question, kv_context: str, sessions: int, chunks: int = _CH
     """What to expect of so many sessions in this KV context, each simulated for `chunks` chunks."""
     sizes, load = question.sizes, replace(question.load, kv_context=kv_context, sessions=sessions)
     costs = question.costs[kv_context]
-    layout = lay_out(costs, load, question.decode)
+    layout = choose_layout(costs, load, question.decode)
     links = link_times(costs, load.stages)
     figures = simulate(ring_setup(sizes, load, layout, links, costs.decoding_s(layout.decode), chunks)).figures
     rate = figures.chunks_per_s * sizes.spec.chunk_frames / sessions
@@ -183,7 +183,7 @@ def link_times(costs: Costs, stages: int) -> tuple[float, ...]:
 def most_sessions(question: Question, kv_context: str) -> int:
     """Sessions that every rank has memory for."""
     load = replace(question.load, kv_context=kv_context)
-    layout = lay_out(question.costs[kv_context], load, question.decode)
+    layout = choose_layout(question.costs[kv_context], load, question.decode)
     none, one = (memory(question.sizes, layout, replace(load, sessions=n), question.storage) for n in (0, 1))
     rooms = []
     for empty, full in zip(none, one, strict=True):

@@ -13,7 +13,7 @@ from streamdiff.pipeline.planner.forecast import Expected, Question, costs_on, e
 from streamdiff.pipeline.planner.gpus import Gpu
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage, memory
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
-from streamdiff.pipeline.planner.stage_layout import Workload, lay_out
+from streamdiff.pipeline.planner.stage_layout import Workload, choose_layout
 
 GPUS_AT_MOST = 16
 _CHUNKS = 12
@@ -137,7 +137,7 @@ def _shares(sizes: ModelSizes) -> list[int]:
 def _case(machine: Machine, sizes: ModelSizes, load: Workload, storage: Storage, decode: str, chunks: int) -> Case:
     context, gpu = load.kv_context, machine.gpu
     costs = costs_on(gpu, sizes, load, storage, machine.link)
-    layout = lay_out(costs, load, decode)
+    layout = choose_layout(costs, load, decode)
     question = Question(sizes, {context: costs}, load, layout.decode, storage, gpu.usable_bytes, sizes.spec.native_fps)
     most = most_sessions(question, context)
     crowd = max(1, min(most, load.stages + _BEYOND))

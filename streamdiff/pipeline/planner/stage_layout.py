@@ -66,7 +66,7 @@ def decode_stage(place: str, stages: int) -> int | None:
     return {"head": 0, "split": 0, "last": stages - 1}.get(place)
 
 
-def lay_out(costs: Costs, load: Workload, decode: str = "auto") -> Layout:
+def choose_layout(costs: Costs, load: Workload, decode: str = "auto") -> Layout:
     """The fastest split of blocks; for `auto` also decode's place: rank 0 or the last rank, whichever is faster, or
     all ranks of the first stage where these can share it and that is clearly faster.
 
@@ -76,10 +76,10 @@ def lay_out(costs: Costs, load: Workload, decode: str = "auto") -> Layout:
     Raises:
         ConfigError: more stages than blocks.
     """
-    whole = fastest(decode, lambda place: _lay_out(costs, load, place))
+    whole = fastest(decode, lambda place: _layout_with(costs, load, place))
     if decode != "auto" or costs.split_decode_s is None:
         return whole
-    shared = _lay_out(costs, load, "split")
+    shared = _layout_with(costs, load, "split")
     return shared if shared.slowest_s < _WORTH_SPLITTING * whole.slowest_s else whole
 
 
@@ -97,7 +97,7 @@ def layout_of(
     return Layout(blocks, tuple(stage_s), decode, slowest)
 
 
-def _lay_out(costs: Costs, load: Workload, decode: str) -> Layout:
+def _layout_with(costs: Costs, load: Workload, decode: str) -> Layout:
     full, last = load.max_rows - 1, load.stages - 1
     decode_s = costs.decoding_s(decode)
     extra = _decode_share(decode, load, decode_s)

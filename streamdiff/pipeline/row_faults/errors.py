@@ -27,7 +27,7 @@ def fault_name(session: int, epoch: int) -> str:
     return f"fault of {session} in epoch {epoch}"
 
 
-def told(error: BaseException, where: str) -> str:
+def describe(error: BaseException, where: str) -> str:
     """A reason, for people."""
     return f"{where}: {type(error).__name__}: {str(error).strip()}"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import StateExchange, ticket_place
-from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, fault_name, told
+from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, describe, fault_name
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 Tensors = tuple[Tensor, ...]
@@ -97,7 +97,7 @@ class StageGuard:
             check_own(error)
             if self._stage.shared or kind in (MessageKind.SAVE, MessageKind.CLOSE):
                 raise
-            self.broken[control.session] = told(error, f"{kind.name.lower()} failed on stage {self._stage.index}")
+            self.broken[control.session] = describe(error, f"{kind.name.lower()} failed on stage {self._stage.index}")
         return message
 
     def _each_session(
@@ -115,7 +115,7 @@ class StageGuard:
             except ROW_ERRORS as error:
                 check_own(error)
                 where = f"{at(rows[own[0]])} failed on stage {self._stage.index}, also alone"
-                self.broken[session] = told(error, where)
+                self.broken[session] = describe(error, where)
                 if len(sessions) > 1 and all(each in self.broken for each in sessions):
                     raise
             else:

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 Graph = TypeVar("Graph")
-Place = Hashable
+GraphLocation = Hashable
 Homes = tuple[int, ...]
 
 HOMES = 4
@@ -23,11 +23,11 @@ class GraphCache(Generic[Graph]):
 
     def __init__(self, most: int = HOMES) -> None:
         self._most = most
-        self._graphs: dict[Place, tuple[Homes, Graph]] = {}
-        self._met: dict[Place, Homes] = {}
+        self._graphs: dict[GraphLocation, tuple[Homes, Graph]] = {}
+        self._met: dict[GraphLocation, Homes] = {}
 
     @property
-    def places(self) -> frozenset[Place]:
+    def places(self) -> frozenset[GraphLocation]:
         """Places that have a graph."""
         return frozenset(self._graphs)
 
@@ -36,11 +36,11 @@ class GraphCache(Generic[Graph]):
         """Homes that have a graph."""
         return frozenset(home for homes, _ in self._graphs.values() for home in homes)
 
-    def find(self, place: Place) -> Graph | None:
+    def find(self, place: GraphLocation) -> Graph | None:
         """The graph of this place, if there is one."""
         return self._graphs[place][1] if place in self._graphs else None
 
-    def should_capture(self, place: Place, homes: Homes, *, learning: bool) -> bool:
+    def should_capture(self, place: GraphLocation, homes: Homes, *, learning: bool) -> bool:
         """Whether a graph that is not there shall be captured now: while learning always, later when the place is met
         for the second time, since what is met once is not worth it, and where no home is one too many. Mutates: self.
         """
@@ -54,7 +54,7 @@ class GraphCache(Generic[Graph]):
         self._met[place] = homes
         return False
 
-    def keep(self, place: Place, homes: Homes, graph: Graph) -> None:
+    def keep(self, place: GraphLocation, homes: Homes, graph: Graph) -> None:
         """Add the graph of a place; it keeps the caches of `homes` alive. Mutates: self."""
         self._graphs[place] = homes, graph
 

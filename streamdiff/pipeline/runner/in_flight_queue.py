@@ -12,7 +12,7 @@ from torch import Tensor
 from streamdiff import clock
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
-from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, fault_name, told
+from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, describe, fault_name
 from streamdiff.pipeline.row_faults.returned import ReturnedRows
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, SamplerSession
 from streamdiff.pipeline.scheduler.row_limit import Places
@@ -88,7 +88,7 @@ class InFlightQueue:
                 kept += own
             except ROW_ERRORS as error:
                 check_own(error)
-                self.returned.lose(session, own[0], told(error, f"{at(own[0])} could not begin"))
+                self.returned.lose(session, own[0], describe(error, f"{at(own[0])} could not begin"))
         return kept, tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     def held_s(self) -> float:
@@ -146,7 +146,7 @@ class InFlightQueue:
             finished = self.sampler.advance((row,), flow)
         except ROW_ERRORS as error:
             check_own(error)
-            self.returned.lose(row.session, row, told(error, f"{at(row)} could not be taken over"))
+            self.returned.lose(row.session, row, describe(error, f"{at(row)} could not be taken over"))
             return []
         self.scheduler.returned(row)
         return finished

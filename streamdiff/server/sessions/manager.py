@@ -154,7 +154,7 @@ class SessionManager:
             "watched. Come again when one of them is not."
         )
 
-    def room(self) -> int | None:
+    def free_sessions(self) -> int | None:
         """How many more sessions could be opened and play; None: no session was measured yet."""
         return 0 if self.draining or not self.engine.running else self.load.free_sessions()
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamdiff.models.interfaces import Reading
+from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.models.text_encoder.embedding_cache import CacheCounts, CachedText, EmbeddingCache, TextKey
 from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.tiny.text_encoder import TinyText
@@ -174,7 +174,7 @@ def test_it_goes_around_any_text_encoder() -> None:
     text = CachedText(encoder, cache, identity="tiny", revision="1", length=16)
     other = CachedText(encoder, cache, identity="tiny", revision="2", length=16)
     reading = text.read("a red circle moving left", None)
-    assert reading == encoder.read("a red circle moving left", None) and isinstance(reading, Reading)
+    assert reading == encoder.read("a red circle moving left", None) and isinstance(reading, ParsedPrompt)
     assert (text.examples, text.vocabulary) == (encoder.examples, encoder.vocabulary)
     assert torch.equal(text.encode(reading.text), encoder.encode(reading.text))
     assert text.encode(reading.text) is text.encode(reading.text)

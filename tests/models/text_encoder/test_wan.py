@@ -137,7 +137,7 @@ def test_what_stands_beyond_the_text_is_zero_and_does_not_matter(text: WanText, 
 
 
 def test_a_prompt_is_read_as_it_is_and_a_long_one_gets_a_notice(text: WanText, folder: Path) -> None:
-    assert text.read("  A &amp; b ", "before") == wan_text.Reading("  A &amp; b ")
+    assert text.read("  A &amp; b ", "before") == wan_text.ParsedPrompt("  A &amp; b ")
     count = WanText(folder, length=200).tokens(PROMPTS[-1]).shape[1]
     assert WanText(folder, length=count).read(PROMPTS[-1], None).notice == ""
     cut = WanText(folder, length=count - 1).read(PROMPTS[-1], None)
@@ -150,7 +150,7 @@ def test_a_prompt_is_read_as_it_is_and_a_long_one_gets_a_notice(text: WanText, f
 def test_examples_fit(folder: Path) -> None:
     text = WanText(folder)
     assert text.length == 512 and text.vocabulary
-    assert all(text.read(example, None) == wan_text.Reading(example) for example in text.examples)
+    assert all(text.read(example, None) == wan_text.ParsedPrompt(example) for example in text.examples)
 
 
 def test_weights_are_kept_or_freed_by_choice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

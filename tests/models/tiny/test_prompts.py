@@ -42,7 +42,7 @@ def test_what_a_prompt_says(prompt: str, expected: tuple[str | None, ...]) -> No
 
 @pytest.mark.parametrize("prompt", prompts.EXAMPLES)
 def test_the_examples_are_understood_as_they_are(prompt: str) -> None:
-    assert prompts.read(prompt, None) == prompts.Reading(prompt)
+    assert prompts.read(prompt, None) == prompts.ParsedPrompt(prompt)
 
 
 def test_every_scene_can_be_said_and_is_understood() -> None:
@@ -56,7 +56,7 @@ def test_every_scene_can_be_said_and_is_understood() -> None:
                 scene.motion,
                 scene.background,
             ), text
-            assert prompts.read(text, None) == prompts.Reading(text)
+            assert prompts.read(text, None) == prompts.ParsedPrompt(text)
 
 
 def test_captions_fit_the_tokenizer() -> None:
@@ -116,7 +116,7 @@ def test_any_text_becomes_one_that_the_tokenizer_knows_and_that_reads_as_itself(
     encoding = TOKENIZER.encode(reading.text)
     assert UNKNOWN not in encoding.tokens
     assert 0 not in encoding.ids[: len(reading.text.split())], "the text fits without truncation"
-    assert prompts.read(reading.text, None) == prompts.Reading(reading.text)
+    assert prompts.read(reading.text, None) == prompts.ParsedPrompt(reading.text)
     assert prompts.read(prompt, previous) == reading
 
 

@@ -133,7 +133,10 @@ def test_on_a_gpu_computing_keeps_its_room(monkeypatch: pytest.MonkeyPatch) -> N
     assert free_bytes(torch.device("cuda", 0), 1, None, 9 * 10**9) == 11 * 10**9
     loader = plan_load(ModelConfig(name="random:wan2.1-1.3b", vae="random:wan2.1"), torch.device("cuda", 0))
     runs = split_evenly(loader.sizes.blocks, 1)
-    assert loader.room(0, runs) == 20 * 10**9 - loader.demand(runs).memory()[0].work - loader.demand(runs).libraries
+    assert (
+        loader.session_bytes(0, runs)
+        == 20 * 10**9 - loader.demand(runs).memory()[0].work - loader.demand(runs).libraries
+    )
 
 
 def test_a_session_that_is_swapped_out_leaves_its_memory_and_takes_host_memory() -> None:

@@ -17,7 +17,7 @@ from streamdiff.pipeline.planner.forecast import costs_on
 from streamdiff.pipeline.planner.memory import Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, sizes_of
 from streamdiff.pipeline.planner.parallel import Case, Comparison, Machine, compare
-from streamdiff.pipeline.planner.stage_layout import Workload, lay_out
+from streamdiff.pipeline.planner.stage_layout import Workload, choose_layout
 from tests.rules.source import ROOT
 
 LARGE = "random:wan2.1-14b"
@@ -41,7 +41,7 @@ def cases(found: Comparison) -> dict[tuple[str, str], Case]:
 
 def forward_s(model: ModelSizes, shares: int, gpu: str, link: str) -> float:
     load = Workload(1, 1, 4, "clean", 1, shares=shares)
-    layout = lay_out(costs_on(gpus.find(gpu), model, load, Storage(2), link), load, "head")
+    layout = choose_layout(costs_on(gpus.find(gpu), model, load, Storage(2), link), load, "head")
     return math.fsum(times[0] for times in layout.stage_s)
 
 

@@ -26,7 +26,7 @@ from streamdiff.pipeline.planner import trace
 from streamdiff.pipeline.planner.costs import Ceilings, Costs, estimate, in_proportion, read_profile
 from streamdiff.pipeline.planner.memory import Storage, memory
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_sizes
-from streamdiff.pipeline.planner.stage_layout import Layout, Workload, lay_out
+from streamdiff.pipeline.planner.stage_layout import Layout, Workload, choose_layout
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from streamdiff.session_state import walk
@@ -58,14 +58,14 @@ def costs(blocks: int, *, embed: float = 0.0, head: float = 0.0, decode: float =
 def test_decode_goes_where_it_costs_least_and_blocks_make_room_for_it() -> None:
     """12 blocks, 4 ranks, a decode of 8 s once in 4 forwards: 2 s per forward, as much as two blocks."""
     load = Workload(4, 1, 4, "matched", 1)
-    busy_head = lay_out(costs(12, embed=2.0, decode=8.0), load)
+    busy_head = choose_layout(costs(12, embed=2.0, decode=8.0), load)
     assert (busy_head.decode, busy_head.slowest_s) == ("last", 4.0)
-    busy_last = lay_out(costs(12, head=2.0, decode=8.0), load)
+    busy_last = choose_layout(costs(12, head=2.0, decode=8.0), load)
     assert (busy_last.decode, busy_last.decode_stage, busy_last.slowest_s) == ("head", 0, 4.0)
-    alone = lay_out(costs(12, decode=8.0), load, "own-rank")
+    alone = choose_layout(costs(12, decode=8.0), load, "own-rank")
     assert (alone.decode_stage, alone.slowest_s) == (None, 3.0)
     assert alone.blocks == ((0, 3), (3, 6), (6, 9), (9, 12))
-    on_last = lay_out(costs(10, decode=8.0), load, "last")
+    on_last = choose_layout(costs(10, decode=8.0), load, "last")
     assert [last - first for first, last in on_last.blocks] == [3, 3, 3, 1]
     assert on_last.stage_s[3] == (1.0, 2.0, 3.0), "decode is no part of the stage's forward"
 
@@ -142,7 +142,7 @@ def test_memory_holds_everything_once_and_where_it_lives(sizes: ModelSizes) -> N
     model = sizes.embed_values + sizes.output_values + sizes.blocks * sizes.block_values
     for place, home in (("head", 0), ("own-stream", 0), ("last", 3), ("own-rank", 4)):
         load = Workload(4, 2, 4, "matched", 3)
-        rows = memory(sizes, lay_out(costs(4), load, place), load, Storage(2))
+        rows = memory(sizes, choose_layout(costs(4), load, place), load, Storage(2))
         assert [row.rank for row in rows] == list(range(5 if place == "own-rank" else 4))
         assert [row.rank for row in rows if "decode" in row.role] == [home]
         stored = model + 4 * sizes.shared_values + sizes.text_values + sizes.decoder.weights
@@ -151,7 +151,7 @@ def test_memory_holds_everything_once_and_where_it_lives(sizes: ModelSizes) -> N
         assert sum(row.caches for row in rows) == caches
         assert [row.decoding for row in rows if row.decoding] == [2 * 2 * sizes.decoder.remembered]
         assert rows[home].decoding
-    one_row = memory(sizes, lay_out(costs(4), load, "head"), Workload(4, 1, 4, "matched", 1), Storage(2))
+    one_row = memory(sizes, choose_layout(costs(4), load, "head"), Workload(4, 1, 4, "matched", 1), Storage(2))
     assert [row.activations * 3 for row in one_row] == [row.activations for row in rows[:4]]
 
 

@@ -27,7 +27,7 @@ def test_a_balancer_hears_of_the_room_and_of_none_where_nobody_is_let_in() -> No
 
     async def scene(site: Site) -> None:
         manager = site.state.manager
-        async with serve_agent("127.0.0.1", port, manager.room):
+        async with serve_agent("127.0.0.1", port, manager.free_sessions):
             await (await site.watch()).frame()
             await site.until(lambda: manager.load.free_sessions() is not None)
             first = manager.load.free_sessions()
@@ -42,7 +42,7 @@ def test_a_balancer_hears_of_the_room_and_of_none_where_nobody_is_let_in() -> No
             assert await asked() == "up 0%\n"
             manager.engine = EngineStatus()
             with pytest.raises(ConfigError, match=rf"serve\.agent_port: {port} cannot be had"):
-                async with serve_agent("127.0.0.1", port, manager.room):
+                async with serve_agent("127.0.0.1", port, manager.free_sessions):
                     pass
         with pytest.raises(OSError):
             await asked()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import fields
 
-from streamdiff.models.interfaces import Reading
+from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.models.tiny.world256.requests import DEFAULT, Group, Request, apply, parse
 from streamdiff.models.tiny.world256.scene import (
     COLOR_NAMES,
@@ -125,7 +125,7 @@ def scene_of(text: str) -> Scene:
     return apply(parse(text), DEFAULT)
 
 
-def read(prompt: str, previous: str | None) -> Reading:
+def read(prompt: str, previous: str | None) -> ParsedPrompt:
     """Turn any prompt into the sentence for what it means, when `previous` (a text that `read` returned) is in force.
 
     The notice says what was understood otherwise than typed, what was not understood, and what stays as it was.
@@ -140,16 +140,16 @@ def read(prompt: str, previous: str | None) -> Reading:
         named = f" ({', '.join(strange[:4])})" if strange else ""
         nothing = "" if remarks else f"I did not find anything I can draw in that{named}. "
         told = " ".join(remarks) + " " if remarks else ""
-        return Reading(text, f"{told}{nothing}I know {VOCABULARY}. Showing “{text}”.")
+        return ParsedPrompt(text, f"{told}{nothing}I know {VOCABULARY}. Showing “{text}”.")
     shapes = sum(bool(piece.values("shape")) for piece, _ in request.pieces)
     if shapes > 2 or (request.add and before.second):
         remarks.append("I draw two things at most.")
     if strange:
         remarks.append(f"I do not know {', '.join(strange[:4])}; I know {VOCABULARY}.")
     if " ".join(prompt.lower().split()) == text:
-        return Reading(text)
+        return ParsedPrompt(text)
     remarks.append(f"Showing “{text}”.")
-    return Reading(text, " ".join(remarks))
+    return ParsedPrompt(text, " ".join(remarks))
 
 
 def _remarks(request: Request, scene: Scene) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamdiff.models.interfaces import Reading
+from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.models.tiny.text_encoder import TinyText, build_encoder, build_tokenizer
 from streamdiff.models.tiny.world256 import prompts
 
@@ -18,7 +18,7 @@ class WorldText(TinyText):
     suggestions = prompts.SUGGESTIONS
     vocabulary = prompts.VOCABULARY
 
-    def read(self, prompt: str, previous: str | None) -> Reading:
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         return prompts.read(prompt, previous)
 
 

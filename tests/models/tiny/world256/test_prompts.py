@@ -41,7 +41,7 @@ def test_every_sentence_fits_the_tokenizer(scene: Scene) -> None:
 
 @pytest.mark.parametrize("prompt", prompts.EXAMPLES)
 def test_the_examples_are_understood_as_they_are(prompt: str) -> None:
-    assert prompts.read(prompt, None) == prompts.Reading(prompt)
+    assert prompts.read(prompt, None) == prompts.ParsedPrompt(prompt)
 
 
 FALLING = Thing("blue", "star", "down")
@@ -174,7 +174,7 @@ def test_the_table_is_small_and_says_only_what_there_is() -> None:
 def test_any_text_becomes_a_sentence_that_reads_as_itself(prompt: str, previous: str | None) -> None:
     reading = prompts.read(prompt, previous)
     assert prompts.canonical(prompts.scene_of(reading.text)) == reading.text
-    assert prompts.read(reading.text, None) == prompts.Reading(reading.text)
+    assert prompts.read(reading.text, None) == prompts.ParsedPrompt(reading.text)
     assert prompts.read(prompt, previous) == reading
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -87,13 +86,21 @@ class BusyTime:
         return self._before_s + sum(end - begin for begin, end in self._latest)
 
 
-@dataclass(frozen=True)
 class _Timed:
-    """A piece of work between two events; `what` says what it is, for messages."""
+    """A piece of work between two events; `what` says what it is, for messages. While it is handed over it is a context,
+    which puts it among `pending` unless an error ends it: a generator would cost twice the calls, at every micro-step.
+    """
 
-    what: object
-    begin: HostEvent
-    end: HostEvent
+    def __init__(self, what: object, new_event: Callable[[], HostEvent], pending: deque[_Timed]) -> None:
+        self.what, self.begin, self.end, self._pending = what, new_event(), new_event(), pending
+
+    def __enter__(self) -> None:
+        self.begin.record()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self.end.record()
+            self._pending.append(self)
 
 
 class DeviceTimer:
@@ -167,7 +174,8 @@ class DeviceTimer:
 
 
 class StreamTimer:
-    """Work on one stream, which the device executes in order."""
+    """Work on one stream, which the device executes in order. All who work on it share it: what comes in order is
+    counted quickly, works of several streams are put in order first."""
 
     def __init__(self, timer: DeviceTimer) -> None:
         self._timer = timer
@@ -176,17 +184,12 @@ class StreamTimer:
         self._seen: tuple[int, bool] | None = None
         self._since_s = 0.0
 
-    @contextmanager
-    def work(self, what: object) -> Iterator[None]:
+    def work(self, what: object) -> AbstractContextManager[None]:
         """What the calling thread hands to its current stream within is one work; `what` is kept until the device is
-        through, so it should hold no tensors. Mutates: self."""
+        through, so it should hold no tensors. What ends with an error is not counted. Mutates: self."""
         if len(self._pending) >= _UNREAD:  # who wants to know looks by himself; this only bounds what is kept
             self._timer.read()
-        begin, end = self._timer.new_event(), self._timer.new_event()
-        begin.record()
-        yield
-        end.record()
-        self._pending.append(_Timed(what, begin, end))
+        return _Timed(what, self._timer.new_event, self._pending)
 
     def take_finished(self) -> Iterator[_Timed]:
         """Works that are done and were not returned yet. With the timer's lock. Mutates: self."""

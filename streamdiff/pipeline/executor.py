@@ -63,13 +63,14 @@ class RingExecutor:
         )
         self.sampler = LatentSampler(model, device)
         timer = timer or DeviceTimer.on(device)
+        timed = timer.stream()
         loop = NoLink()
         self._sender, self._receiver = links or (loop, loop)
         self._admission = InFlightQueue(
-            self.scheduler, self.sampler, stages + 1 if stages > 1 else 1, timer, wait_s,
+            self.scheduler, self.sampler, stages + 1 if stages > 1 else 1, timed, wait_s,
             lambda name: self.stage.exchange.word(name),
         )  # fmt: skip
-        self.worker = Worker(self._admission, self.stage, self._sender, timer)
+        self.worker = Worker(self._admission, self.stage, self._sender, timer, timed)
         self.changes: dict[int, PendingSteps] = {}  # by session
 
     def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:

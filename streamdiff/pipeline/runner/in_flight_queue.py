@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.pipeline.device_timer import DeviceTimer
+from streamdiff.pipeline.device_timer import StreamTimer
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
 from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, describe, fault_name
 from streamdiff.pipeline.row_faults.returned import ReturnedRows
@@ -33,14 +33,15 @@ class InFlightQueue:
         scheduler: StreamBatchScheduler,
         sampler: LatentSampler,
         limit: int,
-        timer: DeviceTimer,
+        timed: StreamTimer,
         wait_s: float = 0.0,
         word: Callable[[str], str | None] = lambda name: None,
     ) -> None:
-        """`word`: what a stage left under a name (`errors.fault_name`), None: nothing."""
+        """`timed` is that of the stream that the head computes on. `word`: what a stage left under a name
+        (`errors.fault_name`), None: nothing."""
         self.scheduler, self.sampler, self.limit, self.wait_s = scheduler, sampler, limit, wait_s
         self._held_since_s: float | None = None
-        self._timed = timer.stream()
+        self._timed = timed
         self.controls: deque[StageMessage] = deque()
         self.in_ring: deque[StageMessage] = deque()  # in order; rows with their inputs, as they may be tried again
         self.returned, self._word = ReturnedRows(), word

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from streamdiff.pipeline.device_timer import DeviceTimer
+from streamdiff.pipeline.device_timer import DeviceTimer, StreamTimer
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -27,12 +27,17 @@ class Worker:
     """
 
     def __init__(
-        self, receiver: Receiver, stage: ModelRunner, sender: Sender, timer: DeviceTimer | None = None
+        self,
+        receiver: Receiver,
+        stage: ModelRunner,
+        sender: Sender,
+        timer: DeviceTimer | None = None,
+        timed: StreamTimer | None = None,
     ) -> None:
-        """`timer` is that of the device; None: one that is made here."""
+        """`timer` is that of the device, `timed` that of the stream that the stage computes on; None: made here."""
         self.receiver, self.stage, self.sender = receiver, stage, sender
         self.timer = timer or DeviceTimer.on(stage.device)
-        self._timed = self.timer.stream()
+        self._timed = timed or self.timer.stream()
         self.now: StageMessage | None = None
         self.last: StageMessage | None = None
         self.done = 0

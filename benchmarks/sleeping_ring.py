@@ -175,7 +175,7 @@ def run_rank(place: StageTopology, port: int, plans: Sequence[Plan]) -> list[dic
         stage = Sleeping(model, place, plan.forward_s, trace, group)
         links = connect(model, replace(place, ring=number), CPU) if ranks > 1 else None
         if links is not None and place.shares == 1:
-            links = trace.sender(links[0]), trace.receiver(links[1])
+            trace.watch(*links)
         if place.rank > 0 and links is not None:
             Worker(links[1], stage, links[0]).run()
         else:

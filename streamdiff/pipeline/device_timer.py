@@ -87,7 +87,7 @@ class BusyTime:
 
 
 class _Timed:
-    """A piece of work between two events; `what` says what it is, for messages. While it is handed over it is a context,
+    """A piece of work between two events; `what` says what it is, for messages. While handed over it is a context,
     which puts it among `pending` unless an error ends it: a generator would cost twice the calls, at every micro-step.
     """
 

@@ -68,11 +68,10 @@ class InFlightQueue:
         """What the scheduler hands out, with its inputs; None: nothing. Mutates: self, scheduler, sampler."""
         if not (rows := self._next_rows()):
             return None
-        message = StageMessage(MessageKind.ROWS, tuple(rows))
-        with self._timed.work(message):
+        with self._timed.work(StageMessage(MessageKind.ROWS, tuple(rows))):
             rows, tensors = self._inputs(rows)
         self.sampler.look_ahead(rows)
-        return replace(message, rows=tuple(rows), tensors=tensors) if rows else None
+        return StageMessage(MessageKind.ROWS, tuple(rows), None, tensors) if rows else None
 
     def _inputs(self, rows: list[MicroStep]) -> tuple[list[MicroStep], tuple[Tensor, ...]]:
         """Those of the rows that have inputs, and these; sessions of which they cannot be made are over. Mutates: self,

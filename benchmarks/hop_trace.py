@@ -44,8 +44,8 @@ class Trace:
         return end_s
 
     def watch(self, sender: Sender, receiver: Receiver) -> None:
-        """Trace a rank's ends of its edges; nothing but `send` and `receive` takes a way around, as what is measured stands
-        between two forwards. Mutates: both."""
+        """Trace a rank's ends of its edges. Nothing but `send` and `receive` takes a way around, as what is measured
+        stands between two forwards. Mutates: both."""
         send, receive = sender.send, receiver.receive
 
         def traced_send(work: StageMessage) -> None:

@@ -15,6 +15,8 @@ QUICK := not slow and not browser and not packaging and not interop
 ALONE := browser or interop
 # No other folder has such tests (tests/rules/test_markers.py), and need not be looked through for them.
 ALONE_IN := tests/browser tests/interop
+# All of the first are of that kind, and take a second to import in every worker.
+ASIDE := --ignore=tests/browser
 # More than there are cores: many tests wait, for processes to start and for video to play.
 WORKERS := $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 3 )))
 # Where ARGS choose tests, all of them may be of one kind.
@@ -50,7 +52,7 @@ test: test-environment browser lint ## everything that takes minutes: style, typ
 
 side-by-side:
 	@echo "==> tests, side by side"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips $(RETRY) --durations=15 -q -n $(WORKERS) --dist loadgroup -m "not ($(ALONE))" $(ARGS) $(NONE)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips $(RETRY) --durations=15 -q -n $(WORKERS) --dist loadgroup $(if $(ARGS),,$(ASIDE)) -m "not ($(ALONE))" $(ARGS) $(NONE)
 
 alone:
 	@echo "==> tests that want the machine to themselves"
@@ -63,7 +65,7 @@ check: test-environment lint ## the quick loop: style, types, fast tests
 
 fast:
 	@echo "==> fast tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(QUICK)" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(if $(ARGS),,$(ASIDE)) -m "$(QUICK)" $(ARGS)
 
 soak: test-environment browser ## what takes hours: long streams, every number of ranks; writes benchmarks/results/soak.json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak --durations=15 $(ARGS)

@@ -3,8 +3,8 @@
 An import takes four seconds of a core, and a ring of three ranks four of them. `interpreter` is an executable to be
 taken for `sys.executable`: as `python -m MODULE ...` it is a small process that stands for the forked one (same
 output, input, environment and folder; signals are passed on, both end together, with the same code), where `MODULE` is
-one of HEAVY or makes a video, and so as `python SCRIPT.py ...`; anything else it runs itself, and what that starts in
-turn is started so too.
+one of HEAVY, or makes a video or a plan, and so as `python SCRIPT.py ...`; anything else it runs itself, and what that
+starts in turn is started so too.
 
 For tests whose subject is not how a process starts, what it imports, or what it has open. CUDA does not bear it.
 """
@@ -56,7 +56,8 @@ import array, os, sys
 argv, environment = sys.argv[1:], dict(os.environ)
 if argv[:1] == ["-u"]:
     argv, environment["PYTHONUNBUFFERED"] = argv[1:], "1"
-module = argv[:1] == ["-m"] and (argv[1] in {heavy!r} or argv[1:3] == ["streamdiff", "generate"])
+command = argv[1:2] == ["streamdiff"] and argv[2:3] in (["generate"], ["plan"])
+module = argv[:1] == ["-m"] and (command or argv[1] in {heavy!r})
 if not module and not (argv and argv[0].endswith(".py")):
     os.execv({python!r}, [{path!r}, *sys.argv[1:]])
 import json, signal, socket

@@ -41,6 +41,7 @@ def test_commands_in_documents_can_be_typed(document: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_commands_that_need_nothing_more_run_as_they_stand(tmp_path: Path) -> None:
     shown = {tuple(words) for each in DOCUMENTS if each.name in RUN for words in commands(each)}
     runnable = {words for words in shown if words[1] != "serve" and not set(FOREIGN) & set(words)}

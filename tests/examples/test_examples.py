@@ -55,6 +55,7 @@ def test_hello_has_ten_lines_of_code() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_generate_file(tmp_path: Path) -> None:
     assert "wrote a.mp4" in run("generate_file.py", "a purple circle", "a.mp4", cwd=tmp_path)
     with av.open(str(tmp_path / "a.mp4")) as video:

@@ -10,8 +10,11 @@ import torch
 
 from benchmarks.gpu_check import off_by, two_streams
 from streamdiff.models.transformer.quantization import FP8_CAPABILITY
+from streamdiff.pipeline.runner import compiled_stage
+from streamdiff.pipeline.runner.compiled_stage import Captured
 from tests.gpu.nccl_ring import refused
 from tests.gpu.wan_stream import config_of, ring_of, write_model
+from tests.pipeline.runner.test_cuda_graph_cache import record
 
 OFF = {"flash": 0.1, "cudnn": 0.1, "graphs": 0.1, "fp8": 0.3, "default": 0.1}
 """Length of the difference from float32 through that of the latents, after chunks that each see the ones before."""
@@ -46,6 +49,16 @@ def test_on_the_cpu_a_ring_makes_what_one_stage_makes(folder: Path) -> None:
     """Two processes, over a transport with NCCL's manners."""
     alone, _ = two_streams(config_of(folder, "flash", "cpu"))
     assert torch.equal(ring_of(folder, "flash", "cpu", 2), alone)
+
+
+@pytest.mark.slow
+def test_on_the_cpu_both_sessions_come_to_chunks_that_have_graphs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for CUDA's graphs, nothing compiled."""
+    monkeypatch.setattr(compiled_stage, "captured_on", lambda device, live: Captured(record, live))
+    with torch.compiler.set_stance("force_eager"):
+        assert two_streams(config_of(folder, "graphs", "cpu"))[1] == 2
 
 
 @pytest.mark.parametrize("variant", [pytest.param(name, marks=GPU) for name in OFF])

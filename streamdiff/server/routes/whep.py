@@ -55,7 +55,7 @@ async def options(request: Request, state: State, session: SessionId = DEFAULT_S
     headers = {"Accept-Post": SDP_TYPE, "Allow": "OPTIONS, GET, HEAD, POST"}
     # Everybody is answered, but a TURN server's credentials are for those who may watch.
     may_watch = state.role(request, state.manager.get(session)) is not Role.NOBODY
-    return Response(headers=headers | links(state.ice_servers.issue() if may_watch else []))
+    return with_links(Response(headers=headers), state.ice_servers.issue() if may_watch else [])
 
 
 async def describe(session: SessionId = DEFAULT_SESSION) -> Response:
@@ -73,8 +73,8 @@ async def watch(
             raise Problem(503, why, {"Retry-After": str(state.manager.retry_after_s())}, code="memory")
         may_control = state.may_control(request, live)
         id, answer = await state.viewers.create(live, offer, address_of(request), codec, may_control, client)
-    headers = {"Location": f"/whep/{quote(live.id, safe='')}/{id}"} | links(state.ice_servers.issue())
-    return Response(answer, 201, headers, media_type=SDP_TYPE)
+    headers = {"Location": f"/whep/{quote(live.id, safe='')}/{id}"}
+    return with_links(Response(answer, 201, headers, media_type=SDP_TYPE), state.ice_servers.issue())
 
 
 for endpoint in ("/whep", "/whep/{session}"):
@@ -129,16 +129,16 @@ def _check_client(client: str | None) -> None:
         raise Problem(422, message, code="client", field="client")
 
 
-def links(servers: list[IceServer]) -> dict[str, str]:
-    """The `Link` header with the STUN and TURN servers to use; empty when there are none."""
-    parts = []
+def with_links(response: Response, servers: list[IceServer]) -> Response:
+    """The response with a `Link` header for each STUN or TURN server to use: of several in one, OBS reads the first.
+    Mutates: response."""
     for server in servers:
         words = [f"<{server.url}>", 'rel="ice-server"']
         if server.username is not None and server.credential is not None:
             words += [f'username="{server.username}"', f'credential="{server.credential}"']
             words.append('credential-type="password"')
-        parts.append("; ".join(words))
-    return {"Link": ", ".join(parts)} if parts else {}
+        response.headers.append("Link", "; ".join(words))
+    return response
 
 
 async def read_offer(request: Request) -> str:

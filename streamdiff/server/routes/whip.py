@@ -15,7 +15,7 @@ from pydantic import Field
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Responses, problem_responses
 from streamdiff.server.routes.dependencies import Controlled, State, answer, body, needs, open_to_all
-from streamdiff.server.routes.whep import SDP_TYPE, TRICKLE_TYPE, links, read_fragment, read_offer
+from streamdiff.server.routes.whep import SDP_TYPE, TRICKLE_TYPE, read_fragment, read_offer, with_links
 
 _TEXT = {"type": "string"}
 SenderId = Annotated[str, Field(description="the sender")]
@@ -44,8 +44,8 @@ async def feed(
 ) -> Response:
     offer = await read_offer(request)
     id, answer = await state.feeders.create(live, offer, address_of(request), strength, on_end == "end")
-    headers = {"Location": f"/whip/{quote(live.id, safe='')}/{id}"} | links(state.ice_servers.issue())
-    return Response(answer, 201, headers, media_type=SDP_TYPE)
+    headers = {"Location": f"/whip/{quote(live.id, safe='')}/{id}"}
+    return with_links(Response(answer, 201, headers, media_type=SDP_TYPE), state.ice_servers.issue())
 
 
 async def describe() -> Response:

@@ -9,14 +9,17 @@ sources of frames or HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import inspect
 import logging
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import aioice.ice
+import aioice.stun
 import aioice.turn
 import aiortc
 import aiortc.rtcrtpsender
@@ -172,6 +175,37 @@ def bound_data(sctp: RTCSctpTransport, max_message_bytes: int, on_misuse: Callab
         setattr(sctp, name, hook)
 
 
+def take_requests_as_consent(pc: RTCPeerConnection) -> None:
+    """Let a peer that answers no STUN request stay as long as its own authenticated ones come: FFmpeg's sender, which
+    aioice would close after half a minute. To be called before the connection begins. Mutates: pc."""
+    for dtls in getattr(pc, _TRANSPORTS_ATTRIBUTE):
+        connection, heard = dtls.transport._connection, asyncio.Event()
+        connection.check_incoming = partial(_note_check, connection.check_incoming, heard)
+        connection.query_consent = partial(_query_consent, connection, heard)
+
+
+def _note_check(check: Callable[..., None], heard: asyncio.Event, *request: Any) -> None:
+    heard.set()
+    check(*request)
+
+
+async def _query_consent(self: Any, heard: asyncio.Event) -> None:
+    """`aioice.Connection.query_consent`, where what was `heard` counts as an answer. `_tasks_of` knows it by `self`."""
+    silent = 0
+    while silent < aioice.ice.CONSENT_FAILURES:
+        await asyncio.sleep(aioice.ice.CONSENT_INTERVAL)
+        answered = heard.is_set()
+        heard.clear()
+        for pair in self._nominated.values():
+            request, key = self.build_request(pair, nominate=False), self.remote_password.encode()
+            with contextlib.suppress(aioice.stun.TransactionError):
+                await pair.protocol.request(request, pair.remote_addr, integrity_key=key, retransmissions=0)
+                answered = True
+        silent = 0 if answered else silent + 1
+    self._query_consent_task = None
+    await self.close()
+
+
 def _is_utf8(data: bytes) -> bool:
     try:
         data.decode()
@@ -280,7 +314,9 @@ def check() -> None:
         _TRANSPORTS_ATTRIBUTE in RTCPeerConnection.__init__.__code__.co_names,
         "_TurnTransport__inner_protocol" in aioice.turn.TurnTransport.__init__.__code__.co_names,
         "_connection" in RTCIceTransport.__init__.__code__.co_names,
-        "_protocols" in aioice.Connection.__init__.__code__.co_names,
+        {"_protocols", "_nominated", "_query_consent_task"} <= set(aioice.Connection.__init__.__code__.co_names),
+        inspect.iscoroutinefunction(getattr(aioice.Connection, "query_consent", None)),
+        hasattr(aioice.Connection, "check_incoming") and hasattr(aioice.ice, "CONSENT_FAILURES"),
         inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_handle_data", None)),
         inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_receive_chunk", None)),
         inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_receive", None)),

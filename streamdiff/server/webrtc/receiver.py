@@ -63,6 +63,7 @@ class VideoReceiver:
                 if aiortc_compat.negotiated_codec(transceiver) is None:
                     raise ValueError("no common video codec; send H.264 of the baseline profile, or VP8")
         assert taken is not None, "a checked offer has video"
+        aiortc_compat.take_requests_as_consent(self.pc)
         await self.pc.setLocalDescription(await self.pc.createAnswer())
         self._task = asyncio.create_task(self._receive(taken), name="receive-video")
         return with_start_bitrate(str(self.pc.localDescription.sdp))

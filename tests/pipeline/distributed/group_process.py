@@ -7,6 +7,8 @@ import json
 import os
 import sys
 
+import torch.distributed as dist
+
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.distributed import rendezvous
 
@@ -21,6 +23,7 @@ def main(rank: int, stages: int, port: int, facts: str, agent_store: str) -> Non
     except ConfigError as error:
         print(error)
     else:
+        dist.barrier()  # who ends while another still connects to it would be missed
         print(f"rank {member.rank} of {member.ranks}")
 
 

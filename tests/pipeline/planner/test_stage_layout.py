@@ -26,6 +26,7 @@ from streamdiff.pipeline.planner import trace
 from streamdiff.pipeline.planner.costs import Ceilings, Costs, estimate, in_proportion, read_profile
 from streamdiff.pipeline.planner.memory import Storage, memory
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_sizes
+from streamdiff.pipeline.planner.simulator import Setup, Stream, simulate
 from streamdiff.pipeline.planner.stage_layout import Layout, Workload, choose_layout
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
@@ -343,8 +344,9 @@ def test_a_trace_has_a_track_per_stage_and_one_for_decoding(
 
 
 def test_rows_that_share_a_forward_are_one_event() -> None:
-    outcome = make(ModelConfig(), PlanJob(stages=1, sessions=6, max_rows=3, stage_times="1", chunks=8))
-    full = [bar for bar in trace.bars(outcome.run.spans, 1) if len(bar.rows) == 3]
+    """Where further rows cost little: what pays is `pipeline.scheduler.row_limit`'s."""
+    run = simulate(Setup(stage_s=((1.0, 1.1, 1.2),), streams=(Stream(4, "clean"),) * 6, max_rows=3, chunks=8))
+    full = [bar for bar in trace.bars(run.spans, 1) if len(bar.rows) == 3]
     assert full[0].label == "session 0 chunk 0 step 0 + session 1 chunk 0 step 0 + session 2 chunk 0 step 0"
 
 

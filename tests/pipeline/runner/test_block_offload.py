@@ -278,7 +278,7 @@ def test_no_graphs_are_made_of_offloaded_blocks() -> None:
 @pytest.mark.parametrize(
     ("title", "words"),
     [
-        ("NVIDIA GeForce RTX 4090", ["28.1 GB per step and stage", "at 25.6 GB/s take 1.1 s, computing 1.16 s"]),
+        ("NVIDIA GeForce RTX 4090", ["28.1 GB per step and stage", "at 25.6 GB/s take 1.1 s, computing 1.13 s"]),
         ("NVIDIA RTX A6000", ["at 25.6 GB/s take 1.1 s, computing is not known of this device: at most 2.19 frames/s"]),
     ],
 )

@@ -21,7 +21,7 @@ from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.runner.torch_compile import keep_compiled_code
 from streamdiff.pipeline.scheduler.step import MicroStep
-from tests.pipeline.compiling import BACKENDS, COMPILED, TRACED, compiled_by
+from tests.pipeline.compiling import BACKENDS, TRACED, compiled_by
 from tests.pipeline.playing import Order, play
 from tests.pipeline.processes import ROOT
 from tests.small import BLUE, CPU, RED, WHITE, small_model
@@ -74,20 +74,6 @@ def test_there_are_graphs_without_breaks_for_a_full_window(ring: LocalRing) -> N
         assert stage.compiled is not None
         assert [[(s.sink, s.window_frames) for s in key.shapes] for key in stage.compiled.keys] == [[(2, 4)]]
     assert not counters["graph_break"]
-
-
-def test_the_products_own_compiler_makes_the_plain_stream_too() -> None:
-    """One small stage here; in `make soak` every test of this file that takes a backend has it."""
-    model, order = small_model(3, layers=1), {0: Order(RED, 5, 2, "clean")}
-    ring = RingExecutor(model, CPU)
-    with compiled_by(COMPILED):
-        ring.stage.compile(steps=2, kv_context="clean")
-    ran_a_graph: list[bool] = []
-    ring.stage.compiled.run = told(ring.stage.compiled, ran_a_graph)  # type: ignore[method-assign, union-attr]
-    with nothing_compiled():
-        got = play(ring, model, order, 6)[0]
-    assert worst(got, play(RingExecutor(model, CPU), model, order, 6)[0]) <= TOLERANCE
-    assert full_window_only(ran_a_graph, 3 * FULL)
 
 
 ONE, FOUR = (1, 4, 2), (4, 8, 0)

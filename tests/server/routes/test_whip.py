@@ -154,6 +154,7 @@ def test_strength_changes_live_with_receipts_and_is_refused_where_nothing_feeds(
     async def scene(site: Site) -> None:
         viewer = await site.watch()
         await viewer.frame()
+        await viewer.message({"type": "hello"})  # the channel is open then
         viewer.channel.send('{"type": "strength", "strength": 0.4, "id": 1}')
         refused = await viewer.message({"id": 1})
         assert refused["code"] == "no_input" and refused["field"] == "strength"

@@ -30,6 +30,7 @@ def video(path: Path, frames: int, fps: int = 50, size: tuple[int, int] = (320, 
         stream.width, stream.height = size
         stream.bit_rate = 2_000_000
         picture = np.broadcast_to(np.array(GREEN, np.uint8), (size[1], size[0], 3))
+        container.start_encoding()  # also where no frame follows
         for _ in range(frames):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), "rgb24")))
         container.mux(stream.encode())
@@ -133,7 +134,10 @@ def test_what_is_no_video_is_said_before_anything_is_loaded(tmp_path: Path) -> N
     text.write_text("no video")
     empty = tmp_path / "b.mp4"
     empty.write_bytes(Path(video(tmp_path / "c.mp4", 3)).read_bytes()[:60])
-    for path, words in ((text, "cannot be read as a video"), (empty, "cannot be read"), (tmp_path, "is no file")):
+    none = video(tmp_path / "d.avi", 0)
+    for path, words in (
+        (text, "cannot be read as a video"), (empty, "cannot be read"), (tmp_path, "is no file"), (none, "no picture"),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             check_video(str(path))
     check_video(str(tmp_path / "c.mp4"))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from streamdiff.engine.messages import Command, InputFrames, InputUsed, SetInput
+from streamdiff.server.media.video_input import fit_frame
 from streamdiff.server.sessions.control import ControlError
 from streamdiff.server.sessions.session_input import SessionInput
 from tests.engine.painted import INFO, SIZE
@@ -102,6 +103,45 @@ def test_viewers_are_told_that_it_failed_and_who_steers_why() -> None:
         assert ended == [True], "once"
         assert told.input.state(True)["fault"] == "no memory for /home/x"  # type: ignore[index]
         assert told.input.state(False)["fault"] == "failed"  # type: ignore[index]
+        await told.input.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (2001, 1), (1, 999), (17, 4000)])
+def test_odd_sizes_are_fitted(size: tuple[int, int]) -> None:
+    made = fit_frame(frame(*size), 48, 32)
+    assert made.shape == (32, 48, 3) and np.abs(made.astype(int) - 90).max() <= 2
+
+
+def test_of_a_thousand_frames_in_a_second_the_newest_is_used() -> None:
+    async def main() -> None:
+        told = Told()
+        source = told.input.take("camera")
+        for number in range(1000):
+            source.push(frame(32, 24, number % 200))
+        told.input.begin()
+        await asyncio.wait_for(told.came.wait(), 30)
+        [handed] = [each for each in told.sent[:1] if isinstance(each, InputFrames)]
+        assert np.abs(handed.pictures.astype(int) - 999 % 200).max() <= 2
+        assert source.left_out == 0
+        await told.input.close()
+
+    asyncio.run(main())
+
+
+def test_a_size_that_changes_on_the_way_changes_nothing_of_what_is_handed_on() -> None:
+    async def main() -> None:
+        told = Told()
+        source = told.input.take("camera")
+        told.input.begin()
+        for size in ((640, 480), (33, 71), (1920, 1080)):
+            told.came.clear()
+            source.push(frame(*size))
+            await asyncio.wait_for(told.came.wait(), 30)
+            source.push(frame(*size))
+        handed = [each for each in told.sent if isinstance(each, InputFrames)]
+        assert {each.pictures.shape[1:] for each in handed} == {(SIZE, SIZE, 3)}
         await told.input.close()
 
     asyncio.run(main())

@@ -138,7 +138,9 @@ def test_ice_servers_are_told_to_viewers_and_none_unless_named(tmp_path: Path) -
     )
 
     async def told(site: Site) -> None:
-        assert (await site.http.options("/whep")).headers["link"] == wanted
+        answer = await site.http.options("/whep")
+        assert answer.headers["link"] == wanted
+        assert answer.headers.get_list("link") == wanted.split(", "), "one header for each, as OBS reads them"
         configured = site.state.viewers._ice.issue()
         assert [(each.url, each.username, each.credential) for each in configured] == [
             (each.url, each.username, each.credential) for each in servers

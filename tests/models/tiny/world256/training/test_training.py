@@ -51,7 +51,7 @@ def pool(autoencoder: TAEHV) -> Pool:
 def test_clips_lie_on_the_latent_grid_and_weigh_things_more() -> None:
     drawn = clips.draw_clips(6, clips.CROP, dice(), CPU)
     assert drawn.frames.shape == (6, 12, 3, clips.CROP, clips.CROP)
-    assert set(drawn.weight.unique().tolist()) == {1.0, 4.0}
+    assert set(drawn.weight.unique().tolist()) == {1.0, 4.0, clips.FALLING}
     track = clips.draw_track(6, dice())
     for window in clips.draw_windows(track, clips.CROP, dice()):
         assert window.top % clips.CELL == window.left % clips.CELL == 0

@@ -50,6 +50,7 @@ class Variant:
     name: str
     words: tuple[str, ...]
     max_rows: int | None
+    adaptive: bool = False
 
 
 def variant_of(text: str) -> Variant:
@@ -58,20 +59,22 @@ def variant_of(text: str) -> Variant:
     if not name.strip() or not separator:
         raise ValueError(f'--variant is {text!r}, but must be NAME="ARGUMENTS"; they may be empty')
     given = tuple(shlex.split(words))
-    return Variant(name.strip(), given, _simulated_rows(given))
+    return Variant(name.strip(), given, *_simulated(given))
 
 
-def _simulated_rows(words: Sequence[str]) -> int | None:
-    """`--max-rows` of arguments of which the simulator knows every one."""
-    found = dict(zip(words[::2], words[1::2], strict=False))
-    if len(words) % 2 or set(found) - {"--batching", "--max-rows"}:
-        return None
-    return int(found.get("--max-rows", "4")) if found.get("--batching") == "dynamic" else 1
+def _simulated(words: Sequence[str]) -> tuple[int | None, bool]:
+    """`--max-rows` of arguments of which the simulator knows every one, and whether `--adaptive` is among them."""
+    others = [word for word in words if word != "--adaptive"]
+    found, adaptive = dict(zip(others[::2], others[1::2], strict=False)), "--adaptive" in words
+    if len(others) % 2 or set(found) - {"--batching", "--max-rows"}:
+        return None, adaptive
+    return int(found.get("--max-rows", "4")) if found.get("--batching") == "dynamic" else 1, adaptive
 
 
-def rows_variant(rows: int) -> Variant:
+def rows_variant(rows: int, adaptive: bool = False) -> Variant:
     words = ("--batching", "dynamic", "--max-rows", str(rows)) if rows > 1 else ()
-    return Variant(f"max_rows {rows}", words, rows)
+    more, name = (("--adaptive",), ", adaptive") if adaptive else ((), "")
+    return Variant(f"max_rows {rows}{name}", (*words, *more), rows, adaptive)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,9 @@ def on_simulator(
 ) -> dict[str, report.Json]:
     assert variant.max_rows is not None
     lead_s = PlaybackConfig().lead_s
-    settings = ServerSettings(options.fps, options.stages, variant.max_rows, lead_s, options.load_limit)
+    settings = ServerSettings(
+        options.fps, options.stages, variant.max_rows, lead_s, options.load_limit, variant.adaptive
+    )
 
     def play(load: Load) -> tuple[list[Visit], list[Video]]:
         who, what = arrivals.visitors(load, options.seed), arrivals.jobs(load, options.seed)
@@ -169,7 +174,8 @@ def times_of(options: argparse.Namespace, max_rows: int, folder: Path) -> Engine
     """Measured here and now, on a machine that does nothing else; or read again from a result."""
     if options.times is not None:
         stored = json.loads(options.times.read_text())["times"]
-        return EngineTimes(**stored | {"forward_s": tuple(stored["forward_s"])})
+        lists = {name: tuple(stored.get(name, ())) for name in ("forward_s", "steps_known")}
+        return EngineTimes(**stored | lists)
     from benchmarks import load_times
     from streamdiff.config import ModelConfig
 
@@ -232,6 +238,7 @@ def parser() -> argparse.ArgumentParser:
     well("--share", type=float, default=0.95, help="of visitors who must be served well (default 0.95)")
     server = made.add_argument_group("servers").add_argument
     server("--rows", type=_rows, default="1,2,4,8", metavar="LIST", help="max_rows (default %(default)s; empty: none)")
+    server("--adaptive", type=_rows, default=[], metavar="LIST", help="max_rows of servers with --adaptive beside them")
     server("--variant", action="append", default=[], metavar='NAME="ARGUMENTS"', help="further arguments of `serve`")
     server("--side", choices=(*SIDES, "both"), default="both", help="default: both")
     server("--model", help="of server and simulator (default: the embedded one)")
@@ -259,9 +266,13 @@ def check(options: argparse.Namespace) -> tuple[dict[str, float], list[Variant]]
     if options.add and options.out is None:
         raise ValueError("--add needs --out")
     slo.find_tipping(lambda load: load_of(options, load).sessions > 0, options.loads)
-    variants = [*map(rows_variant, options.rows), *map(variant_of, options.variant)]
+    adaptive = [rows_variant(rows, True) for rows in options.adaptive]
+    variants = [*map(rows_variant, options.rows), *adaptive, *map(variant_of, options.variant)]
     if options.serve:
-        variants = [replace(each, max_rows=_simulated_rows([*options.serve, *each.words])) for each in variants]
+        found = [_simulated([*options.serve, *each.words]) for each in variants]
+        variants = [
+            replace(each, max_rows=rows, adaptive=lower) for each, (rows, lower) in zip(variants, found, strict=True)
+        ]
     if not variants or len({variant.name for variant in variants}) < len(variants):
         raise ValueError("give --rows or --variant, each name once")
     for variant in variants:

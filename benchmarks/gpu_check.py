@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks.report import ROOT
 from benchmarks.stream_case import CONTEXTS, DECODERS
-from streamdiff.config import ModelConfig
+from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
 from streamdiff.models.model_loader import ModelLoader
@@ -115,10 +115,11 @@ def two_sessions(context: str, device: torch.device) -> str:
     have captured graphs."""
     values = {"device": device.type, "dtype": "float32", "kv_context": context}
     plain, _ = two_streams(ModelConfig.model_validate({**values, "preset": "plain"}))
-    got, captured = two_streams(ModelConfig.model_validate({**values, FAST: "on", "clean_pass": "alone"}))
-    if device.type == "cuda" and captured != 2:
+    served = {**values, FAST: "on", "clean_pass": "alone", "pictures": "rgb"}  # whose pool is for several
+    got, captured = two_streams(ServedModel.model_validate(served))
+    if device.type == "cuda" and captured < 2:
         raise AssertionError(f"{captured} of 2 sessions have captured graphs")
-    return f"{captured} of 2 sessions captured, {_held(off_by(got, plain), _LATENTS_OFF)}"
+    return f"{captured} sessions can be captured, {_held(off_by(got, plain), _LATENTS_OFF)}"
 
 
 def two_streams(config: ModelConfig) -> tuple[Tensor, int]:

@@ -164,7 +164,7 @@ def micro_step(spec: ModelSpec, kv_context: str, blocks: int, step: int = 2, *, 
         counter = Counter()
         if compiled:
             stack.enter_context(_written_code(counter, mode))
-            stage.compiled = CompiledStage(stage._forward, CUDA, live=False)
+            stage.compiled = CompiledStage(stage._forward, CUDA)
             stage.compiled.learning = True
             stage.attention.rotate_sinks = stage.compiled.rotate_sinks
         stage.open(0, steps=STEPS, kv_context=kv_context)
@@ -212,7 +212,7 @@ def _written_code(counter: Counter, mode: FakeTensorMode) -> Iterator[None]:
     with (
         mock.patch.object(compiled_stage, "one_graph", one_graph),
         mock.patch.object(compiled_parts, "one_graph", one_graph),
-        mock.patch.object(compiled_stage, "captured_on", lambda device, live: None),
+        mock.patch.object(compiled_stage, "captured_on", lambda device: None),
         mock.patch.object(torch.compiler, "is_compiling", lambda: True),
     ):
         yield

@@ -23,8 +23,10 @@ from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.server.jobs.runner import AHEAD_CHUNKS
 from streamdiff.server.load.capacity import Capacity
+from streamdiff.server.load.load_policy import UNLIMITED, Asked, LoadLimit, LoadPolicy, least_share
 from streamdiff.server.media.playout import PlayoutBuffer, PlayoutSlot
 
+_DECIDE_S = 1.0
 LOOK_S = 0.5
 """How often the count of frames shown is looked at, as the server tells it."""
 
@@ -42,18 +44,21 @@ class EngineTimes:
     chunk_latents: int
     steps: int
     kv_context: str
+    steps_known: tuple[int, ...] = ()
+    """Numbers of steps that the model has, which `adaptive` sessions may be lowered to."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
     """Of the server that is simulated: `stages` share a forward's time evenly, `max_rows` may share a forward, `lead_s`
-    seconds of video are made ahead, sessions may take `load_limit` of the engine's time."""
+    seconds of video are made ahead, sessions may take `load_limit` of the engine's time, and are `adaptive` or not."""
 
     fps: float
     stages: int = 1
     max_rows: int = 1
     lead_s: float = 0.6
     load_limit: float = 10.0
+    adaptive: bool = False
 
 
 @dataclass(eq=False)
@@ -68,6 +73,8 @@ class _Live:
     epoch: int = 0
     asked: list[tuple[int, float]] = field(default_factory=list)  # epochs of prompts not seen yet, and when they came
     tick_s: float = math.inf  # when the buffer is asked next
+    limit: LoadLimit = UNLIMITED
+    new_steps: int | None = None  # once nothing is in flight any more
 
 
 @dataclass(eq=False)
@@ -92,6 +99,7 @@ class LoadSimulation:
             stages=stages, chunk_frames=times.chunk_frames, max_rows=settings.max_rows
         )
         self._scheduler.set_row_costs(times.forward_s)
+        self._policy = LoadPolicy(times.steps_known, settings.load_limit)
         self._capacity = Capacity(times.chunk_frames, times.steps, settings.load_limit, times.work_s)
         least = min_ahead_frames(times.kv_context, steps=times.steps, stages=stages, chunk_frames=times.chunk_frames)
         lead_frames = max(1, round(settings.lead_s * settings.fps))
@@ -120,6 +128,8 @@ class LoadSimulation:
             frames = max(1, round(job.seconds * self._settings.fps))
             self._at(job.at_s, partial(self._ask, _Job(video, frames)))
         end_s = max((each.leaves_s for each in visitors), default=math.inf)
+        if self._settings.adaptive:
+            self._decide()
         while self._agenda and self._agenda[0][0] <= end_s:
             self.now_s = self._agenda[0][0]
             while self._agenda and self._agenda[0][0] == self.now_s:
@@ -134,7 +144,7 @@ class LoadSimulation:
     # ---- who comes and goes -------------------------------------------------------------------------------------
 
     def _come(self, visitor: Visitor, visit: Visit) -> None:
-        share = self._capacity.share(self._settings.fps, self.now_s)
+        share = least_share(self._asked, self._times.steps_known, self._share)
         if self._capacity.refusal([share] * len(self._live), share):
             visit.refused = "time"
             return
@@ -143,6 +153,29 @@ class LoadSimulation:
         for after_s in visitor.prompts_s:
             self._at(visitor.at_s + after_s, partial(self._say, slot))
         self._at(visitor.leaves_s, partial(self._leave, slot))
+
+    @property
+    def _asked(self) -> Asked:
+        """What every session asks for."""
+        return Asked(self._times.steps, self._settings.fps, self._settings.adaptive)
+
+    def _share(self, fps: float, steps: int) -> float:
+        return self._capacity.share(fps, self.now_s, steps)
+
+    def _decide(self) -> None:
+        """Ask the policy every second, as the server does, and let sessions have what it says."""
+        asked = {str(slot): self._asked for slot in self._live}
+        for name, limit in self._policy.decide(asked, self._share, self.now_s).items():
+            live, steps = self._live[int(name)], self._times.steps
+            if live.limit.rate != limit.rate:
+                live.playout.set_fps(limit.fps_of(self._settings.fps))
+                live.tick_s = math.inf
+                self._tick(int(name))
+            if live.limit.steps_of(steps) != limit.steps_of(steps):
+                live.new_steps = limit.steps_of(steps)
+                self._scheduler.drain(int(name))
+            live.limit = limit
+        self._at(self.now_s + _DECIDE_S, self._decide)
 
     def _playout(self) -> PlayoutBuffer:
         return PlayoutBuffer(self._settings.fps, start_frames=self._start_frames)
@@ -180,6 +213,9 @@ class LoadSimulation:
     def _feed(self) -> None:
         """Let enter what may, as `InFlightQueue` does."""
         for slot, live in self._live.items():
+            if live.new_steps is not None and self._scheduler.drained(slot):
+                self._scheduler.set_steps(slot, steps=live.new_steps)
+                live.new_steps = None
             ahead = live.made - live.passed + live.begun
             self._scheduler.set_frame_credit(slot, self._ahead_frames - ahead)
         for slot, job in self._jobs.items():
@@ -230,7 +266,11 @@ class LoadSimulation:
     def _deliver(self, row: MicroStep, last: bool) -> None:
         frames = self._times.chunk_frames // self._times.chunk_latents
         if row.session in self._live:
-            live = self._live[row.session]
+            live, settings = self._live[row.session], self._settings
+            if live.passed and live.made % self._times.chunk_frames == 0:
+                fps = live.limit.fps_of(settings.fps)
+                slack_s = (live.made - live.passed) / fps
+                self._policy.chunk(str(row.session), slack_s, self._times.chunk_frames / fps, self.now_s)
             live.playout.push(live.made, np.zeros((frames, 1), np.uint8), epoch=row.epoch)
             live.made += frames
             live.begun -= frames

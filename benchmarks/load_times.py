@@ -49,7 +49,7 @@ def measure(config: ModelConfig, max_rows: int, rounds: int = 3) -> EngineTimes:
     alone_s = forward_s[0] * (info.steps + 1)
     return EngineTimes(
         forward_s, decode_s, work_s or alone_s + decode_s, info.chunk_frames, model.spec.chunk_latents, info.steps,
-        info.kv_context,
+        info.kv_context, model.spec.steps,
     )  # fmt: skip
 
 

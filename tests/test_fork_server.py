@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
@@ -27,6 +30,17 @@ def test_a_signal_ends_both(number: signal.Signals) -> None:
         process.send_signal(number)
         assert process.stdout.read() == b""
     assert process.returncode == -number
+
+
+def test_what_the_forked_one_has_forked_ends_with_it(tmp_path: Path) -> None:
+    """As the ranks of a test that is cut off."""
+    (folder := tmp_path / "ranks").mkdir()
+    os.mkfifo(folder / "0")  # where the rank says which process it is
+    ranks = ("fork", str(tmp_path), "600", "tests.pipeline.distributed.lost_rank", "1", "0", "no luck", str(folder))
+    with subprocess.Popen([sys.executable, "-m", "tests.pipeline.forked_ranks", *ranks]) as process:
+        rank = psutil.Process(int((folder / "0").read_text()))
+        process.kill()
+    rank.wait(60)
 
 
 def test_what_needs_no_fork_is_run_and_starts_others_the_same_way() -> None:

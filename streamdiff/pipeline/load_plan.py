@@ -42,6 +42,9 @@ from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.version import __version__
 from streamdiff.video.pixel_format import PictureKind
 
+_GRAPH_SESSIONS = 8
+"""Sessions of a server whose caches have graphs of CUDA, where half of the memory for caches has room for them."""
+
 
 @dataclass(frozen=True)
 class LoadPlan:
@@ -110,7 +113,10 @@ class LoadPlan:
             return None
         context = self.config.kv_context
         filling = sessions_to_fill(context, steps=self.steps, stages=self.config.stages)
-        return PreallocatedCaches(filling if self.device.type == "cuda" else 1, self.steps, context)
+        if self.device.type != "cuda":
+            return PreallocatedCaches(1, self.steps, context)
+        served = _GRAPH_SESSIONS if isinstance(self.config, ServedModel) else 0
+        return PreallocatedCaches(filling, self.steps, context, served)
 
     def rank_facts(self) -> dict[str, str]:
         """See the function of that name; with the steps that are taken, and what pictures are."""

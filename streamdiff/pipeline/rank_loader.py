@@ -118,8 +118,9 @@ def compile_stage(plan: LoadPlan, stage: ModelRunner, memory: RankMemory, progre
             steps=kept.steps,
             kv_context=kept.kv_context,
             clean_with_next=plan.config.clean_with_next,
-            sessions=kept.sessions,
+            kept=kept,
             memory=memory,
+            max_rows=plan.batching.max_rows,
             on_progress=progress.report,
         )
 

@@ -57,7 +57,7 @@ class HostCopies:
 
     def host(self, tensor: Tensor) -> Tensor:
         """Host memory for a tensor."""
-        return torch.empty_like(tensor, device=walk.CPU, pin_memory=self.device.type == "cuda")
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
 
 
 class HostCopy:
@@ -98,14 +98,28 @@ class HostCopy:
 
     def _expect(self, tensor: Tensor) -> Tensor:
         there = self._copies.host(tensor)
-        self._left.append((there.view(-1), tensor.view(-1)))
+        self._left.extend(_flat(there, tensor))
         return there
+
+
+def _flat(there: Tensor, saved: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both as pairs `[n]` of what lies together in memory, as caches of a pool do layer by layer. Of what does not, and
+    is small, `saved` is a copy."""
+    if saved.is_contiguous() or saved.nbytes <= _PIECE:
+        yield there.view(-1), saved.reshape(-1)
+        return
+    for pair in zip(there, saved, strict=True):
+        yield from _flat(*pair)
 
 
 def copy_in_pieces(there: Tensor, saved: Tensor) -> Tensor:
     """Copy; what is contiguous in pieces. Mutates: there."""
     if not (there.is_contiguous() and saved.is_contiguous()):
-        return there.copy_(saved, non_blocking=True)
+        if saved.nbytes <= _PIECE:
+            return there.copy_(saved, non_blocking=True)
+        for target, source in zip(there, saved, strict=True):  # caches of a pool lie layer by layer
+            copy_in_pieces(target, source)
+        return there
     count = max(1, _PIECE // there.element_size())
     for target, source in zip(there.view(-1).split(count), saved.view(-1).split(count), strict=True):
         target.copy_(source, non_blocking=True)

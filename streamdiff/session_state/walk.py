@@ -75,13 +75,14 @@ def concatenated(parts: Sequence[_T], axis: int) -> _T:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    return tensor.to(CPU, copy=True)
+    return tensor.to(CPU, copy=True).contiguous()
 
 
 @torch.inference_mode()
 def save(state: object, path: str = "", fetch: Callable[[Tensor], Tensor] = _to_host) -> tuple[dict[str, Tensor], Any]:
     """A state as tensors by name, which begins with `path`, contiguous and in host memory, and all else as what JSON
-    can hold. Nothing of it is the state's own memory. `fetch` copies a contiguous tensor to the host."""
+    can hold. Nothing of it is the state's own memory. `fetch` copies a tensor, which may be a view of a larger one, to
+    the host, where it is contiguous."""
     tensors: dict[str, Tensor] = {}
     names: dict[int, tuple[Tensor, Any]] = {}
 
@@ -89,7 +90,7 @@ def save(state: object, path: str = "", fetch: Callable[[Tensor], Tensor] = _to_
         if id(tensor) not in names:
             strides = tensor.stride()
             order = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
-            tensors[where] = fetch(tensor.detach().permute(order).contiguous())
+            tensors[where] = fetch(tensor.detach().permute(order))
             names[id(tensor)] = tensor, {_TENSOR: where, _ORDER: order}
         return names[id(tensor)][1]
 

@@ -16,7 +16,7 @@ from tests.benchmarks.test_report import numbers
 
 TIMES = {
     "forward_s": [0.02, 0.025, 0.03, 0.035], "decode_s": 0.04, "work_s": 0.14, "chunk_frames": 12, "chunk_latents": 3,
-    "steps": 4, "kv_context": "clean",
+    "steps": 4, "kv_context": "clean", "steps_known": [4, 2],
 }  # fmt: skip
 
 
@@ -31,6 +31,9 @@ def test_variants_are_arguments_of_serve_and_the_simulator_plays_those_that_it_k
     assert variant_of("plain=") == Variant("plain", (), 1)
     assert variant_of("four=--batching dynamic").max_rows == 4
     assert variant_of("wait=--batching dynamic --batching-wait-ms 20").max_rows is None
+    lowered = variant_of("a=--adaptive --batching dynamic --max-rows 2")
+    assert (lowered.max_rows, lowered.adaptive) == (2, True)
+    assert rows_variant(2, True).words == ("--batching", "dynamic", "--max-rows", "2", "--adaptive")
     assert variant_of("quick = --steps 2") == Variant("quick", ("--steps", "2"), None)
     assert rows_variant(1) == Variant("max_rows 1", (), 1)
     for rows in (1, 2, 8):
@@ -62,11 +65,12 @@ def test_the_simulated_curve_has_a_tipping_point_and_goes_on_in_the_same_file(ti
     words = ["--side", "simulator", "--times", times, "--seconds", "12", "--loads", "2,6,18,24", "--jobs", "6"]
     words += ["--out", str(out), "--add", "--slo", "first_frame=2,stalls=0,rate=0.9,job=60"]
     assert capacity.main([*words, "--rows", "1"]) == capacity.OK
-    assert capacity.main([*words, "--rows", "4", "--plot", str(plot)]) == capacity.OK
+    assert capacity.main([*words, "--rows", "4", "--adaptive", "1", "--plot", str(plot)]) == capacity.OK
     stored = json.loads(out.read_text())
-    assert list(stored["results"]) == ["max_rows 1", "max_rows 4"] and stored["times"] == TIMES
+    assert list(stored["results"]) == ["max_rows 1", "max_rows 1, adaptive", "max_rows 4"] and stored["times"] == TIMES
     assert stored["settings"]["slo"]["job"] == 60
-    one, four = (stored["results"][name]["simulator"] for name in stored["results"])
+    one, lowered, four = (stored["results"][name]["simulator"] for name in stored["results"])
+    assert lowered["points"][0]["goodput"] == one["points"][0]["goodput"], "where all fit nothing is given up"
     assert one["tipping_load"] in (2.0, 6.0) and one["first_load_above"] in (6.0, 18.0)
     assert (four["tipping_load"] or 0) >= one["tipping_load"]
     assert "--rows 1" in one["command"] and "--rows 4" in four["command"]
@@ -76,7 +80,8 @@ def test_the_simulated_curve_has_a_tipping_point_and_goes_on_in_the_same_file(ti
     assert shares == sorted(shares, reverse=True) and shares[0] >= 0.95 > shares[-1]
     assert plot.stat().st_size > 5000
     readme = (report.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    found = numbers(stored["results"]) | set(stored["times"]) - {"chunk_frames", "chunk_latents", "steps", "kv_context"}
+    known = {"chunk_frames", "chunk_latents", "steps", "kv_context", "steps_known"}
+    found = numbers(stored["results"]) | set(stored["times"]) - known
     assert not [name for name in found - set(LIVE_LIMITS) if f"`{name}`" not in readme]
     # Others' settings are not mixed in.
     assert capacity.main([*words, "--rows", "2", "--fps", "20"]) == capacity.USAGE

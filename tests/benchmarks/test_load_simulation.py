@@ -46,6 +46,14 @@ def test_too_many_sessions_stall_and_rows_that_share_a_forward_carry_more_of_the
     assert max(rates[0]) < 0.85 and min(rates[1]) > 0.95
 
 
+def test_adaptive_sessions_lose_steps_where_too_many_have_come_and_show_more() -> None:
+    slow = replace(TIMES, forward_s=tuple(0.05 + 0.01 * more for more in range(8)), steps_known=(4, 2))
+    who = [Visitor(0.1 * number, 40.0, number, ()) for number in range(7)]  # 1.46 of the time, in two steps .88
+    plain, lowered = (play(who, times=slow, adaptive=adaptive)[0] for adaptive in (False, True))
+    rates = [[visit.rate(FPS) or 0.0 for visit in visits] for visits in (plain, lowered)]
+    assert max(rates[0]) < 0.85 < 0.9 < min(rates[1])
+
+
 def test_a_ring_of_stages_carries_more_sessions_than_one_stage() -> None:
     who = [Visitor(0.1 * number, 30.0, number, ()) for number in range(16)]
     quick = replace(TIMES, decode_s=0.01)

@@ -23,6 +23,7 @@ from streamdiff.pipeline.decode.captured_step import capture_on
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding
 from streamdiff.pipeline.decode.decoding import Piece
 from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.runner.torch_compile import one_graph
 from tests.pipeline.playing import CHUNKS_LONG, Order, play
 from tests.small import RED, WHITE, small_autoencoder, small_model
@@ -62,19 +63,19 @@ def test_graphs_make_the_plain_stream_and_are_never_made_again(model: Model, kv_
     plain, graphs = RingExecutor(model, device), RingExecutor(model, device)
     graphs.stage.compile(steps=4, kv_context=kv_context)
     assert graphs.stage.compiled is not None and graphs.stage.compiled._captured is not None
-    captured = graphs.stage.compiled._captured.kept.places
+    captured = set(graphs.stage.compiled._captured.graphs)
     assert len(captured) == (4 if kv_context == "matched" else 1), "of a full window, by cache"
     with torch.compiler.set_stance("fail_on_recompile"):
         got = play(graphs, model, order, CHUNKS_LONG)[0]
     expected = play(plain, model, order, CHUNKS_LONG)[0]
     assert max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True)) <= TOLERANCE
-    assert graphs.stage.compiled._captured.kept.places == captured
+    assert set(graphs.stage.compiled._captured.graphs) == captured
 
 
 def test_two_sessions_at_once_are_both_captured(model: Model) -> None:
     device, orders = torch.device("cuda"), {0: Order(RED, 5, 4, "clean"), 1: Order(WHITE, 6, 4, "clean")}
     plain, graphs = RingExecutor(model, device), RingExecutor(model, device)
-    graphs.stage.compile(steps=4, kv_context="clean")
+    graphs.stage.compile(steps=4, kv_context="clean", kept=PreallocatedCaches(2, 4, "clean"))
     with torch.compiler.set_stance("fail_on_recompile"):
         got = play(graphs, model, orders, CHUNKS_LONG)
     expected = play(plain, model, orders, CHUNKS_LONG)

@@ -80,7 +80,7 @@ _QUANTIZED = {"sage": 8e-2, "sage_fp16": 8e-2, "sage_hub": 8e-2}
 """Kernels that round to 8 bits inside are that much off by design."""
 _SAMPLES = 64
 """Queries whose results are compared."""
-_REFUSALS = (RuntimeError, ValueError, AssertionError, NotImplementedError, ImportError, AttributeError, OSError)
+REFUSALS = (RuntimeError, ValueError, AssertionError, NotImplementedError, ImportError, AttributeError, OSError)
 """What kernels, diffusers and the hub's client raise where one cannot be had."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -108,7 +108,7 @@ def activate(name: str) -> None:
     torch's dispatch, for the whole process.
 
     Raises:
-        what importing such a package may raise, see `_REFUSALS`.
+        what importing such a package may raise, see `REFUSALS`.
     """
     implementation = IMPLEMENTATIONS.get(name)
     current = _active()
@@ -292,7 +292,7 @@ def fault(name: str, case: Case) -> str | None:
             activate(name)
             got = [kernel(name)(case.query, case.key, case.value), over_parts(name)(case.query, case.parts)]
             found = [_off(each[:, case.sampled], case.expected) for each in got]
-    except _REFUSALS as error:
+    except REFUSALS as error:
         told = (str(error).strip() or type(error).__name__).splitlines()[0]
         return "cannot run here: " + (told.partition(". ")[0] if isinstance(error, NotImplementedError) else told)
     finally:
@@ -340,6 +340,14 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ImportError:  # of the package around it
         return False
+
+
+def formula_error(got: Tensor, query: Tensor, key: Tensor, value: Tensor) -> float | None:
+    """By how much a result `[R, L, H, d]` differs from the formula's, for some of the queries; None: by no more than
+    its dtype allows."""
+    sampled = torch.linspace(0, query.shape[1] - 1, min(_SAMPLES, query.shape[1])).round().long().to(query.device)
+    off = _off(got[:, sampled], _formula(query[:, sampled], key, value))
+    return None if off <= _TOLERANCE[query.dtype] else off
 
 
 def _off(got: Tensor, expected: Tensor) -> float:

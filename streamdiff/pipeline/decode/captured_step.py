@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.autoencoder.picture_decoder import Capture, DecoderState, Step
-from streamdiff.pipeline.runner.compiled_stage import CudaRecord, Recorded
+from streamdiff.pipeline.runner.cuda_graphs import CudaRecord, Recorded
 
 
 class Recorder(Protocol):

@@ -53,6 +53,12 @@ class StaticMetadata:
     keeps: int = 0
 
     @property
+    def plain(self) -> bool:
+        """Whether the row writes its slot and nothing else, and sees no later row."""
+        special = (self.moves_sink, self.adapt is not None, self.ring is not None, self.fold is not None)
+        return not (any(special) or self.sink_frames or self.ahead or self.keeps)
+
+    @property
     def keeps_unrotated(self) -> bool:
         """Whether keys of the row, not rotated, go into the sink."""
         return self.sink_frames > 0 or self.adapt is not None
@@ -228,14 +234,19 @@ class RollingAttention:
         return attend_rows(self.rows, layer, projected, self.attend, self.all_heads)
 
     def _make_index(self, places: tuple[int, ...]) -> Tensor:
-        index = torch.tensor(places)
-        if self.device.type == "cuda":  # from pageable memory the host would wait for the copy
-            index = index.pin_memory().to(self.device, non_blocking=True)
-        return index
+        return index_tensor(places, self.device)
 
     def _make_table(self, first: int, count: int, inverse: bool = False) -> Tensor:
         factors = self._grid.factors(range(first, first + count))
         return rope.matrices(factors.conj() if inverse else factors)
+
+
+def index_tensor(places: Sequence[int], device: torch.device) -> Tensor:
+    """Places as int64 on the device, without waiting for it."""
+    index = torch.tensor(places)
+    if device.type == "cuda":  # from pageable memory the host would wait for the copy
+        index = index.pin_memory().to(device, non_blocking=True)
+    return index
 
 
 def rotated_rows(rows: Sequence[AttentionMetadata], query: Tensor, key: Tensor, value: Tensor) -> Projected:

@@ -1,16 +1,17 @@
-"""The KV cache tensors of one session on one stage, allocated once and written in place."""
+"""The KV cache tensors of one session on one stage, allocated once and written in place; and a pool of such caches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from operator import itemgetter
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
-from streamdiff.session_state.fields import BY_HEAD, BY_LAYER, DERIVED, STATE, session_state
+from streamdiff.session_state.fields import BY_HEAD, BY_LAYER, DERIVED, STATE, reset, session_state
 
 
 class LayerCaches(NamedTuple):
@@ -21,6 +22,16 @@ class LayerCaches(NamedTuple):
     values: tuple[Tensor, ...]
     sink_keys: tuple[Tensor, ...]
     queues: tuple[Tensor, ...]
+
+
+class CacheSizes(TypedDict):
+    """Sizes of a stage's caches beside their slots. `like`: a tensor of the dtype and device."""
+
+    layers: int
+    tokens: int
+    heads: int
+    head_dim: int
+    like: Tensor
 
 
 @session_state("kv-cache")
@@ -55,19 +66,12 @@ class KVCache:
         ]
 
     @classmethod
-    def allocate(
-        cls, plan: CacheGeometry, *, caches: int, layers: int, tokens: int, heads: int, head_dim: int, like: Tensor
-    ) -> KVCache:
+    def allocate(cls, plan: CacheGeometry, *, caches: int, **sizes: Unpack[CacheSizes]) -> KVCache:
+        layers, tokens, heads, head_dim, like = itemgetter(*CacheSizes.__annotations__)(sizes)
         count, moved, length = plan.sizes
         slots, pinned = ((caches, layers, count, tokens, heads, head_dim) for count in (count, moved))
         queue = like.new_zeros((caches, layers, length), dtype=torch.int64)
         return cls(like.new_zeros(slots), like.new_zeros(slots), like.new_zeros(pinned), queue)
-
-    def serves(self, plan: CacheGeometry, caches: int) -> bool:
-        """Whether it is what `allocate` would make, for the same model."""
-        return len(self.key) == caches and plan.sizes == tuple(
-            each.shape[2] for each in (self.key, self.sink_key, self.queue)
-        )
 
     def layers(self, cache: int) -> LayerCaches:
         """One of the caches, layer by layer."""
@@ -104,3 +108,53 @@ class KVCache:
     def _place_sinks(self, sources: Sequence[int]) -> None:
         before = self.sink_at
         self.sink_at = {cache: before[source] for cache, source in enumerate(sources) if source in before}
+
+
+class CachePool:
+    """Caches of several sessions of one kind on a stage, of each layer in one tensor, for graphs that are bound to
+    addresses: whichever session has caches of the pool, its keys and values are found by slot numbers. Caches have
+    numbers too: slot s of cache n is slot `n * slots + s` of the pool.
+
+    The tensors are `[layers, sessions, caches, slots, tokens, H, d]` and never freed; what a session has is a view.
+    """
+
+    def __init__(self, plan: CacheGeometry, sessions: int, *, caches: int, **sizes: Unpack[CacheSizes]) -> None:
+        layers, tokens, heads, head_dim, like = itemgetter(*CacheSizes.__annotations__)(sizes)
+        self.slots, moved, length = plan.sizes
+        shapes = [(layers, sessions, caches, count, tokens, heads, head_dim) for count in (self.slots, moved)]
+        whole = (like.new_zeros(shapes[0]), like.new_zeros(shapes[0]), like.new_zeros(shapes[1]))
+        queue = like.new_zeros((layers, sessions, caches, length), dtype=torch.int64)
+        keys, values = (tuple(each.flatten(1, 3).unbind()) for each in whole[:2])
+        self.whole = LayerCaches(keys, values, (), ())
+        """Of each layer keys and values `[slots of all, tokens, H, d]`."""
+        self._plan, self._caches = plan, caches
+        parts = ([each[:, number].transpose(0, 1) for each in (*whole, queue)] for number in range(sessions))
+        self._all = [KVCache(key, value, sink_key, own_queue) for key, value, sink_key, own_queue in parts]
+        self._free = list(self._all)
+        self._numbers = {
+            state.layers(cache).keys[0].data_ptr(): number * caches + cache
+            for number, state in enumerate(self._all)
+            for cache in range(caches)
+        }
+
+    @property
+    def sessions(self) -> int:
+        """How many sessions have room."""
+        return len(self._all)
+
+    def take(self, plan: CacheGeometry, caches: int) -> KVCache | None:
+        """Empty caches for a session of this kind; None: it is of another, or all are taken. Mutates: self."""
+        if (plan, caches) != (self._plan, self._caches) or not self._free:
+            return None
+        state = self._free.pop(0)
+        reset(state)
+        return state
+
+    def give_back(self, state: KVCache) -> None:
+        """Let caches be another session's, if they are the pool's. Mutates: self."""
+        if any(state is each for each in self._all):
+            self._free.append(state)
+
+    def number_of(self, caches: LayerCaches) -> int | None:
+        """The number of a cache; None: it is not the pool's."""
+        return self._numbers.get(caches.keys[0].data_ptr())

@@ -23,6 +23,16 @@ _FOR_SWAPPED = 0.25
 _GB = 1e9
 
 
+class PreallocatedCaches(NamedTuple):
+    """Caches preallocated on every rank for sessions of one kind, because CUDA graphs are bound to them: for `sessions`
+    as far as there is room, at least for one; and for up to `most` in half of the memory, so that others have room."""
+
+    sessions: int
+    steps: int
+    kv_context: str
+    most: int = 0
+
+
 class RankMemory(NamedTuple):
     """A rank's `free` bytes for sessions, the bytes of decoder state of each session, if this rank decodes, and the
     bytes of host memory that it may fill with sessions that are swapped out."""
@@ -35,14 +45,10 @@ class RankMemory(NamedTuple):
         """How many of `sessions` sessions fit whose caches have `nbytes` each."""
         return min(sessions, self.free // max(1, nbytes + self.decoding))
 
-
-class PreallocatedCaches(NamedTuple):
-    """Caches preallocated on every rank for up to `sessions` sessions of one kind, at least one, because CUDA graphs
-    are bound to them."""
-
-    sessions: int
-    steps: int
-    kv_context: str
+    def preallocates(self, kept: PreallocatedCaches, nbytes: int) -> int:
+        """Of how many sessions, whose caches have `nbytes` each, caches are there from the start."""
+        half = self._replace(free=self.free // 2)
+        return max(1, self.holds(kept.sessions, nbytes), half.holds(kept.most, nbytes))
 
 
 @dataclass
@@ -93,13 +99,12 @@ class KVCacheBudget:
         """Bytes on every rank of preallocated caches that stay unused when a session with this `need` is opened."""
         if self.waiting is None:
             return [0] * len(need)
-        sessions, steps, kv_context = self.waiting
-        kind = self._need(steps, kv_context)
+        kind = self._need(self.waiting.steps, self.waiting.kv_context)
         there = sum(each == kind for each in (*self._taken.values(), need))
         unused = []
         for each, rank in zip(kind, self.memory, strict=True):
             nbytes = each - rank.decoding
-            unused.append(max(0, max(1, rank.holds(sessions, nbytes)) - there) * nbytes)
+            unused.append(max(0, rank.preallocates(self.waiting, nbytes) - there) * nbytes)
         return unused
 
     def _need(self, steps: int, kv_context: str) -> list[int]:

@@ -6,20 +6,27 @@ code has to know. Beside it stands the plain path, `StageForward` as it is writt
 what no graph was made for, as while a window fills. A *key* is what graphs are captured for: how many rows, and what
 each sees. Whatever else changes from chunk to chunk and block to block (slots, positions, prompts, weights) comes in
 tensors, so nothing is ever compiled again.
+
+Graphs of CUDA are captured at the start alone, for the caches of a pool (`CachePool`), which sessions have in turns.
+Rows of several sessions find theirs by slot numbers, so there is one graph for so many rows, whosever they are. Rows of
+one session are attended to where they lie, which spares a copy of the window: one graph for each cache of the pool
+(docs/decisions/0050-rows-that-pay.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, Protocol
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.attention_backend import AttendParts, merged
+from streamdiff.models.transformer.attention_backend import AttendParts, AttentionShape, merged
+from streamdiff.models.transformer.varlen_attention import AttendPaged, try_paged
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.kv_cache.attention import (
     AttentionMetadata,
@@ -27,19 +34,20 @@ from streamdiff.pipeline.kv_cache.attention import (
     StaticMetadata,
     TensorMetadata,
     attend_rows,
+    index_tensor,
     rotate_sinks,
     rotated_rows,
 )
-from streamdiff.pipeline.kv_cache.cache import LayerCaches
+from streamdiff.pipeline.kv_cache.cache import CachePool, LayerCaches
+from streamdiff.pipeline.kv_cache.pooled_attention import PooledRow, attend_pooled
 from streamdiff.pipeline.runner.compiled_parts import CompiledParts, compiled, concat_rows
-from streamdiff.pipeline.runner.cuda_graph_cache import GraphCache
+from streamdiff.pipeline.runner.cuda_graphs import Inputs, Place, RowInputs, Run, Texts, captured_on
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.runner.torch_compile import one_graph
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 from streamdiff.pipeline.scheduler.step import MicroStep
 
-Texts = Sequence[Sequence[KeyValue]]
-"""Of each row, of each layer."""
+logger = logging.getLogger(__name__)
 
 
 class Key(NamedTuple):
@@ -50,45 +58,32 @@ class Key(NamedTuple):
     shapes: tuple[StaticMetadata, ...]
     slots: tuple[int, ...]
 
-
-class RowInputs(NamedTuple):
-    """Tensor inputs of a row that change from chunk to chunk, see `TensorMetadata`."""
-
-    slot: Tensor
-    query_rope: Tensor
-    sink_rope: Tensor | None
-    inverse_rope: Tensor | None
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> RowInputs:
-        """The same with `change` of each tensor."""
-        return RowInputs(*(change(each) if each is not None else None for each in self))  # type: ignore[arg-type]
-
-
-class Inputs(NamedTuple):
-    """All tensors that a forward reads; `caches`, once per session, are also written."""
-
-    given: Tensors
-    texts: tuple[tuple[KeyValue, ...], ...]
-    caches: tuple[LayerCaches, ...]
-    rows: tuple[RowInputs, ...]
-
-
-Run = Callable[[Inputs], Tensors]
+    @property
+    def alone(self) -> set[Key]:
+        """Keys of the rows, each in a forward of its own."""
+        return {
+            Key((0,), (shape,), (self.slots[session],))
+            for session, shape in zip(self.sessions, self.shapes, strict=True)
+        }
 
 
 class CompiledStage:
     """The compiled forwards of one stage, by key. While `learning` is true, a new key is compiled, which is slow."""
 
-    def __init__(self, forward: StageForward, device: torch.device, live: bool) -> None:
-        """`live`: whether forwards of sessions that are opened later may be captured, see `Captured`."""
-        self._forward = forward
+    def __init__(self, forward: StageForward, device: torch.device) -> None:
+        self._forward, self._device = forward, device
         self._graphs: dict[Key, Run] = {}
         self._parts: dict[tuple[int, bool], CompiledParts] = {}  # by the number of rows, and what they keep
         self._attend = forward.denoiser.attend_parts(one_graph(merged))
         self._rotate_sinks = one_graph(_rotate_all_sinks)
         self._sinks: set[tuple[torch.Size, tuple[int, ...]]] = set()
         # With an exchange in it a replay would have to be met by one of every other rank; compiled parts need not.
-        self._captured = captured_on(device, live) if forward.group is None else None
+        self._captured = captured_on(device) if forward.group is None else None
+        self.pool: CachePool | None = None
+        """Where graphs of CUDA find caches; sessions that have others run compiled, not captured."""
+        self.paged: AttendPaged | None = None
+        """What attends for rows of several sessions at once; None: one after the other."""
+        self._pooled_row = lru_cache(maxsize=1024)(self._make_pooled_row)
         self.learning = False
 
     @property
@@ -97,33 +92,81 @@ class CompiledStage:
         return frozenset(self._graphs)
 
     @property
+    def captures(self) -> bool:
+        """Whether forwards are captured, which needs a pool."""
+        return self._captured is not None
+
+    @property
     def captured_sessions(self) -> int:
-        """Number of sessions whose caches have captured CUDA graphs."""
-        return len(self._captured.kept.homes) if self._captured is not None else 0
+        """Number of sessions at a time whose forwards are captured."""
+        return self.pool.sessions if self.pool is not None else 0
 
-    def captured_of(self, caches: Tensor) -> int:
-        """Number of captured CUDA graphs of the session whose cache keys are `caches`."""
-        return self._captured.kept.count(home_of(caches)) if self._captured is not None else 0
-
-    def forget(self, caches: Tensor) -> None:
-        """Drop the captured CUDA graphs of a session before its caches are freed. Mutates: self."""
-        if self._captured is not None:
-            self._captured.forget(home_of(caches))
+    def try_paged(self, rows: int, window: int) -> None:
+        """Have rows of several sessions, which see `window` latent frames, attend at once where that is faster.
+        Mutates: self."""
+        denoiser, chunk = self._forward.denoiser, self._forward.denoiser.tokens(self._forward.grid)
+        tokens = chunk // self._forward.grid[0]
+        shape = AttentionShape(denoiser.heads, denoiser.head_dim, chunk, window * tokens)
+        self.paged, told = try_paged(shape, rows, tokens, denoiser.attend_parts(), self._device, denoiser.dtype)
+        logger.info("Attention of several sessions' rows is computed %s", told)
 
     def run(self, given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> Tensors | None:
         """The result of the plain path by a compiled forward, or None if there is none for this key. Mutates: the rows'
         caches."""
         key, inputs = _split(given, texts, views)
-        if key not in self._graphs:
-            if not self.learning:
-                return None
-            kind = len(key.shapes), any(shape.keeps_unrotated for shape in key.shapes)
+        if (run := self._compiled(key)) is None:
+            return None
+        if self._captured is None or (bound := self._bound(key, run, inputs, views)) is None:
+            return run(inputs)
+        if not self.learning and bound[0] not in self._captured.graphs:
+            return run(inputs)
+        return self._captured.run(*bound, texts)
+
+    def _compiled(self, key: Key) -> Run | None:
+        """What computes a forward; None: nothing was compiled for it. Of several sessions it may be any whose rows each
+        have a graph alone. Mutates: self, while learning."""
+        if key in self._graphs:
+            return self._graphs[key]
+        kind = len(key.shapes), any(shape.keeps_unrotated for shape in key.shapes)
+        several = len(key.slots) > 1
+        if self.learning:
             self._parts[kind] = self._parts.get(kind) or compiled(self._forward, kind[1])
-            self._graphs[key] = partial(run_parts, self._forward, self._parts[kind], self._attend, key)
-        run = self._graphs[key]
-        if self._captured is not None:
-            return self._captured.run(key, run, inputs, texts, self.learning)
-        return run(inputs)
+        elif not several or kind not in self._parts or not self._graphs.keys() >= key.alone:
+            return None
+        run = partial(run_parts, self._forward, self._parts[kind], self._attend, key)
+        if not several:
+            self._graphs[key] = run
+        return run
+
+    def _bound(
+        self, key: Key, run: Run, inputs: Inputs, views: Sequence[AttentionMetadata]
+    ) -> tuple[Place, Run, Inputs] | None:
+        """What a captured graph is known by, what it does and with which inputs; None: such forwards have none."""
+        assert self.pool is not None
+        numbers = [self.pool.number_of(view.tensors.caches) for view in views]
+        if None in numbers:
+            return None
+        if len(key.slots) == 1:
+            return (key, numbers[0]), run, inputs
+        if not all(shape.plain for shape in key.shapes):
+            return None
+        shapes = tuple(replace(each, ranges=((0, each.sink + each.window_frames),)) for each in key.shapes)
+        rows = tuple(
+            row._replace(base=pooled.slot, seen=pooled.seen)
+            for row, pooled in zip(inputs.rows, map(self._pooled_row, numbers, key.shapes), strict=True)
+        )
+        own = inputs._replace(caches=(self.pool.whole,), rows=rows)
+        paged = self.paged if len(key.slots) == len(shapes) else None
+        parts = self._parts[len(shapes), any(shape.keeps_unrotated for shape in shapes)]
+        pooled = partial(run_parts, self._forward, parts, self._attend, key, paged=paged)
+        return (key.sessions, shapes), pooled, own
+
+    def _make_pooled_row(self, number: int, shape: StaticMetadata) -> PooledRow:
+        """Of cache `number` of the pool its first slot, and the frames that a row of this shape sees."""
+        assert self.pool is not None
+        first = number * self.pool.slots
+        seen = [first * shape.chunk + frame for begin, end in shape.ranges for frame in range(begin, end)]
+        return PooledRow(index_tensor((first,), self._device), index_tensor(seen, self._device))
 
     def rotate_sinks(self, kept: Tensor, rotated: Tensor, factors: Tensor) -> None:
         """As `kv_cache.attention.rotate_sinks`, all layers by one kernel for sinks of sizes that it was learned for.
@@ -134,10 +177,20 @@ class CompiledStage:
         (self._rotate_sinks if size in self._sinks else rotate_sinks)(kept, rotated, factors)
 
 
-def run_parts(forward: StageForward, parts: CompiledParts, attend: AttendParts, key: Key, inputs: Inputs) -> Tensors:
+def run_parts(
+    forward: StageForward,
+    parts: CompiledParts,
+    attend: AttendParts,
+    key: Key,
+    inputs: Inputs,
+    paged: AttendPaged | None = None,
+) -> Tensors:
     """The stage's forward by its compiled parts, and self-attention, by the kernel `attend`, between them, with the
-    exchanges of ranks that share the stage. Mutates: the caches."""
+    exchanges of ranks that share the stage. In a pool several rows attend by `paged`. Mutates: the caches."""
     denoiser, views, group = forward.denoiser, _views(key, inputs), forward.group
+    in_pool = [
+        PooledRow(row.slot + row.base, row.seen) for row in inputs.rows if row.base is not None and row.seen is not None
+    ]
     weights = [denoiser.weights(layer) for layer in range(len(denoiser.blocks))]
     ropes = tuple(row.query_rope for row in inputs.rows)
     given = tuple(map(_as_inference_tensor, inputs.given))
@@ -145,7 +198,10 @@ def run_parts(forward: StageForward, parts: CompiledParts, attend: AttendParts, 
     hidden, (modulation, *projected) = (made[0], made[1:]) if forward.first else (given[0], made)
     time, last = given[1], len(weights) - 1
     for layer, own in enumerate(weights):
-        if group is None:
+        if in_pool:
+            chunk = key.shapes[0].chunk
+            mixed = attend_pooled(inputs.caches[0], layer, in_pool, chunk, _projected(projected), attend, paged)
+        elif group is None:
             mixed = attend_rows(views, layer, _projected(projected), attend)
         else:
             shared = rotated_rows(views, *group.to_heads(*projected))
@@ -166,9 +222,11 @@ def _projected(tensors: Sequence[Tensor]) -> Projected:
 
 
 def _views(key: Key, inputs: Inputs) -> list[AttentionMetadata]:
-    """The rows' attention metadata, put together again."""
+    """The rows' attention metadata, put together again; of rows in a pool none."""
+    if len(inputs.caches) < len(key.slots):
+        return []
     return [
-        AttentionMetadata(shape, TensorMetadata(inputs.caches[session], *row))
+        AttentionMetadata(shape, TensorMetadata(inputs.caches[session], *row[:4]))
         for session, shape, row in zip(key.sessions, key.shapes, inputs.rows, strict=True)
     ]
 
@@ -206,152 +264,9 @@ def _fresh_view(tensor: Tensor) -> Tensor:
     return tensor.view(tensor.shape)
 
 
-def home_of(caches: Tensor) -> int:
-    """Address of the storage that holds all keys of a session's caches, see `cuda_graph_cache`."""
-    return caches.untyped_storage().data_ptr()
-
-
 def _as_inference_tensor(tensor: Tensor) -> Tensor:
     """`tensor` as an inference tensor: links deliver others, which would compile to another graph."""
     return tensor if tensor.is_inference() else tensor.clone()
-
-
-class Recorded(Protocol):
-    """A captured graph, as `torch.cuda.CUDAGraph`: does again what was done while it was captured, at the same
-    addresses."""
-
-    def replay(self) -> None: ...
-
-
-Record = Callable[[Run, Inputs, bool], tuple[Recorded, Tensors]]
-"""Captures `run(inputs)` without carrying it out; returns the graph and where it puts the result. If told so, first
-carries it out by itself, so that everything is compiled and at hand."""
-
-
-class CudaRecord:
-    """The `Record` of CUDA. All graphs share a pool of memory, since they are replayed one after the other, and what
-    one leaves is used up before the next begins. Their kernels have the priority of the stream that they were captured
-    on, whatever stream they are replayed on (torch instantiates graphs so)."""
-
-    def __init__(self, priority: int = 0) -> None:
-        """`priority` is as of `torch.cuda.Stream`: 0 is the lowest, that of streams for which none is given."""
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(priority=priority)  # one: memory of the pool is used again by stream
-
-    def __call__(self, run: Run, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensors]:
-        if warm_up:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    run(inputs)
-            torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # The thread that decodes goes on meanwhile: what it allocates and waits for is no fault of this capture.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = run(inputs)
-        return graph, result
-
-
-def captured_on(device: torch.device, live: bool) -> Captured | None:
-    """The CUDA graph cache for a CUDA device, else None; `live` as in `Captured`. Its graphs go before decoding, which
-    is captured without a priority and has time until pictures are due."""
-    return Captured(CudaRecord(priority=-1), live) if device.type == "cuda" else None
-
-
-@dataclass
-class TextBuffer:
-    """Static buffers of a row's text keys and values; `whose` is the object that was copied there last."""
-
-    layers: tuple[KeyValue, ...]
-    whose: object = None
-
-    def put(self, text: Sequence[KeyValue]) -> None:
-        """Copy `text` into the buffers unless it is there already. Mutates: self."""
-        if self.whose is text:
-            return
-        for to_layer, layer in zip(self.layers, text, strict=True):
-            to_layer.key.copy_(layer.key)
-            to_layer.value.copy_(layer.value)
-        self.whose = text
-
-
-class Replayed(NamedTuple):
-    """A captured CUDA graph with its static input buffers and its output tensors."""
-
-    graph: Recorded
-    static: Inputs
-    texts: tuple[TextBuffer, ...]
-    result: Tensors
-
-
-class Captured:
-    """Caches CUDA graphs by key and KV-cache addresses (`GraphCache`): a replayed forward is one launch, not thousands.
-
-    While learning, a forward is captured at once. In `live` sessions the first call runs eagerly; the second captures,
-    which computes nothing, and replays. Each forward runs exactly once, since sink updates are not idempotent. Inputs
-    other than caches are copied to static buffers: shared by all graphs, except the text keys and values, which each
-    session has, and which are copied only when the prompt changes. A replay allocates nothing.
-    """
-
-    def __init__(self, record: Record, live: bool) -> None:
-        """`live` is False where a capture, for which the device is waited for, could wait for another rank."""
-        self._record, self._live = record, live
-        self.kept: GraphCache[Replayed] = GraphCache()
-        self._texts: dict[tuple[int, int], TextBuffer] = {}  # by the session's home, and row
-        self._given: dict[tuple[int, torch.Size], Tensor] = {}  # by place among what is given, and shape
-
-    def forget(self, home: int) -> None:
-        """Drop graphs and buffers of caches that are about to be freed. Mutates: self."""
-        self.kept.forget(home)
-        self._texts = {place: text for place, text in self._texts.items() if place[0] != home}
-
-    def run(self, key: Key, run: Run, inputs: Inputs, texts: Texts, learning: bool) -> Tensors:
-        """`run(inputs)`, replayed where there is a graph: then it lies where the next replay puts its own. `texts` are
-        those of `inputs`, the objects that they are known by. Mutates: the caches."""
-        place = key, tuple((each.keys[0].data_ptr(), each.values[0].data_ptr()) for each in inputs.caches)
-        found = self.kept.find(place)
-        if found is None:
-            homes = tuple(home_of(each.keys[0]) for each in inputs.caches)
-            if not (learning or self._live) or not self.kept.should_capture(place, homes, learning=learning):
-                return run(inputs)
-            found = self._capture(run, inputs, [homes[session] for session in key.sessions], learning)
-            self.kept.keep(place, homes, found)
-        for row, text in zip(found.texts, texts, strict=True):
-            row.put(text)
-        _copy_inputs(found.static, inputs)
-        found.graph.replay()
-        return found.result
-
-    def _capture(self, run: Run, inputs: Inputs, homes: Sequence[int], learning: bool) -> Replayed:
-        """A graph of `run`, whose rows belong to sessions of these `homes`. Mutates: self."""
-        rows = tuple(row.map(torch.clone) for row in inputs.rows)
-        given = tuple(self._place(index, tensor) for index, tensor in enumerate(inputs.given))
-        texts = tuple(
-            self._text((home, row), text) for row, (home, text) in enumerate(zip(homes, inputs.texts, strict=True))
-        )
-        static = Inputs(given, tuple(text.layers for text in texts), inputs.caches, rows)
-        graph, result = self._record(run, static, learning)
-        return Replayed(graph, static, texts, result)
-
-    def _place(self, index: int, tensor: Tensor) -> Tensor:
-        """The static buffer for input `index` of this shape, shared by all graphs, with `tensor` copied into it.
-        Mutates: self."""
-        return self._given.setdefault((index, tensor.shape), torch.empty_like(tensor)).copy_(tensor)
-
-    def _text(self, place: tuple[int, int], text: tuple[KeyValue, ...]) -> TextBuffer:
-        """The text buffer of a row of a session, shared by its graphs. Mutates: self."""
-        if place not in self._texts:
-            self._texts[place] = TextBuffer(tuple(KeyValue(kv.key.clone(), kv.value.clone()) for kv in text))
-        return self._texts[place]
-
-
-def _copy_inputs(static: Inputs, inputs: Inputs) -> None:
-    """Copy a forward's inputs into the static buffers. Mutates: static."""
-    for there, here in zip((static.given, *static.rows), (inputs.given, *inputs.rows), strict=True):
-        for to, source in zip(there, here, strict=True):
-            if to is not None and source is not None:
-                to.copy_(source)
 
 
 def forwards_met(

@@ -22,9 +22,9 @@ from streamdiff.pipeline.distributed.message import MessageKind, Outcome, Sessio
 from streamdiff.pipeline.distributed.stage_saving import StageSaving, readiness, swapped
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, StateExchange
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
-from streamdiff.pipeline.kv_cache.cache import KVCache
+from streamdiff.pipeline.kv_cache.cache import CachePool, CacheSizes, KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
-from streamdiff.pipeline.planner.kv_budget import RankMemory
+from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
 from streamdiff.pipeline.row_faults.stage_guard import StageGuard
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_layers, forwards_met
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
@@ -93,8 +93,7 @@ class ModelRunner:
         """Where sessions lie that are swapped out."""
         self.saving = StageSaving(self)
         self._arriving: set[int] = set()  # sessions whose caches are still copied to the device
-        self._waiting: list[KVCache] = []  # caches with graphs, for sessions to come
-        self._most_waiting = 0
+        self._pool: CachePool | None = None  # caches that have graphs of CUDA
 
     @torch.inference_mode()
     def carry_out(self, message: StageMessage) -> StageMessage:
@@ -153,40 +152,35 @@ class ModelRunner:
 
     @torch.inference_mode()
     def open(self, session: int, *, steps: int, kv_context: str) -> None:
-        """Allocate the session's caches. Mutates: self."""
+        """Allocate the session's caches, or take some of the pool, those that have graphs. Mutates: self."""
         self.swaps.follow()  # caches that are taken over may still be copied
-        geometry = cache_geometry(self.spec, kv_context, steps=steps)
-        caches = cache_count(kv_context, steps=most_steps(steps, self.spec.steps))
-        alike = [number for number, state in enumerate(self._waiting) if state.serves(geometry, caches)]
-        if alike:
-            state = self._waiting.pop(alike[0])
-            reset(state)
-        else:
-            state = KVCache.allocate(
-                geometry,
-                caches=caches,
-                layers=len(self.denoiser.blocks),
-                tokens=self.frames * self.grid[0] * self.grid[1],
-                heads=self.heads,
-                head_dim=self.denoiser.head_dim,
-                like=torch.empty(0, dtype=self.denoiser.dtype, device=self.device),  # weights may be quantised
-            )
+        geometry, caches = self._cache_kind(steps, kv_context)
+        state = self._pool and self._pool.take(geometry, caches)
+        state = state or KVCache.allocate(geometry, caches=caches, **self._cache_sizes(self.device))
         self.sessions[session] = RunnerSession(geometry, state, steps, kv_context in PER_STEP, steps)
 
+    def _cache_kind(self, steps: int, kv_context: str) -> tuple[CacheGeometry, int]:
+        """Geometry and number of a session's caches."""
+        most = most_steps(steps, self.spec.steps)
+        return cache_geometry(self.spec, kv_context, steps=steps), cache_count(kv_context, steps=most)
+
+    def _cache_sizes(self, device: torch.device) -> CacheSizes:
+        return {
+            "layers": len(self.denoiser.blocks),
+            "tokens": self.frames * self.grid[0] * self.grid[1],
+            "heads": self.heads,
+            "head_dim": self.denoiser.head_dim,
+            "like": torch.empty(0, dtype=self.denoiser.dtype, device=device),  # weights may be quantised
+        }
+
     def close(self, session: int) -> None:
-        """Free the session's KV cache. With CUDA graphs, keep as many caches as `compile` preallocated, those with most
-        graphs first, since graphs are bound to their addresses; free the others and their graphs. Mutates: self."""
+        """Free the session's KV cache, or give it back to the pool. Mutates: self."""
         self.saving.spoil(session, "it has ended meanwhile, or was swapped out")
         self.swaps.drop(swapped(session))
         self._arriving.discard(session)
-        gone, compiled = self.sessions.pop(session, None), self.compiled
-        if gone is None or compiled is None:
-            return
-        waiting = [*self._waiting, gone.state]
-        waiting.sort(key=lambda state: -compiled.captured_of(state.key))  # of equals the older stays before
-        self._waiting, given_up = waiting[: self._most_waiting], waiting[self._most_waiting :]
-        for state in given_up:
-            compiled.forget(state.key)
+        gone = self.sessions.pop(session, None)
+        if gone is not None and self._pool is not None:
+            self._pool.give_back(gone.state)
 
     @torch.inference_mode()
     def reset(self, session: int) -> None:
@@ -286,52 +280,62 @@ class ModelRunner:
         steps: int,
         kv_context: str,
         clean_with_next: bool = False,
-        sessions: int = 1,
+        kept: PreallocatedCaches | None = None,
         memory: RankMemory | None = None,
+        max_rows: int = 1,
         on_progress: Callable[[int, int], None] = lambda made, of: None,
     ) -> None:
         """Make graphs for the forwards that a session of this kind meets for ever once its window is full: of a chunk
-        alone, and, if asked, of one that takes the next chunk's first step with it. Until then, and after a `flush`, it
-        runs the plain path. Takes from seconds to minutes; `on_progress` is called with the number of kinds of forward
-        whose graphs are made, and how many there are.
+        alone, if asked of one that takes the next chunk's first step with it, and of 2 to `max_rows` sessions. Until
+        then, and after a `flush`, it runs the plain path. Takes from seconds to minutes; `on_progress` is called with
+        the number of kinds of forward whose graphs are made, and how many there are.
 
-        The caches of so many `sessions` stay allocated for them; as many as fit into `memory`, at least one. On CUDA
-        graphs are captured for each of them. Mutates: self.
+        On CUDA graphs are captured, for a pool of caches: of as many sessions as `kept` wants and fit into `memory`, at
+        least one. Mutates: self.
         """
         steps = most_steps(steps, self.spec.steps)
-        # In a ring a receive may stand on the device until another rank has sent (docs/decisions/0010), and a capture
-        # waits for the device: there nothing is captured once streams run.
-        self.compiled = CompiledStage(self._forward, self.device, live=self.stages == 1)
+        self.compiled = CompiledStage(self._forward, self.device)
         self.attention.rotate_sinks = self.compiled.rotate_sinks
-        trials = self._try_out(sessions, memory, steps=steps, kv_context=kv_context)
+        kept = kept or PreallocatedCaches(1, steps, kv_context)
+        trials = self._try_out(kept._replace(steps=steps), memory, max_rows)
         # From here on every chunk takes the slot of another. Where slots are spare, what is seen lies otherwise with
         # each of them.
         geometry = self.sessions[_TRIAL].geometry
         full = max(geometry.slots, self.spec.first_chunks)
         chunks = range(full, full + geometry.period)
         self.compiled.learning = True
-        kinds = (False, True) if clean_with_next else (False,)
-        on_progress(0, len(kinds))
-        for made, with_next in enumerate(kinds, 1):
-            for trial, chunk in product(trials, chunks):
+        alone, most = (False, True)[: 1 + clean_with_next], min(max_rows, len(trials))
+        kinds = len(alone) + most - 1
+        on_progress(0, kinds)
+        for made, with_next in enumerate(alone, 1):
+            for trial, chunk in product(trials if self._pool is not None else trials[:1], chunks):
                 for rows in forwards_met(trial, chunk, steps, kv_context, chunk in geometry.anchors, with_next):
                     self.forward(rows, self.zeros(len(rows)))
-            on_progress(made, len(kinds))
+            on_progress(made, kinds)
+        if most > 1 and self._pool is not None:
+            self.compiled.try_paged(most, self.spec.window(kv_context))
+        for count in range(2, most + 1):
+            rows = [MicroStep(trial, full, 0, steps, 0) for trial in trials[:count]]
+            self.forward(rows, self.zeros(count))
+            on_progress(len(alone) + count - 1, kinds)
         self.compiled.learning = False
-        self._most_waiting = len(trials)
         for trial in trials:
             self.close(trial)
 
-    def _try_out(self, sessions: int, memory: RankMemory | None, *, steps: int, kv_context: str) -> list[int]:
-        """Open trial sessions whose forwards are compiled, see `compile`. Mutates: self."""
-        trials: list[int] = []
-        most = sessions
-        while len(trials) < max(most, 1):
-            trials.append(_TRIAL - len(trials))
-            self.open(trials[-1], steps=steps, kv_context=kv_context)
-            self.set_text(trials[-1], 0, torch.zeros(self.spec.text_shape), 0)
-            if memory is not None:
-                most = memory.holds(sessions, walk.nbytes(self.sessions[trials[-1]].state))
+    def _try_out(self, kept: PreallocatedCaches, memory: RankMemory | None, max_rows: int) -> list[int]:
+        """Open trial sessions whose forwards are compiled: all of the pool, where there is one. Mutates: self."""
+        assert self.compiled is not None
+        geometry, caches = self._cache_kind(kept.steps, kept.kv_context)
+        one = walk.nbytes(KVCache.allocate(geometry, caches=caches, **self._cache_sizes(walk.META)))
+        if self.compiled.captures:
+            sessions = kept.sessions if memory is None else memory.preallocates(kept, one)
+            self._pool = CachePool(geometry, sessions, caches=caches, **self._cache_sizes(self.device))
+            self.compiled.pool = self._pool
+        else:
+            sessions = max_rows if memory is None else max(1, memory.holds(max_rows, one))
+        for trial in (trials := [_TRIAL - number for number in range(sessions)]):
+            self.open(trial, steps=kept.steps, kv_context=kept.kv_context)
+            self.set_text(trial, 0, torch.zeros(self.spec.text_shape), 0)
         return trials
 
     def _ahead(self, rows: Sequence[MicroStep], index: int) -> int:

@@ -291,6 +291,28 @@ def test_rows_of_one_session_share_its_caches_in_a_graph_too(backend: str) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_several_sessions_run_compiled_whosever_they_are(backend: str) -> None:
+    """Of sessions that no graph was made with, at different chunks; while one's window fills the plain path runs."""
+    plain, compiled = (ModelRunner(MODEL.part(1, 2), CPU, 1, 2) for _ in range(2))
+    with compiled_by(backend):
+        compiled.compile(steps=4, kv_context="clean", max_rows=2)
+    ran_a_graph: list[bool] = []
+    compiled.compiled.run = told(compiled.compiled, ran_a_graph)  # type: ignore[method-assign, union-attr]
+    given, results = tokens(2), list[torch.Tensor]()
+    for stage in (plain, compiled):
+        for session, text in ((7, RED), (8, BLUE)):
+            stage.open(session, steps=4, kv_context="clean")
+            stage.set_text(session, 0, MODEL.text.encode(text), 0)
+    with nothing_compiled():
+        for stage in (plain, compiled):
+            for chunk in (FULL + 1, 0):
+                rows = [MicroStep(7, FULL + 3, 1, 4, 0), MicroStep(8, chunk, 0, 4, 0)]
+                results.append(stage.forward(rows, given)[0].clone())
+    assert ran_a_graph == [True, False]
+    assert worst(results[2:], results[:2]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("window", "sink", "keep"), [(6, 2, 0.5), (5, 1, None)])
 def test_averaged_sinks_and_windows_that_cut_chunks_have_graphs_too(
     window: int, sink: int, keep: float | None, backend: str

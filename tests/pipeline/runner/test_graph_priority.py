@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from streamdiff.pipeline.decode.captured_step import CapturedStep, capture_on
-from streamdiff.pipeline.runner.compiled_stage import captured_on
+from streamdiff.pipeline.runner.cuda_graphs import captured_on
 from tests.small import CPU
 
 CUDA = torch.device("cuda")
@@ -50,7 +50,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, Stream]]:
 
 def test_the_transformer_s_graphs_go_before_the_decoder_s(captures: list[tuple[object, Stream]]) -> None:
     """Kernels in a graph keep the priority of the stream that they were captured on; smaller numbers go first."""
-    stage: Any = captured_on(CUDA, live=True)
+    stage: Any = captured_on(CUDA)
     for _ in range(2):
         stage._record(lambda inputs: (), None, True)
     decode: Any = capture_on(CUDA)
@@ -62,4 +62,4 @@ def test_the_transformer_s_graphs_go_before_the_decoder_s(captures: list[tuple[o
 
 
 def test_a_cpu_captures_nothing() -> None:
-    assert captured_on(CPU, live=True) is None and capture_on(CPU) is None
+    assert captured_on(CPU) is None and capture_on(CPU) is None

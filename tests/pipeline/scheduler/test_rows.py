@@ -113,7 +113,7 @@ def test_nobody_is_worse_off(
 @pytest.mark.parametrize(
     ("stages", "steps", "sessions", "kv_context", "max_rows", "marginal"),
     [
-        (6, 1, 9, "staircase", 4, 0.9),  # forwards of two rows and of one in turns: 0.88 of the chunks
+        (6, 2, 9, "staircase", 6, 0.9),  # forwards of two rows and of one in turns: 0.96 of the chunks
         (3, 1, 12, "matched", 5, 0.9),  # five of twelve: the next round ends a forward later, gaps of 1.15
         (1, 2, 13, "anchored", 6, 1.0),  # nothing to gain, and numbers that do not divide: 1.15
         (6, 4, 2, "anchored", 8, 0.25),  # nothing is shared, only the order was another one: 1.11

@@ -1,0 +1,173 @@
+"""Forwards captured as CUDA graphs, and what they read and write: replayed, each is one launch, not thousands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from streamdiff.models.transformer.wan import KeyValue
+from streamdiff.pipeline.kv_cache.cache import LayerCaches
+from streamdiff.pipeline.runner.stage_forward import Tensors
+
+Texts = Sequence[Sequence[KeyValue]]
+"""Of each row, of each layer."""
+
+
+class RowInputs(NamedTuple):
+    """Tensor inputs of a row that change from chunk to chunk, see `TensorMetadata`."""
+
+    slot: Tensor
+    query_rope: Tensor
+    sink_rope: Tensor | None
+    inverse_rope: Tensor | None
+    base: Tensor | None = None
+    """Where rows share a pool: the pool's slot that is the cache's first, int64 `[1]`."""
+    seen: Tensor | None = None
+    """And the pool's frames that the row sees, int64 `[n]`."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> RowInputs:
+        """The same with `change` of each tensor."""
+        return RowInputs(*(change(each) if each is not None else None for each in self))  # type: ignore[arg-type]
+
+
+class Inputs(NamedTuple):
+    """All tensors that a forward reads; `caches`, once per session, are also written."""
+
+    given: Tensors
+    texts: tuple[tuple[KeyValue, ...], ...]
+    caches: tuple[LayerCaches, ...]
+    rows: tuple[RowInputs, ...]
+
+
+Run = Callable[[Inputs], Tensors]
+Place = Hashable
+"""What a captured graph is known by."""
+
+
+class Recorded(Protocol):
+    """A captured graph, as `torch.cuda.CUDAGraph`: does again what was done while it was captured, at the same
+    addresses."""
+
+    def replay(self) -> None: ...
+
+
+Record = Callable[[Run, Inputs, bool], tuple[Recorded, Tensors]]
+"""Captures `run(inputs)` without carrying it out; returns the graph and where it puts the result. If told so, first
+carries it out by itself, so that everything is compiled and at hand."""
+
+
+class CudaRecord:
+    """The `Record` of CUDA. All graphs share a pool of memory, since they are replayed one after the other, and what
+    one leaves is used up before the next begins. Their kernels have the priority of the stream that they were captured
+    on, whatever stream they are replayed on (torch instantiates graphs so)."""
+
+    def __init__(self, priority: int = 0) -> None:
+        """`priority` is as of `torch.cuda.Stream`: 0 is the lowest, that of streams for which none is given."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(priority=priority)  # one: memory of the pool is used again by stream
+
+    def __call__(self, run: Run, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensors]:
+        if warm_up:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    run(inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # The thread that decodes goes on meanwhile: what it allocates and waits for is no fault of this capture.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = run(inputs)
+        return graph, result
+
+
+def captured_on(device: torch.device) -> Captured | None:
+    """The captured graphs of a CUDA device, else None. They go before decoding, which is captured without a priority
+    and has time until pictures are due."""
+    return Captured(CudaRecord(priority=-1)) if device.type == "cuda" else None
+
+
+@dataclass
+class TextBuffer:
+    """Static buffers of a row's text keys and values; `whose` is the object that was copied there last."""
+
+    layers: tuple[KeyValue, ...]
+    whose: object = None
+
+    def put(self, text: Sequence[KeyValue]) -> None:
+        """Copy `text` into the buffers unless it is there already. Mutates: self."""
+        if self.whose is text:
+            return
+        own, new = ([tensor for kv in layers for tensor in kv] for layers in (self.layers, text))
+        torch._foreach_copy_(own, new)  # sessions that take turns change it every time
+        self.whose = text
+
+
+class Replayed(NamedTuple):
+    """A captured CUDA graph with its static input buffers and its output tensors."""
+
+    graph: Recorded
+    static: Inputs
+    texts: tuple[TextBuffer, ...]
+    result: Tensors
+
+
+class Captured:
+    """Captured CUDA graphs by what they are known by: a replayed forward is one launch, not thousands.
+
+    All are captured before a stream runs: a capture computes nothing, and waits for the device, which in a ring may
+    wait for another rank (docs/decisions/0010-nccl-link.md). Inputs other than caches are copied to static buffers that
+    graphs share; text keys and values, which are large, only where a row's are others than those of the forward before.
+    A replay allocates nothing.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self.graphs: dict[Place, Replayed] = {}
+        self._texts: dict[int, TextBuffer] = {}  # by row
+        self._given: dict[tuple[int, torch.Size], Tensor] = {}  # by place among what is given, and shape
+
+    def run(self, place: Place, run: Run, inputs: Inputs, texts: Texts) -> Tensors:
+        """`run(inputs)` by the graph of this place, which is captured if there is none: the result lies where the next
+        replay puts its own. `texts` are those of `inputs`, the objects that they are known by. Mutates: self, the
+        caches."""
+        if place not in self.graphs:
+            self.graphs[place] = self._capture(run, inputs)
+        found = self.graphs[place]
+        for row, text in zip(found.texts, texts, strict=True):
+            row.put(text)
+        _copy_inputs(found.static, inputs)
+        found.graph.replay()
+        return found.result
+
+    def _capture(self, run: Run, inputs: Inputs) -> Replayed:
+        """A graph of `run`. Mutates: self."""
+        rows = tuple(row.map(torch.clone) for row in inputs.rows)
+        given = tuple(self._place(index, tensor) for index, tensor in enumerate(inputs.given))
+        texts = tuple(self._text(row, text) for row, text in enumerate(inputs.texts))
+        static = Inputs(given, tuple(text.layers for text in texts), inputs.caches, rows)
+        graph, result = self._record(run, static, True)
+        return Replayed(graph, static, texts, result)
+
+    def _place(self, index: int, tensor: Tensor) -> Tensor:
+        """The static buffer for input `index` of this shape, shared by all graphs, with `tensor` copied into it.
+        Mutates: self."""
+        return self._given.setdefault((index, tensor.shape), torch.empty_like(tensor)).copy_(tensor)
+
+    def _text(self, row: int, text: tuple[KeyValue, ...]) -> TextBuffer:
+        """The text buffer of a forward's row, shared by all graphs. Mutates: self."""
+        if row not in self._texts:
+            self._texts[row] = TextBuffer(tuple(KeyValue(kv.key.clone(), kv.value.clone()) for kv in text))
+        return self._texts[row]
+
+
+def _copy_inputs(static: Inputs, inputs: Inputs) -> None:
+    """Copy a forward's inputs into the static buffers. Mutates: static."""
+    for there, here in zip((static.given, *static.rows), (inputs.given, *inputs.rows), strict=True):
+        for to, source in zip(there, here, strict=True):
+            if to is not None and source is not None:
+                to.copy_(source)

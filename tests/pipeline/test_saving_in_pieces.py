@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from streamdiff.errors import ConfigError
+from streamdiff.pipeline.decode import decoder_memories
+from streamdiff.pipeline.decode.decode_worker import LocalDecoding
+from streamdiff.pipeline.decode.decoding import Piece
 from streamdiff.pipeline.distributed import stage_saving
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.snapshot.file import Snapshot
@@ -126,3 +131,28 @@ def test_a_session_that_is_being_copied_is_not_swapped_out() -> None:
     place = Saving("clean", 1, lambda pipeline: may.append(pipeline.can_swap_out(0)))
     assert may and not may[0] and place.pipeline.can_swap_out(0)
     place.pipeline.close()
+
+
+def test_what_a_decoder_remembers_is_copied_by_and_by_and_what_is_decoded_meanwhile_is_not_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decoder_memories, "_PIECE", 64)
+
+    def remembered(further: bool) -> dict[str, Tensor]:
+        """After one chunk; `further` ones of this stream and another follow at once."""
+        pieces = SimpleQueue[Piece]()
+        assert MODEL.decoder is not None
+        decoding = LocalDecoding(MODEL.decoder, pieces.put, lambda: None)
+        chunk = torch.ones(MODEL.spec.chunk_shape)
+        decoding.submit(0, 0, chunk)
+        saved = decoding.save(0)
+        for stream in (1, 0, 1) if further else ():
+            decoding.submit(stream, 0, 2 * chunk)
+        while (state := saved()) is None:
+            pass
+        decoding.close()
+        return dict(state[0])
+
+    alone, beside = remembered(False), remembered(True)
+    assert alone.keys() == beside.keys() and sum(tensor.nbytes for tensor in alone.values()) > 10 * 64
+    assert all(torch.equal(alone[name], beside[name]) for name in alone)

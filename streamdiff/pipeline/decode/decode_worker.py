@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -78,8 +79,9 @@ class LocalDecoding:
         self._pool.submit(self._memories.forget, stream)
 
     def save(self, stream: int) -> SavedMemory:
-        job = self._pool.submit(self._save, stream)
-        return lambda: job.result() if job.done() else None
+        saved: Future[State] = Future()
+        self._pool.submit(self._save_on, stream, saved)
+        return lambda: saved.result() if saved.done() else None
 
     def load(self, stream: int, state: State) -> None:
         self._pool.submit(self._memories.load, stream, state).result()
@@ -104,8 +106,17 @@ class LocalDecoding:
     def close(self, abandon: bool = False) -> None:
         self._pool.shutdown(wait=not abandon, cancel_futures=True)
 
-    def _save(self, stream: int) -> State:
-        return self._memories.save(stream)
+    def _save_on(self, stream: int, saved: Future[State]) -> None:
+        """Copy a piece; the next one comes behind what was submitted meanwhile. Mutates: saved."""
+        try:
+            state = self._memories.save_on(stream)
+        except Exception as error:
+            saved.set_exception(error)
+            raise
+        if state is None:
+            self._pool.submit(self._save_on, stream, saved)
+        else:
+            saved.set_result(state)
 
     def _swap_in(self, stream: int) -> Outcome:
         return self._memories.swap_in(stream)
@@ -272,6 +283,8 @@ class DecodeWorker:
         self._lane, self.timer = TransferStream(device), timer or DeviceTimer.on(device)
         self._memories = DecoderMemories(decoder, self._lane, at_once, self.timer, swaps or SwapStore(device))
         self._receiver, self._sender = receiver, sender
+        self._saving: deque[int] = deque()  # streams
+        self._to_head = ThreadPoolExecutor(1, "to head")
         self.now: StageMessage | None = None
         self.last: StageMessage | None = None
         self.done = 0
@@ -283,7 +296,7 @@ class DecodeWorker:
             LinkClosed: the head is gone.
         """
         self._lane.enter()  # also what the receiver uploads
-        while (work := self._receiver.receive(None)) is None or work.kind is not MessageKind.STOP:
+        while (work := self._next()) is None or work.kind is not MessageKind.STOP:
             if work is not None and work.control is not None:
                 self._update(work.kind, work.control.session)
             elif work is not None:
@@ -292,6 +305,13 @@ class DecodeWorker:
         self._sender.close()
         self._receiver.close(LEAVE_S)
         self._sender.flush(LEAVE_S)
+
+    def _next(self) -> StageMessage | None:
+        """What comes next; while a stream is being saved, and nothing has come, a piece is copied. Mutates: self."""
+        work = self._receiver.receive(0.0 if self._saving else None)
+        if work is None and self._saving and (state := self._memories.save_on(self._saving[0])) is not None:
+            self._to_head.submit(self._exchange.put, stream_place(self.place, self._saving.popleft()), state)
+        return work
 
     def _update(self, kind: MessageKind, stream: int) -> None:
         """Do to what is remembered of a stream what the head asks for. Mutates: self."""
@@ -302,7 +322,7 @@ class DecodeWorker:
                 shape = tuple(self._exchange.take(shape_place(self.place))[1])
                 self._exchange.put(stream_place(self.place, stream), ({}, self._memories.outlines(shape)))
             case MessageKind.SAVE:
-                self._exchange.put(stream_place(self.place, stream), self._memories.save(stream))
+                self._saving.append(stream)
             case MessageKind.LOAD:
                 self._memories.load(stream, self._exchange.take(stream_place(self.place, stream)))
             case MessageKind.SWAP_OUT:

@@ -16,7 +16,11 @@ from streamdiff.pipeline.distributed.message import Outcome
 from streamdiff.pipeline.distributed.stage_saving import readiness
 from streamdiff.pipeline.distributed.state_exchange import State
 from streamdiff.session_state import walk
+from streamdiff.session_state.host_copies import HostCopy
 from streamdiff.session_state.swap_store import Lost, SwapStore
+
+_PIECE = 1 << 24
+"""Bytes of what is remembered that are copied between two decodes."""
 
 
 class DecoderMemories:
@@ -28,11 +32,15 @@ class DecoderMemories:
         self._decoder, self._lane, self._at_once, self._swaps = decoder, lane, at_once, swaps
         self._timed = timer.stream()
         self._memories: dict[int, Any] = {}
+        self._copies: dict[int, HostCopy] = {}  # of streams that are being saved
         self._outlines: list[Any] = []
 
     def decode(self, stream: int, chunk: int, latents: Tensor) -> Iterator[Tensor]:
         if stream not in self._memories:
             self._memories[stream] = self._decoder.new_memory()
+        if stream in self._copies:
+            self._copies[stream].go_on()
+            self._swaps.follow()
         timed, finite = partial(self._timed.work, f"decoding chunk {chunk}"), self._lane.finite(latents)
         for pictures in decode_chunk(
             self._decoder, latents, self._memories[stream], self._lane, self._at_once, timed
@@ -63,14 +71,23 @@ class DecoderMemories:
             self._swaps.follow()
         return outcome
 
-    def save(self, stream: int) -> State:
-        """What is remembered; where it is lost, why, as `broken`."""
+    def save_on(self, stream: int) -> State | None:
+        """What is remembered of a stream now, copied a piece with each call: None before the last. What is decoded
+        meanwhile is not in it. Where it is lost, why, as `broken`. Mutates: self."""
         if _swapped(stream) in self._swaps:
             try:
                 return self._swaps.read(_swapped(stream))
             except Lost as error:
                 return {}, {"broken": f"what the decoder remembered is lost: {error}"}
-        return walk.save(self._memories[stream] if stream in self._memories else self._decoder.new_memory())
+        if (copy := self._copies.get(stream)) is None:
+            memory = self._memories[stream] if stream in self._memories else self._decoder.new_memory()
+            copy = self._copies[stream] = HostCopy(self._swaps.copies, memory)
+        done = copy.go_on(_PIECE)
+        state = copy.result()  # the next piece is not to be in the way of a decode on its way to the device
+        if not done:
+            return None
+        del self._copies[stream]
+        return state
 
     def load(self, stream: int, state: State) -> None:
         device = self._decoder.network.device

@@ -46,7 +46,7 @@ class Piece:
 
 Deliver = Callable[[Piece], None]
 SavedMemory = Callable[[], State | None]
-"""What a decoder remembers of a stream, once it is there; None: not yet. From any thread."""
+"""Gives what a decoder remembers of a stream once, when it is there; None: not yet. From any thread."""
 
 
 class Decoding(Protocol):

@@ -15,7 +15,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.autoencoder.row_decoder import RowDecoder
 from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding
-from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, shape_place, stream_place
+from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, SavedMemory, shape_place, stream_place
 from streamdiff.pipeline.decode.row_group import RowGroup
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
@@ -54,6 +54,20 @@ class SplitDecoding(LocalDecoding):
         self._have_told(MessageKind.CLOSE, stream)
         super().forget(stream)
 
+    def save(self, stream: int) -> SavedMemory:
+        self._have_told(MessageKind.SAVE, stream)
+        own, places = super().save(stream), self._places(stream)
+        states: list[State] = []
+
+        def whole() -> State | None:
+            if not states and (first := own()) is not None:
+                states.append(first)
+            if not states or not all(self._exchange.holds(place) for place in places):
+                return None
+            return self._joined([*states, *(self._exchange.take(place) for place in places)])
+
+        return whole
+
     def load(self, stream: int, state: State) -> None:
         self._pool.submit(self._load, stream, state).result()
 
@@ -82,9 +96,7 @@ class SplitDecoding(LocalDecoding):
         self._send(StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)))
         super()._decode(stream, chunk, latents, ready)
 
-    def _save(self, stream: int) -> State:
-        self._tell(MessageKind.SAVE, stream)
-        states = [self._memories.save(stream), *(self._exchange.take(each) for each in self._places(stream))]
+    def _joined(self, states: Sequence[State]) -> State:
         broken = next((state for state in states if "broken" in state[1]), None)
         if broken is not None:
             return broken

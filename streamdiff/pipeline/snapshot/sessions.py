@@ -174,7 +174,9 @@ class SavesSessions(SwapsSessions):
 
     def _put_together(self, ticket: int, saving: _Saving) -> Any:
         """On the thread. Raises ConfigError where a stage had no such session any more."""
-        while (decoder := saving.decoder()) is None or not StageStates.are_there(self.ring, ticket):
+        decoder = None
+        while decoder is None or not StageStates.are_there(self.ring, ticket):
+            decoder = saving.decoder() if decoder is None else decoder  # gone once it is taken
             if self._ended.wait(_LOOK_S):
                 raise ConfigError("the engine ends")
         stages = StageStates.take(self.ring, ticket)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.pipeline.runner.test_cuda_graph_cache import record
 
 from benchmarks.gpu_check import off_by, two_streams
 from streamdiff.models.transformer.quantization import FP8_CAPABILITY
@@ -14,7 +15,6 @@ from streamdiff.pipeline.runner import compiled_stage
 from streamdiff.pipeline.runner.compiled_stage import Captured
 from tests.gpu.nccl_ring import refused
 from tests.gpu.wan_stream import config_of, ring_of, write_model
-from tests.pipeline.runner.test_cuda_graph_cache import record
 
 OFF = {"flash": 0.1, "cudnn": 0.1, "graphs": 0.1, "fp8": 0.3, "default": 0.1}
 """Length of the difference from float32 through that of the latents, after chunks that each see the ones before."""

@@ -171,11 +171,19 @@ def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(tmp_path: 
     assert train.main(["--out", str(tmp_path / "again"), *arguments[2:], *begin]) == 0
     assert not (tmp_path / "again" / "autoencoder.pt").exists(), "it was there"
     assert (tmp_path / "again" / "model" / "vae" / "config.json").is_file()
-    begin = ["--stage", "decoder", "--begin", str(out / "model"), "--steps", "1"]
-    assert train.main(["--out", str(tmp_path / "decoder"), *arguments[2:], *begin]) == 0
-    old, new = (file_contents(folder / "model") for folder in (out, tmp_path / "decoder"))
+
+
+def test_a_decoder_is_trained_alone_and_all_else_of_the_model_stays(autoencoder: TAEHV, tmp_path: Path) -> None:
+    begin, out = tmp_path / "begin", tmp_path / "run"
+    channels = clips.AUTOENCODER.latent_channels
+    model.save(begin, autoencoder, torch.zeros(channels), torch.full((channels,), 2.0), None, {})
+    (begin / "transformer").mkdir()
+    (begin / "transformer" / "config.json").write_text("{}")
+    arguments = ["--stage", "decoder", "--begin", str(begin), "--steps", "1", "--batch", "1", "--threads", "1"]
+    assert train.main([*arguments, "--out", str(out)]) == 0
+    old, new = (file_contents(folder) for folder in (begin, out / "model"))
     assert {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)} == {VAE}
-    before, after = (load_file(folder / "model" / VAE) for folder in (out, tmp_path / "decoder"))
+    before, after = (load_file(folder / VAE) for folder in (begin, out / "model"))
     assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("encoder"))
     assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("decoder"))
 

@@ -97,7 +97,7 @@ def test_two_sessions_at_once_are_checked(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(compiled_stage, "captured_on", lambda device: Captured(record))
     with torch.compiler.set_stance("force_eager"):
         told = gpu_check.two_sessions("clean", CPU)
-    assert told.startswith("1 sessions can be captured, off by ")
+    assert told.startswith("1 of 2 sessions captured, off by ")
 
 
 def test_a_wrong_fast_path_does_not_have_the_plain_one_measured_twice(

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.pipeline.runner.test_cuda_graph_cache import record
 
 from benchmarks.gpu_check import off_by, two_streams
+from streamdiff.config import ServedModel
 from streamdiff.models.transformer.quantization import FP8_CAPABILITY
+from streamdiff.pipeline.load_plan import LoadPlan
+from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.runner import compiled_stage
-from streamdiff.pipeline.runner.compiled_stage import Captured
+from streamdiff.pipeline.runner.cuda_graphs import Captured
 from tests.gpu.nccl_ring import refused
 from tests.gpu.wan_stream import config_of, ring_of, write_model
+from tests.pipeline.runner.test_cuda_graphs import record
 
 OFF = {"flash": 0.1, "cudnn": 0.1, "graphs": 0.1, "fp8": 0.3, "default": 0.1}
 """Length of the difference from float32 through that of the latents, after chunks that each see the ones before."""
@@ -55,8 +58,10 @@ def test_on_the_cpu_a_ring_makes_what_one_stage_makes(folder: Path) -> None:
 def test_on_the_cpu_both_sessions_come_to_chunks_that_have_graphs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With stand-ins for CUDA's graphs, nothing compiled."""
-    monkeypatch.setattr(compiled_stage, "captured_on", lambda device, live: Captured(record, live))
+    """With stand-ins for CUDA's graphs, nothing compiled, and a pool for two as a server has on CUDA."""
+    monkeypatch.setattr(compiled_stage, "captured_on", lambda device: Captured(record))
+    pool = property(lambda plan: PreallocatedCaches(2, plan.steps, plan.config.kv_context))
+    monkeypatch.setattr(LoadPlan, "preallocated", pool)
     with torch.compiler.set_stance("force_eager"):
         assert two_streams(config_of(folder, "graphs", "cpu"))[1] == 2
 
@@ -79,4 +84,5 @@ def test_a_ring_over_nccl_makes_what_one_stage_makes(variant: str, stages: int, 
 
 @pytest.mark.parametrize("variant", [pytest.param("graphs", marks=GPU)])
 def test_both_sessions_are_captured(variant: str, folder: Path) -> None:
-    assert two_streams(config_of(folder, variant, "cuda"))[1] == 2
+    served = ServedModel(**dict(config_of(folder, variant, "cuda")), pictures="rgb")
+    assert two_streams(served)[1] == 2

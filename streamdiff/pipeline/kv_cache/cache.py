@@ -127,7 +127,7 @@ class CachePool:
         keys, values = (tuple(each.flatten(1, 3).unbind()) for each in whole[:2])
         self.whole = LayerCaches(keys, values, (), ())
         """Of each layer keys and values `[slots of all, tokens, H, d]`."""
-        self._plan, self._caches = plan, caches
+        self._plan, self.caches = plan, caches
         parts = ([each[:, number].transpose(0, 1) for each in (*whole, queue)] for number in range(sessions))
         self._all = [KVCache(key, value, sink_key, own_queue) for key, value, sink_key, own_queue in parts]
         self._free = list(self._all)
@@ -144,7 +144,7 @@ class CachePool:
 
     def take(self, plan: CacheGeometry, caches: int) -> KVCache | None:
         """Empty caches for a session of this kind; None: it is of another, or all are taken. Mutates: self."""
-        if (plan, caches) != (self._plan, self._caches) or not self._free:
+        if (plan, caches) != (self._plan, self.caches) or not self._free:
             return None
         state = self._free.pop(0)
         reset(state)

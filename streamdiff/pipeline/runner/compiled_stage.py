@@ -84,6 +84,8 @@ class CompiledStage:
         self.paged: AttendPaged | None = None
         """What attends for rows of several sessions at once; None: one after the other."""
         self._pooled_row = lru_cache(maxsize=1024)(self._make_pooled_row)
+        self.replayed: set[int] = set()
+        """Numbers of caches whose rows' forwards were replayed."""
         self.learning = False
 
     @property
@@ -98,8 +100,8 @@ class CompiledStage:
 
     @property
     def captured_sessions(self) -> int:
-        """Number of sessions at a time whose forwards are captured."""
-        return self.pool.sessions if self.pool is not None else 0
+        """Of how many of the pool's sessions forwards were replayed, since `replayed` was cleared."""
+        return len({number // self.pool.caches for number in self.replayed}) if self.pool is not None else 0
 
     def try_paged(self, rows: int, window: int) -> None:
         """Have rows of several sessions, which see `window` latent frames, attend at once where that is faster.
@@ -118,9 +120,12 @@ class CompiledStage:
             return None
         if self._captured is None or (bound := self._bound(key, run, inputs, views)) is None:
             return run(inputs)
-        if not self.learning and bound[0] not in self._captured.graphs:
-            return run(inputs)
-        return self._captured.run(*bound, texts)
+        numbers, place, captured, own = bound
+        if not self.learning:
+            if place not in self._captured.graphs:
+                return run(inputs)
+            self.replayed |= numbers
+        return self._captured.run(place, captured, own, texts)
 
     def _compiled(self, key: Key) -> Run | None:
         """What computes a forward; None: nothing was compiled for it. Of several sessions it may be any whose rows each
@@ -140,14 +145,16 @@ class CompiledStage:
 
     def _bound(
         self, key: Key, run: Run, inputs: Inputs, views: Sequence[AttentionMetadata]
-    ) -> tuple[Place, Run, Inputs] | None:
-        """What a captured graph is known by, what it does and with which inputs; None: such forwards have none."""
+    ) -> tuple[set[int], Place, Run, Inputs] | None:
+        """Numbers of the caches, and what a captured graph is known by, what it does and with which inputs; None: such
+        forwards have none."""
         assert self.pool is not None
-        numbers = [self.pool.number_of(view.tensors.caches) for view in views]
-        if None in numbers:
+        found = [self.pool.number_of(view.tensors.caches) for view in views]
+        numbers = [number for number in found if number is not None]
+        if len(numbers) < len(found):
             return None
         if len(key.slots) == 1:
-            return (key, numbers[0]), run, inputs
+            return set(numbers), (key, numbers[0]), run, inputs
         if not all(shape.plain for shape in key.shapes):
             return None
         shapes = tuple(replace(each, ranges=((0, each.sink + each.window_frames),)) for each in key.shapes)
@@ -159,7 +166,7 @@ class CompiledStage:
         paged = self.paged if len(key.slots) == len(shapes) else None
         parts = self._parts[len(shapes), any(shape.keeps_unrotated for shape in shapes)]
         pooled = partial(run_parts, self._forward, parts, self._attend, key, paged=paged)
-        return (key.sessions, shapes), pooled, own
+        return set(numbers), (key.sessions, shapes), pooled, own
 
     def _make_pooled_row(self, number: int, shape: StaticMetadata) -> PooledRow:
         """Of cache `number` of the pool its first slot, and the frames that a row of this shape sees."""

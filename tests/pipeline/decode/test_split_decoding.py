@@ -103,6 +103,8 @@ def test_what_ranks_remember_of_their_rows_is_put_together_and_cut_again(kind: s
     decoders = [RowDecoder(network_of(kind), group) for group in groups]
     parts = [each.rows_of(memory, rank) for rank, each in enumerate(decoders)]
     assert walk.nbytes(parts[0]) * 3 == walk.nbytes(parts[1]) * 2 == walk.nbytes(memory) * 6 // 5
+    for decoder, part in zip(decoders, parts, strict=True):
+        assert decoder.past(latents(height, 3, 1, 7), part), "it goes on with its own rows"
     whole = decoders[1].with_all_rows(parts)
     assert walk.outline(whole) == walk.outline(memory) == walk.outline(decoders[0].as_whole(parts[0]))
     for one, other in zip(walk._tensors(whole, ""), walk._tensors(memory, ""), strict=True):

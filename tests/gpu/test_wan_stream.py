@@ -4,17 +4,22 @@ two sessions at once, and rings over NCCL. On the CPU the same functions with wh
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks import gpu_check
 from benchmarks.gpu_check import off_by, two_streams
-from streamdiff.config import ServedModel
+from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.models.transformer.quantization import FP8_CAPABILITY
+from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.load_plan import LoadPlan
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.runner import compiled_stage
-from streamdiff.pipeline.runner.cuda_graphs import Captured
+from streamdiff.pipeline.runner.cuda_graphs import Captured, Inputs, Recorded, Run
+from streamdiff.pipeline.runner.stage_forward import Tensors
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.gpu.nccl_ring import refused
 from tests.gpu.wan_stream import config_of, ring_of, write_model
 from tests.pipeline.runner.test_cuda_graphs import record
@@ -59,11 +64,24 @@ def test_on_the_cpu_both_sessions_come_to_chunks_that_have_graphs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With stand-ins for CUDA's graphs, nothing compiled, and a pool for two as a server has on CUDA."""
-    monkeypatch.setattr(compiled_stage, "captured_on", lambda device: Captured(record))
+    replays: list[Inputs] = []
+
+    def counted(run: Run, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensors]:
+        graph, result = record(run, inputs, warm_up)
+        return SimpleNamespace(replay=lambda: (replays.append(inputs), graph.replay())), result
+
+    def loaded(config: ModelConfig) -> StreamingPipeline:
+        runtime = load_runtime(config)
+        replays.clear()
+        return runtime
+
+    monkeypatch.setattr(compiled_stage, "captured_on", lambda device: Captured(counted))
+    monkeypatch.setattr(gpu_check, "load_runtime", loaded)
     pool = property(lambda plan: PreallocatedCaches(2, plan.steps, plan.config.kv_context))
     monkeypatch.setattr(LoadPlan, "preallocated", pool)
     with torch.compiler.set_stance("force_eager"):
         assert two_streams(config_of(folder, "graphs", "cpu"))[1] == 2
+    assert len(replays) >= 2 * 3 * 5, "of each, three chunks of four steps and a clean pass"
 
 
 @pytest.mark.parametrize("variant", [pytest.param(name, marks=GPU) for name in OFF])

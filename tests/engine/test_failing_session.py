@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -57,12 +58,16 @@ def test_an_error_of_a_session_s_text_ends_that_session(
     command: Command, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = PaintedPipeline()
-    engine = opened(pipeline, "one", "two")
+    works, fails = pipeline.text.encode, threading.Event()
 
-    def encode(text: str) -> str:
-        raise error
+    def encode(text: str) -> object:
+        if fails.is_set():
+            raise error
+        return works(text)
 
     monkeypatch.setattr(pipeline.text, "encode", encode)
+    engine = opened(pipeline, "one", "two")
+    fails.set()
     engine._texts.clear()
     events = engine.handle(command)
     if isinstance(command, SetPrompt):  # given to the pipeline with the next step

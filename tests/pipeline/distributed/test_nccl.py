@@ -179,7 +179,12 @@ def test_the_watchdog_is_quiet_before_any_group_of_nccl_is_made(monkeypatch: pyt
     """torch reads the variables as it makes a group: those of ranks that share a stage come before those of edges."""
     read: list[list[str]] = []
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: read.append([os.environ[name] for name in WATCHDOG]))
+
+    def new_group(ranks: list[int], *, backend: str, **given: object) -> None:
+        if backend == "nccl":
+            read.append([os.environ[name] for name in WATCHDOG])
+
+    monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 4)  # that of a rank which only decodes
     for make in (
         lambda device: stage_group(2, 2, 3, device),

@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse
 from starlette.requests import HTTPConnection, Request
 
 DRAIN_BYTES = 1024 * 1024
+MAX_TEXT = 4000
+"""Characters of a text in an answer."""
 _PROPERTIES: dict[str, Any] = {
     "type": {"type": "string"},
     "title": {"type": "string"},
@@ -83,16 +85,21 @@ class Problem(Exception):
     """An error that becomes an HTTP response. `extra`: further fields of the body, such as `code` and `field`."""
 
     def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None, **extra: Any) -> None:
-        super().__init__(detail)
         self.status = status
-        self.detail = detail
+        self.detail = _sendable(detail)
         self.headers = headers or {}
-        self.extra = extra
+        self.extra = {key: _sendable(value) if isinstance(value, str) else value for key, value in extra.items()}
+        super().__init__(self.detail)
 
     @property
     def code(self) -> str:
         """Machine-readable reason; the status where there is none."""
         return str(self.extra.get("code", self.status))
+
+
+def _sendable(text: str) -> str:
+    """`text` without what a stranger may have put into it that is no UTF-8 (half a surrogate pair), and not endless."""
+    return text[:MAX_TEXT].encode("utf-8", "backslashreplace").decode()
 
 
 def respond(problem: Problem, path: str = "") -> JSONResponse:

@@ -208,6 +208,15 @@ def test_every_value_and_tensor_is_anything(kv_context: str) -> None:
     offer_changed_tensors(kv_context, None)
 
 
+def test_a_video_without_dimensions_is_refused() -> None:
+    header, tensors = parts(taken("staircase"))
+    place = Place(CASES["staircase"], 2)
+    odd = {"video": torch.zeros(()), "video_levels": torch.zeros(())}
+    assert "video is float32 []" in place.offer(whole(header, tensors | odd))
+    check_other_session(place, CASES["staircase"], 2)
+    place.engine.close()
+
+
 def test_a_header_is_looked_at_before_anything_is_read() -> None:
     header, tensors = parts(taken("staircase"))
     for text in ("[" * 100_000, "[]", '{"model": NaN}', '{"a": ' + "9" * 5000 + "}", json.dumps(header | {"trees": 3})):

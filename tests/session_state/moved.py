@@ -1,4 +1,4 @@
-"""Sessions of a small model that go through what is generated of their state, on every rank, after every message;
+"""Sessions of the embedded model that go through what is generated of their state, on every rank, after every message;
 `python -m tests.session_state.moved RANK STAGES PORT OUT` is one rank of a ring, and the head writes to OUT what came.
 """
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamdiff.models.model import Model
+from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
@@ -27,7 +28,7 @@ from streamdiff.pipeline.topology import StageTopology, connect_head, follower
 from streamdiff.session_state import walk
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.playing import Order
-from tests.small import BLUE, CPU, RED, WHITE, small_model
+from tests.small import BLUE, CPU, RED, WHITE
 
 CHUNKS, CHANGE_AT = 6, 3
 ORDERS = {
@@ -47,8 +48,8 @@ class Streams(NamedTuple):
     moments: set[tuple[int, str]]
 
 
-def small() -> Model:
-    model = small_model(5, layers=4)
+def embedded() -> Model:
+    model = load_model(WEIGHTS, CPU)
     return replace(model, spec=replace(model.spec, anchor_every=2))
 
 
@@ -165,7 +166,7 @@ def main(rank: int, stages: int, port: int, out: str) -> None:
     use_rendezvous()
     store = dist.TCPStore("127.0.0.1", port, stages, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
-    model, place = small(), StageTopology(rank, stages, 0, 1, "gloo")
+    model, place = embedded(), StageTopology(rank, stages, 0, 1, "gloo")
     part = model.part(*split_evenly(model.blocks, stages)[rank])
     if rank:
         worker = follower(part, place, CPU)

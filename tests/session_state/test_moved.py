@@ -10,7 +10,7 @@ import torch
 from streamdiff.pipeline.executor import RingExecutor
 from tests.pipeline.playing import same
 from tests.pipeline.processes import run_ranks
-from tests.session_state.moved import CHUNKS, ORDERS, Streams, play, small
+from tests.session_state.moved import CHUNKS, ORDERS, Streams, embedded, play
 from tests.small import CPU
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ring processes")]
@@ -22,7 +22,7 @@ MOMENTS = {"in mid-chunk", "between chunks"}
 def plain() -> Streams:
     """The sessions on one stage, left alone."""
     torch.set_num_threads(1)
-    model = small()
+    model = embedded()
     return play(RingExecutor(model, CPU), model, moved=False)
 
 
@@ -37,7 +37,7 @@ def check(moved: Streams, plain: Streams) -> None:
 
 @pytest.mark.soak
 def test_on_one_stage(plain: Streams) -> None:
-    model = small()
+    model = embedded()
     moved = play(RingExecutor(model, CPU), model, moved=True)
     assert {(name, moment) for name in ORDERS for moment in MOMENTS} <= moved.moments
     check(moved, plain)

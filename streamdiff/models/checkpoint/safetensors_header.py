@@ -21,6 +21,7 @@ ITEM_BYTES = {
 LENGTH_BYTES = 8
 """Before the header stands its length: so many bytes, little-endian."""
 _MAX_HEADER_BYTES = 100_000_000  # what safetensors itself allows
+_MAX_DIMENSIONS = 16
 _HOW = "write it with safetensors.torch.save_file"
 
 
@@ -96,10 +97,11 @@ def _parsed(path: Path, text: bytes, file_bytes: int) -> Header:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; a name that comes twice could be read in two ways."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands in it twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:60]!r} stands in it twice")
+        found[name] = value
     return found
 
 
@@ -139,7 +141,10 @@ def _entry(path: Path, name: str, value: Any) -> Entry:
 
 
 def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    """Whether `value` is a list of sizes. Bounded, as whoever wrote the file has them multiplied and printed."""
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
+        return False
+    return all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
 def _check_layout(path: Path, entries: dict[str, Entry], data_bytes: int) -> None:

@@ -155,7 +155,8 @@ class Snapshot:
     def check_loose(self, spec: ModelSpec) -> None:
         """Raises ConfigError where tensors that no tree names are not such as this model has."""
         shapes, told = self.outline, self.about.get("session")
-        pictures, count = shapes.get(_PICTURES), len(shapes.get(_VIDEO, ()))
+        pictures, video = shapes.get(_PICTURES), shapes.get(_VIDEO)
+        count = 0 if video is None or not video.ndim else len(video)
         known: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = (
             (_START, (spec.first_chunks, *spec.chunk_shape), torch.float32),
             (_EMBEDS, spec.text_shape, torch.float32),

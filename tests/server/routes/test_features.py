@@ -166,6 +166,13 @@ def v_of(tensor: Tensor, **metadata: str) -> tuple[str, bytes]:
     return "video_latents", file_of("video_latents", tensor, **metadata)
 
 
+def headed(text: str) -> bytes:
+    """A file whose header is `text`, and nothing else."""
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+HUGE = '{"latents": {"dtype": "F32", "shape": [%s, %s], "data_offsets": [0, 0]}}' % (("1" + "0" * 3000,) * 2)
+MANY = "{" + ", ".join(f'"{number}": 0' for number in [*range(70_000), 0]) + "}"
 WIDE = torch.zeros(1, *CHUNK_SHAPE[:3], 3)
 BAD: dict[str, tuple[str, bytes, str]] = {
     "no safetensors": ("prompt_embeds", b"GIF89a", "not a safetensors file"),
@@ -187,6 +194,9 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "motion of others": (*v_of(latents("red"), motion="0.1"), "each of its 2 latent frames"),
     "too large": ("video_latents", b"\x40" + bytes(7) + b" " * (33 << 20), "at most 33,554,432 bytes"),
     "a huge header": ("image_latents", (2 << 20).to_bytes(8, "little") + b" " * (3 << 20), "at most 1,048,576 bytes"),
+    "endless sizes": ("image_latents", headed(HUGE), "expected dtype, shape and data_offsets"),
+    "a name twice": ("image_latents", headed(MANY), "'0' stands in it twice"),
+    "half a surrogate pair": ("image_latents", headed('{"\\ud800": 0}'), "\\ud800: expected dtype"),
     "empty": ("image_latents", b"", "not a safetensors file"),
 }  # fmt: skip
 

@@ -20,9 +20,10 @@ class PendingSaves:
     def __init__(self) -> None:
         self._asked: deque[Save] = deque()
         self._ticket: int | None = None  # of the first one, when it is copied
+        self._dropped: set[int] = set()  # tickets of sessions that ended meanwhile: to be taken, and thrown away
 
     def __bool__(self) -> bool:
-        return bool(self._asked)
+        return bool(self._asked or self._dropped)
 
     def ask(self, command: Save) -> None:
         """Mutates: self."""
@@ -31,7 +32,8 @@ class PendingSaves:
     def forget(self, session: str) -> list[Save]:
         """The session has ended; returns the requests that have no answer now. Mutates: self."""
         gone = [command for command in self._asked if command.session == session]
-        if gone and gone[0] is self._asked[0]:
+        if gone and gone[0] is self._asked[0] and self._ticket is not None:
+            self._dropped.add(self._ticket)
             self._ticket = None
         self._asked = deque(command for command in self._asked if command.session != session)
         return gone
@@ -43,6 +45,7 @@ class PendingSaves:
         a thread. Mutates: self, pipeline."""
         done: list[Done] = []
         for ticket, made in pipeline.take_saved():
+            self._dropped.discard(ticket)
             if ticket == self._ticket:
                 done.append((self._asked.popleft(), made))
                 self._ticket = None

@@ -31,6 +31,7 @@ from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import _load_runtime
 from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import ConfigError
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.engine.painted import PaintedPipeline
 from tests.small import BLUE, RED
 
@@ -168,6 +169,24 @@ def test_what_does_not_fit_is_refused_by_name_and_others_go_on(pipeline: Pipelin
     driven.frames_to("a", 3 * CHUNK)
     driven.tell(Open("c", "", snapshot=data), Close("a"), Close("c"))
     assert isinstance(driven.last(Opened), Opened)
+
+
+@pytest.mark.slow
+def test_a_session_that_is_closed_while_it_is_saved_leaves_nothing_behind(pipeline: Pipeline) -> None:
+    assert isinstance(pipeline, StreamingPipeline)
+    driven = Driven(pipeline)
+    driven.tell(Open("a", RED, 4))
+    driven.frames_to("a", CHUNK)
+    driven.tell(Save("a", "s1"))
+    driven.play("a", lambda: pipeline.saving)
+    [saving] = pipeline._savings.values()
+    driven.tell(Close("a"))
+    refused = driven.last(Refused)
+    assert isinstance(refused, Refused) and refused.request == "s1" and "was closed" in refused.reason
+    while saving.made is None or not saving.made.done():
+        driven.engine.step(0.01)
+    driven.engine.step()
+    assert not pipeline.saving and not driven.engine.busy
 
 
 def test_a_pipeline_that_cannot_save_says_so() -> None:

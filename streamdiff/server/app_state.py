@@ -90,7 +90,9 @@ class AppState:
             await self.file_feed.start()
 
     async def _session_ends(self, session: LiveSession, reason: str) -> None:
-        """End what takes a session's video."""
+        """End what takes a session's video, and what feeds it."""
+        if session.id == DEFAULT_SESSION and self.file_feed is not None and reason != "input_ended":
+            await self.file_feed.stop()  # with `input_ended` this is its own task
         await self.feeders.end_session(session)
         await self.viewers.end_session(session, reason)
         await self.session_outputs.end_session(session)

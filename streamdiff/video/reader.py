@@ -58,7 +58,7 @@ def open_clip(path: Path) -> Clip:
     frame = next(_decoded(path), None)
     if frame is None:
         raise ConfigError(f"{path} has no frame in it")
-    with av.open(str(path)) as container:
+    with av.open(str(path), metadata_errors="replace") as container:
         count = container.streams.video[0].frames
     return Clip(path, count or None, frame.shape[1], frame.shape[0])
 
@@ -84,7 +84,7 @@ def _pictures(folder: Path) -> Iterator[Frame]:
 
 def _decoded(path: Path) -> Iterator[Frame]:
     try:
-        with av.open(str(path)) as container:
+        with av.open(str(path), metadata_errors="replace") as container:
             if not container.streams.video:
                 raise ConfigError(f"{path} has no video in it")
             for frame in container.decode(container.streams.video[0]):

@@ -26,32 +26,38 @@ def check_video(path: str) -> None:
 
 async def play(path: str, *, loop: bool, push: Callable[[av.VideoFrame], None], wanted: Callable[[], bool]) -> None:
     """Hand a file's frames to `push` at the moments that the file says, or at once where they are late, and wait while
-    they are not `wanted`; with `loop` for ever.
+    they are not `wanted`; until the last one has had its time, or with `loop` for ever.
 
     Raises:
         ConfigError: the file cannot be read any more, or has no frame.
     """
     while True:
-        frames, begun_s, count = _frames(path), clock.monotonic_s(), 0
+        frames, begun_s, end_s, count = _frames(path), clock.monotonic_s(), 0.0, 0
         while (timed := await asyncio.to_thread(next, frames, None)) is not None:
-            time_s, frame = timed
+            time_s, end_s, frame = timed
             count += 1
             while not wanted():
                 await asyncio.sleep(_LOOK_S)
                 begun_s = clock.monotonic_s() - time_s
-            if (wait_s := begun_s + time_s - clock.monotonic_s()) > 0:
-                await asyncio.sleep(wait_s)
+            await _until(begun_s + time_s)
             push(frame)
         if not count:
             raise ConfigError(f"{path} has no picture in it")
+        await _until(begun_s + end_s)
         if not loop:
             return
 
 
-def _frames(path: str) -> Iterator[tuple[float, av.VideoFrame]]:
-    """The frames, each with the seconds from the first one. Blocking. Raises ConfigError for what is no video."""
+async def _until(time_s: float) -> None:
+    if (wait_s := time_s - clock.monotonic_s()) > 0:
+        await asyncio.sleep(wait_s)
+
+
+def _frames(path: str) -> Iterator[tuple[float, float, av.VideoFrame]]:
+    """The frames, each with its begin and end in seconds from the begin of the first one. Blocking. Raises ConfigError
+    for what is no video."""
     try:
-        with av.open(path) as container:
+        with av.open(path, metadata_errors="replace") as container:
             if not container.streams.video:
                 raise ConfigError(f"{path} has no video in it")
             stream = container.streams.video[0]
@@ -63,6 +69,6 @@ def _frames(path: str) -> Iterator[tuple[float, av.VideoFrame]]:
                 first_s = told if first_s is None else first_s
                 due_s = last_s + 1 / rate if told is None or first_s is None else told - first_s
                 last_s = max(last_s, due_s)
-                yield last_s, frame
+                yield last_s, last_s + 1 / rate, frame
     except av.FFmpegError as error:
         raise ConfigError(f"{path} cannot be read as a video: {error.strerror or error}") from None

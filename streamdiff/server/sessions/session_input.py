@@ -15,7 +15,7 @@ from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media import file_input
 from streamdiff.server.media.video_input import Frames, VideoInput
 from streamdiff.server.sessions.control import ControlError, StrengthMessage
-from streamdiff.server.sessions.receipts import Receipt
+from streamdiff.server.sessions.receipts import Receipt, SessionEnded
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +168,12 @@ class FileFeed:
         source.on_fault = on_fault
         self._input.begin()
         self._task = asyncio.create_task(self._run(source, playing), name="input-file-end")
+        self._input.strength = self._strength  # that an engine which is started again is told
         message = StrengthMessage(type="strength", strength=self._strength)
-        receipt = await self._ask(message, "file", _ANSWER_S)
+        try:
+            receipt = await self._ask(message, "file", _ANSWER_S)
+        except (ControlError, EngineFailure, SessionEnded, TimeoutError):
+            return  # the engine has ended: the server says why, and the next one is told of the file
         if receipt.stage == "refused":
             await self.stop()
             raise ConfigError(f"session.input: {receipt.reason}")

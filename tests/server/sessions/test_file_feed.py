@@ -14,11 +14,16 @@ import torch
 from streamdiff.cli.main import main
 from streamdiff.config import Config, PlaybackConfig, SessionConfig
 from streamdiff.engine.messages import InputFrames, SetInput
-from streamdiff.errors import ConfigError
+from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.media.file_input import check_video, play
+from streamdiff.server.sessions.control import ControlError
+from streamdiff.server.sessions.receipts import Receipt, SessionEnded
+from streamdiff.server.sessions.session_input import FileFeed
+from streamdiff.video.reader import open_clip
 from tests.server.conftest import Site, bearer, open_site
 from tests.server.routes.test_whip import Colour, run, sending, state, used
 from tests.server.scripted import Painter
+from tests.server.sessions.test_session_input import Told
 
 GREEN = (20, 200, 30)
 
@@ -143,24 +148,92 @@ def test_what_is_no_video_is_said_before_anything_is_loaded(tmp_path: Path) -> N
     check_video(str(tmp_path / "c.mp4"))
 
 
+def test_a_title_that_is_no_utf_8_is_no_obstacle(tmp_path: Path) -> None:
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        container.metadata["title"] = "TITLE"
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width, stream.height = 64, 48
+        container.mux(stream.encode(av.VideoFrame(64, 48, "yuv420p")))
+        container.mux(stream.encode())
+    path.write_bytes(path.read_bytes().replace(b"TITLE", b"T\xeftre"))
+    check_video(str(path))
+    assert open_clip(path).frames == 1
+
+
 @pytest.mark.parametrize("option", [("--input-end", "loop"), ("--strength", "0.5")])
 def test_what_would_be_ignored_is_refused(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *option]) != 0
     assert "name it too: --input FILE" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("fps", [1000, 7])
-def test_frames_come_when_the_file_says(tmp_path: Path, fps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the rate: what is waited for is the time between frames."""
-    path, waits, now = video(tmp_path / "a.mp4", 12, fps, (64, 48)), [], [100.0]
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which passes where a file waits."""
+    now = [100.0]
 
     async def sleep(seconds: float) -> None:
-        waits.append(seconds)
         now[0] += seconds
 
     monkeypatch.setattr("streamdiff.server.media.file_input.asyncio.sleep", sleep)
     monkeypatch.setattr("streamdiff.server.media.file_input.clock.monotonic_s", lambda: now[0])
-    came: list[float] = []
+    return now
+
+
+@pytest.mark.parametrize("fps", [1000, 7])
+def test_frames_come_when_the_file_says(tmp_path: Path, fps: int, now: list[float]) -> None:
+    """Whatever the rate: what is waited for is the time between frames."""
+    path, came = video(tmp_path / "a.mp4", 12, fps, (64, 48)), list[float]()
     asyncio.run(play(path, loop=False, push=lambda frame: came.append(now[0]), wanted=lambda: True))
     assert len(came) == 12
     assert np.allclose(np.diff(came), 1 / fps, atol=1e-3)
+    assert np.isclose(now[0] - came[-1], 1 / fps, atol=1e-3), "the last one has its time too"
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_a_loop_goes_on_at_the_file_s_pace(tmp_path: Path, frames: int, now: list[float]) -> None:
+    path, came = video(tmp_path / "a.mp4", frames, 7, (64, 48)), list[float]()
+
+    def push(frame: av.VideoFrame) -> None:
+        came.append(now[0])
+        if len(came) == 7:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        asyncio.run(play(path, loop=True, push=push, wanted=lambda: True))
+    assert np.allclose(np.diff(came), 1 / 7, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "error", [ControlError("engine_ended", "it ended"), EngineFailure("it ended"), SessionEnded("it"), TimeoutError()]
+)
+def test_an_engine_that_ends_at_the_start_is_no_error_of_the_file_and_the_next_one_is_told(
+    tmp_path: Path, error: Exception
+) -> None:
+    async def ask(*asked: Any) -> Receipt:
+        raise error
+
+    async def end(session: str, reason: str) -> None:
+        raise AssertionError("nobody asked for that")
+
+    async def main() -> None:
+        told = Told(wanted=False)
+        path = video(tmp_path / "a.mp4", 3)
+        feed = FileFeed(SessionConfig(input=path, strength=0.3), told.input, ask, end)
+        await feed.start()
+        await told.input.tell()
+        assert told.sent == [SetInput("a", 0.3)]
+        await feed.stop()
+        await told.input.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_session_that_is_ended_is_fed_no_more(tmp_path: Path) -> None:
+    async def scene(site: Site) -> None:
+        assert [task for task in asyncio.all_tasks() if task.get_name() == "input-file"]
+        assert (await site.http.delete("/api/sessions/default")).status_code == 200
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "input-file"]
+
+    run(scene, with_file(video(tmp_path / "a.mp4", 20), input_end="loop"))

@@ -25,7 +25,7 @@ MAX_FORM_BYTES, MAX_TEXT_BYTES = 16 * 1024 * 1024, 64 * 1024
 MAX_JSON_BYTES = 4 * (picture.MAX_BYTES // 3 + 1) + 256 * 1024
 """Of a body with a picture as base64."""
 _MAX_FIELDS, _MAX_FILES = 64, 4
-_BOUNDARY = re.compile(r'boundary="?([^\s";,]+)')
+_BOUNDARY = re.compile(r'boundary=(?:"([^"]+)"|([^\s;,]+))', re.IGNORECASE)
 _TAIL_BYTES = 1024
 # One at a time: a large picture takes some hundred megabytes while it is decoded.
 DECODER = ThreadPoolExecutor(1, "pictures")
@@ -54,7 +54,7 @@ async def read_form(
     try:
         if kind == FORM:
             stated = _BOUNDARY.search(request.headers["content-type"])
-            end = b"" if stated is None else f"--{stated[1]}--".encode()
+            end = b"" if stated is None else f"--{stated[1] or stated[2]}--".encode()
             body = _limited(request.stream(), MAX_FORM_BYTES + sum(large.values()), end)
             limits = {"max_files": _MAX_FILES, "max_fields": _MAX_FIELDS}
             form = await MultiPartParser(request.headers, body, max_part_size=MAX_TEXT_BYTES, **limits).parse()

@@ -77,6 +77,7 @@ class LiveSession(ShowsState):
         self.resets = 0  # how often its stream has begun afresh
         self._latest_shown_epoch = 0
         self._send, self._may_play, self._occupancy = send, may_play, occupancy
+        self._default_prompt = config.session.prompt
         self._log_prompts, self._grace_s = config.serve.log_prompts, config.serve.grace_s
         self._stats = SessionStats(metrics, id)
         self.subscribers = Subscribers(self._stats.receipt)
@@ -133,6 +134,8 @@ class LiveSession(ShowsState):
             self._log(self.prompt)
             self._stats.opening(clock.monotonic_s())
         text = self.text or self.prompt  # as it was read last: words that said nothing then say nothing now
+        if not text and snapshot is None and self.features.prompt_embeds is None:
+            text = self.prompt = self._default_prompt  # that of the snapshot it was opened from were features
         past = (self.epoch + 1, playback.made_frames, playback.passed_frames)
         ahead = playback.ahead_frames
         how = (text, self.seed, self.steps, self.kv_context, ahead, *past)

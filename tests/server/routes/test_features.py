@@ -23,6 +23,7 @@ from streamdiff.errors import RequestError
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.sessions.keeper import record_of, spec_of
 from streamdiff.server.sessions.session_files import SessionFolder
+from streamdiff.server.sessions.session_spec import SessionSpec
 from tests.server.conftest import Site, bearer, open_site
 from tests.server.jobs.test_videos import ended, is_colour, making, pictures_of
 from tests.server.scripted import CHUNK_FRAMES, CHUNK_SHAPE, COLOURS, INFO
@@ -109,6 +110,36 @@ def test_they_are_kept_for_an_engine_that_is_started_again_until_something_takes
         changed = await site.http.patch(where, json={"image": ""}, headers=headers)
         assert changed.json()["session"]["features"] == []
         assert (await asked_again()).image_latents is None
+
+    run(scene)
+
+
+def test_a_session_that_has_them_from_a_snapshot_alone_begins_afresh_with_the_default_prompt() -> None:
+    """Where nothing is kept of it: an engine refuses an empty prompt."""
+
+    async def scene(site: Site) -> None:
+        spec = SessionSpec("", 5, 16.0)  # as of a snapshot that has `prompt_embeds`
+        live = site.state.manager._add("s-saved", spec)
+        await live.ask_open(b"snapshot")
+        await live.ask_open()
+        asked = [(each.prompt, each.snapshot) for each in opened_by(site, live.id)]
+        assert asked == [("", b"snapshot"), (Config().session.prompt, None)]
+        await site.until(lambda: live.opened)
+        assert live.text == live.prompt == Config().session.prompt
+
+    run(scene)
+
+
+@pytest.mark.parametrize("kind", ['boundary="a,b"', 'Boundary="a b"', "boundary=ab"])
+def test_any_legal_boundary_of_a_form_will_do(kind: str) -> None:
+    async def scene(site: Site) -> None:
+        mark = kind.partition("=")[2].strip('"')
+        form = f'--{mark}\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nred\r\n--{mark}--\r\n'
+        headers = {"Content-Type": f"multipart/form-data; {kind}"}
+        answer = await site.http.post("/api/sessions", content=form, headers=headers)
+        assert answer.status_code == 201, answer.text
+        cut = await site.http.post("/api/sessions", content=form[:-4], headers=headers)
+        assert cut.status_code == 400, "it is cut off"
 
     run(scene)
 

@@ -25,7 +25,6 @@ from streamdiff.server.sessions.session_files import (
     FoundSession,
     SessionFolder,
     SessionRecord,
-    encoded_features,
     encoded_picture,
 )
 from streamdiff.server.sessions.session_spec import SessionSpec
@@ -81,12 +80,12 @@ class SessionKeeper:
 
     async def keep(self, session: LiveSession) -> None:
         """Keep a session as it is now, if it can be. Mutates: self."""
-        resets, record = session.resets, record_of(session)
+        resets, record = session.resets, None if self._folder is None else record_of(session)
         try:
             data = await session.snapshots.save(SAVE_LIMIT_S)
             if session.resets != resets:
                 return
-            if self._folder is not None:
+            if self._folder is not None and record is not None:
                 await asyncio.to_thread(self._folder.write, record, data)
         except (RequestError, EngineFailure, SessionEnded, TimeoutError, OSError) as error:
             if session.id not in self._unable and not isinstance(error, EngineFailure | SessionEnded):
@@ -249,6 +248,6 @@ def record_of(session: LiveSession) -> SessionRecord:
         epoch=session.epoch,
         made_frames=session.playback.made_frames,
         age_s=now_s - session.lifetime.opened_s,
-        features=encoded_features(session.features),
+        features=session.features.encoded,
         strength=session.features.strength,
     )

@@ -158,11 +158,6 @@ def encoded_picture(picture: bytes | None) -> str | None:
     return None if picture is None else base64.b64encode(picture).decode("ascii")
 
 
-def encoded_features(features: Features) -> dict[str, str]:
-    """For `SessionRecord.features`."""
-    return {name: base64.b64encode(getattr(features, name)).decode("ascii") for name in features.names}
-
-
 def read_snapshot(path: str) -> bytes:
     """A saved session's file. Raises ConfigError where it cannot be read."""
     try:

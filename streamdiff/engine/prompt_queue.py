@@ -182,7 +182,7 @@ class PromptQueue:
         made = self._read(request) if has_features(request) else Encoded()
         if has_picture(request):
             made = made._replace(start=self._encode_picture(request.image[0]))
-        if _has_text(request) and made.conditioning is None:
+        if _has_text(request) and pending.text and made.conditioning is None:
             made = made._replace(conditioning=self._encode_text(pending.text))
         return made
 

@@ -179,7 +179,7 @@ class Feeders:
         logger.info("Video for session %s has ended: %s.", feeder.session.id, end, extra=fields)
         await feeder.session.input.give_back(feeder.source)
         await feeder.receiver.close(CLOSE_S)
-        if feeder.ends_session and end not in ("session_ended", "shutdown"):
+        if feeder.ends_session and end not in ("session_ended", "shutdown", "connect_timeout"):
             await self._end_its_session(feeder.session.id, "input_ended")
 
 

@@ -20,6 +20,7 @@ from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.server.webrtc import feeders
 from streamdiff.server.webrtc.aiortc_compat import RECEIVE_WINDOW_BYTES
 from streamdiff.server.webrtc.receiver import with_start_bitrate
 from tests.server.conftest import Site, bearer, open_site
@@ -225,6 +226,24 @@ def test_a_sender_that_goes_without_a_word_leaves_its_place() -> None:
         assert live is not None
         await site.until(lambda: live.input.source is None)
         assert site.state.viewers.count == 1, "the viewer's"
+
+    run(scene)
+
+
+def test_video_that_never_began_ends_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeders, "CONNECT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(feeders, "CHECK_S", 0.01)
+
+    async def scene(site: Site) -> None:
+        sender = Sender(site, Colour((9, 9, 9)))
+        await sender.pc.setLocalDescription(await sender.pc.createOffer())
+        answer = await site.http.post("/whip?on_end=end", content=sender.pc.localDescription.sdp, headers=SDP)
+        assert answer.status_code == 201, answer.text
+        live = site.state.manager.get("default")
+        assert live is not None
+        await site.until(lambda: live.input.source is None and not site.state.feeders._closing)
+        assert not live.closed and site.state.manager.end_reason("default") is None
+        await sender.pc.close()
 
     run(scene)
 

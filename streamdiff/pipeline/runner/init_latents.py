@@ -4,7 +4,7 @@ noise is mixed into them."""
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -94,6 +94,10 @@ class GivenVideo:
 
     latents: Tensor
     levels: tuple[float, ...]
+
+    def on(self, device: torch.device) -> GivenVideo:
+        """The same for a model on `device`: pinned for CUDA."""
+        return replace(self, latents=self.latents.pin_memory()) if device.type == "cuda" else self
 
     def covers(self, chunk: int) -> bool:
         """Whether a chunk starts from it."""

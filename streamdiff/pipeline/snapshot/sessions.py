@@ -248,7 +248,8 @@ class SavesSessions(SwapsSessions):
             if isinstance(error, RequestError):
                 raise
             raise RequestError("snapshot", str(error)) from error
-        self.ring.sampler.sessions[session].video = snapshot.video()
+        video = snapshot.video()
+        self.ring.sampler.sessions[session].video = None if video is None else video.on(self.ring.sampler.device)
         resume(self.ring, session, change)
         return frames
 

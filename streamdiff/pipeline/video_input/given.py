@@ -34,6 +34,4 @@ class TakesFeatures:
         video = torch.from_numpy(np.array(latents))
         moves = None if motion is None else torch.from_numpy(motion)
         levels = motion_levels(video, strength, self.model.spec.first_chunks, moves).clamp(LOWEST, 1)
-        if self.ring.sampler.device.type == "cuda":
-            video = video.pin_memory()
-        return GivenVideo(video, tuple(levels.tolist()))
+        return GivenVideo(video, tuple(levels.tolist())).on(self.ring.sampler.device)

@@ -120,9 +120,9 @@ class JobStore:
             given |= {self._feature_path(id, name).name for id in known for name in NAMES}
             for name in whole.keys() - found:
                 self._database.execute(
-                    "UPDATE jobs SET status = 'queued', started_s = NULL, ended_s = NULL, expires_s = NULL, bytes = 0 "
+                    "UPDATE jobs SET status = 'queued', started_s = NULL, ended_s = NULL, expires_s = NULL, bytes = ? "
                     "WHERE id = ?",
-                    (whole[name],),
+                    (self._feature_bytes(whole[name]), whole[name]),
                 )
         for name in found - whole.keys() - given:
             own = name.startswith("video_") and name.endswith((PICTURE_SUFFIX, FEATURES_SUFFIX))
@@ -144,14 +144,18 @@ class JobStore:
         for the prompt, or for a video."""
         request = replace(request, image=picture is not None, features=features.names, strength=features.strength)
         job = Job(f"{self._prefix}{secrets.token_hex(16)}", request, "queued", now_s, owner)
-        if picture is not None:  # before the job is there, so that it never lacks it
-            Image.fromarray(picture[0]).save(self._picture_path(job.id))
-        for name in features.names:
-            self._feature_path(job.id, name).write_bytes(getattr(features, name))
-        self._database.execute(
-            "INSERT INTO jobs (id, request, status, created_s, owner, bytes) VALUES (?, ?, ?, ?, ?, ?)",
-            (job.id, json.dumps(asdict(request)), job.status, now_s, owner, self._feature_bytes(job.id)),
-        )
+        try:
+            if picture is not None:  # before the job is there, so that it never lacks it
+                Image.fromarray(picture[0]).save(self._picture_path(job.id))
+            for name in features.names:
+                self._feature_path(job.id, name).write_bytes(getattr(features, name))
+            self._database.execute(
+                "INSERT INTO jobs (id, request, status, created_s, owner, bytes) VALUES (?, ?, ?, ?, ?, ?)",
+                (job.id, json.dumps(asdict(request)), job.status, now_s, owner, self._feature_bytes(job.id)),
+            )
+        except BaseException:  # no room on the disk, say: there is no such job, so nothing of it may stay
+            self._remove_files(job.id)
+            raise
         return job
 
     def begin(self, now_s: float) -> Job | None:
@@ -191,11 +195,12 @@ class JobStore:
     def delete(self, id: str) -> bool:
         """Forget a job and its file; False if there is none."""
         gone = self._database.execute("DELETE FROM jobs WHERE id = ?", (id,)).rowcount
-        self.path(id).unlink(missing_ok=True)
-        self._picture_path(id).unlink(missing_ok=True)
-        for name in NAMES:
-            self._feature_path(id, name).unlink(missing_ok=True)
+        self._remove_files(id)
         return bool(gone)
+
+    def _remove_files(self, id: str) -> None:
+        for path in (self.path(id), self._picture_path(id), *(self._feature_path(id, name) for name in NAMES)):
+            path.unlink(missing_ok=True)
 
     def expire(self, now_s: float) -> list[str]:
         """Forget the jobs that have been kept long enough, and their files; returns which."""

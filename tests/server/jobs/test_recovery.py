@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import sqlite3
 from pathlib import Path
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from streamdiff import clock
+from streamdiff.engine.features import Features
 from streamdiff.errors import ConfigError
 from streamdiff.server.jobs.job import VideoRequest
 from streamdiff.server.jobs.store import JobStore
@@ -172,4 +174,32 @@ def test_a_store_recovers_what_was_running_and_what_was_taken_away(tmp_path: Pat
     again = store.begin(clock.wall_s())
     assert again is not None and (again.id, again.ended_s, again.bytes) == (first.id, None, 0)
     assert third.id in {job.id for job in store.page(after=None, limit=9, order="asc") or ()}
+    store.close()
+
+
+def test_features_count_while_there_is_a_job_and_none_is_left_of_one_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = JobStore(tmp_path)
+    features = Features(prompt_embeds=b"p" * 10, video_latents=b"v" * 20)
+    job = store.add(REQUEST, "somebody", 1.0, features=features)
+    assert job.id and store.used_bytes() == 30
+    store.begin(1.0)
+    store.path(job.id).write_bytes(b"video")
+    store.complete(job.id, 10.0, 20.0)
+    store.path(job.id).unlink()
+    assert (store.recover(), store.used_bytes()) == (1, 30), "it is made again, with the features"
+    store.delete(job.id)
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        if "video_latents" in path.name:
+            write(path, data[:5])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.add(REQUEST, "somebody", 1.0, features=features)
+    assert store.count() == 0 and not list(tmp_path.glob("video_*"))
     store.close()

@@ -1,7 +1,7 @@
 """A stream as an animated picture, for a README or a chat: `python animated_picture.py [FILE.webp] [SECONDS] [MODEL]`.
 
 The prompt changes on the way. Every third frame is taken, and the quality is the best at which the file has at most two
-million bytes.
+million bytes; where the lowest has more, nothing is written.
 """
 
 import io
@@ -41,5 +41,7 @@ for quality in (80, 65, 50, 35, 20, 5):
     )
     if file.tell() <= MOST_BYTES:
         break
+else:
+    sys.exit(f"over {MOST_BYTES:,} bytes even at quality {quality}; give fewer SECONDS")
 path.write_bytes(file.getvalue())
 print(f"wrote {path}: {len(pictures)} pictures, {file.tell()} bytes, quality {quality}")

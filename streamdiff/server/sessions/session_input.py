@@ -173,7 +173,7 @@ class FileFeed:
         try:
             receipt = await self._ask(message, "file", _ANSWER_S)
         except (ControlError, EngineFailure, SessionEnded, TimeoutError):
-            return  # the engine has ended: the server says why, and the next one is told of the file
+            return  # the engine has ended, or hangs: the server says so, and the next one is told of the file
         if receipt.stage == "refused":
             await self.stop()
             raise ConfigError(f"session.input: {receipt.reason}")

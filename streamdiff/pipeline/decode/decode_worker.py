@@ -307,9 +307,9 @@ class DecodeWorker:
         self._sender.flush(LEAVE_S)
 
     def _next(self) -> StageMessage | None:
-        """What comes next; while a stream is being saved, and nothing has come, a piece is copied. Mutates: self."""
+        """What comes next, if anything has; while a stream is being saved a piece is copied. Mutates: self."""
         work = self._receiver.receive(0.0 if self._saving else None)
-        if work is None and self._saving and (state := self._memories.save_on(self._saving[0])) is not None:
+        if self._saving and (state := self._memories.save_on(self._saving[0])) is not None:
             self._to_head.submit(self._exchange.put, stream_place(self.place, self._saving.popleft()), state)
         return work
 
@@ -321,7 +321,8 @@ class DecodeWorker:
             case MessageKind.SAVE if stream == NO_STREAM:
                 shape = tuple(self._exchange.take(shape_place(self.place))[1])
                 self._exchange.put(stream_place(self.place, stream), ({}, self._memories.outlines(shape)))
-            case MessageKind.SAVE:
+            case MessageKind.SAVE:  # what is decoded from here on is not in it
+                self._memories.begin_save(stream)
                 self._saving.append(stream)
             case MessageKind.LOAD:
                 self._memories.load(stream, self._exchange.take(stream_place(self.place, stream)))

@@ -71,17 +71,23 @@ class DecoderMemories:
             self._swaps.follow()
         return outcome
 
+    def begin_save(self, stream: int) -> None:
+        """Save what is remembered of a stream now, by `save_on`. Mutates: self."""
+        if _swapped(stream) not in self._swaps:
+            memory = self._memories[stream] if stream in self._memories else self._decoder.new_memory()
+            self._copies[stream] = HostCopy(self._swaps.copies, memory)
+
     def save_on(self, stream: int) -> State | None:
-        """What is remembered of a stream now, copied a piece with each call: None before the last. What is decoded
-        meanwhile is not in it. Where it is lost, why, as `broken`. Mutates: self."""
+        """What was remembered of a stream when the save began, with the first call if not before, copied a piece with
+        each call: None before the last. Where it is lost, why, as `broken`. Mutates: self."""
         if _swapped(stream) in self._swaps:
             try:
                 return self._swaps.read(_swapped(stream))
             except Lost as error:
                 return {}, {"broken": f"what the decoder remembered is lost: {error}"}
-        if (copy := self._copies.get(stream)) is None:
-            memory = self._memories[stream] if stream in self._memories else self._decoder.new_memory()
-            copy = self._copies[stream] = HostCopy(self._swaps.copies, memory)
+        if stream not in self._copies:
+            self.begin_save(stream)
+        copy = self._copies[stream]
         done = copy.go_on(_PIECE)
         state = copy.result()  # the next piece is not to be in the way of a decode on its way to the device
         if not done:

@@ -15,7 +15,10 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.decode import decoder_memories
 from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding, latents_layout
+from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
 from streamdiff.pipeline.decode.decoding import Piece, stream_place
+from streamdiff.pipeline.decode.host_copy import TransferStream
+from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed import stage_saving
 from streamdiff.pipeline.distributed.local_link import LocalLink, NoSender
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
@@ -25,6 +28,7 @@ from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import walk
+from streamdiff.session_state.swap_store import SwapStore
 from tests.pipeline.test_swapping import CHUNK, CHUNKS, CONTEXTS, MODEL, Streams, alone, opened
 from tests.small import BLUE, CPU, RED
 
@@ -136,6 +140,14 @@ def test_a_session_that_is_being_copied_is_not_swapped_out() -> None:
     may: list[bool] = []
     place = Saving("clean", 1, lambda pipeline: may.append(pipeline.can_swap_out(0)))
     assert may and not may[0] and place.pipeline.can_swap_out(0)
+    made = threading.Event()
+    while not place.pipeline.comes_to_rest(0):
+        place.turn()
+    ticket = place.pipeline.begin_save(0, lambda snapshot: made.wait())
+    while place.pipeline._savings[ticket].made is None:
+        place.turn()
+    assert not place.pipeline.can_swap_out(0), "what its decoder remembers may still be copied"
+    made.set()
     place.pipeline.close()
 
 
@@ -181,3 +193,19 @@ def test_a_rank_that_decodes_saves_a_stream_as_it_is_when_it_is_told(monkeypatch
     worker.join()
     assert saved_tree == tree and saved.keys() == tensors.keys()
     assert all(torch.equal(saved[name], tensors[name]) for name in tensors)
+
+
+def test_a_stream_that_is_swapped_out_while_it_is_copied_is_saved_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has gone on since."""
+    monkeypatch.setattr(decoder_memories, "_PIECE", 64)
+    decoder = MODEL.decoder
+    assert decoder is not None
+    memories = DecoderMemories(decoder, TransferStream(CPU), 1, DeviceTimer.on(CPU), SwapStore(CPU))
+    tensors, tree = walk.save(decoder.new_memory())
+    memories.begin_save(0)
+    for _ in memories.decode(0, 0, torch.ones(MODEL.spec.chunk_shape)):
+        pass
+    memories.swap_out(0)
+    while (state := memories.save_on(0)) is None:
+        pass
+    assert state[1] == tree and state[0].keys() == tensors.keys()

@@ -80,7 +80,7 @@ class DecoderMemories:
     def save_on(self, stream: int) -> State | None:
         """What was remembered of a stream when the save began, with the first call if not before, copied a piece with
         each call: None before the last. Where it is lost, why, as `broken`. Mutates: self."""
-        if _swapped(stream) in self._swaps:
+        if stream not in self._copies and _swapped(stream) in self._swaps:
             try:
                 return self._swaps.read(_swapped(stream))
             except Lost as error:

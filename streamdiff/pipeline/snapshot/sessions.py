@@ -152,8 +152,8 @@ class SavesSessions(SwapsSessions):
         return bool(self._savings)
 
     def can_swap_out(self, session: int, returning: int | None = None) -> bool:
-        copied = any(each.session == session and each.made is None for each in self._savings.values())
-        return not copied and super().can_swap_out(session, returning)
+        own = [each.made for each in self._savings.values() if each.session == session]
+        return all(made is not None and made.done() for made in own) and super().can_swap_out(session, returning)
 
     def _turn_saves(self) -> bool:
         """Have the next pieces copied; whether any are still to be. Mutates: self, ring."""

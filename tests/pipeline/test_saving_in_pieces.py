@@ -22,15 +22,15 @@ from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed import stage_saving
 from streamdiff.pipeline.distributed.local_link import LocalLink, NoSender
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
-from streamdiff.pipeline.distributed.state_exchange import LocalExchange
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import walk
 from streamdiff.session_state.swap_store import SwapStore
-from tests.pipeline.test_swapping import CHUNK, CHUNKS, CONTEXTS, MODEL, Streams, alone, opened
-from tests.small import BLUE, CPU, RED
+from tests.pipeline.test_swapping import CHUNK, CHUNKS, CONTEXTS, MODEL, Streams, alone, opened, stages_of
+from tests.small import BLUE, CPU, RED, small_model
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +95,31 @@ def test_it_is_copied_by_and_by_while_another_session_plays(kv_context: str, sta
     streams.play(CHUNKS, 0)
     assert np.array_equal(streams.shown(0), alone(kv_context).shown(0))
     place.pipeline.close()
+
+
+def test_a_stage_that_is_done_first_copies_its_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(4, layers=3)
+    pipeline = StreamingPipeline(model, CPU, ring=LocalRing(model, CPU, 2))
+    opened(pipeline, "clean")
+    streams = Streams(pipeline)
+    streams.play(2, 0, 1)
+    most = max(stage_saving.chunk_bytes(stage.sessions[0].state) for stage in stages_of(pipeline))
+    monkeypatch.setattr(stage_saving, "_LEAST_BYTES", most)  # so that a stage with fewer blocks has fewer pieces
+    put, puts = pipeline.ring.stage.exchange.put, list[str]()
+
+    def counted(name: str, state: State) -> None:
+        puts.append(name)
+        put(name, state)
+
+    monkeypatch.setattr(pipeline.ring.stage.exchange, "put", counted)
+    while not pipeline.comes_to_rest(0):
+        streams.take(pipeline.step(0.01))
+    ticket = pipeline.begin_save(0)
+    while not (saved := pipeline.take_saved()):
+        streams.take(pipeline.step(0.01))
+    assert saved[0][0] == ticket and isinstance(saved[0][1], Snapshot)
+    assert len(puts) == len(set(puts)) == 2, "each stage's, once"
+    pipeline.close()
 
 
 def changed(pipeline: StreamingPipeline) -> None:

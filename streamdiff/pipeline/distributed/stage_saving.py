@@ -59,15 +59,19 @@ class StageSaving:
     def __init__(self, stage: SavedStage) -> None:
         self._stage = stage
         self._under_way: dict[int, _Saving] = {}
+        self._done: dict[int, int] = {}  # tickets, by session: another stage may not be done, and all are asked again
         self._thread = ThreadPoolExecutor(1, "to head")
 
     def go_on(self, control: SessionUpdate) -> Outcome:
         """Copy the next piece of a session, the first one with a new ticket; what is complete goes to the head under
         `ticket_place`. NOT_YET: there are more. Mutates: self."""
         stage, session, ticket = self._stage, control.session, control.epoch
+        if self._done.get(session) == ticket:
+            return Outcome.DONE
         saving = self._under_way.get(session)
         if saving is None or saving.ticket != ticket:
             if (held := stage.sessions.get(session)) is None:
+                self._done[session] = ticket
                 return self._put(ticket, self._away(session))
             saving = self._under_way[session] = _Saving(ticket, HostCopy(stage.swaps.copies, held))
         if not saving.spoilt:
@@ -77,6 +81,7 @@ class StageSaving:
             if not done:
                 return Outcome.NOT_YET
         del self._under_way[session]
+        self._done[session] = ticket
         if saving.spoilt:
             return self._put(ticket, ({}, {"broken": saving.spoilt}))
         self._thread.submit(lambda: self._put(ticket, self._told(*saving.copy.result())))

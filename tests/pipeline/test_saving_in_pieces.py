@@ -234,3 +234,35 @@ def test_a_stream_that_is_swapped_out_while_it_is_copied_is_saved_as_it_was(monk
     while (state := memories.save_on(0)) is None:
         pass
     assert state[1] == tree and state[0].keys() == tensors.keys()
+
+
+class NoRoom(LocalExchange):
+    """What cannot pass on what is saved."""
+
+    def put(self, name: str, state: State) -> None:
+        if "broken" not in state[1]:
+            raise MemoryError("no room")
+        super().put(name, state)
+
+
+def test_a_part_that_a_stage_cannot_send_is_told_by_name() -> None:
+    def full(pipeline: StreamingPipeline) -> None:
+        own, exchange = stages_of(pipeline)[1], NoRoom()
+        exchange._states = own.exchange._states  # type: ignore[attr-defined]
+        own.exchange = exchange
+
+    place = Saving("clean", 2, full)
+    assert isinstance(place.saved, ConfigError) and "could not be sent: MemoryError: no room" in str(place.saved)
+    place.pipeline.close()
+
+
+def test_a_part_that_a_rank_that_decodes_cannot_send_is_told_by_name() -> None:
+    decoder, link, exchange = MODEL.decoder, LocalLink(latents_layout(MODEL.spec)), NoRoom()
+    assert decoder is not None
+    worker = threading.Thread(target=DecodeWorker(decoder, link, NoSender(), exchange=exchange).run)
+    worker.start()
+    link.send(StageMessage(MessageKind.SAVE, (), SessionUpdate(0)))
+    told = exchange.take(stream_place(DecodeWorker.place, 0))[1]
+    link.send(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
+    worker.join()
+    assert "could not be sent: MemoryError: no room" in told["broken"]

@@ -31,6 +31,7 @@ from streamdiff.pipeline.distributed.message import (
     SessionUpdate,
     StageMessage,
 )
+from streamdiff.pipeline.distributed.stage_saving import send_state
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange
 from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, check_own, describe
 from streamdiff.pipeline.runner.worker import LEAVE_S
@@ -310,7 +311,8 @@ class DecodeWorker:
         """What comes next, if anything has; while a stream is being saved a piece is copied. Mutates: self."""
         work = self._receiver.receive(0.0 if self._saving else None)
         if self._saving and (state := self._memories.save_on(self._saving[0])) is not None:
-            self._to_head.submit(self._exchange.put, stream_place(self.place, self._saving.popleft()), state)
+            place = stream_place(self.place, self._saving.popleft())
+            self._to_head.submit(send_state, self._exchange, place, lambda: state)
         return work
 
     def _update(self, kind: MessageKind, stream: int) -> None:

@@ -8,7 +8,7 @@ head is told.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -84,7 +84,8 @@ class StageSaving:
         self._done[session] = ticket
         if saving.spoilt:
             return self._put(ticket, ({}, {"broken": saving.spoilt}))
-        self._thread.submit(lambda: self._put(ticket, self._told(*saving.copy.result())))
+        place = ticket_place(stage.place, ticket)
+        self._thread.submit(send_state, stage.exchange, place, lambda: self._told(*saving.copy.result()))
         return Outcome.DONE
 
     def spoil(self, session: int, why: str) -> None:
@@ -107,6 +108,17 @@ class StageSaving:
     def _put(self, ticket: int, state: State) -> Outcome:
         self._stage.exchange.put(ticket_place(self._stage.place, ticket), state)
         return Outcome.DONE
+
+
+def send_state(exchange: StateExchange, place: str, made: Callable[[], State]) -> None:
+    """Leave for the head what `made` gives; where that fails, why, as `broken`: the head waits for it."""
+    try:
+        exchange.put(place, made())
+    except Exception as error:
+        why = f"a rank's part of the session could not be sent: {type(error).__name__}: {error}"
+        logger.exception("%s: %s", place, why)
+        exchange.put(place, ({}, {"broken": why}))
+        raise
 
 
 def chunk_bytes(caches: KVCache) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -21,9 +23,10 @@ from streamdiff.pipeline.decode.host_copy import TransferStream
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed import stage_saving
 from streamdiff.pipeline.distributed.local_link import LocalLink, NoSender
-from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
+from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
 from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -234,6 +237,29 @@ def test_a_stream_that_is_swapped_out_while_it_is_copied_is_saved_as_it_was(monk
     while (state := memories.save_on(0)) is None:
         pass
     assert state[1] == tree and state[0].keys() == tensors.keys()
+
+
+def begun_afresh(stage: ModelRunner) -> None:
+    stage.reset(0)
+
+
+def broken(stage: ModelRunner) -> None:
+    stage.guard.broken[0] = "its text is none"
+    stage.carry_out(StageMessage(MessageKind.SAVE, (), SessionUpdate(0, 7)))
+
+
+@pytest.mark.parametrize("change", [begun_afresh, broken])
+def test_a_copy_that_is_not_wanted_any_more_is_dropped(change: Callable[[ModelRunner], None]) -> None:
+    stage = ModelRunner(MODEL, CPU, 0, 1)
+    stage.open(0, steps=4, kv_context="clean")
+    assert stage.saving.go_on(SessionUpdate(0, 7)) is Outcome.NOT_YET
+    copy = stage.saving._under_way[0].copy
+    assert copy is not None
+    kept = weakref.ref(copy)
+    del copy
+    change(stage)
+    gc.collect()
+    assert kept() is None
 
 
 class NoRoom(LocalExchange):

@@ -49,7 +49,7 @@ class SavedStage(Protocol):
 @dataclass
 class _Saving:
     ticket: int
-    copy: HostCopy
+    copy: HostCopy | None
     spoilt: str = ""
 
 
@@ -74,24 +74,32 @@ class StageSaving:
                 self._done[session] = ticket
                 return self._put(ticket, self._away(session))
             saving = self._under_way[session] = _Saving(ticket, HostCopy(stage.swaps.copies, held))
-        if not saving.spoilt:
+        if (copy := saving.copy) is not None:
             caches = stage.sessions[session].state
-            done = saving.copy.go_on(max(_LEAST_BYTES, chunk_bytes(caches)))
+            done = copy.go_on(max(_LEAST_BYTES, chunk_bytes(caches)))
             stage.follow_copies(session)
             if not done:
                 return Outcome.NOT_YET
         del self._under_way[session]
         self._done[session] = ticket
-        if saving.spoilt:
+        if copy is None:
             return self._put(ticket, ({}, {"broken": saving.spoilt}))
-        place = ticket_place(stage.place, ticket)
-        self._thread.submit(send_state, stage.exchange, place, lambda: self._told(*saving.copy.result()))
+        place, result = ticket_place(stage.place, ticket), copy.result
+        self._thread.submit(send_state, stage.exchange, place, lambda: self._told(*result()))
         return Outcome.DONE
 
     def spoil(self, session: int, why: str) -> None:
         """What is being copied of a session, if it is, changes now. Mutates: self."""
         if session in self._under_way:
-            self._under_way[session].spoilt = why
+            saving = self._under_way[session]
+            saving.copy, saving.spoilt = None, why
+
+    def refuse(self, control: SessionUpdate, why: str) -> None:
+        """Tell the head, once, that a session cannot be saved. Mutates: self."""
+        self._under_way.pop(control.session, None)
+        if self._done.get(control.session) != control.epoch:
+            self._done[control.session] = control.epoch
+            self._put(control.epoch, ({}, {"broken": why}))
 
     def _away(self, session: int) -> State:
         """The part of a session that is swapped out, or why there is none."""

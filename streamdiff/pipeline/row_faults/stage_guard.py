@@ -16,7 +16,8 @@ from torch import Tensor
 
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
-from streamdiff.pipeline.distributed.state_exchange import StateExchange, ticket_place
+from streamdiff.pipeline.distributed.stage_saving import StageSaving
+from streamdiff.pipeline.distributed.state_exchange import StateExchange
 from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, describe, fault_name
 from streamdiff.pipeline.scheduler.step import MicroStep
 
@@ -24,12 +25,12 @@ Tensors = tuple[Tensor, ...]
 
 
 class GuardedStage(Protocol):
-    """`ModelRunner`, as the guard sees it. `place`: where it leaves a session's state in the exchange."""
+    """`ModelRunner`, as the guard sees it."""
 
     spec: ModelSpec
     index: int
-    place: str
     exchange: StateExchange
+    saving: StageSaving
 
     @property
     def shared(self) -> bool:
@@ -89,7 +90,7 @@ class StageGuard:
             self.broken.pop(control.session, None)
         if (why := self.broken.get(control.session)) is not None:
             if kind is MessageKind.SAVE:  # the head waits for it
-                self._stage.exchange.put(ticket_place(self._stage.place, control.epoch), ({}, {"broken": why}))
+                self._stage.saving.refuse(control, why)
             return message
         try:
             return replace(message, control=self._stage.update(kind, control, message.tensors))

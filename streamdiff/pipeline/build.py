@@ -67,7 +67,7 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     blocks = [last - first for first, last in loaded.runs for _ in range(config.shares)]
     blocks += [0] * (config.ranks - config.stage_ranks)
     dtype = model.denoiser.dtype
-    waiting = plan.preallocated if device.type == "cuda" else None
+    waiting = plan.preallocated if device.type == "cuda" and config.shares == 1 else None  # shared: no pool
     budget = KVCacheBudget(plan.sizes, memories, blocks, dtype.itemsize, waiting, config.shares)
     runtime = StreamingPipeline(
         model, device, config.steps, config.kv_context, workers, budget, ring, plan.decode_latents, config.hang_s,

@@ -68,7 +68,10 @@ def try_paged(
     keys and values of a layer of so many sessions."""
     if device.type != "cuda":
         return PagedTrial(None, f"row by row: varlen_attn is for CUDA, and the device is {device.type}")
-    return _tried(shape, rows, frame_tokens, attend, device, dtype, kernel, stopwatch)
+    try:
+        return _tried(shape, rows, frame_tokens, attend, device, dtype, kernel, stopwatch)
+    except REFUSALS as error:  # memory is short, most likely
+        return PagedTrial(None, f"row by row: the trial cannot run here: {(str(error).splitlines() or ['?'])[0]}")
 
 
 @torch.inference_mode()

@@ -89,3 +89,13 @@ def test_large_frames_are_also_tried_in_parts() -> None:
 def test_a_cpu_tries_nothing() -> None:
     found = try_paged(SHAPE, 3, FRAME, ATTEND, CPU, torch.float32)
     assert found == PagedTrial(None, "row by row: varlen_attn is for CUDA, and the device is cpu")
+
+
+def test_a_trial_that_the_device_has_no_memory_for_leaves_it_at_row_by_row() -> None:
+    """Without a GPU it has none at all."""
+
+    def short(call: Callable[[], object], device: torch.device) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    found = try_paged(SHAPE, 3, FRAME, ATTEND, torch.device("cuda"), torch.float32, refusing, short)
+    assert found.attend is None and found.told.startswith("row by row: the trial cannot run here")

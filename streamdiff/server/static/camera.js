@@ -61,12 +61,12 @@ export function startCamera({ address, headers, strength }) {
     const { pc, media, resource } = sending;
     Object.assign(sending, { pc: null, media: null, resource: null, kind: "" });
     for (const track of media?.getTracks() ?? []) track.stop();
-    pc?.close();
     $("camera-preview").hidden = true;
     $("camera-preview").srcObject = null;
     draw();
     if (typeof why === "string") drawInputError(why);
     if (resource) await fetch(resource, { method: "DELETE", headers, keepalive: true }).catch(() => {});
+    pc?.close(); // after it is given up by name: a server that saw it end would answer 404
   }
 
   function draw() {

@@ -89,6 +89,14 @@ def run(stages: int, streams: tuple[Stream, ...], max_rows: int, marginal: float
     ).figures
 
 
+def check_not_worse(stages: int, streams: tuple[Stream, ...], max_rows: int, marginal: float) -> None:
+    """As many chunks as with forwards of one row, and no longer gaps."""
+    plain, shared = run(stages, streams, 1, marginal), run(stages, streams, max_rows, marginal)
+    assert shared.chunks_per_s >= 0.99 * plain.chunks_per_s
+    longest = [max(gap.longest_s for gap in figures.gaps) for figures in (plain, shared)]
+    assert longest[1] <= 1.1 * longest[0] + 1e-9
+
+
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
@@ -102,12 +110,7 @@ def run(stages: int, streams: tuple[Stream, ...], max_rows: int, marginal: float
 def test_nobody_is_worse_off(
     stages: int, steps: int, sessions: int, kv_context: str, max_rows: int, marginal: float
 ) -> None:
-    """As many chunks, and no longer gaps."""
-    streams = (Stream(steps, kv_context, anchors=Anchors(1)),) * sessions
-    plain, shared = run(stages, streams, 1, marginal), run(stages, streams, max_rows, marginal)
-    assert shared.chunks_per_s >= 0.99 * plain.chunks_per_s
-    longest = [max(gap.longest_s for gap in figures.gaps) for figures in (plain, shared)]
-    assert longest[1] <= 1.1 * longest[0] + 1e-9
+    check_not_worse(stages, (Stream(steps, kv_context, anchors=Anchors(1)),) * sessions, max_rows, marginal)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +125,7 @@ def test_nobody_is_worse_off(
 def test_rings_that_were_once_worse_off(
     stages: int, steps: int, sessions: int, kv_context: str, max_rows: int, marginal: float
 ) -> None:
-    streams = (Stream(steps, kv_context, anchors=Anchors(1)),) * sessions
-    plain, shared = run(stages, streams, 1, marginal), run(stages, streams, max_rows, marginal)
-    assert shared.chunks_per_s >= 0.99 * plain.chunks_per_s
-    longest = [max(gap.longest_s for gap in figures.gaps) for figures in (plain, shared)]
-    assert longest[1] <= 1.1 * longest[0] + 1e-9
+    check_not_worse(stages, (Stream(steps, kv_context, anchors=Anchors(1)),) * sessions, max_rows, marginal)
 
 
 def test_rows_that_cost_in_full_stay_apart_and_say_so() -> None:

@@ -280,6 +280,7 @@ class LatentSampler:
     def _prepare_begin(self, session: SamplerSession, chunk: int) -> None:
         """Have noise and time embedding of a chunk's first step ready before it may enter. Mutates: session."""
         session.noise.prefetch(chunk, 0, 1)
+        # Not of given video: its timesteps follow the schedule, which may be another one when the chunk enters.
         if session.video is None and (own := self._own_timesteps(session, chunk, 0)) is not None:
             session.begin_times[chunk] = self._embedded(own)
 

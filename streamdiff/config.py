@@ -389,8 +389,8 @@ class Config(_Section):
 
     @property
     def scale(self) -> int:
-        """What the picture is enlarged by before it is encoded."""
-        return self.serve.scale or 1
+        """What the picture is enlarged by: `serve.scale`, else 2 for the embedded model, whose pictures are small."""
+        return self.serve.scale or (2 if self.model.name == EMBEDDED else 1)
 
     def served_model(self) -> ServedModel:
         """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB, unless it says."""

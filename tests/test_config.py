@@ -55,13 +55,16 @@ def test_cpu_tiny_spells_out_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("text", "scale", "pictures"),
     [
-        ("", 1, "auto"),
-        ("serve: {scale: 2}", 2, "rgb"),
+        ("", 2, "rgb"),
+        ("model: {name: self-forcing}", 1, "auto"),
         ("model: {name: self-forcing}\nserve: {scale: 2}", 2, "rgb"),
         ("serve: {scale: 1}", 1, "auto"),
     ],
 )
-def test_pictures_that_are_enlarged_come_as_rgb(write, text: str, scale: int, pictures: str) -> None:
+def test_only_the_embedded_models_small_pictures_are_enlarged_unasked(
+    write, text: str, scale: int, pictures: str
+) -> None:
+    """And so a GPU hands out YUV420 for every other model."""
     config = load(write(text))
     assert (config.scale, config.served_model().pictures) == (scale, pictures)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from streamdiff.config import Config, ServeConfig
 from tests.server.conftest import Site, open_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.node]
@@ -48,7 +47,7 @@ def test_libwebrtc_plays_the_stream_and_speaks_on_the_channel() -> None:
         assert site.state.viewers.count == 0
 
     async def main() -> None:
-        async with open_site(Config(serve=ServeConfig(scale=2))) as site:
+        async with open_site() as site:
             await scene(site)
 
     asyncio.run(main())

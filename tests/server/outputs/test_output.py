@@ -51,7 +51,7 @@ class Snow(Painter):
 
 def _run(scene: object, *urls: str, painter: Painter | None = None) -> None:
     async def main() -> None:
-        async with open_site(Config(serve=ServeConfig(outputs=list(urls), scale=2)), painter) as site:
+        async with open_site(Config(serve=ServeConfig(outputs=list(urls))), painter) as site:
             await scene(site)  # type: ignore[operator]
 
     asyncio.run(main())

@@ -52,7 +52,7 @@ def test_a_session_that_was_opened_is_recorded_and_sent_on_until_it_ends(tmp_pat
         await site.until(lambda: not site.state.session_outputs._outputs)
         assert len(list(open_clip(tmp_path / "show.mp4"))) >= 40, "complete when the session has ended"
 
-    run_scene(scene, Config(serve=ServeConfig(output_targets=allowed, scale=2)))
+    run_scene(scene, Config(serve=ServeConfig(output_targets=allowed)))
 
 
 def test_there_is_a_limit_and_without_a_list_nothing_is_allowed(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def _play(
         async with media_server() as taking:
             taking.host = host
             url = f"whip+http://token%2Fof%20this%2Btest@127.0.0.1:{taking.port}/whip/{ROOM}"
-            async with open_site(Config(serve=ServeConfig(outputs=[url], scale=2))) as site:
+            async with open_site(Config(serve=ServeConfig(outputs=[url]))) as site:
                 await scene(site, taking)
             after(taking)
 

@@ -222,7 +222,7 @@ def test_a_viewer_sees_the_stream(codec: str | None, name: str) -> None:
         assert set(np.diff(stamps)) & {2250}, "40 frames per second on the 90 kHz clock"
         assert str(frames[0].time_base) == "1/90000"
 
-    run_scene(scene, Config(serve=ServeConfig(scale=2)))
+    run_scene(scene)
 
 
 @pytest.mark.parametrize(("fps", "ticks"), [(40.0, 2250), (50.0, 1800), (60.0, 1500)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -58,8 +60,8 @@ def pipeline(request: pytest.FixtureRequest) -> Pipeline:
     return pipeline
 
 
-@pytest.fixture
-def start(pipeline: Pipeline) -> Iterator[Callable[[int], Engine]]:
+@contextmanager
+def engines_on(pipeline: Pipeline) -> Iterator[Callable[[int], Engine]]:
     """Engines on `pipeline` with a lead of so many chunks; their sessions are closed afterwards."""
     engines: list[Engine] = []
 
@@ -72,7 +74,19 @@ def start(pipeline: Pipeline) -> Iterator[Callable[[int], Engine]]:
         engine.handle(Shutdown())
 
 
-Start = Callable[[int], Engine]
+@pytest.fixture
+def start(pipeline: Pipeline) -> Iterator[Callable[[int], Engine]]:
+    with engines_on(pipeline) as start:
+        yield start
+
+
+@pytest.fixture
+def start_real(real: Pipeline) -> Iterator[Callable[[int], Engine]]:
+    with engines_on(real) as start:
+        yield start
+
+
+Start = Callable[..., Engine]
 
 
 def run(engine: Engine, *, until: Callable[[list[Event]], bool], show: bool = True) -> list[Event]:
@@ -380,11 +394,11 @@ def test_a_prompt_with_each_switch_is_applied(start: Start, switch: str) -> None
 
 
 @pytest.mark.slow
-def test_switches_make_different_pictures(real: Pipeline) -> None:
+def test_switches_make_different_pictures(start_real: Start) -> None:
     """Chunks of the new prompt see the past, a past written again, or none: pixels must tell."""
-    seen, size = {}, real.info.chunk_frames
+    seen, size = {}, start_real().ready().chunk_frames
     for switch in ("keep", "recache", "flush"):
-        engine = Engine(real, 2 * real.info.chunk_frames)
+        engine = start_real(2)
         engine.handle(Open("a", RED, 1))
         run(engine, until=chunks(3, engine))
         engine.handle(SetPrompt("a", BLUE, "r1", switch))
@@ -430,18 +444,18 @@ def test_a_session_has_the_lead_it_asks_for(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_the_engine_says_what_a_chunk_costs(real: Pipeline) -> None:
-    engine = Engine(real, 2 * real.info.chunk_frames)
+def test_the_engine_says_what_a_chunk_costs(start_real: Start) -> None:
+    engine = start_real(2)
     ready = engine.ready()
     assert ready.work_s is not None and ready.sessions_fit is not None
     assert ready.steps == 4 and ready.steps_known == (4, 2)
     engine.handle(Open("a", RED))
     events = run(engine, until=chunks(3, engine))
     measured = [event.work_s for event in events if isinstance(event, Measured)]
-    assert len(measured) == 3 and min(measured) > 0
+    assert 1 <= len(measured) <= 3 and min(measured) > 0, "chunks that came out of one step are measured together"
     busy_s = [stage_s for event in events if isinstance(event, Measured) for stage_s in event.busy_s]
-    assert len(busy_s) == 3 and 0 < busy_s[0] < busy_s[1] < busy_s[2], "one stage"
-    engine.handle(Close("a"))
+    assert len(busy_s) == len(measured) and busy_s[0] > 0, "one stage"
+    assert all(before < after for before, after in pairwise(busy_s))
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
@@ -470,8 +484,8 @@ def test_steps_change_from_a_chunk_on_and_the_frames_before_it_stay(start: Start
 
 
 @pytest.mark.slow
-def test_other_steps_make_other_pictures_and_a_reset_keeps_them(real: Pipeline) -> None:
-    engine = Engine(real, 2 * real.info.chunk_frames)
+def test_other_steps_make_other_pictures_and_a_reset_keeps_them(start_real: Start) -> None:
+    engine = start_real(2)
     engine.handle(Open("few", RED, 7, steps=2))
     few = pictures(run(engine, until=chunks(2, engine, "few")), "few")
     engine.handle(Close("few"))
@@ -480,7 +494,7 @@ def test_other_steps_make_other_pictures_and_a_reset_keeps_them(real: Pipeline) 
     ask(engine, SetSteps("a", 2, "r1"), Accepted)
     ask(engine, Reset("a", None, "r2"), Accepted)
     again = pictures(run(engine, until=chunks(2, engine)))
-    size = 2 * real.info.chunk_frames
+    size = 2 * engine.ready().chunk_frames
     assert np.array_equal(again[:size], few[:size])
     assert not np.array_equal(many[:size], few[:size])
     engine.handle(Shutdown())

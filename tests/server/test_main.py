@@ -55,12 +55,18 @@ def running() -> Iterator[Running]:
         process.communicate()
 
 
+def wait_until_ready(url: str) -> None:
+    """The address is printed before the default session is open."""
+    with httpx.Client(base_url=url, timeout=20) as http:
+        while http.get("/readyz").status_code == 503:
+            pass
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_serves_and_ends_clean(number: signal.Signals) -> None:
-    process = start()
-    url = printed_address(process)
+def test_it_serves_and_ends_clean(number: signal.Signals, running: Running) -> None:
+    process, url = running
+    wait_until_ready(url)
     engine, spare = sorted(psutil.Process(process.pid).children(), key=psutil.Process.create_time)
-    assert httpx.get(url + "readyz", timeout=20).status_code == 200
     assert "streamdiff" in httpx.get(url, timeout=20).text
     process.send_signal(number)
     _, complaints = process.communicate(timeout=30)

@@ -19,7 +19,7 @@ from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.engine.messages import Failed, FrameBatch, Measured, Open, Shown
 from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.ipc import EngineClient
-from streamdiff.errors import ConfigError
+from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.media.encoder import as_rgb
 
 LIMIT_S = 600.0  # ends what hangs; a busy machine takes minutes
@@ -77,7 +77,10 @@ async def watch(client: EngineClient, chunks: int) -> str:
             if isinstance(event, Failed):
                 return event.reason
             if isinstance(event, FrameBatch):
-                await client.send(Shown("one", event.first + len(event.pictures)))
+                try:
+                    await client.send(Shown("one", event.first + len(event.pictures)))
+                except EngineFailure as failure:  # it ended while it was told
+                    return str(failure)
                 if event.chunk == chunks:
                     return ""
     return "ended"

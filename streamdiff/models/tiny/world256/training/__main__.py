@@ -19,7 +19,10 @@ from pathlib import Path
 
 import torch
 
+from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_decoder
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.tiny import model
 from streamdiff.models.tiny.training import autoencoder as train_autoencoder
@@ -52,6 +55,8 @@ def _refusal(args: argparse.Namespace) -> str | None:
         return "--begin goes with --stage denoiser or decoder: the autoencoder is that of the model"
     if args.stage == "decoder" and not args.begin:
         return "--stage decoder needs --begin: the model whose decoder is trained"
+    if args.begin and args.begin.resolve() == (args.out / "model").resolve():
+        return f"--begin is {args.begin}, which is where --out {args.out} writes its model; give another --out"
     if args.begin and not (args.begin / "vae" / "config.json").is_file():
         return f"--begin is {args.begin}, which has no vae/config.json; give the folder of a model"
     return None
@@ -66,20 +71,24 @@ def main(argv: list[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        begin = _autoencoder(args.begin, device) if args.begin else None
+    except ConfigError as error:
+        print(f"train: {error}", file=sys.stderr)
+        return 2
     loop.join_group()
     if args.stage == "decoder":
-        return _decoder(args, device)
+        assert begin is not None
+        return _decoder(args, begin, device)
 
     def budget(stage: str, train: bool) -> loop.Budget:
         return loop.Budget(args.steps or STEPS[stage], args.minutes) if train else loop.Budget(1, 1e-9)
 
     try:
         first = budget("autoencoder", args.stage != "denoiser")
-        if args.begin:
-            autoencoder = load_decoder(args.begin, device).model.autoencoder  # type: ignore[attr-defined]  # a TAEHV
-        else:
-            recipe = clips.RECIPE
-            autoencoder = train_autoencoder.train(args.out, first, args.seed, device, args.batch, args.bf16, recipe)
+        autoencoder = begin or train_autoencoder.train(
+            args.out, first, args.seed, device, args.batch, args.bf16, clips.RECIPE
+        )
         parts = None
         if args.stage != "autoencoder":
             plan = denoiser.Plan(args.batch, args.rate, args.bf16)
@@ -97,9 +106,16 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _decoder(args: argparse.Namespace, device: torch.device) -> int:
-    """Train the decoder of `args.begin`, and write the model with it."""
-    autoencoder = load_decoder(args.begin, device).model.autoencoder  # type: ignore[attr-defined]  # a TAEHV
+def _autoencoder(folder: Path, device: torch.device) -> TAEHV:
+    """That of the model under `folder`. Raises ConfigError where it is of another kind than the one trained here."""
+    half = load_decoder(folder, device)
+    if not isinstance(half, TaehvDecoder) or half.config != clips.AUTOENCODER:
+        raise ConfigError(f"the autoencoder of {folder} is of another kind; give a model of the 256 pixel world")
+    return half.model.autoencoder
+
+
+def _decoder(args: argparse.Namespace, autoencoder: TAEHV, device: torch.device) -> int:
+    """Train the decoder of `args.begin`, whose `autoencoder` it is, and write the model with it."""
     budget = loop.Budget(args.steps or STEPS["decoder"], args.minutes)
     try:
         begin = autoencoder.float()

@@ -1,7 +1,7 @@
 """Training windows of the 256 pixel world: latents of consecutive chunks of a stream, and what each chunk shows.
 
 A pool of windows is rendered and encoded once, grows while training runs, and is sampled many times. Each window is
-kept twice, with and without its things, so that things can be worn or be missing in what is only seen.
+kept twice, with and without its things, so that things can be worn in what is only seen.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from streamdiff.models.tiny.world256.tracks import FRAMES_PER_LATENT, SIZE, Stre
 CHANGE, REDRAW = 0.5, 0.3
 STARTS = 0.25
 """Share of the windows that begin a stream."""
-GONE = 0.12
-"""Share of the windows whose things have gone, and begin again after a chunk or more."""
 RENDERED = 4
 """Windows rendered at once: a chunk of frames takes 9 MB."""
 

@@ -3,8 +3,8 @@
 The losses are those of `tiny.training.denoiser` (decisions 0006 and 0017), over this world's windows: *window*, five
 chunks, `staircase` or `clean`; *first*, first chunks of streams; *next*, a chunk after a clean one, several levels of
 it; *own*: what should follow chunks that the network made itself, in the last quarter of training; and *reading*:
-every word's embedding must tell the whole scene. In part of what is only seen things are worn, or
-missing altogether: then they begin again where streams begin.
+every word's embedding must tell the whole scene. In part of what is only seen things are worn. A thing of its own that
+the network has lost begins again where streams begin.
 """
 
 from __future__ import annotations

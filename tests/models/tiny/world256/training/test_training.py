@@ -213,6 +213,10 @@ def test_a_denoiser_that_was_stopped_goes_on(autoencoder: TAEHV, tmp_path: Path)
         (["--begin", "somewhere"], "--begin goes with --stage denoiser or decoder"),
         (["--stage", "decoder"], "--stage decoder needs --begin"),
         (["--begin", "nowhere", "--stage", "denoiser"], "nowhere, which has no vae/config.json"),
+        (
+            ["--begin", str(model.WEIGHTS), "--stage", "decoder"],
+            "is of another kind; give a model",
+        ),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_before_anything_is_written(
@@ -221,3 +225,12 @@ def test_arguments_that_cannot_work_are_refused_before_anything_is_written(
     assert train.main([*arguments, "--out", str(tmp_path / "run")]) == 2
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_is_not_written_onto_the_one_that_training_begins_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--stage", "decoder", "--begin", str(tmp_path / "model"), "--out", str(tmp_path)]
+    assert train.main(arguments) == 2
+    assert "which is where --out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -112,17 +112,18 @@ def _check_input(config: Config) -> None:
 
 
 def _at_native_rate(config: Config) -> Config:
-    """With the rate of a published model where none was asked for: faster is fast motion. And an embedded model's
-    pictures enlarged to 256 pixels, if they are smaller and nothing else was asked for."""
+    """With the rate of a published model where none was asked for: faster is fast motion. And pictures of a folder like
+    the embedded model's enlarged to 256 pixels, if they are smaller and nothing else was asked for."""
     from streamdiff.config import EMBEDDED
     from streamdiff.models import resolve
     from streamdiff.models.catalogue import entries
     from streamdiff.models.tiny.folder import read_folder
 
     name = config.model.name
+    if name == EMBEDDED:
+        return config  # `Config.scale` knows its size
     if resolve.is_embedded(name):
-        spec = read_folder(resolve.EMBEDDED_WEIGHTS if name == EMBEDDED else Path(name), name).spec
-        scale = config.serve.scale or max(1, ENLARGED_TO // spec.width)
+        scale = config.serve.scale or max(1, ENLARGED_TO // read_folder(Path(name), name).spec.width)
         return config.model_copy(update={"serve": config.serve.model_copy(update={"scale": scale})})
     known = entries.entries()
     entry = known.get(name, known[entries.USUAL])

@@ -86,7 +86,7 @@ def start_real(real: Pipeline) -> Iterator[Callable[[int], Engine]]:
         yield start
 
 
-Start = Callable[..., Engine]
+Start = Callable[[int], Engine]
 
 
 def run(engine: Engine, *, until: Callable[[list[Event]], bool], show: bool = True) -> list[Event]:
@@ -396,7 +396,7 @@ def test_a_prompt_with_each_switch_is_applied(start: Start, switch: str) -> None
 @pytest.mark.slow
 def test_switches_make_different_pictures(start_real: Start) -> None:
     """Chunks of the new prompt see the past, a past written again, or none: pixels must tell."""
-    seen, size = {}, start_real().ready().chunk_frames
+    seen = {}
     for switch in ("keep", "recache", "flush"):
         engine = start_real(2)
         engine.handle(Open("a", RED, 1))
@@ -405,7 +405,8 @@ def test_switches_make_different_pictures(start_real: Start) -> None:
         after = run(engine, until=lambda events: any(isinstance(event, Applied) for event in events))
         first = one(after, Applied).first_frame  # type: ignore[attr-defined]
         made = batches([*after, *run(engine, until=chunks(3, engine))])
-        seen[switch] = np.concatenate([batch.pictures for batch in made if batch.first >= first])[: 3 * size]
+        size = 3 * engine.ready().chunk_frames
+        seen[switch] = np.concatenate([batch.pictures for batch in made if batch.first >= first])[:size]
         engine.handle(Close("a"))
     assert not np.array_equal(seen["keep"], seen["flush"])
     assert not np.array_equal(seen["keep"], seen["recache"])
@@ -452,7 +453,7 @@ def test_the_engine_says_what_a_chunk_costs(start_real: Start) -> None:
     engine.handle(Open("a", RED))
     events = run(engine, until=chunks(3, engine))
     measured = [event.work_s for event in events if isinstance(event, Measured)]
-    assert 1 <= len(measured) <= 3 and min(measured) > 0, "chunks that came out of one step are measured together"
+    assert 2 <= len(measured) <= 3 and min(measured) > 0, "two chunks may come out of one step, the lead is no longer"
     busy_s = [stage_s for event in events if isinstance(event, Measured) for stage_s in event.busy_s]
     assert len(busy_s) == len(measured) and busy_s[0] > 0, "one stage"
     assert all(before < after for before, after in pairwise(busy_s))

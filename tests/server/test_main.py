@@ -58,8 +58,8 @@ def running() -> Iterator[Running]:
 def wait_until_ready(url: str) -> None:
     """The address is printed before the default session is open."""
     with httpx.Client(base_url=url, timeout=20) as http:
-        while http.get("/readyz").status_code == 503:
-            pass
+        while (status := http.get("/readyz").status_code) != 200:
+            assert status == 503
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

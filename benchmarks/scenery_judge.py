@@ -16,13 +16,15 @@ from torch import Tensor
 from streamdiff.models.tiny.world256 import weather
 from streamdiff.models.tiny.world256.render import render
 from streamdiff.models.tiny.world256.scene import CAMERAS, COLUMN, FIELDS, HOURS, PLACES, WEATHERS
-from streamdiff.models.tiny.world256.tracks import FALL, PAN, QUARTER, SCROLL, Track, shares_of_light
+from streamdiff.models.tiny.world256.tracks import CHUNK_FRAMES, FALL, PAN, QUARTER, SCROLL, Track, shares_of_light
 
 NONE = -1
 """A verdict "nothing the world knows"."""
 COARSE = 16
 """Pixels averaged into one for the first comparison."""
 SCROLL_STEP = 16
+FINE_STEP = 2
+"""Pixels to which the scroll is refined."""
 PHASES = 16
 FAR = 0.12
 """Differences count up to here, so things in front of the scenery, however bright, cost little."""
@@ -115,7 +117,7 @@ def _half(track: Track) -> Tensor:
 def _refine(frame: Tensor, guess: _Guess) -> _Guess:
     """The best scroll, to a pixel pair, and phase near `guess` for one frame `[3, SIZE, SIZE]`."""
     small = F.avg_pool2d(frame[None], 2)[0]
-    scrolls = guess.scroll + torch.arange(-SCROLL_STEP // 2, SCROLL_STEP // 2 + 1, PAN)
+    scrolls = guess.scroll + torch.arange(-SCROLL_STEP // 2, SCROLL_STEP // 2 + 1, FINE_STEP)
     count = len(scrolls)
     track = scenery_track(guess.place, guess.kind, scrolls, torch.full((count,), guess.phase), scrolls * 0)
     # The pattern of the weather, whose phase is not known yet, is a small part of the picture.
@@ -196,7 +198,8 @@ def see_setting(frames: Tensor) -> Setting:
         first = _refine(frames[0], replace(first, kind=kind))
         last = _follow(frames[-1], first, length)
     moved = (last.scroll - first.scroll + SCROLL // 2) % SCROLL - SCROLL // 2
-    side = moved / (PAN * (length - 1))
+    panned = PAN * (length - 1) / CHUNK_FRAMES
+    side = moved / panned
     camera = NONE
     if abs(side - round(side)) < 0.4 and abs(round(side)) <= 1:
         camera = CAMERAS.index(("left", "still", "right")[round(side) + 1])
@@ -208,7 +211,7 @@ def see_setting(frames: Tensor) -> Setting:
     track = scenery_track(
         first.place,
         kind,
-        first.scroll + (steps * moved / PAN).round().long() * PAN,
+        first.scroll + (steps * moved).round().long(),
         first.phase + steps * passed,
         (fall + time).remainder(FALL),
     )
@@ -221,7 +224,7 @@ def _follow(frame: Tensor, first: _Guess, length: int) -> _Guess:
     """The scenery of the last frame, whichever way the camera went."""
     ends = []
     for side in (-1, 0, 1):
-        scroll = (first.scroll + side * PAN * (length - 1)) % SCROLL
+        scroll = (first.scroll + round(side * PAN * (length - 1) / CHUNK_FRAMES)) % SCROLL
         phase = (first.phase + 0.5 * (length - 1) / QUARTER) % 4
         ends.append(_refine(frame, replace(first, scroll=scroll, phase=phase)))
     return min(ends, key=lambda guess: guess.distance)

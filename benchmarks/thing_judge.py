@@ -17,7 +17,7 @@ from torch import Tensor
 from streamdiff.models.tiny.world256 import shapes
 from streamdiff.models.tiny.world256.render import cast_shadow
 from streamdiff.models.tiny.world256.scene import COLORS, MOTIONS, SHAPES, SIZES, SPEEDS
-from streamdiff.models.tiny.world256.tracks import ANGLES, BOUNDS, SIZE, VELOCITY
+from streamdiff.models.tiny.world256.tracks import ANGLES, BOUNDS, PARTS, SIZE, SPIN, STRIDE, pixels, steps
 
 NONE = -1
 COLOR_TOLERANCE = 0.34
@@ -35,7 +35,7 @@ VISIBLE = 0.25
 """A thing is there when at least this share of it may be seen."""
 GROUPS = 3
 """How many kinds of finds are followed up before it is said that there is nothing."""
-TURNS = {"circle": range(0, 64, 8), "square": range(0, 32, 6), "triangle": range(0, 43, 6), "star": range(0, 26, 5)}
+TURNS = {"circle": range(0, 48, 6), "square": range(0, 24, 4), "triangle": range(0, 32, 4), "star": range(0, 19, 4)}
 """Angles at which shapes are looked for: a turn is ANGLES, and these shapes look alike long before one."""
 SPREAD = 3
 """How many half-size pixels each way the place of a thing that does not move is refined."""
@@ -71,7 +71,7 @@ def _kinds() -> list[_Kind]:
         _Kind(shape, size, angle)
         for shape, name in enumerate(SHAPES)
         for size in range(len(SIZES))
-        for angle in TURNS.get(name, range(0, ANGLES, 6))
+        for angle in TURNS.get(name, range(0, ANGLES, 4))
     ]
 
 
@@ -236,9 +236,8 @@ class _Chunk(_View):
         found = []
         ways = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
         for name, (dy, dx) in ways.items():
-            for speed, pixels in enumerate(VELOCITY):
-                step = torch.tensor([dy, dx]) * (pixels // HALF)
-                moves = self.time[:, None] * step
+            for speed, stride in enumerate(STRIDE):
+                moves = pixels(self.time[:, None] * torch.tensor([dy, dx]) * steps(stride) // HALF)
                 total = torch.stack(
                     [m.roll((-y, -x), (0, 1)) for m, (y, x) in zip(maps, moves.tolist(), strict=True)]
                 ).sum(0)
@@ -251,11 +250,11 @@ class _Chunk(_View):
     def _bounces(self, maps: Tensor) -> list[_Path]:
         found = []
         bounds = [(low // HALF, high // HALF) for low, high in BOUNDS]
-        for speed, pixels in enumerate(VELOCITY):
+        for speed, stride in enumerate(STRIDE):
             for way_y in (-1, 1):
                 for way_x in (-1, 1):
                     paths = [
-                        _bounce(torch.arange(self.side), way, pixels // HALF, bound, len(maps))
+                        _bounce(torch.arange(self.side), way, steps(stride) // HALF, bound, len(maps))
                         for way, bound in zip((way_y, way_x), bounds, strict=True)
                     ]
                     total = sum(m[y][:, x] for m, y, x in zip(maps, paths[0], paths[1], strict=True))
@@ -293,7 +292,7 @@ class _Chunk(_View):
         table = error.view(len(self.frames), reach * reach, ANGLES)
         found = []
         for rank in range(-1, len(SPEEDS)):
-            turned = (angles[None] + self.time[:, None] * (rank + 1)).remainder(ANGLES)
+            turned = (angles[None] + self.time[:, None] * (0, *SPIN)[rank + 1]).remainder(ANGLES)
             total = table.gather(2, turned[:, None].expand(-1, reach * reach, -1)).sum(0)
             total = total if rank >= 0 else total[:, :1]
             where, begin = divmod(int(total.argmin()), total.shape[1])
@@ -306,9 +305,9 @@ class _Chunk(_View):
 
 
 def _bounce(start: Tensor, way: int, step: int, bound: tuple[int, int], length: int) -> Tensor:
-    """Where things that bounce are, `[length, len(start)]`; as `tracks.Streams` moves them."""
-    low, high = bound
-    place, ways, found = start.clone(), torch.full_like(start, way), []
+    """Where things that bounce are, `[length, len(start)]`; as `tracks.Streams` moves them: `step` counts in `PARTS`."""
+    low, high = (PARTS * each for each in bound)
+    place, ways, found = start * PARTS, torch.full_like(start, way), []
     for frame in range(length):
         if frame:
             ways = torch.where(place >= high, -1, torch.where(place <= low, 1, ways))
@@ -316,7 +315,7 @@ def _bounce(start: Tensor, way: int, step: int, bound: tuple[int, int], length: 
             over, under = (ways > 0) & (ahead > high), (ways < 0) & (ahead < low)
             place = torch.where(over, 2 * high - ahead, torch.where(under, 2 * low - ahead, ahead))
             ways = torch.where(over, -1, torch.where(under, 1, ways))
-        found.append(place.remainder(SIZE // HALF))
+        found.append(pixels(place).remainder(SIZE // HALF))
     return torch.stack(found)
 
 

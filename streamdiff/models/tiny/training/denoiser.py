@@ -111,11 +111,13 @@ class BlockCausal:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """`attend`, in float32 on a CPU, whose bfloat16 attention takes twice as long backwards."""
-    if query.device.type != "cpu":
+    """`attend`; written out in bfloat16 on a CPU, where torch's own takes twice as long forwards and backwards."""
+    if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return attend(query, key, value)
+    query, key, value = (each.bfloat16().transpose(1, 2) for each in (query, key, value))
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
     with torch.autocast("cpu", enabled=False):
-        return attend(query.float(), key.float(), value.float())
+        return (torch.softmax(scores, -1) @ value).transpose(1, 2)
 
 
 class TinyNetwork(nn.Module):

@@ -8,8 +8,8 @@ from torch import Tensor
 from streamdiff.models.tiny.world256.scene import COLORS, SHAPES, SIZES
 from streamdiff.models.tiny.world256.tracks import ANGLES
 
-RADIUS = {"large": 42.0, "small": 24.0}
-HALF = {"large": 60, "small": 36}
+RADIUS = {"large": 42.0, "small": 28.0}
+HALF = {"large": 60, "small": 40}
 """Half the side of the square that holds a thing at any angle; even, so that it halves well."""
 # Of day, dusk, night and dawn: the color of the light on things, and where it comes from (y, x).
 TINT = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.88, 0.80], [0.74, 0.78, 0.93], [1.0, 0.93, 0.95]])

@@ -1,8 +1,10 @@
 """How a stream of the world goes on: places, angles, the camera, light and weather of every frame.
 
-The next chunk follows from the last one and the scene alone. In a latent frame (four frames) things move 8, 16 or 24
-pixels, half a latent cell, one, or one and a half; they wrap around at the picture's borders, except those that bounce.
-Integers and a few floats on the CPU; knows nothing about how it is drawn.
+The next chunk follows from the last one and the scene alone. In a chunk (twelve frames) things move 16, 32 or 64 pixels
+and the camera 32: half a token of the transformer, one, or two. So a chunk is the one before, moved by whole latent
+cells, and begins with everything on a coarse lattice: few pictures to be learnt, and small errors have a place to be
+put right. Things wrap around at the picture's borders, except those that bounce. Integers and a few floats on the CPU;
+knows nothing about how it is drawn.
 """
 
 from __future__ import annotations
@@ -18,25 +20,28 @@ SIZE = 256
 FRAMES_PER_LATENT = 4
 CHUNK_LATENTS = 3
 CHUNK_FRAMES = CHUNK_LATENTS * FRAMES_PER_LATENT
-LATTICE = 8
-"""Every latent frame begins with things at multiples of this many pixels."""
-VELOCITY = (2, 4, 6)
-"""Pixels per frame, for each of `scene.SPEEDS`."""
-ANGLES = 128
-"""Steps of a full turn; a thing that spins turns 1, 2 or 3 of them per frame."""
-PAN = 2
-"""Pixels per frame by which the near part of the scenery moves under a camera that pans; the far part moves half."""
+LATTICE = 16
+"""Every chunk begins with things at multiples of this many pixels: one latent cell."""
+STRIDE = (16, 32, 64)
+"""Pixels per chunk, for each of `scene.SPEEDS`."""
+PARTS = 3
+"""Places are counted in this part of a pixel between frames, which makes every stride whole."""
+ANGLES = 96
+SPIN = (1, 2, 4)
+"""A full turn has `ANGLES` steps, of which a thing that spins makes so many per frame, for each of `scene.SPEEDS`."""
+PAN = 32
+"""Pixels per chunk by which the near part of the scenery moves under a camera that pans; the far part moves half."""
 SCROLL = 2 * SIZE
 """The scenery is the same again after so many pixels of panning."""
-FALL = 16
-"""Snow is the same again after so many frames; rain and wind after a quarter of them."""
-QUARTER = 64
+FALL = 12
+"""Snow is the same again after so many frames; rain and wind after a third of them."""
+QUARTER = 72
 """Frames from one hour to the next when time passes."""
-BOUNDS = ((56, 200), (40, 216))
+BOUNDS = ((64, 192), (32, 224))
 """Between these (y, x) things bounce."""
-HOME = ((128, 128), (88, 80))
+HOME = ((128, 128), (96, 64))
 """Where the first thing of a stream begins, (y, x): alone, or with a second one."""
-APART = (80, 96)
+APART = (64, 128)
 """Where a second thing appears, seen from the first."""
 
 _DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
@@ -47,7 +52,7 @@ class Track:
     """N streams over T frames. Things: first, second (whose values mean nothing where there is none).
 
     scenes int64 `[N, T, fields]`; place int64 `[N, T, 2, 2]`: (y, x) of both things' centres, in [0, SIZE); angle
-    int64 `[N, T, 2]` in [0, ANGLES); scroll int64 `[N, T]` in [0, SCROLL), even; light float32 `[N, T, 4]`: shares of
+    int64 `[N, T, 2]` in [0, ANGLES); scroll int64 `[N, T]` in [0, SCROLL); light float32 `[N, T, 4]`: shares of
     day, dusk, night and dawn; fall int64 `[N, T]` in [0, FALL).
     """
 
@@ -74,21 +79,32 @@ def shares_of_light(phase: Tensor) -> Tensor:
     return (1 - torch.minimum(away, 4 - away)).clamp(min=0)
 
 
+def pixels(parts: Tensor) -> Tensor:
+    """Whole pixels of places counted in `PARTS` of one, to the nearest."""
+    return (parts + PARTS // 2).div(PARTS, rounding_mode="floor")
+
+
+def steps(stride: int) -> int:
+    """What a stride, in pixels per chunk, is per frame, in `PARTS` of a pixel."""
+    return stride * PARTS // CHUNK_FRAMES
+
+
 STATE = ("place", "way", "angle", "scroll", "phase", "fall")
 
 
 class Streams:
-    """The state of N streams between two chunks.
+    """The state of N streams between two chunks: that of the first frame of the next one.
 
-    place int64 `[N, 2, 2]`, way int64 `[N, 2, 2]` (1 or -1: where things that bounce go), angle int64 `[N, 2]`, scroll
-    int64 `[N]`, phase float `[N]`, fall int64 `[N]`; before: the scenes of the last chunk, or None.
+    place int64 `[N, 2, 2]` and scroll int64 `[N]`, in `PARTS` of a pixel; way int64 `[N, 2, 2]` (1 or -1: where things
+    that bounce go), angle int64 `[N, 2]`, phase float `[N]`, fall int64 `[N]`; before: the scenes of the last chunk, or
+    None.
     """
 
     def __init__(self, scenes: Tensor, anywhere: torch.Generator | None = None) -> None:
         """Streams that begin with `scenes` `[N, fields]`, or, if `anywhere` is given, that have begun long ago."""
         count = len(scenes)
         home = torch.tensor(HOME)[scenes[:, COLUMN["second"]]]
-        self.place = torch.stack([home, (home + torch.tensor(APART)).remainder(SIZE)], 1)
+        self.place = torch.stack([home, (home + torch.tensor(APART)).remainder(SIZE)], 1) * PARTS
         self.way = torch.ones(count, 2, 2, dtype=torch.int64)
         self.angle = torch.zeros(count, 2, dtype=torch.int64)
         self.scroll = torch.zeros(count, dtype=torch.int64)
@@ -105,13 +121,13 @@ class Streams:
         def pick(high: int, *shape: int) -> Tensor:
             return torch.randint(high, (count, *shape), generator=generator)
 
-        self.place = pick(SIZE // LATTICE, 2, 2) * LATTICE
+        self.place = pick(SIZE // LATTICE, 2, 2) * (LATTICE * PARTS)
         self.way = pick(2, 2, 2) * 2 - 1
-        self.angle = pick(ANGLES // 4, 2) * 4
-        self.scroll = pick(SCROLL // LATTICE) * LATTICE
-        self.fall = pick(FALL // 4) * 4
+        self.angle = pick(ANGLES // CHUNK_FRAMES, 2) * CHUNK_FRAMES
+        self.scroll = pick(SCROLL // PAN) * (PAN * PARTS)
         passing = scenes[:, COLUMN["hour"]] == HOURS.index("passing")
-        self.phase = torch.where(passing, pick(4 * QUARTER // 4) / (QUARTER / 4), self.phase)
+        chunks = QUARTER // CHUNK_FRAMES
+        self.phase = torch.where(passing, pick(4 * chunks) / chunks, self.phase)
         self.before = scenes
 
     def take(self, rows: Tensor) -> Streams:
@@ -131,24 +147,19 @@ class Streams:
             getattr(self, name)[rows] = getattr(some, name)
 
     def play(self, scenes: Tensor, frames: int = CHUNK_FRAMES) -> Track:
-        """The next chunk, under `scenes` `[N, fields]`. Mutates: self.
-
-        The first frame of a stream shows things where they begin; every later frame moves them first.
-        """
-        began = self.before is None
+        """The next chunk, or its first `frames` frames, under `scenes` `[N, fields]`. Mutates: self."""
         before = scenes if self.before is None else self.before
         self._appear(before, scenes)
         light_before = shares_of_light(self.phase)
         made: dict[str, list[Tensor]] = {name: [] for name in ("place", "angle", "scroll", "light", "fall")}
         for frame in range(frames):
-            if not (began and frame == 0):
-                self._move(scenes)
             passed = self._light(scenes, light_before, (frame + 1) / CHUNK_FRAMES)
             for name, value in (
-                ("place", self.place), ("angle", self.angle), ("scroll", self.scroll),
-                ("light", passed), ("fall", self.fall),
+                ("place", pixels(self.place).remainder(SIZE)), ("angle", self.angle),
+                ("scroll", pixels(self.scroll).remainder(SCROLL)), ("light", passed), ("fall", self.fall),
             ):  # fmt: skip
                 made[name].append(value.clone())
+            self._move(scenes)
         self._settle(scenes, frames)
         self.before = scenes.clone()
         every = scenes[:, None].expand(-1, frames, -1)
@@ -158,7 +169,7 @@ class Streams:
         """What begins with this chunk: a second thing, a bounce, a new weather."""
         column = COLUMN["second"]
         new = (scenes[:, column] == 1) & (before[:, column] == 0)
-        beside = (self.place[:, 0] + torch.tensor(APART)).remainder(SIZE)
+        beside = (self.place[:, 0] + torch.tensor(APART) * PARTS).remainder(SIZE * PARTS)
         self.place[:, 1] = torch.where(new[:, None], beside, self.place[:, 1])
         for thing, name in enumerate(("motion", "second_motion")):
             bouncing = scenes[:, COLUMN[name]] == MOTIONS.index("bouncing")
@@ -167,21 +178,21 @@ class Streams:
             self.way[:, thing] = torch.where(fresh[:, None], 1, self.way[:, thing])
             spinning = scenes[:, COLUMN[name]] == MOTIONS.index("spinning")
             self.angle[:, thing] = torch.where(spinning, self.angle[:, thing], 0)
-        other = scenes[:, COLUMN["weather"]] != before[:, COLUMN["weather"]]
         clear = scenes[:, COLUMN["weather"]] == WEATHERS.index("clear")
-        self.fall = torch.where(other | clear, torch.where(clear, 0, FALL - 1), self.fall)
+        other = scenes[:, COLUMN["weather"]] != before[:, COLUMN["weather"]]
+        self.fall = torch.where(other | clear, 0, self.fall)
 
     def _move(self, scenes: Tensor) -> None:
-        speeds, table = torch.tensor(VELOCITY), torch.zeros(len(MOTIONS), 2, dtype=torch.int64)
+        speeds, table = torch.tensor([steps(s) for s in STRIDE]), torch.zeros(len(MOTIONS), 2, dtype=torch.int64)
         for name, direction in _DIRECTIONS.items():
             table[MOTIONS.index(name)] = torch.tensor(direction)
-        low, high = torch.tensor(BOUNDS).unbind(1)
+        low, high = (torch.tensor(BOUNDS) * PARTS).unbind(1)
         for thing, prefix in enumerate(("", "second_")):
             motion = scenes[:, COLUMN[prefix + "motion"]]
             rank = scenes[:, COLUMN[prefix + "speed"]]
             speed = speeds[rank, None]
             place, way = self.place[:, thing], self.way[:, thing]
-            drift = (place + table[motion] * speed).remainder(SIZE)
+            drift = (place + table[motion] * speed).remainder(SIZE * PARTS)
             way = torch.where(place >= high, -1, torch.where(place <= low, 1, way))
             ahead = place + way * speed
             over, under = (way > 0) & (ahead > high), (way < 0) & (ahead < low)
@@ -190,11 +201,11 @@ class Streams:
             self.place[:, thing] = torch.where(bouncing, ahead, drift)
             self.way[:, thing] = torch.where(bouncing, torch.where(over, -1, torch.where(under, 1, way)), 1)
             spinning = motion == MOTIONS.index("spinning")
-            turned = (self.angle[:, thing] + rank + 1).remainder(ANGLES)
+            turned = (self.angle[:, thing] + torch.tensor(SPIN)[rank]).remainder(ANGLES)
             self.angle[:, thing] = torch.where(spinning, turned, self.angle[:, thing])
         camera = scenes[:, COLUMN["camera"]]
         side = (camera == CAMERAS.index("right")).long() - (camera == CAMERAS.index("left")).long()
-        self.scroll = (self.scroll + side * PAN).remainder(SCROLL)
+        self.scroll = (self.scroll + side * steps(PAN)).remainder(SCROLL * PARTS)
         self.fall = (self.fall + 1).remainder(FALL)
 
     def _light(self, scenes: Tensor, before: Tensor, share: float) -> Tensor:

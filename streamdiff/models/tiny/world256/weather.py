@@ -1,7 +1,7 @@
 """Rain, snow and wind: patterns that repeat, drawn over everything, and the tint that they give the scenery.
 
 Rain falls, and wind blows, by a quarter of its pattern per frame, so every latent frame of it is alike; snow is the
-same again after four latent frames.
+same again after a chunk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from streamdiff.models.tiny.world256.scene import WEATHERS
 from streamdiff.models.tiny.world256.tracks import FALL, SIZE
 
-PERIOD = 64
+PERIOD = {"rain": 64, "snow": 48, "wind": 64}
 """Pixels after which a pattern repeats, downwards, or for wind to the right."""
 TINTS: dict[str, tuple[float, float]] = {
     "clear": (1.0, 0.0),
@@ -33,7 +33,7 @@ def pattern(name: str) -> Tensor:
     axis = torch.arange(SIZE, dtype=torch.float32) + 0.5
     y, x = torch.meshgrid(axis, axis, indexing="ij")
     generator = torch.Generator().manual_seed({"rain": 3, "snow": 5, "wind": 8}[name])
-    cover = torch.zeros(SIZE, SIZE)
+    cover, period = torch.zeros(SIZE, SIZE), PERIOD[name]
 
     def apart(value: Tensor, center: float, period: float) -> Tensor:
         return (value - center + period / 2).remainder(period) - period / 2
@@ -41,19 +41,19 @@ def pattern(name: str) -> Tensor:
     if name == "rain":
         for row in range(16):
             cy, jitter = torch.rand(2, generator=generator).tolist()
-            dy, dx = apart(y, cy * PERIOD, PERIOD), apart(x, (row + 0.2 + 0.6 * jitter) * SIZE / 16, SIZE)
+            dy, dx = apart(y, cy * period, period), apart(x, (row + 0.2 + 0.6 * jitter) * SIZE / 16, SIZE)
             streak = torch.exp(-((dx + 0.12 * dy) ** 2) / (2 * 1.1**2)) * ((13 - dy.abs()) / 6).clamp(0, 1)
             cover = torch.maximum(cover, 0.55 * streak)
     elif name == "snow":
-        for row in range(18):
+        for row in range(14):
             cy, jitter, big = torch.rand(3, generator=generator).tolist()
-            dy, dx = apart(y, cy * PERIOD, PERIOD), apart(x, (row + 0.15 + 0.7 * jitter) * SIZE / 18, SIZE)
+            dy, dx = apart(y, cy * period, period), apart(x, (row + 0.15 + 0.7 * jitter) * SIZE / 14, SIZE)
             cover = torch.maximum(cover, 0.95 * (2.6 + 2.0 * big - torch.hypot(dy, dx) + 0.5).clamp(0, 1))
     else:
         for row in range(9):
             cx, jitter = torch.rand(2, generator=generator).tolist()
-            dx, dy = apart(x, cx * PERIOD, PERIOD), apart(y, (row + 0.2 + 0.6 * jitter) * SIZE / 9, SIZE)
-            bent = dy + 3.0 * torch.sin(dx * 2 * torch.pi / PERIOD)
+            dx, dy = apart(x, cx * period, period), apart(y, (row + 0.2 + 0.6 * jitter) * SIZE / 9, SIZE)
+            bent = dy + 3.0 * torch.sin(dx * 2 * torch.pi / period)
             streak = torch.exp(-(bent**2) / (2 * 1.3**2)) * ((22 - dx.abs()) / 12).clamp(0, 1)
             cover = torch.maximum(cover, 0.6 * streak)
     return cover
@@ -64,8 +64,8 @@ def _strips(device: str) -> dict[str, Tensor]:
     """Patterns laid on by one period, so that a slice is any phase of them."""
     made = {}
     for name in COLOR:
-        cover = pattern(name)
-        more = torch.cat([cover[:, :PERIOD], cover], 1) if name == "wind" else torch.cat([cover[:PERIOD], cover], 0)
+        cover, along = pattern(name), 1 if name == "wind" else 0
+        more = torch.cat([cover.narrow(along, 0, PERIOD[name]), cover], along)
         made[name] = more.to(device)
     return made
 
@@ -75,8 +75,8 @@ def cover(weather: int, fall: int, device: str = "cpu") -> Tensor | None:
     name = WEATHERS[weather]
     if name == "clear":
         return None
-    steps = FALL if name == "snow" else 4
-    shift = PERIOD - (fall % steps) * (PERIOD // steps)
+    steps, period = FALL if name == "snow" else 4, PERIOD[name]
+    shift = period - (fall % steps) * (period // steps)
     strip = _strips(device)[name]
     return strip[:, shift : shift + SIZE] if name == "wind" else strip[shift : shift + SIZE]
 

@@ -43,6 +43,14 @@ def play(*scenes: Scene) -> Track:
     return join([streams.play(rows(scene)) for scene in scenes])
 
 
+def play_chunk(scene: Scene, number: int) -> Track:
+    """Chunk `number` of a stream of one scene."""
+    streams = Streams(rows(scene))
+    for _ in range(number):
+        streams.play(rows(scene))
+    return streams.play(rows(scene))
+
+
 def short_way(distance: torch.Tensor) -> torch.Tensor:
     return (distance + SIZE // 2).remainder(SIZE) - SIZE // 2
 
@@ -68,28 +76,41 @@ def test_what_has_no_second_thing_has_nothing_in_its_columns() -> None:
 def test_things_move_as_their_motion_and_speed_say(motion: str, speed: str) -> None:
     scene = Scene(Thing(motion=motion, speed=speed), Thing("blue", "star", "still"))
     place = play(*[scene] * 3).place[0]
-    step = short_way(place[1:] - place[:-1])
-    direction = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}[motion]
-    expected = torch.tensor(direction) * tracks.VELOCITY[SPEEDS.index(speed)]
-    assert (step[:, 0] == expected).all()
-    assert (step[:, 1] == 0).all()
+    direction = torch.tensor({"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}[motion])
+    stride = tracks.STRIDE[SPEEDS.index(speed)]
+    assert (short_way(place[12:, 0] - place[:-12, 0]) == direction * stride).all(), "so far per chunk"
+    step = short_way(place[1:, 0] - place[:-1, 0])
+    assert ((step - direction * stride / 12).abs() < 1).all(), "evenly, to whole pixels"
+    assert (short_way(place[1:, 1] - place[:-1, 1]) == 0).all()
 
 
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(seeds)
-def test_every_latent_frame_begins_on_the_lattice(seed: int) -> None:
-    """Half a latent cell, and whole steps of the camera, of turns and of the weather: few states to be learnt."""
+def test_every_chunk_begins_on_the_lattice(seed: int) -> None:
+    """A latent cell, and whole steps of the camera, of turns and of the weather: few states to be learnt."""
     generator = dice(seed)
     scenes = draw_scenes(16, generator)
     streams = Streams(scenes, generator)
     for _ in range(4):
         streams.play(scenes)
         scenes = redraw(scenes, 0.3, generator)
-        assert (streams.place.remainder(tracks.LATTICE) == 0).all()
-        assert (streams.place >= 0).all() and (streams.place < SIZE).all()
-        assert (streams.scroll.remainder(tracks.LATTICE) == 0).all()
-        assert (streams.angle.remainder(4) == 0).all()
+        assert (streams.place.remainder(tracks.LATTICE * tracks.PARTS) == 0).all()
+        assert (streams.place >= 0).all() and (streams.place < SIZE * tracks.PARTS).all()
+        assert (streams.scroll.remainder(tracks.PAN * tracks.PARTS) == 0).all()
+        assert (streams.angle.remainder(12) == 0).all() and (streams.fall == 0).all()
+
+
+@pytest.mark.parametrize("camera", ["still", "left"])
+@pytest.mark.parametrize("motion", [motion for motion in MOTIONS if motion != "bouncing"])
+def test_a_chunk_shows_what_the_one_before_showed_moved_by_whole_cells(motion: str, camera: str) -> None:
+    scene = Scene(Thing(motion=motion), weather="snow", camera=camera)
+    first, second, third = (track.flat() for track in map(play_chunk, [scene] * 3, range(3)))
+    for field in ("place", "scroll"):
+        before, after = (getattr(b, field) - getattr(a, field) for a, b in ((first, second), (second, third)))
+        assert (before.remainder(tracks.LATTICE) == 0).all()
+        assert ((before - after).remainder(SIZE) == 0).all()
+    assert torch.equal(first.fall, second.fall)
 
 
 @pytest.mark.slow
@@ -114,7 +135,7 @@ def test_what_bounces_stays_between_its_bounds_and_turns_there(seed: int, speed:
     streams = Streams(scene, dice(seed))
     track = join([streams.play(scene) for _ in range(40)]).place[0, :, 0]
     steps = track[1:] - track[:-1]
-    assert (steps.abs() <= tracks.VELOCITY[SPEEDS.index(speed)]).all(), "it does not wrap around"
+    assert (steps.abs() <= tracks.STRIDE[SPEEDS.index(speed)] / 12 + 1).all(), "it does not wrap around"
     later = track[len(track) // 2 :]
     for axis, (low, high) in enumerate(tracks.BOUNDS):
         assert later[:, axis].min() >= low and later[:, axis].max() <= high
@@ -125,7 +146,7 @@ def test_only_what_spins_turns() -> None:
     scene = Scene(Thing(motion="spinning", speed="fast"), Thing("blue", "star", "left"))
     track = play(scene, scene, replace(scene, first=Thing(motion="up")))
     turned = (track.angle[0, 1:24, 0] - track.angle[0, :23, 0]).remainder(tracks.ANGLES)
-    assert (turned == 3).all()
+    assert (turned == tracks.SPIN[SPEEDS.index("fast")]).all()
     assert (track.angle[0, :, 1] == 0).all() and (track.angle[0, 24:, 0] == 0).all()
 
 
@@ -140,7 +161,8 @@ def test_a_second_thing_appears_beside_the_first() -> None:
 def test_the_camera_moves_the_scenery(camera: str, side: int) -> None:
     track = play(*[Scene(camera=camera)] * 2)
     steps = (track.scroll[0, 1:] - track.scroll[0, :-1] + tracks.SCROLL // 2) % tracks.SCROLL - tracks.SCROLL // 2
-    assert (steps == side * tracks.PAN).all()
+    assert ((steps - side * tracks.PAN / 12).abs() < 1).all()
+    assert (track.scroll[0, 12] - track.scroll[0, 0] - side * tracks.PAN) % tracks.SCROLL == 0
 
 
 def test_a_new_hour_has_come_when_a_chunk_is_over() -> None:
@@ -152,9 +174,9 @@ def test_a_new_hour_has_come_when_a_chunk_is_over() -> None:
 
 
 def test_time_that_passes_goes_through_all_hours_and_around() -> None:
-    light = play(*[Scene(hour="passing")] * 22).light[0]
+    light = play(*[Scene(hour="passing")] * 25).light[0]
     hours = light.argmax(1)
-    assert [int(hours[frame]) for frame in (0, 64, 128, 192, 255)] == [0, 1, 2, 3, 0]
+    assert [int(hours[frame]) for frame in (0, 72, 144, 216, 287)] == [0, 1, 2, 3, 0]
     assert (light[1:] - light[:-1]).abs().max() < 0.02, "slowly"
 
 

@@ -1,7 +1,7 @@
 """Training windows of the 256 pixel world: latents of consecutive chunks of a stream, and what each chunk shows.
 
-A pool of windows is rendered and encoded once, grows while training runs, and is sampled many times. Each window is
-kept twice, with and without its things, so that things can be worn in what is only seen.
+A pool of windows is rendered and encoded once, grows while training runs, and is sampled many times. A share of the
+windows is kept twice, with and without its things, so that things can be worn in what is only seen.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.training.autoencoder import encode_groups
 from streamdiff.models.tiny.training.batches import CHUNK, CHUNKS
+from streamdiff.models.tiny.training.corruption import SHARE
 from streamdiff.models.tiny.world256.render import render
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELDS, SIZES, draw_scenes, redraw
 from streamdiff.models.tiny.world256.shapes import RADIUS
@@ -30,7 +31,8 @@ RENDERED = 4
 class Windows:
     """A batch of training windows of n chunks.
 
-    latents and bare `[B, n, C, CHUNK, h, w]`, normalised, with and without things; scenes int64 `[B, n, fields]`; start
+    latents and bare `[B, n, C, CHUNK, h, w]`, normalised, with and without things (in windows that are not to be worn,
+    both with them); scenes int64 `[B, n, fields]`; start
     bool `[B]`: the first chunk is its stream's first; place float `[B, n, CHUNK, 2, 2]`: centres (y, x) of both things
     in pixels, halfway through each latent frame.
     """
@@ -70,8 +72,8 @@ class Windows:
         """Loss weights `[B, n, 1, CHUNK, h, w]`: `near` around things, 1 elsewhere."""
         return torch.where(self.reach().amin(3) < 1.5, near, 1.0).unsqueeze(2)
 
-    def worn(self, share: float, generator: torch.Generator) -> Tensor:
-        """Latents with the things of a share of the windows faded, shrunk, or full of holes, in all their chunks."""
+    def worn(self, generator: torch.Generator) -> Tensor:
+        """Latents with things faded, shrunk, or full of holes, in all chunks of the windows that are to be worn."""
         batch, device = len(self.latents), self.latents.device
 
         def draw(low: float, high: float) -> Tensor:
@@ -84,7 +86,6 @@ class Windows:
         missing = torch.where(
             kind == 0, draw(0.2, 0.9), torch.where(kind == 1, (reach > draw(0.3, 0.9)).float(), patchy)
         )
-        missing = missing * (draw(0, 1) < share)
         return torch.lerp(self.latents, self.bare, missing.unsqueeze(2).expand_as(self.latents))
 
 
@@ -137,7 +138,10 @@ class Pool:
         scenes = draw_window_scenes(count, self.chunks, generator)
         start = torch.rand(count, generator=generator) < self.starts
         track = play(scenes, start, generator)
-        latents, bare = (self._encode(track, things) for things in (True, False))
+        latents = self._encode(track)
+        bare, worn = latents.clone(), (torch.rand(count, generator=generator) < SHARE).nonzero()[:, 0]
+        if len(worn):
+            bare[worn] = self._encode(Track(**{f.name: getattr(track, f.name)[worn] for f in fields(Track)}), False)
         middle = track.place[:, FRAMES_PER_LATENT // 2 :: FRAMES_PER_LATENT].float()
         for i in range(count):
             slot = self.written % self.capacity
@@ -146,7 +150,7 @@ class Pool:
             self.written += 1
         self.filled = min(self.written, self.capacity)
 
-    def _encode(self, track: Track, things: bool) -> Tensor:
+    def _encode(self, track: Track, things: bool = True) -> Tensor:
         frames = render(track.flat(), device=str(self.device), things=things).frames
         latents = encode_groups(self.autoencoder, frames.unflatten(0, track.scroll.shape))
         return (latents.float() - self.mean) / self.std

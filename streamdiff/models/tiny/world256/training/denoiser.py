@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from streamdiff.models import sampling
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.text_encoder import WIDTH
-from streamdiff.models.tiny.training import corruption, loop
+from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.batches import CHUNKS, CONTEXT_SIGMA, LEVELS, ROWS, Rows
 from streamdiff.models.tiny.training.denoiser import OWN_FROM, Learner, TinyNetwork
 from streamdiff.models.tiny.world256 import prompts
@@ -132,8 +132,7 @@ def loss_of(network: Network, windows: Windows, kind: str, chance: random.Random
     clean = windows.latents[:, rows.chunk]
     noise = torch.randn(clean.shape, generator=generator).to(device)
     level = sigma.view(*sigma.shape, 1, 1, 1, 1)
-    worn = windows.worn(0.0 if kind == "own" else corruption.SHARE, generator)
-    seen = torch.where(target.view(level.shape), clean, worn[:, rows.chunk])
+    seen = torch.where(target.view(level.shape), clean, windows.worn(generator)[:, rows.chunk])
     noisy = sampling.add_noise(seen, noise, level).flatten(0, 1)
     ids = network.text.tokens(captions(windows.scenes)).unflatten(0, windows.scenes.shape[:2])
     flow = network.flow(noisy, sigma, ids[:, rows.chunk].flatten(0, 1), rows)
@@ -185,10 +184,10 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
     for done in loop.steps(budget, progress, "denoiser"):
         generator = loop.step_generator(seed, progress.step)
         shared = random.Random(seed * 1_000_003 + progress.step)
-        if progress.step % 2 == 0:  # a window costs as much as a quarter of a step
-            pool.grow(1, generator)
-            firsts.grow(2, generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
+            if progress.step % 3 == 0:  # a window costs as much as half a step
+                pool.grow(1, generator)
+                firsts.grow(3, generator)
             drawn = draw(pool, firsts, plan.batch, shared, generator)
             if done >= OWN_FROM:
                 own = own or OwnPasts(autoencoder, mean, std, STREAMS, generator)

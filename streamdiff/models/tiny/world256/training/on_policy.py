@@ -2,8 +2,8 @@
 should have come next (decision 0017, DAgger).
 
 The world keeps the state that each stream should be in. Before it says how the next chunk must look, the state is moved
-to where things and scenery are seen in the network's last chunk; a thing of which too little is left begins again where
-streams begin.
+to where things and scenery are seen in the network's last chunk, on the lattice that chunks begin on, so that small
+errors are put right; a thing of which too little is left begins again where streams begin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from streamdiff.models.tiny.world256.tracks import (
     APART,
     FRAMES_PER_LATENT,
     HOME,
+    LATTICE,
     PAN,
+    PARTS,
     SCROLL,
     SIZE,
     Streams,
@@ -34,10 +36,10 @@ from streamdiff.models.tiny.world256.tracks import (
 )
 from streamdiff.models.tiny.world256.training.batches import Windows
 
-REACH = 10
-"""Pixels each way, in steps of two, in which a thing is looked for around where it should be."""
-SLIP = 6
-"""Pixels of scrolling, in steps of the camera's, by which the scenery may have slipped."""
+REACH, STEP = 20, 4
+"""Pixels each way, and between two looks, in which a thing is looked for around where it should be."""
+SLIPS = (-PAN, 0, PAN)
+"""Pixels of scrolling by which the scenery may be off: a chunk of the camera's way."""
 RENDERED = 4
 
 
@@ -145,10 +147,11 @@ class OwnPasts:
             frame = self.autoencoder.decode(latents[index : index + 1], Memory())[0, -1]
             should = Track(**{f.name: getattr(self.last, f.name)[row : row + 1] for f in fields(Track)})
             found = locate(frame.clamp(0, 1), should)
-            streams.scroll[index] = (streams.scroll[index] + found.scroll) % SCROLL
+            streams.scroll[index] = (streams.scroll[index] + found.scroll * PARTS) % (SCROLL * PARTS)
             home = torch.tensor(HOME)[int(self.scenes[row, COLUMN["second"]])]
-            homes = torch.stack([home, (home + torch.tensor(APART)) % SIZE])
-            moved = (streams.place[index] + found.shift).remainder(SIZE)
+            homes = torch.stack([home, (home + torch.tensor(APART)) % SIZE]) * PARTS
+            cell = LATTICE * PARTS
+            moved = (streams.place[index] + found.shift * PARTS + cell // 2) // cell * cell % (SIZE * PARTS)
             streams.place[index] = torch.where((found.seen < LOST)[:, None], homes, moved)
 
 
@@ -156,7 +159,7 @@ class OwnPasts:
 def locate(frame: Tensor, should: Track) -> Correction:
     """Where things and scenery are in a `frame` `[3, SIZE, SIZE]`; `should` (one flat frame) is where they belong."""
     device = str(frame.device)
-    slips = torch.arange(-SLIP, SLIP + 1, PAN)
+    slips = torch.tensor(SLIPS)
     again = {f.name: getattr(should, f.name).repeat_interleave(len(slips), 0) for f in fields(Track)}
     tries = replace(Track(**again), scroll=(should.scroll + slips).remainder(SCROLL))
     grounds = render(tries, things=False, device=device).frames
@@ -184,15 +187,15 @@ def _find(frame: Tensor, ground: Tensor, should: Track, thing: int) -> tuple[Ten
     rows = (y + span).remainder(SIZE).to(frame.device)[:, None]
     cols = (x + span).remainder(SIZE).to(frame.device)[None, :]
     seen, under = frame[:, rows, cols], ground[:, rows, cols]
-    side, steps = 2 * half + 1, REACH + 1  # windows at every second pixel
+    side, steps = 2 * half + 1, 2 * REACH // STEP + 1
 
     def windows(picture: Tensor) -> Tensor:
-        return picture.unfold(1, side, 2).unfold(2, side, 2)  # [3, steps, steps, side, side]
+        return picture.unfold(1, side, STEP).unfold(2, side, STEP)  # [3, steps, steps, side, side]
 
     drawn = torch.lerp(windows(under), rgb[0][:, None, None].expand(3, steps, steps, -1, -1), alpha[0][None, None])
     error = ((windows(seen) - drawn).square() * alpha[0, 0]).sum((0, 3, 4))
     best = int(error.argmin())
-    shift = torch.tensor([best // steps, best % steps]) * 2 - REACH
+    shift = torch.tensor([best // steps, best % steps]) * STEP - REACH
     whole = ((drawn - windows(under)).abs().sum(0) * alpha[0, 0]).flatten(0, 1)[best]
     there = ((windows(seen) - windows(under)).abs().sum(0) * alpha[0, 0]).flatten(0, 1)[best]
     return shift, float(torch.minimum(whole, there).sum() / whole.sum().clamp(min=1e-6))

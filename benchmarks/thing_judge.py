@@ -305,7 +305,7 @@ class _Chunk(_View):
 
 
 def _bounce(start: Tensor, way: int, step: int, bound: tuple[int, int], length: int) -> Tensor:
-    """Where things that bounce are, `[length, len(start)]`; as `tracks.Streams` moves them: `step` counts in `PARTS`."""
+    """Where things that bounce are, `[length, len(start)]`, as `tracks.Streams` moves them; `step` is in `PARTS`."""
     low, high = (PARTS * each for each in bound)
     place, ways, found = start * PARTS, torch.full_like(start, way), []
     for frame in range(length):

@@ -266,15 +266,16 @@ class Learner:
     def __init__(
         self, network: nn.Module, path: Path, rate: float, device: torch.device, statistics: Statistics
     ) -> None:
-        """`statistics` computes what no checkpoint says. Mutates: network, where there is a checkpoint."""
+        """`statistics` computes what no checkpoint says, and may give the network its weights. Mutates: network."""
         self.network, self.smooth = network, dict[str, float]()
         self.optimizer = loop.Optimizer(network, MATRIX_LR * rate, OTHER_LR * rate, adam=ADAM_PARTS)
-        self.average, self.progress = Average(network), loop.Progress()
-        self._checkpoint = loop.Checkpoint(path)
+        self.progress, self._checkpoint = loop.Progress(), loop.Checkpoint(path)
         state = self._checkpoint.load(device)
         if state is None:
             self.statistics = statistics()
+            self.average = Average(network)
             return
+        self.average = Average(network)
         network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.average.weights = state["average"]

@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
         "--begin",
         type=Path,
         metavar="MODEL",
-        help="stage denoiser takes the autoencoder of this model folder; stage decoder goes on with its decoder alone, "
-        "and all else of the model stays",
+        help="stage denoiser takes the autoencoder of this model folder, and goes on with its transformer where it has "
+        "one; stage decoder goes on with its decoder alone, and all else of the model stays",
     )
     return made
 
@@ -73,6 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         begin = _autoencoder(args.begin, device) if args.begin else None
+        whole = args.stage == "denoiser" and args.begin and (args.begin / "transformer").is_dir()
+        learnt = model.load_model(args.begin, device) if whole else None
     except ConfigError as error:
         print(f"train: {error}", file=sys.stderr)
         return 2
@@ -91,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         parts = None
         if args.stage != "autoencoder":
-            plan = denoiser.Plan(args.batch, args.rate, args.bf16)
+            plan = denoiser.Plan(args.batch, args.rate, learnt, args.bf16)
             trained = denoiser.train(args.out, autoencoder, budget("denoiser", True), args.seed, device, plan)
             parts = (trained.network.text, trained.network.transformer)
             mean, std = trained.mean, trained.std

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from streamdiff.models import sampling
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.tiny.text_encoder import WIDTH
+from streamdiff.models.model import Model
+from streamdiff.models.tiny.text_encoder import WIDTH, TinyText
 from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.batches import CHUNKS, CONTEXT_SIGMA, LEVELS, ROWS, Rows
 from streamdiff.models.tiny.training.denoiser import OWN_FROM, Learner, TinyNetwork
@@ -61,6 +62,18 @@ class Network(TinyNetwork):
         self.transformer = WanTransformer3DModel(**TRANSFORMER)
         self.denoiser = WanDenoiser(self.transformer)
         self.reader = nn.Linear(WIDTH, sum(FIELD_SIZES))  # used in training only
+
+    def take(self, model: Model) -> tuple[Tensor, Tensor]:
+        """Take the weights of `model`; returns the mean and the deviation of the latents that it was trained on.
+
+        The reader, which no model has, begins at zero, where it pulls at nothing. Mutates: self."""
+        assert isinstance(model.text, TinyText) and model.decoder is not None
+        normalisation = model.decoder.network.normalisation
+        assert normalisation is not None, "a folder always says it"
+        self.transformer.load_state_dict(model.denoiser.model.state_dict())
+        self.encoder.load_state_dict(model.text.encoder.state_dict())
+        nn.init.zeros_(self.reader.weight)
+        return normalisation.mean.flatten(), normalisation.std.flatten()
 
 
 def captions(scenes: Tensor) -> list[str]:
@@ -145,10 +158,12 @@ def loss_of(network: Network, windows: Windows, kind: str, chance: random.Random
 
 @dataclass(frozen=True)
 class Plan:
-    """Samples per process and step, a factor on the learning rates, and whether matrices are multiplied in bfloat16."""
+    """Samples per process and step, a factor on the learning rates, a model to go on with, and whether matrices are
+    multiplied in bfloat16."""
 
     batch: int = 8
     rate: float = 1.0
+    begin: Model | None = None
     bf16: bool = False
 
 
@@ -172,9 +187,11 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
     torch.manual_seed(seed)
     network = Network().to(device)
     chance = torch.Generator().manual_seed(seed)
-    learner = Learner(
-        network, out / "denoiser.pt", plan.rate, device, lambda: latent_statistics(autoencoder, chance, device)
-    )
+
+    def statistics() -> tuple[Tensor, Tensor]:
+        return latent_statistics(autoencoder, chance, device) if plan.begin is None else network.take(plan.begin)
+
+    learner = Learner(network, out / "denoiser.pt", plan.rate, device, statistics)
     (mean, std), progress = learner.statistics, learner.progress
     pool, firsts = Pool(autoencoder, mean, std, POOL), Pool(autoencoder, mean, std, FIRSTS, chunks=1, starts=1.0)
     filling = loop.step_generator(seed + 1, progress.step)

@@ -12,7 +12,7 @@ from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.training.autoencoder import initialise
 from streamdiff.models.tiny.world256.render import render
 from streamdiff.models.tiny.world256.scene import COLUMN, Scene, Thing
-from streamdiff.models.tiny.world256.tracks import LATTICE, PAN, PARTS, SCROLL, SIZE, Streams, Track
+from streamdiff.models.tiny.world256.tracks import PAN, SCROLL, SIZE, Streams, Track
 from streamdiff.models.tiny.world256.training import autoencoder as clips
 from streamdiff.models.tiny.world256.training import on_policy as own_past
 from streamdiff.models.tiny.world256.training.on_policy import PAST, OwnPasts, locate

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import model
 from streamdiff.models.tiny.training import loop
+from streamdiff.models.tiny.training.__main__ import stream_of
 from streamdiff.models.tiny.training.autoencoder import initialise
 from streamdiff.models.tiny.world256 import prompts
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELDS, MOTIONS, from_row
@@ -181,7 +182,29 @@ def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(tmp_path: 
     begin = ["--stage", "denoiser", "--begin", str(out / "model"), "--steps", "1"]
     assert train.main(["--out", str(tmp_path / "again"), *arguments[2:], *begin]) == 0
     assert not (tmp_path / "again" / "autoencoder.pt").exists(), "it was there"
-    assert (tmp_path / "again" / "model" / "vae" / "config.json").is_file()
+    again = tmp_path / "again" / "model"
+    assert (again / "vae" / "config.json").is_file()
+
+
+@pytest.mark.usefixtures("few_windows")
+def test_a_transformer_that_is_there_is_gone_on_with(tmp_path: Path, autoencoder: TAEHV) -> None:
+    torch.manual_seed(3)
+    network = train_denoiser.Network()
+    channels = clips.AUTOENCODER.latent_channels
+    mean, std = torch.arange(channels) / 10.0, torch.full((channels,), 2.0)
+    begin = tmp_path / "begin"
+    parts = (network.text, network.transformer)
+    model.save(begin, autoencoder, mean, std, parts, stream_of(SIZE // clips.AUTOENCODER.spatial))
+    arguments = ["--stage", "denoiser", "--begin", str(begin), "--steps", "1", "--batch", "1", "--threads", "1"]
+    assert train.main([*arguments, "--rate", "1e-9", "--out", str(tmp_path / "on")]) == 0
+    for part in ("transformer", "text_encoder"):
+        before, after = (
+            load_file(next((folder / part).glob("*.safetensors"))) for folder in (begin, tmp_path / "on" / "model")
+        )
+        assert before.keys() == after.keys()
+        assert all(torch.allclose(before[name].float(), after[name].float(), atol=1e-3) for name in before), part
+    state = torch.load(tmp_path / "on" / "denoiser.pt", weights_only=True)
+    assert torch.allclose(state["mean"], mean) and torch.allclose(state["std"], std)
 
 
 def test_a_decoder_is_trained_alone_and_all_else_of_the_model_stays(autoencoder: TAEHV, tmp_path: Path) -> None:

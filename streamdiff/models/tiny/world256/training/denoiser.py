@@ -46,7 +46,7 @@ TRANSFORMER: dict[str, Any] = {
     "cross_attn_norm": True,
 }
 POOL, FIRSTS = 2500, 2500
-FIRST_WINDOWS, FIRST_FIRSTS = 40, 100
+FIRST_WINDOWS, FIRST_FIRSTS = 160, 400
 SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "own": 0.6, "reading": 0.1}
 STREAMS = 48
 """The network's own streams."""

@@ -106,9 +106,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _check_input(config: Config) -> None:
     """Raises ConfigError for settings of a video file where there is none."""
-    told = {"input_end", "strength"} & config.session.model_fields_set
-    if config.session.input is None and told:
-        raise ConfigError(f"session.{min(told)} is of a video file; name it too: --input FILE (session.input)")
+    given = {"input_end", "strength"} & config.session.model_fields_set
+    if config.session.input is None and given:
+        raise ConfigError(f"session.{min(given)} is of a video file; name it too: --input FILE (session.input)")
 
 
 def _at_native_rate(config: Config) -> Config:

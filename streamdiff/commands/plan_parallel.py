@@ -61,16 +61,16 @@ def as_text(found: Comparison, sizes: ModelSizes, load: Workload) -> Iterator[st
     yield ""
     for count in counts:
         best = found.for_one if count == 1 else found.for_asked
-        yield f"best for {_sessions(count)}: {_told(best, None if best is None else _of(best, count), found)}"
+        yield f"best for {_sessions(count)}: {_measured(best, None if best is None else _of(best, count), found)}"
     many = found.for_many
     if many is not None:
-        yield f"best for as many as fit: {_told(many, many.crowd, found)}"
+        yield f"best for as many as fit: {_measured(many, many.crowd, found)}"
     yield f"rates: {found.machine.gpu.source}"
 
 
 def reason(case: Case, expected: Expected, found: Comparison) -> str:
     """Why a case was taken, for one line."""
-    return f"{_told(case, expected, found)}; of {len(found.cases)} ways to use {found.machine}, estimated"
+    return f"{_measured(case, expected, found)}; of {len(found.cases)} ways to use {found.machine}, estimated"
 
 
 def _row(case: Case, found: Comparison, counts: list[int]) -> tuple[str, ...]:
@@ -78,8 +78,8 @@ def _row(case: Case, found: Comparison, counts: list[int]) -> tuple[str, ...]:
     memory = f"{high:.3g} GB" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} to {high:.3g} GB"
     ratio = found.one_gpu.forward_s / case.forward_s
     forward = f"{1e3 * case.forward_s:.3g} ms, {ratio:.2f}x"
-    told = (_figures(_of(case, count)) for count in counts)
-    return case.parallel, case.decode, forward, *told, memory, str(case.sessions_that_fit)
+    columns = (_figures(_of(case, count)) for count in counts)
+    return case.parallel, case.decode, forward, *columns, memory, str(case.sessions_that_fit)
 
 
 def _of(case: Case, count: int) -> Expected:
@@ -100,7 +100,7 @@ def _sessions(count: int) -> str:
     return "1 session" if count == 1 else f"{count} sessions"
 
 
-def _told(case: Case | None, expected: Expected | None, found: Comparison) -> str:
+def _measured(case: Case | None, expected: Expected | None, found: Comparison) -> str:
     if case is None or expected is None:
         return f"none fits; streamdiff plan --gpu {found.machine.gpu.name} says what would"
     place = {

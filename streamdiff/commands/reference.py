@@ -231,10 +231,10 @@ def _read_motion(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
     """How far the pixels of each chunk of the video move, where that counts and its file says it."""
     if not job.motion_noise or job.video_latents is None:
         return None
-    if (told := read_motion(parse_header(job.video_latents))) is None:
+    if (motion_values := read_motion(parse_header(job.video_latents))) is None:
         return None
-    motion = torch.tensor(told, dtype=torch.float64)
-    count = len(told) // spec.chunk_latents
+    motion = torch.tensor(motion_values, dtype=torch.float64)
+    count = len(motion_values) // spec.chunk_latents
     return motion[: count * spec.chunk_latents].view(count, -1).amax(1)
 
 

@@ -146,10 +146,10 @@ def decode(features: Features, info: ModelInfo) -> DecodedFeatures:
     if features.video_latents is None:
         return DecodedFeatures(_flat(rows), latents)
     clip, header = _decoded("video_latents", features.video_latents, info)
-    video, told = _in_chunks(clip, info), read_motion(header)
+    video, motion_values = _in_chunks(clip, info), read_motion(header)
     motion = None
-    if told is not None:
-        motion = np.array(told[: len(video) * video.shape[2]]).reshape(len(video), -1).max(1)
+    if motion_values is not None:
+        motion = np.array(motion_values[: len(video) * video.shape[2]]).reshape(len(video), -1).max(1)
     return DecodedFeatures(_flat(rows), latents, video, motion)
 
 

@@ -33,7 +33,15 @@ class SavedSession:
     paused: bool
 
 
-_TOLD = {"text": str, "seed": int, "kv_context": str, "epoch": int, "chunk": int, "_made_frames": int, "_paused": bool}
+_SESSION_FIELDS = {
+    "text": str,
+    "seed": int,
+    "kv_context": str,
+    "epoch": int,
+    "chunk": int,
+    "_made_frames": int,
+    "_paused": bool,
+}
 
 
 def read_saved_session(data: Data, name: str = "the snapshot") -> SavedSession:
@@ -43,10 +51,12 @@ def read_saved_session(data: Data, name: str = "the snapshot") -> SavedSession:
         ConfigError: no snapshot, one of another format, a damaged one, or one that no engine has saved.
     """
     header = read_header(data, name)
-    told = header.about.get("session")
-    if not isinstance(told, dict) or any(type(told.get(key)) is not kind for key, kind in _TOLD.items()):
+    session = header.about.get("session")
+    if not isinstance(session, dict) or any(
+        type(session.get(key)) is not kind for key, kind in _SESSION_FIELDS.items()
+    ):
         raise ConfigError(f"{name} tells nothing usable of the engine's session; it was not saved by one")
     return SavedSession(
-        FORMAT, len(data), header.model, told["text"], told["seed"], header.steps, told["kv_context"], told["epoch"],
-        told["chunk"], told["_made_frames"], told["_paused"],
+        FORMAT, len(data), header.model, session["text"], session["seed"], header.steps, session["kv_context"],
+        session["epoch"], session["chunk"], session["_made_frames"], session["_paused"],
     )  # fmt: skip

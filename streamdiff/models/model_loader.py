@@ -208,14 +208,14 @@ class ModelLoader:
 
 def _check_stream_given(config: ModelConfig) -> None:
     """Raises ConfigError unless everything is said of a model that the catalogue does not know."""
-    told = (
+    settings = (
         ("--steps 1000,937.5,833.33,625 (the timesteps that it is told)", config.timesteps),
         ("--chunk-frames N (latent frames of a chunk)", config.chunk_latents),
         ("--window N", config.window),
         ("--sink N (0: none)", config.sink),
         ("--rope absolute, or relative", config.rope),
     )
-    if missing := [option for option, value in told if value is None]:
+    if missing := [option for option, value in settings if value is None]:
         raise ConfigError(
             f"how {config.name} streams is not in the catalogue, and not guessed: say {'; '.join(missing)}. Where it "
             "is of the kind of a model that `streamdiff models` lists, give its files as parts of that one instead: "

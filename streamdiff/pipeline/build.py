@@ -88,10 +88,10 @@ def _measure_rows(ring: RingExecutor, model: Model, plan: load_plan.LoadPlan, me
     most, context = ring.scheduler.max_rows, plan.config.kv_context
     costs = balance.row_costs(stage, most, steps=plan.steps, kv_context=context, memory=memory)
     ring.scheduler.set_row_costs(costs)
-    told = ", ".join(f"{cost:.3g}" for cost in ring.scheduler.row_limit.costs)
+    shown = ", ".join(f"{cost:.3g}" for cost in ring.scheduler.row_limit.costs)
     so = "" if ring.scheduler.row_limit.shares else "; so none share one"
     print(
-        f"streamdiff: batching: forwards of 1 to {most} rows take {told} times as long as of one{so}", file=sys.stderr
+        f"streamdiff: batching: forwards of 1 to {most} rows take {shown} times as long as of one{so}", file=sys.stderr
     )
 
 
@@ -106,14 +106,14 @@ def _warm_up(runtime: StreamingPipeline, config: ModelConfig) -> None:
     kv_context = config.kv_context if whole else "clean"
     before = max(spec.window_chunks(kv_context), spec.first_chunks) if whole else 1
     steps = runtime.info.steps
-    room = in_flight_limit(kv_context, steps=steps, stages=config.stages)
+    in_flight = in_flight_limit(kv_context, steps=steps, stages=config.stages)
     conditioning = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)
     runtime.open(0, conditioning, seed=0, epoch=0, steps=steps, kv_context=kv_context)
     for number in range(before + _MEASURED_CHUNKS):
         if number == before:
             runtime.measure_from_here()
         left = spec.first_chunks if number == 0 else 1
-        runtime.set_frame_credit(0, max(room, left) * runtime.info.chunk_frames)
+        runtime.set_frame_credit(0, max(in_flight, left) * runtime.info.chunk_frames)
         while left > 0:
             left -= sum(frames.last for frames in runtime.step(wait_s=1.0))
     runtime.measure_to_here()

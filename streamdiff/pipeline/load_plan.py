@@ -181,10 +181,10 @@ class LoadPlan:
         """Bytes for sessions on the rank, now that the weights are loaded."""
         config, demand = self.config, self.demand(runs)
         work = demand.memory()[rank].work + demand.libraries
-        room = free_bytes(self.device, _ranks_here(), config.memory_gb, work, self.swap_bytes)
+        free = free_bytes(self.device, _ranks_here(), config.memory_gb, work, self.swap_bytes)
         if config.device_memory_gb is None:
-            return room
-        return max(0, min(room, round(config.device_memory_gb * 1e9) - demand.without_sessions(rank)))
+            return free
+        return max(0, min(free, round(config.device_memory_gb * 1e9) - demand.without_sessions(rank)))
 
 
 def _ranks_here() -> int:
@@ -276,23 +276,23 @@ def try_kernels(
 ) -> tuple[Kernels, tuple[defaults.Choice, ...]]:
     """What the transformer computes with, and what was found where `config` leaves that to a trial on the device, at
     the model's sizes and with a full window. Takes seconds then."""
-    kernels, told = Kernels(config.attention, config.quantize), list[defaults.Choice]()
+    kernels, choices = Kernels(config.attention, config.quantize), list[defaults.Choice]()
     if kernels.attention == "auto":
         window = sizes.tokens // sizes.spec.chunk_latents * sizes.spec.window(config.kv_context)
         shape = AttentionShape(sizes.heads, sizes.head_dim, sizes.tokens, window)
         trial = attention_trial.try_attention(shape, device, dtype)
-        told.append(defaults.Choice("attention", trial.fastest, trial.reason))
+        choices.append(defaults.Choice("attention", trial.fastest, trial.reason))
         kernels = kernels._replace(attention=trial.fastest)
     if kernels.quantize == "auto":
         width, ffn = sizes.width, sizes.ffn_dim
         matrices = {(width, width): 6, (ffn, width): 1, (width, ffn): 1}  # text's are used once per prompt
         compiled = one_graph if config.compile == "on" else None
         quantize, reason = quantization.try_fp8(matrices, sizes.tokens, device, dtype, compiled)
-        told.append(defaults.Choice("quantize", quantize, reason))
+        choices.append(defaults.Choice("quantize", quantize, reason))
         kernels = kernels._replace(quantize=quantize)
-    if told and device.type == "cuda":
+    if choices and device.type == "cuda":
         torch.cuda.empty_cache()  # what is free is counted later
-    return kernels, tuple(told)
+    return kernels, tuple(choices)
 
 
 def _device_limits(config: ModelConfig, device: torch.device) -> Limits:

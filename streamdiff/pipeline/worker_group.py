@@ -72,8 +72,8 @@ class WorkerGroup:
     def broken(self, error: LinkClosed) -> EngineFailure:
         """The failure behind a closed link: the first fault reported, else that the neighbour is gone."""
         self._fault = str(error)  # a signal may come while it is found out who is gone: the ring has no orderly end
-        told = self._watch.fault(_NOTICE_S)
-        self._fault = told or self._watch.report(link_fault(error, self.context.rank, self._watch, self._watch))
+        reported = self._watch.fault(_NOTICE_S)
+        self._fault = reported or self._watch.report(link_fault(error, self.context.rank, self._watch, self._watch))
         return self._failure(self._fault)
 
     def _failure(self, fault: str) -> EngineFailure:

@@ -159,8 +159,8 @@ def _choose(
             raise _no_container(path, wanted, sorted(inner))
         key = next((key for key in (wanted, *order) if key in inner), None)
         if key is None:
-            told = f" in any of {', '.join(order)}; there is {', '.join(sorted(inner))}" if inner else ""
-            raise ConfigError(f"{path}: no tensors by name{told}")
+            elsewhere = f" in any of {', '.join(order)}; there is {', '.join(sorted(inner))}" if inner else ""
+            raise ConfigError(f"{path}: no tensors by name{elsewhere}")
         way.append(key)
         tree = inner[key]
 

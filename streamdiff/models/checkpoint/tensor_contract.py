@@ -199,13 +199,13 @@ def read_motion(header: Header) -> list[float] | None:
         return None
     shape = header.entries["latents"].shape
     frames = shape[1] if len(shape) == 4 else shape[0] * shape[2]
-    told = header.metadata[MOTION].split()
-    if len(told) != frames or not all(_is_difference(each) for each in told):
+    values = header.metadata[MOTION].split()
+    if len(values) != frames or not all(_is_difference(each) for each in values):
         raise ConfigError(
             f"{header.path}: `{MOTION}` in its header must be a number from 0 to 2 for each of its {frames} latent "
             "frames"
         )
-    return [float(each) for each in told]
+    return [float(each) for each in values]
 
 
 def _is_difference(text: str) -> bool:

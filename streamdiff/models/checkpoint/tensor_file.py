@@ -161,9 +161,9 @@ class TensorWriter:
         self.name, self.part_shape, self.parts = name, part_shape, 0
         self._file, self._metadata = file, dict(metadata)
         # The header comes first and holds the count, which is known last: its room is kept, and filled with spaces.
-        room = len(self._header_text(_MOST_PARTS))
-        self._room = -(-(LENGTH_BYTES + room) // _ALIGN_BYTES) * _ALIGN_BYTES - LENGTH_BYTES
-        self._file.seek(LENGTH_BYTES + self._room)
+        longest = len(self._header_text(_MOST_PARTS))
+        self._header_length = -(-(LENGTH_BYTES + longest) // _ALIGN_BYTES) * _ALIGN_BYTES - LENGTH_BYTES
+        self._file.seek(LENGTH_BYTES + self._header_length)
 
     def add(self, part: Tensor) -> None:
         """Append one part, `part_shape`, of any float dtype and device.
@@ -190,8 +190,8 @@ class TensorWriter:
         if not self.parts:
             raise ValueError(f"{self.name}: no part was made, so there is nothing to write")
         self._file.seek(0)
-        self._file.write(self._room.to_bytes(LENGTH_BYTES, "little"))
-        self._file.write(self._header_text(self.parts).ljust(self._room))
+        self._file.write(self._header_length.to_bytes(LENGTH_BYTES, "little"))
+        self._file.write(self._header_text(self.parts).ljust(self._header_length))
 
     def _header_text(self, parts: int) -> bytes:
         shape = [parts, *self.part_shape]

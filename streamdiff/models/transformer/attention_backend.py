@@ -293,8 +293,8 @@ def fault(name: str, case: Case) -> str | None:
             got = [kernel(name)(case.query, case.key, case.value), over_parts(name)(case.query, case.parts)]
             found = [_off(each[:, case.sampled], case.expected) for each in got]
     except REFUSALS as error:
-        told = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return "cannot run here: " + (told.partition(". ")[0] if isinstance(error, NotImplementedError) else told)
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return "cannot run here: " + (message.partition(". ")[0] if isinstance(error, NotImplementedError) else message)
     finally:
         activate(next((each for each, known in IMPLEMENTATIONS.items() if known.name == before), ""))
     allowed = max(_TOLERANCE[case.query.dtype], _QUANTIZED.get(name, 0.0))

@@ -60,8 +60,8 @@ class Trial:
         sizes = f"{shape.queries:,} of {shape.keys:,} tokens, {shape.heads} heads of {shape.head_dim}, {dtype}"
         timed = [str(each) for each in self.tried if each.seconds is not None]
         left_out = [str(each) for each in self.tried if each.seconds is None]
-        told = f"tried at {sizes}: {', '.join(timed) or 'none runs'}"
-        return told + (f"; left out: {'; '.join(left_out)}" if left_out else "")
+        reason = f"tried at {sizes}: {', '.join(timed) or 'none runs'}"
+        return reason + (f"; left out: {'; '.join(left_out)}" if left_out else "")
 
 
 def try_attention(

@@ -109,8 +109,8 @@ def try_fp8(
     except (ConfigError, RuntimeError, AssertionError, ValueError) as error:
         return "none", f"fp8 cannot be had here: {(str(error) or type(error).__name__).splitlines()[0]}"
     own_s, fp8_s = times
-    told = f"tried at a block's sizes and {tokens:,} tokens: fp8 {1000 * fp8_s:.3g} ms, without {1000 * own_s:.3g} ms"
-    return "fp8" if fp8_s < (1 - MARGIN) * own_s else "none", told
+    reason = f"tried at a block's sizes and {tokens:,} tokens: fp8 {1000 * fp8_s:.3g} ms, without {1000 * own_s:.3g} ms"
+    return "fp8" if fp8_s < (1 - MARGIN) * own_s else "none", reason
 
 
 @torch.inference_mode()

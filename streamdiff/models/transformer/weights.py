@@ -158,8 +158,8 @@ def _check(
     if strange:
         problems.append(f"{_count(strange, 'is', 'are')} unexpected, for example {some(strange)}")
     if names.clashes:
-        told = [f"{one} and {other} are both {name}" for name, one, other in names.clashes]
-        problems.append(f"{_count(told, 'is', 'are')} there twice, for example {some(told, 1)}")
+        twice = [f"{one} and {other} are both {name}" for name, one, other in names.clashes]
+        problems.append(f"{_count(twice, 'is', 'are')} there twice, for example {some(twice, 1)}")
     shapes, kinds = [], []
     for name, expected in wanted.items():
         if (source := names.sources.get(name)) is None:

@@ -20,7 +20,7 @@ class TransferStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: list[Tensor] = []
-        self._told = torch.empty((), dtype=torch.bool, pin_memory=self._stream is not None)
+        self._finite = torch.empty((), dtype=torch.bool, pin_memory=self._stream is not None)
         self._copied = [torch.cuda.Event() for _ in range(2)] if self._stream is not None else []
 
     def enter(self) -> None:
@@ -47,8 +47,8 @@ class TransferStream:
         has been fetched, and before the next such question: nobody waits for it then."""
         if self._stream is None:
             return torch.isfinite(values).all().item  # type: ignore[return-value]
-        self._told.copy_(torch.isfinite(values).all(), non_blocking=True)
-        return self._told.item  # type: ignore[return-value]
+        self._finite.copy_(torch.isfinite(values).all(), non_blocking=True)
+        return self._finite.item  # type: ignore[return-value]
 
     def fetch(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
         """Each piece `[n, ...]` on the host, valid until the next is asked for. The next one is already being

@@ -129,8 +129,8 @@ class RowGroup:
             collective()
         except RuntimeError as error:  # torch says an address at most
             others = tuple(rank for rank in range(self.ranks) if rank != self.index)
-            told = f"the exchange of rows among ranks {', '.join(map(str, range(self.ranks)))} ended: {error}"
-            raise GroupBroken(told, others) from error
+            reason = f"the exchange of rows among ranks {', '.join(map(str, range(self.ranks)))} ended: {error}"
+            raise GroupBroken(reason, others) from error
 
     def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A permanent buffer, made at first use. Mutates: self."""

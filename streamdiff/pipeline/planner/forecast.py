@@ -185,14 +185,14 @@ def most_sessions(question: Question, kv_context: str) -> int:
     load = replace(question.load, kv_context=kv_context)
     layout = choose_layout(question.costs[kv_context], load, question.decode)
     none, one = (memory(question.sizes, layout, replace(load, sessions=n), question.storage) for n in (0, 1))
-    rooms = []
+    counts = []
     for empty, full in zip(none, one, strict=True):
         left = question.usable_bytes - LIBRARIES_BYTES - empty.total
         if left < 0:
             return 0
         if (each := full.total - empty.total) > 0:
-            rooms.append(left // each)
-    return min(rooms)
+            counts.append(left // each)
+    return min(counts)
 
 
 def _fullest(rows: Sequence[Memory]) -> int:

@@ -109,8 +109,8 @@ class CompiledStage:
         denoiser, chunk = self._forward.denoiser, self._forward.denoiser.tokens(self._forward.grid)
         tokens = chunk // self._forward.grid[0]
         shape = AttentionShape(denoiser.heads, denoiser.head_dim, chunk, window * tokens)
-        self.paged, told = try_paged(shape, rows, tokens, denoiser.attend_parts(), self._device, denoiser.dtype)
-        logger.info("Attention of several sessions' rows is computed %s", told)
+        self.paged, reason = try_paged(shape, rows, tokens, denoiser.attend_parts(), self._device, denoiser.dtype)
+        logger.info("Attention of several sessions' rows is computed %s", reason)
 
     def run(self, given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> Tensors | None:
         """The result of the plain path by a compiled forward, or None if there is none for this key. Mutates: the rows'

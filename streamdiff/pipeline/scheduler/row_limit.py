@@ -71,11 +71,11 @@ class RowLimit:
         latest.append(together // places)
         while len(latest) > places:
             latest.popleft()
-        room = min(self.max_rows, now.ready // max(free, 1), *latest)
-        most = next((rows for rows in range(room, 1, -1) if self._pays(rows, now.chunks)), 1)
+        possible = min(self.max_rows, now.ready // max(free, 1), *latest)
+        most = next((rows for rows in range(possible, 1, -1) if self._pays(rows, now.chunks)), 1)
         if most > 1:
             return -(-together // -(-together // most)), "none_ready"
-        return 1, "cost" if room > 1 else "ring" if now.ready > 1 and self.max_rows > 1 else "none_ready"
+        return 1, "cost" if possible > 1 else "ring" if now.ready > 1 and self.max_rows > 1 else "none_ready"
 
     def _gains(self, rows: int) -> bool:
         """Whether so many rows take less time together than each alone."""

@@ -65,7 +65,7 @@ def check_session(snapshot: Snapshot, opened: Opened, loose: Iterable[str]) -> N
     Raises:
         ConfigError: for the first thing that cannot be, with its name, what it is, and what it may be.
     """
-    shapes, trees, told = snapshot.outline, snapshot.trees, snapshot.about.get("session")
+    shapes, trees, session = snapshot.outline, snapshot.trees, snapshot.about.get("session")
     if set(trees) != set(_TREES):
         raise ConfigError(f"trees are {', '.join(sorted(trees))} in the snapshot; they must be {', '.join(_TREES)}")
     dimensions = {name: tensor.ndim for name, tensor in shapes.items()}
@@ -83,8 +83,8 @@ def check_session(snapshot: Snapshot, opened: Opened, loose: Iterable[str]) -> N
     for name, value in opened_with(head).items():
         theirs = snapshot.session.get(name)
         _must(theirs == value, f"session.{name}", theirs, f"{value}, as `head` says")
-    if told is not None:
-        _check_told(told, head, stream)
+    if session is not None:
+        _check_session(session, head, stream)
 
 
 def check_memory(shapes: Mapping[str, Tensor], tree: Any, examples: Iterable[Any], name: str) -> None:
@@ -251,24 +251,24 @@ def _check_stream(new: StreamProgress, opened: Opened, scheduled: ScheduledSessi
     _must(new.ahead_frames == frames, "stream.ahead_frames", new.ahead_frames, f"{frames}, of {len(epochs)} chunks")
 
 
-def _check_told(told: Mapping[str, Any], head: HeadState, stream: StreamProgress) -> None:
+def _check_session(session: Mapping[str, Any], head: HeadState, stream: StreamProgress) -> None:
     """What the engine says of the session. Its types have been looked at."""
     where, scheduled, given = "about.session", head.scheduled, head.sampler.given
     for name, value in (("seed", getattr(given, "seed", None)), ("kv_context", scheduled.kv_context)):
-        _must(told[name] == value, f"{where}.{name}", told[name], f"{value}, as `head` says")
+        _must(session[name] == value, f"{where}.{name}", session[name], f"{value}, as `head` says")
     pending = head.pending
     last = max(scheduled.epoch, 0 if pending is None else pending.epoch)
     first = min((chunk.epoch for chunk in stream.chunks.values()), default=last)
-    _within(f"{where}.epoch", told["epoch"], last, _MOST)
-    _within(f"{where}._applied_epoch", told["_applied_epoch"], -1, first)
-    _within(f"{where}._oldest_epoch", told["_oldest_epoch"], 0, first)
+    _within(f"{where}.epoch", session["epoch"], last, _MOST)
+    _within(f"{where}._applied_epoch", session["_applied_epoch"], -1, first)
+    _within(f"{where}._oldest_epoch", session["_oldest_epoch"], 0, first)
     chunk = min(stream.chunks, default=scheduled.next_chunk) - 1
-    _must(told["chunk"] == chunk, f"{where}.chunk", told["chunk"], f"{chunk}, the one before those to come")
-    _must(told["_paused"] == scheduled.paused, f"{where}._paused", told["_paused"], "as `head.scheduled.paused`")
-    _within(f"{where}._made_frames", told["_made_frames"], 0, _MOST)
-    _within(f"{where}._shown_frames", told["_shown_frames"], 0, told["_made_frames"])
+    _must(session["chunk"] == chunk, f"{where}.chunk", session["chunk"], f"{chunk}, the one before those to come")
+    _must(session["_paused"] == scheduled.paused, f"{where}._paused", session["_paused"], "as `head.scheduled.paused`")
+    _within(f"{where}._made_frames", session["_made_frames"], 0, _MOST)
+    _within(f"{where}._shown_frames", session["_shown_frames"], 0, session["_made_frames"])
     for name in ("_pending_switch", "_pending_steps"):
-        _must(told[name] is None, f"{where}.{name}", told[name], "none: what was accepted is in it")
+        _must(session[name] is None, f"{where}.{name}", session[name], "none: what was accepted is in it")
 
 
 def _check_queue(queue: Tensor, geometry: CacheGeometry, scheduled: Mapping[str, Any]) -> None:

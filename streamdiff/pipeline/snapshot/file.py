@@ -154,7 +154,7 @@ class Snapshot:
 
     def check_loose(self, spec: ModelSpec) -> None:
         """Raises ConfigError where tensors that no tree names are not such as this model has."""
-        shapes, told = self.outline, self.about.get("session")
+        shapes, session = self.outline, self.about.get("session")
         pictures, video = shapes.get(_PICTURES), shapes.get(_VIDEO)
         count = 0 if video is None or not video.ndim else len(video)
         known: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = (
@@ -170,7 +170,7 @@ class Snapshot:
         levels = self.tensors.get(_LEVELS, torch.ones(count))
         if (_VIDEO in shapes) != (_LEVELS in shapes) or not bool(((levels > 0) & (levels <= 1)).all()):
             raise ConfigError(f"{_VIDEO} and {_LEVELS} go together in a snapshot, levels above 0 and at most 1")
-        most = told["_made_frames"] if isinstance(told, dict) else 0
+        most = session["_made_frames"] if isinstance(session, dict) else 0
         shape = (spec.height, spec.width, 3)
         if pictures is not None and (
             pictures.dtype != torch.uint8 or pictures.shape[1:] != shape or not 0 < len(pictures) <= most

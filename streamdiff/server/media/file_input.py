@@ -65,9 +65,9 @@ def _frames(path: str) -> Iterator[tuple[float, float, av.VideoFrame]]:
             first_s: float | None = None
             last_s = -1 / rate
             for frame in container.decode(stream):
-                told = frame.time
-                first_s = told if first_s is None else first_s
-                due_s = last_s + 1 / rate if told is None or first_s is None else told - first_s
+                frame_s = frame.time
+                first_s = frame_s if first_s is None else first_s
+                due_s = last_s + 1 / rate if frame_s is None or first_s is None else frame_s - first_s
                 last_s = max(last_s, due_s)
                 yield last_s, last_s + 1 / rate, frame
     except av.FFmpegError as error:

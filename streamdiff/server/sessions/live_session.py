@@ -69,7 +69,9 @@ class LiveSession(ShowsState):
         self.paused = False
         self.place = "device"
         """Where its caches lie: on the device, in host memory or on disk."""
-        self._told: tuple[bool, bool] | None = None  # active, and whether to be swapped out, as the engine was told
+        self._last_active: tuple[bool, bool] | None = (
+            None  # active, and whether to be swapped out, as the engine was told
+        )
         self.opened = self.closed = False  # closed: or about to be, nobody may join
         self.engine = EngineStatus()
         self.epoch = -1
@@ -116,10 +118,10 @@ class LiveSession(ShowsState):
         now_s, active = clock.monotonic_s(), not self.idle
         self.lifetime.watch(self.watched, now_s)
         since_s = self.lifetime.idle_since_s
-        told = active, not active and (since_s is None or now_s - since_s >= self._grace_s)
-        if self.opened and told != self._told:
-            self._told = told
-            await self._send(messages.SetActive(self.id, *told))
+        wanted = active, not active and (since_s is None or now_s - since_s >= self._grace_s)
+        if self.opened and wanted != self._last_active:
+            self._last_active = wanted
+            await self._send(messages.SetActive(self.id, *wanted))
 
     async def ask_open(self, snapshot: Data | None = None) -> None:
         """Ask the engine for the session; a new engine, where it takes up what the one before has left, or goes on from
@@ -128,7 +130,7 @@ class LiveSession(ShowsState):
         Raises:
             EngineFailure: the engine has ended.
         """
-        playback, self._told, self.place = self.playback, None, "device"
+        playback, self._last_active, self.place = self.playback, None, "device"
         self.steps = self._sent_steps = self.limit.steps_of(self._asked.steps)
         if self.epoch < 0:
             self._log(self.prompt)

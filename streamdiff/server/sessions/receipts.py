@@ -68,8 +68,8 @@ class _Request:
         control, lag_s = self.control, max(0.0, now_s - self.begun_s)
         reached = (self.epoch, self.frame, self.chunk)
         switch = (control.switch or "") if isinstance(control, PromptMessage) else ""
-        told = {"switch": switch, **({} if stage == "refused" else self.less), **more}
-        return Receipt(self.name, self.owner, control.id, control.type, stage, lag_s, *reached, **told)
+        details = {"switch": switch, **({} if stage == "refused" else self.less), **more}
+        return Receipt(self.name, self.owner, control.id, control.type, stage, lag_s, *reached, **details)
 
 
 class RequestTracker:

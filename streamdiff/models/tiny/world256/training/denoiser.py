@@ -196,8 +196,9 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
     pool, firsts = Pool(autoencoder, mean, std, POOL), Pool(autoencoder, mean, std, FIRSTS, chunks=1, starts=1.0)
     filling = loop.step_generator(seed + 1, progress.step)
     own: OwnPasts | None = None
-    pool.grow(FIRST_WINDOWS, filling)
-    firsts.grow(FIRST_FIRSTS, filling)
+    with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
+        pool.grow(FIRST_WINDOWS, filling)
+        firsts.grow(FIRST_FIRSTS, filling)
     for done in loop.steps(budget, progress, "denoiser"):
         generator = loop.step_generator(seed, progress.step)
         shared = random.Random(seed * 1_000_003 + progress.step)

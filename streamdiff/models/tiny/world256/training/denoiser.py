@@ -1,10 +1,10 @@
 """Stage two for the 256 pixel world: the causal transformer, on latents of the trained autoencoder.
 
-The losses are those of `tiny.training.denoiser` (decisions 0006 and 0017), over this world's windows: *window*, five
-chunks, `staircase` or `clean`; *first*, first chunks of streams; *next*, a chunk after a clean one, several levels of
-it; *own*: what should follow chunks that the network made itself, in the last quarter of training; and *reading*:
-every word's embedding must tell the whole scene. In part of what is only seen things are worn. A thing of its own that
-the network has lost begins again where streams begin.
+The losses are those of `tiny.training.denoiser` (decisions 0006 and 0017), over this world's windows: *first*, first
+chunks of streams; *next*, a chunk after a clean one, several levels of it; *window*, five chunks, `staircase` or
+`clean`, after the first part of training; *own*: what should follow chunks that the network made itself, in the last
+quarter; and *reading*: every word's embedding must tell the whole scene. In part of what is only seen things are worn.
+A thing of its own that the network has lost begins again where streams begin.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ TRANSFORMER: dict[str, Any] = {
 POOL, FIRSTS = 2500, 2500
 FIRST_WINDOWS, FIRST_FIRSTS = 160, 400
 SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "own": 0.6, "reading": 0.1}
+WHOLE_FROM = 0.4
+"""Whole windows are trained on from here on, 0 to 1; before, twice as many pairs of chunks, which take less time."""
 STREAMS = 48
 """The network's own streams."""
 
@@ -107,16 +109,19 @@ def told(scenes: Tensor, column: int) -> Tensor:
     return says
 
 
-def draw(pool: Pool, firsts: Pool, batch: int, chance: random.Random, generator: torch.Generator) -> dict[str, Windows]:
-    """One step's windows by kind: half of `batch` five chunks long, half as many first chunks again as `batch`, and
-    `batch` of two chunks."""
+def draw(
+    pool: Pool, firsts: Pool, batch: int, whole: bool, chance: random.Random, generator: torch.Generator
+) -> dict[str, Windows]:
+    """One step's windows by kind: half as many first chunks again as `batch`; with `whole`, half of `batch` five chunks
+    long and `batch` of two chunks; without, twice `batch` of two chunks, each with `COPIES` targets."""
     kind = "staircase" if chance.random() < 0.65 else "clean"
-    offset = torch.randint(CHUNKS - 1, (batch,), generator=generator).to(pool.device)
-    return {
-        kind: pool.sample(max(1, batch // 2), generator),
+    pairs = batch if whole else 2 * batch
+    offset = torch.randint(CHUNKS - 1, (pairs,), generator=generator).to(pool.device)
+    drawn = {
         "first": firsts.sample(batch + batch // 2, generator),
-        "next": pool.sample(batch, generator).cut(offset, 2),
+        "next": pool.sample(pairs, generator).cut(offset, 2),
     }
+    return {kind: pool.sample(max(1, batch // 2), generator), **drawn} if whole else drawn
 
 
 def play_on(network: Network, own: OwnPasts, count: int, chance: random.Random, generator: torch.Generator) -> Windows:
@@ -206,7 +211,7 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
             if progress.step % 3 == 0:  # a window costs as much as half a step
                 pool.grow(1, generator)
                 firsts.grow(3, generator)
-            drawn = draw(pool, firsts, plan.batch, shared, generator)
+            drawn = draw(pool, firsts, plan.batch, done >= WHOLE_FROM, shared, generator)
             if done >= OWN_FROM:
                 own = own or OwnPasts(autoencoder, mean, std, STREAMS, generator)
                 drawn["own"] = play_on(network, own, plan.batch, shared, generator)

@@ -114,6 +114,15 @@ def test_losses_weigh_what_is_near_things_and_what_is_there(pool: Pool) -> None:
     assert (some.reach()[:, :, :, 1].amin((2, 3, 4))[alone] == 99).all()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_whole_windows_come_after_pairs_of_chunks(pool: Pool, whole: bool) -> None:
+    drawn = train_denoiser.draw(pool, pool, 4, whole, random.Random(0), dice())
+    chunks = {kind: windows.latents.shape[:2] for kind, windows in drawn.items()}
+    assert chunks.pop("first")[0] == 6
+    assert chunks.pop("next") == ((4, 2) if whole else (8, 2))
+    assert list(chunks.values()) == ([(2, 5)] if whole else [])
+
+
 def test_worn_things_lie_between_whole_and_missing_ones(pool: Pool) -> None:
     some = pool.sample(12, dice())
     worn = some.worn(dice())

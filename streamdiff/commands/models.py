@@ -248,8 +248,8 @@ def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     yield "KV context", f"trained for {context.trained or _UNKNOWN}; also known to work: {_names(context.works)}"
     alone = " and sees its chunk alone" if context.alone else ""
     again = ", its first latent frame encoded again from its picture" if context.pictures else ""
-    noise = f"the clean pass is told {_number(context.noise)}{alone}{again}"
-    yield "", noise if context.noise is not None else "no clean pass"
+    clean_pass = f"the clean pass is told {_number(context.noise)}{alone}{again}"
+    yield "", clean_pass if context.noise is not None else "no clean pass"
     if context.source is not None:
         yield "", f"read in {context.source}"
     trained, works = entry.switches.trained or _UNKNOWN, _names(entry.switches.works)

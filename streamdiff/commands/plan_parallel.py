@@ -61,16 +61,16 @@ def as_text(found: Comparison, sizes: ModelSizes, load: Workload) -> Iterator[st
     yield ""
     for count in counts:
         best = found.for_one if count == 1 else found.for_asked
-        yield f"best for {_sessions(count)}: {_measured(best, None if best is None else _of(best, count), found)}"
+        yield f"best for {_sessions(count)}: {_in_words(best, None if best is None else _of(best, count), found)}"
     many = found.for_many
     if many is not None:
-        yield f"best for as many as fit: {_measured(many, many.crowd, found)}"
+        yield f"best for as many as fit: {_in_words(many, many.crowd, found)}"
     yield f"rates: {found.machine.gpu.source}"
 
 
 def reason(case: Case, expected: Expected, found: Comparison) -> str:
     """Why a case was taken, for one line."""
-    return f"{_measured(case, expected, found)}; of {len(found.cases)} ways to use {found.machine}, estimated"
+    return f"{_in_words(case, expected, found)}; of {len(found.cases)} ways to use {found.machine}, estimated"
 
 
 def _row(case: Case, found: Comparison, counts: list[int]) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def _sessions(count: int) -> str:
     return "1 session" if count == 1 else f"{count} sessions"
 
 
-def _measured(case: Case | None, expected: Expected | None, found: Comparison) -> str:
+def _in_words(case: Case | None, expected: Expected | None, found: Comparison) -> str:
     if case is None or expected is None:
         return f"none fits; streamdiff plan --gpu {found.machine.gpu.name} says what would"
     place = {

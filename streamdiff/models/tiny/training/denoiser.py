@@ -131,6 +131,19 @@ class TinyNetwork(nn.Module):
         self.denoiser = WanDenoiser(self.transformer)
         self.reader = nn.Linear(WIDTH, sum(map(len, ATTRIBUTES)))  # used in training only
 
+    def load_model(self, model: Model) -> tuple[Tensor, Tensor]:
+        """Load the weights of `model`; returns the mean and the deviation of the latents that it was trained on.
+
+        The reader, which no model has, begins at zero, where it changes nothing yet. Mutates: self.
+        """
+        assert isinstance(model.text, TinyText) and model.decoder is not None
+        normalisation = model.decoder.network.normalisation
+        assert normalisation is not None, "a folder always says it"
+        self.transformer.load_state_dict(model.denoiser.model.state_dict())
+        self.encoder.load_state_dict(model.text.encoder.state_dict())
+        nn.init.zeros_(self.reader.weight)
+        return normalisation.mean.flatten(), normalisation.std.flatten()
+
     def flow(self, latents: Tensor, sigma: Tensor, ids: Tensor, rows: Rows) -> Tensor:
         """Predicted flow `[B * rows, C, F, h, w]` for noisy latents of the same shape."""
         batch = sigma.shape[0]
@@ -271,16 +284,14 @@ class Learner:
         self.optimizer = loop.Optimizer(network, MATRIX_LR * rate, OTHER_LR * rate, adam=ADAM_PARTS)
         self.progress, self._checkpoint = loop.Progress(), loop.Checkpoint(path)
         state = self._checkpoint.load(device)
-        if state is None:
-            self.statistics = statistics()
-            self.average = Average(network)
-            return
+        self.statistics = statistics() if state is None else (state["mean"], state["std"])
         self.average = Average(network)
+        if state is None:
+            return
         network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.average.weights = state["average"]
         self.progress = loop.Progress(state["step"], state["spent_s"])
-        self.statistics = state["mean"], state["std"]
 
     def learn(self, losses: Mapping[str, Tensor], shares: Mapping[str, float], done: float) -> None:
         """One update, `done` of the budget, 0 to 1. Mutates: self, network."""
@@ -338,14 +349,9 @@ def _begin(
     network = TinyNetwork().to(device)
     if plan.begin is None:
         return network, latent_statistics(autoencoder, torch.Generator().manual_seed(seed), device)
-    assert isinstance(plan.begin.text, TinyText)
-    assert plan.begin.decoder is not None
-    normalisation = plan.begin.decoder.network.normalisation
-    assert normalisation is not None, "a folder always says it"
-    network.transformer.load_state_dict(plan.begin.denoiser.model.state_dict())
-    network.encoder.load_state_dict(plan.begin.text.encoder.state_dict())
+    statistics = network.load_model(plan.begin)
     network.encoder.requires_grad_(False)
-    return network, (normalisation.mean.flatten(), normalisation.std.flatten())
+    return network, statistics
 
 
 def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device: torch.device, plan: Plan) -> Trained:

@@ -67,6 +67,10 @@ class Track:
         """All frames one after the other: N and T as one axis."""
         return Track(**{f.name: getattr(self, f.name).flatten(0, 1) for f in fields(Track)})
 
+    def rows(self, rows: Tensor | slice) -> Track:
+        """The streams, or the frames of a flat track, of `rows`."""
+        return Track(**{f.name: getattr(self, f.name)[rows] for f in fields(Track)})
+
 
 def join(tracks: list[Track]) -> Track:
     """Tracks that follow each other in time."""

@@ -141,7 +141,7 @@ class Pool:
         latents = self._encode(track)
         bare, worn = latents.clone(), (torch.rand(count, generator=generator) < SHARE).nonzero()[:, 0]
         if len(worn):
-            bare[worn] = self._encode(Track(**{f.name: getattr(track, f.name)[worn] for f in fields(Track)}), False)
+            bare[worn] = self._encode(track.rows(worn), False)
         middle = track.place[:, FRAMES_PER_LATENT // 2 :: FRAMES_PER_LATENT].float()
         for i in range(count):
             slot = self.written % self.capacity

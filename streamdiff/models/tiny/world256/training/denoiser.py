@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from streamdiff.models import sampling
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.model import Model
-from streamdiff.models.tiny.text_encoder import WIDTH, TinyText
+from streamdiff.models.tiny.text_encoder import WIDTH
 from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.batches import CHUNKS, CONTEXT_SIGMA, LEVELS, ROWS, Rows
 from streamdiff.models.tiny.training.denoiser import OWN_FROM, Learner, TinyNetwork
@@ -64,18 +64,6 @@ class Network(TinyNetwork):
         self.transformer = WanTransformer3DModel(**TRANSFORMER)
         self.denoiser = WanDenoiser(self.transformer)
         self.reader = nn.Linear(WIDTH, sum(FIELD_SIZES))  # used in training only
-
-    def take(self, model: Model) -> tuple[Tensor, Tensor]:
-        """Take the weights of `model`; returns the mean and the deviation of the latents that it was trained on.
-
-        The reader, which no model has, begins at zero, where it pulls at nothing. Mutates: self."""
-        assert isinstance(model.text, TinyText) and model.decoder is not None
-        normalisation = model.decoder.network.normalisation
-        assert normalisation is not None, "a folder always says it"
-        self.transformer.load_state_dict(model.denoiser.model.state_dict())
-        self.encoder.load_state_dict(model.text.encoder.state_dict())
-        nn.init.zeros_(self.reader.weight)
-        return normalisation.mean.flatten(), normalisation.std.flatten()
 
 
 def captions(scenes: Tensor) -> list[str]:
@@ -194,7 +182,7 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
     chance = torch.Generator().manual_seed(seed)
 
     def statistics() -> tuple[Tensor, Tensor]:
-        return latent_statistics(autoencoder, chance, device) if plan.begin is None else network.take(plan.begin)
+        return latent_statistics(autoencoder, chance, device) if plan.begin is None else network.load_model(plan.begin)
 
     learner = Learner(network, out / "denoiser.pt", plan.rate, device, statistics)
     (mean, std), progress = learner.statistics, learner.progress

@@ -122,7 +122,7 @@ class OwnPasts:
         """Latents `[B, chunks, C, CHUNK, h, w]` of a track of whole chunks."""
         device, made = self.mean.device, []
         for begin in range(0, len(track.scroll), RENDERED):
-            some = Track(**{f.name: getattr(track, f.name)[begin : begin + RENDERED] for f in fields(Track)})
+            some = track.rows(slice(begin, begin + RENDERED))
             frames = render(some.flat(), device=str(device)).frames.unflatten(0, some.scroll.shape)
             made.append((encode_groups(self.autoencoder, frames).float() - self.mean) / self.std)
         latents: Tensor = torch.cat(made).unflatten(1, (-1, CHUNK)).transpose(2, 3)
@@ -145,7 +145,7 @@ class OwnPasts:
         latents = chunk[:, :, -2:].transpose(1, 2) * self.std + self.mean
         for index, row in enumerate(rows.tolist()):
             frame = self.autoencoder.decode(latents[index : index + 1], Memory())[0, -1]
-            should = Track(**{f.name: getattr(self.last, f.name)[row : row + 1] for f in fields(Track)})
+            should = self.last.rows(slice(row, row + 1))
             found = locate(frame.clamp(0, 1), should)
             streams.scroll[index] = (streams.scroll[index] + found.scroll * PARTS) % (SCROLL * PARTS)
             home = torch.tensor(HOME)[int(self.scenes[row, COLUMN["second"]])]

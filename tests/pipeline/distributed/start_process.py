@@ -43,6 +43,25 @@ def stop(*given: Any, **named: Any) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def stop_after_the_others(arrivals: int) -> Callable[..., None]:
+    """What is under way to the others arrives before all of the process stands still: each says a byte when it has."""
+
+    def at(*given: Any, **named: Any) -> None:
+        for _ in range(RANKS - 1):
+            os.read(arrivals, 1)
+        stop()
+
+    return at
+
+
+def say_first(arrivals: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    def at(*given: Any, **named: Any) -> Any:
+        os.write(arrivals, b".")
+        return call(*given, **named)
+
+    return at
+
+
 def hang_at_edge_1(new_group: Callable[..., Any]) -> Callable[..., Any]:
     def at(*given: Any, **named: Any) -> Any:
         return hang() if named.get("group_desc") == "edge 1" else new_group(*given, **named)
@@ -50,7 +69,7 @@ def hang_at_edge_1(new_group: Callable[..., Any]) -> Callable[..., Any]:
     return at
 
 
-def break_rank(where: str) -> None:
+def break_rank(where: str, arrivals: int) -> None:
     """Mutates: the product's modules."""
     match where:
         case "rendezvous":
@@ -60,15 +79,15 @@ def break_rank(where: str) -> None:
         case "communicators":
             dist.new_group = hang_at_edge_1(dist.new_group)
         case "first transfers":
-            NcclReceiver.warm_up = stop  # type: ignore[method-assign]
+            NcclReceiver.warm_up = stop_after_the_others(arrivals)  # type: ignore[method-assign]
         case "graphs":
             rank_loader.compile_stage = hang
         case "warm-up":
             ModelRunner.carry_out = hang  # type: ignore[method-assign]
 
 
-def rank_main(rank: int, port: int, where: str, output: int) -> NoReturn:
-    """A rank as the launcher starts it."""
+def rank_main(rank: int, port: int, where: str, output: int, arrivals: tuple[int, int]) -> NoReturn:
+    """A rank as the launcher starts it; `arrivals` is a pipe that all ranks share."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -83,7 +102,9 @@ def rank_main(rank: int, port: int, where: str, output: int) -> NoReturn:
         {phase: limit_s if phase == where else 600.0 for phase in LIMITS_S if phase in start_progress.PHASES}
     )
     if rank == RANKS - 1:
-        break_rank(where)
+        break_rank(where, arrivals[0])
+    else:
+        topology.warm_up = say_first(arrivals[1], topology.warm_up)
     config = ModelConfig(stages=RANKS, device="cpu", hang_s=HANG_S)
     try:
         worker_main.run_worker(config) if rank else build.load_runtime(config)
@@ -94,12 +115,12 @@ def rank_main(rank: int, port: int, where: str, output: int) -> NoReturn:
 
 def play(where: str) -> list[str]:
     """What ranks 0 and 1 said."""
-    store = open_store()
+    store, arrivals = open_store(), os.pipe()
     ranks, outputs = [], []
     for rank in range(RANKS):
         reading, writing = os.pipe()
         if (pid := os.fork()) == 0:
-            rank_main(rank, store.port, where, writing)
+            rank_main(rank, store.port, where, writing, arrivals)
         os.close(writing)
         ranks.append(pid)
         outputs.append(os.fdopen(reading))
@@ -107,6 +128,8 @@ def play(where: str) -> list[str]:
     for pid in ranks:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    for end in arrivals:
+        os.close(end)
     return said
 
 

@@ -24,7 +24,8 @@ NONE := $(if $(ARGS),|| [ $$? -eq 5 ],)
 
 # In continuous integration one unsteady test is not to hide what the others say: a test that fails is tried once more,
 # and the summary names it (RERUN). Whoever sees that mends the test, or what it found.
-RETRY := $(if $(CI),--reruns 1 --rerun-show-tracebacks -raR)
+# Without that, a test whose process ended (tests/conftest.py) is not tried again by those that take over its work.
+RETRY := $(if $(CI),--reruns 1 --rerun-show-tracebacks -raR,--reruns 0)
 
 # An interpreter given on the command line or in the environment reaches tools/environment.sh this way.
 export VENV

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import getpass
 import os
@@ -58,6 +59,9 @@ class TogetherScheduling(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         return _group(nodeid.partition("::")[0]) or nodeid
 
+    def mark_test_pending(self, item: str) -> None:
+        """A test whose process ended may be tried once more: `remove_node` has left it in the work that others take."""
+
 
 @cache
 def _group(file: str) -> str | None:
@@ -83,6 +87,14 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Nor is it to look through them once more at the process's end."""
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """pytest no longer watches a test that has failed; how it ends may hang as well."""
+    limit_s = float(node.config.getini("faulthandler_timeout"))
+    assert sys.__stderr__ is not None
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
 
 
 @pytest.hookimpl(wrapper=True)

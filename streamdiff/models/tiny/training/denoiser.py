@@ -48,6 +48,7 @@ from streamdiff.models.tiny.training.batches import (
 )
 from streamdiff.models.tiny.training.on_policy import OwnPasts
 from streamdiff.models.transformer import rope
+from streamdiff.models.transformer.attention_backend import Attend
 from streamdiff.models.transformer.wan import KeyValue, WanDenoiser, attend
 
 TRANSFORMER: dict[str, Any] = {
@@ -120,6 +121,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return (torch.softmax(scores, -1) @ value).transpose(1, 2)
 
 
+class TrainedDenoiser(WanDenoiser):
+    """A denoiser in training: its cross-attention, too, runs by `_attend`."""
+
+    @property
+    def attend(self) -> Attend:
+        return _attend
+
+
 class TinyNetwork(nn.Module):
     """Text encoder and transformer, trained together."""
 
@@ -128,7 +137,7 @@ class TinyNetwork(nn.Module):
         self.text = TinyText(build_tokenizer(), build_encoder(len(build_tokenizer().get_vocab())))
         self.encoder = self.text.encoder
         self.transformer = WanTransformer3DModel(**TRANSFORMER)
-        self.denoiser = WanDenoiser(self.transformer)
+        self.denoiser = TrainedDenoiser(self.transformer)
         self.reader = nn.Linear(WIDTH, sum(map(len, ATTRIBUTES)))  # used in training only
 
     def load_model(self, model: Model) -> tuple[Tensor, Tensor]:

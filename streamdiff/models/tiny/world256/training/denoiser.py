@@ -24,14 +24,13 @@ from streamdiff.models.model import Model
 from streamdiff.models.tiny.text_encoder import WIDTH
 from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.batches import CHUNKS, CONTEXT_SIGMA, LEVELS, ROWS, Rows
-from streamdiff.models.tiny.training.denoiser import OWN_FROM, Learner, TinyNetwork
+from streamdiff.models.tiny.training.denoiser import OWN_FROM, Learner, TinyNetwork, TrainedDenoiser
 from streamdiff.models.tiny.world256 import prompts
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS, draw_scenes, from_row
 from streamdiff.models.tiny.world256.text_encoder import WorldText, build_text
 from streamdiff.models.tiny.world256.training.autoencoder import AUTOENCODER
 from streamdiff.models.tiny.world256.training.batches import Pool, Windows, latent_statistics
 from streamdiff.models.tiny.world256.training.on_policy import OwnPasts
-from streamdiff.models.transformer.wan import WanDenoiser
 
 TRANSFORMER: dict[str, Any] = {
     "patch_size": (1, 2, 2),
@@ -62,7 +61,7 @@ class Network(TinyNetwork):
         self.text: WorldText = build_text()
         self.encoder = self.text.encoder
         self.transformer = WanTransformer3DModel(**TRANSFORMER)
-        self.denoiser = WanDenoiser(self.transformer)
+        self.denoiser = TrainedDenoiser(self.transformer)
         self.reader = nn.Linear(WIDTH, sum(FIELD_SIZES))  # used in training only
 
 

@@ -20,7 +20,7 @@ from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.catalogue import entries
 from streamdiff.models.resolve import resolve_model
 from streamdiff.models.spec import ModelSpec, parse_size, with_anchors, with_window
-from streamdiff.models.tiny.folder import check_parts, read_folder
+from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.models.transformer.weights import WanCheckpoint, load_transformer, open_transformer
@@ -76,20 +76,27 @@ class ModelLoader:
         return self.checkpoint.architecture
 
     @cached_property
+    def folder_facts(self) -> FolderFacts | None:
+        """What the folder of a model of the embedded one's kind says; None of another. ConfigError as `read_folder`."""
+        if not self.model.embedded:
+            return None
+        assert self.model.folder is not None
+        return read_folder(self.model.folder, self.model.name)
+
+    @cached_property
     def spec(self) -> ModelSpec:
         """The model's own facts; of a checkpoint without any, what is usual.
 
         Raises:
             ConfigError: as `architecture`; or a size, where the model has one of its own.
         """
-        if not self.model.embedded:
+        facts = self.folder_facts
+        if facts is None:
             size = None if self.config.size is None else parse_size(self.config.size)
             return entries.make_spec(self.model.name, self.model.entry, self.architecture, size)
-        assert self.model.folder is not None
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
-        check_parts(self.model.folder)
-        return read_folder(self.model.folder, self.model.name).spec
+        return facts.spec
 
     def live_spec(self) -> ModelSpec:
         """The facts with which the model streams: what the configuration says goes before its own.

@@ -31,8 +31,9 @@ _FOLDERS = ("transformer", "vae", "text_encoder")
 class ResolvedModel:
     """Where a model's parts lie, those that a configuration names in place of the model's own included. `weights` (None
     where they are drawn: `models.random_weights`), `container`, `architecture` (what shapes do not tell) and `loras`
-    are the transformer's. `folder` is one in diffusers' layout; `vae` and `text_encoder` are None where they are those
-    that `entry`, what the catalogue knows, names."""
+    are the transformer's. `folder` is one in diffusers' layout, `embedded` where it is of the embedded model's kind and
+    says everything about itself; `vae` and `text_encoder` are None where they are those that `entry`, what the
+    catalogue knows, names."""
 
     name: str
     weights: Path | None
@@ -40,14 +41,10 @@ class ResolvedModel:
     architecture: Mapping[str, Any] | None = None
     loras: tuple[Lora, ...] = ()
     folder: Path | None = None
+    embedded: bool = False
     vae: str | None = None
     text_encoder: Path | None = None
     entry: Entry | None = None
-
-    @property
-    def embedded(self) -> bool:
-        """Whether it is a folder of the embedded model's kind, which says everything about itself."""
-        return self.folder is not None and is_embedded(self.folder)
 
     @property
     def autoencoder(self) -> str:
@@ -126,6 +123,7 @@ def resolve_model(
             name,
             there.get("transformer", path),
             folder=path if path.is_dir() else None,
+            embedded=is_embedded(path),
             vae=str(there["vae"]) if "vae" in there else None,
             text_encoder=path if "text_encoder" in there else None,
         )

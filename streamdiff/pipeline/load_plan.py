@@ -33,7 +33,7 @@ from streamdiff.pipeline.planner.fit import Demand, Limits
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes, host_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage
-from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, read_sizes, sizes_from
+from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, folder_sizes, sizes_from
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
 from streamdiff.pipeline.runner.torch_compile import compile_fault, one_graph
@@ -217,8 +217,8 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     models = ModelLoader(with_small_autoencoder(config), device)
     spec = models.live_spec()
     settled = defaults.settle(config, device.type, spec.steps, lambda: compile_fault(device))
-    if models.model.embedded:
-        sizes = read_sizes(config.name, spec)
+    if (facts := models.folder_facts) is not None:
+        sizes = folder_sizes(facts, spec)
     else:
         sizes = sizes_from(models.architecture, spec, decoder_sizes(spec, models.model.autoencoder, models.model.vae))
     fit.check_ranks(config, sizes)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -342,9 +343,7 @@ def test_only_small_pictures_of_an_embedded_model_are_enlarged_unasked(
     seen = []
     monkeypatch.setattr("streamdiff.server.main.run", lambda config: seen.append(config) or 0)
     if side is not None:
-        for part in EMBEDDED_WEIGHTS.rglob("*.json"):
-            (tmp_path / part.relative_to(EMBEDDED_WEIGHTS)).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / part.relative_to(EMBEDDED_WEIGHTS)).write_text(part.read_text())
+        shutil.copytree(EMBEDDED_WEIGHTS, tmp_path, dirs_exist_ok=True)
         index = json.loads((tmp_path / "model_index.json").read_text())
         index["stream"] |= {"latent_height": side, "latent_width": side}
         (tmp_path / "model_index.json").write_text(json.dumps(index))

@@ -35,15 +35,16 @@ _INTEGERS = (
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """`spec` are the model's facts, `architecture` arguments of diffusers' `WanTransformer3DModel`, `decoder` the shape
-    of the autoencoder."""
+    """Of the model under `folder`: `spec` are its facts, `architecture` arguments of diffusers'
+    `WanTransformer3DModel`, `decoder` the shape of the autoencoder."""
 
+    folder: Path
     spec: ModelSpec
     architecture: dict[str, Any]
     decoder: Config
 
 
-def check_parts(folder: Path) -> None:
+def _check_parts(folder: Path) -> None:
     """Raises ConfigError unless the folder has all of a model's parts."""
     for part in _PARTS:
         if not (folder / part).exists():
@@ -58,8 +59,9 @@ def read_folder(folder: Path, name: str) -> FolderFacts:
     """The facts of the model under `folder`, which is called `name`.
 
     Raises:
-        ConfigError: a part that cannot be read, or a value that is missing or of the wrong kind.
+        ConfigError: a part that is missing or cannot be read, or a value that is missing or of the wrong kind.
     """
+    _check_parts(folder)
     stream = _Table(folder / "model_index.json").table("stream")
     transformer, vae = _Table(folder / "transformer" / "config.json"), _Table(folder / "vae" / "config.json")
     counts = (("decoder_widths", 4, 1), ("decoder_blocks", 3, 0), ("decoder_space", 3, 1), ("decoder_time", 3, 1))
@@ -87,7 +89,7 @@ def read_folder(folder: Path, name: str) -> FolderFacts:
     architecture: dict[str, Any] = {key: transformer.integer(key) for key in _INTEGERS}
     architecture["patch_size"] = transformer.integers("patch_size", 3)
     architecture["cross_attn_norm"] = bool(transformer.values.get("cross_attn_norm", True))
-    return FolderFacts(spec, architecture, decoder)
+    return FolderFacts(folder, spec, architecture, decoder)
 
 
 class _Table:

@@ -20,7 +20,7 @@ from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.model import Model
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
-from streamdiff.models.tiny.folder import check_parts, read_folder
+from streamdiff.models.tiny.folder import read_folder
 from streamdiff.models.tiny.text_encoder import TinyText
 from streamdiff.models.tiny.world256.text_encoder import LANGUAGE, WorldText
 from streamdiff.models.transformer.wan import WanDenoiser
@@ -35,7 +35,6 @@ def load_model(folder: Path, device: torch.device, name: str = "tiny") -> Model:
     Raises:
         ConfigError: the folder or one of its parts is missing, or the weights do not fit the configuration.
     """
-    check_parts(folder)
     spec = read_folder(folder, name).spec
     weights = load_transformer(open_transformer(folder / "transformer"), device=device, dtype=torch.float32)
     decoder = PictureDecoder(load_decoder(folder / "vae", device))

@@ -17,7 +17,7 @@ from streamdiff.models.catalogue.schema import Entry
 from streamdiff.models.checkpoint.safetensors_header import parse_header
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import ModelSpec, parse_size
-from streamdiff.models.tiny.folder import read_folder
+from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.pipeline.scheduler.kv_context import Anchors, cache_count, most_steps, spare_slots
 
 
@@ -132,22 +132,31 @@ class ModelSizes:
         return blocks * (own_width * caches * (2 * slots + sink) * self.tokens + self.width * 2 * self.text_tokens)
 
 
-def read_sizes(model: str, spec: ModelSpec | None = None) -> ModelSizes:
-    """Sizes of `tiny`, the embedded model, or of a folder in the same layout; with the facts `spec`, None: its own.
+def read_sizes(model: str) -> ModelSizes:
+    """Sizes of `tiny`, the embedded model, or of a folder in the same layout.
 
     Raises:
-        ConfigError: no such folder, a part that cannot be read, or a value that is missing or of the wrong kind.
+        ConfigError: no such folder; or as `read_folder` and `folder_sizes`.
     """
     folder = EMBEDDED_WEIGHTS if model == EMBEDDED else Path(model)
     if not folder.is_dir():
         raise ConfigError(
             f"--model is {model!r}; it can be `tiny`, a name that `streamdiff models` lists, or a model's folder"
         )
-    found = read_folder(folder, model)
-    spec, side = spec or found.spec, (found.spec.latent_height, found.spec.latent_width)
+    facts = read_folder(folder, model)
+    return folder_sizes(facts, facts.spec)
+
+
+def folder_sizes(facts: FolderFacts, spec: ModelSpec) -> ModelSizes:
+    """Sizes of a model of the embedded one's kind with the facts `spec`, its own or changed ones.
+
+    Raises:
+        ConfigError: a window that holds too little, or a file of weights that is damaged.
+    """
+    folder, side = facts.folder, (spec.latent_height, spec.latent_width)
     # The whole autoencoder is loaded, whose numbers the file says.
-    decoder = replace(found.decoder.decoder(*side), weights=stored_values(folder / "vae"))
-    sizes = replace(sizes_from(found.architecture, spec, decoder), text_values=stored_values(folder / "text_encoder"))
+    decoder = replace(facts.decoder.decoder(*side), weights=stored_values(folder / "vae"))
+    sizes = replace(sizes_from(facts.architecture, spec, decoder), text_values=stored_values(folder / "text_encoder"))
     if sizes.tokens < 1 or min(map(spec.window, ("matched", "clean"))) < spec.sink_latents + spec.chunk_latents:
         raise ConfigError(
             f"{folder}: a chunk has {sizes.tokens} tokens, and a window must hold at least the sink and one chunk"

@@ -188,6 +188,10 @@ CONTEXT_SIGMA = 0.25
 """The level at which a stream remembers a finished chunk (decision 0011)."""
 
 
+LOWEST = 0.2
+"""Below this level only detail is left to do that nothing tells: its error is large whatever is learnt."""
+
+
 COPIES = 2
 
 
@@ -249,9 +253,9 @@ def next_rows(windows: Windows, chance: random.Random, generator: torch.Generato
 
 
 def _step_noise(batch: int, chunks: int, generator: torch.Generator) -> Tensor:
-    """Levels `[batch, chunks]`: mostly those of the four sampling steps, the others anywhere."""
+    """Levels `[batch, chunks]`: mostly those of the four sampling steps, the others anywhere above `LOWEST`."""
     levels = torch.tensor(LEVELS[4])[torch.randint(4, (batch, chunks), generator=generator)]
-    anywhere = torch.rand(batch, chunks, generator=generator).clamp(min=0.02)
+    anywhere = LOWEST + (1 - LOWEST) * torch.rand(batch, chunks, generator=generator)
     return torch.where(torch.rand(batch, chunks, generator=generator) < 0.85, levels, anywhere)
 
 

@@ -2,8 +2,8 @@
 
 The losses are those of `tiny.training.denoiser` (decisions 0006 and 0017), over this world's windows: *first*, first
 chunks of streams; *next*, a chunk after a clean one, several levels of it; *window*, five chunks, `staircase` or
-`clean`, after the first part of training; *own*: what should follow chunks that the network made itself, in the last
-quarter; and *reading*: every word's embedding must tell the whole scene. In part of what is only seen things are worn.
+`clean`, after the first part of training; *own*: what should follow chunks that the network made itself, towards
+the end; and *reading*: every word's embedding must tell the whole scene. In part of what is only seen things are worn.
 A thing of its own that the network has lost begins again where streams begin.
 """
 
@@ -24,7 +24,7 @@ from streamdiff.models.model import Model
 from streamdiff.models.tiny.text_encoder import WIDTH
 from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.batches import CHUNKS, CONTEXT_SIGMA, LEVELS, ROWS, Rows
-from streamdiff.models.tiny.training.denoiser import OWN_FROM, Learner, TinyNetwork, TrainedDenoiser
+from streamdiff.models.tiny.training.denoiser import Learner, TinyNetwork, TrainedDenoiser
 from streamdiff.models.tiny.world256 import prompts
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS, draw_scenes, from_row
 from streamdiff.models.tiny.world256.text_encoder import WorldText, build_text
@@ -47,10 +47,10 @@ TRANSFORMER: dict[str, Any] = {
 POOL, FIRSTS = 2500, 2500
 FIRST_WINDOWS, FIRST_FIRSTS = 160, 400
 SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "own": 0.6, "reading": 0.1}
-WHOLE_FROM = 0.4
+WHOLE_FROM = 0.5
 """Whole windows are trained on from here on, 0 to 1; before, twice as many pairs of chunks, which take less time."""
-STREAMS = 48
-"""The network's own streams."""
+STREAMS, OWN_FROM = 48, 0.85
+"""The network's own streams, and from where on it is trained on them, 0 to 1: such a step takes twice as long."""
 
 
 class Network(TinyNetwork):

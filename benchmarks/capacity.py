@@ -343,8 +343,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = dict(sorted(joined.items()))
     print(report.table(rows_of(results)))
     if options.out is not None:
-        told = before["times"] if times is None else asdict(times)
-        report.write_json(options.out, head, results, benchmark="capacity", settings=settings, times=told)
+        known = before["times"] if times is None else asdict(times)
+        report.write_json(options.out, head, results, benchmark="capacity", settings=settings, times=known)
         print(f"written: {report.public_path(str(options.out.resolve()))}")
     if options.plot is not None:
         load_plot.draw(options.plot, results)

@@ -115,8 +115,8 @@ def shared_cases(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
     """
     shared = [case for case in before["results"] if case in after["results"]]
     if not shared:
-        told = " and ".join("; ".join(tree["results"]) for tree in (before, after))
-        raise ConfigError(f"the files have no case in common: {told}")
+        cases = " and ".join("; ".join(tree["results"]) for tree in (before, after))
+        raise ConfigError(f"the files have no case in common: {cases}")
     return shared
 
 

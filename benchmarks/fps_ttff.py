@@ -192,8 +192,8 @@ def tables(results: Mapping[str, Any]) -> str:
     for label, result in results.items():
         found = result["figures"]
         peaks = [f"{count / 2**30:.3g}" for count in result["raw"]["peak_bytes"]]
-        told = {title: found[name] for title, name in _COLUMNS.items()}
-        rows.append({"case": label, **told, "by rank": " ".join(peaks)})
+        cells = {title: found[name] for title, name in _COLUMNS.items()}
+        rows.append({"case": label, **cells, "by rank": " ".join(peaks)})
         if found["step_s"] is not None:
             ms = {name: found[f"{name}_s"] for name in _PARTS}
             parts.append(

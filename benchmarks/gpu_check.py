@@ -103,11 +103,11 @@ def fast_as_plain(context: str, device: torch.device) -> str:
         raise NotHere(f"there is no model.{FAST} in this version")
     values = [value for value in get_args(field.annotation) if value not in (OFF, "auto")]
     plain = played(device=device.type, dtype="float32", kv_context=context, preset="plain", **{FAST: OFF})
-    told = []
+    findings = []
     for value, clean_pass in product(values, ("alone", "with-next") if context == "clean" else ("alone",)):
         got = played(device=device.type, dtype="float32", kv_context=context, clean_pass=clean_pass, **{FAST: value})
-        told.append(f"{value}, {clean_pass} {_held(off_by(got, plain), _LATENTS_OFF)}")
-    return "; ".join(told)
+        findings.append(f"{value}, {clean_pass} {_held(off_by(got, plain), _LATENTS_OFF)}")
+    return "; ".join(findings)
 
 
 def two_sessions(context: str, device: torch.device) -> str:
@@ -256,10 +256,10 @@ def no_memory_taken(context: str, device: torch.device) -> str:
         asked = torch.cuda.memory_stats()[_OF_DRIVER] - asked
     finally:
         runtime.close()
-    told = f"{len(taken)} micro-steps took {sum(taken)} blocks, and {asked} of the driver"
+    counts = f"{len(taken)} micro-steps took {sum(taken)} blocks, and {asked} of the driver"
     if sum(taken) or asked:
-        raise AssertionError(told)
-    return told
+        raise AssertionError(counts)
+    return counts
 
 
 def shared_as_alone(context: str, device: torch.device) -> str:
@@ -342,14 +342,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{options.name}: torch sees no CUDA device")
         return NOT_HERE
     try:
-        told = CHECKS[kind][0](what, torch.device(options.device))
+        finding = CHECKS[kind][0](what, torch.device(options.device))
     except NotHere as reason:
         print(f"{options.name}: {reason}")
         return NOT_HERE
     except AssertionError as fault:
         print(f"{options.name}: {fault}")
         return WRONG
-    print(f"{options.name}: {told}")
+    print(f"{options.name}: {finding}")
     return HOLDS
 
 

@@ -59,7 +59,7 @@ class Found:
 
     name: str
     holds: bool | None
-    told: str
+    finding: str
 
 
 class Deadline:
@@ -261,7 +261,8 @@ def run(options: argparse.Namespace) -> int:
         each = check(name, options.device, limit_s, log) if limit_s > 1 else Found(name, None, "no time left")
         found.append(each)
         print(
-            f"{ {True: 'holds ', False: 'WRONG ', None: 'untried'}[each.holds]:8} {each.name}: {each.told}", flush=True
+            f"{ {True: 'holds ', False: 'WRONG ', None: 'untried'}[each.holds]:8} {each.name}: {each.finding}",
+            flush=True,
         )
         _write_checks(options.out, found)
     faults = wrong(found)
@@ -276,7 +277,7 @@ def run(options: argparse.Namespace) -> int:
     there = [case for case in cases if case.label in results and case.config.name != "tiny"]
     first = next((case for case in there if case.config.compile == "on"), there[0] if there else None)
     if first is not None and deadline.left_s(_CASE_S) > _LEAST_S:
-        print(f"throughput: {throughput(first, deadline, options.out).told}")
+        print(f"throughput: {throughput(first, deadline, options.out).finding}")
     return fps_ttff.FAILED if faults or left_out else fps_ttff.OK
 
 
@@ -287,7 +288,7 @@ def _profile_folder(out: Path, case: Case, number: int) -> str | None:
 
 
 def _write_checks(out: Path, found: Sequence[Found]) -> None:
-    rows = [{"check": each.name, "holds": each.holds, "told": each.told} for each in found]
+    rows = [{"check": each.name, "holds": each.holds, "finding": each.finding} for each in found]
     (out / "checks.json").write_text(json.dumps({"commit": report.commit(), "checks": rows}, indent=2) + "\n")
 
 

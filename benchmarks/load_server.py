@@ -123,11 +123,11 @@ class LoadedServer:
         """The session, or nothing where the server has no place. Mutates: visit."""
         body = {"prompt": visitor.prompt(0), "seed": visitor.seed, "fps": self._fps}
         answer = await self._http.post(f"{self._url}api/sessions", json=body)
-        told: dict[str, Any] = answer.json()
+        reply: dict[str, Any] = answer.json()
         if answer.status_code != 201:
-            visit.refused = str(told.get("code", f"http {answer.status_code}"))
+            visit.refused = str(reply.get("code", f"http {answer.status_code}"))
             return {}
-        return told
+        return reply
 
     async def _stay(self, visitor: Visitor, viewer: _Viewer, zero_s: float) -> None:
         for number, after_s in enumerate(visitor.prompts_s, start=1):

@@ -163,13 +163,13 @@ def _gpus() -> dict[str, Value]:
     """The GPUs of a machine, for a process without torch: what the driver's own tool says; nothing where it is not."""
     asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=30).stdout.splitlines()
+        lines = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=30).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return {}
-    name, _, mib = told[0].rpartition(", ") if told else ("", "", "")
+    name, _, mib = lines[0].rpartition(", ") if lines else ("", "", "")
     if not mib.isdecimal():
         return {}
-    return {"gpu": name, "gpus": len(told), "gpu_memory_gib": round(int(mib) / 1024, 1)}
+    return {"gpu": name, "gpus": len(lines), "gpu_memory_gib": round(int(mib) / 1024, 1)}
 
 
 def _cpu_name() -> str:

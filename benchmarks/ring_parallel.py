@@ -69,16 +69,16 @@ def judged(plan: Plan, shares: int, alone: dict[str, float], ran: Ran) -> dict[s
     blocks, name = read_sizes("tiny").blocks, f"{plan.stages}x{shares}"
     model, block_s = block_exchange(shares, ran.probe) if shares > 1 else (Exchange(0.0, 1.0), 0.0)
     stage_s = plan.forward_s / plan.stages / shares + blocks / plan.stages * block_s
-    told, rate = simulated(plan, plan.stages, stage_s), ran.figures["chunks_per_s"] / alone["chunks_per_s"]
+    forecast, rate = simulated(plan, plan.stages, stage_s), ran.figures["chunks_per_s"] / alone["chunks_per_s"]
     aim = AIMS.get(name) if plan.sessions == 1 and plan.forward_s >= _AIMED_S else None
     return {
         "sessions": plan.sessions,
         "one_rank": alone,
         "ranks": ran.figures,
         "rate_ratio": rate,
-        "simulated_rate_ratio": told.chunks_per_s / ideal(plan, 1).chunks_per_s,
-        "rate_of_simulated": ran.figures["chunks_per_s"] / told.chunks_per_s,
-        "latency_of_simulated": ran.figures["latency_s"] / told.latency_s,
+        "simulated_rate_ratio": forecast.chunks_per_s / ideal(plan, 1).chunks_per_s,
+        "rate_of_simulated": ran.figures["chunks_per_s"] / forecast.chunks_per_s,
+        "latency_of_simulated": ran.figures["latency_s"] / forecast.latency_s,
         "stage_ms": 1e3 * ran.stage_s,
         "simulated_stage_ms": 1e3 * stage_s,
         "exchange_floor_us": 1e6 * model.floor_s if shares > 1 else None,

@@ -141,12 +141,12 @@ def _parallel(plan: Plan, splits: Sequence[tuple[int, int]]) -> Told:
 def run(out: Path, plans: Sequence[Plan], measure: Callable[[Plan], Told]) -> int:
     """Measure every plan, write `out` and print; returns the exit code."""
     head = report.header(warm_up=f"{plans[0].warm_up} round of chunks")
-    told = {f"{1000 * each.forward_s:g} ms": measure(each) for each in plans}
+    measured = {f"{1000 * each.forward_s:g} ms": measure(each) for each in plans}
     aims = {"rate_of_ideal": RATE_AIM, "rate_of_ideal_at_20_ms": QUICK_RATE_AIM, "latency_of_ideal": LATENCY_AIM}
-    results = {forward: found for forward, (found, _) in told.items()}
+    results = {forward: found for forward, (found, _) in measured.items()}
     claim = "schedule and transport only; stages sleep"
     report.write_json(out, head, results, plan=asdict(plans[0]), aims=aims | ring_parallel.AIMS, claim=claim)
-    for forward, (_, lines) in told.items():
+    for forward, (_, lines) in measured.items():
         print(f"\na forward of {forward}\n{lines}")
     print(f"written: {report.public_path(str(out.resolve()))}")
     return 0

@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, chosen = parser.parse_known_args(argv)
     head = report.header(warm_up="none")
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "soak.xml"
-        command = [sys.executable, "-m", "pytest", "--soak", "--no-skips", "-q", f"--junit-xml={told}", *chosen]
+        junit = Path(folder) / "soak.xml"
+        command = [sys.executable, "-m", "pytest", "--soak", "--no-skips", "-q", f"--junit-xml={junit}", *chosen]
         code = subprocess.run(command, cwd=report.ROOT, check=False).returncode
-        results = outcomes(told.read_text()) if told.exists() else {}
+        results = outcomes(junit.read_text()) if junit.exists() else {}
     if not results:
         print("no soak test was run, and nothing is written", file=sys.stderr)
         return code or _NOTHING

@@ -19,8 +19,8 @@ QUICK = Amount(openings=2, chunks=4, margin=1, prompts=2, rounds=2)
 
 def add(made: argparse.ArgumentParser) -> None:
     """The options that say which cases."""
-    told = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
-    made.add_argument("--preset", choices=PRESETS, default="tiny", metavar="NAME", help=f"{told} (default tiny)")
+    presets = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
+    made.add_argument("--preset", choices=PRESETS, default="tiny", metavar="NAME", help=f"{presets} (default tiny)")
     lists = made.add_argument_group("lists, in place of the preset's")
     lists.add_argument(
         "--stages", type=whole_numbers, metavar="N,N", help="ranks of the ring, a process and a device each"

@@ -195,8 +195,8 @@ def _lead(folder: Path, case: Case) -> None:
 def _follow(folder: Path, case: Case, rank: int) -> None:
     """Any other rank; its memory counts from its start."""
     worker_main.run_worker(case.config)
-    told = {"peak_bytes": peak_bytes(own_device(case.config.device)), "threads": torch.get_num_threads()}
-    (folder / f"rank-{rank}.json").write_text(json.dumps(told))
+    facts = {"peak_bytes": peak_bytes(own_device(case.config.device)), "threads": torch.get_num_threads()}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(facts))
 
 
 def _end_with_parent(folder: Path) -> None:

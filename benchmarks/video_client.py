@@ -62,15 +62,15 @@ class VideoClient:
         while retry_submit and answer.status_code in BUSY:
             await asyncio.sleep(_retry_s(answer, 1.0))
             answer = await self.http.post(f"{self.url}/videos", json=dict(body))
-        told = _told(answer)
-        made.id = _text(told, "id")
+        reply = _reply(answer)
+        made.id = _text(reply, "id")
         video.submit_s = clock.monotonic_s() - video.at_s
-        while _text(told, "status") not in DONE:
-            if _text(told, "status") in BAD:
+        while _text(reply, "status") not in DONE:
+            if _text(reply, "status") in BAD:
                 raise _Unexpected("failed")
             await asyncio.sleep(_retry_s(answer, self.poll_s))
             answer = await self.http.get(f"{self.url}/videos/{made.id}")
-            told = told if answer.status_code in BUSY else _told(answer)
+            reply = reply if answer.status_code in BUSY else _reply(answer)
         video.wait_s = clock.monotonic_s() - video.at_s - video.submit_s
         video.bytes = await self._download(made.id)
         if not video.bytes:
@@ -106,20 +106,20 @@ class _Unexpected(Exception):
     """The server did something else than make a video; says in a word what."""
 
 
-def _told(answer: httpx.Response) -> dict[str, Any]:
+def _reply(answer: httpx.Response) -> dict[str, Any]:
     if answer.status_code not in (200, 201, 202):
         raise _Unexpected(f"http {answer.status_code}")
     try:
-        told = answer.json()
+        found = answer.json()
     except ValueError:
         raise _Unexpected("answer") from None
-    if not isinstance(told, dict):
+    if not isinstance(found, dict):
         raise _Unexpected("answer")
-    return told
+    return found
 
 
-def _text(told: Mapping[str, Any], name: str) -> str:
-    value = told.get(name)
+def _text(found: Mapping[str, Any], name: str) -> str:
+    value = found.get(name)
     if not isinstance(value, str):
         raise _Unexpected("answer")
     return value
@@ -127,5 +127,5 @@ def _text(told: Mapping[str, Any], name: str) -> str:
 
 def _retry_s(answer: httpx.Response, otherwise_s: float) -> float:
     """What Retry-After says, in seconds, where it says so; dates are not read."""
-    told = answer.headers.get("retry-after", "")
-    return min(float(told), LONGEST_WAIT_S) if told.isdecimal() else otherwise_s
+    found = answer.headers.get("retry-after", "")
+    return min(float(found), LONGEST_WAIT_S) if found.isdecimal() else otherwise_s

@@ -128,9 +128,10 @@ class SharedParts(_Section):
 
 
 class Sampling(_Section):
-    """Denoise steps as they are published; see `sampling.published` for shift, warp and nearest. `told` is the type in
-    which the authors' code tells timesteps, where that rounds them; `first_noise_scale` the factor on the noise that a
-    chunk begins with. With `keep_end` the 0 at the end of `steps` is a step of its own, which may be left out."""
+    """Denoise steps as they are published; see `sampling.published` for shift, warp and nearest. `timestep_dtype` is
+    the type in which the authors' code tells timesteps, where that rounds them; `first_noise_scale` the factor on the
+    noise that a chunk begins with. With `keep_end` the 0 at the end of `steps` is a step of its own, which may be left
+    out."""
 
     steps: tuple[float, ...] = Field(min_length=1)
     first_chunk_steps: tuple[float, ...] | None = None
@@ -138,7 +139,7 @@ class Sampling(_Section):
     warp: bool
     nearest: bool = Field(description="the authors' code rounds noise levels to its grid of 1,000")
     keep_end: bool = False
-    told: Literal["exact", "bfloat16"] = "exact"
+    timestep_dtype: Literal["exact", "bfloat16"] = "exact"
     first_noise_scale: float = Field(1.0, gt=0, le=1)
 
     def schedule(self) -> Schedule:
@@ -164,7 +165,7 @@ class Sampling(_Section):
             warp=self.warp,
             nearest=self.nearest,
             keep_end=keep_end,
-            bfloat16=self.told == "bfloat16",
+            bfloat16=self.timestep_dtype == "bfloat16",
             noise_scale=self.first_noise_scale,
         )
 

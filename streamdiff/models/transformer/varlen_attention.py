@@ -50,7 +50,7 @@ class PagedTrial(NamedTuple):
     """What attends for several rows, None: each by itself; and what was tried, for people."""
 
     attend: AttendPaged | None
-    told: str
+    report: str
 
 
 def try_paged(
@@ -93,25 +93,25 @@ def _tried(
         torch.randn(*size, shape.heads, shape.head_dim, generator=generator).to(device, dtype) for size in sizes
     )
     loop = partial(row_by_row, attend)
-    found, told = list[tuple[float, AttendPaged | None]](), list[str]()
+    found, tried = list[tuple[float, AttendPaged | None]](), list[str]()
     for page in _pages(frame_tokens):
         own = partial(kernel, page)
         try:
             off = _off(own(query, key, value, seen), query, key, value, seen)
         except REFUSALS as error:
-            told.append(f"varlen, pages of {page}, cannot run here: {(str(error).splitlines() or ['?'])[0]}")
+            tried.append(f"varlen, pages of {page}, cannot run here: {(str(error).splitlines() or ['?'])[0]}")
             continue
         if off is not None:
-            told.append(f"varlen, pages of {page}, is wrong here: off by {off:.3g}")
+            tried.append(f"varlen, pages of {page}, is wrong here: off by {off:.3g}")
             continue
         found.append((stopwatch(partial(own, query, key, value, seen), device), own))
-        told.append(f"varlen, pages of {page}, {1000 * found[-1][0]:.3g} ms")
+        tried.append(f"varlen, pages of {page}, {1000 * found[-1][0]:.3g} ms")
     alone_s = stopwatch(partial(loop, query, key, value, seen), device)
     best_s, best = min(found, key=lambda each: each[0], default=(alone_s, None))
     chosen = best if best_s < (1 - MARGIN) * alone_s else None
-    told.append(f"row by row {1000 * alone_s:.3g} ms")
+    tried.append(f"row by row {1000 * alone_s:.3g} ms")
     name = "row by row" if chosen is None else "by varlen_attn"
-    return PagedTrial(chosen, f"{name}; tried with {rows} rows: {', '.join(told)}")
+    return PagedTrial(chosen, f"{name}; tried with {rows} rows: {', '.join(tried)}")
 
 
 def _pages(tokens: int) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Tells a load balancer how much room there is: HAProxy's agent check, one line for every connection."""
+"""Tells a load balancer how many sessions could still play: HAProxy's agent check, one line for every connection."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from streamdiff.errors import ConfigError
 
 UNMEASURED = 10
-"""Taken as the room of a server that has not yet measured what a session costs."""
+"""Taken for a server that has not yet measured what a session costs."""
 
 
 @asynccontextmanager
-async def serve_agent(host: str, port: int | None, room: Callable[[], int | None]) -> AsyncIterator[None]:
-    """Context manager: answer at `port` (None: nowhere). `room` says how many more sessions could play; None: it is not
-    known.
+async def serve_agent(host: str, port: int | None, free_sessions: Callable[[], int | None]) -> AsyncIterator[None]:
+    """Context manager: answer at `port` (None: nowhere). `free_sessions` says how many more sessions could play;
+    None: it is not known.
 
     Raises:
         ConfigError: the port cannot be had.
@@ -25,7 +25,7 @@ async def serve_agent(host: str, port: int | None, room: Callable[[], int | None
         return
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(f"up {weight(room())}%\n".encode())
+        writer.write(f"up {weight(free_sessions())}%\n".encode())
         writer.close()
 
     try:
@@ -36,9 +36,9 @@ async def serve_agent(host: str, port: int | None, room: Callable[[], int | None
         yield
 
 
-def weight(room: int | None) -> int:
+def weight(free_sessions: int | None) -> int:
     """The share of its weight that the server should have for new sessions, 0 to 100.
 
     It never says `drain`: that would undo, with the `ready` that ends it, what an operator has set at the balancer.
     """
-    return UNMEASURED if room is None else min(room, 100)
+    return UNMEASURED if free_sessions is None else min(free_sessions, 100)

@@ -19,7 +19,7 @@ CUT = 0.85
 """After late chunks the sessions may ask for this share of what they asked for when that happened."""
 GROW = 1.25
 """How much more they may ask for after each calm `hold_s`, until it is the limit again."""
-ROOM, FULL_S = 0.9, 30.0
+RAISED_SHARE, FULL_S = 0.9, 30.0
 """What was given up comes back only where the sessions then ask for no more than this share of what they may; for all
 of it after so many calm seconds."""
 SETTLE_S = 2.0
@@ -202,12 +202,12 @@ class LoadPolicy:
             self._ceiling, self._changed_s = min(self.limit, self._ceiling * GROW), now_s
         elif not self._candidates(lower=False):
             self._hold_s = HOLD_S
-        room = ROOM if now_s - self._changed_s < FULL_S else 1.0
+        allowed = RAISED_SHARE if now_s - self._changed_s < FULL_S else 1.0
         while can := self._candidates(lower=False):
             least = min(state.tier(state.level - 1) for state in can)
             first = next(state for state in can if state.tier(state.level - 1) == least)
             others = self._load(share) - first.share(share)
-            if others + first.share(share, first.level - 1) > room * self._ceiling:
+            if others + first.share(share, first.level - 1) > allowed * self._ceiling:
                 return
             self._set(first, first.level - 1, now_s)
             self._changed_s, self._came_back = now_s, True

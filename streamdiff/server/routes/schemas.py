@@ -140,7 +140,9 @@ class OpenedSession(SessionInfo):
 class CapacityInfo(BaseModel):
     """What the engine can take."""
 
-    room: int | None = Field(description="further sessions of the default kind; null: nothing was measured yet")
+    free_sessions: int | None = Field(
+        description="further sessions of the default kind; null: nothing was measured yet"
+    )
     work_s: float | None = Field(description="seconds of work in a chunk, measured")
     chunk_frames: int
     share: float = Field(description="of the engine's time that the sessions take that somebody watches")

@@ -255,7 +255,7 @@ def _info_of(state: AppState, session: LiveSession) -> SessionInfo:
 def _capacity(state: AppState) -> schemas.CapacityInfo:
     manager, ready = state.manager, state.manager.ready
     return schemas.CapacityInfo(
-        room=manager.load.free_sessions(),
+        free_sessions=manager.load.free_sessions(),
         work_s=manager.load.capacity.work_s(clock.monotonic_s()),
         chunk_frames=ready.chunk_frames,
         share=round(sum(manager.load.shares()), 4),

@@ -71,14 +71,14 @@ def refusing(page: int, *_: Tensor) -> Tensor:
 
 def test_a_right_kernel_that_is_faster_is_taken() -> None:
     found = tried(right, {"alone": 1.0, "pages of 12": 0.5})
-    assert found.attend is not None and "by varlen_attn; tried with 3 rows" in found.told
+    assert found.attend is not None and "by varlen_attn; tried with 3 rows" in found.report
     assert tried(right, {"alone": 1.0, "pages of 12": 0.98}).attend is None, "that is noise"
 
 
 @pytest.mark.parametrize(("kernel", "told"), [(wrong, "is wrong here: off by"), (refusing, "no multiple of 256")])
 def test_one_that_is_wrong_or_cannot_run_is_not(kernel: Callable[..., Tensor], told: str) -> None:
     found = tried(kernel, {"alone": 1.0, "pages of 12": 0.1})
-    assert found.attend is None and told in found.told and found.told.startswith("row by row; ")
+    assert found.attend is None and told in found.report and found.report.startswith("row by row; ")
 
 
 def test_large_frames_are_also_tried_in_parts() -> None:
@@ -98,4 +98,4 @@ def test_a_trial_that_the_device_has_no_memory_for_leaves_it_at_row_by_row() -> 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     found = try_paged(SHAPE, 3, FRAME, ATTEND, torch.device("cuda"), torch.float32, refusing, short)
-    assert found.attend is None and found.told.startswith("row by row: the trial cannot run here")
+    assert found.attend is None and found.report.startswith("row by row: the trial cannot run here")

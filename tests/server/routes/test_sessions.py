@@ -279,7 +279,7 @@ def test_of_a_hundred_opens_exactly_the_free_places_are_given(monkeypatch: pytes
         tasks, files = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
         peer = await site.watch()
         await peer.frame()
-        assert (await site.http.get("/api/sessions")).json()["capacity"]["room"] == 8
+        assert (await site.http.get("/api/sessions")).json()["capacity"]["free_sessions"] == 8
         async with httpx.AsyncClient(base_url=site.base, timeout=60, limits=httpx.Limits(max_connections=100)) as http:
             answers = await asyncio.gather(*(http.post("/api/sessions", json={"prompt": "blue"}) for _ in range(100)))
         opened = [answer.json() for answer in answers if answer.status_code == 201]
@@ -291,7 +291,7 @@ def test_of_a_hundred_opens_exactly_the_free_places_are_given(monkeypatch: pytes
         assert 'streamdiff_sessions_refused_total{reason="time"} 92.0' in (await site.http.get("/metrics")).text
         for session in opened:
             await site.http.delete(f"/api/sessions/{session['id']}", headers=bearer(session["control_token"]))
-        assert (await site.http.get("/api/sessions")).json()["capacity"]["room"] == 8
+        assert (await site.http.get("/api/sessions")).json()["capacity"]["free_sessions"] == 8
         assert _is(_colour(await peer.frame()), "red"), "and the stream goes on"
         await peer.pc.close()
         await site.until(lambda: site.state.viewers.count == 0)
@@ -315,7 +315,7 @@ def test_a_session_that_nobody_watches_takes_no_time_from_others(monkeypatch: py
         first = await _open(site, fps=1)
         second = await _open(site, fps=40)  # the first is not watched either
         capacity = (await site.http.get("/api/sessions")).json()["capacity"]
-        assert (capacity["share"], capacity["room"]) == (0.0, 1)
+        assert (capacity["share"], capacity["free_sessions"]) == (0.0, 1)
         await (await _watch(site, second["id"])).frame()
         refused = await site.http.post("/api/sessions", json={"fps": 1})
         assert (refused.status_code, refused.json()["code"]) == (503, "time"), "somebody watches now"

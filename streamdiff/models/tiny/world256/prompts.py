@@ -139,8 +139,8 @@ def read(prompt: str, previous: str | None) -> ParsedPrompt:
     if request.empty:
         named = f" ({', '.join(strange[:4])})" if strange else ""
         nothing = "" if remarks else f"I did not find anything I can draw in that{named}. "
-        told = " ".join(remarks) + " " if remarks else ""
-        return ParsedPrompt(text, f"{told}{nothing}I know {VOCABULARY}. Showing “{text}”.")
+        remark = " ".join(remarks) + " " if remarks else ""
+        return ParsedPrompt(text, f"{remark}{nothing}I know {VOCABULARY}. Showing “{text}”.")
     shapes = sum(bool(piece.values("shape")) for piece, _ in request.pieces)
     if shapes > 2 or (request.add and before.second):
         remarks.append("I draw two things at most.")

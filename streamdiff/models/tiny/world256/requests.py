@@ -41,7 +41,7 @@ class Group:
     """Spoken of in the plural."""
 
     @property
-    def told(self) -> bool:
+    def says_anything(self) -> bool:
         return bool(self.says or self.implied or self.changes or self.two)
 
     @property
@@ -73,8 +73,8 @@ class Request:
 
     @property
     def empty(self) -> bool:
-        told = any(group.told for group in self.groups) or self.setting or self.ends
-        return not (told or self.add or self.remove or self.one)
+        described = any(group.says_anything for group in self.groups) or self.setting or self.ends
+        return not (described or self.add or self.remove or self.one)
 
 
 def parse(prompt: str) -> Request:
@@ -186,7 +186,7 @@ def _find_target(request: Request, pieces: list[Word], spans: list[tuple[int, in
 
 def apply(request: Request, before: Scene) -> Scene:
     """The scene after a request, when `before` was shown. What it leaves open stays, unless it describes a new one."""
-    groups = [group for group in request.groups if group.told]
+    groups = [group for group in request.groups if group.says_anything]
     if request.remove:
         return _removed(request, groups, before)
     base = DEFAULT if _describes(request, groups) else before
@@ -213,8 +213,8 @@ def _describes(request: Request, groups: list[Group]) -> bool:
     if not groups or request.edit or request.add or not groups[0].article:
         return False
     named = groups[0].named
-    told = sum(name in named for name in ("color", "shape", "motion")) + ("place" in request.setting)
-    return "shape" in named and told >= STARTS_OVER
+    count = sum(name in named for name in ("color", "shape", "motion")) + ("place" in request.setting)
+    return "shape" in named and count >= STARTS_OVER
 
 
 def _placed(scene: Scene, setting: dict[str, str], ends: set[str]) -> Scene:

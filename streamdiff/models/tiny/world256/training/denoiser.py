@@ -79,13 +79,13 @@ def reading_loss(network: Network, generator: torch.Generator, batch: int = 64) 
     scores = network.reader(network.text.embed(ids)).split(list(FIELD_SIZES), -1)
     losses = []
     for column, score in enumerate(scores):
-        said = told(scenes, column).to(ids.device)[:, None] & words
+        said = is_said(scenes, column).to(ids.device)[:, None] & words
         truth = scenes[:, column].to(ids.device)[:, None].expand_as(ids)
         losses.append(nn.functional.cross_entropy(score[said], truth[said]))
     return torch.stack(losses).mean()
 
 
-def told(scenes: Tensor, column: int) -> Tensor:
+def is_said(scenes: Tensor, column: int) -> Tensor:
     """Whether the sentence of each scene `[N, fields]` says the value of `column`, bool `[N]`."""
     name = FIELDS[column]
     says = torch.ones(len(scenes), dtype=torch.bool)

@@ -151,7 +151,7 @@ def test_every_kind_of_row_has_a_loss_that_trains_the_network(pool: Pool, kind: 
 def test_reading_asks_only_for_what_the_sentence_says() -> None:
     rows = torch.stack([torch.tensor(prompts.draw(random.Random(seed)).row()) for seed in range(60)])
     for column, name in enumerate(FIELDS):
-        told = train_denoiser.told(rows, column)
+        told = train_denoiser.is_said(rows, column)
         for row, says in zip(rows.tolist(), told.tolist(), strict=True):
             scene = from_row(row)
             owner = scene.second if name.startswith("second_") else scene.first

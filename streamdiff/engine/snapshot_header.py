@@ -56,6 +56,10 @@ def read_saved_session(data: Data, name: str = "the snapshot") -> SavedSession:
         type(session.get(key)) is not kind for key, kind in _SESSION_FIELDS.items()
     ):
         raise ConfigError(f"{name} tells nothing usable of the engine's session; it was not saved by one")
+    try:
+        session["text"].encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name}: the text of its session has half of a surrogate pair") from error
     return SavedSession(
         FORMAT, len(data), header.model, session["text"], session["seed"], header.steps, session["kv_context"],
         session["epoch"], session["chunk"], session["_made_frames"], session["_paused"],

@@ -116,6 +116,11 @@ def _check_items(node: Any, kind: Any, where: str, tensors: Mapping[str, int], f
             if not isinstance(pair, list) or len(pair) != 2:
                 raise ConfigError(f"{where}[{index}] is {shown(pair)} in the snapshot; it must be a key and a value")
             _check(pair[0], key, f"{where}[{index}]'s key", tensors, found)
+            if not _is_key(pair[0]):
+                raise ConfigError(
+                    f"{where}[{index}]'s key is {shown(pair[0])} in the snapshot; it must be a plain value, or a tuple "
+                    "of such"
+                )
             _check(pair[1], value, f"{where}[{index}]", tensors, found)
         return
     many = not given or node["class"] == "list" or given[-1] is Ellipsis
@@ -124,6 +129,11 @@ def _check_items(node: Any, kind: Any, where: str, tensors: Mapping[str, int], f
         raise ConfigError(f"{where} has {len(content)} parts in the snapshot; it must be {_described(kind)}")
     for index, (each, own) in enumerate(zip(content, kinds, strict=True)):
         _check(each, own, f"{where}[{index}]", tensors, found)
+
+
+def _is_key(node: Any) -> bool:
+    """Whether a node, which holds, is of something that a dict can have as a key."""
+    return isinstance(node, _PLAIN) or (node.get("class") == "tuple" and all(map(_is_key, node["fields"])))
 
 
 def _check_fields(node: Any, where: str, tensors: Mapping[str, int], found: set[str]) -> None:

@@ -318,7 +318,7 @@ def _read(node: Any, there: Any, where: str, read: Callable[[Mapping[str, Any], 
     if there is None or not mutable(there):
         try:
             return known(**values)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # what is below `Any` has fields of any kind
             raise ConfigError(f"{where} cannot be: {error}") from error
     return _set(there, values)
 

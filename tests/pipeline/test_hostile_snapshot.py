@@ -18,6 +18,7 @@ from safetensors.torch import load, save
 
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, Event, FrameBatch, Open, Opened, Refused, SetPrompt, Shown
+from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing
@@ -213,6 +214,35 @@ def test_a_video_without_dimensions_is_refused() -> None:
     place = Place(CASES["staircase"], 2)
     odd = {"video": torch.zeros(()), "video_levels": torch.zeros(())}
     assert "video is float32 []" in place.offer(whole(header, tensors | odd))
+    check_other_session(place, CASES["staircase"], 2)
+    place.engine.close()
+
+
+def test_a_tensor_without_numbers_and_with_more_than_can_be_counted_is_refused() -> None:
+    header, tensors = parts(taken("staircase"))
+    place = Place(CASES["staircase"], 2)
+    data = whole(header, tensors)
+    length = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + length])
+    for name in ("start", "more"):
+        entries[name] = {"dtype": "U8", "shape": [2**31, 2**31, 2**31, 0], "data_offsets": [0, 0]}
+        text = json.dumps(entries).encode()
+        why = place.offer(len(text).to_bytes(8, "little") + text + data[8 + length :])
+        assert f"tensor '{name}' has the shape [2147483648, 2147483648, 2147483648, 0]" in why
+        del entries[name]
+    check_other_session(place, CASES["staircase"], 2)
+    place.engine.close()
+
+
+def test_a_key_that_is_a_list_and_a_text_that_is_no_text_are_refused() -> None:
+    header, tensors = parts(taken("staircase"))
+    place = Place(CASES["staircase"], 2)
+    decoder = {"class": "list", "fields": [header["trees"]["decoder"]]}
+    keyed = header | {"trees": header["trees"] | {"decoder": {"class": "dict", "fields": [[decoder, 0]]}}}
+    assert "key is" in place.offer(whole(keyed, tensors))
+    about = {"session": header["about"]["session"] | {"text": "a\ud800b"}}
+    with pytest.raises(ConfigError, match="half of a surrogate pair"):
+        read_saved_session(whole(header | {"about": about}, tensors))
     check_other_session(place, CASES["staircase"], 2)
     place.engine.close()
 

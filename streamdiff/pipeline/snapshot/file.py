@@ -6,6 +6,7 @@ import json
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from streamdiff.version import __version__
 _PICTURES, _START, _EMBEDS, _VIDEO, _LEVELS = "pictures", "start", "prompt_embeds", "video", "video_levels"
 LOOSE = (_PICTURES, _START, _EMBEDS, _VIDEO, _LEVELS)
 """Tensors that no tree names."""
-_MOST = 2**31
+_MOST, _MOST_NUMBERS = 2**31, 2**40
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
 
@@ -42,7 +43,8 @@ class FileTensors(Mapping[str, Tensor]):
         for name, entry in entries.items():
             if entry.dtype not in _DTYPES:
                 raise ConfigError(f"tensor {name!r} is {entry.dtype} in the snapshot; it can be {', '.join(_DTYPES)}")
-            if max(entry.shape, default=0) > _MOST:
+            # With a 0 among them, others could have a product that torch cannot count.
+            if max(entry.shape, default=0) > _MOST or prod(max(1, size) for size in entry.shape) > _MOST_NUMBERS:
                 raise ConfigError(f"tensor {name!r} has the shape {list(entry.shape)} in the snapshot; that is none")
 
     def __getitem__(self, name: str) -> Tensor:

@@ -143,7 +143,7 @@ class StreamSession:
                 self._take(self._engine.step(_STEP_WAIT_S))
 
     def occupancy(self) -> list[float]:
-        """Share of the time since loading that each stage of a ring was at work; empty with one stage."""
+        """Share of the time since loading that each rank of a ring was at work; empty with one rank."""
         return self._engine.occupancy()
 
     # ---- control ------------------------------------------------------------------------------------------------

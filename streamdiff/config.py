@@ -52,7 +52,7 @@ class ModelConfig(_Section):
     """Which weights run, where, and how."""
 
     name: str = EMBEDDED
-    """`tiny`, a name of `streamdiff models`, or a folder in the embedded layout."""
+    """`tiny`, a name of `streamdiff models`, a hub id (OWNER/NAME), or a path."""
     weights: str | None = None
     """The transformer's checkpoint; without `name` the model is recognised by it."""
     lora: str | None = None
@@ -305,7 +305,7 @@ class ServeConfig(_Section):
     lifetime_s: float | None = Field(3600.0, gt=0)
     """Seconds after which any session ends; null: never."""
     host_memory_gb: float | None = Field(None, ge=0)
-    """Host memory for sessions that are swapped out, of all ranks of a machine; 0: none is. null: a quarter of it."""
+    """GB of host memory for swapped-out sessions of all ranks of a machine; 0: none. null: a quarter of the free."""
     load: float = Field(0.9, gt=0, le=10)
     """Share of the engine's time that sessions may ask for together."""
     adaptive: bool = False
@@ -315,7 +315,7 @@ class ServeConfig(_Section):
     outputs: list[str] = []
     """Files and addresses that the default session is also sent to."""
     udp_ports: str | None = Field(None, pattern=r"^\d{1,5}-\d{1,5}$")
-    """Of viewers' media, as 50000-50100: each viewer takes one of every address of this machine. null: any."""
+    """UDP ports for viewers' media, as 50000-50100; a viewer takes one per local address. null: any."""
     tls_cert: str | None = None
     tls_key: str | None = None
     """PEM files, the certificate with its chain and the key without a password: HTTPS. Read again when they change."""

@@ -1,6 +1,5 @@
-"""Imports that take seconds: of torch, and of what loads a pipeline. A fifth of it is the garbage collector, which
-looks through a million new objects again and again and finds nothing to free; and at the end of the process once more,
-for longer than a second."""
+"""Slow imports (torch, and what loads a pipeline) without garbage collection, which takes a fifth of their time as it
+scans a million new objects in vain, and would take another second at the end of the process."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ SERVE = (
            key="serve.adaptive", action=SWITCH),
     Option("--codec", "CODEC", "auto, h264 or vp8 (default auto)", str, "serve.codec"),
     Option("--encoder", "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)", str, "serve.encoder"),
-    Option("--scale", "N", "enlarge the picture before encoding (default: `tiny` to 256 pixels)", int, "serve.scale"),
+    Option("--scale", "N", "enlarge before encoding (default: an embedded model's to 256 pixels)", int, "serve.scale"),
     Option("--pictures", "KIND", "from the decoder: rgb, yuv420 or auto (default auto: the cheaper)", str,
            "serve.pictures"),
     Option("--bitrate", "BITS", "bit/s of the video (default: fits size and fps)", int, "serve.bitrate"),
@@ -230,10 +230,11 @@ SERVE = (
     Option("--log-format", "KIND", "text, or json: one object a line on standard error", str, "serve.log_format"),
     Option("--host-memory-gb", "GB", "host memory for sessions that nobody watches (default: a quarter of what is "
            "free; 0: they keep the device's)", float, "serve.host_memory_gb"),
-    Option("--state-dir", "FOLDER", "for those that have no room there, and for what --keep-s keeps: a new server goes "
-           "on from there too", str, "serve.state_dir"),
+    Option("--state-dir", "FOLDER", "for sessions beyond --host-memory-gb, and for what --keep-s saves, which a new "
+           "server resumes", str, "serve.state_dir"),
     Option("--max-viewers", "N", "viewers at the same time, at most", int, "serve.max_viewers"),
-    Option("--address-share", "SHARE", "of these, what one address may hold (0.5)", float, "serve.address_share"),
+    Option("--address-share", "SHARE", "what one address may hold of viewers, connections, jobs (0.5)", float,
+           "serve.address_share"),
     Option("--insecure", "", "let other machines in without a token", key="serve.insecure", action=SWITCH),
     Option("--no-browser", "", "do not open a browser", key="serve.open_browser", action="store_false"),
 )

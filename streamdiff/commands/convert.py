@@ -2,7 +2,7 @@
 
 Knows nothing about the command line, codecs or networks: `models/autoencoder/autoencoder.py` has the networks,
 `video/writer.py` and `video/reader.py` the videos, `models/checkpoint/tensor_file.py` and
-`models/checkpoint/tensor_file.py` the tensors.
+`models/checkpoint/tensor_contract.py` the tensors.
 """
 
 from __future__ import annotations

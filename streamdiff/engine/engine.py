@@ -133,11 +133,11 @@ class Engine(SavesSessions):
         return next(slot for slot in range(len(self._slots) + 1) if slot not in self._sessions)
 
     def settle(self) -> list[Event]:
-        """Carry out what had to wait for its text and need not any more."""
+        """Carry out what waited for its text, picture or features and is ready."""
         return [event for pending in self._waiting.turn() for event in self._answer(pending)]
 
     def encodings(self) -> list[futures.Future[Any]]:
-        """Texts that are being encoded: one that is done lets `settle` do something."""
+        """Encodings in progress: one that is done lets `settle` do something."""
         return self._waiting.encodings()
 
     @property

@@ -10,7 +10,7 @@ from streamdiff.errors import EngineFailure
 
 @dataclass
 class Failures:
-    """Reasons by slot, the first of each, until their sessions have been ended."""
+    """The first failure of each slot, by slot, until its session is ended."""
 
     _reasons: dict[int, str] = field(default_factory=dict)
 
@@ -19,7 +19,7 @@ class Failures:
         self._reasons.setdefault(slot, why)
 
     def note_error(self, slot: int, error: Exception) -> None:
-        """A session has failed by an error, unless that is the engine's end, which is raised. Mutates: self."""
+        """Note an error as its session's failure; an EngineFailure is raised instead. Mutates: self."""
         if isinstance(error, EngineFailure):
             raise error
         self.note(slot, reason_of(error))

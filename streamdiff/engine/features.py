@@ -40,7 +40,7 @@ _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 class Features:
     """The content of files; None: not given.
 
-    `prompt_embeds` stand for the prompt until another comes; `image_latents` are those of the stream's first chunk,
+    `prompt_embeds` stand for the prompt until another comes; `image_latents` are those of the stream's first chunks,
     which it goes on from; of `video_latents` each chunk starts from its own, with noise of level `strength` mixed in,
     and chunks behind the last one from noise alone."""
 
@@ -73,8 +73,8 @@ NOTHING = Features()
 
 @dataclass(frozen=True)
 class DecodedFeatures:
-    """Their numbers, all finite. Rows `[L, D]` of a prompt's embeddings; latents `[n, C, F, h, w]` of chunks; `motion`
-    `[n]`: how far the pixels of each chunk of video move, None where its file does not say it."""
+    """`Features` as arrays, all finite: prompt embeddings `[L, D]`, latents `[n, C, F, h, w]`; `motion` `[n]`: how much
+    the pixels of each chunk of video move, None if its file does not say it."""
 
     prompt_embeds: Floats | None = None
     image_latents: Floats | None = None

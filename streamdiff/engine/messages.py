@@ -144,9 +144,9 @@ class SetMaxAhead(SessionMessage):
 
 @dataclass(frozen=True)
 class SetActive(SessionMessage):
-    """Whether somebody needs the session's next chunk; a new session is active. The memory of one that is not may be
-    taken for another, and with `swap_out` is given back as soon as it has made what it may; once it is active it comes
-    back. Has no answer, but `Swapped` tells where it is."""
+    """Whether somebody needs the session's next chunk; a new session is active. An inactive one may be swapped out if
+    another needs its memory, and with `swap_out` as soon as nothing of it is under way; it comes back when active.
+    Has no answer, but `Swapped` tells where it is."""
 
     active: bool
     swap_out: bool = False
@@ -192,9 +192,9 @@ Command = (
 
 @dataclass(frozen=True)
 class Ready(ModelInfo):
-    """The engine is warm. What the model is, and `work_s`, the seconds of work in a chunk as measured while warming up;
-    `sessions_fit`, how many sessions of the default kind the memory holds, and `sessions_away`, how many more may be
-    open that are swapped out; None: unknown, or as many as one likes."""
+    """The engine is warm. What the model is; `work_s`: seconds of work in a chunk, measured while warming up (None: not
+    measured); `sessions_fit`: sessions of the default kind that fit into memory (None: unknown); `sessions_away`: how
+    many more may be open while swapped out (None: no limit)."""
 
     examples: tuple[str, ...] = ()
     suggestions: tuple[tuple[str, ...], ...] = ()
@@ -300,7 +300,7 @@ class Closed(SessionMessage):
 @dataclass(frozen=True)
 class Measured:
     """Told with every finished chunk: seconds of work in a chunk of late, as for the default number of steps, the share
-    of the time each stage was at work (one number per rank; none with one stage), and the seconds of it since its
+    of the time each rank was at work (none with one rank), and the seconds of it since its
     process began (one per rank). `forwards`: how many there were since then of 1 row, 2 rows, and so on; `alone`: the
     reasons why those of one row had no more (see `ForwardCounts`), and `alone_forwards`, how many had each.
     `encodings`: how many texts, pictures and pieces of video were encoded since its process began."""

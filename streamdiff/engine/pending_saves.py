@@ -15,7 +15,7 @@ Done = tuple[Save, Any]
 
 
 class PendingSaves:
-    """Those of an engine, the first of which is under way."""
+    """An engine's queue of saves; the first is under way."""
 
     def __init__(self) -> None:
         self._asked: deque[Save] = deque()
@@ -41,8 +41,8 @@ class PendingSaves:
     def turn(
         self, pipeline: SavingPipeline, slot_of: Callable[[str], int], about: Callable[[str], Callable[[Any], Any]]
     ) -> list[Done]:
-        """Go on; what is done. `about` is called when a session is at rest, and gives what is made of its snapshot, on
-        a thread. Mutates: self, pipeline."""
+        """Advance; returns finished saves. `about(session)`, called at rest, makes what a thread applies to its
+        snapshot. Mutates: self, pipeline."""
         done: list[Done] = []
         for ticket, made in pipeline.take_saved():
             self._dropped.discard(ticket)

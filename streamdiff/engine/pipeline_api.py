@@ -93,7 +93,7 @@ class Pipeline(Protocol):
         """Raise the EngineFailure that ends the pipeline, if there is one or comes within `wait_s`."""
 
     def occupancy(self) -> list[float]:
-        """Share of the time that each stage has been busy since it was loaded; empty with one stage."""
+        """Share of the time that each rank has been busy since it was loaded; empty with one rank."""
 
     def busy_s(self) -> list[float]:
         """Seconds that each rank was at work since its process began; only ever more."""
@@ -114,7 +114,7 @@ class Pipeline(Protocol):
 
 @runtime_checkable
 class SavingPipeline(Protocol):
-    """One whose sessions can be saved and go on elsewhere; the real one is."""
+    """A `Pipeline` that can save sessions and resume them elsewhere."""
 
     def save(self, session: int) -> tuple[Any, Sequence[Frames]]:
         """A `pipeline.snapshot.file.Snapshot` of an open session, and frames that came before it was taken. Raises
@@ -140,7 +140,7 @@ class SavingPipeline(Protocol):
 
 @runtime_checkable
 class FeaturesPipeline(Protocol):
-    """One whose sessions can begin with features that were made elsewhere; the real one is. Called from any thread."""
+    """A `Pipeline` whose sessions can begin with precomputed embeddings or latents. Called from any thread."""
 
     def conditioning_of(self, rows: NDArray[np.float32]) -> Any:
         """A prompt's embeddings `[L, D]`, as `open` takes a text's."""
@@ -155,7 +155,7 @@ class FeaturesPipeline(Protocol):
 
 @runtime_checkable
 class FeedingPipeline(Protocol):
-    """One whose sessions can be fed with video; the real one is."""
+    """A `Pipeline` whose sessions can take live video."""
 
     def check_input(self, strength: float | None) -> None:
         """Raises RequestError for what `set_input` cannot do."""
@@ -177,7 +177,7 @@ class FeedingPipeline(Protocol):
 
 @runtime_checkable
 class SwappingPipeline(Protocol):
-    """One whose sessions can give their device memory back and come back; the real one is."""
+    """A `Pipeline` that can swap sessions out of device memory and in again."""
 
     def sessions_away(self) -> int | None:
         """How many sessions of the default kind may be swapped out; None: as many as one likes."""
@@ -186,7 +186,7 @@ class SwappingPipeline(Protocol):
         """Whether nothing of it is under way or may begin."""
 
     def can_swap_out(self, session: int, returning: int | None = None) -> bool:
-        """Whether there is a place for what it has; `returning` leaves its own."""
+        """Whether host memory or disk has room for it once `returning` is back."""
 
     def swap_out(self, session: int) -> None:
         """Give its memory back; it makes nothing until it is back."""

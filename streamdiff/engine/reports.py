@@ -28,7 +28,7 @@ def ready(pipeline: Pipeline, sessions_away: int | None) -> Ready:
 
 
 class Counted(Generic[_Given]):
-    """A call, and how often it was made. From any thread."""
+    """Wraps a function and counts its calls. Thread-safe."""
 
     def __init__(self, call: Callable[[_Given], Any]) -> None:
         self.calls = 0

@@ -24,7 +24,7 @@ NOTHING = Encoded()
 
 
 class SavesSessions(ABC):
-    """What `Engine` inherits for it."""
+    """`Engine`'s saving and loading."""
 
     _pipeline: Pipeline
     _max_ahead_frames: int
@@ -76,8 +76,8 @@ class SavesSessions(ABC):
         frame numbers; prompts that have been accepted are in it.
 
         Raises:
-            RequestError: there is no such session, or a prompt of it is still being encoded.
-            ConfigError: sessions of this pipeline cannot be saved.
+            RequestError: no such session, a prompt of it is being encoded, or the pipeline cannot save.
+            ConfigError: its noise was given as tensors.
         """
         session = self._check_saved(name)
         session.apply_pending()

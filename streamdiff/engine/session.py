@@ -148,8 +148,8 @@ class Session:
             setattr(self, name, saved[name])
 
     def renumber(self, epoch: int, made_frames: int, shown_frames: int) -> None:
-        """After `restore`: call the latest epoch `epoch`, if it is lower, and announce the first one to come; number
-        frames from `made_frames`, if they are lower. Of those made, as many wait to be shown as by these figures.
+        """After `restore`: raise the epoch to at least `epoch` and the frame count to at least `made_frames`; the next
+        frames bring `Applied`. `made_frames - shown_frames` frames, if above 0, count as not shown yet.
         Mutates: self."""
         self._epoch_shift = max(0, epoch - self.epoch)
         self.epoch += self._epoch_shift
@@ -187,7 +187,7 @@ class Session:
 
     @property
     def input_changes(self) -> bool:
-        """Whether the pipeline does not know of its input yet, or not of its end: then it may wait in vain."""
+        """Whether a change of its input is not applied yet; until then the pipeline may wait in vain."""
         return self._pending_input is not None
 
     def apply_pending(self) -> None:

@@ -53,8 +53,8 @@ class Swapping:
         return self._put_off.pop(slot, [])
 
     def with_room(self, call: Callable[[], _T], returning: int | None = None) -> _T:
-        """What `call` returns, which wants memory, for a session that is `returning` or a new one: that of sessions
-        that nobody needs, the one idle longest first.
+        """Run `call`, which takes memory for a new session or the one `returning`; while there is too little, swap
+        out the longest idle session and retry.
 
         Raises:
             RequestError: as `call`; code "memory" where all that fit are needed.
@@ -67,11 +67,11 @@ class Swapping:
                     raise
 
     def put_off(self, slot: int, pending: PendingRequest) -> bool:
-        """Whether a request has to wait until its session is back, for which room is made: one that lets its stream
-        begin afresh, or comes after one. Mutates: self.
+        """Whether a request has to wait until its session is swapped in, which is then begun: a reset of the stream,
+        or a prompt or steps after one. Mutates: self.
 
         Raises:
-            RequestError: there is none, code "memory".
+            RequestError: no room, code "memory".
         """
         pipeline = self._pipeline
         if pipeline is None or not pipeline.is_away(slot):

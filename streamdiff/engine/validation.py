@@ -118,8 +118,8 @@ def refused(command: Command, error: RequestError) -> Refused:
 
 
 def bad_value(error: Exception, field: str) -> RequestError:
-    """What the pipeline cannot run, as what was wrong with the request: `field`, unless the error knows better. Raises
-    the error where it is the engine's end."""
+    """A pipeline's error as a RequestError, which names `field` unless it is one already. An EngineFailure is raised
+    again."""
     if isinstance(error, EngineFailure):
         raise error
     if isinstance(error, RequestError):

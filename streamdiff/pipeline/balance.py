@@ -29,7 +29,7 @@ from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state import walk
 
 ROUNDS = 5
-"""Forwards that are timed; the median counts."""
+"""Forwards that are timed; the median counts, for `row_costs` the shortest."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def row_costs(stage: ModelRunner, max_rows: int, *, steps: int, kv_context: str,
 
 
 def lined_up(found: Mapping[int, float], most: int) -> list[float]:
-    """Values for 1 to `most` from those that were found, of which 1 is one: on a line between neighbours, beyond the
-    last on that of the last two (with one alone in proportion), and never falling."""
+    """Interpolate `found`, seconds by number of rows (1 is among them), to 1 to `most` rows: linearly, beyond the last
+    along the last two (if there is one only, in proportion), never decreasing."""
     counts = sorted(found)
     values: list[float] = []
     for count in range(1, most + 1):

@@ -143,11 +143,11 @@ class DeviceTimer:
                 self._lock.release()
 
     def stuck(self, now_s: float, limit_s: float) -> str | None:
-        """At what the device has been for `limit_s` without finishing it, as of `now_s`; None if it gets on.
+        """The work that the device has not finished for `limit_s`, as of `now_s`; None if it makes progress.
 
-        What has not begun waits for something else, such as another rank's message, of which that rank has to say what
-        keeps it; that is told only after twice as long. Call it now and then: time counts from the call that first saw
-        a work at the head of its stream. Mutates: self.
+        Work that has not begun waits for something else, such as another rank's message, whose rank should report the
+        cause; it is reported only after twice `limit_s`. Call it regularly: time counts from the call that first saw
+        the work at the head of its stream. Mutates: self.
         """
         with self._lock:
             self._read()
@@ -185,8 +185,8 @@ class StreamTimer:
         self._since_s = 0.0
 
     def work(self, what: object) -> AbstractContextManager[None]:
-        """What the calling thread hands to its current stream within is one work; `what` is kept until the device is
-        through, so it should hold no tensors. What ends with an error is not counted. Mutates: self."""
+        """Context manager: times what the calling thread enqueues within. `what` names it, and is kept until the device
+        is done, so it should hold no tensors. Not counted if an error ends it. Mutates: self."""
         if len(self._pending) >= _UNREAD:  # who wants to know looks by himself; this only bounds what is kept
             self._timer.read()
         return _Timed(what, self._timer.new_event, self._pending)

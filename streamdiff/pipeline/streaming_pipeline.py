@@ -46,7 +46,7 @@ class StepHook(Protocol):
         """Entered for each step."""
 
     def after_step(self, frames: Sequence[Frames]) -> None:
-        """What a step hands out."""
+        """Gets a step's frames."""
 
     def close(self) -> None:
         """The pipeline is about to close."""

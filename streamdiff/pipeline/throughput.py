@@ -62,7 +62,7 @@ class ChunkCostMeter:
 
 
 class PipelineFigures:
-    """What `StreamingPipeline` inherits for it."""
+    """`StreamingPipeline`'s own figures."""
 
     info: ModelInfo
     ring: RingExecutor
@@ -71,7 +71,7 @@ class PipelineFigures:
     _meter: ChunkCostMeter
 
     def occupancy(self) -> list[float]:
-        """Share of the time since loading that each stage was at work, its decoding included; empty with one stage."""
+        """Share of the time since loading that each rank was at work, its decoding included; empty with one rank."""
         return self._workers.occupancy() if self._workers is not None else []
 
     def forwards(self) -> ForwardCounts:

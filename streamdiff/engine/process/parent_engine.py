@@ -1,4 +1,4 @@
-"""The web process of an engine that has started it, instead of the other way round: what `hosting.host` runs."""
+"""The web process of an engine that has started it, instead of the other way round: what `rank0_server.host` runs."""
 
 from __future__ import annotations
 

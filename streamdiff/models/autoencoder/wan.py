@@ -35,7 +35,7 @@ class Memory:
     `features`: one entry per causal convolution, in the order they run: None before its first call, then its last one
     or two input frames (diffusers writes "Rep" into one that has seen a single frame). `size`: (batch, height, width)
     of the stream's pieces. `pending`: frames to encode that do not make a whole group yet. Its size does not depend on
-    the stream's length; `decoder_memory` counts it: to decode Wan2.1 at 480x832, 3.8 GB in
+    the stream's length; `wan_values` counts it: to decode Wan2.1 at 480x832, 3.8 GB in
     float32, half that in bfloat16.
     """
 

@@ -1,4 +1,4 @@
-"""Wan's text encoder: UMT5 and its tokenizer, from a diffusers folder or the original file (`text_files`), with
+"""Wan's text encoder: UMT5 and its tokenizer, from a diffusers folder or the original file (`wan_files`), with
 embeddings as diffusers' WanPipeline has them: a fixed number of rows, zero beyond the text. Knows nothing about
 caches, files given by a user, or sessions."""
 

@@ -1,7 +1,7 @@
 """Latents become pictures: on a thread of the head, or on another rank of the ring.
 
-A chunk comes out latent frame by latent frame. On a CPU it is decoded so too, and its first picture is out early; on a
-GPU, which is through before it pays, the whole chunk by one call. Chunks are decoded one at a time, in the order in
+Pictures come out latent frame by latent frame. A CPU also decodes one at a time, so that the first picture is early; a
+GPU, where that gains nothing, decodes a whole chunk in one call. Chunks are decoded one at a time, in the order in
 which they were finished. A *stream* here is a session from its start or reset to the next.
 """
 

@@ -58,8 +58,8 @@ class DecoderMemories:
             self._swaps.put(_swapped(stream), self._memories.pop(stream))
 
     def swap_in(self, stream: int, agreed: Callable[[int], int] = int) -> Outcome:
-        """Where it is lost the stream has none any more. `agreed` gives the worst outcome on all ranks that have a part
-        of it, of this rank's."""
+        """Restore a stream's state, or drop it if lost. `agreed` maps this rank's outcome to the worst of all ranks
+        with a part of the state."""
         name = _swapped(stream)
         if name not in self._swaps:  # it had none, so no rank had
             return Outcome.DONE

@@ -40,7 +40,7 @@ class Piece:
 
     @classmethod
     def failed(cls, stream: int, chunk: int, fault: str) -> Piece:
-        """What stands for all that is left of a chunk."""
+        """The final piece of a chunk that failed."""
         return cls(stream, chunk, np.empty(0, np.uint8), True, fault)
 
 

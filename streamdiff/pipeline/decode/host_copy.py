@@ -43,8 +43,8 @@ class TransferStream:
             latents.record_stream(self._stream)
 
     def finite(self, values: Tensor) -> Callable[[], bool]:
-        """Whether values are numbers throughout; to be called once something that was handed to the stream after this
-        has been fetched, and before the next such question: nobody waits for it then."""
+        """Start checking that all values are finite. Call the result, which then does not wait, after fetching
+        something that was queued later, and before the next `finite`."""
         if self._stream is None:
             return torch.isfinite(values).all().item  # type: ignore[return-value]
         self._finite.copy_(torch.isfinite(values).all(), non_blocking=True)

@@ -148,7 +148,7 @@ class SplitDecoding(LocalDecoding):
 
 
 class SplitDecodeWorker(DecodeWorker):
-    """On every other rank: decodes its rows, of which the head has the pictures afterwards. Its decoder is a
+    """Runs on every other rank: decodes its rows, which the head collects into pictures. Its decoder is a
     `RowDecoder`, with the layout `one_pixel`."""
 
     awaits_others = True
@@ -172,7 +172,7 @@ class SplitDecodeWorker(DecodeWorker):
 
 
 def rows_place(rank: int) -> str:
-    """Names under which a rank exchanges with the head what it remembers of its rows begin so."""
+    """Prefix of the names under which a rank exchanges its decoder state with the head."""
     return f"decoder, rows of rank {rank}"
 
 

@@ -21,7 +21,7 @@ class NoLink:
         self._works: deque[StageMessage] = deque()
 
     def announce(self, work: StageMessage) -> None:
-        """Nobody is ahead."""
+        """Does nothing."""
 
     def send(self, work: StageMessage) -> None:
         self._works.append(work)
@@ -30,7 +30,7 @@ class NoLink:
         return self._works.popleft() if self._works else None
 
     def notify(self, call: Callable[[], None]) -> None:
-        """What comes has been sent by the caller itself."""
+        """Does nothing: the caller itself sends."""
 
     def close(self, limit_s: float = 0.0) -> None:
         self._works.clear()
@@ -45,13 +45,13 @@ class NoSender:
     ready = True
 
     def announce(self, work: StageMessage) -> None:
-        """Nobody is told."""
+        """Does nothing."""
 
     def send(self, work: StageMessage) -> None:
-        """It goes nowhere."""
+        """Drops the work."""
 
     def close(self) -> None:
-        """Nothing ends."""
+        """Does nothing."""
 
     def flush(self, limit_s: float) -> None:
         """Nothing travels."""

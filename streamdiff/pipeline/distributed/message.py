@@ -1,6 +1,6 @@
 """What travels from rank to rank: rows to compute, or a change that all stages make at the same point of the order.
 
-A `StageMessage` is a fixed-size record of integers that goes ahead over a CPU channel, and tensors of known shapes.
+A `StageMessage` is a fixed-size record of integers (over NCCL it goes ahead, by TCP) and tensors of known shapes.
 Ranks do what the record says, in the order it comes; they never decide from a clock of their own.
 """
 
@@ -54,7 +54,7 @@ class Outcome(IntEnum):
 class SessionUpdate:
     """A change to one session. `oldest` is the oldest epoch still in use; chunks of the epoch of TEXT see none before
     `visible_from_chunk` but the sink; `steps` matters to OPEN, STEPS and SWAP_IN, `kv_context` to OPEN and SWAP_IN.
-    SAVE has its ticket in `epoch`. `outcome` is that of SAVE or SWAP_IN on the stages that it has come through."""
+    SAVE and SWAP_IN have a ticket in `epoch`; `outcome` is theirs on the stages that they have come through."""
 
     session: int
     epoch: int = 0
@@ -87,8 +87,8 @@ CONTROL_LENGTH = len(SessionUpdate(0).values())
 
 @dataclass(frozen=True)
 class StageMessage:
-    """`rows` with the tensors of a forward (latents and timesteps into the first stage, then hidden states and time
-    embeddings, after the last stage the flow), or a `control` with the text embeddings of TEXT."""
+    """`rows` with the tensors of a forward (latents and time embeddings into the first stage, then hidden states and
+    time embeddings, after the last stage the flow), or a `control` with the text embeddings of TEXT."""
 
     kind: MessageKind
     rows: tuple[MicroStep, ...] = ()

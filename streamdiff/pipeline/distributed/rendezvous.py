@@ -48,7 +48,7 @@ class RankContext:
         return [RankMemory(*json.loads(self.store.get(f"memory/{rank}"))) for rank in range(self.ranks)]
 
     def meet(self, meanwhile: Callable[[], None]) -> None:
-        """Wait until all ranks have come here; `meanwhile` is called between looks, and once more. Once per ring."""
+        """Barrier of all ranks, by polling; `meanwhile` is called at each poll and at the end. Once per ring."""
         self.store.set(f"met/{self.rank}", "")
         while not all(self.store.check([f"met/{rank}"]) for rank in range(self.ranks)):
             meanwhile()

@@ -89,7 +89,7 @@ class StageSaving:
         return Outcome.DONE
 
     def spoil(self, session: int, why: str) -> None:
-        """What is being copied of a session, if it is, changes now. Mutates: self."""
+        """Invalidate a session's running copy: its state changes. Mutates: self."""
         if session in self._under_way:
             saving = self._under_way[session]
             saving.copy, saving.spoilt = None, why

@@ -28,8 +28,8 @@ LOOK_S = 0.5
 
 
 class RankState(NamedTuple):
-    """Where one rank is: `edge` within communicators and first transfers, `made` graphs; `number` grows while it can
-    still say something."""
+    """Start-up state of one rank: `edge` within communicators and first transfers; `made` graphs; `number` grows
+    while it is alive."""
 
     phase: str = next(iter(PHASES))
     edge: int = 0
@@ -73,7 +73,7 @@ class StartProgress:
         self._tell(self._context)
 
     def report(self, made: int, of: int) -> None:
-        """This rank has the graphs of `made` chunks, of `of`, as many as every rank makes. Mutates: self, the store."""
+        """This rank has graphs of `made` kinds of forward, of `of`, the same on all ranks. Mutates: self, the store."""
         self._state = self._state._replace(made=made)
         self._tell(self._context)
         if self._bar is None and (self._context is None or self._context.rank == 0):
@@ -93,8 +93,8 @@ class StartProgress:
                 self._bar.close()
 
     def finish(self) -> None:
-        """Wait until all ranks are here, and nothing can be sent to one that compiles. Once per ring. The wait is a
-        row of looks, between which a signal is heard. Mutates: self."""
+        """Wait until all ranks are ready, so that nothing is sent to one that still compiles. Once per ring. It polls,
+        so that signals are handled. Mutates: self."""
         self.enter("ready")
         if self._context is not None:
             self._context.meet(self.draw)

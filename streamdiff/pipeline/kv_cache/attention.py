@@ -31,13 +31,13 @@ class StaticMetadata:
     sink_frames: how many of the row's own frames, the first, belong to the sink.
     sink: frames of the sink that the row sees.
     window_frames: other cached frames that it sees, its own included.
-    ranges: where all these lie: first positions and those after the last, each range without a gap.
-    moves_sink: the sink is rotated to its place within the forward, after what rows before or the row itself do to it.
+    ranges: positions of all these in the cache, as contiguous (begin, end) ranges.
+    moves_sink: whether the sink's keys are rotated within the forward, after this and earlier rows may have changed it.
     adapt: cosine below which the row is copied over the least similar sink chunk, after it has attended.
-    ring: of an adaptive ring, where the row is compared with the sink before it is written.
+    ring: its adaptive ring, if the row is compared with the sink before it is written.
     fold: weight that the sink keeps when the evicted chunk is averaged into it.
-    ahead: later rows of the forward that the row sees, since they are made together.
-    keeps: how many of the row's own frames, the first, are not written.
+    ahead: number of later rows of the forward that the row sees.
+    keeps: number of the row's first frames that are not written.
     """
 
     chunk: int
@@ -82,8 +82,8 @@ class TensorMetadata(NamedTuple):
 
 
 class AttentionMetadata(NamedTuple):
-    """What one row of a forward writes and sees. `place` is `slot` where the host knows it: None in graphs, which are
-    made for any, and where the device decides."""
+    """What one row of a forward writes and sees. `place`: the value of `slot` on the host; None in graphs, which serve
+    any slot, and where the device picks it."""
 
     shape: StaticMetadata
     tensors: TensorMetadata
@@ -91,8 +91,8 @@ class AttentionMetadata(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Of each row `[L, H, d]`: queries rotated by the row's `query_rope`, keys rotated so, or None where that is still
-    to be done, values, and keys as they were before, which else nothing reads unless a row `keeps_unrotated`."""
+    """For each row, each `[L, H, d]`: rotated queries; rotated keys, or None if they are still to be rotated; values;
+    and un-rotated keys, which are read only in that case, or if the row `keeps_unrotated`."""
 
     query: Sequence[Tensor]
     key: Sequence[Tensor | None]

@@ -78,8 +78,8 @@ class KVCache:
         return self._layers[cache]
 
     def move_sink(self, cache: int, first: int | None) -> bool:
-        """Note that the sink's keys in this cache are now rotated for a sink that begins at position `first`; None: for
-        none, as it has another content. Returns whether they were not. Mutates: self."""
+        """Record that this cache's sink keys are rotated for a sink that begins at position `first`; None: not valid,
+        as the sink has changed. Returns whether the record changes. Mutates: self."""
         moved = self.sink_at.get(cache) != first
         if first is None:
             self.sink_at.pop(cache, None)

@@ -77,13 +77,13 @@ class CacheGeometry:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Slots of a cache, slots whose keys are kept un-rotated too (none where the sink does not move), and length of
+        """Slots of a cache, slots whose keys are kept un-rotated too (none in an adaptive ring), and length of
         the queue of slots."""
         return (self.all_slots, 0, queue_length(self.slots)) if self.adaptive else (self.all_slots, self.pinned, 0)
 
     @property
     def period(self) -> int:
-        """Chunks after which what a chunk sees lies where it lay, once the window is full."""
+        """Chunks after which the slots that a chunk sees repeat, once the window is full."""
         ring, anchors = self.slots - self.pinned, self.all_slots - self.slots
         return lcm(ring, anchors * self.anchors.every) if anchors else ring if self.spare else 1
 
@@ -137,6 +137,6 @@ class CacheGeometry:
 
 
 def queue_length(slots: int) -> int:
-    """Length of a layer's queue in an adaptive ring: the next rolling slot, how many sink slots wait, and which, the
-    newest last. A ring of `slots` slots is filled by as many chunks, each of which lets one wait at most."""
+    """Length of a layer's queue tensor in an adaptive ring: next rolling slot, number of waiting sink slots, and their
+    numbers, newest last. At most one sink slot waits for each of the `slots` chunks that fill the ring."""
     return 2 + slots

@@ -16,7 +16,7 @@ from streamdiff.pipeline.kv_cache.cache import LayerCaches
 
 
 class PooledRow(NamedTuple):
-    """slot: of the pool, that the row writes, int64 `[1]`. seen: frames of the pool that it sees, int64 `[n]`."""
+    """slot: pool slot that the row writes, int64 `[1]`. seen: indices of pool frames it sees, int64 `[n]`."""
 
     slot: Tensor
     seen: Tensor
@@ -31,9 +31,9 @@ def attend_pooled(
     attend: AttendParts,
     paged: AttendPaged | None = None,
 ) -> Tensor:
-    """As `attend_rows`, for rows that are `plain`. `chunk`: latent frames of a slot. By `paged` all rows attend at
-    once, which may not write what another one sees; without it each row by itself, by `attend`, over a copy of what it
-    sees, in turns with writing. Mutates: the pool."""
+    """`attend_rows` for `plain` rows. `chunk`: latent frames of a slot. With `paged` all rows write, then attend in one
+    call, so no row may write what another sees; without it each row writes, then attends by `attend` to a copy of
+    what it sees. Mutates: the pool."""
     keys, values = whole.keys[layer], whole.values[layer]
     frames = [each.unflatten(1, (chunk, -1)).flatten(0, 1) for each in (keys, values)]
     mixed = []

@@ -151,8 +151,8 @@ class KVCacheBudget:
 
 
 def host_bytes(config: ModelConfig, sharers: int) -> int:
-    """Host memory that this rank may fill with sessions that are swapped out, one of the `sharers` on its machine. Only
-    a server's are."""
+    """Bytes of host memory for this rank's swapped-out sessions, one of `sharers` equal shares of the machine's; 0
+    unless it serves."""
     if not isinstance(config, ServedModel):
         return 0
     if config.host_memory_gb is not None:

@@ -42,8 +42,8 @@ MOST_IN_A_ROW = 2
 
 
 class Streak:
-    """Tells an error that strikes whoever runs from those of sessions: it ends one after the other, and nothing runs
-    well between."""
+    """Counts session failures in a row: more than MOST_IN_A_ROW, with no success between, are taken for the engine's
+    fault."""
 
     def __init__(self) -> None:
         self._lost = 0

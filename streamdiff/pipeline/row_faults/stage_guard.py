@@ -42,7 +42,7 @@ class GuardedStage(Protocol):
         """What `forward` would return for so many rows, with NaN for numbers."""
 
     def forget_sinks(self, session: int) -> None:
-        """Have a session's sink placed anew: it may have been on the way."""
+        """Have a session's sink rotated anew: it may be half done."""
 
     def update(self, kind: MessageKind, control: SessionUpdate, tensors: Tensors) -> SessionUpdate: ...
 

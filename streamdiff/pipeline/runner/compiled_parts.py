@@ -18,10 +18,10 @@ Ropes = tuple[Tensor, ...]
 
 
 class CompiledParts(NamedTuple):
-    """A stage's forward without its self-attentions, as graphs that are compiled when they are called first: up to the
-    first, from one to the next, and from the last on. Queries, keys and values are `[R, L, H, d]`, queries and keys
-    rotated; where rows keep keys un-rotated, these follow. Where ranks share the stage they are those of own tokens,
-    and nothing is rotated yet."""
+    """A stage's forward as graphs around its self-attentions, compiled at first call: `begin` up to the first one,
+    `between` from one to the next, `end` after the last. Queries, keys and values are `[R, L, H, d]`, queries and keys
+    rotated; un-rotated keys follow if rows keep them. Where ranks share the stage: this rank's tokens, nothing rotated
+    yet."""
 
     begin: Callable[[Ropes, BlockWeights, Tensors], tuple[Tensor, ...]]
     between: Callable[..., tuple[Tensor, ...]]

@@ -100,7 +100,7 @@ class CompiledStage:
 
     @property
     def captured_sessions(self) -> int:
-        """Of how many of the pool's sessions forwards were replayed, since `replayed` was cleared."""
+        """Number of the pool's sessions with a forward replayed since `replayed` was cleared."""
         return len({number // self.pool.caches for number in self.replayed}) if self.pool is not None else 0
 
     def try_paged(self, rows: int, window: int) -> None:
@@ -279,9 +279,8 @@ def _as_inference_tensor(tensor: Tensor) -> Tensor:
 def forwards_met(
     trial: int, chunk: int, steps: int, kv_context: str, anchor: bool, with_next: bool
 ) -> Iterator[list[MicroStep]]:
-    """Rows of the forwards of one of the session's chunks: the first step, and the clean pass; where each step has a
-    cache of its own every step, and an `anchor`'s clean pass. Or of that which takes the next chunk's first step with
-    it."""
+    """Yields the rows of each kind of forward of `chunk`: first step and clean pass; if each step has its own cache,
+    all steps and an `anchor`'s clean pass; or, `with_next`, a clean pass with the next chunk's first step."""
     if with_next:
         yield [MicroStep(trial, chunk, steps, steps, 0), MicroStep(trial, chunk + 1, 0, steps, 0)]
         return

@@ -50,9 +50,9 @@ class RunnerSession:
     matched: bool = field(metadata=KEPT)
     """Whether each step has a cache of its own: `matched`, `anchored`."""
     cached_steps: int = field(metadata=KEPT)
-    """Of those: the steps that the caches are of, until the first row of others."""
+    """If `matched`: the step count that the caches are laid out for."""
     newest: int = field(default=-1, metadata=STATE)
-    """Of other contexts: the newest chunk that has written its slot."""
+    """The newest chunk that has written; read only if not `matched`."""
     text: dict[int, list[KeyValue]] = field(default_factory=dict, metadata=BY_LAYER)
     visible_from_chunk: dict[int, int] = field(default_factory=dict, metadata=STATE)
 

@@ -76,9 +76,9 @@ class PrefetchedNoise:
         self._drawn: dict[tuple[int, int], tuple[Future[list[Tensor]], int]] = {}
 
     def prefetch(self, chunk: int, first: int, end: int | None = None) -> None:
-        """Have the noise of steps `first` to `end` (exclusive; None: the chunk's last) drawn that will be asked for, at
-        once, unless that of `first` has been: handing them to the thread one by one costs the host more than drawing
-        them. Of steps that do not exist, none is drawn. Mutates: self."""
+        """Have the noise of steps `first` to `end` (exclusive; None: the chunk's last) drawn by the thread in one task:
+        submitting steps one by one costs the host more than drawing them. Does nothing if step `first` is submitted
+        already; leaves out steps that do not exist. Mutates: self."""
         steps = range(first, self._draws if end is None else min(end, self._draws))
         if steps and (chunk, first) not in self._drawn:
             drawn = self._thread.submit(lambda: [self._pinned(chunk, step) for step in steps])

@@ -44,7 +44,7 @@ class StageForward:
         return self.leave(self.denoiser.run_blocks(self.enter(given), text, attention))
 
     def enter(self, given: Tensors) -> Tokens:
-        """What the first block gets of what the stage is given."""
+        """The stage's input as `Tokens` for its first block."""
         first, time = given
         if not self.first:
             return Tokens(first, time)
@@ -52,7 +52,7 @@ class StageForward:
         return Tokens(hidden if self.group is None else self.group.own_tokens(hidden), time)
 
     def leave(self, tokens: Tokens) -> Tensors:
-        """What the stage sends of what the last block returns."""
+        """The stage's output from its last block's `Tokens`."""
         if not self.last:
             return tuple(tokens)
         if self.group is None:
@@ -78,7 +78,7 @@ class StageForward:
 
 @dataclass(frozen=True)
 class SharedAttention:
-    """Self-attention of own tokens, as `SelfAttention`, where `attention` is that of all tokens of own heads."""
+    """A `SelfAttention` over this rank's tokens: all-to-all, `attention` over all tokens of own heads, back."""
 
     group: ContextGroup
     attention: SelfAttention

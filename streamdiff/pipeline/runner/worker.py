@@ -46,7 +46,7 @@ class Worker:
 
     @property
     def awaits_others(self) -> bool:
-        """Whether other ranks take part in a forward, so that one that lasts may be theirs."""
+        """Whether other ranks share each forward, so that a slow one may be their fault."""
         return self.stage.heads < self.stage.denoiser.heads
 
     @property

@@ -27,11 +27,11 @@ class Anchors:
         return isinstance(chunk, int) and (chunk < self.sink or (self.every > 0 and chunk % self.every == 0))
 
     def seen_clean(self, anchor: int, chunk: int, step: int, steps: int) -> bool:
-        """Whether `chunk` in `step` of `steps` sees `anchor` as its clean pass left it, else as in this step.
+        """Whether `chunk`, at `step` of `steps`, sees the clean keys of `anchor`; if not, those of this step.
 
-        Those of the sink always: the next chunk waits for them. Others as soon as they can be finished while every
-        chunk is a step behind the one before it, so that nobody waits on as many stages as steps, or fewer; whatever
-        the number of stages, it is the same.
+        Sink anchors always are: the next chunk waits for them. Others are once their clean pass has entered if each
+        chunk is one step behind the one before, so that on at most `steps` stages no chunk waits. The rule is the same
+        for any number of stages.
         """
         return anchor in self and (anchor < self.sink or step + chunk - anchor >= steps)
 

@@ -44,9 +44,8 @@ class ScheduledSession:
     `rerun_as_one` as rows of one forward. While it is `draining` none is, and those in flight wait for no follower.
     While it is `held`, for a snapshot, nothing of it enters or changes.
     `choice`: what is due next: an index into `chunks`, `len(chunks)` to admit one, RERUN, or None. Cached; `stale`
-    invalidates it. `waiting_since` counts forwards: when there
-    first was a choice, or the last row was handed out; `rows_before` rows, until that one. `frame_credit`:
-    frames that may still be admitted.
+    invalidates it. `waiting_since`: the scheduler's forward count when it last got a row or first had a choice;
+    `rows_before`: its row count before that row. `frame_credit`: frames it may still admit.
 
     Each field says whether sessions whose rows share a forward may differ in it, see `step`. Model, size, dtype and
     LoRA are the engine's, so all its sessions have them in common.
@@ -115,8 +114,8 @@ class ScheduledSession:
 
     @property
     def waiting_rows(self) -> int:
-        """Rows that wait at the head, where there is a choice. Of a staircase those of all chunks that have come back:
-        they enter one after the other, also in one forward. A timetable spaces the others'."""
+        """Rows of this session ready at rank 0, for a `choice` that is not None. In `staircase` one per returned chunk,
+        plus a new chunk if that is the choice; in the other KV contexts always 1."""
         if self.kv_context != "staircase":
             return 1
         back = sum(chunk.back == chunk.entered < self.last_pass(chunk.number) for chunk in self.chunks)

@@ -2,7 +2,7 @@
 
 Pure logic: no torch, no clock, no I/O. Events in (`open`, `returned`, `set_frame_credit`, ...), decisions out (`next`).
 The rules are in docs/design.md, section 4; what a micro-step attends to follows from them, never from timing. New
-chunks of `matched` sessions are paced, see `timetable_tick`; one session's part is in `scheduled_session`.
+chunks of `matched` and `anchored` sessions are paced, see `timetable_tick`; one session is in `scheduled_session`.
 
 **A first chunk with more steps.** Steps are numbered from the end: the last step and the clean pass have the same
 number in every chunk. A longer first chunk begins at a negative step, so rules compare steps equally far from the end.
@@ -46,8 +46,8 @@ class StreamBatchScheduler:
     something to hand out gets a row in one of the next `(PATIENCE + 1) * N` forwards, where N such are open, whatever
     their frame credits are.
 
-    A row that is ready is held back by paced admission alone, which concerns new chunks of `matched` sessions, and by
-    its forward being full or not `compatible`.
+    A row that is ready is held back by paced admission alone, which concerns new chunks of `matched` and `anchored`
+    sessions, and by its forward being full or not `compatible`.
 
     Args:
         stages: stages of the ring, P.
@@ -218,8 +218,8 @@ class StreamBatchScheduler:
         Without `background` none of a background session. Rows are spread over the `places` of the ring (`RowLimit`);
         None: a forward takes all that it can.
 
-        Within a session: oldest chunk first, `matched` by its timetable. A chunk gives at most one row, since its next
-        step needs this one's result. All rows are `compatible` with the first.
+        Within a session: oldest chunk first, `matched` and `anchored` by timetable. A chunk gives at most one row, as
+        its next step needs this one's result. All rows are `compatible` with the first.
         """
         rows: list[MicroStep] = []
         self._apart = "none_ready"

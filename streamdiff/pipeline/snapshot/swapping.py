@@ -60,8 +60,8 @@ class SwapsSessions(ABC):
         )
 
     def can_swap_out(self, session: int, returning: int | None = None) -> bool:
-        """Whether host memory, or the disk, takes what an open session has on the devices of all ranks, with what
-        another one leaves there that is `returning` in its place."""
+        """Whether host memory or disk has room for an open session's device state on all ranks, counting the room that
+        session `returning` frees by coming back."""
         swaps = self.ring.stage.swaps
         return session not in self._away and (
             swaps.takes(0) if self._budget is None else self._budget.away_fits(session, swaps.spills, returning)

@@ -19,7 +19,7 @@ class TakesFeatures:
     ring: RingExecutor
 
     def conditioning_of(self, rows: NDArray[np.float32]) -> Tensor:
-        """A prompt's embeddings `[T, D]`, of rows `[L, D]`: the others are zero, as the text encoder leaves them."""
+        """Prompt embeddings `[L, D]`, padded with zero rows to `[T, D]` as the text encoder pads them."""
         embeddings = torch.zeros(self.model.spec.text_shape)
         embeddings[: len(rows)] = torch.from_numpy(np.array(rows))
         return embeddings

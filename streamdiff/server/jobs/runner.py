@@ -45,12 +45,12 @@ from streamdiff.server.jobs.video_file import VideoFile, encoding_threads
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import Metrics
 
-logger = logging.getLogger("streamdiff.serve.jobs")
+logger = logging.getLogger(__name__)
 
 SESSION = "job:"
 """Sessions of jobs have names that begin so."""
 ATTEMPTS = 3
-"""How often the engine may fail while a job runs, before the job is taken to be the reason."""
+"""Engine failures while a job runs at which the job is taken to be the reason."""
 AHEAD_CHUNKS = 2
 NO_MEMORY_RETRY_S = 2.0
 ENGINE_RETRY_S = 1.0

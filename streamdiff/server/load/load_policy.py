@@ -18,7 +18,7 @@ late."""
 CUT = 0.85
 """After late chunks the sessions may ask for this share of what they asked for when that happened."""
 GROW = 1.25
-"""How much more they may ask for after each calm `hold_s`, until it is the limit again."""
+"""How much more they may ask for after each calm `_hold_s`, until it is the limit again."""
 RAISED_SHARE, FULL_S = 0.9, 30.0
 """What was given up comes back only where the sessions then ask for no more than this share of what they may; for all
 of it after so many calm seconds."""

@@ -42,10 +42,9 @@ async def read_form(
     large: Mapping[str, int] | None = None,
     look: Callable[[str, BinaryIO, int], None] = lambda name, file, nbytes: None,
 ) -> Fields:
-    """The fields of a form of MAX_FORM_BYTES at most, beside which it may have `large` files, of so many bytes by name;
-    files only where they are `files`. `refuse` makes the answer to a field that is wrong, from its name, why, and a
-    word for programs. `look` is called with each file's name, the file and its bytes before it is read into memory, and
-    may raise.
+    """The fields of a form. Only those named in `files` may be files; MAX_FORM_BYTES bound the form, and `large` adds
+    bytes for some files, by name. `refuse(field, why, code)` makes the error for a wrong field. `look(name, file,
+    nbytes)` is called for each file before it is read into memory, and may raise.
 
     Raises:
         Problem: 400 for what is no form, 413, or as `refuse`.
@@ -134,7 +133,7 @@ FEATURE_FILES: dict[str, dict[str, Any]] = {
         "description": "a safetensors file with `prompt_embeds` [L, D], instead of `prompt`", **BINARY,
     },
     "image_latents": {
-        "description": "a safetensors file with `latents` of the first chunk, instead of a picture", **BINARY,
+        "description": "a safetensors file with `latents` of the first chunks, instead of a picture", **BINARY,
     },
     "video_latents": {
         "description": "a safetensors file with `latents` of chunks, which the stream starts from with noise of level "
@@ -145,7 +144,7 @@ FEATURE_FILES: dict[str, dict[str, Any]] = {
 
 
 def largest_features(ready: Ready) -> dict[str, int]:
-    """Bytes that the form may have of each file; none where the model takes none, which `looks` says."""
+    """Bytes that the form may have of each file; none where the model takes none: `feature_check` says that."""
     return {name: contract(name, ready).max_bytes for name in NAMES} if ready.text_shape else {}
 
 

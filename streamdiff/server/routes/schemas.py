@@ -28,7 +28,7 @@ ImageFit = Annotated[Fit, Field(description="how a picture of other proportions 
 
 
 class NewSession(Body):
-    """A session to open; what is left out is the server's default."""
+    """A session to open; what is left out is the server's default (`seed`: 0)."""
 
     prompt: Prompt | None = Field(None, description="what to show")
     seed: Seed = 0
@@ -147,9 +147,9 @@ class CapacityInfo(BaseModel):
     chunk_frames: int
     share: float = Field(description="of the engine's time that the sessions take that somebody watches")
     share_limit: float
-    occupancy: list[float] = Field(description="share of the time that each stage of a ring was at work")
+    occupancy: list[float] = Field(description="share of the time that each rank of a ring was at work")
     sessions_fit: int | None = Field(description="sessions of the default kind that can play; null: unknown")
-    sessions_away: int | None = Field(description="and may be swapped out beside them; null: as many as one likes")
+    sessions_away: int | None = Field(description="further sessions that may be swapped out; null: no limit")
     places: dict[str, int] = Field(description="open sessions, by where they lie: device, host, disk")
     size: str
     steps: list[int]

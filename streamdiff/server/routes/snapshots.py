@@ -63,7 +63,7 @@ async def size_of_snapshot(state: State, live: Controlled) -> Response:
 
 
 def _refuse_if_busy(state: AppState) -> None:
-    """Raises Problem, 503, while another snapshot is taken or sent."""
+    """Raises Problem, 503, while MAX_SNAPSHOTS are taken or sent."""
     if state.snapshots.locked():
         raise Problem(503, "Other snapshots are being sent; ask again.", {"Retry-After": "1"}, code="busy")
 

@@ -26,7 +26,7 @@ _ENCODERS = ("text", "picture", "video")
 
 
 class EngineLoad:
-    """`occupancy` is the share of the time that each stage was at work, as the engine reported last, and `batching` its
+    """`occupancy` is the share of the time that each rank was at work, as the engine reported last, and `batching` its
     forwards by rows, and those of one row by the reason, since it began."""
 
     def __init__(
@@ -93,7 +93,7 @@ class EngineLoad:
         self.capacity.restart(ready.work_s)
 
     def chunk(self, session: LiveSession, batch: FrameBatch) -> None:
-        """Frames of a session have come, which are not with those that wait yet. Mutates: self."""
+        """Measure a session's slack by new frames, before they are pushed. Mutates: self."""
         if (slack_s := session.playback.slack_s(batch)) is not None:
             chunk_s = self._ready.chunk_frames / session.fps
             self._policy.chunk(session.id, slack_s, chunk_s, clock.monotonic_s())

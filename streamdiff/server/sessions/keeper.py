@@ -138,8 +138,8 @@ class SessionKeeper:
         return lost_s
 
     def refused(self, session: LiveSession, why: str) -> bool:
-        """The engine has not opened a session from its snapshot. Returns whether it may begin afresh: not where it was
-        found in a folder, whose file is kept aside then. Mutates: self."""
+        """The engine refused a session's snapshot. Returns whether it may begin afresh: not if it was found in a
+        folder, where its file is then renamed to `*.refused`. Mutates: self."""
         if (found := self._found.pop(session.id, None)) is not None:
             found.folder.set_aside(session.id, why)
             return False

@@ -90,9 +90,9 @@ class Playback:
         self._progressed.set()
 
     def slack_s(self, batch: FrameBatch) -> float | None:
-        """Seconds of video that wait when a chunk's first frames come, before they are pushed; negative: so long the
-        last picture stood. None for a chunk's further frames, for the first chunks of a stream, which nothing came
-        before, and where nothing is shown. With what the lead could still grow by, as long as something waits.
+        """Seconds of video buffered when a chunk's first frames come, before they are pushed, plus what the lead may
+        still grow by; if the buffer ran dry, minus the seconds for which the last picture stood. None for a chunk's
+        further frames, for a stream's first two chunks, and while nothing is shown.
 
         Mutates: self.
         """
@@ -122,7 +122,7 @@ class Playback:
         self.pacer.set_fps(fps)
 
     def look(self) -> None:
-        """Have what is reported looked at. Mutates: self."""
+        """Wake the progress report. Mutates: self."""
         self._progressed.set()
 
     def stalled_s(self) -> float:

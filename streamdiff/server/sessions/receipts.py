@@ -120,9 +120,9 @@ class RequestTracker:
         return [] if request is None else [request.receipt("refused", now_s, field=field, reason=reason)]
 
     def engine_lost(self, epoch: int | None, made_frames: int, reason: str, now_s: float) -> list[Receipt]:
-        """The engine has ended; frames up to `made_frames` have come, and are still shown. What it had not taken is
-        refused. Of what it took and made no frame for, the latest of each kind holds for the stream that begins again
-        with `epoch`; None: none will, and that is refused too. Mutates: self."""
+        """The engine has ended; frames before `made_frames` have come and will be shown. Requests not accepted are
+        refused. Of accepted ones without a frame yet, the latest of each kind holds for the stream that restarts with
+        `epoch`; None: there is no restart, and all are refused. Mutates: self."""
         ahead = [each for each in self._open.values() if each.frame is None or each.frame >= made_frames]
         lasting = [each for each in ahead if each.epoch is not None and not self._is_replaced(each)]
         receipts = []

@@ -239,7 +239,11 @@ def changed(folder: Path, old: str, new: str) -> Path:
         ("  warp: true\n", "  warp: true\n  first_noise_scale: 1.1\n", ("sampling.first_noise_scale", "equal to 1")),
         ("  warp: true\n", "  warp: true\n  keep_end: true\n", ("keep_end is for a list that ends with 0", "with 250")),
         ("  warp: true\n", "  warp: true\n  timestep_dtype: float8\n", ("sampling.timestep_dtype", "bfloat16")),
-        ("[1000, 750, 500, 250]", "[1000, 999]\n  timestep_dtype: bfloat16", ("steps is 1000, 1000", "below the one before it")),
+        (
+            "[1000, 750, 500, 250]",
+            "[1000, 999]\n  timestep_dtype: bfloat16",
+            ("steps is 1000, 1000", "below the one before it"),
+        ),
         ("  sink_latents: 3", "  sink_latents: 10", ("a window holds at least the sink and one chunk",)),
         ("kind: causal", "kind: bidirectional", ("another has none",)),
         ("  trained: clean", "  trained: foggy", ("context.trained", "clean")),

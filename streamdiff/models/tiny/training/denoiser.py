@@ -8,11 +8,11 @@ losses, each the flow's mean squared error:
 - *first*: first chunks of streams, alone;
 - *next*: a chunk after one clean chunk, at several levels;
 - *again*: a stream's first chunk after a bare background, which is what is left of a shape that was lost;
-- *own*: what should follow chunks that the network made itself (`own_past`), where it begins with a finished model.
+- *own*: what should follow chunks that the network made itself (`on_policy`), where it begins with a finished model.
 
 Only where a stream starts or its prompt changes must a chunk be drawn from words; everywhere else it can be copied
 from the past. The short kinds hold many such places at a fraction of a window's cost. What is only seen, and has no
-target, is worn in a share of the windows (`wear`). One more loss teaches the text encoder to read: every word's
+target, is worn in a share of the windows (`corruption`). One more loss teaches the text encoder to read: every word's
 embedding must tell the whole scene, so that cross-attention need not search for it.
 """
 

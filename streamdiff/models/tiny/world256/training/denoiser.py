@@ -36,7 +36,7 @@ TRANSFORMER: dict[str, Any] = {
     "patch_size": (1, 2, 2),
     "num_attention_heads": 6,
     "attention_head_dim": 32,
-    "in_channels": AUTOENCODER.latent_channels + 10,
+    "in_channels": AUTOENCODER.latent_channels + 32,
     "out_channels": AUTOENCODER.latent_channels,
     "text_dim": WIDTH,
     "freq_dim": 128,

@@ -55,6 +55,11 @@ class Opening:
         """Wait for another answer than the last: the session is asked for once more. Mutates: self."""
         self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    @property
+    def pending(self) -> bool:
+        """Whether the engine has not answered yet."""
+        return not self._answer.done()
+
     async def wait(self, timeout_s: float) -> None:
         """Wait until the engine has opened it.
 

@@ -125,11 +125,13 @@ class LiveSession(ShowsState):
 
     async def ask_open(self, snapshot: Data | None = None) -> None:
         """Ask the engine for the session; a new engine, where it takes up what the one before has left, or goes on from
-        `snapshot`.
+        `snapshot`. Does nothing once the session has ended.
 
         Raises:
             EngineFailure: the engine has ended.
         """
+        if self.closed:
+            return
         playback, self._last_active, self.place = self.playback, None, "device"
         self.steps = self._sent_steps = self.limit.steps_of(self._asked.steps)
         if self.epoch < 0:
@@ -371,6 +373,7 @@ class LiveSession(ShowsState):
     async def close(self) -> None:
         """End its threads and tasks; the engine's session is not closed. Mutates: self."""
         self.closed = True
+        self.opening.end(EngineFailure("the session ended before it was opened"))
         ended = partial(SessionEnded, "the session ended before this was answered")
         self.subscribers.fail_pending(ended)
         self.snapshots.fail(ended)

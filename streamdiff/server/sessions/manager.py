@@ -188,7 +188,8 @@ class SessionManager:
         try:
             await self._open_on_engine(session, snapshot)
         except BaseException as error:
-            await self._drop(session)
+            if not session.closed:
+                await self._drop(session)
             if not isinstance(error, RequestError):
                 await self._close(session.id)  # it may open yet
             if isinstance(error, RequestError) and error.code == "memory":
@@ -229,8 +230,9 @@ class SessionManager:
         logger.log(level, "Session %s ends: %s.", id, f"{reason}: {why}" if why else reason, extra=fields)
         ended = {"type": "session_ended", "reason": reason}
         session.subscribers.broadcast(ended | {"message": why} if why else ended, ended)
+        there = session.opened or session.opening.pending  # it may open yet
         await self._drop(session)
-        if session.opened:
+        if there:
             await self._close(id)
 
     async def _close(self, id: str) -> None:
@@ -241,8 +243,7 @@ class SessionManager:
         """In how many seconds another session may be opened, as far as is known."""
         now_s = clock.monotonic_s()
         ends = [end[0] - now_s for session in self.sessions if (end := session.lifetime.end()) is not None]
-        soonest_s = min(ends, default=LONGEST_RETRY_S)
-        return math.ceil(min(max(soonest_s, SHORTEST_RETRY_S), LONGEST_RETRY_S))
+        return math.ceil(max(SHORTEST_RETRY_S, min(*ends, LONGEST_RETRY_S, LONGEST_RETRY_S)))
 
     def _add(self, id: str, spec: SessionSpec) -> LiveSession:
         session = LiveSession(
@@ -282,7 +283,7 @@ class SessionManager:
             snapshot = await self._keeper.snapshot(session)
             if snapshot is None and session.id == DEFAULT_SESSION:
                 snapshot = self._begin_with
-            if snapshot is not None:
+            if snapshot is not None and not session.closed:
                 self._going_on[session.id] = snapshot
             with contextlib.suppress(EngineFailure):  # it has ended at once, and the event that says so comes next
                 await session.ask_open(snapshot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -327,6 +328,44 @@ def test_a_session_that_nobody_watches_takes_no_time_from_others(monkeypatch: py
         assert (await site.http.get(f"/api/sessions/{first['id']}")).status_code == 200
 
     _run(scene, Overloaded(chunk_s=0.02))
+
+
+class Slow(Painter):
+    """Opens further sessions when it is let."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def open(self, session: int, conditioning: object, **how: Any) -> None:
+        if self._streams:
+            self.asked.set()
+            assert self.let.wait(60)
+        super().open(session, conditioning, **how)
+
+    @property
+    def count(self) -> int:
+        return len(self._streams)
+
+
+def test_a_session_that_ends_before_the_engine_has_opened_it_is_closed_there_too() -> None:
+    painter = Slow(chunk_s=0.02)
+
+    async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
+        opening = asyncio.create_task(site.http.post("/api/sessions", json={}))
+        await asyncio.to_thread(painter.asked.wait, 60)
+        [id] = [each.id for each in site.state.manager.sessions if each.id != "default"]
+        await site.state.manager.end(id, "deleted")
+        refused = await opening
+        assert (refused.status_code, refused.json()["code"]) == (503, "engine")
+        painter.let.set()
+        await site.until(lambda: any(isinstance(each, Close) and each.session == id for each in site.client.sent))
+        session = await _open(site)  # what was sent before has been done then
+        assert painter.count == 2
+        await site.http.delete(f"/api/sessions/{session['id']}", headers=session["headers"])
+
+    _run(scene, painter)
 
 
 def test_a_session_that_does_not_fit_in_memory_is_refused_with_the_reason() -> None:

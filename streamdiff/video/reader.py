@@ -78,7 +78,7 @@ def _pictures(folder: Path) -> Iterator[Frame]:
         try:
             with Image.open(path) as picture:
                 yield np.asarray(picture.convert("RGB"))
-        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise ConfigError(f"{path} cannot be read as a picture: {error}") from None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from streamdiff.errors import ConfigError
 from streamdiff.video.reader import open_clip
@@ -56,12 +57,17 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     Image.fromarray(paint(1, 16, 16)[0]).save(tmp_path / "mixed" / "1.png")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "0.png").write_bytes(b"\x89PNG no more")
+    (tmp_path / "bomb").mkdir()
+    said = PngInfo()
+    said.add_text("said", "a" * 2_000_000, zip=True)
+    Image.fromarray(paint(1)[0]).save(tmp_path / "bomb" / "0.png", pnginfo=said)
     for name, message in (
         ("none.mp4", "does not exist; expected a video file or a folder"),
         ("empty", r"the folder .*empty has no \.png pictures"),
         ("text.mp4", r"text\.mp4 cannot be read as a video"),
         ("mixed", "frame 1 is 16 x 16, the first one 48 x 32"),
         ("broken", r"0\.png cannot be read as a picture"),
+        ("bomb", r"0\.png cannot be read as a picture"),
     ):
         with pytest.raises(ConfigError, match=message):
             list(open_clip(tmp_path / name))

@@ -134,26 +134,20 @@ class JobRunner:
     ) -> Job:
         serve, now_s = self._config, clock.wall_s()
         if self._store.count() >= serve.jobs_queue:
-            raise JobLimitReached(
-                "queue", f"All {serve.jobs_queue} places of the queue are taken (serve.jobs_queue).", 10
-            )
+            raise JobLimitReached("queue", f"All {serve.jobs_queue} places are taken (serve.jobs_queue).", 10)
         if self._store.count(owner) >= owner_share:
             raise JobLimitReached(
-                "address",
-                f"One address may have {owner_share} jobs of {serve.jobs_queue} that wait (serve.address_share), "
-                "and yours does.",
-                10,
-            )
+                "address", f"One address may have {owner_share} jobs of {serve.jobs_queue} that wait "
+                "(serve.address_share), and yours does.", 10,
+            )  # fmt: skip
         used_gb = self._store.used_bytes() / 1e9
         if used_gb >= serve.jobs_disk_gb:
             soonest_s = self._store.next_expiry_s()
             wait_s = 60 if soonest_s is None else round(min(max(soonest_s - now_s, 1), 3600))
             raise JobLimitReached(
-                "disk",
-                f"The videos kept here take {used_gb:.2f} GB of {serve.jobs_disk_gb:g} (serve.jobs_disk_gb). DELETE "
-                "some, or wait until they expire.",
-                wait_s,
-            )
+                "disk", f"The videos kept here take {used_gb:.2f} GB of {serve.jobs_disk_gb:g} (serve.jobs_disk_gb). "
+                "DELETE some, or wait until they expire.", wait_s,
+            )  # fmt: skip
         return self._store.add(request, owner, now_s, picture, features)
 
     async def get(self, id: str) -> Job | None:
@@ -165,8 +159,10 @@ class JobRunner:
 
     async def delete(self, id: str) -> bool:
         """Forget a job and its file, and stop making it; False if there is none."""
-        await self._cancel([task for task, run in self._runs.items() if run.job.id == id])
-        gone = await self._stored(self._store.delete, id)
+        gone = False
+        for _ in range(2):  # it may be begun while the store's thread is on its way to delete it
+            await self._cancel([task for task, run in self._runs.items() if run.job.id == id])
+            gone = await self._stored(self._store.delete, id) or gone
         self._wake.set()
         return gone
 
@@ -275,8 +271,11 @@ class JobRunner:
     async def _expire(self) -> None:
         period_s = min(LONGEST_HOUSEKEEPING_S, self._config.jobs_keep_s / 4)
         while True:
-            for id in await self._stored(self._store.expire, clock.wall_s()):
-                logger.info("Job %s has expired.", id, extra=log_fields(job=id))
+            try:
+                for id in await self._stored(self._store.expire, clock.wall_s()):
+                    logger.info("Job %s has expired.", id, extra=log_fields(job=id))
+            except (sqlite3.Error, OSError):
+                logger.exception("Jobs that are over could not be removed; it is tried again.")
             await asyncio.sleep(period_s)
 
     async def _stored(self, call: Callable[..., _T], *given: object) -> _T:

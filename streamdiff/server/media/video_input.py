@@ -90,7 +90,7 @@ class VideoInput:
                 assert taken is not None
                 try:
                     picture = await asyncio.to_thread(fit_frame, taken, *self._size)
-                except (av.FFmpegError, ValueError):  # a pixel format that is not known, or a damaged frame
+                except (av.FFmpegError, ValueError):
                     self.left_out += 1
             if picture is not None:
                 pieces.append(picture)
@@ -102,9 +102,16 @@ class VideoInput:
 
 
 def fit_frame(frame: av.VideoFrame, width: int, height: int) -> Frames:
-    """A frame as RGB `[height, width, 3]`: scaled to cover that size, and what is over is cut on both sides alike."""
+    """A frame as RGB `[height, width, 3]`: scaled to cover that size, and what is over is cut on both sides alike.
+
+    Raises:
+        ValueError: it would have more than MAX_PIXELS before it is cut.
+        av.FFmpegError: it is damaged, or its pixel format is not known.
+    """
     scale = max(width / frame.width, height / frame.height)
     wide, high = max(width, round(frame.width * scale)), max(height, round(frame.height * scale))
+    if wide * high > MAX_PIXELS:
+        raise ValueError(f"a frame of {frame.width} x {frame.height} is too narrow for {width} x {height}")
     whole = frame.reformat(wide, high, "rgb24").to_ndarray()
     top, left = (high - height) // 2, (wide - width) // 2
     return np.ascontiguousarray(whole[top : top + height, left : left + width])

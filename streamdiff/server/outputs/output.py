@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import av
+
 from streamdiff import child_process, clock
 from streamdiff.server.media.fanout import Fanout
 from streamdiff.server.media.packets import EncodedFrame, PacketQueue
@@ -125,24 +127,29 @@ class Output:
 
     async def _send(self, session: LiveSession, attempt: int) -> str | None:
         """Write the session until something fails; says what. None: the session has ended."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "streamdiff.server.outputs.muxer"),
-            env=child_process.environment(),
-            stdin=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "streamdiff.server.outputs.muxer"),
+                env=child_process.environment(),
+                stdin=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:  # no more processes, files or memory
+            return f"its writer cannot be started: {error.strerror}"
         assert process.stdin is not None and process.stderr is not None
         stderr = asyncio.create_task(process.stderr.read())
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._fanout = session.playback.fanout
-        session.playback.fanout.attach(self._target.codec, self)
         reason = ""
         try:
+            session.playback.fanout.attach(self._target.codec, self)
             fmt, target = session.playback.format, self._target
             size, options = (fmt.width * fmt.scale, fmt.height * fmt.scale), dict(target.options)
             where = (target.attempt(attempt), target.container, target.codec)
             process.stdin.write(Header(*where, *size, fmt.fps, options).line())
             await self._feed(process, session)
+        except av.FFmpegError as error:
+            reason = f"its encoder failed: {error}"
         except TimeoutError:
             reason = f"the other side took nothing for {STUCK_S:g} s"
         except OSError:

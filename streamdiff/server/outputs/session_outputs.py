@@ -51,7 +51,7 @@ class AllowedTargets:
             raise RequestError("target", "a file has a name without a folder, as show.mp4; the server chooses where")
         try:
             return targets.parse(text if "://" in text else str(self._folders[0] / text))
-        except (ConfigError, ValueError) as error:
+        except (ConfigError, ValueError, OSError) as error:  # the last of a name that is too long
             # Of files the error says where on the server they are kept.
             of_file = f"{text[:60]!r} cannot be written: a recording ends in .mp4 or .webm, and has a new name"
             raise RequestError("target", str(error) if "://" in text else of_file) from error

@@ -92,7 +92,10 @@ class Publication:
         if response.status_code != 201:
             raise WhipError(f"the media server answered {response.status_code} {response.reason_phrase}")
         if "location" in response.headers:
-            self._resource = urljoin(str(response.url), response.headers["location"])
+            try:
+                self._resource = str(httpx.URL(urljoin(str(response.url), response.headers["location"])))
+            except (ValueError, httpx.InvalidURL) as error:
+                raise WhipError("the media server's answer names an address that is none") from error
             if urlsplit(self._resource)[:2] != urlsplit(str(response.url))[:2]:  # another origin
                 self._resource_headers = {}  # the token is for the server that took it
         return response.text

@@ -13,19 +13,24 @@ const SAID = {
  *  is called with a value to set while video goes in. */
 export function startCamera({ address, headers, strength }) {
   const sending = { pc: null, media: null, resource: null, kind: "" };
+  let begins = false;
 
   async function begin(kind) {
-    await end();
-    drawInputError("");
-    if (!navigator.mediaDevices) {
-      drawInputError("Browsers give a camera to pages over https alone, or on this machine itself (localhost).");
-      return;
-    }
+    if (begins) return; // clicked again while the browser asks
+    begins = true;
     try {
+      await end();
+      drawInputError("");
+      if (!navigator.mediaDevices) {
+        drawInputError("Browsers give a camera to pages over https alone, or on this machine itself (localhost).");
+        return;
+      }
       await send(kind);
     } catch (error) {
       await end();
       drawInputError(SAID[error.name] ?? error.message);
+    } finally {
+      begins = false;
     }
   }
 

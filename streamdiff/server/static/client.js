@@ -27,7 +27,6 @@ export class StreamClient extends EventTarget {
   #resource = null;
   #channel = null;
   #generation = 0;
-  #servers = null;
   #nextId = 1;
   #decoded = { frames: 0, at: 0 };
 
@@ -144,15 +143,11 @@ export class StreamClient extends EventTarget {
     await pc.setRemoteDescription({ type: "answer", sdp: answer });
   }
 
-  /** The STUN and TURN servers that the server names; asked once, for most servers name none. */
+  /** The STUN and TURN servers that the server names; asked anew for every connection, for credentials expire. */
   async #iceServers() {
-    this.#servers ??= fetch(this.#url, { method: "OPTIONS", headers: this.authorization })
+    return fetch(this.#url, { method: "OPTIONS", headers: this.authorization })
       .then((response) => parseIceServers(response.headers.get("Link") ?? ""))
-      .catch(() => {
-        this.#servers = null;
-        return [];
-      });
-    return this.#servers;
+      .catch(() => []);
   }
 
   async #post(offer, generation) {

@@ -90,6 +90,8 @@ class Feeders:
         feeder = Feeder(secrets.token_urlsafe(24), session, source, receiver, address, name, ends_session)
         try:
             answer = await self._answer(feeder, checked)
+            if session.closed:
+                raise _ended(session)
             session.input.begin()  # first: whatever comes between, `give_back` tells the engine of the end
             await _tell_engine(feeder, session.input.strength if strength is None else strength)
             if session.closed:

@@ -21,6 +21,8 @@ MAX_SDP_BYTES = 64 * 1024
 MAX_LINES = 2000
 MAX_SECTIONS = 8
 MAX_CANDIDATES = 64
+MAX_CODECS, MAX_FEEDBACK = 128, 32
+"""Of a section: as many codecs as there are payload types, and lines of feedback for all of them."""
 MAX_CANDIDATE_CHARACTERS = 512
 
 _MEDIA_LINE = re.compile(r"^m=(audio|video|application) ([0-9]{1,6}) ([A-Z/]+) ([^ ].*)$")
@@ -183,6 +185,9 @@ def _check_section(number: int, section: _Section, session: _Section) -> str:
         raise SdpError(f"{where} has no usable a=fingerprint; media is always encrypted.")
     if kind != "application" and section.value("rtcp-mux") is None:
         raise SdpError(f"{where} has no a=rtcp-mux.")
+    for name, most in (("a=rtpmap:", MAX_CODECS), ("a=rtcp-fb:*", MAX_FEEDBACK)):
+        if sum(line.startswith(name) for line in section.lines) > most:
+            raise SdpError(f"{where} has more than {most} lines {name}.")
     for line in section.lines:
         if line.startswith("a=candidate:"):
             _candidate(line)

@@ -95,6 +95,7 @@ def test_there_is_a_limit_and_without_a_list_nothing_is_allowed(tmp_path: Path) 
         ("../show.mp4", False),
         ("/tmp/show.mp4", False),
         ("a\0.mp4", False),
+        ("a" * 300 + ".mp4", False),
         (".mp4", False),
     ],
 )

@@ -168,8 +168,9 @@ def test_a_lost_picture_is_made_good_by_a_key_frame() -> None:
     [
         (Response(status_code=403), "the media server answered 403 Forbidden"),
         (Response("no sdp", 201, {"Location": "/publications/1"}), "the media server's answer cannot be used"),
+        (Response("v=0", 201, {"Location": "http://[x"}), "the media server's answer names an address that is none"),
     ],
-    ids=["forbidden", "nonsense"],
+    ids=["forbidden", "nonsense", "no address"],
 )
 def test_what_the_media_server_makes_impossible_is_told(
     refusal: Response, reason: str, monkeypatch: pytest.MonkeyPatch

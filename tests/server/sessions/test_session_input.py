@@ -114,6 +114,11 @@ def test_odd_sizes_are_fitted(size: tuple[int, int]) -> None:
     assert made.shape == (32, 48, 3) and np.abs(made.astype(int) - 90).max() <= 2
 
 
+def test_a_frame_so_narrow_that_it_would_be_huge_is_refused() -> None:
+    with pytest.raises(ValueError, match="too narrow"):
+        fit_frame(frame(2, 5400), 256, 160)
+
+
 def test_of_a_thousand_frames_in_a_second_the_newest_is_used() -> None:
     async def main() -> None:
         told = Told()

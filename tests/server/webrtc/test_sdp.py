@@ -83,6 +83,8 @@ def test_an_incomplete_offer_is_malformed(offer: str, pattern: str) -> None:
         ("a=mid:0\r\n", "a=mid:0\r\na=candidate:1 1 udp 1 192.0.2.9 99999 typ host\r\n"),
         ("a=mid:0\r\n", "a=mid:0\r\n" + "a=candidate:1 1 udp 1 192.0.2.9 99 typ host\r\n" * (MAX_CANDIDATES + 1)),
         ("a=mid:0\r\n", "a=mid:0\r\n" + "a=x-filler:1\r\n" * 100_000),
+        ("a=mid:0\r\n", "a=mid:0\r\n" + "a=rtpmap:96 VP8/90000\r\n" * 990),
+        ("a=mid:0\r\n", "a=mid:0\r\n" + "a=rtcp-fb:* nack\r\n" * 990),
         ("a=mid:0\r\n", "a=mid:0\r\nthis is no line of SDP\r\n"),
         ("sha-256 ", "sha-256 zz:"),
         ("a=setup:actpass", "a=setup:whatever"),

@@ -267,6 +267,7 @@ class RingExecutor:
             video=old.video if given_latents is None else None,
         )  # fmt: skip
         self.scheduler.reset(session, epoch)
+        self._admission.forget(session)
         self._change_steps()
         self._begin(session, state)
         self.tell(MessageKind.RESET, SessionUpdate(session, epoch))
@@ -276,6 +277,7 @@ class RingExecutor:
         """Free a session everywhere. Mutates: self."""
         self.changes.pop(session, None)
         self.scheduler.close(session)
+        self._admission.forget(session)
         self.sampler.sessions.pop(session, None)
         self.tell(MessageKind.CLOSE, SessionUpdate(session))
 

@@ -222,7 +222,7 @@ class StreamingPipeline(SavesSessions, FeedsSessions, TakesFeatures, PipelineFig
         rows, finished = self._turn()
         copying = self._turn_saves()
         for row in rows:
-            if row.step == 0:
+            if row.step == 0 and row.chunk not in self._streams[row.session].chunks:  # else it runs once more
                 cost = (row.steps + 1) / (self.info.steps + 1)  # a pass per step, and the clean one
                 self._streams[row.session].chunks[row.chunk] = StreamChunk(row.epoch, cost, now_s)
                 self._streams[row.session].ahead_frames += self.info.chunk_frames

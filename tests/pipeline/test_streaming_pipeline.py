@@ -246,6 +246,49 @@ def test_a_session_that_cannot_be_decoded_is_told_and_one_after_the_other_ends_t
     runtime.close()
 
 
+def spoil_first_steps(runtime: StreamingPipeline) -> None:
+    """Of every chunk the first step is without numbers, once. Mutates: runtime's stage."""
+    forward, struck = runtime.ring.stage.forward, set[int]()
+
+    def spoilt(rows: Any, given: Any) -> Any:
+        done = forward(rows, given)
+        if rows[0].step > 0 or rows[0].chunk in struck:
+            return done
+        struck.add(rows[0].chunk)
+        return tuple(tensor * torch.nan for tensor in done)
+
+    runtime.ring.stage.forward = spoilt  # type: ignore[method-assign]
+
+
+def test_a_first_step_that_runs_once_more_takes_no_more_of_the_lead(runtime: StreamingPipeline) -> None:
+    open_session(runtime)
+    spoil_first_steps(runtime)
+    taken = pictures(take(runtime, 0, 5, room=CHUNK))
+    runtime.close_session(0)
+    open_session(plain := StreamingPipeline(MODEL, CPU))
+    assert np.array_equal(taken, pictures(take(plain, 0, 5)))
+    plain.close()
+
+
+@pytest.mark.parametrize("way", ["close", "reset"])
+def test_a_first_step_that_was_to_run_once_more_goes_with_its_stream(runtime: StreamingPipeline, way: str) -> None:
+    open_session(runtime)
+    runtime.set_frame_credit(0, CHUNK)
+    spoil_first_steps(runtime)
+    runtime.step()
+    assert runtime.ring.stage.sessions and list(runtime.ring._admission.controls), "it waits to run once more"
+    text = runtime.text.encode(RED)
+    if way == "close":
+        runtime.close_session(0)
+        drain(runtime)
+        open_session(runtime)
+    else:
+        runtime.reset(0, text, seed=1, epoch=1)
+    open_session(plain := StreamingPipeline(MODEL, CPU))
+    assert np.array_equal(pictures(take(runtime, 0, 3, room=CHUNK)), pictures(take(plain, 0, 3)))
+    plain.close()
+
+
 def test_given_latents_that_are_no_numbers_end_their_session() -> None:
     """Found where pictures reach the host, as on a GPU, or in what comes back of their clean pass."""
     lost: dict[int, str] = {}

@@ -91,6 +91,11 @@ class InFlightQueue:
                 self.returned.lose(session, own[0], describe(error, f"{at(own[0])} could not begin"))
         return kept, tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
+    def forget(self, session: int) -> None:
+        """Rows of the session's stream that were to run once more no longer are. Mutates: self."""
+        for message in [each for each in self.controls if each.rows and each.rows[0].session == session]:
+            self.controls.remove(message)
+
     def held_s(self) -> float:
         """Seconds for which what is ready still waits for rows of other sessions; 0: for nothing. Mutates: self."""
         if self.wait_s == 0 or len(self.in_ring) >= self.limit or not self.scheduler.may_gain_rows:

@@ -160,7 +160,9 @@ def _connect_nccl(
         return NcclEnd(topology.layout(edge, model), peer, topology.tag(edge), device, group, records)
 
     edges, rank = topology.edges, topology.rank
-    receivers = {edge: NcclReceiver(end(edge, ends[0])) for edge, ends in enumerate(edges) if ends[1] == rank}
+    receivers = {
+        edge: NcclReceiver(end(edge, ends[0]), paced=rank == 0) for edge, ends in enumerate(edges) if ends[1] == rank
+    }
     senders = {edge: NcclSender(end(edge, ends[1])) for edge, ends in enumerate(edges) if ends[0] == rank}
     warm_up({**senders, **receivers}, partial(on_edge, "first transfers"))
     on_edge("graphs", 0)
@@ -179,7 +181,7 @@ def share_stages(topology: StageTopology, spec: ModelSpec, device: torch.device)
 def join_edges(topology: StageTopology, spec: ModelSpec, device: torch.device) -> None:
     """What a rank without an edge does while the others `connect`: all ranks make groups together."""
     share_stages(topology, spec, device)
-    if topology.link == "nccl":
+    if topology.link == "nccl" and topology.edges:  # the head of a ring without edges does not `connect`
         edge_groups(topology.stages, device, shares=topology.shares)
         dist.barrier()
 

@@ -55,7 +55,8 @@ class WorkerGroup:
         """The way to the rank that decodes, if that is another one."""
         if self._decode_links is None:
             return None
-        return RemoteDecoding(*self._decode_links, spec, deliver, wake, self.ring.stage.exchange)
+        stage = self.ring.stage
+        return RemoteDecoding(*self._decode_links, spec, deliver, wake, stage.exchange, stage.device)
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raises EngineFailure when the ring has a fault, or one shows within `wait_s`; chunks that come back in that

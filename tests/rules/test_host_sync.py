@@ -36,6 +36,7 @@ ALLOWED = {
     "streamdiff.pipeline.video_input.feeding:_encode": "on the thread that encodes video, on a stream of its own",
     "streamdiff.pipeline.video_input.given:video_of": "as a stream opens, of values on the CPU",
     "streamdiff.pipeline.distributed.cuda_streams:drain": "for the start and the end",
+    "streamdiff.pipeline.distributed.cuda_streams:run": "on a thread that does nothing else",
     "streamdiff.models.autoencoder.normalisation:__init__": "a decoder's constants",
     "streamdiff.pipeline.runner.sampler:_times": "a session's noise levels",
     "streamdiff.models.tiny.model:save": "writes files",

@@ -98,7 +98,7 @@ def _tried(
         own = partial(kernel, page)
         try:
             off = _off(own(query, key, value, seen), query, key, value, seen)
-        except REFUSALS as error:
+        except (*REFUSALS, TypeError) as error:  # the last of a torch that does not know an argument yet
             tried.append(f"varlen, pages of {page}, cannot run here: {(str(error).splitlines() or ['?'])[0]}")
             continue
         if off is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamdiff.device import bind
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
@@ -162,13 +163,16 @@ class RemoteDecoding:
         deliver: Deliver,
         wake: Callable[[], None],
         exchange: StateExchange,
+        device: torch.device = CPU,
     ) -> None:
-        """`wake` is called, from a thread, when the other rank is gone; `exchange` is between the two."""
+        """`wake` is called, from a thread, when the other rank is gone; `exchange` is between the two. Latents lie on
+        `device`."""
         self._sender, self._receiver, self._pieces = sender, receiver, spec.chunk_latents
         self._exchange = exchange
         self._coming: dict[int, Outcome | None] = {}  # streams that were asked to come back; None: no answer yet
         self._deliver, self._wake = deliver, wake
-        self._works: queue.SimpleQueue[StageMessage] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[tuple[StageMessage, torch.cuda.Event | None]] = queue.SimpleQueue()
+        self._device, self._lane = device, TransferStream(device)
         self._error: LinkClosed | None = None
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
@@ -179,34 +183,38 @@ class RemoteDecoding:
 
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
         row = MicroStep(stream, chunk, 0, self._pieces, 0)
-        self._works.put(StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)))
+        # Behind what makes them, and not behind the ring's next forwards.
+        self._works.put((StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)), self._lane.mark()))
+
+    def _control(self, message: StageMessage) -> None:
+        self._works.put((message, None))
 
     def forget(self, stream: int) -> None:
         self._coming.pop(stream, None)
-        self._works.put(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
+        self._control(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
 
     def save(self, stream: int) -> SavedMemory:
-        self._works.put(StageMessage(MessageKind.SAVE, (), SessionUpdate(stream)))
+        self._control(StageMessage(MessageKind.SAVE, (), SessionUpdate(stream)))
         place = stream_place(DecodeWorker.place, stream)
         return lambda: self._exchange.take(place) if self._exchange.holds(place) else None
 
     def load(self, stream: int, state: State) -> None:
         self._exchange.put(stream_place(DecodeWorker.place, stream), state)
-        self._works.put(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
+        self._control(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
 
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
         self._exchange.put(shape_place(DecodeWorker.place), ({}, list(chunk_shape)))
-        self._works.put(StageMessage(MessageKind.SAVE, (), SessionUpdate(NO_STREAM)))
+        self._control(StageMessage(MessageKind.SAVE, (), SessionUpdate(NO_STREAM)))
         outlines: list[Any] = self._exchange.take(stream_place(DecodeWorker.place, NO_STREAM))[1]
         return outlines
 
     def swap_out(self, stream: int) -> None:
-        self._works.put(StageMessage(MessageKind.SWAP_OUT, (), SessionUpdate(stream)))
+        self._control(StageMessage(MessageKind.SWAP_OUT, (), SessionUpdate(stream)))
 
     def swap_in(self, stream: int) -> Outcome:
         if stream not in self._coming:
             self._coming[stream] = None
-            self._works.put(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream)))
+            self._control(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream)))
         if self._coming[stream] is None:
             return Outcome.NOT_YET
         return self._coming.pop(stream) or Outcome.DONE
@@ -216,15 +224,21 @@ class RemoteDecoding:
             raise self._error
 
     def close(self, abandon: bool = False) -> None:
-        self._works.put(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
+        self._control(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
         for thread in self._threads:
             thread.join(0.0 if abandon else LEAVE_S)
 
     def _send(self) -> None:
+        bind(self._device)
+        self._lane.enter()
+        kind = MessageKind.ROWS
         try:
-            self._sender.send(work := self._works.get())
-            while work.kind is not MessageKind.STOP:
-                self._sender.send(work := self._works.get())
+            while kind is not MessageKind.STOP:
+                work, made = self._works.get()
+                for tensor in work.tensors:
+                    self._lane.follow(made, tensor)
+                self._sender.send(work)
+                kind = work.kind
             self._sender.close()
             self._sender.flush(LEAVE_S)
         except LinkClosed as error:

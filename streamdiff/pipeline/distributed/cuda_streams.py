@@ -8,12 +8,16 @@ sent or read. Streams, events and transfers are given, so that tests can play an
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
+from streamdiff.device import bind
 from streamdiff.pipeline.distributed.link import SLOTS
 
 
@@ -44,6 +48,9 @@ class Streams(Protocol):
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         """Make `stream` the current one within."""
 
+    def when(self, event: Event, call: Callable[[], None]) -> None:
+        """Have `call` called, from any thread, once `event`, as it was recorded last, is past; one after the other."""
+
 
 class CudaStreams:
     """Those of a CUDA device."""
@@ -58,11 +65,28 @@ class CudaStreams:
         return torch.cuda.Stream(self.device, priority=-1)  # of the pool from which nobody takes who must not wait
 
     def event(self) -> Event:
-        event: Event = torch.cuda.Event()
+        event: Event = torch.cuda.Event(blocking=True)  # who synchronises with it sleeps
         return event
 
     def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
+
+    def when(self, event: Event, call: Callable[[], None]) -> None:
+        self._awaited.put((event, call))
+
+    @cached_property
+    def _awaited(self) -> queue.SimpleQueue[tuple[Event, Callable[[], None]]]:
+        awaited: queue.SimpleQueue[tuple[Event, Callable[[], None]]] = queue.SimpleQueue()
+
+        def run() -> None:
+            bind(self.device)
+            while True:
+                event, call = awaited.get()
+                event.synchronize()
+                call()
+
+        threading.Thread(target=run, name="transfers", daemon=True).start()
+        return awaited
 
 
 class Transfer(Protocol):
@@ -137,20 +161,25 @@ class ReceiveLane:
         self._announced += 1
         self._post()
 
+    def arrival(self) -> Event:
+        """What is past when the next message, which was announced, is there. Mutates: self."""
+        slot = self._taken % SLOTS
+        assert self._taken < self._posted, "only what was announced, after what was taken before was released"
+        transfer, self._under_way[slot] = self._under_way[slot], None
+        if transfer is not None:
+            with self._streams.use(self._stream):
+                transfer.wait()
+            self._received[slot].record(self._stream)
+        return self._received[slot]
+
     def take(self) -> int:
         """The slot of the next message; the current stream may read it. Mutates: self.
 
         Only what was announced may be taken, and only after what was taken before was released.
         """
-        slot = self._taken % SLOTS
+        self.arrival().wait(self._streams.current())
         self._taken += 1
-        transfer, self._under_way[slot] = self._under_way[slot], None
-        assert transfer is not None
-        with self._streams.use(self._stream):
-            transfer.wait()
-        self._received[slot].record(self._stream)
-        self._received[slot].wait(self._streams.current())
-        return slot
+        return (self._taken - 1) % SLOTS
 
     def release(self) -> None:
         """The current stream has been given everything that reads what was taken. Mutates: self."""

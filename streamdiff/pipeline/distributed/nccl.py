@@ -9,6 +9,7 @@ waits for the device and nothing is read from it; who may touch a slot when is s
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from streamdiff import clock
 from streamdiff.pipeline.distributed.cuda_streams import CudaStreams, ReceiveLane, SendLane, Streams, Transfer
 from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, ring_edges
 from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
@@ -26,6 +28,8 @@ FOREVER = timedelta(days=3650)
 MAX_CTAS = 4
 """Bounds the multiprocessors that a transfer holds while it waits for its match: NCCL gives one to point-to-point for
 every two. `NCCL_MAX_CTAS` in the environment wins. Reason: docs/decisions/0023."""
+GONE_S = 10.0
+"""What an end has sent is there so long after it has closed, or never will be."""
 ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -181,22 +185,54 @@ class NcclReceiver:
     """The receiving end of an edge.
 
     What was received is read on the stream that is current when it is received, and again at the next `receive`.
+
+    A follower is handed a work as soon as its record is there, and so is ahead of its device. The head's end is
+    `paced`: there a work comes back when the device has it (docs/decisions/0053).
     """
 
-    def __init__(self, end: NcclEnd) -> None:
+    def __init__(self, end: NcclEnd, paced: bool = False) -> None:
         self._layout = end.layout
         self._buffers, start = end.slots(dist.irecv)
-        self._lane = ReceiveLane(end.streams or CudaStreams(end.device), start)
+        self._streams = end.streams or CudaStreams(end.device)
+        self._lane = ReceiveLane(self._streams, start)
         self._records = TcpReceiver(end.layout.bare, end.peer, end.tag, torch.device("cpu"), end.records)
+        self._paced = paced
+        self._next: StageMessage | None = None  # whose tensors are awaited
+        self._peer, self._here = end.peer, threading.Event()
+        self._ended_s: float | None = None  # since when the other end is known to have closed, or to be gone
+        self._on_arrival: Callable[[], None] = lambda: None
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         self._lane.release()
         # One record at a time: a receive that stands on the device is of the work that this host carries out next.
-        work = self._records.receive(wait_s)
-        if work is None:
+        if self._next is None:
+            if (work := self._records.receive(wait_s)) is None:
+                return None
+            self._lane.announce()
+            self._next = work
+            if self._paced:
+                self._here.clear()
+                self._streams.when(self._lane.arrival(), self._arrived)
+        if self._paced and not self._is_here(wait_s):
             return None
-        self._lane.announce()
+        work, self._next = self._next, None
         return self._layout.attach(work, self._buffers[self._lane.take()])
+
+    def _is_here(self, wait_s: float | None) -> bool:
+        """Whether the tensors of the next work come within `wait_s`. Raises LinkClosed when they never will."""
+        while not self._here.wait(GONE_S if wait_s is None else wait_s):
+            if self._records.ended:
+                now_s = clock.monotonic_s()
+                self._ended_s = now_s if self._ended_s is None else self._ended_s
+                if now_s - self._ended_s > GONE_S:
+                    raise LinkClosed(f"the link with rank {self._peer} is closed: a message broke off", self._peer)
+            if wait_s is not None:
+                return False
+        return True
+
+    def _arrived(self) -> None:
+        self._here.set()
+        self._on_arrival()
 
     def warm_up(self) -> None:
         """Take what the other end's `warm_up` sends, and wait on the host until it is there."""
@@ -206,6 +242,7 @@ class NcclReceiver:
         self._lane.drain()
 
     def notify(self, call: Callable[[], None]) -> None:
+        self._on_arrival = call
         self._records.notify(call)
 
     def close(self, limit_s: float = 0.0) -> None:

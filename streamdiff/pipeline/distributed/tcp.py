@@ -102,7 +102,7 @@ class TcpSender:
         slots = self._slots
         slots.records[slot][:] = slots.layout.record(work, self._sent)
         for view, tensor in zip(slots.views(slot, work.kind, len(work.rows)), work.tensors, strict=False):
-            view.copy_(tensor, non_blocking=True)
+            view.copy_(tensor)  # to the end: from a device into such memory it may be under way otherwise
         self._sent += 1
         self._start(slot)
 
@@ -192,6 +192,11 @@ class TcpReceiver:
         if self._device.type != "cpu":
             tensors = tuple(tensor.to(self._device) for tensor in tensors)
         return StageMessage(kind, rows, control, tensors)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the other end has closed, or is gone; what it sent before may not have been received yet."""
+        return not self._thread.is_alive()
 
     def notify(self, call: Callable[[], None]) -> None:
         self._call = call

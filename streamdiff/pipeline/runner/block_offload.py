@@ -164,6 +164,9 @@ class HostStreams:
     def use(self, stream: None) -> nullcontext[None]:
         return nullcontext()
 
+    def when(self, event: Event, call: Callable[[], None]) -> None:
+        call()
+
 
 class _Past:
     """An event that has happened."""

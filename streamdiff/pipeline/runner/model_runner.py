@@ -333,6 +333,8 @@ class ModelRunner:
             self.compiled.pool = self._pool
         else:
             sessions = max_rows if memory is None else max(1, memory.holds(max_rows, one))
+            if self._forward.group is not None:  # all of them run the same forwards, as many as the least can
+                sessions = -self._forward.group.highest(-sessions)
         for trial in (trials := [_TRIAL - number for number in range(sessions)]):
             self.open(trial, steps=kept.steps, kv_context=kept.kv_context)
             self.set_text(trial, 0, torch.zeros(self.spec.text_shape), 0)

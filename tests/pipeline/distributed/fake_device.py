@@ -81,6 +81,11 @@ class Device:
     def event(self) -> Event:
         return Event(self.world)
 
+    def when(self, event: Event, call: Callable[[], None]) -> None:
+        watch = self.new()
+        watch.wait_for(event.point)
+        watch.run(call)
+
     @contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
         before, self._current = self._current, stream

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -89,16 +89,16 @@ class Event:
     """As CUDA's: a wait is for what was recorded last when it was called."""
 
     def __init__(self) -> None:
-        self._points: list[Point] = []
+        self.points: list[Point] = []
 
     def record(self, stream: Stream) -> None:
-        self._points = list(stream.points)
+        self.points = list(stream.points)
 
     def wait(self, stream: Stream) -> None:
-        stream.wait_for(self._points)
+        stream.wait_for(self.points)
 
     def synchronize(self) -> None:
-        for point in self._points:
+        for point in self.points:
             if not point.wait(PATIENCE_S) or point.lost:
                 raise Locked(f"the host waits for {point.name}")
 
@@ -117,6 +117,15 @@ class Streams:
 
     def event(self) -> Event:
         return Event()
+
+    def when(self, event: Event, call: Callable[[], None]) -> None:
+        points = list(event.points)
+
+        def run() -> None:
+            if all([point.wait() and not point.lost for point in points]):
+                call()
+
+        threading.Thread(target=run, name="arrivals", daemon=True).start()
 
     @contextmanager
     def use(self, stream: Stream) -> Iterator[None]:

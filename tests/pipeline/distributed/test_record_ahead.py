@@ -1,7 +1,7 @@
-"""Four stages over the NCCL link's own code, hosts as slow as their devices, records that take as long: who waits?
+"""Four stages over the NCCL link's own code, with hosts, devices and records of all speeds: who waits?
 
-Time goes in rounds. In a round a device computes one forward, a host hands one work to its device, and a record comes
-to the next host. Transfers end as soon as both ends are there.
+Time goes in rounds. In a round a host hands one work to its device. A forward takes a device some rounds, a record
+comes to the next host at once or in the next round, and transfers end as soon as both ends are there.
 """
 
 from __future__ import annotations
@@ -66,14 +66,18 @@ class Records:
 
     host: Host
     clock: Clock
+    rounds: int
     on_the_way: deque[tuple[int, StageMessage]] = field(default_factory=deque)
     ready: bool = True
+    ended: bool = False
 
     def send(self, work: StageMessage) -> None:
-        self.on_the_way.append((self.clock.now + 1, work))
+        self.on_the_way.append((self.clock.now + self.rounds, work))
 
-    def receive(self, wait_s: float | None) -> StageMessage:
+    def receive(self, wait_s: float | None) -> StageMessage | None:
         while not self.on_the_way or self.on_the_way[0][0] > self.clock.now:
+            if wait_s == 0.0:
+                return None
             self.host.pause()
         return self.on_the_way.popleft()[1].bare
 
@@ -95,38 +99,49 @@ class End:
 
 
 class Stage:
-    """Hands forwards to a device; that takes the host a round, and the device another."""
+    """Hands forwards to a device; that takes the host a round, and the device `rounds`."""
 
     device = CPU
     index, stages = 0, 2  # not the last one
 
-    def __init__(self, host: Host, device: Device, clock: Clock) -> None:
-        self.host, self.own, self.clock = host, device, clock
+    def __init__(self, host: Host, device: Device, clock: Clock, rounds: int) -> None:
+        self.host, self.own, self.clock, self.rounds = host, device, clock, rounds
         self.began: list[int] = []
 
     def carry_out(self, message: StageMessage) -> StageMessage:
         self.host.pause()
         stream = self.own.computing
         stream.run(lambda: self.began.append(self.clock.now), lambda: self.began[-1:] != [self.clock.now])
-        stream.run(lambda: None, lambda: self.clock.now > self.began[-1])
+        stream.run(lambda: None, lambda: self.clock.now >= self.began[-1] + self.rounds)
         return message
 
 
 class Head:
-    """The head's `Receiver`: as many works as there are stages, each of which lets in another when it is back."""
+    """The head's `Receiver`: it takes back what is there before anything enters, as `RingExecutor.turn` does; as many
+    works are in the ring as there are stages, and one more."""
 
-    def __init__(self, back: NcclReceiver) -> None:
-        self.back, self.entered = back, 0
+    def __init__(self, back: NcclReceiver, host: Host) -> None:
+        self.back, self.host, self.entered, self.in_ring = back, host, 0, 0
 
     def receive(self, wait_s: float | None) -> StageMessage:
-        if self.entered >= STAGES:
-            self.back.receive(None)
-        self.entered += 1
+        self.take_back(STAGES)
+        self.entered, self.in_ring = self.entered + 1, self.in_ring + 1
         return StageMessage(MessageKind.ROWS, (MicroStep(0, self.entered - 1, 0, 4, 0),))
 
+    def take_back(self, left: int) -> None:
+        """What is there, and more until no more than `left` are in the ring. Mutates: self."""
+        while self.in_ring:
+            if self.back.receive(0.0) is not None:
+                self.in_ring -= 1
+            elif self.in_ring <= left:
+                return
+            else:
+                self.host.pause()
 
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """By rank, the rounds in which its device began no forward, between its first and its last."""
+
+def waits(monkeypatch: pytest.MonkeyPatch, forward: int = 1, record: int = 1, paced: bool = True) -> list[int]:
+    """By rank, the rounds in which its device did nothing, between its first forward and its last. A forward takes
+    `forward` rounds, a record `record`; the head takes back what its device has, if `paced`, or what was announced."""
     clock = Clock()
     hosts, devices = [Host() for _ in range(STAGES)], [Device() for _ in range(STAGES)]
     world = World(devices, 0)
@@ -134,39 +149,48 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for rank, device in enumerate(devices):
         after = (rank + 1) % STAGES
         full, empty = ([[RUBBISH, RUBBISH] for _ in range(nccl.SLOTS)] for _ in range(2))
-        wire, records = Wire(device, devices[after], full, empty), Records(hosts[after], clock)
+        wire, records = Wire(device, devices[after], full, empty), Records(hosts[after], clock, record)
         monkeypatch.setattr(nccl, "TcpSender", lambda *given, records=records: records)
         monkeypatch.setattr(nccl, "TcpReceiver", lambda *given, records=records: records)
         senders.append(NcclSender(End(device, wire.send)))  # type: ignore[arg-type]
-        receivers.append(NcclReceiver(End(devices[after], wire.receive)))  # type: ignore[arg-type]
-        stages.append(Stage(hosts[rank], device, clock))
+        end: Any = End(devices[after], wire.receive)
+        receivers.append(NcclReceiver(end, paced=paced and after == 0))
+        stages.append(Stage(hosts[rank], device, clock, forward))
     for rank, host in enumerate(hosts):
-        receiver = Head(receivers[-1]) if rank == 0 else receivers[rank - 1]
+        receiver = Head(receivers[-1], host) if rank == 0 else receivers[rank - 1]
         worker = Worker(receiver, stages[rank], senders[rank])  # type: ignore[arg-type]
-        last = receivers[-1] if rank == 0 else None
-        host.start(partial(_run, worker, last))
+        host.start(partial(_run, worker, receiver if isinstance(receiver, Head) else None))
     while any(len(stage.began) < WORKS for stage in stages):
         for host in hosts:
             host.a_round()
         world.to_the_end()
         clock.now += 1
-        assert clock.now < 10 * WORKS
-    return [stage.began[-1] - stage.began[0] + 1 - WORKS for stage in stages]
+        assert clock.now < 10 * WORKS * forward
+    return [stage.began[-1] - stage.began[0] - forward * (WORKS - 1) for stage in stages]
 
 
-def _run(worker: Worker, last: NcclReceiver | None) -> None:
+def _run(worker: Worker, head: Head | None) -> None:
     """All works; the head takes back what is left, as a send is not over before."""
     for _ in range(WORKS):
         worker.turn(None)
-    for _ in range(STAGES if last is not None else 0):
-        assert last is not None and last.receive(None) is not None
+    if head is not None:
+        head.take_back(0)
 
 
-def test_a_host_one_work_ahead_keeps_its_device_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert waits(monkeypatch) == [0] * STAGES
+@pytest.mark.parametrize("record", [0, 1])
+@pytest.mark.parametrize("forward", [2, 8])
+def test_devices_are_always_busy(forward: int, record: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waits(monkeypatch, forward, record) == [0] * STAGES
+
+
+def test_a_head_that_takes_back_what_its_device_has_not_makes_the_stages_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it was like, with records as fast as they are: a forward at a time in the whole ring."""
+    assert waits(monkeypatch, 8, 0, paced=False) == [(STAGES - 1) * 8 * (WORKS - 1)] * STAGES
 
 
 def test_a_record_that_leaves_with_its_tensors_lets_every_device_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it was like: of two rounds a device works in one."""
+    """With hosts as slow as their devices and records that take as long: of two rounds a device works in one."""
     monkeypatch.setattr(NcclSender, "announce", lambda self, work: None)
     assert min(waits(monkeypatch)) > WORKS // 2

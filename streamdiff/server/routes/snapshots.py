@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from streamdiff.engine.messages import Data
 from streamdiff.engine.snapshot_header import SavedSession, read_saved_session
@@ -21,6 +23,8 @@ from streamdiff.server.sessions.receipts import SessionEnded
 
 OCTETS = "application/octet-stream"
 SAVE_TIMEOUT_S = 60.0
+SEND_LIMIT_S = 10.0
+"""Whoever takes no piece of a file for so long is given up: others wait for the place."""
 _PIECE = 1 << 18
 Headers = dict[str, str]
 _FIXED = ("seed", "kv_context", "image")
@@ -29,6 +33,7 @@ _PROBLEMS = problem_responses(
     401, 403, 404, 410, 429, 503, 504, s409="The session cannot be saved now; `detail` says why"
 )
 
+logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEMS)
 
 
@@ -93,15 +98,22 @@ async def _taken(state: AppState, live: LiveSession) -> Data:
 
 
 class _Sending(StreamingResponse):
-    """Gives back its place when it is sent, or the caller has gone."""
+    """Gives back its place when it is sent, or the caller has gone or takes nothing."""
 
     def __init__(self, content: AsyncIterator[memoryview], place: contextlib.AsyncExitStack, headers: Headers) -> None:
         super().__init__(content, headers=headers, media_type=OCTETS)
         self._place = place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def within_limit(message: Message) -> None:
+            async with asyncio.timeout(SEND_LIMIT_S):
+                await send(message)
+
         async with self._place:
-            await super().__call__(scope, receive, send)
+            try:
+                await super().__call__(scope, receive, within_limit)
+            except TimeoutError:  # the connection is closed, as the response is not complete
+                logger.info("A snapshot was given up: nothing of it was taken for %g s.", SEND_LIMIT_S)
 
 
 def given_snapshot(data: Data, wanted: NewSession) -> SavedSession:

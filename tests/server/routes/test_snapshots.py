@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import socket
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.server.app_state import MAX_SNAPSHOTS
+from streamdiff.server.routes import snapshots
 from tests.server.conftest import Site, bearer, open_site
 from tests.server.routes.test_pictures import png
 from tests.small import BLUE, CPU, RED, small_encoder, small_model
@@ -169,6 +173,34 @@ def test_what_does_not_fit_is_refused_by_name_and_others_play_on() -> None:
             assert (await site.http.post("/api/sessions", json={"prompt": RED})).status_code == 201
 
     asyncio.run(main())
+
+
+def test_who_takes_nothing_of_a_file_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "SEND_LIMIT_S", 0.3)
+    monkeypatch.setattr(snapshots, "_taken", as_large_as(64 << 20))
+
+    async def main() -> None:
+        async with open_site(Config(playback=LEAD), pipeline(1)) as site:
+            ends = []
+            for _ in range(MAX_SNAPSHOTS):
+                end = socket.create_connection(("127.0.0.1", httpx.URL(site.base).port))
+                end.sendall(b"GET /api/sessions/default/snapshot HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                ends.append(end)
+            await site.until(site.state.snapshots.locked)
+            assert (await site.http.get("/api/sessions/default/snapshot")).json()["code"] == "busy"
+            await site.until(lambda: not site.state.snapshots.locked())
+            assert len(await saved(site, "default", {})) == 64 << 20, "whoever reads has all of it"
+            for end in ends:
+                end.close()
+
+    asyncio.run(main())
+
+
+def as_large_as(size: int) -> Callable[..., Awaitable[bytes]]:
+    async def taken(*given: object) -> bytes:
+        return bytes(size)
+
+    return taken
 
 
 def test_a_server_with_a_token_takes_none_without(tmp_path: Path) -> None:

@@ -57,8 +57,8 @@ side-by-side:
 
 alone:
 	@echo "==> tests that want the machine to themselves"
-	@without="$$(tools/interop.sh)"; \
-	    $(BIN)/python -m pytest --no-skips $(RETRY) --durations=15 -m "($(ALONE))$${without:+ and $$without}" $(or $(ARGS),$(ALONE_IN)) $(NONE); \
+	@without="$$(tools/interop.sh)" && \
+	    $(BIN)/python -m pytest --no-skips $(RETRY) --durations=15 -m "($(ALONE))$${without:+ and $$without}" $(or $(ARGS),$(ALONE_IN)) $(NONE) && \
 	    echo "==> all tests passed$${without:+ but those left out here, see above: $$without}"
 
 check: test-environment lint ## the quick loop: style, types, fast tests

@@ -33,9 +33,12 @@ find_python() {
     fail "no Python 3.11 or newer was found ($(python3 --version 2>&1 || echo 'no python3')). Install one (for example: apt install python3.11 python3.11-venv), or name it: make PYTHON=/path/to/python3 ..."
 }
 
+# macOS before 15 has no sha256sum.
+hash() { if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi; }
+
 # The key changes when the environment has to be looked at again: dependencies, version, extra, place, interpreter.
 key() {
-    { cat pyproject.toml streamdiff/version.py tools/environment.sh; pwd; echo "$1"; "$venv/bin/python" -VV; } | sha256sum | cut -c1-32
+    { cat pyproject.toml streamdiff/version.py tools/environment.sh; pwd; echo "$1"; "$venv/bin/python" -VV; } | hash | cut -c1-32
 }
 
 up_to_date() {

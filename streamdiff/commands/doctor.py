@@ -22,7 +22,8 @@ from streamdiff.config import EMBEDDED, Config
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
 from streamdiff.models.catalogue import entries
-from streamdiff.models.catalogue.schema import Entry, Files
+from streamdiff.models.catalogue.schema import Files
+from streamdiff.models.checkpoint.tensor_store import PICKLES, SAFETENSORS
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.planner import model_sizes
 from streamdiff.version import __version__
@@ -94,17 +95,23 @@ def _cpu_name() -> str:
 
 
 def _look_at_weights(config: Config) -> Iterator[Finding]:
+    yield from _look_at_given(config)
     entry = entries.entries().get(config.model.name)
     if entry is not None and entry.weights is not None:
-        yield from _look_at_published(entry, config)
+        if config.model.weights is None:
+            yield _of_published(entry.name, entry.weights)
+        return
+    if entries.is_random(config.model.name):
+        yield Finding("model", Grade.NOTE, f"{config.model.name}: weights are drawn, pictures mean nothing")
         return
     folder = resolve.EMBEDDED_WEIGHTS if config.model.name == EMBEDDED else Path(config.model.name)
-    files = sorted(folder.rglob("*.safetensors"))
+    kinds = (SAFETENSORS, *PICKLES)
+    files = [each for each in (folder, *sorted(folder.rglob("*"))) if each.is_file() and each.suffix in kinds]
     if not files and resolve.is_repository(config.model.name):
         yield Finding("model", Grade.NOTE, f"{config.model.name}: what is missing of it will be fetched from the hub")
         return
     if not files:
-        yield Finding("model", Grade.BAD, f"{config.model.name}: no weights (*.safetensors) under {folder}")
+        yield Finding("model", Grade.BAD, f"{config.model.name}: no weights ({', '.join(kinds)}) at {folder}")
         return
     megabytes = sum(file.stat().st_size for file in files) / 1e6
     yield Finding(
@@ -130,9 +137,8 @@ def _look_at_steps(config: Config) -> Iterator[Finding]:
         yield Finding("steps", Grade.GOOD, f"{steps} per chunk" + (f" ({own})" if steps == sizes.spec.steps[0] else ""))
 
 
-def _look_at_published(entry: Entry, config: Config) -> Iterator[Finding]:
-    """Whether the parts are there, or will have to be fetched."""
-    assert entry.weights is not None
+def _look_at_given(config: Config) -> Iterator[Finding]:
+    """Whether the parts that the configuration names are there, or will have to be fetched."""
     given = {"weights": config.model.weights, "vae": config.model.vae, "text encoder": config.model.text_encoder}
     for part, path in given.items():
         if path is not None:
@@ -143,8 +149,6 @@ def _look_at_published(entry: Entry, config: Config) -> Iterator[Finding]:
                 yield _of_published(f"{part}: {path}", published)
             else:
                 yield Finding("model", Grade.BAD, f"{part}: {path} is missing")
-    if config.model.weights is None:
-        yield _of_published(entry.name, entry.weights)
 
 
 def _of_published(what: str, files: Files) -> Finding:
@@ -207,8 +211,9 @@ def _look_at_address(config: Config) -> Iterator[Finding]:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
-        yield Finding("port", Grade.BAD, f"{host}:{port} cannot be listened on: {error.strerror}; choose with --port")
+    except (OSError, UnicodeError) as error:  # the latter of a name that none can have
+        why = getattr(error, "strerror", None) or error
+        yield Finding("port", Grade.BAD, f"{host}:{port} cannot be listened on: {why}; choose with --port")
         return
     yield Finding("port", Grade.GOOD, f"{host}:{port} is free" if port else f"{host}, any free port")
 

@@ -21,6 +21,7 @@ from streamdiff import api
 from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.config import Config
 from streamdiff.engine.process.main import run_as_worker, work_for_rank_0
+from streamdiff.engine.validation import check_prompt
 from streamdiff.errors import ConfigError
 from streamdiff.video import picture
 from streamdiff.video.writer import check_target, write_video
@@ -86,7 +87,7 @@ def run(config: Config, job: GenerateJob) -> int:
 
 
 def check(job: GenerateJob) -> Path:
-    """The output. Raises ConfigError for what cannot be made."""
+    """The output. Raises ConfigError, or RequestError of a prompt, for what cannot be made."""
     if job.output is None:
         raise ConfigError("--output is missing; for example: --output out.mp4")
     if not (math.isfinite(job.seconds) and 0 < job.seconds <= 24 * 3600):
@@ -94,6 +95,8 @@ def check(job: GenerateJob) -> Path:
     late = [time_s for time_s, _ in job.changes if time_s >= job.seconds]
     if late:
         raise ConfigError(f"--prompt-at {late[0]:g} lies after the end; the video is {job.seconds:g} s long")
+    for _, prompt in job.changes:
+        check_prompt(prompt)
     check_target(job.output)
     return job.output
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+from av.error import FFmpegError
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm import tqdm
@@ -18,7 +19,7 @@ from tqdm import tqdm
 from streamdiff import api
 from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.config import Config, SessionConfig
-from streamdiff.errors import ConfigError, RequestError
+from streamdiff.errors import ConfigError, EngineFailure, RequestError, StreamdiffError
 from streamdiff.video.writer import check_target, write_video
 
 LONGEST_S = 24 * 3600
@@ -156,7 +157,9 @@ def run(config: Config, job: PromptListJob) -> int:
                 end = bar.n + _frames_of(video, fps)
                 try:
                     _make(session, video, config.session, fps, bar)
-                except (RequestError, ConfigError, OSError) as error:
+                except EngineFailure:
+                    raise
+                except (StreamdiffError, OSError, FFmpegError) as error:
                     failed.append(f"{job.prompts}:{video.number}: {error}")
                 bar.update(end - bar.n)
     _report(job, videos, failed)

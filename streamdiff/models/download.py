@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
@@ -27,6 +29,8 @@ from streamdiff.models.checkpoint.hub import Remote
 
 EXIT_CONFIG = 2
 _TOLD_S = 0.5
+LEAVE_S = 5.0
+"""What it may take to remove what is half there."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,8 @@ def main() -> int:
     config = ModelConfig.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     try:
-        needed = resolve.to_fetch(config)
-        download(needed, lambda progress: write(asdict(progress)))
+        with exit_on_sigterm():
+            download(resolve.to_fetch(config), lambda progress: write(asdict(progress)))
     except ConfigError as error:
         write({"error": str(error)})
         return EXIT_CONFIG
@@ -102,6 +106,8 @@ def main() -> int:
 def _watch_parent() -> None:
     while os.read(0, 4096):
         pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(LEAVE_S)
     os._exit(1)
 
 

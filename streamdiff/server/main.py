@@ -87,8 +87,9 @@ def listen(host: str, port: int) -> socket.socket:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
         return listener
-    except socket.gaierror as error:
-        raise ConfigError(f"host {host!r} cannot be found: {error.strerror}. Use 127.0.0.1 or an address.") from error
+    except (socket.gaierror, UnicodeError) as error:  # the latter of a name that none can have
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"host {host!r} cannot be found: {why}. Use 127.0.0.1 or an address.") from error
     except OSError as error:
         reasons = {
             errno.EADDRINUSE: f"port {port} is in use on {host}. Choose another with --port; 0 picks a free one.",

@@ -82,12 +82,22 @@ def _pictures(folder: Path) -> Iterator[Frame]:
             raise ConfigError(f"{path} cannot be read as a picture: {error}") from None
 
 
+def upright(frame: av.VideoFrame) -> av.VideoFrame:
+    """A frame as it is to be seen: phones write what they took upright lying, with a matrix that turns it."""
+    if not frame.rotation:
+        return frame
+    turned: Frame = np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
+    made = av.VideoFrame.from_ndarray(turned, format="rgb24")
+    made.pts, made.time_base = frame.pts, frame.time_base
+    return made
+
+
 def _decoded(path: Path) -> Iterator[Frame]:
     try:
         with av.open(str(path), metadata_errors="replace") as container:
             if not container.streams.video:
                 raise ConfigError(f"{path} has no video in it")
             for frame in container.decode(container.streams.video[0]):
-                yield frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
+                yield upright(frame).to_ndarray(format="rgb24").astype(np.uint8, copy=False)
     except FFmpegError as error:
         raise ConfigError(f"{path} cannot be read as a video: {error.strerror or error}") from None

@@ -63,6 +63,9 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("generate --output x.mp4 --seconds nan", "--seconds is nan"),
         ("generate --output x.mp4 --prompt-at 3", "must be SECONDS:TEXT"),
         ("generate --output x.mp4 --seconds 2 --prompt-at 3:x", "--prompt-at 3 lies after the end"),
+        ("generate --output x.mp4 --seconds 5 --prompt-at 3:" + 2001 * "x", "at most 2,000"),
+        ("serve --host 192.168..1", "host '192.168..1' cannot be found"),
+        ("serve --host-memory-gb inf", "--host-memory-gb is inf"),
         ("generate --output x.mp4 --stages 5", "stages is 5, but must be 1 to 4: every stage needs a block"),
         ("serve --no-browser --port 0 --stages 5", "stages is 5, but must be 1 to 4: every stage needs a block"),
         ("serve --model self-forcing --stages 31", "stages is 31, but must be 1 to 30: every stage needs a block"),
@@ -214,7 +217,7 @@ def test_doctor_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None
         assert main.main(["doctor", "--port", port, "--model", "/nowhere"]) == main.FAILED
     text = capsys.readouterr().out
     assert re.search(rf"FAIL +port +127\.0\.0\.1:{port} cannot be listened on", text)
-    assert "no weights (*.safetensors) under /nowhere" in text
+    assert "no weights (.safetensors, .pt, .pth, .bin) at /nowhere" in text
     assert "Missing: model, port." in text
 
 

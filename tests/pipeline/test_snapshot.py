@@ -214,6 +214,9 @@ def test_a_file_that_is_no_snapshot_is_refused(snapshot: Snapshot, tmp_path: Pat
         Snapshot.read(path)
     with pytest.raises(ConfigError, match="does not exist; create it first"):
         snapshot.write(tmp_path / "nowhere" / "file")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        snapshot.write(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.slow

@@ -43,6 +43,21 @@ def test_pictures_are_read_by_their_numbers(tmp_path: Path) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(clip, pictures, strict=True))
 
 
+def test_what_a_phone_took_upright_is_upright(tmp_path: Path) -> None:
+    picture = np.zeros((32, 48, 3), np.uint8)
+    picture[:8, :12] = 250  # the corner at the top left, which a quarter turn puts at the top right
+    write_video(tmp_path / "a.mp4", [picture] * 4, 20)
+    data = bytearray((tmp_path / "a.mp4").read_bytes())
+    matrix = data.index(b"tkhd") + 44
+    quarter = (0, 1 << 16, 0, 0xFFFF0000, 0, 0, 0, 0, 1 << 30)
+    data[matrix : matrix + 36] = b"".join(number.to_bytes(4, "big") for number in quarter)
+    (tmp_path / "a.mp4").write_bytes(data)
+    clip = open_clip(tmp_path / "a.mp4")
+    assert (clip.width, clip.height) == (32, 48)
+    for frame in clip:
+        assert frame[:8, -6:].mean() > 200 and frame[:, :16].mean() < 20 and frame[20:].mean() < 20
+
+
 def test_other_kinds_of_pictures_become_rgb(tmp_path: Path) -> None:
     Image.fromarray(paint(1)[0]).convert("L").save(tmp_path / "0.png")
     Image.fromarray(paint(1)[0]).convert("RGBA").save(tmp_path / "1.PNG")

@@ -18,7 +18,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.engine.process.engine_process import name_exit
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models import resolve
-from streamdiff.models.download import Progress
+from streamdiff.models.download import LEAVE_S, Progress
 
 __all__ = ["Progress", "fetch"]
 
@@ -53,5 +53,10 @@ async def fetch(config: ModelConfig, tell: Callable[[Progress], None]) -> None:
             raise EngineFailure(f"the process that fetches the model's files ended {name_exit(code)}")
     finally:
         with contextlib.suppress(ProcessLookupError):
+            process.terminate()  # it removes what is half there, which nobody would go on with
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await process.wait()
+        except TimeoutError:
             process.kill()
-        await process.wait()
+            await process.wait()

@@ -94,7 +94,7 @@ def folder_on_disk(files: Files) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(files.repo, local_files_only=True))
+        folder = Path(snapshot_download(files.repo, allow_patterns=list(files.files), local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
     return folder if all(any(folder.glob(pattern)) for pattern in files.files) else None
@@ -112,17 +112,18 @@ def _fetch(repo: str, name: str) -> Path:
 def download_command(repo: str, names: Sequence[str]) -> str:
     """What to type to fetch files, or patterns, of a repository."""
     patterns = any("*" in name for name in names)
-    listed = " ".join(f"'{name}'" if patterns else name for name in names)
-    return f"hf download {repo} {'--include ' if patterns else ''}{listed}"
+    return f"hf download {repo} " + " ".join(f"--include '{name}'" if patterns else name for name in names)
 
 
 def _faults() -> tuple[type[Exception], ...]:
     """What the hub's client raises where something cannot be had."""
     from huggingface_hub import errors
 
+    http: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
     return (
         *(errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.DryRunError, errors.FileMetadataError),
-        *(errors.HFValidationError, errors.OfflineModeIsEnabled, OSError),
+        *(errors.HFValidationError, errors.OfflineModeIsEnabled, http, OSError),
+        *(RuntimeError, ImportError),  # of the library for large files; of a proxy that a package is missing for
     )
 
 
@@ -131,7 +132,7 @@ def _elsewhere(files: Files) -> ConfigError:
 
 
 def _no_way(repo: str, names: Sequence[str], error: Exception) -> ConfigError:
-    reason = str(error).strip().splitlines()[0].rstrip(".")
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return ConfigError(
         f"{', '.join(names)} of {repo} is not in the hub's cache and cannot be fetched: {reason}. Fetch it elsewhere "
         f"with `{download_command(repo, names)}` and copy the cache here (HF_HOME), or give the path"

@@ -3,6 +3,7 @@ engine, ask the text encoder nothing that was asked before. Knows nothing about 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -41,12 +42,14 @@ class EmbeddingFolder:
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 kept, rows = file.get_tensor(_TENSOR), int((file.metadata() or {})[_ROWS])
-            os.utime(path)
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, KeyError, ValueError):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder that is only read
+                path.unlink(missing_ok=True)
             return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
         embeddings = torch.zeros(rows, *kept.shape[1:], dtype=kept.dtype)
         embeddings[: len(kept)] = kept
         return embeddings

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 from torch import Tensor
 
@@ -186,12 +187,15 @@ class Snapshot:
         """Write it whole, or nothing.
 
         Raises:
-            ConfigError: the folder is not there or cannot be written to.
+            ConfigError: the folder is not there or cannot be written to, the disk is full, or `path` is a folder.
         """
         check_parent(path)
         with temporary_sibling(path) as temporary:
-            save_file(dict(self.tensors), temporary, self._metadata())
-            temporary.replace(path)
+            try:
+                save_file(dict(self.tensors), temporary, self._metadata())
+                temporary.replace(path)
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path} cannot be written: {error}") from error
 
     def to_bytes(self) -> bytes:
         """What `write` writes."""

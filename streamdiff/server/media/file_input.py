@@ -10,6 +10,7 @@ import av
 
 from streamdiff import clock
 from streamdiff.errors import ConfigError
+from streamdiff.video.reader import upright
 
 _LOOK_S = 0.1
 """How often a file that nobody watches looks whether somebody does."""
@@ -69,6 +70,6 @@ def _frames(path: str) -> Iterator[tuple[float, float, av.VideoFrame]]:
                 first_s = frame_s if first_s is None else first_s
                 due_s = last_s + 1 / rate if frame_s is None or first_s is None else frame_s - first_s
                 last_s = max(last_s, due_s)
-                yield last_s, last_s + 1 / rate, frame
+                yield last_s, last_s + 1 / rate, upright(frame)
     except av.FFmpegError as error:
         raise ConfigError(f"{path} cannot be read as a video: {error.strerror or error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,17 +123,27 @@ async def test_what_cannot_be_had_is_told_with_the_way_out(hub: Hub, name: str, 
             await fetch(ModelConfig(name=name), lambda progress: None)
 
 
+FETCH_FOLDER = """
+from streamdiff.models.catalogue import entries
+from streamdiff.models.checkpoint import hub
+hub.fetch_folder(entries.parts().text_encoders[entries.find("self-forcing").text_encoder].weights)
+"""
+
+
 @pytest.mark.slow
 async def test_without_a_network_what_is_there_is_enough(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(name="self-forcing")
     async with asyncio.timeout(LIMIT_S):
         await fetch(config, lambda progress: None)
+        # As the engine does; the listing of the whole repository is kept then.
+        engine = await asyncio.create_subprocess_exec(sys.executable, "-c", FETCH_FOLDER)
+        assert await engine.wait() == 0
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         await fetch(config, lambda progress: None)
 
 
 @pytest.mark.slow
-async def test_a_cancelled_download_leaves_no_process(hub: Hub) -> None:
+async def test_a_cancelled_download_leaves_no_process_and_nothing_half(hub: Hub, tmp_path: Path) -> None:
     hub.held.add(WEIGHTS)
     begun = asyncio.Event()
     fetching = asyncio.create_task(fetch(ModelConfig(name="self-forcing"), lambda progress: begun.set()))
@@ -146,6 +157,7 @@ async def test_a_cancelled_download_leaves_no_process(hub: Hub) -> None:
     with pytest.raises(asyncio.CancelledError):
         await fetching
     assert not children[0].is_running()
+    assert not list(tmp_path.rglob("*.incomplete"))
 
 
 def test_every_published_part_is_on_the_hub() -> None:

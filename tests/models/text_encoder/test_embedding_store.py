@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +142,22 @@ def test_a_damaged_file_counts_as_not_there(tmp_path: Path, damage: Callable[[Pa
     kept.put(key("a"), rows(3))
     found = kept.get(key("a"))
     assert found is not None and torch.equal(found, rows(3))
+
+
+def test_a_folder_that_is_only_read_gives_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an image whose disk cannot be written."""
+
+    def fail(*given: object, **named: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    kept = EmbeddingFolder(tmp_path)
+    kept.put(key("a"), rows(3))
+    monkeypatch.setattr(os, "utime", fail)
+    monkeypatch.setattr(Path, "unlink", fail)
+    found = kept.get(key("a"))
+    assert found is not None and torch.equal(found, rows(3))
+    kept._path(key("a")).write_bytes(b"damaged")
+    assert kept.get(key("a")) is None
 
 
 def test_a_folder_that_cannot_be_written_is_told_once_and_no_fault(

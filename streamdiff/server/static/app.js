@@ -13,7 +13,7 @@ const video = $("video");
 const token = tokenOf(location.hash);
 // `?session=` and `?codec=` of the page's address are the server's business.
 const client = new StreamClient(`whep${location.search}`, token);
-const view = { phase: "connecting", steers: true, paused: false, seed: 0, fps: 0, askedFps: 0, steps: 0, prompt: "", frameSeen: false, notice: "", engine: "running" };
+const view = { phase: "connecting", steers: true, paused: false, seed: 0, fps: 0, askedFps: 0, steps: 0, prompt: "", frameSeen: false, refused: false, notice: "", engine: "running" };
 const asked = new Map(); // id of a request -> { kind, at }
 
 globalThis.streamdiff = { client, view };
@@ -21,13 +21,15 @@ globalThis.streamdiff = { client, view };
 // ---- drawing --------------------------------------------------------------------------------------------------------
 
 function drawStatus() {
-  const live = view.phase === "live" && view.frameSeen;
-  const phase = live ? (view.paused ? "paused" : "live") : view.phase === "error" ? "error" : "connecting";
+  const live = view.phase === "live" && view.frameSeen && !view.refused;
+  const held = view.phase === "live" && view.paused && !view.refused;
+  const phase = live || held ? (view.paused ? "paused" : "live") : view.phase === "error" ? "error" : "connecting";
   const words = { live: "Live", paused: "Paused", error: "Stopped", connecting: view.phase === "waiting" ? "Reconnecting" : "Connecting" };
   $("status").dataset.phase = phase;
   const again = phase !== "error" && view.engine === "restarting";
   setText($("status-text"), again ? "Restarting" : words[phase]);
   $("veil").hidden = live;
+  if (view.phase === "live" && !live) drawWait();
   $("paused-badge").hidden = !(live && view.paused);
   $("pause").setAttribute("aria-pressed", String(view.paused));
   setText($("pause-text"), view.paused ? "Resume" : "Pause");
@@ -104,6 +106,7 @@ function drawState(state) {
   view.seed = state.seed;
   view.engine = state.engine;
   view.session = state.session;
+  view.more = state.image || state.input !== null || state.features.length > 0;
   drawPicture(state.image);
   drawInput(state.input);
   if (!state.input) camera.ended();
@@ -152,7 +155,7 @@ function onReceipt(receipt) {
     view.lagMs = lag;
     drawReceipt(request.kind === "reset" ? `Started over after ${seconds(lag)}.` : `${quoted(request.text)} is on screen, after ${seconds(lag)}${PAST[receipt.switch] ?? ""}.`, "shown");
   } else if (receipt.stage === "superseded") {
-    drawReceipt(`A newer ${request.kind === "steps" ? "choice" : "prompt"} took its place.`, "superseded");
+    drawReceipt("A newer request took its place.", "superseded");
   } else if (receipt.stage === "refused") {
     onRefused(request.kind, receipt.field, receipt.reason);
   }
@@ -196,13 +199,17 @@ client.addEventListener("message", ({ detail }) => handlers[detail.type]?.(detai
 client.addEventListener("status", ({ detail }) => {
   const wasError = view.phase === "error" && view.frameSeen;
   view.phase = detail.phase;
-  if (detail.phase !== "live") view.frameSeen = false;
+  if (detail.phase !== "live") {
+    view.frameSeen = view.refused = false;
+    for (const figure of ["n-shown", "n-made"]) number(figure, null, 0);
+    if (asked.size) drawReceipt("The connection was lost before this was answered; what plays is told beside the picture.");
+    asked.clear(); // receipts go to the connection that asked
+  }
   if (detail.phase === "connecting" && !wasError) drawVeil(detail.attempt ? "Connecting again" : "Connecting to the stream");
   if (detail.phase === "waiting") {
     drawVeil(`${detail.message} Trying again in ${Math.max(1, Math.round(detail.waitMs / 1000))} s.`, { button: true });
   }
   if (detail.phase === "error") drawVeil(detail.status === 401 ? needsToken() : detail.message, { busy: false, button: detail.again });
-  if (detail.phase === "live") drawVeil("Waiting for the first frame");
   drawStatus();
 });
 
@@ -213,9 +220,22 @@ client.addEventListener("stream", ({ detail }) => {
   if ("requestVideoFrameCallback" in video) video.requestVideoFrameCallback(seen);
   else video.addEventListener("loadeddata", seen, { once: true });
   video.play().catch((error) => {
-    if (error.name === "NotAllowedError") drawVeil("This browser wants a press before it plays.", { busy: false, button: true });
+    if (error.name !== "NotAllowedError") return;
+    view.refused = true;
+    drawStatus();
   });
 });
+video.addEventListener("playing", () => {
+  view.refused = false;
+  drawStatus();
+});
+
+/** Why there is no picture yet, though the connection stands or is about to. */
+function drawWait() {
+  if (view.refused) drawVeil("This browser wants a press before it plays.", { busy: false, button: true });
+  else if (view.paused) drawVeil("The stream is paused. Its picture comes when somebody lets it go on.", { busy: false });
+  else drawVeil("Waiting for the first frame");
+}
 
 function needsToken() {
   return token
@@ -287,7 +307,10 @@ async function beginWith(form) {
   const at = performance.now();
   drawReceipt("Sending the picture …");
   const address = `api/sessions/${encodeURIComponent(view.session)}`;
-  const answer = await fetch(address, { method: "PATCH", body: form, headers: client.authorization });
+  const answer = await fetch(address, { method: "PATCH", body: form, headers: client.authorization }).catch(() => {
+    drawReceipt("");
+    throw new Error("The server cannot be reached.");
+  });
   if (answer.ok) {
     drawReceipt(`Begun afresh, taken after ${seconds(performance.now() - at)}.`, "accepted");
     return;
@@ -301,7 +324,10 @@ function togglePause() {
 }
 
 async function shareLink() {
-  const receipt = await share({ prompt: view.text || view.prompt, seed: view.seed, steps: view.steps });
+  const receipt = await share(
+    { prompt: view.text || view.prompt, seed: view.seed, steps: view.steps, fps: view.askedFps },
+    view.more ? " What else this stream was given, a picture or a video, does not go with it." : "",
+  );
   if (receipt) drawReceipt(receipt);
 }
 
@@ -349,7 +375,8 @@ $("share").addEventListener("click", shareLink);
 $("fullscreen").hidden = !document.fullscreenEnabled;
 $("veil-button").addEventListener("click", () => {
   video.play().catch(() => {});
-  client.retryNow();
+  if (view.phase === "error") client.start(); // also where the engine has ended and the connection still stands
+  else client.retryNow();
 });
 
 document.addEventListener("keydown", (event) => {
@@ -407,6 +434,7 @@ const camera = startCamera({
   address: () => `whip/${encodeURIComponent(view.session)}`,
   headers: client.authorization,
   strength: (strength) => ask("strength", { strength }),
+  iceServers: () => client.iceServers(),
 });
 startMeasuring(client, view);
 startFolding();

@@ -1,5 +1,6 @@
 // Video in: the camera, or a screen, sent over WHIP; the server fits it, and the stream starts from it.
 
+import { sendCandidate } from "./client.js";
 import { $, setText } from "./dom.js";
 
 const WANTED = { width: { ideal: 640 }, height: { ideal: 480 }, frameRate: { ideal: 30 } };
@@ -10,8 +11,8 @@ const SAID = {
 };
 
 /** Wires the card up. `address()` is the session's WHIP address, `headers` what a request shows the server, `strength`
- *  is called with a value to set while video goes in. */
-export function startCamera({ address, headers, strength }) {
+ *  is called with a value to set while video goes in, `iceServers` asks for the server's STUN and TURN servers. */
+export function startCamera({ address, headers, strength, iceServers }) {
   const sending = { pc: null, media: null, resource: null, kind: "" };
   let begins = false;
 
@@ -42,17 +43,25 @@ export function startCamera({ address, headers, strength }) {
     const [track] = sending.media.getVideoTracks();
     track.contentHint = "motion";
     track.onended = end; // the visitor has stopped it in the browser's own bar
-    sending.pc = new RTCPeerConnection();
+    const servers = await iceServers();
+    sending.pc = new RTCPeerConnection({ iceServers: servers });
     sending.pc.addTransceiver(track, { direction: "sendonly", streams: [sending.media] });
     sending.pc.onconnectionstatechange = () => {
       if (["failed", "closed"].includes(sending.pc?.connectionState)) end("The connection that the video went over has ended.");
     };
+    const found = []; // candidates, before the server has named the connection that they are for
+    const tell = ({ candidate }) => {
+      if (candidate?.candidate) found.push(candidate);
+      if (sending.resource) for (const each of found.splice(0)) sendCandidate(sending.resource, each, headers);
+    };
+    if (servers.length) sending.pc.onicecandidate = tell;
     await sending.pc.setLocalDescription();
     const url = new URL(address(), document.baseURI);
     url.searchParams.set("strength", $("strength").value);
     const response = await fetch(url, { method: "POST", headers: { "Content-Type": "application/sdp", ...headers }, body: sending.pc.localDescription.sdp });
     if (!response.ok) throw new Error((await response.json().catch(() => ({}))).detail ?? `The server answered ${response.status}.`);
     sending.resource = new URL(response.headers.get("Location"), url);
+    tell({});
     await sending.pc.setRemoteDescription({ type: "answer", sdp: await response.text() });
     const preview = $("camera-preview");
     preview.srcObject = sending.media;

@@ -26,7 +26,9 @@ export class StreamClient extends EventTarget {
   #timers = new Set();
   #resource = null;
   #channel = null;
+  #found = []; // candidates, before the server has named the connection that they are for
   #generation = 0;
+  #asking = new AbortController();
   #nextId = 1;
   #decoded = { frames: 0, at: 0 };
 
@@ -57,11 +59,14 @@ export class StreamClient extends EventTarget {
   /** End the connection; `start` begins a new one. */
   stop() {
     this.#generation += 1;
+    this.#asking.abort();
+    this.#asking = new AbortController();
     this.#clearTimers();
     if (this.#resource) {
       fetch(this.#resource, { method: "DELETE", keepalive: true }).catch(() => {});
       this.#resource = null;
     }
+    this.#found = [];
     this.pc?.close();
     this.pc = null;
     this.#channel = null;
@@ -120,7 +125,15 @@ export class StreamClient extends EventTarget {
   }
 
   async #offer(generation) {
-    const iceServers = await this.#iceServers();
+    this.#later(CONNECT_LIMIT_MS, () => {
+      if (generation !== this.#generation || this.pc?.connectionState === "connected") return;
+      this.#retry(
+        this.#resource
+          ? "The server answered, but no video came through. A firewall may block UDP, or this machine has no network at all."
+          : "The server does not answer.",
+      );
+    });
+    const iceServers = await this.iceServers();
     if (generation !== this.#generation) return;
     const pc = new RTCPeerConnection({ bundlePolicy: "max-bundle", iceServers });
     this.pc = pc;
@@ -131,11 +144,8 @@ export class StreamClient extends EventTarget {
     this.#listen(pc.createDataChannel("control"), generation);
     pc.ontrack = (event) => this.#emit("stream", { stream: event.streams[0] ?? new MediaStream([event.track]) });
     pc.onconnectionstatechange = () => this.#stateChanged(pc, generation);
-    this.#later(CONNECT_LIMIT_MS, () => {
-      if (generation === this.#generation && pc.connectionState !== "connected") {
-        this.#retry("The server answered, but no video came through. A firewall may block UDP, or this machine has no network at all.");
-      }
-    });
+    // A relay of the server's lets nobody in whose address the server has not been told.
+    if (iceServers.length) pc.onicecandidate = ({ candidate }) => candidate?.candidate && this.#trickle(candidate, generation);
     // Sent before the browser has looked for its own addresses: the server's are enough to find each other.
     await pc.setLocalDescription();
     const answer = await this.#post(pc.localDescription.sdp, generation);
@@ -144,8 +154,8 @@ export class StreamClient extends EventTarget {
   }
 
   /** The STUN and TURN servers that the server names; asked anew for every connection, for credentials expire. */
-  async #iceServers() {
-    return fetch(this.#url, { method: "OPTIONS", headers: this.authorization })
+  async iceServers() {
+    return fetch(this.#url, { method: "OPTIONS", headers: this.authorization, signal: this.#asking.signal })
       .then((response) => parseIceServers(response.headers.get("Link") ?? ""))
       .catch(() => []);
   }
@@ -164,7 +174,17 @@ export class StreamClient extends EventTarget {
       return "";
     }
     this.#resource = location;
+    for (const candidate of this.#found.splice(0)) this.#trickle(candidate, generation);
     return response.text();
+  }
+
+  #trickle(candidate, generation) {
+    if (generation !== this.#generation) return;
+    if (!this.#resource) {
+      this.#found.push(candidate);
+      return;
+    }
+    sendCandidate(this.#resource, candidate);
   }
 
   #lowerDelay(receiver) {
@@ -230,6 +250,12 @@ async function refusal(response) {
   const retryAfterS = Number(response.headers.get("Retry-After"));
   if (retryAfterS > 0) error.retryAfterMs = retryAfterS * 1000;
   return error;
+}
+
+/** Tell the server an address of this browser's (trickle ICE, RFC 8840), for the connection that `resource` names. */
+export function sendCandidate(resource, candidate, headers = {}) {
+  const body = `a=mid:${candidate.sdpMid}\r\na=${candidate.candidate}\r\n`;
+  fetch(resource, { method: "PATCH", headers: { "Content-Type": "application/trickle-ice-sdpfrag", ...headers }, body }).catch(() => {});
 }
 
 /** `Link` headers of WHEP, rel="ice-server", as RTCConfiguration.iceServers takes them. */

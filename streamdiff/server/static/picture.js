@@ -57,21 +57,24 @@ export function startPictures({ steers, send, frame }) {
     inside = Math.max(0, inside + change);
     document.body.classList.toggle("dropping", inside > 0);
   };
-  const carries = (event) => steers() && event.dataTransfer?.types.includes("Files");
-  addEventListener("dragenter", (event) => carries(event) && mark(1));
+  const carries = (event) => event.dataTransfer?.types.includes("Files");
+  addEventListener("dragenter", (event) => carries(event) && steers() && mark(1));
   addEventListener("dragleave", (event) => carries(event) && mark(-1));
   addEventListener("dragover", (event) => carries(event) && event.preventDefault());
   addEventListener("drop", (event) => {
     if (!carries(event)) return;
     event.preventDefault();
     mark(-inside);
+    if (!steers()) return;
     const file = pictureOf(event.dataTransfer);
     if (file) use(file);
     else drawFieldError("picture", "That is no picture: drop a JPEG, PNG, WebP or AVIF file.");
   });
   addEventListener("paste", (event) => {
     const file = steers() && pictureOf(event.clipboardData);
-    if (!file) return; // text goes where it was pasted
+    // Text goes where it was pasted; spreadsheets and text processors put a picture of it beside it.
+    const typed = event.clipboardData?.types.includes("text/plain") && event.target.closest?.("textarea, input");
+    if (!file || typed) return;
     event.preventDefault();
     use(file);
   });

@@ -1,10 +1,11 @@
 // A link with prompt, seed and steps. Whoever opens it gets a session of their own, which is the same stream when
 // this one began with that prompt.
 
-const NAMES = ["prompt", "seed", "steps"];
+const NAMES = ["prompt", "seed", "steps", "fps"];
 
 /** Hand the link on: to the phone's own dialogue, else to the clipboard. Returns what to tell the visitor. */
-export async function share(what) {
+export async function share(what, lacks = "") {
+  if (!what.prompt) return "There is no prompt to share yet.";
   const link = new URL(location.pathname, location.href);
   for (const name of NAMES) link.searchParams.set(name, what[name]);
   try {
@@ -13,7 +14,7 @@ export async function share(what) {
       return "";
     }
     await navigator.clipboard.writeText(link.href);
-    return "A link to this prompt and seed is in the clipboard.";
+    return `A link to this prompt and seed is in the clipboard.${lacks}`;
   } catch (error) {
     return error.name === "AbortError" ? "" : `The link: ${link.href}`; // no clipboard: pages without TLS have none
   }
@@ -25,7 +26,7 @@ export async function openShared(authorization) {
   const asked = new URLSearchParams(location.search);
   if (!asked.get("prompt") || asked.has("session")) return "";
   const number = (name) => (asked.has(name) ? Number(asked.get(name)) : undefined);
-  const body = JSON.stringify({ prompt: asked.get("prompt"), seed: number("seed"), steps: number("steps") });
+  const body = JSON.stringify({ prompt: asked.get("prompt"), seed: number("seed"), steps: number("steps"), fps: number("fps") });
   let answer;
   try {
     answer = await fetch("api/sessions", { method: "POST", body, headers: { "Content-Type": "application/json", ...authorization } });

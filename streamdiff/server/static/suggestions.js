@@ -9,6 +9,7 @@ let shown = "";
 export function chip(prompt, send) {
   const made = document.createElement("button");
   made.type = "button";
+  made.dir = "auto";
   made.className = "chip";
   made.dataset.steers = "";
   made.textContent = prompt;

@@ -59,6 +59,23 @@ class TogetherScheduling(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         return _group(nodeid.partition("::")[0]) or nodeid
 
+    def remove_node(self, node: Any) -> str | None:
+        """What a worker that ended has done is not given out once more, as nothing: xdist would wait for its result."""
+        work = self.assigned_work[node]
+        for scope in [scope for scope, unit in work.items() if all(unit.values())]:
+            del work[scope]
+        crashed: str | None = super().remove_node(node)
+        return crashed
+
+    def _reschedule(self, node: Any) -> None:
+        """A worker begins with a test when it has the next one, or is told that none follows: also one that takes the
+        place of one that ended, which xdist gives one test and waits for."""
+        super()._reschedule(node)
+        while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            self._assign_work_unit(node)
+        if not self.workqueue and not node.shutting_down:
+            node.shutdown()
+
     def mark_test_pending(self, item: str) -> None:
         """A test whose process ended may be tried once more: `remove_node` has left it in the work that others take."""
 

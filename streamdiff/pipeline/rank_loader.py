@@ -51,7 +51,7 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = plan.cudnn_benchmark
         # After a trial torch would free what it keeps, and so wait for all that the device does, live streams included.
-        torch._C._cudnn_set_conv_benchmark_empty_cache(False)
+        getattr(torch._C, "_cudnn_set_conv_benchmark_empty_cache", bool)(False)  # a build without CUDA has none
     model, runs = None, plan.runs
     rows = None
     if config.decode == "split":  # all ranks make the group

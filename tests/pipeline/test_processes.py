@@ -14,7 +14,7 @@ LOST = "tests.pipeline.distributed.lost_rank"
 
 def left(folder: Path) -> list[int]:
     """Which of the ranks that wrote into the folder there are still."""
-    return [int(file.name) for file in folder.iterdir() if psutil.pid_exists(int(file.read_text()))]
+    return [int(file.name) for file in folder.iterdir() if psutil.pid_exists(int(file.read_text() or -1))]
 
 
 @pytest.mark.parametrize("forked", [True, False])

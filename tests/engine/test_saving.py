@@ -20,7 +20,9 @@ from streamdiff.engine.messages import (
     FrameBatch,
     Open,
     Opened,
+    Pause,
     Refused,
+    Resume,
     Save,
     Saved,
     SetPrompt,
@@ -116,15 +118,17 @@ def test_what_changed_after_it_was_saved_holds_from_the_next_chunk(pipeline: Pip
     driven = Driven(pipeline)
     driven.tell(Open("a", RED, 4))
     driven.frames_to("a", 2 * CHUNK)
+    driven.tell(Pause("a"))  # or further chunks of the old prompt may come before the new one
     data = saved(driven, "a")
     made = read_saved_session(data).made_frames
-    driven.tell(SetPrompt("a", BLUE, "r1"), SetSteps("a", 2, "r2"))
+    driven.tell(SetPrompt("a", BLUE, "r1"), SetSteps("a", 2, "r2"), Resume("a"))
     driven.frames_to("a", made + 2 * CHUNK)
     driven.tell(Close("a"))
 
     driven.tell(Open("c", BLUE, steps=2, snapshot=data, epoch=9, made_frames=200, shown_frames=190))
     opened = driven.last(Opened)
     assert isinstance(opened, Opened) and (opened.text, opened.epoch) == (BLUE, 9)
+    driven.tell(Resume("c"))
     driven.frames_to("c", 200 + 2 * CHUNK)
     applied = [event for event in driven.events if isinstance(event, Applied) and event.session == "c"]
     assert (applied[-1].epoch, min(driven.frames["c"])) == (9, 200)

@@ -28,6 +28,7 @@ from streamdiff.engine.messages import (
     SetPrompt,
     SetSteps,
     Shown,
+    Shutdown,
 )
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import _load_runtime
@@ -62,6 +63,7 @@ class Driven:
     def play(self, session: str, until: Callable[[], bool]) -> None:
         """Show what is made at once."""
         while not until():
+            assert self.engine.busy, f"nothing to do, and still waiting; the last events are {self.events[-5:]}"
             self._take(self.engine.step(0.01))
             self.tell(Shown(session, max(self.frames.get(session, {0: None})) + 1))
 
@@ -79,6 +81,14 @@ class Driven:
                 own |= {event.first + index: picture for index, picture in enumerate(event.pictures)}
 
 
+@pytest.fixture
+def driven(pipeline: Pipeline) -> Iterator[Driven]:
+    """Its sessions are ended whatever happens: other tests have the pipeline next."""
+    made = Driven(pipeline)
+    yield made
+    made.engine.handle(Shutdown())
+
+
 def saved(driven: Driven, session: str) -> bytes:
     told = len(driven.events)
     driven.tell(Save(session, "s1"))
@@ -89,8 +99,7 @@ def saved(driven: Driven, session: str) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_stream_goes_on_from_the_bytes_beside_others(pipeline: Pipeline) -> None:
-    driven = Driven(pipeline)
+def test_a_stream_goes_on_from_the_bytes_beside_others(driven: Driven) -> None:
     driven.tell(Open("a", RED, 4), Open("b", BLUE, 5))
     driven.frames_to("a", 2 * CHUNK)
     driven.tell(SetPrompt("a", BLUE, "r1"))
@@ -113,9 +122,8 @@ def test_a_stream_goes_on_from_the_bytes_beside_others(pipeline: Pipeline) -> No
 
 
 @pytest.mark.slow
-def test_what_changed_after_it_was_saved_holds_from_the_next_chunk(pipeline: Pipeline) -> None:
+def test_what_changed_after_it_was_saved_holds_from_the_next_chunk(driven: Driven) -> None:
     """As a session that comes back: frames and epochs go on from what viewers know, and the last epoch has it all."""
-    driven = Driven(pipeline)
     driven.tell(Open("a", RED, 4))
     driven.frames_to("a", 2 * CHUNK)
     driven.tell(Pause("a"))  # or further chunks of the old prompt may come before the new one
@@ -144,8 +152,7 @@ def test_what_changed_after_it_was_saved_holds_from_the_next_chunk(pipeline: Pip
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_refused_by_name_and_others_go_on(pipeline: Pipeline, tmp_path: Path) -> None:
-    driven = Driven(pipeline)
+def test_what_does_not_fit_is_refused_by_name_and_others_go_on(driven: Driven, tmp_path: Path) -> None:
     driven.tell(Open("a", RED, 4))
     driven.frames_to("a", CHUNK)
     data = saved(driven, "a")
@@ -176,9 +183,8 @@ def test_what_does_not_fit_is_refused_by_name_and_others_go_on(pipeline: Pipelin
 
 
 @pytest.mark.slow
-def test_a_session_that_is_closed_while_it_is_saved_leaves_nothing_behind(pipeline: Pipeline) -> None:
+def test_a_session_that_is_closed_while_it_is_saved_leaves_nothing_behind(driven: Driven, pipeline: Pipeline) -> None:
     assert isinstance(pipeline, StreamingPipeline)
-    driven = Driven(pipeline)
     driven.tell(Open("a", RED, 4))
     driven.frames_to("a", CHUNK)
     driven.tell(Save("a", "s1"))

@@ -19,7 +19,7 @@ from streamdiff.pipeline import load_plan, rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
 from streamdiff.pipeline.decode.split_decoding import SplitDecodeWorker
 from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
-from streamdiff.pipeline.distributed.link import GroupBroken, LinkClosed, Receiver, Sender
+from streamdiff.pipeline.distributed.link import GroupBroken, LinkClosed
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.distributed.state_exchange import StoreExchange
@@ -49,24 +49,19 @@ def run_worker(config: ModelConfig) -> None:
     exchange = StoreExchange(context.store)
     # First of all, as the head waits for it before it has made its graphs.
     rows = topology.row_receiver(plan.spec, device) if config.decode == "split" and decoder is not None else None
-
-    def decode_links() -> tuple[Sender, Receiver] | None:
-        """The ends to the head, which waits for them before it makes its graphs; None where there are none."""
-        if decoder is None or rows is not None:
-            return None
-        return topology.decode_links(plan.spec, context.rank, context.rank, device, plan.pixel_format)
-
+    follower, links = None, None
     if loaded.model is not None:
-        worker = topology.follower(loaded.model, place, device, progress.enter)
-        worker.stage.exchange, worker.stage.swaps = exchange, loaded.swaps
+        follower = topology.follower(loaded.model, place, device, progress.enter)
+        follower.stage.exchange, follower.stage.swaps = exchange, loaded.swaps
+        workers.append(follower)
         progress.enter("graphs")
-        links = decode_links()
-        rank_loader.compile_stage(plan, worker.stage, loaded.memory, progress)
-        workers.append(worker)
     else:
         progress.enter("graphs")
         topology.join_edges(place, plan.spec, device)
-        links = decode_links()
+    if decoder is not None and rows is None:  # before the graphs: the head waits for these, and makes its own then
+        links = topology.decode_links(plan.spec, context.rank, context.rank, device, plan.pixel_format)
+    if follower is not None:
+        rank_loader.compile_stage(plan, follower.stage, loaded.memory, progress)
     if decoder is not None:
         # Beside a stage it has a thread of its own, alone it is the process.
         threads = DECODE_THREADS if workers else torch.get_num_threads()

@@ -231,14 +231,14 @@ class RemoteDecoding:
     def _send(self) -> None:
         bind(self._device)
         self._lane.enter()
-        kind = MessageKind.ROWS
         try:
-            while kind is not MessageKind.STOP:
+            while True:
                 work, made = self._works.get()
                 for tensor in work.tensors:
                     self._lane.follow(made, tensor)
                 self._sender.send(work)
-                kind = work.kind
+                if work.kind is MessageKind.STOP:
+                    break
             self._sender.close()
             self._sender.flush(LEAVE_S)
         except LinkClosed as error:

@@ -204,6 +204,7 @@ class NcclReceiver:
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         self._lane.release()
+        end_s = None if wait_s is None else clock.monotonic_s() + wait_s
         # One record at a time: a receive that stands on the device is of the work that this host carries out next.
         if self._next is None:
             if (work := self._records.receive(wait_s)) is None:
@@ -213,20 +214,21 @@ class NcclReceiver:
             if self._paced:
                 self._here.clear()
                 self._streams.when(self._lane.arrival(), self._arrived)
-        if self._paced and not self._is_here(wait_s):
+        if self._paced and not self._is_here(end_s):
             return None
         work, self._next = self._next, None
         return self._layout.attach(work, self._buffers[self._lane.take()])
 
-    def _is_here(self, wait_s: float | None) -> bool:
-        """Whether the tensors of the next work come within `wait_s`. Raises LinkClosed when they never will."""
-        while not self._here.wait(GONE_S if wait_s is None else wait_s):
+    def _is_here(self, end_s: float | None) -> bool:
+        """Whether the tensors of the next work come until `end_s`; None: wait for ever. Raises LinkClosed when they
+        never will."""
+        while not self._here.wait(GONE_S if end_s is None else max(0.0, end_s - clock.monotonic_s())):
             if self._records.ended:
                 now_s = clock.monotonic_s()
                 self._ended_s = now_s if self._ended_s is None else self._ended_s
                 if now_s - self._ended_s > GONE_S:
                     raise LinkClosed(f"the link with rank {self._peer} is closed: a message broke off", self._peer)
-            if wait_s is not None:
+            if end_s is not None:
                 return False
         return True
 

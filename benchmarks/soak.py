@@ -45,7 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     head = report.header(warm_up="none")
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "soak.xml"
-        command = [sys.executable, "-m", "pytest", "--soak", "--no-skips", "-q", f"--junit-xml={junit}", *chosen]
+        endless = ("-o", "timeout=0", "-o", "faulthandler_timeout=0")  # they take as long as they take
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--soak",
+            "--no-skips",
+            "-q",
+            f"--junit-xml={junit}",
+            *endless,
+            *chosen,
+        ]
         code = subprocess.run(command, cwd=report.ROOT, check=False).returncode
         results = outcomes(junit.read_text()) if junit.exists() else {}
     if not results:

@@ -111,6 +111,8 @@ def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
     """pytest no longer watches a test that has failed; how it ends may hang as well."""
     limit_s = float(node.config.getini("faulthandler_timeout"))
     assert sys.__stderr__ is not None
+    if limit_s == 0:
+        return
     faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
 
 

@@ -243,7 +243,7 @@ class SessionManager:
         """In how many seconds another session may be opened, as far as is known."""
         now_s = clock.monotonic_s()
         ends = [end[0] - now_s for session in self.sessions if (end := session.lifetime.end()) is not None]
-        return math.ceil(max(SHORTEST_RETRY_S, min(*ends, LONGEST_RETRY_S, LONGEST_RETRY_S)))
+        return math.ceil(max(SHORTEST_RETRY_S, min([*ends, LONGEST_RETRY_S])))
 
     def _add(self, id: str, spec: SessionSpec) -> LiveSession:
         session = LiveSession(

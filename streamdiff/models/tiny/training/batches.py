@@ -189,7 +189,8 @@ CONTEXT_SIGMA = 0.25
 
 
 LOWEST = 0.2
-"""Below this level only detail is left to do that nothing tells: its error is large whatever is learnt."""
+"""The least noise that a step is trained on: with less, what is left to predict is detail that neither text nor past
+determines, and its error is large whatever is learnt."""
 
 
 COPIES = 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import httpx
@@ -11,7 +12,7 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from benchmarks.browser import Server, console_errors, running_server
+from benchmarks.browser import SERVE, Server, console_errors, running_server
 from tests.browser.looking import PAINTED, coloured, until
 from tests.server.scripted import COLOURS
 
@@ -46,7 +47,7 @@ def test_a_link_opens_a_session_with_its_prompt_and_seed_and_can_be_shared_on(
     server: Server, browser: WebDriver
 ) -> None:
     asked = {"prompt": "a green circle & more", "seed": "7", "steps": "2"}
-    first = opened(server, browser, f"{server.url}?{urlencode(asked)}")
+    first = opened(server, browser, f"{server.url}?{urlencode(asked | {'fps': '10'})}")
     assert {name: str(first[name]) for name in asked} == asked
     assert first["id"] != "default"
     until(browser, lambda seen: coloured(seen, 1, 0) > 500)
@@ -59,7 +60,20 @@ def test_a_link_opens_a_session_with_its_prompt_and_seed_and_can_be_shared_on(
     second = opened(server, browser, link)
     assert {name: str(second[name]) for name in asked} == asked
     assert second["id"] != first["id"]
+    assert first["fps"] == second["fps"] == 10
     assert console_errors(browser) == []
+
+
+def test_a_page_behind_a_relay_tells_the_server_its_addresses(browser: WebDriver, tmp_path: Path) -> None:
+    """A relay lets nobody in whose address it was not told."""
+    (tmp_path / "relay.yaml").write_text("serve:\n  ice_servers: [{url: 'stun:127.0.0.1:9'}]\n")
+    with running_server((*SERVE, "--config", str(tmp_path / "relay.yaml"))) as server:
+        browser.get(server.url)
+        until(browser, lambda seen: seen["status"] == "Live")
+        told = "performance.getEntriesByType('resource').filter((each) => /whep[/][^/?]+/.test(each.name)).length"
+        until(browser, lambda _: browser.execute_script(f"return {told}") > 0)
+        assert console_errors(browser) == []
+        browser.get("about:blank")
 
 
 def test_a_link_that_cannot_be_opened_shows_the_servers_own_stream_and_says_why(

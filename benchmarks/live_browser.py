@@ -11,6 +11,7 @@ picture of the other colour (seen in a canvas).
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -123,13 +124,17 @@ def _playback(browser: webdriver.Chrome, server: Server, seconds: float) -> dict
 
 
 def _prompt_lags(browser: webdriver.Chrome, count: int) -> list[float]:
-    """Seconds from a prompt to its pixels; a prompt whose colour never came counts as `LIMIT_S`."""
-    lags = []
+    """Seconds from a prompt to its pixels; a prompt whose colour never came counts as `LIMIT_S`.
+
+    Prompts are sent at any moment of a chunk: after equal pauses all would be, counted from the pixels of the one
+    before, at the same one.
+    """
+    lags, chance = [], random.Random(0)
     for number in range(count):
         over, under = ((2, 0), (0, 2))[number % 2]
         ms = browser.execute_async_script(PROMPT_TO_PIXEL, PROMPTS[number % 2], over, under, LIMIT_S * 500)
         lags.append(LIMIT_S if ms is None else ms / 1000)
-        time.sleep(1.0)
+        time.sleep(chance.uniform(1.0, 2.0))
     return lags
 
 

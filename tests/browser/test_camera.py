@@ -19,7 +19,7 @@ pytestmark = pytest.mark.browser
 PIXELS = 1024
 
 
-def blue_file(path: Path, width: int = 320, height: int = 240) -> Path:
+def blue_file(path: Path, width: int = 640, height: int = 480) -> Path:
     """A y4m file of a few frames, all blue."""
     planes = ((41, (height, width)), (240, (height // 2, width // 2)), (110, (height // 2, width // 2)))
     frame = b"FRAME\n" + b"".join(np.full(shape, value, np.uint8).tobytes() for value, shape in planes)
@@ -65,6 +65,8 @@ def test_the_stream_follows_the_camera_at_the_strength_that_is_set_and_goes_on_w
     until(browser, lambda seen: coloured(seen, 2, 0) > PIXELS / 2)
     preview = browser.find_element("id", "camera-preview")
     assert preview.is_displayed() and "mirrored" in str(preview.get_attribute("class"))
+    size = browser.execute_script("return [arguments[0].videoWidth, arguments[0].videoHeight]", preview)
+    assert size == [320, 240], "no more is sent than a picture of 128 x 128 can show"
     state = told(server)["state"]["input"]
     assert state == {"kind": "WHIP sender", "strength": 0.1, "fault": ""}
     set_strength(browser, 1.0)

@@ -18,7 +18,7 @@ from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import InputFigures
-from streamdiff.pipeline.runner.init_latents import FULL_MOTION, REACH, InitLatents, LiveLatents
+from streamdiff.pipeline.runner.init_latents import FULL_MOTION, REACH, STANDING, InitLatents, LiveLatents
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.video_input.feeding import MAX_UNENCODED
 from tests.small import CPU, RED, small_encoder, small_model
@@ -192,6 +192,19 @@ def test_encoded_chunks_that_wait_are_as_few() -> None:
         live.add(torch.full((1,), float(number)), 0.0)
     assert [float(latents) for latents, _ in live.waiting] == [3.0, 4.0]
     assert live.dropped == 3
+
+
+def test_a_chunk_that_always_waits_behind_another_is_left_out() -> None:
+    live, schedule = LiveLatents(0.5, most=2), Schedule((1000.0,), (1.0,))
+    noise = torch.zeros(1, 1, 1)
+    live.add(torch.zeros(1, 1, 1), 0.0)
+    shown = []
+    for chunk in range(2 * STANDING):
+        live.add(torch.full((1, 1, 1), float(chunk + 1)), 0.0)
+        assert live.take(chunk, schedule)
+        shown.append(round(float(live.begin(chunk, noise)) / 0.5))
+    assert shown == [*range(STANDING - 1), *range(STANDING, 2 * STANDING + 1)], "one late, then none"
+    assert live.dropped == 1
 
 
 def test_when_it_ends_the_session_goes_on_from_its_text(pipeline: Fed) -> None:

@@ -25,6 +25,8 @@ LOWEST = 0.01
 """Of a level of a session's video, so that there is something to remove."""
 MAX_WAITING = 2
 """Encoded chunks of live video that may wait."""
+STANDING = 8
+"""Chunks that begin one after the other while another waits: what always waits makes the video late for nothing."""
 
 
 @session_value("init-latents")
@@ -144,6 +146,8 @@ class LiveLatents:
     """That of the latest chunk; None before the first."""
     used: int = 0
     dropped: int = 0
+    standing: int = 0
+    """Chunks in a row that began while another waited; at STANDING the oldest is dropped."""
     _begun: dict[int, _LiveChunk] = field(default_factory=dict)
 
     def add(self, latents: Tensor, motion: float) -> None:
@@ -160,6 +164,11 @@ class LiveLatents:
             return True
         if not self.waiting:
             return False
+        self.standing = self.standing + 1 if len(self.waiting) > 1 else 0
+        if self.standing == STANDING:
+            self.waiting.popleft()
+            self.dropped += 1
+            self.standing = 0
         latents, motion = self.waiting.popleft()
         wanted = self.strength - REACH * min(1.0, motion / FULL_MOTION)
         level = self.strength if self.level is None else _SMOOTHING * wanted + (1 - _SMOOTHING) * self.level
@@ -191,7 +200,7 @@ class LiveLatents:
     def begin_video(self) -> None:
         """Another video takes the place of the one before; chunks that have begun keep theirs. Mutates: self."""
         self.waiting.clear()
-        self.level, self.used, self.dropped = None, 0, 0
+        self.level, self.used, self.dropped, self.standing = None, 0, 0, 0
 
     def begin_again(self) -> None:
         """The stream begins afresh, at chunk 0. Mutates: self."""

@@ -13,7 +13,7 @@ const video = $("video");
 const token = tokenOf(location.hash);
 // `?session=` and `?codec=` of the page's address are the server's business.
 const client = new StreamClient(`whep${location.search}`, token);
-const view = { phase: "connecting", steers: true, paused: false, seed: 0, fps: 0, askedFps: 0, steps: 0, prompt: "", frameSeen: false, refused: false, notice: "", engine: "running" };
+const view = { phase: "connecting", size: { width: 0, height: 0 }, steers: true, paused: false, seed: 0, fps: 0, askedFps: 0, steps: 0, prompt: "", frameSeen: false, refused: false, notice: "", engine: "running" };
 const asked = new Map(); // id of a request -> { kind, at }
 
 globalThis.streamdiff = { client, view };
@@ -101,6 +101,7 @@ function drawState(state) {
   drawSteps(state);
   setText($("playing"), state.text || state.prompt);
   video.setAttribute("aria-label", `Live video: ${state.text || state.prompt}`);
+  view.size = { width: state.width, height: state.height };
   $("screen").style.aspectRatio = `${state.width} / ${state.height}`;
   if (document.activeElement !== $("seed") && state.seed !== view.seed) $("seed").value = state.seed;
   view.seed = state.seed;
@@ -435,6 +436,7 @@ const camera = startCamera({
   headers: client.authorization,
   strength: (strength) => ask("strength", { strength }),
   iceServers: () => client.iceServers(),
+  size: () => view.size,
 });
 startMeasuring(client, view);
 startFolding();

@@ -3,16 +3,24 @@
 import { sendCandidate } from "./client.js";
 import { $, setText } from "./dom.js";
 
-const WANTED = { width: { ideal: 640 }, height: { ideal: 480 }, frameRate: { ideal: 30 } };
+const LEAST = { width: 320, height: 240 };
 const SAID = {
   NotAllowedError: "The browser was not allowed to show it. Allow it beside the page's address, and try again.",
   NotFoundError: "There is no camera.",
   NotReadableError: "Another program has the camera.",
 };
 
+/** What a camera is asked for: no more than the picture of `width` and `height` can show, as each pixel is encoded and
+ *  decoded on the way. */
+function wanted({ width, height }) {
+  const ideal = (name, pixels) => ({ ideal: Math.max(LEAST[name], pixels) });
+  return { width: ideal("width", width), height: ideal("height", height), frameRate: { ideal: 30 } };
+}
+
 /** Wires the card up. `address()` is the session's WHIP address, `headers` what a request shows the server, `strength`
- *  is called with a value to set while video goes in, `iceServers` asks for the server's STUN and TURN servers. */
-export function startCamera({ address, headers, strength, iceServers }) {
+ *  is called with a value to set while video goes in, `iceServers` asks for the server's STUN and TURN servers, `size()`
+ *  is that of the session's picture. */
+export function startCamera({ address, headers, strength, iceServers, size }) {
   const sending = { pc: null, media: null, resource: null, kind: "" };
   let begins = false;
 
@@ -37,9 +45,10 @@ export function startCamera({ address, headers, strength, iceServers }) {
 
   async function send(kind) {
     sending.kind = kind;
+    const video = wanted(size());
     sending.media = kind === "screen"
-      ? await navigator.mediaDevices.getDisplayMedia({ video: WANTED })
-      : await navigator.mediaDevices.getUserMedia({ video: WANTED });
+      ? await navigator.mediaDevices.getDisplayMedia({ video })
+      : await navigator.mediaDevices.getUserMedia({ video });
     const [track] = sending.media.getVideoTracks();
     track.contentHint = "motion";
     track.onended = end; // the visitor has stopped it in the browser's own bar

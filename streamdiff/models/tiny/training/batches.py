@@ -35,13 +35,15 @@ class Windows:
 
     latents `[B, n, C, CHUNK, h, w]`, normalised; scenes int64 `[B, n, 4]` (color, shape, motion, background);
     start bool `[B]`: the window's first chunk is its stream's first; place float `[B, n, CHUNK, 2]`: centre
-    (y, x) of the shape in pixels, halfway through each latent frame.
+    (y, x) of the shape in pixels, halfway through each latent frame; video `[B, C, CHUNK, h, w]` or None: what the
+    noisy copies of the last chunk show instead of it.
     """
 
     latents: Tensor
     scenes: Tensor
     start: Tensor
     place: Tensor
+    video: Tensor | None = None
 
     def cut(self, first: Tensor, chunks: int) -> Windows:
         """`chunks` chunks of every window from chunk `first` `[B]` on."""
@@ -146,13 +148,18 @@ class Pool:
         anywhere = torch.randint(world.CELLS, (count, 2), generator=generator).to(self.device) * world.LATTICE
         origin = torch.where(start[:, None], torch.full_like(anywhere, world.SIZE // 2), anywhere)
         frames, place = render_windows(scenes, origin)
-        latents = encode_groups(self.autoencoder, frames)
+        latents = self.encode(frames)
         for i in range(count):
             slot = self.written % self.capacity
-            self.latents[slot] = ((latents[i] - self.mean[0]) / self.std[0]).half()
+            self.latents[slot] = latents[i].half()
             self.scenes[slot], self.start[slot], self.place[slot] = scenes[i], start[i], place[i]
             self.written += 1
         self.filled = min(self.written, self.capacity)
+
+    def encode(self, frames: Tensor) -> Tensor:
+        """Normalised latents `[B, T / 4, C, h, w]` of frames `[B, T, 3, SIZE, SIZE]`."""
+        latents: Tensor = (encode_groups(self.autoencoder, frames) - self.mean) / self.std
+        return latents
 
     def sample(self, count: int, generator: torch.Generator) -> Windows:
         rows = torch.randint(self.filled, (count,), generator=generator).to(self.device)
@@ -196,6 +203,10 @@ determines, and its error is large whatever is learnt."""
 COPIES = 2
 
 
+VIDEO_SIGMA = (0.3, 0.8)
+"""Levels between which a video that comes in is trained on."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """One forward's worth of work: for every row its chunk of the window, sigma, and whether it has a target."""
@@ -237,6 +248,38 @@ def clean_rows(windows: Windows, chance: random.Random, generator: torch.Generat
     return Rows([*range(past), *range(CHUNKS)], visible, _context_noise(sigma, generator), target)
 
 
+def anchored_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
+    """Clean copies of chunks 0..3 and noisy copies of 0..4, all at one level, as at one step of `matched`. Anchors are
+    seen clean where a stream's are: the first chunk by all, every Nth from step S - k on by the chunk k later.
+
+    A window that does not start a stream has no target in its first chunk, whose past is not there.
+    """
+    batch, past = windows.latents.shape[0], CHUNKS - 1
+    steps = 4 if chance.random() < 0.75 else 2
+    step, every = chance.randrange(steps), chance.choice((None, 1, 2, 4))
+    offset, sink = chance.randrange(every or 1), chance.random() < 0.5
+
+    def seen(row: int, chunk: int) -> int:
+        anchor = every is not None and chunk % every == offset and row - chunk >= steps - step
+        clean = chunk < row and ((sink and chunk == 0) or anchor)
+        return chunk if clean else past + chunk
+
+    sigma = torch.cat([torch.zeros(batch, past), torch.full((batch, CHUNKS), LEVELS[steps][step])], 1)
+    target = torch.cat([torch.zeros(batch, past, dtype=torch.bool), torch.ones(batch, CHUNKS, dtype=torch.bool)], 1)
+    target[:, past] = windows.start.cpu()
+    visible = [list(range(i + 1)) for i in range(past)]
+    visible += [[seen(i, chunk) for chunk in range(i + 1)] for i in range(CHUNKS)]
+    return Rows([*range(past), *range(CHUNKS)], visible, _context_noise(sigma, generator), target)
+
+
+def video_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
+    """Like `next_rows`, at levels that leave something of the video to be seen."""
+    rows = next_rows(windows, chance, generator)
+    low, high = VIDEO_SIGMA
+    level = low + (high - low) * torch.rand(rows.sigma.shape, generator=generator)
+    return Rows(rows.chunk, rows.visible, torch.where(rows.target, level, rows.sigma), rows.target)
+
+
 def first_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
     """First chunks of streams, one a window, that see nothing but themselves."""
     sigma = _step_noise(windows.latents.shape[0], 1, generator)
@@ -269,5 +312,5 @@ def _context_noise(sigma: Tensor, generator: torch.Generator) -> Tensor:
 
 ROWS = {
     "staircase": staircase_rows, "clean": clean_rows, "first": first_rows, "next": next_rows, "again": next_rows,
-    "own": next_rows,
+    "own": next_rows, "anchored": anchored_rows, "video": video_rows,
 }  # fmt: skip

@@ -1,13 +1,14 @@
 """Stage two of training the embedded model: the causal transformer, on latents of the trained autoencoder.
 
-Diffusion forcing: every chunk has its own noise level and sees the chunks before it, at theirs. A step adds up three
-losses, each the flow's mean squared error:
+Diffusion forcing: every chunk has its own noise level and sees the chunks before it, at theirs. A step adds up losses,
+each the flow's mean squared error:
 
-- *window*, five chunks: either `staircase`, whose levels fall with age as in a full ring, or `clean`, where noisy
-  copies of the chunks each see the clean copies of their past;
+- *window*, five chunks: `staircase`, whose levels fall with age as in a full ring, `clean`, where noisy copies of the
+  chunks each see the clean copies of their past, or `anchored`, all at one level, with or without clean anchors;
 - *first*: first chunks of streams, alone;
 - *next*: a chunk after one clean chunk, at several levels;
 - *again*: a stream's first chunk after a bare background, which is what is left of a shape that was lost;
+- *video*: a chunk whose noisy copies show another scene, whose place and motion it keeps (`video_pool`);
 - *own*: what should follow chunks that the network made itself (`on_policy`), where it begins with a finished model.
 
 Only where a stream starts or its prompt changes must a chunk be drawn from words; everywhere else it can be copied
@@ -47,6 +48,7 @@ from streamdiff.models.tiny.training.batches import (
     latent_statistics,
 )
 from streamdiff.models.tiny.training.on_policy import OwnPasts
+from streamdiff.models.tiny.training.video_pool import VideoPool
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.attention_backend import Attend
 from streamdiff.models.transformer.wan import KeyValue, WanDenoiser, attend
@@ -66,7 +68,10 @@ TRANSFORMER: dict[str, Any] = {
 MATRIX_LR = 1e-2
 OTHER_LR = 2e-3
 POOL = 6000
-SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.2, "next": 0.4, "again": 0.2, "own": 0.6, "reading": 0.1}
+SHARES = {
+    "staircase": 0.4, "clean": 0.4, "first": 0.2, "next": 0.4, "again": 0.2, "anchored": 0.3, "video": 0.4, "own": 0.6,
+    "reading": 0.1,
+}  # fmt: skip
 # Matrices that AdamW trains: tables, embeddings and the two ends, for which orthogonal updates make no sense.
 ADAM_PARTS: tuple[str, ...] = (
     "encoder",
@@ -198,6 +203,7 @@ class Data:
     """What a step draws from. `empty` `[backgrounds, C, h, w]`: latents of the bare backgrounds."""
 
     pool: Pool
+    videos: VideoPool
     starts: Starts
     empty: Tensor
 
@@ -224,10 +230,13 @@ def play_on(
 
 def draw(data: Data, batch: int, chance: random.Random, generator: torch.Generator) -> dict[str, Windows]:
     """One step's windows by kind: half of `batch` five chunks long, half as many first chunks again as `batch`, `batch`
-    of two chunks, and a quarter of `batch` that begin again."""
+    of two chunks, half of `batch` that begin again, and `batch` with a video. Every third step `anchored` takes the
+    place of the other long ones."""
     kind = "staircase" if chance.random() < 0.65 else "clean"
+    kind = "anchored" if chance.random() < 1 / 3 else kind
     offset = torch.randint(CHUNKS - 1, (batch,), generator=generator).to(data.pool.device)
     return {
+        "video": data.videos.sample(batch, chance.choice((1, 2, 3)), generator),
         kind: data.pool.sample(max(1, batch // 2), generator),
         "first": data.starts.sample(batch + batch // 2, generator),
         "next": data.pool.sample(batch, generator).cut(offset, 2),
@@ -253,28 +262,19 @@ def loss_of(
     noise = torch.randn(clean.shape, generator=generator).to(device)
     level = sigma.view(*sigma.shape, 1, 1, 1, 1)
     seen = torch.where(target.view(level.shape), clean, corruption.worn(windows, empty, generator)[:, rows.chunk])
+    wanted = noise - clean
+    if windows.video is not None:  # the flow leads from what is shown to what is to come of it
+        shown = torch.where(target.view(level.shape), windows.video[:, None], seen)
+        wanted = wanted + torch.where(target.view(level.shape), (shown - clean) * (1 - level) / level, 0.0)
+        seen = shown
     noisy = sampling.add_noise(seen, noise, level).flatten(0, 1)
     ids = network.text.tokens(captions(windows.scenes, chance)).unflatten(0, windows.scenes.shape[:2])
     flow = network.flow(noisy, sigma, ids[:, rows.chunk].flatten(0, 1), rows)
     weight = windows.weight()[:, rows.chunk]
-    error = weight * (flow.float() - (noise - clean).flatten(0, 1)).square().unflatten(0, sigma.shape)
+    error = weight * (flow.float() - wanted.flatten(0, 1)).square().unflatten(0, sigma.shape)
     error = error.mean((2, 3, 4, 5)) / weight.mean()
     loss: Tensor = (error * target).sum() / target.sum().clamp(min=1)
     return loss
-
-
-class Average:
-    """Exponential moving average of the weights; what is saved and used."""
-
-    def __init__(self, module: nn.Module, decay: float = 0.995) -> None:
-        self.decay = decay
-        self.weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-    @torch.no_grad()
-    def update(self, module: nn.Module, step: int) -> None:
-        decay = min(self.decay, (1 + step) / (10 + step))
-        for name, value in module.state_dict().items():
-            self.weights[name].lerp_(value, 1 - decay) if value.is_floating_point() else self.weights[name].copy_(value)
 
 
 Statistics = Callable[[], tuple[Tensor, Tensor]]
@@ -294,7 +294,7 @@ class Learner:
         self.progress, self._checkpoint = loop.Progress(), loop.Checkpoint(path)
         state = self._checkpoint.load(device)
         self.statistics = statistics() if state is None else (state["mean"], state["std"])
-        self.average = Average(network)
+        self.average = loop.Average(network)
         if state is None:
             return
         network.load_state_dict(state["network"])
@@ -375,12 +375,15 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
     starts = Starts(autoencoder, mean, std, device)
     chance = loop.step_generator(seed + 2, progress.step)
     own = OwnPasts(autoencoder, mean, std, starts, STREAMS, chance)
-    data = Data(pool, starts, empty)
+    videos = VideoPool(pool, POOL // 4)
+    videos.grow(FIRST_WINDOWS, loop.step_generator(seed + 3, progress.step))
+    data = Data(pool, videos, starts, empty)
     for done in loop.steps(budget, progress, "denoiser"):
         generator = loop.step_generator(seed, progress.step)
         shared = random.Random(seed * 1_000_003 + progress.step)
         if progress.step % 2 == 0:
             pool.grow(max(1, plan.batch // 4), generator)
+            videos.grow(max(1, plan.batch // 4), generator)
         drawn = draw(data, plan.batch, shared, generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
             if plan.begin is not None or done >= OWN_FROM:

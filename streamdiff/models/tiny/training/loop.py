@@ -123,6 +123,20 @@ def join_group() -> None:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
 
+class Average:
+    """Exponential moving average of the weights; what is saved and used."""
+
+    def __init__(self, module: torch.nn.Module, decay: float = 0.995) -> None:
+        self.decay = decay
+        self.weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+    @torch.no_grad()
+    def update(self, module: torch.nn.Module, step: int) -> None:
+        decay = min(self.decay, (1 + step) / (10 + step))
+        for name, value in module.state_dict().items():
+            self.weights[name].lerp_(value, 1 - decay) if value.is_floating_point() else self.weights[name].copy_(value)
+
+
 @torch.no_grad()
 def blend(module: torch.nn.Module, other: torch.nn.Module, share: float) -> None:
     """Move the weights by `share` of the way to those of `other`, of the same kind (a mean of what was fine-tuned and

@@ -10,12 +10,15 @@ import torch
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import world
 from streamdiff.models.tiny.training import autoencoder as train_autoencoder
-from streamdiff.models.tiny.training import batches, denoiser
+from streamdiff.models.tiny.training import batches, denoiser, video_pool
 from streamdiff.models.tiny.training import batches as shown
 from streamdiff.models.tiny.training.batches import CHUNK, CHUNKS, Pool, Starts, Windows
+from streamdiff.models.tiny.training.video_pool import VideoPool
 from tests.small import CPU
 
-KINDS = {"staircase": CHUNKS, "clean": CHUNKS, "first": 1, "next": 2, "again": 2, "own": 3}
+KINDS = {
+    "staircase": CHUNKS, "clean": CHUNKS, "anchored": CHUNKS, "first": 1, "next": 2, "again": 2, "own": 3, "video": 2,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,7 @@ def test_rows_see_the_past_only_and_predict_only_noisy_chunks_whose_past_is_ther
         for row, seen in enumerate(rows.visible):
             assert seen[-1] == row
             assert [rows.chunk[other] for other in seen[:-1]] == list(range(rows.chunk[row]))
-        if kind in ("staircase", "clean"):
+        if kind in ("staircase", "clean", "anchored"):
             for window in (~part.start).nonzero().flatten().tolist():
                 assert not rows.target[window, [chunk == 0 for chunk in rows.chunk]].any(), "its past is not there"
         if kind in ("clean", "next", "again"):
@@ -105,6 +108,37 @@ def test_a_staircase_gets_noisier_from_chunk_to_chunk(pool: Pool) -> None:
     assert (clean.diff(dim=1) >= 0).all()
     levels = {round(level, 4) for steps in (4, 2) for level in shown.LEVELS[steps]}
     assert {round(level, 4) for level in rows.sigma[rows.target].tolist()} <= levels
+
+
+def test_all_of_an_anchored_window_is_at_one_level_but_for_what_is_seen_clean(pool: Pool) -> None:
+    ages = set()
+    for seed in range(40):
+        rows = shown.anchored_rows(drawn(pool, 6), random.Random(seed), torch.Generator().manual_seed(seed))
+        noisy = range(CHUNKS - 1, len(rows.chunk))
+        assert len(rows.sigma[:, noisy].unique()) == 1, "one step of a ring that is full"
+        assert (rows.sigma[:, : CHUNKS - 1] <= 0.3).all()
+        clean = {rows.chunk[row] - other for row in noisy for other in rows.visible[row] if other < CHUNKS - 1}
+        ages |= clean or {0}
+    assert ages == set(range(CHUNKS)), "anchors of every age, and none at all"
+
+
+def test_a_video_sets_the_place_and_the_prompt_the_look(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video_pool, "ALIKE", 0.0)
+    videos = VideoPool(pool, 4)
+    videos.grow(9, torch.Generator().manual_seed(0))
+    windows = videos.sample(5, 1, torch.Generator().manual_seed(1))
+    assert windows.video is not None
+    color, shape, _, background = windows.scenes[:, 0].unbind(1)
+    place = windows.place[:, 0]
+    speed = (place[:, 1] - place[:, 0] + world.SIZE / 2).remainder(world.SIZE) - world.SIZE / 2
+    moves = [(world.velocities() * world.FRAMES_PER_LATENT == each).all(1).nonzero().item() for each in speed]
+    for row, move in enumerate(moves):
+        begin = (place[row, 0] - speed[row] * 1.5 / world.FRAMES_PER_LATENT).round().long()
+        scene = torch.stack([color[row], shape[row], torch.tensor(move), background[row]])[None, None]
+        frames, _ = shown.render_windows(scene, begin[None])
+        wanted = pool.encode(frames).transpose(1, 2)
+        torch.testing.assert_close(windows.latents[row, 0], wanted[0], atol=2e-3, rtol=2e-3)
+        assert (windows.video[row] - wanted[0]).abs().max() > 0.05, "it shows something else"
 
 
 @pytest.mark.slow
@@ -130,11 +164,15 @@ def test_one_step_draws_every_kind(pool: Pool, autoencoder: TAEHV) -> None:
     chunk = drawn(pool, 4).cut(torch.zeros(4, dtype=torch.int64), 1)
     starts.latents, starts.scenes, starts.place = chunk.latents, chunk.scenes, chunk.place
     chance = random.Random(0)
-    data = denoiser.Data(pool, starts, torch.zeros(len(world.BACKGROUNDS), 8, 16, 16))
+    videos = VideoPool(pool, 4)
+    videos.grow(4, torch.Generator().manual_seed(3))
+    data = denoiser.Data(pool, videos, starts, torch.zeros(len(world.BACKGROUNDS), 8, 16, 16))
     kinds = [denoiser.draw(data, 4, chance, torch.Generator().manual_seed(i)) for i in range(12)]
     assert {kind for drawn in kinds for kind in drawn} == set(KINDS) - {"own"}, "the network plays those"
     for drawn_ in kinds:
-        assert len(drawn_) == 4
+        assert len(drawn_) == 5
         for kind, part in drawn_.items():
             chunks = part.latents.shape[1]
-            assert chunks == KINDS[kind] or (kind == "again" and chunks - 1 in denoiser.GONE)
+            assert (part.video is not None) == (kind == "video")
+            several = {"again": [gone + 1 for gone in denoiser.GONE], "video": [1, 2, 3]}
+            assert chunks in several.get(kind, [KINDS[kind]])

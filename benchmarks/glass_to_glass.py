@@ -100,8 +100,9 @@ def prompt_to_pixel(prompts: int, settle_s: float, command: Sequence[str] = SERV
     return {"engine": engine, "lead_ms": state["stats"]["lead_ms"], **_spread_ms([1000 * lag for lag in lags])}
 
 
-def camera_to_screen(seconds: float, lead_s: float, command: Sequence[str] = SERVE) -> dict[str, Any]:
-    """Times from the camera's preview to the page's video, over `seconds` of what `command` serves."""
+def camera_to_screen(seconds: float, lead_s: float, settle_s: float, command: Sequence[str] = SERVE) -> dict[str, Any]:
+    """Times from the camera's preview to the page's video, over `seconds` of what `command` serves, `settle_s` after it
+    began to follow the camera."""
     with (
         tempfile.TemporaryDirectory() as folder,
         running_server((*command, "--lead", str(lead_s))) as server,
@@ -121,7 +122,7 @@ def camera_to_screen(seconds: float, lead_s: float, command: Sequence[str] = SER
                     f"no picture of the camera was used: {browser.find_element('id', 'camera-error').text}"
                 )
             time.sleep(0.2)
-        time.sleep(live_browser.WARM_UP_S)
+        time.sleep(settle_s)
         browser.set_script_timeout(seconds + 30)
         found = browser.execute_async_script(camera_code.READ, seconds, camera_code.COLUMNS, camera_code.ROWS)
         stats, state = _stats(server.url), httpx.get(server.url + "api/state", timeout=20).json()
@@ -191,8 +192,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     header = report.header(
         sys.argv if argv is None else ["benchmarks.glass_to_glass", *argv], warm_up=f"{arguments.settle:g} s"
     )
+    command = (*SERVE, "--device", arguments.device)
     if arguments.camera:
-        found = camera_to_screen(arguments.seconds, arguments.lead, (*SERVE, "--device", arguments.device))
+        found = camera_to_screen(arguments.seconds, arguments.lead, arguments.settle, command)
         print(report.table([{"what": "camera to screen", **found["camera_to_screen"]}]))
         print(f"lead {found['lead_ms']} ms, a chunk's work {found['chunk_ms']} ms; input {found['input']}")
         if arguments.out is not None:
@@ -203,7 +205,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found["picture_age"]["received_to_screen"]:
         rows.append({"what": "received to screen", **found["picture_age"]["received_to_screen"]})
     if arguments.prompts:
-        command = (*SERVE, "--device", arguments.device)
         found["prompt_to_pixel"] = prompt_to_pixel(arguments.prompts, arguments.settle, command)
         spread = {name: value for name, value in found["prompt_to_pixel"].items() if name not in ("engine", "lead_ms")}
         rows.append({"what": "prompt to pixel", **spread})

@@ -147,7 +147,7 @@ class LiveLatents:
     used: int = 0
     dropped: int = 0
     standing: int = 0
-    """Chunks in a row that began while another waited; at STANDING the oldest is dropped."""
+    """Chunks in a row that began while another waited behind theirs."""
     _begun: dict[int, _LiveChunk] = field(default_factory=dict)
 
     def add(self, latents: Tensor, motion: float) -> None:
@@ -159,7 +159,7 @@ class LiveLatents:
 
     def take(self, chunk: int, schedule: Schedule) -> bool:
         """Give `chunk`, which begins, the oldest latents that wait; whether it has some. Asked again it has the same.
-        Mutates: self."""
+        Where others waited behind them at STANDING chunks in a row, the oldest are dropped first. Mutates: self."""
         if chunk in self._begun:
             return True
         if not self.waiting:
@@ -205,7 +205,7 @@ class LiveLatents:
     def begin_again(self) -> None:
         """The stream begins afresh, at chunk 0. Mutates: self."""
         self._begun.clear()
-        self.level = None
+        self.level, self.standing = None, 0
 
 
 def _lowered(level: float, schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]]:

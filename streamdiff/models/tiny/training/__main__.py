@@ -5,7 +5,8 @@
     python -m streamdiff.models.tiny.training --stage denoiser --begin tiny --rate 0.2 --minutes 30  # improve a model
     torchrun --nproc-per-node 2 -m streamdiff.models.tiny.training --bf16 --batch 4 --minutes 108  # gradients averaged
 
-The last line has made, from nothing on two CPU cores, a model that meets every bar (docs/decisions/0017).
+The last line has made, from nothing on two CPU cores, a model that meets every bar (docs/decisions/0017), before
+training had rows of videos (0054).
 
 In the last quarter, and with --begin, the model also learns from streams that it plays itself meanwhile. Checkpoints
 lie under --out; the same command goes on where it stopped. At the end the model is written to OUT/model in diffusers

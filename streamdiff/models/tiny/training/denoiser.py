@@ -8,7 +8,7 @@ each the flow's mean squared error:
 - *first*: first chunks of streams, alone;
 - *next*: a chunk after one clean chunk, at several levels;
 - *again*: a stream's first chunk after a bare background, which is what is left of a shape that was lost;
-- *video*: a chunk whose noisy copies show another scene, whose place and motion it keeps (`video_pool`);
+- *video*: a chunk whose noisy copies show another scene, whose place and motion it keeps (`video_windows`);
 - *own*: what should follow chunks that the network made itself (`on_policy`), where it begins with a finished model.
 
 Only where a stream starts or its prompt changes must a chunk be drawn from words; everywhere else it can be copied
@@ -40,6 +40,7 @@ from streamdiff.models.tiny.training.batches import (
     CHUNKS,
     CONTEXT_SIGMA,
     LEVELS,
+    LOWEST,
     ROWS,
     Pool,
     Rows,
@@ -48,7 +49,7 @@ from streamdiff.models.tiny.training.batches import (
     latent_statistics,
 )
 from streamdiff.models.tiny.training.on_policy import OwnPasts
-from streamdiff.models.tiny.training.video_pool import VideoPool
+from streamdiff.models.tiny.training.video_windows import PAST, video_windows
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.attention_backend import Attend
 from streamdiff.models.transformer.wan import KeyValue, WanDenoiser, attend
@@ -82,6 +83,8 @@ ADAM_PARTS: tuple[str, ...] = (
     "transformer.condition_embedder",
     *(f"transformer.blocks.{i}.scale_shift_table" for i in range(TRANSFORMER["num_layers"])),
 )
+LONG = {"staircase": 0.43, "clean": 0.24, "anchored": 0.33}
+"""How often a step's windows of five chunks are of which kind."""
 FIRST_WINDOWS = 80
 GONE = (1, 2, 2, 4)
 """For how many chunks a shape has been gone when it is drawn again: one of these."""
@@ -203,7 +206,6 @@ class Data:
     """What a step draws from. `empty` `[backgrounds, C, h, w]`: latents of the bare backgrounds."""
 
     pool: Pool
-    videos: VideoPool
     starts: Starts
     empty: Tensor
 
@@ -230,13 +232,11 @@ def play_on(
 
 def draw(data: Data, batch: int, chance: random.Random, generator: torch.Generator) -> dict[str, Windows]:
     """One step's windows by kind: half of `batch` five chunks long, half as many first chunks again as `batch`, `batch`
-    of two chunks, half of `batch` that begin again, and `batch` with a video. Every third step `anchored` takes the
-    place of the other long ones."""
-    kind = "staircase" if chance.random() < 0.65 else "clean"
-    kind = "anchored" if chance.random() < 1 / 3 else kind
+    of two chunks, half of `batch` that begin again, and `batch` with a video."""
+    (kind,) = chance.choices(list(LONG), list(LONG.values()))
     offset = torch.randint(CHUNKS - 1, (batch,), generator=generator).to(data.pool.device)
     return {
-        "video": data.videos.sample(batch, chance.choice((1, 2, 3)), generator),
+        "video": video_windows(data.pool, batch, chance.randint(0, PAST), generator),
         kind: data.pool.sample(max(1, batch // 2), generator),
         "first": data.starts.sample(batch + batch // 2, generator),
         "next": data.pool.sample(batch, generator).cut(offset, 2),
@@ -262,14 +262,13 @@ def loss_of(
     noise = torch.randn(clean.shape, generator=generator).to(device)
     level = sigma.view(*sigma.shape, 1, 1, 1, 1)
     seen = torch.where(target.view(level.shape), clean, corruption.worn(windows, empty, generator)[:, rows.chunk])
-    wanted = noise - clean
-    if windows.video is not None:  # the flow leads from what is shown to what is to come of it
-        shown = torch.where(target.view(level.shape), windows.video[:, None], seen)
-        wanted = wanted + torch.where(target.view(level.shape), (shown - clean) * (1 - level) / level, 0.0)
-        seen = shown
-    noisy = sampling.add_noise(seen, noise, level).flatten(0, 1)
+    if windows.video is not None:
+        seen = torch.where(target.view(level.shape), windows.video[:, None], seen)
+    noisy = sampling.add_noise(seen, noise, level)
+    # from what is shown to what is to come of it; levels below LOWEST have no target
+    wanted = (noisy - clean) / level.clamp(min=LOWEST)
     ids = network.text.tokens(captions(windows.scenes, chance)).unflatten(0, windows.scenes.shape[:2])
-    flow = network.flow(noisy, sigma, ids[:, rows.chunk].flatten(0, 1), rows)
+    flow = network.flow(noisy.flatten(0, 1), sigma, ids[:, rows.chunk].flatten(0, 1), rows)
     weight = windows.weight()[:, rows.chunk]
     error = weight * (flow.float() - wanted.flatten(0, 1)).square().unflatten(0, sigma.shape)
     error = error.mean((2, 3, 4, 5)) / weight.mean()
@@ -375,15 +374,12 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
     starts = Starts(autoencoder, mean, std, device)
     chance = loop.step_generator(seed + 2, progress.step)
     own = OwnPasts(autoencoder, mean, std, starts, STREAMS, chance)
-    videos = VideoPool(pool, POOL // 4)
-    videos.grow(FIRST_WINDOWS, loop.step_generator(seed + 3, progress.step))
-    data = Data(pool, videos, starts, empty)
+    data = Data(pool, starts, empty)
     for done in loop.steps(budget, progress, "denoiser"):
         generator = loop.step_generator(seed, progress.step)
         shared = random.Random(seed * 1_000_003 + progress.step)
         if progress.step % 2 == 0:
             pool.grow(max(1, plan.batch // 4), generator)
-            videos.grow(max(1, plan.batch // 4), generator)
         drawn = draw(data, plan.batch, shared, generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
             if plan.begin is not None or done >= OWN_FROM:

@@ -10,10 +10,9 @@ import torch
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import world
 from streamdiff.models.tiny.training import autoencoder as train_autoencoder
-from streamdiff.models.tiny.training import batches, denoiser, video_pool
+from streamdiff.models.tiny.training import batches, denoiser, video_windows
 from streamdiff.models.tiny.training import batches as shown
 from streamdiff.models.tiny.training.batches import CHUNK, CHUNKS, Pool, Starts, Windows
-from streamdiff.models.tiny.training.video_pool import VideoPool
 from tests.small import CPU
 
 KINDS = {
@@ -122,12 +121,15 @@ def test_all_of_an_anchored_window_is_at_one_level_but_for_what_is_seen_clean(po
     assert ages == set(range(CHUNKS)), "anchors of every age, and none at all"
 
 
-def test_a_video_sets_the_place_and_the_prompt_the_look(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(video_pool, "ALIKE", 0.0)
-    videos = VideoPool(pool, 4)
-    videos.grow(9, torch.Generator().manual_seed(0))
-    windows = videos.sample(5, 1, torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_video_sets_the_place_and_the_prompt_the_look(
+    alike: bool, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(video_windows, "ALIKE", float(alike))
+    windows = video_windows.video_windows(pool, 5, 0, torch.Generator().manual_seed(0))
     assert windows.video is not None
+    same = [torch.equal(video, wanted) for video, wanted in zip(windows.video, windows.latents[:, 0], strict=True)]
+    assert same == [alike] * 5, "in its place, with another look unless that is the prompt's own"
     color, shape, _, background = windows.scenes[:, 0].unbind(1)
     place = windows.place[:, 0]
     speed = (place[:, 1] - place[:, 0] + world.SIZE / 2).remainder(world.SIZE) - world.SIZE / 2
@@ -138,7 +140,28 @@ def test_a_video_sets_the_place_and_the_prompt_the_look(pool: Pool, monkeypatch:
         frames, _ = shown.render_windows(scene, begin[None])
         wanted = pool.encode(frames).transpose(1, 2)
         torch.testing.assert_close(windows.latents[row, 0], wanted[0], atol=2e-3, rtol=2e-3)
-        assert (windows.video[row] - wanted[0]).abs().max() > 0.05, "it shows something else"
+
+
+@pytest.mark.parametrize("kind", ["next", "video"])
+def test_a_flow_that_leads_to_what_is_wanted_has_no_loss(
+    kind: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance, generator = random.Random(0), torch.Generator().manual_seed(0)
+    windows = drawn(pool, 3).cut(torch.zeros(3, dtype=torch.int64), 2)
+    if kind == "video":
+        windows = video_windows.video_windows(pool, 3, 1, generator)
+    network = denoiser.TinyNetwork()
+
+    def loss(error: float) -> float:
+        def flow(noisy: torch.Tensor, sigma: torch.Tensor, ids: torch.Tensor, rows: batches.Rows) -> torch.Tensor:
+            level = sigma.flatten().view(-1, 1, 1, 1, 1).clamp(min=1e-3)
+            return error + (noisy - windows.latents[:, rows.chunk].flatten(0, 1)) / level  # x0 = noisy - level * flow
+
+        monkeypatch.setattr(network, "flow", flow)
+        empty = torch.zeros(len(world.BACKGROUNDS), 8, 16, 16)
+        return float(denoiser.loss_of(network, windows, empty, kind, chance, generator))
+
+    assert (loss(0.0), loss(0.5)) == pytest.approx((0.0, 0.25), abs=1e-6)
 
 
 @pytest.mark.slow
@@ -164,9 +187,7 @@ def test_one_step_draws_every_kind(pool: Pool, autoencoder: TAEHV) -> None:
     chunk = drawn(pool, 4).cut(torch.zeros(4, dtype=torch.int64), 1)
     starts.latents, starts.scenes, starts.place = chunk.latents, chunk.scenes, chunk.place
     chance = random.Random(0)
-    videos = VideoPool(pool, 4)
-    videos.grow(4, torch.Generator().manual_seed(3))
-    data = denoiser.Data(pool, videos, starts, torch.zeros(len(world.BACKGROUNDS), 8, 16, 16))
+    data = denoiser.Data(pool, starts, torch.zeros(len(world.BACKGROUNDS), 8, 16, 16))
     kinds = [denoiser.draw(data, 4, chance, torch.Generator().manual_seed(i)) for i in range(12)]
     assert {kind for drawn in kinds for kind in drawn} == set(KINDS) - {"own"}, "the network plays those"
     for drawn_ in kinds:

@@ -231,8 +231,8 @@ def no_host_sync(context: str, device: torch.device) -> str:
 
 
 def no_memory_taken(context: str, device: torch.device) -> str:
-    """Blocks of memory that a stage takes in its forwards once its graphs are made: none, but in a chunk's first step,
-    which has a table of rotary factors; and nothing at all is asked of the driver."""
+    """Blocks of memory that a stage takes in the forwards that it replays: none, but in a chunk's first step, which has
+    a table of rotary factors; and nothing at all is asked of the driver."""
     if device.type != "cuda":
         raise NotHere("on a CPU tests/pipeline/runner/test_cuda_graphs.py sees the operations of a replay")
     runtime = load_runtime(
@@ -240,26 +240,35 @@ def no_memory_taken(context: str, device: torch.device) -> str:
     )
     try:
         latents_of(runtime, _CHUNKS)
-        stage, taken = runtime.ring.stage, list[int]()
-        forward = stage.forward
-
-        def counted(rows: Sequence[MicroStep], given: Tensors) -> Tensors:
-            before = torch.cuda.memory_stats()[_ALLOCATED]
-            result = forward(rows, given)
-            if all(row.step > 0 for row in rows):
-                taken.append(torch.cuda.memory_stats()[_ALLOCATED] - before)
-            return result
-
-        stage.forward = counted  # type: ignore[method-assign]
         asked = torch.cuda.memory_stats()[_OF_DRIVER]
-        latents_of(runtime, _CHUNKS)
+        taken = taken_in_replays(runtime, lambda: torch.cuda.memory_stats()[_ALLOCATED])
         asked = torch.cuda.memory_stats()[_OF_DRIVER] - asked
     finally:
         runtime.close()
-    counts = f"{len(taken)} micro-steps took {sum(taken)} blocks, and {asked} of the driver"
-    if sum(taken) or asked:
+    counts = f"{len(taken)} replayed micro-steps took {sum(taken)} blocks, and {asked} of the driver"
+    if sum(taken) or asked or not taken:
         raise AssertionError(counts)
     return counts
+
+
+def taken_in_replays(runtime: StreamingPipeline, taken_so_far: Callable[[], int]) -> list[int]:
+    """By how much `taken_so_far` grows in each forward of a stream that is replayed and no chunk's first step: while a
+    window fills there are no graphs. Mutates: the runtime."""
+    stage, taken = runtime.ring.stage, list[int]()
+    forward, compiled = stage.forward, stage.compiled
+    assert compiled is not None, "the model was loaded compiled"
+
+    def counted(rows: Sequence[MicroStep], given: Tensors) -> Tensors:
+        compiled.replayed.clear()
+        before = taken_so_far()
+        result = forward(rows, given)
+        if compiled.replayed and all(row.step > 0 for row in rows):
+            taken.append(taken_so_far() - before)
+        return result
+
+    stage.forward = counted  # type: ignore[method-assign]
+    latents_of(runtime, _CHUNKS)
+    return taken
 
 
 def shared_as_alone(context: str, device: torch.device) -> str:

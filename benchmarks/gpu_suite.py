@@ -18,7 +18,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,12 +35,12 @@ from streamdiff.config import ModelConfig
 
 EPILOG = """examples:
   python -m benchmarks.gpu_suite --out results/h200 --minutes 25
-  python -m benchmarks.gpu_suite --out results/h200 --minutes 9 --only wan-1.3b      one call of a short loan
+  python -m benchmarks.gpu_suite --out results/h200 --minutes 9 --only wan-1.3b --at-once 6     a short loan
   python -m benchmarks.gpu_suite --out results/h200 --checks-only
   python -m benchmarks.gpu_suite --out results/rehearsal --device cpu --only tiny   the suite itself, without a GPU
 
-Writes into --out: nccl/, checks.json, fps_ttff.json and .png, throughput.json, profile/. Exit code 0: all checks hold
-and all cases are measured; 1: not all, see what is printed; 2: there is no CUDA device.
+Writes into --out: checks/ (what each printed), checks.json, fps_ttff.json and .png, throughput.json, profile/. Exit
+code 0: all checks hold and all cases are measured; 1: not all, see what is printed; 2: there is no CUDA device.
 """
 _CHECK_S, _CASE_S, _LEAST_S = 300.0, 420.0, 60.0
 _LONG_S = 600.0
@@ -72,38 +73,51 @@ class Deadline:
         return min(most_s, self._end_s - clock.monotonic_s())
 
 
-def check(name: str, device: str, limit_s: float, log: Path | None = None) -> Found:
-    """Carry out one check in a process of its own; first contact writes into `log`."""
+def check(name: str, device: str, limit_s: float, log: Path, running: set[subprocess.Popen[str]]) -> Found:
+    """Carry out one check in a process of its own; what it prints is written beside `log`, first contact's folder.
+    Mutates: running (`run_whole`)."""
     words = ["-m", "benchmarks.gpu_check", name, "--device", device]
     if name == _CONTACT:
         words = ["-m", "tests.gpu.nccl_ring", "--stages", str(min(4, torch.cuda.device_count()))]
-        words += ["--log", str(log)] if log is not None else []
+        words += ["--log", str(log)]
     if name == _TESTS:
         words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
-    if (done := run_whole(words, limit_s)) is None:
+    if (done := run_whole(words, limit_s, running)) is None:
         return Found(name, None, f"not done within {limit_s:.0f} s")
     code, stdout, stderr = done
+    (log.parent / f"{name.replace(':', '_')}.log").write_text(stdout + stderr)
     lines = [line for line in (stdout.strip() or stderr.strip()).splitlines() if line.strip()]
     said = lines[-1] if lines else f"ended with exit code {code} and said nothing"
     holds = None if code == gpu_check.NOT_HERE else code == gpu_check.HOLDS
     return Found(name, holds, said.removeprefix(f"{name}: "))
 
 
-def run_whole(words: Sequence[str], limit_s: float) -> tuple[int, str, str] | None:
+def run_whole(
+    words: Sequence[str], limit_s: float, running: set[subprocess.Popen[str]] | None = None
+) -> tuple[int, str, str] | None:
     """Run python with these words; exit code and what it said, None where it took too long. What it has started ends
-    with it, whatever happens: ranks that wait in NCCL for one that is gone would keep the devices busy for ever."""
+    with it, whatever happens: ranks that wait in NCCL for one that is gone would keep the devices busy for ever.
+    Mutates: running, which holds the process while it runs."""
+    running = set() if running is None else running
     with subprocess.Popen(
         [sys.executable, *words], cwd=report.ROOT, start_new_session=True, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
+        running.add(process)
         try:
             stdout, stderr = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            running.discard(process)
+            end_group(process)
     return process.returncode, stdout, stderr
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """Kill the process and all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def wrong(found: Sequence[Found]) -> set[str]:
@@ -230,10 +244,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=stream_options.words, default=(), metavar="P,P", help="tiny, wan-1.3b, wan-14b")
     parser.add_argument("--checks-only", action="store_true", help="measure nothing")
     parser.add_argument("--no-checks", action="store_true", help="they were made before, on this machine and commit")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="checks that run at a time (default 1)")
     parser.add_argument("--quick", action="store_true", help="as little of each case as gives every figure")
     options = parser.parse_args(argv)
     if unknown := set(options.only) - {"tiny", "wan-1.3b", "wan-14b"}:
         parser.error(f"--only names {unknown.pop()}, but can name tiny, wan-1.3b, wan-14b")
+    if options.at_once < 1:
+        parser.error(f"--at-once is {options.at_once}, but must be at least 1")
     if not 0 < options.minutes <= 24 * 60:
         parser.error(f"--minutes is {options.minutes:g}, but must be above 0 and at most a day (1440)")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -250,15 +267,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fps_ttff.INTERRUPTED
 
 
+def checks(options: argparse.Namespace, deadline: Deadline) -> Iterator[Found]:
+    """What every check says: first contact alone, where there are several GPUs, then `options.at_once` at a time."""
+    log = (options.out / "checks" / "nccl").resolve()
+    log.parent.mkdir(exist_ok=True)
+    running: set[subprocess.Popen[str]] = set()
+
+    def one(name: str) -> Found:
+        limit_s = deadline.left_s(_LONG_S if name in (_CONTACT, _TESTS) else _CHECK_S)
+        if limit_s <= 1:
+            return Found(name, None, "no time left")
+        return check(name, options.device, limit_s, log, running)
+
+    if options.device == "cuda" and torch.cuda.device_count() > 1:
+        yield one(_CONTACT)
+    with ThreadPoolExecutor(options.at_once) as pool:
+        try:
+            # the tests take longest, and are begun first
+            yield from pool.map(one, (_TESTS, *gpu_check.NAMES))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                end_group(process)
+
+
 def run(options: argparse.Namespace) -> int:
     """Checks, then cases, then the floor of the first one with a fast path; returns the exit code."""
     deadline = Deadline(options.minutes)
     found: list[Found] = []
-    contact = [_CONTACT] if options.device == "cuda" and torch.cuda.device_count() > 1 else []
-    for name in () if options.no_checks else (*contact, *gpu_check.NAMES, _TESTS):
-        limit_s = deadline.left_s(_LONG_S if name in (_CONTACT, _TESTS) else _CHECK_S)
-        log = (options.out / "nccl").resolve()
-        each = check(name, options.device, limit_s, log) if limit_s > 1 else Found(name, None, "no time left")
+    for each in () if options.no_checks else checks(options, deadline):
         found.append(each)
         print(
             f"{ {True: 'holds ', False: 'WRONG ', None: 'untried'}[each.holds]:8} {each.name}: {each.finding}",

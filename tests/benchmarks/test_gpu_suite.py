@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from benchmarks import fps_ttff, gpu_check, gpu_suite
 from benchmarks.gpu_suite import Deadline, Found, allowed, plain, wanted, wrong
 from benchmarks.stream_case import Amount, Case
 from streamdiff.config import ModelConfig
+from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.runner import compiled_stage
 from streamdiff.pipeline.runner.cuda_graphs import Captured
 from tests.pipeline.runner.test_cuda_graphs import record
@@ -98,6 +102,52 @@ def test_two_sessions_at_once_are_checked(monkeypatch: pytest.MonkeyPatch) -> No
     with torch.compiler.set_stance("force_eager"):
         told = gpu_check.two_sessions("clean", CPU)
     assert told.startswith("1 of 2 sessions captured, off by ")
+
+
+@pytest.mark.slow
+def test_only_replayed_forwards_are_asked_for_the_memory_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the window of 3 chunks fills there are no graphs; of the 4 chunks after that the last has no clean pass."""
+    monkeypatch.setattr(compiled_stage, "captured_on", lambda device: Captured(record))
+    config = {"device": "cpu", "compile": "on", "clean_pass": "alone"}
+    with torch.compiler.set_stance("force_eager"):
+        runtime = load_runtime(ModelConfig.model_validate(config))
+        try:
+            counts = iter(range(1000))
+            taken = gpu_check.taken_in_replays(runtime, lambda: next(counts))
+        finally:
+            runtime.close()
+    assert taken == [1] * (4 * 4 - 1)
+
+
+def test_checks_run_beside_each_other_and_are_told_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check waits for the other to have begun."""
+    both = threading.Barrier(2, timeout=60)
+
+    def check(name: str, *rest: object) -> Found:
+        both.wait()
+        return Found(name, True, "")
+
+    monkeypatch.setattr(gpu_suite, "check", check)
+    monkeypatch.setattr(gpu_check, "NAMES", ("one",))
+    options = argparse.Namespace(out=tmp_path, device="cpu", at_once=2)
+    assert [found.name for found in gpu_suite.checks(options, Deadline(60))] == ["tests", "one"]
+
+
+def test_checks_under_way_end_where_the_suite_is_stopped() -> None:
+    begun = threading.Event()
+
+    class Told(set[subprocess.Popen[str]]):
+        def add(self, process: subprocess.Popen[str]) -> None:
+            super().add(process)
+            begun.set()
+
+    running = Told()
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(gpu_suite.run_whole, ["-c", "import time; time.sleep(1000)"], 1000.0, running)
+        assert begun.wait(60)
+        gpu_suite.end_group(next(iter(running)))
+        done = result.result(60)
+    assert done is not None and done[0] < 0 and not running
 
 
 def test_a_wrong_fast_path_does_not_have_the_plain_one_measured_twice(

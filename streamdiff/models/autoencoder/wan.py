@@ -9,12 +9,14 @@ one is `temporal` (4) pictures. All methods run without gradients.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import (
     AutoencoderKLWan,
     WanCausalConv3d,
+    WanResample,
     patchify,
     unpatchify,
 )
@@ -87,6 +89,29 @@ def _begins(past: DecoderState) -> bool:
     return all(feature is None for feature in past.values())
 
 
+def _double_frames(
+    self: WanResample, x: Tensor, feat_cache: list[Tensor | str | None] | None = None, feat_idx: list[int] | None = None
+) -> Tensor:
+    """`WanResample.forward` of mode `upsample3d`, which tells what is kept by its type: the compiler of torch before
+    2.13 refuses to compare a tensor with a word. Mutates: feat_cache, feat_idx."""
+    if feat_cache is not None and feat_idx is not None:
+        place = feat_idx[0]
+        feat_idx[0] += 1
+        kept = feat_cache[place]
+        if kept is None:
+            feat_cache[place] = "Rep"
+        else:
+            past = kept if isinstance(kept, Tensor) else torch.zeros_like(x[:, :, -1:])
+            newest = x[:, :, -2:]
+            both = newest.clone() if newest.shape[2] == 2 else torch.cat([past[:, :, -1:], newest], 2)
+            x = self.time_conv(x, past).unflatten(1, (2, -1)).movedim(1, 3).flatten(2, 3)
+            feat_cache[place] = both
+    frames = x.shape[2]
+    made: Tensor = self.resample(x.transpose(1, 2).flatten(0, 1))
+    pictures: Tensor = made.unflatten(0, (-1, frames)).transpose(1, 2)
+    return pictures
+
+
 class WanDecoder(_Half):
     """Latents to frames, a `VideoDecoder`."""
 
@@ -94,6 +119,9 @@ class WanDecoder(_Half):
         super().__init__(autoencoder, autoencoder.decoder)
         self.layers: nn.Module = autoencoder.decoder
         self._layout = torch.contiguous_format
+        for module in autoencoder.decoder.modules():
+            if isinstance(module, WanResample) and module.mode == "upsample3d":
+                module.forward = MethodType(_double_frames, module)  # type: ignore[method-assign]
 
     def set_channels_last(self, channels_last: bool) -> None:
         """See `VideoDecoder`; as the weights were stored, unless told otherwise."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.normalisation import WAN_MEAN, WAN_STD
@@ -88,6 +91,22 @@ def test_a_call_is_one_step_but_for_a_streams_first_latent_frame() -> None:
     assert [piece.shape[2] for piece in decoder.pieces(raw, decoder.past(raw, memory))] == [1, LATENTS - 1]
     decoder.decode_raw(raw[:, :, :1], memory)
     assert [piece.shape[2] for piece in decoder.pieces(raw, decoder.past(raw, memory))] == [LATENTS]
+
+
+class NoWords(TorchFunctionMode):
+    """Refuses to compare a tensor with a word, as the compiler of torch before 2.13 does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(isinstance(each, str) for each in args), f"{func} of a tensor and a word"
+        return func(*args, **(kwargs or {}))
+
+
+@kinds
+def test_a_step_compares_no_tensor_with_a_word(kind: str) -> None:
+    decoder, memory = WanDecoder(KINDS[kind]), Memory()
+    with NoWords():
+        for piece in raw_of(KINDS[kind]).split(2, 2):
+            decoder.decode_raw(piece, memory)
 
 
 @settings(max_examples=12)

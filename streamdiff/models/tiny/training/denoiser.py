@@ -23,20 +23,16 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
 from streamdiff.models import sampling
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.model import Model
 from streamdiff.models.tiny import prompts, world
-from streamdiff.models.tiny.text_encoder import WIDTH, TinyText, build_encoder, build_tokenizer
 from streamdiff.models.tiny.training import corruption, loop
 from streamdiff.models.tiny.training.batches import (
-    CHUNK,
     CHUNKS,
     CONTEXT_SIGMA,
     LEVELS,
@@ -48,29 +44,15 @@ from streamdiff.models.tiny.training.batches import (
     Windows,
     latent_statistics,
 )
+from streamdiff.models.tiny.training.network import ATTRIBUTES, TRANSFORMER, Forward, Lesson, TinyNetwork
 from streamdiff.models.tiny.training.on_policy import OwnPasts
 from streamdiff.models.tiny.training.video_windows import PAST, video_windows
-from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.attention_backend import Attend
-from streamdiff.models.transformer.wan import KeyValue, WanDenoiser, attend
 
-TRANSFORMER: dict[str, Any] = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 6,
-    "attention_head_dim": 32,
-    "in_channels": 8 + 10,
-    "out_channels": 8,
-    "text_dim": WIDTH,
-    "freq_dim": 128,
-    "ffn_dim": 768,
-    "num_layers": 4,
-    "cross_attn_norm": True,
-}
 MATRIX_LR = 1e-2
 OTHER_LR = 2e-3
 POOL = 6000
 SHARES = {
-    "staircase": 0.4, "clean": 0.4, "first": 0.2, "next": 0.4, "again": 0.2, "anchored": 0.3, "video": 0.4, "own": 0.6,
+    "staircase": 0.4, "clean": 0.4, "first": 0.2, "next": 0.4, "again": 0.2, "anchored": 0.3, "video": 1.0, "own": 0.6,
     "reading": 0.1,
 }  # fmt: skip
 # Matrices that AdamW trains: tables, embeddings and the two ends, for which orthogonal updates make no sense.
@@ -92,87 +74,6 @@ STREAMS = 64
 """The network's own streams."""
 OWN_FROM = 0.75
 """Training that begins with nothing plays them from here on, 0 to 1: before, they show nothing to be corrected."""
-ATTRIBUTES: tuple[tuple[str, ...], ...] = (world.COLOR_NAMES, world.SHAPES, world.MOTION_NAMES, world.BACKGROUNDS)
-
-
-class BlockCausal:
-    """Self-attention over a whole window at once: rows are chunks, `visible[i]` lists the rows that row i sees.
-
-    Stands in for the cache that a stream uses, so that training and streaming run the same transformer code.
-    """
-
-    def __init__(self, windows: int, positions: list[int], visible: list[list[int]], tokens: tuple[int, int]) -> None:
-        self.windows, self.visible = windows, visible
-        frames = torch.tensor([[p * CHUNK + f for f in range(CHUNK)] for p in positions])
-        self.frames, self.tokens = frames, tokens
-        self.table: Tensor | None = None
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = rope.table(self.frames.to(query.device), *self.tokens, query.shape[-1])
-        rows = (self.windows, len(self.visible))
-        query = rope.rotate(query.unflatten(0, rows), self.table)
-        key, value = rope.rotate(key.unflatten(0, rows), self.table), value.unflatten(0, rows)
-        mixed = []
-        for row, seen in enumerate(self.visible):
-            mixed.append(_attend(query[:, row], key[:, seen].flatten(1, 2), value[:, seen].flatten(1, 2)))
-        return torch.stack(mixed, 1).flatten(0, 1)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """`attend`; written out in bfloat16 on a CPU, where torch's own takes twice as long forwards and backwards."""
-    if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
-        return attend(query, key, value)
-    query, key, value = (each.bfloat16().transpose(1, 2) for each in (query, key, value))
-    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
-    with torch.autocast("cpu", enabled=False):
-        return (torch.softmax(scores, -1) @ value).transpose(1, 2)
-
-
-class TrainedDenoiser(WanDenoiser):
-    """A denoiser in training: its cross-attention, too, runs by `_attend`."""
-
-    @property
-    def attend(self) -> Attend:
-        return _attend
-
-
-class TinyNetwork(nn.Module):
-    """Text encoder and transformer, trained together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.text = TinyText(build_tokenizer(), build_encoder(len(build_tokenizer().get_vocab())))
-        self.encoder = self.text.encoder
-        self.transformer = WanTransformer3DModel(**TRANSFORMER)
-        self.denoiser = TrainedDenoiser(self.transformer)
-        self.reader = nn.Linear(WIDTH, sum(map(len, ATTRIBUTES)))  # used in training only
-
-    def load_model(self, model: Model) -> tuple[Tensor, Tensor]:
-        """Load the weights of `model`; returns the mean and the deviation of the latents that it was trained on.
-
-        The reader, which no model has, begins at zero, where it changes nothing yet. Mutates: self.
-        """
-        assert isinstance(model.text, TinyText) and model.decoder is not None
-        normalisation = model.decoder.network.normalisation
-        assert normalisation is not None, "a folder always says it"
-        self.transformer.load_state_dict(model.denoiser.model.state_dict())
-        self.encoder.load_state_dict(model.text.encoder.state_dict())
-        nn.init.zeros_(self.reader.weight)
-        return normalisation.mean.flatten(), normalisation.std.flatten()
-
-    def flow(self, latents: Tensor, sigma: Tensor, ids: Tensor, rows: Rows) -> Tensor:
-        """Predicted flow `[B * rows, C, F, h, w]` for noisy latents of the same shape."""
-        batch = sigma.shape[0]
-        _, _, frames, height, width = latents.shape
-        patch = self.denoiser.patch
-        tokens = (height // patch[1], width // patch[2])
-        timestep = (sigma * sampling.TIMESTEPS).flatten()[:, None].expand(-1, frames)
-        text: list[KeyValue] = self.denoiser.text(self.text.embed(ids))
-        state = self.denoiser.embed(latents, timestep)
-        attention = BlockCausal(batch, rows.chunk, rows.visible, tokens)
-        state = self.denoiser.run_blocks(state, text, attention)
-        return self.denoiser.head(state, (frames, height, width))
 
 
 def reading_loss(network: TinyNetwork, chance: random.Random, generator: torch.Generator, batch: int = 64) -> Tensor:
@@ -217,13 +118,14 @@ def play_on(
 
     def flow(past: Tensor, noisy: Tensor, sigma: Tensor, scenes: Tensor) -> Tensor:
         kept = torch.full((len(past), past.shape[1]), CONTEXT_SIGMA, device=past.device)
-        noise = torch.randn(past.shape, generator=generator).to(past.device)
+        noise = loop.noise_like(past, generator)
         seen = sampling.add_noise(past, noise, kept.view(*kept.shape, 1, 1, 1, 1))
         chunks = past.shape[1] + 1
         rows = Rows(list(range(chunks)), [list(range(i + 1)) for i in range(chunks)], sigma, sigma)
         words = captions(scenes[:, None].expand(-1, chunks, -1), chance)
         every = torch.cat([seen, noisy[:, None]], 1).flatten(0, 1)
-        made = network.flow(every, torch.cat([kept, sigma[:, None]], 1), network.text.tokens(words), rows)
+        levels = torch.cat([kept, sigma[:, None]], 1)
+        made = network.flow(Forward(every, levels, network.text.tokens(words), rows))
         newest: Tensor = made.unflatten(0, (len(past), chunks))[:, -1]
         return newest
 
@@ -246,20 +148,20 @@ def draw(data: Data, batch: int, chance: random.Random, generator: torch.Generat
     }
 
 
-def loss_of(
+def lesson_of(
     network: TinyNetwork,
     windows: Windows,
     empty: Tensor,
     kind: str,
     chance: random.Random,
     generator: torch.Generator,
-) -> Tensor:
-    """Weighted mean squared flow error over the rows that have a target, the others worn; `kind` is a key of `ROWS`."""
+) -> Lesson:
+    """What the network is asked of the windows' rows, those without a target worn; `kind` is a key of `ROWS`."""
     rows = ROWS[kind](windows, chance, generator)
     device = windows.latents.device
     sigma, target = rows.sigma.to(device), rows.target.to(device)
     clean = windows.latents[:, rows.chunk]
-    noise = torch.randn(clean.shape, generator=generator).to(device)
+    noise = loop.noise_like(clean, generator)
     level = sigma.view(*sigma.shape, 1, 1, 1, 1)
     seen = torch.where(target.view(level.shape), clean, corruption.worn(windows, empty, generator)[:, rows.chunk])
     if windows.video is not None:
@@ -268,12 +170,8 @@ def loss_of(
     # from what is shown to what is to come of it; levels below LOWEST have no target
     wanted = (noisy - clean) / level.clamp(min=LOWEST)
     ids = network.text.tokens(captions(windows.scenes, chance)).unflatten(0, windows.scenes.shape[:2])
-    flow = network.flow(noisy.flatten(0, 1), sigma, ids[:, rows.chunk].flatten(0, 1), rows)
-    weight = windows.weight()[:, rows.chunk]
-    error = weight * (flow.float() - wanted.flatten(0, 1)).square().unflatten(0, sigma.shape)
-    error = error.mean((2, 3, 4, 5)) / weight.mean()
-    loss: Tensor = (error * target).sum() / target.sum().clamp(min=1)
-    return loss
+    ids = ids[:, rows.chunk].flatten(0, 1)
+    return Lesson(noisy.flatten(0, 1), sigma, ids, rows, wanted.flatten(0, 1), windows.weight()[:, rows.chunk])
 
 
 Statistics = Callable[[], tuple[Tensor, Tensor]]
@@ -288,7 +186,7 @@ class Learner:
         self, network: nn.Module, path: Path, rate: float, device: torch.device, statistics: Statistics
     ) -> None:
         """`statistics` computes what no checkpoint says, and may give the network its weights. Mutates: network."""
-        self.network, self.smooth = network, dict[str, float]()
+        self.network, self.smooth = network, dict[str, Tensor]()
         self.optimizer = loop.Optimizer(network, MATRIX_LR * rate, OTHER_LR * rate, adam=ADAM_PARTS)
         self.progress, self._checkpoint = loop.Progress(), loop.Checkpoint(path)
         state = self._checkpoint.load(device)
@@ -307,7 +205,13 @@ class Learner:
         self.optimizer.step(total, done, self.progress.step)
         self.average.update(self.network, self.progress.step)
         for kind, loss in losses.items():
-            self.smooth[kind] = 0.97 * self.smooth.get(kind, float(loss.detach())) + 0.03 * float(loss.detach())
+            self.smooth[kind] = torch.lerp(self.smooth.get(kind, loss.detach()), loss.detach(), 0.03)
+
+    def tell(self, step: int) -> None:
+        """Print the smoothed losses; waits for the device."""
+        if loop.rank() == 0:
+            values = " ".join(f"{kind} {float(value):.4f}" for kind, value in sorted(self.smooth.items()))
+            print(f"denoiser step {step}: {values}", flush=True)
 
     def save(self, done_steps: int) -> None:
         """Write the checkpoint."""
@@ -384,13 +288,14 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
             if plan.begin is not None or done >= OWN_FROM:
                 drawn["own"] = play_on(network, own, plan.batch, shared, generator)
-            losses = {kind: loss_of(network, some, empty, kind, shared, generator) for kind, some in drawn.items()}
+            losses = network.losses(
+                {kind: lesson_of(network, some, empty, kind, shared, generator) for kind, some in drawn.items()}
+            )
             if plan.begin is None:
                 losses["reading"] = reading_loss(network, shared, generator)
         learner.learn(losses, SHARES, done)
         if progress.step % 100 == 99:
-            if loop.rank() == 0:
-                print(f"denoiser step {progress.step + 1}: {learner.smooth}", flush=True)
+            learner.tell(progress.step + 1)
             learner.save(progress.step + 1)
     learner.finish()
     return Trained(network, mean, std)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -51,27 +51,34 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Apply one update. Mutates: the parameters and their momentum."""
+        """Apply one update, of all matrices of one size together. Mutates: the parameters and their momentum."""
         for group in self.param_groups:
+            alike: dict[torch.Size, list[torch.nn.Parameter]] = {}
             for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state = self.state[weight]
-                average = state.setdefault("momentum", torch.zeros_like(weight))
-                average.mul_(group["momentum"]).add_(weight.grad)
-                update = orthogonal((weight.grad + group["momentum"] * average).flatten(1))
-                scale = max(1.0, update.shape[0] / update.shape[1]) ** 0.5
-                weight.add_(update.view_as(weight), alpha=-group["lr"] * scale)
+                if weight.grad is not None:
+                    alike.setdefault(weight.flatten(1).shape, []).append(weight)
+            for (high, wide), weights in alike.items():
+                averages = [self.state[each].setdefault("momentum", torch.zeros_like(each)) for each in weights]
+                torch._foreach_mul_(averages, group["momentum"])
+                grads = [cast(Tensor, each.grad) for each in weights]
+                torch._foreach_add_(averages, grads)
+                ahead = torch._foreach_add(grads, averages, alpha=group["momentum"])
+                updates = orthogonal(torch.stack([each.flatten(1) for each in ahead]))
+                scale = max(1.0, high / wide) ** 0.5
+                changes = [update.view_as(each) for update, each in zip(updates, weights, strict=True)]
+                torch._foreach_add_(cast(list[Tensor], weights), changes, alpha=-group["lr"] * scale)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly: five Newton-Schulz steps with Muon's quintic coefficients."""
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x: Tensor = wide / (wide.norm() + 1e-7)
+def orthogonal(matrices: Tensor) -> Tensor:
+    """The nearest semi-orthogonal matrices to `[N, rows, columns]`, roughly: five Newton-Schulz steps with Muon's
+    quintic coefficients."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    wide = matrices.mT if tall else matrices
+    x: Tensor = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
-        gram = x @ x.T
+        gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+    return x.mT if tall else x
 
 
 class Optimizer:
@@ -170,6 +177,15 @@ def agree(value: float) -> float:
 def step_generator(seed: int, step: int) -> torch.Generator:
     """The randomness of one step of this process: a resumed run draws what an uninterrupted one would have."""
     return torch.Generator().manual_seed(sampling.counter_seed(seed, rank(), step))
+
+
+def noise_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal noise like `tensor`, drawn on its device; `generator` is a CPU's, and says which on any."""
+    if tensor.device.type == "cpu":
+        return torch.randn(tensor.shape, generator=generator)
+    seed = int(torch.randint(2**62, (1,), generator=generator))
+    own = torch.Generator(tensor.device).manual_seed(seed)
+    return torch.randn(tensor.shape, generator=own, device=tensor.device)
 
 
 class Checkpoint:

@@ -16,6 +16,7 @@ from torch import Tensor
 from streamdiff.models import sampling
 from streamdiff.models.autoencoder.taehv import TAEHV, Memory
 from streamdiff.models.tiny import world
+from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.autoencoder import encode_groups
 from streamdiff.models.tiny.training.batches import CHUNK, Starts, Windows, render_windows
 
@@ -75,7 +76,7 @@ class OwnPasts:
         chunk = torch.zeros_like(past[:, 0])
         for level in levels:
             sigma = torch.full((len(past),), level, device=past.device)
-            noise = torch.randn(chunk.shape, generator=generator).to(past.device)
+            noise = loop.noise_like(chunk, generator)
             noisy = sampling.add_noise(chunk, noise, sigma.view(-1, 1, 1, 1, 1))
             chunk = sampling.clean_from_flow(noisy, flow(past, noisy, sigma, scenes), level)
         return chunk

@@ -14,7 +14,7 @@ from streamdiff.models.tiny.training.batches import CHUNK, Pool, Windows, draw_s
 
 PAST = 2
 """Chunks before the one with a video, at most."""
-OTHER_MOTION = 0.5
+OTHER_MOTION = 0.8
 """Share of the videos whose motion is drawn apart from the prompt's."""
 ELSEWHERE = 0.25
 """Share of the windows whose past is not where the video is: the video has just come."""

@@ -84,3 +84,18 @@ def cover(weather: int, fall: int, device: str = "cpu") -> Tensor | None:
 def color(weather: int, light: Tensor) -> Tensor:
     """RGB `[3]` of the pattern under `light` `[4]`."""
     return torch.tensor(COLOR[WEATHERS[weather]], device=light.device) * (light @ DIMMED.to(light.device))
+
+
+def falling(kinds: Tensor, fall: Tensor, light: Tensor) -> tuple[Tensor, Tensor]:
+    """Colors `[N, 3]` and covers `[N, SIZE, SIZE]` of N frames at once, on the device of `light` `[N, 4]`; kinds (rows
+    of `WEATHERS`) and fall int64 `[N]` on the CPU. The cover is 0 where it is clear."""
+    device = light.device
+    covers = torch.zeros(len(kinds), SIZE, SIZE, device=device)
+    table = torch.tensor([COLOR.get(name, (0.0, 0.0, 0.0)) for name in WEATHERS], device=device)
+    for name, strip in _strips(str(device)).items():
+        rows = (kinds == WEATHERS.index(name)).nonzero()[:, 0]
+        steps, period = FALL if name == "snow" else 4, PERIOD[name]
+        shift = period - fall[rows].remainder(steps) * (period // steps)
+        along = (shift[:, None] + torch.arange(SIZE)).to(device)
+        covers[rows.to(device)] = strip[:, along].transpose(0, 1) if name == "wind" else strip[along]
+    return table[kinds.to(device)] * (light @ DIMMED.to(device))[:, None], covers

@@ -79,16 +79,11 @@ def test_only_what_has_no_target_is_worn(windows: Windows, empty: Tensor, monkey
     """The loss compares with whole shapes, noises whole shapes, and shows worn ones."""
     monkeypatch.setattr(corruption, "SHARE", 1.0)
     network = denoiser.TinyNetwork()
-    seen: list[tuple[Tensor, Tensor, shown.Rows]] = []
-
-    def flow(latents: Tensor, sigma: Tensor, ids: Tensor, rows: shown.Rows) -> Tensor:
-        seen.append((latents.unflatten(0, sigma.shape), sigma, rows))
-        return torch.zeros_like(latents)
-
-    monkeypatch.setattr(network, "flow", flow)
     monkeypatch.setattr(torch, "randn", lambda shape, generator: torch.zeros(shape))
-    denoiser.loss_of(network, windows, empty, "next", random.Random(0), torch.Generator().manual_seed(0))
-    ((latents, sigma, rows),) = seen
+    chance, generator = random.Random(0), torch.Generator().manual_seed(0)
+    lesson = denoiser.lesson_of(network, windows, empty, "next", chance, generator)
+    sigma, rows = lesson.sigma, lesson.rows
+    latents = lesson.latents.unflatten(0, sigma.shape)
     level = (1 - sigma).view(*sigma.shape, 1, 1, 1, 1)
     assert torch.equal(latents[rows.target], level.expand_as(latents)[rows.target])
     assert (latents[:, 0] < level[:, 0]).flatten(1).any(1).all()

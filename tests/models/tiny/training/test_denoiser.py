@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
-from streamdiff.models.tiny.training.denoiser import _attend
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.tiny import world
+from streamdiff.models.tiny.training.autoencoder import AUTOENCODER, initialise
+from streamdiff.models.tiny.training.batches import Pool
+from streamdiff.models.tiny.training.denoiser import lesson_of
+from streamdiff.models.tiny.training.network import TinyNetwork, _attend
 from streamdiff.models.transformer.wan import attend
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    torch.manual_seed(0)
+    autoencoder = TAEHV(AUTOENCODER)
+    initialise(autoencoder)
+    made = Pool(autoencoder.eval(), torch.zeros(8), torch.ones(8), 4, torch.device("cpu"))
+    made.grow(4, torch.Generator().manual_seed(1))
+    return made
 
 
 @pytest.mark.parametrize("seen", [48, 240])
@@ -26,3 +43,19 @@ def test_attention_in_bfloat16_is_attention_forwards_and_backwards(seen: int) ->
     for own, theirs in zip(written_out, plain, strict=True):
         assert own.grad is not None and theirs.grad is not None
         torch.testing.assert_close(own.grad, theirs.grad, atol=0.05, rtol=0)
+
+
+@pytest.mark.slow
+def test_kinds_of_windows_in_one_pass_have_the_flows_of_each_alone(pool: Pool) -> None:
+    torch.manual_seed(0)
+    network = TinyNetwork()
+    torch.nn.init.normal_(network.transformer.proj_out.weight, std=0.1)
+    chance, generator = random.Random(0), torch.Generator().manual_seed(0)
+    empty = torch.zeros(len(world.BACKGROUNDS), 8, 16, 16)
+    drawn = {"clean": pool.sample(2, generator), "next": pool.sample(3, generator).cut(torch.tensor([0, 2, 3]), 2)}
+    asked = [lesson_of(network, windows, empty, kind, chance, generator) for kind, windows in drawn.items()]
+    with torch.no_grad():
+        together, alone = network.flows(asked), [network.flow(each) for each in asked]
+    for one, other in zip(together, alone, strict=True):
+        assert one.std() > 0.01
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)

@@ -151,7 +151,8 @@ def test_gradients_in_bfloat16_point_where_those_in_float32_do(
         network.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             chance, generator = random.Random(0), torch.Generator().manual_seed(0)
-            loss = denoiser.loss_of(network, windows, empty, "own", chance, generator)
+            lesson = denoiser.lesson_of(network, windows, empty, "own", chance, generator)
+            (loss,) = network.losses({"own": lesson}).values()
         assert loss.dtype is torch.float32
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in network.transformer.parameters() if p.grad is not None]))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from streamdiff.models.tiny.world256 import shapes, weather
 from streamdiff.models.tiny.world256.painting import scenery
 from streamdiff.models.tiny.world256.render import Window, render
+from streamdiff.models.tiny.world256.render_batch import render_batch
 from streamdiff.models.tiny.world256.scene import COLORS, PLACES, SHAPES, SIZES, WEATHERS, Scene, Thing, draw_scenes
 from streamdiff.models.tiny.world256.tracks import SIZE, Streams, Track
 
@@ -54,6 +55,14 @@ def test_rendering_many_equals_rendering_each(seed: int) -> None:
     for index in range(len(together)):
         one = track.rows(slice(index, index + 1))
         torch.testing.assert_close(render(one).frames[0], together[index])
+
+
+@pytest.mark.parametrize("things", [True, False])
+def test_all_frames_at_once_are_those_drawn_one_by_one(things: bool) -> None:
+    for seed in range(4):
+        track = some(seed, 8)
+        at_once = render_batch(track, torch.device("cpu"), things)
+        torch.testing.assert_close(at_once, render(track, things=things).frames, atol=1e-5, rtol=0)
 
 
 def test_what_is_drawn_without_things_differs_only_where_things_and_shadows_are() -> None:

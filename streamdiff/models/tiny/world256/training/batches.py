@@ -15,7 +15,7 @@ from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.training.autoencoder import encode_groups
 from streamdiff.models.tiny.training.batches import CHUNK, CHUNKS
 from streamdiff.models.tiny.training.corruption import SHARE
-from streamdiff.models.tiny.world256.render import render
+from streamdiff.models.tiny.world256.render_batch import draw_frames
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELDS, SIZES, draw_scenes, redraw
 from streamdiff.models.tiny.world256.shapes import RADIUS
 from streamdiff.models.tiny.world256.tracks import FRAMES_PER_LATENT, SIZE, Streams, Track, join
@@ -23,8 +23,8 @@ from streamdiff.models.tiny.world256.tracks import FRAMES_PER_LATENT, SIZE, Stre
 CHANGE, REDRAW = 0.5, 0.3
 STARTS = 0.25
 """Share of the windows that begin a stream."""
-RENDERED = 4
-"""Windows rendered at once: a chunk of frames takes 9 MB."""
+RENDERED = {"cpu": 4, "cuda": 32}
+"""Windows rendered at once: a chunk of frames takes 9 MB, on a GPU 120 MB."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,9 @@ class Pool:
     @torch.no_grad()
     def grow(self, count: int, generator: torch.Generator) -> None:
         """Render and encode `count` new windows, a few at a time to bound memory. Mutates: the pool."""
-        for done in range(0, count, RENDERED):
-            self._grow(min(RENDERED, count - done), generator)
+        at_once = RENDERED[self.device.type]
+        for done in range(0, count, at_once):
+            self._grow(min(at_once, count - done), generator)
 
     def _grow(self, count: int, generator: torch.Generator) -> None:
         scenes = draw_window_scenes(count, self.chunks, generator)
@@ -143,15 +144,16 @@ class Pool:
         if len(worn):
             bare[worn] = self._encode(track.rows(worn), False)
         middle = track.place[:, FRAMES_PER_LATENT // 2 :: FRAMES_PER_LATENT].float()
-        for i in range(count):
-            slot = self.written % self.capacity
-            self.latents[0, slot], self.latents[1, slot] = latents[i].half(), bare[i].half()
-            self.scenes[slot], self.start[slot], self.place[slot] = scenes[i], start[i], middle[i]
-            self.written += 1
+        slots = (torch.arange(self.written, self.written + count) % self.capacity).to(self.device)
+        self.latents[0, slots], self.latents[1, slots] = latents.half(), bare.half()
+        self.scenes[slots], self.start[slots], self.place[slots] = (
+            each.to(self.device) for each in (scenes, start, middle)
+        )
+        self.written += count
         self.filled = min(self.written, self.capacity)
 
     def _encode(self, track: Track, things: bool = True) -> Tensor:
-        frames = render(track.flat(), device=str(self.device), things=things).frames
+        frames = draw_frames(track.flat(), self.device, things)
         latents = encode_groups(self.autoencoder, frames.unflatten(0, track.scroll.shape))
         return (latents.float() - self.mean) / self.std
 
@@ -173,7 +175,7 @@ def latent_statistics(autoencoder: TAEHV, generator: torch.Generator, device: to
     for _ in range(STATISTICS):
         scenes = draw_scenes(4, generator)
         track = Streams(scenes, generator).play(scenes)
-        frames = render(track.flat(), device=str(device)).frames
+        frames = draw_frames(track.flat(), device)
         groups.append(encode_groups(autoencoder, frames.unflatten(0, track.scroll.shape)))
     latents = torch.cat(groups).float()
     return latents.mean((0, 1, 3, 4)), latents.std((0, 1, 3, 4))

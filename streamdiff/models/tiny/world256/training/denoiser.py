@@ -24,7 +24,8 @@ from streamdiff.models.model import Model
 from streamdiff.models.tiny.text_encoder import WIDTH
 from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.batches import CHUNKS, CONTEXT_SIGMA, LEVELS, ROWS, Rows
-from streamdiff.models.tiny.training.denoiser import Learner, TinyNetwork, TrainedDenoiser
+from streamdiff.models.tiny.training.denoiser import Learner
+from streamdiff.models.tiny.training.network import Forward, Lesson, TinyNetwork, TrainedDenoiser
 from streamdiff.models.tiny.world256 import prompts
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS, draw_scenes, from_row
 from streamdiff.models.tiny.world256.text_encoder import WorldText, build_text
@@ -45,12 +46,26 @@ TRANSFORMER: dict[str, Any] = {
     "cross_attn_norm": True,
 }
 POOL, FIRSTS = 2500, 2500
-FIRST_WINDOWS, FIRST_FIRSTS = 160, 400
+"""Windows of five chunks, and of a stream's first, that are kept."""
 SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "own": 0.6, "reading": 0.1}
 WHOLE_FROM = 0.5
 """Whole windows are trained on from here on, 0 to 1; before, twice as many pairs of chunks, which take less time."""
 STREAMS, OWN_FROM = 48, 0.85
-"""The network's own streams, and from where on it is trained on them, 0 to 1: such a step takes twice as long."""
+"""The network's own streams, at least, and from where on it is trained on them, 0 to 1: such a step takes twice as
+long."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """How pools grow: windows of five chunks and of one, at the start and then after every so many steps. On a CPU a
+    window takes as long as half a step."""
+
+    begin: tuple[int, int]
+    every: int
+    more: tuple[int, int]
+
+
+FILLING = {"cpu": Filling((160, 400), 3, (1, 3)), "cuda": Filling((640, 640), 8, (64, 64))}
 
 
 class Network(TinyNetwork):
@@ -116,36 +131,35 @@ def play_on(network: Network, own: OwnPasts, count: int, chance: random.Random, 
 
     def flow(past: Tensor, noisy: Tensor, sigma: Tensor, scenes: Tensor) -> Tensor:
         kept = torch.full((len(past), past.shape[1]), CONTEXT_SIGMA, device=past.device)
-        noise = torch.randn(past.shape, generator=generator).to(past.device)
+        noise = loop.noise_like(past, generator)
         seen = sampling.add_noise(past, noise, kept.view(*kept.shape, 1, 1, 1, 1))
         chunks = past.shape[1] + 1
         rows = Rows(list(range(chunks)), [list(range(i + 1)) for i in range(chunks)], sigma, sigma)
         words = captions(scenes[:, None].expand(-1, chunks, -1))
         every = torch.cat([seen, noisy[:, None]], 1).flatten(0, 1)
-        made = network.flow(every, torch.cat([kept, sigma[:, None]], 1), network.text.tokens(words), rows)
+        levels = torch.cat([kept, sigma[:, None]], 1)
+        made = network.flow(Forward(every, levels, network.text.tokens(words), rows))
         newest: Tensor = made.unflatten(0, (len(past), chunks))[:, -1]
         return newest
 
     return own.turn(count, flow, LEVELS[4 if chance.random() < 0.75 else 2], generator)
 
 
-def loss_of(network: Network, windows: Windows, kind: str, chance: random.Random, generator: torch.Generator) -> Tensor:
-    """Weighted mean squared flow error over the rows that have a target, the others worn; `kind` is a key of `ROWS`."""
+def lesson_of(
+    network: Network, windows: Windows, kind: str, chance: random.Random, generator: torch.Generator
+) -> Lesson:
+    """What the network is asked of the windows' rows, those without a target worn; `kind` is a key of `ROWS`."""
     rows = ROWS[kind](windows, chance, generator)  # type: ignore[arg-type]
     device = windows.latents.device
     sigma, target = rows.sigma.to(device), rows.target.to(device)
     clean = windows.latents[:, rows.chunk]
-    noise = torch.randn(clean.shape, generator=generator).to(device)
+    noise = loop.noise_like(clean, generator)
     level = sigma.view(*sigma.shape, 1, 1, 1, 1)
     seen = torch.where(target.view(level.shape), clean, windows.worn(generator)[:, rows.chunk])
     noisy = sampling.add_noise(seen, noise, level).flatten(0, 1)
     ids = network.text.tokens(captions(windows.scenes)).unflatten(0, windows.scenes.shape[:2])
-    flow = network.flow(noisy, sigma, ids[:, rows.chunk].flatten(0, 1), rows)
-    weight = windows.weight()[:, rows.chunk]
-    error = weight * (flow.float() - (noise - clean).flatten(0, 1)).square().unflatten(0, sigma.shape)
-    error = error.mean((2, 3, 4, 5)) / weight.mean()
-    loss: Tensor = (error * target).sum() / target.sum().clamp(min=1)
-    return loss
+    ids = ids[:, rows.chunk].flatten(0, 1)
+    return Lesson(noisy, sigma, ids, rows, (noise - clean).flatten(0, 1), windows.weight()[:, rows.chunk])
 
 
 @dataclass(frozen=True)
@@ -168,12 +182,6 @@ class Trained:
     std: Tensor
 
 
-def _tell(step: int, losses: dict[str, float]) -> None:
-    if loop.rank() == 0:
-        values = " ".join(f"{kind} {value:.4f}" for kind, value in sorted(losses.items()))
-        print(f"denoiser step {step}: {values}", flush=True)
-
-
 def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device: torch.device, plan: Plan) -> Trained:
     """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 50 steps."""
     torch.manual_seed(seed)
@@ -186,27 +194,29 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
     learner = Learner(network, out / "denoiser.pt", plan.rate, device, statistics)
     (mean, std), progress = learner.statistics, learner.progress
     pool, firsts = Pool(autoencoder, mean, std, POOL), Pool(autoencoder, mean, std, FIRSTS, chunks=1, starts=1.0)
-    filling = loop.step_generator(seed + 1, progress.step)
+    filling, generator = FILLING[device.type], loop.step_generator(seed + 1, progress.step)
     own: OwnPasts | None = None
     with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
-        pool.grow(FIRST_WINDOWS, filling)
-        firsts.grow(FIRST_FIRSTS, filling)
+        pool.grow(filling.begin[0], generator)
+        firsts.grow(filling.begin[1], generator)
     for done in loop.steps(budget, progress, "denoiser"):
         generator = loop.step_generator(seed, progress.step)
         shared = random.Random(seed * 1_000_003 + progress.step)
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
-            if progress.step % 3 == 0:  # a window costs as much as half a step
-                pool.grow(1, generator)
-                firsts.grow(3, generator)
+            if progress.step % filling.every == 0:
+                pool.grow(filling.more[0], generator)
+                firsts.grow(filling.more[1], generator)
             drawn = draw(pool, firsts, plan.batch, done >= WHOLE_FROM, shared, generator)
             if done >= OWN_FROM:
-                own = own or OwnPasts(autoencoder, mean, std, STREAMS, generator)
+                own = own or OwnPasts(autoencoder, mean, std, max(STREAMS, 2 * plan.batch), generator)
                 drawn["own"] = play_on(network, own, plan.batch, shared, generator)
-            losses = {kind: loss_of(network, some, kind, shared, generator) for kind, some in drawn.items()}
+            losses = network.losses(
+                {kind: lesson_of(network, some, kind, shared, generator) for kind, some in drawn.items()}
+            )
             losses["reading"] = reading_loss(network, generator)
         learner.learn(losses, SHARES, done)
         if progress.step % 50 == 49:
-            _tell(progress.step + 1, learner.smooth)
+            learner.tell(progress.step + 1)
             learner.save(progress.step + 1)
     learner.finish()
     return Trained(network, mean, std)

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from streamdiff.models import sampling
 from streamdiff.models.autoencoder.taehv import TAEHV, Memory
+from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.autoencoder import encode_groups
 from streamdiff.models.tiny.training.batches import CHUNK
 from streamdiff.models.tiny.training.on_policy import FRESH, LOST, PAST, Flow
 from streamdiff.models.tiny.world256 import shapes
-from streamdiff.models.tiny.world256.render import render
+from streamdiff.models.tiny.world256.render_batch import draw_frames
 from streamdiff.models.tiny.world256.scene import COLUMN, SIZES, draw_scenes
 from streamdiff.models.tiny.world256.tracks import (
     APART,
@@ -34,21 +35,23 @@ from streamdiff.models.tiny.world256.tracks import (
     Track,
     join,
 )
-from streamdiff.models.tiny.world256.training.batches import Windows
+from streamdiff.models.tiny.world256.training.batches import RENDERED, Windows
 
 REACH, STEP = 20, 4
 """Pixels each way, and between two looks, in which a thing is looked for around where it should be."""
 SLIPS = (-PAN, 0, PAN)
 """Pixels of scrolling by which the scenery may be off: a chunk of the camera's way."""
-RENDERED = 4
+AT_ONCE = 8
+"""Streams that are looked at together: the places where a thing is tried take 0.1 GB per stream."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What is seen of one stream: how much further the scenery has scrolled, in pixels, how far each thing is from
-    where it should be, int64 `[2, 2]` (y, x), and the share of it that is there, float32 `[2]`."""
+    """What is seen of N streams, on the CPU: how much further the scenery has scrolled, in pixels, int64 `[N]`, how far
+    each thing is from where it should be, int64 `[N, 2, 2]` (y, x), and the share of it that is there, float32
+    `[N, 2]`."""
 
-    scroll: int
+    scroll: Tensor
     shift: Tensor
     seen: Tensor
 
@@ -112,7 +115,7 @@ class OwnPasts:
         chunk = torch.zeros_like(past[:, 0])
         for level in levels:
             sigma = torch.full((len(past),), level, device=past.device)
-            noise = torch.randn(chunk.shape, generator=generator).to(past.device)
+            noise = loop.noise_like(chunk, generator)
             noisy = sampling.add_noise(chunk, noise, sigma.view(-1, 1, 1, 1, 1))
             chunk = sampling.clean_from_flow(noisy, flow(past, noisy, sigma, scenes), level)
         return chunk
@@ -121,9 +124,10 @@ class OwnPasts:
     def _encode(self, track: Track) -> Tensor:
         """Latents `[B, chunks, C, CHUNK, h, w]` of a track of whole chunks."""
         device, made = self.mean.device, []
-        for begin in range(0, len(track.scroll), RENDERED):
-            some = track.rows(slice(begin, begin + RENDERED))
-            frames = render(some.flat(), device=str(device)).frames.unflatten(0, some.scroll.shape)
+        at_once = RENDERED[device.type]
+        for begin in range(0, len(track.scroll), at_once):
+            some = track.rows(slice(begin, begin + at_once))
+            frames = draw_frames(some.flat(), device).unflatten(0, some.scroll.shape)
             made.append((encode_groups(self.autoencoder, frames).float() - self.mean) / self.std)
         latents: Tensor = torch.cat(made).unflatten(1, (-1, CHUNK)).transpose(2, 3)
         return latents
@@ -143,59 +147,62 @@ class OwnPasts:
         """Move `streams` to what is seen in the last frame of their last `chunk` `[B, C, CHUNK, h, w]`. Mutates:
         streams."""
         latents = chunk[:, :, -2:].transpose(1, 2) * self.std + self.mean
-        for index, row in enumerate(rows.tolist()):
-            frame = self.autoencoder.decode(latents[index : index + 1], Memory())[0, -1]
-            should = self.last.rows(slice(row, row + 1))
-            found = locate(frame.clamp(0, 1), should)
-            streams.scroll[index] = (streams.scroll[index] + found.scroll * PARTS) % (SCROLL * PARTS)
-            home = torch.tensor(HOME)[int(self.scenes[row, COLUMN["second"]])]
-            homes = torch.stack([home, (home + torch.tensor(APART)) % SIZE]) * PARTS
-            cell = LATTICE * PARTS
-            moved = (streams.place[index] + found.shift * PARTS + cell // 2) // cell * cell % (SIZE * PARTS)
-            streams.place[index] = torch.where((found.seen < LOST)[:, None], homes, moved)
+        frames = torch.cat([self.autoencoder.decode(some, Memory())[:, -1] for some in latents.split(AT_ONCE)])
+        found = locate(frames.clamp(0, 1), self.last.rows(rows))
+        streams.scroll = (streams.scroll + found.scroll * PARTS) % (SCROLL * PARTS)
+        home = torch.tensor(HOME)[self.scenes[rows, COLUMN["second"]]]
+        homes = torch.stack([home, (home + torch.tensor(APART)) % SIZE], 1) * PARTS
+        cell = LATTICE * PARTS
+        moved = (streams.place + found.shift * PARTS + cell // 2) // cell * cell % (SIZE * PARTS)
+        streams.place = torch.where((found.seen < LOST)[:, :, None], homes, moved)
 
 
 @torch.no_grad()
-def locate(frame: Tensor, should: Track) -> Correction:
-    """Where things and scenery are in a `frame` `[3, SIZE, SIZE]`; `should` (one flat frame) is where they belong."""
-    device = str(frame.device)
+def locate(frames: Tensor, should: Track) -> Correction:
+    """Where things and scenery are in `frames` `[N, 3, SIZE, SIZE]`; `should`, of as many frames, is where they
+    belong."""
     slips = torch.tensor(SLIPS)
-    again = {f.name: getattr(should, f.name).repeat_interleave(len(slips), 0) for f in fields(Track)}
-    tries = replace(Track(**again), scroll=(should.scroll + slips).remainder(SCROLL))
-    grounds = render(tries, things=False, device=device).frames
-    far = (grounds - frame).abs().clamp(max=0.15).mean((1, 2, 3)) + 1e-5 * slips.abs().to(frame.device)
-    best = int(far.argmin())
-    ground = grounds[best]
-    shifts, seens = torch.zeros(2, 2, dtype=torch.int64), torch.ones(2)
-    things = 1 + int(should.scenes[0, COLUMN["second"]])
-    for thing in range(things):
-        shifts[thing], seens[thing] = _find(frame, ground, should, thing)
-    return Correction(int(slips[best]), shifts, seens)
+    again = Track(**{f.name: getattr(should, f.name).repeat_interleave(len(slips), 0) for f in fields(Track)})
+    tries = replace(again, scroll=(again.scroll + slips.repeat(len(frames))).remainder(SCROLL))
+    grounds = draw_frames(tries, frames.device, things=False).unflatten(0, (len(frames), len(slips)))
+    far = (grounds - frames[:, None]).abs().clamp(max=0.15).mean((2, 3, 4)) + 1e-5 * slips.abs().to(frames.device)
+    best = far.argmin(1)
+    ground = grounds[torch.arange(len(frames), device=frames.device), best]
+    shifts = torch.zeros(len(frames), 2, 2, dtype=torch.int64, device=frames.device)
+    seens = torch.ones(len(frames), 2, device=frames.device)
+    for thing, prefix in enumerate(("", "second_")):
+        there = should.scenes[:, COLUMN["second"]] >= thing
+        for size in range(len(SIZES)):
+            alike = (there & (should.scenes[:, COLUMN[prefix + "size"]] == size)).nonzero()[:, 0]
+            for rows in alike.split(AT_ONCE) if len(alike) else ():
+                here = rows.to(frames.device)
+                found = _find(frames[here], ground[here], should.rows(rows), thing, size)
+                shifts[here, thing], seens[here, thing] = found
+    return Correction(slips[best.cpu()], shifts.cpu(), seens.cpu())
 
 
-def _find(frame: Tensor, ground: Tensor, should: Track, thing: int) -> tuple[Tensor, float]:
-    """How far a thing is from where it should be, `[2]` (y, x), and the share of it that is there."""
-    prefix = ("", "second_")[thing]
-    scene = should.scenes[0]
-    size = int(scene[COLUMN[prefix + "size"]])
-    color, shape = (scene[None, COLUMN[prefix + name]].to(frame.device) for name in ("color", "shape"))
-    angle = should.angle[:, thing].to(frame.device)
-    alpha, rgb = shapes.sprites(color, shape, size, angle, should.light.to(frame.device))
+def _find(frames: Tensor, ground: Tensor, should: Track, thing: int, size: int) -> tuple[Tensor, Tensor]:
+    """How far things of one size are from where they should be, `[N, 2]` (y, x), and the share of each that is there,
+    `[N]`."""
+    prefix, device = ("", "second_")[thing], frames.device
+    color, shape = (should.scenes[:, COLUMN[prefix + name]].to(device) for name in ("color", "shape"))
+    alpha, rgb = shapes.sprites(color, shape, size, should.angle[:, thing].to(device), should.light.to(device))
     half = shapes.HALF[SIZES[size]]
-    y, x = should.place[0, thing].tolist()
-    span = torch.arange(-half - REACH, half + REACH + 1)
-    rows = (y + span).remainder(SIZE).to(frame.device)[:, None]
-    cols = (x + span).remainder(SIZE).to(frame.device)[None, :]
-    seen, under = frame[:, rows, cols], ground[:, rows, cols]
+    span = torch.arange(-half - REACH, half + REACH + 1, device=device)
+    y, x = ((should.place[:, thing, axis, None].to(device) + span).remainder(SIZE) for axis in (0, 1))
+    every = torch.arange(len(frames), device=device)
     side, steps = 2 * half + 1, 2 * REACH // STEP + 1
 
-    def windows(picture: Tensor) -> Tensor:
-        return picture.unfold(1, side, STEP).unfold(2, side, STEP)  # [3, steps, steps, side, side]
+    def windows(pictures: Tensor) -> Tensor:
+        part = pictures.permute(0, 2, 3, 1)[every[:, None, None], y[:, :, None], x[:, None, :]]  # [N, L, L, 3]
+        return part.permute(0, 3, 1, 2).unfold(2, side, STEP).unfold(3, side, STEP)  # [N, 3, steps, steps, side, side]
 
-    drawn = torch.lerp(windows(under), rgb[0][:, None, None].expand(3, steps, steps, -1, -1), alpha[0][None, None])
-    error = ((windows(seen) - drawn).square() * alpha[0, 0]).sum((0, 3, 4))
-    best = int(error.argmin())
-    shift = torch.tensor([best // steps, best % steps]) * STEP - REACH
-    whole = ((drawn - windows(under)).abs().sum(0) * alpha[0, 0]).flatten(0, 1)[best]
-    there = ((windows(seen) - windows(under)).abs().sum(0) * alpha[0, 0]).flatten(0, 1)[best]
-    return shift, float(torch.minimum(whole, there).sum() / whole.sum().clamp(min=1e-6))
+    seen, under, cover = windows(frames), windows(ground), alpha[:, :, None, None]
+    drawn = torch.lerp(under, rgb[:, :, None, None], cover)
+    error = ((seen - drawn).square() * cover).sum((1, 4, 5))
+    best = error.flatten(1).argmin(1)
+    shift = torch.stack([best // steps, best % steps], 1) * STEP - REACH
+    whole, there = (
+        ((some - under).abs().sum(1) * cover[:, 0]).flatten(1, 2)[every, best].flatten(1) for some in (drawn, seen)
+    )
+    return shift, torch.minimum(whole, there).sum(1) / whole.sum(1).clamp(min=1e-6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from torch import Tensor
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.training.autoencoder import initialise
 from streamdiff.models.tiny.world256.render import render
-from streamdiff.models.tiny.world256.scene import COLUMN, Scene, Thing
+from streamdiff.models.tiny.world256.scene import COLUMN, Scene, Thing, draw_scenes
 from streamdiff.models.tiny.world256.tracks import PAN, SCROLL, SIZE, Streams, Track
 from streamdiff.models.tiny.world256.training import autoencoder as clips
 from streamdiff.models.tiny.world256.training import on_policy as own_past
@@ -38,24 +40,36 @@ def test_it_sees_how_far_things_and_scenery_are_from_where_they_should_be(y: int
     seen.place[0, 0] += 4 * torch.tensor([y, x])
     seen.place[0, 1] -= 4 * torch.tensor([y, x])
     seen.scroll[0] = (seen.scroll[0] + PAN * slip) % SCROLL
-    found = locate(render(seen).frames[0], should)
-    assert found.scroll == PAN * slip
-    assert found.shift.tolist() == [[4 * y, 4 * x], [-4 * y, -4 * x]]
+    found = locate(render(seen).frames, should)
+    assert found.scroll.tolist() == [PAN * slip]
+    assert found.shift.tolist() == [[[4 * y, 4 * x], [-4 * y, -4 * x]]]
     assert (found.seen > 0.9).all()
 
 
 def test_it_sees_that_a_thing_has_gone() -> None:
     should, seen = frame_of(TWO), frame_of(TWO)
     seen.scenes[0, COLUMN["second"]] = 0
-    found = locate(render(seen).frames[0], should)
-    assert found.seen[0] > 0.9 and found.seen[1] < own_past.LOST
-    assert found.shift[0].tolist() == [0, 0]
+    found = locate(render(seen).frames, should)
+    assert found.seen[0, 0] > 0.9 and found.seen[0, 1] < own_past.LOST
+    assert found.shift[0, 0].tolist() == [0, 0]
+
+
+def test_streams_looked_at_together_are_seen_as_each_alone() -> None:
+    generator = dice(4)
+    scenes = draw_scenes(12, generator)
+    should = Streams(scenes, generator).play(scenes, 1).flat()
+    seen = replace(should, place=should.place + 4 * torch.randint(-4, 5, should.place.shape, generator=generator))
+    frames = render(seen).frames
+    together = locate(frames, should)
+    for row in range(12):
+        alone = locate(frames[row : row + 1], should.rows(slice(row, row + 1)))
+        assert all(torch.equal(getattr(alone, f.name)[0], getattr(together, f.name)[row]) for f in fields(alone))
 
 
 def test_one_thing_needs_no_second() -> None:
     track = frame_of(Scene())
-    found = locate(render(track).frames[0], track)
-    assert found.seen.tolist()[1] == 1 and found.scroll == 0
+    found = locate(render(track).frames, track)
+    assert found.seen[0, 1] == 1 and found.scroll.tolist() == [0]
 
 
 @pytest.fixture(scope="module")

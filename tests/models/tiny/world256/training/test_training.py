@@ -142,7 +142,7 @@ def test_every_kind_of_row_has_a_loss_that_trains_the_network(pool: Pool, kind: 
     start = torch.ones_like(some.start)
     some = Windows(some.latents, some.bare, some.scenes, start, some.place)
     some = some.cut(torch.zeros(2, dtype=torch.int64), {"first": 1, "next": 2}.get(kind, 5))
-    loss = train_denoiser.loss_of(network, some, kind, random.Random(0), dice())
+    (loss,) = network.losses({kind: train_denoiser.lesson_of(network, some, kind, random.Random(0), dice())}).values()
     loss.backward()
     assert loss.isfinite() and loss > 0.1
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in network.transformer.proj_out.parameters())
@@ -165,8 +165,9 @@ def test_reading_asks_only_for_what_the_sentence_says() -> None:
 def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pools and few statistics: encoding the usual ones takes longer than the test."""
     monkeypatch.setattr(batches, "STATISTICS", 1)
-    for name, value in {"FIRST_WINDOWS": 2, "FIRST_FIRSTS": 2, "POOL": 4, "FIRSTS": 4}.items():
-        monkeypatch.setattr(train_denoiser, name, value)
+    monkeypatch.setitem(train_denoiser.FILLING, "cpu", train_denoiser.Filling((2, 2), 3, (1, 3)))
+    monkeypatch.setattr(train_denoiser, "POOL", 4)
+    monkeypatch.setattr(train_denoiser, "FIRSTS", 4)
 
 
 @pytest.mark.slow

@@ -1,0 +1,162 @@
+"""The embedded model in training: its transformer over whole windows at once, and its text encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import Tensor, nn
+
+from streamdiff.models import sampling
+from streamdiff.models.model import Model
+from streamdiff.models.tiny import world
+from streamdiff.models.tiny.text_encoder import WIDTH, TinyText, build_encoder, build_tokenizer
+from streamdiff.models.tiny.training.batches import CHUNK, Rows
+from streamdiff.models.transformer import rope
+from streamdiff.models.transformer.attention_backend import Attend
+from streamdiff.models.transformer.wan import KeyValue, WanDenoiser, attend
+
+TRANSFORMER: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 6,
+    "attention_head_dim": 32,
+    "in_channels": 8 + 10,
+    "out_channels": 8,
+    "text_dim": WIDTH,
+    "freq_dim": 128,
+    "ffn_dim": 768,
+    "num_layers": 4,
+    "cross_attn_norm": True,
+}
+ATTRIBUTES: tuple[tuple[str, ...], ...] = (world.COLOR_NAMES, world.SHAPES, world.MOTION_NAMES, world.BACKGROUNDS)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the network is asked: noisy latents `[B * rows, C, F, h, w]`, their sigma `[B, rows]`, token ids
+    `[B * rows, tokens]`, and what each row sees."""
+
+    latents: Tensor
+    sigma: Tensor
+    ids: Tensor
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Lesson(Forward):
+    """A forward with what is right: the flow, like `latents`; weights of the error `[B, rows, 1, F, h, w]`."""
+
+    wanted: Tensor
+    weight: Tensor
+
+    def loss(self, flow: Tensor) -> Tensor:
+        """Weighted mean squared error of `flow` over the rows that have a target."""
+        target = self.rows.target.to(flow.device)
+        error = self.weight * (flow.float() - self.wanted).square().unflatten(0, self.sigma.shape)
+        error = error.mean((2, 3, 4, 5)) / self.weight.mean()
+        loss: Tensor = (error * target).sum() / target.sum().clamp(min=1)
+        return loss
+
+
+class BlockCausal:
+    """Self-attention over whole windows at once: rows are chunks, `visible[i]` lists the rows that row i sees.
+
+    Stands in for the cache that a stream uses, so that training and streaming run the same transformer code.
+    """
+
+    def __init__(self, windows: int, rows: Rows, tokens: tuple[int, int], device: torch.device) -> None:
+        self.shape = (windows, len(rows.visible))
+        frames = torch.tensor([[p * CHUNK + f for f in range(CHUNK)] for p in rows.chunk])
+        self.frames, self.tokens = frames, tokens
+        every = torch.tensor([row for seen in rows.visible for row in seen]).to(device)
+        self.visible = every.split([len(seen) for seen in rows.visible])
+        self.table: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Rows of all windows."""
+        return self.shape[0] * self.shape[1]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = rope.table(self.frames.to(query.device), *self.tokens, query.shape[-1])
+        query = rope.rotate(query.unflatten(0, self.shape), self.table)
+        key, value = rope.rotate(key.unflatten(0, self.shape), self.table), value.unflatten(0, self.shape)
+        mixed = []
+        for row, seen in enumerate(self.visible):
+            mixed.append(_attend(query[:, row], key[:, seen].flatten(1, 2), value[:, seen].flatten(1, 2)))
+        return torch.stack(mixed, 1).flatten(0, 1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`attend`; written out in bfloat16 on a CPU, where torch's own takes twice as long forwards and backwards."""
+    if query.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return attend(query, key, value)
+    query, key, value = (each.bfloat16().transpose(1, 2) for each in (query, key, value))
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
+    with torch.autocast("cpu", enabled=False):
+        return (torch.softmax(scores, -1) @ value).transpose(1, 2)
+
+
+class TrainedDenoiser(WanDenoiser):
+    """A denoiser in training: its cross-attention, too, runs by `_attend`."""
+
+    @property
+    def attend(self) -> Attend:
+        return _attend
+
+
+class TinyNetwork(nn.Module):
+    """Text encoder and transformer, trained together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = TinyText(build_tokenizer(), build_encoder(len(build_tokenizer().get_vocab())))
+        self.encoder = self.text.encoder
+        self.transformer = WanTransformer3DModel(**TRANSFORMER)
+        self.denoiser = TrainedDenoiser(self.transformer)
+        self.reader = nn.Linear(WIDTH, sum(map(len, ATTRIBUTES)))  # used in training only
+
+    def load_model(self, model: Model) -> tuple[Tensor, Tensor]:
+        """Load the weights of `model`; returns the mean and the deviation of the latents that it was trained on.
+
+        The reader, which no model has, begins at zero, where it changes nothing yet. Mutates: self.
+        """
+        assert isinstance(model.text, TinyText) and model.decoder is not None
+        normalisation = model.decoder.network.normalisation
+        assert normalisation is not None, "a folder always says it"
+        self.transformer.load_state_dict(model.denoiser.model.state_dict())
+        self.encoder.load_state_dict(model.text.encoder.state_dict())
+        nn.init.zeros_(self.reader.weight)
+        return normalisation.mean.flatten(), normalisation.std.flatten()
+
+    def flow(self, asked: Forward) -> Tensor:
+        """Predicted flow, like the latents."""
+        return self.flows([asked])[0]
+
+    def flows(self, asked: Sequence[Forward]) -> list[Tensor]:
+        """The flow of each, by one pass of the blocks, as starting a pass costs a GPU more than what it computes."""
+        latents = torch.cat([each.latents for each in asked])
+        _, _, frames, height, width = latents.shape
+        patch = self.denoiser.patch
+        tokens = (height // patch[1], width // patch[2])
+        timestep = torch.cat([(each.sigma * sampling.TIMESTEPS).flatten() for each in asked])[:, None]
+        text: list[KeyValue] = self.denoiser.text(self.text.embed(torch.cat([each.ids for each in asked])))
+        state = self.denoiser.embed(latents, timestep.expand(-1, frames))
+        parts = [BlockCausal(len(each.sigma), each.rows, tokens, latents.device) for each in asked]
+        counts = [part.count for part in parts]
+
+        def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            own = zip(parts, query.split(counts), key.split(counts), value.split(counts), strict=True)
+            return torch.cat([part(*rest) for part, *rest in own])
+
+        state = self.denoiser.run_blocks(state, text, attention)
+        return list(self.denoiser.head(state, (frames, height, width)).split(counts))
+
+    def losses(self, lessons: Mapping[str, Lesson]) -> dict[str, Tensor]:
+        """The loss of each lesson."""
+        flows = self.flows(list(lessons.values()))
+        return {kind: lesson.loss(flow) for (kind, lesson), flow in zip(lessons.items(), flows, strict=True)}

@@ -47,8 +47,10 @@ _LONG_S = 600.0
 """For checks that start many processes, or make the graphs of many: first contact, and all tests."""
 _COMPILED_S = 900.0
 """For a case whose graphs are made first: one for every filled window, of all blocks."""
-FAST = ("--compile", "on", "--clean-pass", "with-next")
-"""What makes a case with KV context `clean` as fast as it gets, and what is on by default."""
+FAST = ("--compile", "on", "--clean-pass", "alone")
+"""What is on by default."""
+FUSED = ("--compile", "on", "--clean-pass", "with-next")
+"""A clean pass in the next chunk's first forward."""
 PLAIN = ("--compile", "off", "--clean-pass", "alone")
 """Without it."""
 _TESTS, _CONTACT = "tests", "contact"
@@ -154,6 +156,7 @@ def wanted(device: str, gpus: int, only: Sequence[str], amount: Amount) -> list[
         ["--preset", "tiny", "--stages", "1"],
         ["--preset", "wan-1.3b"],
         ["--preset", "wan-1.3b", *FAST],
+        ["--preset", "wan-1.3b", *FUSED, "--decoder", "tiny"],
         ["--preset", "wan-14b"],
         ["--preset", "wan-14b", *FAST],
         ["--preset", "wan-1.3b", "--kv-context", "staircase,matched", "--decoder", "tiny"],

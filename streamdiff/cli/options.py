@@ -146,7 +146,7 @@ PARTS = (
     Option("--compile", "off|on", "run compiled graphs of transformer and decoder; made at the first start, then kept "
            "on disk (default: on with CUDA)", str, "model.compile"),
     Option("--clean-pass", "alone|with-next", "with-next: one forward for a chunk's clean pass and the next one's "
-           "first step (KV context clean; default: on one CUDA device)", str, "model.clean_pass"),
+           "first step (KV context clean; default: alone)", str, "model.clean_pass"),
     SIZE,
 )
 TRACE = (

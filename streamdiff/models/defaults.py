@@ -146,15 +146,11 @@ def _compile(case: _Case) -> tuple[str, str]:
 
 
 def _clean_pass(case: _Case) -> tuple[str, str]:
-    if case.plain:
-        return "alone", _PLAIN
     if case.config.kv_context != "clean":
         return "alone", f"with KV context {case.config.kv_context} no chunk waits for one"
     if case.config.stages > 1:
         return "alone", "in a ring the next chunk follows right behind it"
-    if case.cuda:
-        return "with-next", f"CUDA: a forward less per chunk; {_PLAIN} switches it off"
-    return "alone", "CPU; --clean-pass with-next asks for a forward less per chunk"
+    return "alone", "prompts are seen sooner; --clean-pass with-next asks for a forward less per chunk"
 
 
 def _decode_layout(case: _Case) -> tuple[str, str]:

@@ -88,11 +88,11 @@ def test_the_most_wanted_case_comes_first_and_none_twice() -> None:
 
 
 def test_the_fast_paths_are_measured_beside_the_plain_one_before_anything_else() -> None:
-    found = wanted("cuda", 1, ("wan-1.3b",), Amount())[:4]
-    assert [case.config.compile for case in found] == ["off", "off", "on", "on"]
-    assert [case.config.clean_pass for case in found] == ["alone", "alone", "with-next", "with-next"]
-    assert found[2].label == found[0].label + ", compiled, with-next"
-    assert {case.config.vae for case in found[2:]} == {"random:taew2_1", "random:wan2.1"}
+    found = wanted("cuda", 1, ("wan-1.3b",), Amount())[:5]
+    assert [case.config.compile for case in found] == ["off", "off", "on", "on", "on"]
+    assert [case.config.clean_pass for case in found] == [*["alone"] * 4, "with-next"]
+    assert found[2].label == found[0].label + ", compiled" and found[4].label == found[2].label + ", with-next"
+    assert {case.config.vae for case in found[2:4]} == {"random:taew2_1", "random:wan2.1"}
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ def paths(found: Defaults) -> tuple[str, str, str, str, bool]:
     return config.attention, config.compile, config.clean_pass, config.decode_layout, found.cudnn_benchmark
 
 
-FAST = ("auto", "on", "with-next", "channels-last", True)
+FAST = ("auto", "on", "alone", "channels-last", True)
 PLAIN = ("sdpa", "off", "alone", "contiguous", False)
 
 
@@ -86,7 +86,7 @@ def test_kernels_that_graphs_take_are_torch_s() -> None:
 
 
 @pytest.mark.parametrize(("given", "word"), [({"stages": 2}, "ring"), ({"kv_context": "matched"}, "matched")])
-def test_the_clean_pass_goes_alone_where_company_does_not_pay(given: Any, word: str) -> None:
+def test_the_clean_pass_goes_alone_and_says_where_nothing_else_is_possible(given: Any, word: str) -> None:
     found = settled("cuda", **given)
     (choice,) = (choice for choice in found.choices if choice.setting == "clean_pass")
     assert found.config.clean_pass == "alone" and word in choice.reason

@@ -214,7 +214,7 @@ class Counting(Checkpoint):
     """A checkpoint that remembers what was read of it."""
 
     def __init__(self, inner: Checkpoint) -> None:
-        super().__init__(inner.path, inner._store, inner.names, inner.container, inner.config)
+        super().__init__(inner.path, inner.store, inner.names, inner.container, inner.config)
         self.reads: list[str] = []
 
     def read(self, name: str) -> Tensor:

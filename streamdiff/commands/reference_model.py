@@ -106,7 +106,7 @@ class Found:
                 "latents counts"
             )
         if video is None and self.job.noise is None:
-            notes += filter(None, [self.loader.model.noise_remark()])
+            notes += filter(None, [self.loader.model.noise_note])
         return notes
 
     def denoiser(self, blocks: tuple[int, int] | None = None) -> WanDenoiser:
@@ -131,7 +131,7 @@ class Found:
         if job.prompt_embeds is None:
             text = load_text_encoder(loader.model, job.model, spec.text_shape, self.device)
         seen_again = spec.context_pictures and job.model.kv_context != "matched"
-        past = FirstFrameReencoder.load(loader.model.fetch_autoencoder(), self.device) if seen_again else None
+        past = FirstFrameReencoder.load(loader.model.found_vae, self.device) if seen_again else None
         return Model(spec, self.denoiser(blocks), text, None, past)
 
 

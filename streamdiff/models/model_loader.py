@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.device import pick_dtype
+from streamdiff.device import DTYPES
 from streamdiff.errors import ConfigError
 from streamdiff.models import random_weights, sampling
 from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.catalogue import entries
-from streamdiff.models.resolve import resolve_model
-from streamdiff.models.spec import ModelSpec, parse_size, with_anchors, with_window
+from streamdiff.models.resolve import ResolvedModel, resolve_model
+from streamdiff.models.spec import ModelSpec, choose_steps, parse_size, with_anchors, with_window
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.wan import WanDenoiser
@@ -46,14 +46,16 @@ class ModelLoader:
         container: str | None = None,
         architecture: Mapping[str, Any] | None = None,
     ) -> None:
-        """Fetches published files that are not there; `container` and `architecture`: see `ResolvedModel`.
+        """`container` and `architecture`: see `ResolvedModel`."""
+        self.config, self.device, self._said = config, device, (container, architecture)
+        self.decoder_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.dtype = DTYPES.get(config.dtype, self.decoder_dtype)
 
-        Raises:
-            ConfigError: as `resolve_model`, or a dtype that there is not.
-        """
-        self.config, self.device = config, device
-        self.dtype, self.decoder_dtype = pick_dtype(config.dtype, device), pick_dtype("auto", device)
-        self.model = resolve_model(config, container, architecture)
+    @cached_property
+    def model(self) -> ResolvedModel:
+        """Where its parts lie. Fetches published files of the transformer that are not there. ConfigError as
+        `resolve_model`."""
+        return resolve_model(self.config, *self._said)
 
     # ---- facts: headers and configurations are read, no weights ----------------------------------------------------
 
@@ -64,7 +66,9 @@ class ModelLoader:
         Raises:
             ConfigError: no Wan transformer, or files that cannot be read.
         """
-        model = self.model
+        model, facts = self.model, self.folder_facts
+        if facts is not None and (self.config.weights, *self._said) == (None, None, None):
+            return open_transformer(facts.weights, config=facts.architecture)
         if model.weights is not None:
             return open_transformer(model.weights, model.container, model.architecture)
         sizes = entries.transformer_arguments(entries.find(model.name))
@@ -132,6 +136,7 @@ class ModelLoader:
                 )
             spec = with_window(spec, *asked)
         spec = with_anchors(spec, config)
+        choose_steps(config.steps, spec.steps, spec.name)
         if config.clean_with_next and config.kv_context != "clean":
             raise ConfigError(
                 f"clean_pass is with-next and kv_context is {config.kv_context}, where chunks wait for no clean pass; "
@@ -151,11 +156,12 @@ class ModelLoader:
     def _files(self) -> set[Path]:
         """Every file that a part of the model is read from."""
         model = self.model
-        vae = None if entries.is_random(model.vae) or model.vae is None else autoencoder.locate(model.vae)
-        roots = [model.folder, model.weights, model.text_encoder, vae, *(lora.path for lora in model.loras)]
+        vae = self.config.vae
+        vae_path = None if vae is None or vae.startswith(entries.RANDOM) else autoencoder.locate(vae)
+        roots = [model.folder, model.weights, model.text_encoder, vae_path, *(lora.path for lora in model.loras)]
         found: set[Path] = set()
         for root in roots:
-            if root is not None:
+            if isinstance(root, Path):
                 found |= {path for path in root.rglob("*") if path.is_file()} if root.is_dir() else {root}
         return found
 
@@ -208,9 +214,7 @@ class ModelLoader:
     def picture_encoder(self, spec: ModelSpec) -> PictureEncoder:
         """What encodes start pictures of streams of `spec`. Reads nothing before the first."""
         dtype = torch.float32 if self.model.embedded else self.decoder_dtype
-        return PictureEncoder(
-            lambda: autoencoder.load_encoder(self.model.fetch_autoencoder(), self.device, dtype), spec
-        )
+        return PictureEncoder(lambda: autoencoder.load_encoder(self.model.found_vae, self.device, dtype), spec)
 
 
 def _check_stream_given(config: ModelConfig) -> None:

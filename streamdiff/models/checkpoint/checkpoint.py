@@ -6,10 +6,10 @@ must not be written to, and the file must not be changed in place while it is in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,10 +33,14 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -54,55 +58,26 @@ class Entry(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class Store(Protocol):
-    """Tensors by name, in one file or several."""
-
-    def names(self) -> Sequence[str]:
-        """All of them, in no particular order."""
-
-    def entry(self, name: str) -> Entry:
-        """Shape and dtype; reads no weights."""
-
-    def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU, memory-mapped. Not to be written to."""
-
-    def metadata(self) -> Mapping[str, str]:
-        """What the file says about itself."""
-
-
 @dataclass
 class Checkpoint:
-    """The tensors of one container, under the names they are stored by: `names` of those in `store`. `path` and
-    `container`, empty if the file has none, are for messages; `config` lies beside the weights, if there is one."""
+    """The tensors of one container, under the names they are stored by.
+
+    `entries` has shape and dtype of each; asking reads no weights. `read` gives a tensor on the CPU, memory-mapped: not
+    to be written to. Both raise ConfigError where the file that should hold it is missing or damaged. `names` are those
+    that count. `path` and `container`, empty if the file has none, are for messages; `config` lies beside the weights,
+    if there is one, and `metadata` is what a safetensors file's header says about it.
+    """
 
     path: Path
-    store: Store
+    entries: Mapping[str, Entry]
+    read: Callable[[str], Tensor]
     names: tuple[str, ...]
     container: str = ""
     config: Mapping[str, Any] | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.path} ({self.container})" if self.container else str(self.path)
-
-    def entry(self, name: str) -> Entry:
-        """Shape and dtype of a tensor; reads no weights.
-
-        Raises:
-            ConfigError: the file that should hold it is missing or damaged.
-        """
-        return self.store.entry(name)
-
-    def read(self, name: str) -> Tensor:
-        """A tensor on the CPU, memory-mapped. Not to be written to.
-
-        Raises:
-            ConfigError: as `entry`.
-        """
-        return self.store.read(name)
-
-    def metadata(self) -> Mapping[str, str]:
-        """What the file says about itself: the header of a safetensors file, otherwise nothing."""
-        return self.store.metadata()
 
 
 def open_checkpoint(
@@ -130,14 +105,30 @@ def open_checkpoint(
     """
     in_folder = path.is_dir()
     path = _weights_file(path, names) if in_folder else path
-    store, way = _open_file(path, old=old), list[str]()
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file or folder")
+    way, metadata = list[str](), dict[str, str]()
+    entries: Mapping[str, Entry]
+    if path.suffix in PICKLES:
+        way, tensors, found = _choose(path, unpickle(path, old=old), container, order)
+        container = None if found else container
+        entries, read = (
+            {name: Entry(tuple(each.shape), each.dtype) for name, each in tensors.items()},
+            tensors.__getitem__,
+        )
+    elif path.suffix == SAFETENSORS:
+        file = _open_safetensors(path)
+        entries, read = {name: _entry(path, file, name) for name in sorted(file.keys())}, file.get_tensor
+        metadata = file.metadata() or {}
+    elif path.name.endswith(INDEX):
+        entries = shards = _Shards(path)
+        read = shards.read
+    else:
+        raise ConfigError(f"{path}: a checkpoint ends in {SAFETENSORS}, {INDEX} or {', '.join(PICKLES)}")
+    prefix, counting = _narrow(path, tuple(entries), container, order)
     config = path.parent / "config.json"
     own = read_object(config) if in_folder and config.is_file() else None
-    if isinstance(store, Mapping):
-        way, store, found = _choose(path, store, container, order)
-        container = None if found else container
-    prefix, counting = _narrow(path, store, container, order)
-    return Checkpoint(path, store, tuple(counting), ".".join(way + prefix), own)
+    return Checkpoint(path, entries, read, tuple(counting), ".".join(way + prefix), own, metadata)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -150,98 +141,65 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {name: checkpoint.read(name) for name in checkpoint.names}
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------
+# ---- safetensors ---------------------------------------------------------------------------------------------------
 
 
-def _open_file(path: Path, *, old: bool) -> Store | Mapping[Any, object]:
-    """The tensors of a file, of the files behind an index, or what a torch file holds; `old`: see `unpickle`.
-
-    Raises:
-        ConfigError: no such file, one of another kind, or as `_Safetensors` and `unpickle`.
-    """
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file or folder")
-    if path.suffix in PICKLES:
-        tree = unpickle(path, old=old)
-        if not isinstance(tree, Mapping):
-            raise ConfigError(f"{path}: holds a {type(tree).__name__} instead of tensors by name")
-        return tree
-    if not path.name.endswith((SAFETENSORS, INDEX)):
-        raise ConfigError(f"{path}: a checkpoint ends in {SAFETENSORS}, {INDEX} or {', '.join(PICKLES)}")
-    return _Safetensors(path)
+def _open_safetensors(path: Path) -> Any:
+    """Never closed by hand: the mapping must live as long as any tensor of it."""
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: not a readable safetensors file: {error}{pointer_hint(path)}") from None
 
 
-class _Safetensors:
-    """A safetensors file, or several and the index that says which tensor is in which. A file of several is opened when
+def _entry(path: Path, file: Any, name: str) -> Entry:
+    found = file.get_slice(name)
+    if (kind := found.get_dtype()) not in _DTYPES:
+        raise ConfigError(f"{path}: {name} has dtype {kind}; known are {', '.join(_DTYPES)}")
+    return Entry(tuple(found.get_shape()), _DTYPES[kind])
+
+
+class _Shards(Mapping[str, Entry]):
+    """The entries of several safetensors files, by the index that says which tensor is in which. A file is opened when
     it is needed: a rank can do without those that hold nothing for it.
 
     Raises:
-        ConfigError: a file cannot be read as one; or the index is damaged, or leads out of its folder.
+        ConfigError: the index is damaged, or leads out of its folder.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._open = path, dict[Path, Any]()
-        if path.suffix == SAFETENSORS:
-            self._places = dict.fromkeys(sorted(self._file(path).keys()), path)
-            return
-        places = read_object(path).get("weight_map")
+    def __init__(self, index: Path) -> None:
+        places = read_object(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-            raise ConfigError(f"{path}: weight_map must lead from tensors' names to files' names")
+            raise ConfigError(f"{index}: weight_map must lead from tensors' names to files' names")
         for place in sorted(set(places.values())):
             if Path(place).name != place:
-                raise ConfigError(f"{path}: {place!r} must be a file in the same folder")
-        self._places = {name: path.parent / places[name] for name in sorted(places)}
+                raise ConfigError(f"{index}: {place!r} must be a file in the same folder")
+        self._index, self._open = index, dict[Path, Any]()
+        self._places = {name: index.parent / places[name] for name in sorted(places)}
 
-    def names(self) -> Sequence[str]:
-        return list(self._places)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
 
-    def entry(self, name: str) -> Entry:
-        path = self._places[name]
-        if path not in self._open and not path.is_file():
-            raise ConfigError(f"{path}: missing, but {self._path.name} says that it holds {name}")
-        try:
-            found = self._file(path).get_slice(name)
-        except SafetensorError:
-            raise ConfigError(f"{path}: has no tensor {name}, though its index says so") from None
-        if (kind := found.get_dtype()) not in _DTYPES:
-            raise ConfigError(f"{path}: {name} has dtype {kind}; known are {', '.join(_DTYPES)}")
-        return Entry(tuple(found.get_shape()), _DTYPES[kind])
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, name: str) -> Entry:
+        return _entry(self._places[name], self._file(name), name)
 
     def read(self, name: str) -> Tensor:
-        self.entry(name)
-        tensor: Tensor = self._file(self._places[name]).get_tensor(name)
+        """The tensor, on the CPU, memory-mapped."""
+        tensor: Tensor = self._file(name).get_tensor(name)
         return tensor
 
-    def metadata(self) -> Mapping[str, str]:
-        return {} if self._path not in self._open else self._open[self._path].metadata() or {}
-
-    def _file(self, path: Path) -> Any:
-        """Never closed by hand: the mapping must live as long as any tensor of it."""
+    def _file(self, name: str) -> Any:
+        path = self._places[name]
         if path not in self._open:
-            try:
-                self._open[path] = safe_open(path, framework="pt", device="cpu")
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{path}: not a readable safetensors file: {error}{pointer_hint(path)}") from None
+            if not path.is_file():
+                raise ConfigError(f"{path}: missing, but {self._index.name} says that it holds {name}")
+            self._open[path] = _open_safetensors(path)
+        if name not in frozenset(self._open[path].keys()):
+            raise ConfigError(f"{path}: has no tensor {name}, though its index says so")
         return self._open[path]
-
-
-class _Loaded:
-    """Tensors of a file that torch has mapped."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def names(self) -> Sequence[str]:
-        return list(self._tensors)
-
-    def entry(self, name: str) -> Entry:
-        return Entry(tuple(self._tensors[name].shape), self._tensors[name].dtype)
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name].detach()
-
-    def metadata(self) -> Mapping[str, str]:
-        return {}
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------
@@ -273,16 +231,18 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _choose(
-    path: Path, tree: Mapping[Any, object], container: str | None, order: Sequence[str]
-) -> tuple[list[str], _Loaded, bool]:
+    path: Path, tree: object, container: str | None, order: Sequence[str]
+) -> tuple[list[str], dict[str, Tensor], bool]:
     """Go down to the tensors. Returns the way there, the tensors, and whether `container` is on the way."""
     way: list[str] = []
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{path}: holds a {type(tree).__name__} instead of tensors by name")
     while True:
-        tensors = {str(key): value for key, value in tree.items() if isinstance(value, Tensor)}
+        tensors = {str(key): value.detach() for key, value in tree.items() if isinstance(value, Tensor)}
         inner = {str(key): value for key, value in tree.items() if isinstance(value, Mapping) and _has_tensors(value)}
         wanted = container if container not in way else None
         if tensors and wanted not in inner:
-            return way, _Loaded(tensors), container in way
+            return way, tensors, container in way
         if wanted is not None and wanted not in inner and inner:
             raise _no_container(path, wanted, sorted(inner))
         key = next((key for key in (wanted, *order) if key in inner), None)
@@ -293,10 +253,11 @@ def _choose(
         tree = inner[key]
 
 
-def _narrow(path: Path, store: Store, container: str | None, order: Sequence[str]) -> tuple[list[str], Sequence[str]]:
+def _narrow(
+    path: Path, everything: Sequence[str], container: str | None, order: Sequence[str]
+) -> tuple[list[str], Sequence[str]]:
     """In a flat file a container is the first part of names, as in `generator_ema.blocks.0...`. Returns what it is
     called, as a list of one or none, and the names that count. `model.` before all names is only a prefix."""
-    everything = store.names()
     inside = {key: [name for name in everything if name.startswith(f"{key}.")] for key in (container, *order) if key}
     full = [key for key, names in inside.items() if any("blocks." in name for name in names)]
     whole = bool(full) and len(inside[full[0]]) == len(everything)

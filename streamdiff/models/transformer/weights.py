@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.checkpoint import Checkpoint, Entry, open_checkpoint
 from streamdiff.models.checkpoint.json_file import some
 from streamdiff.models.transformer import quantization
-from streamdiff.models.transformer.architecture import read_architecture
+from streamdiff.models.transformer.architecture import read_architecture, stored_shape
 from streamdiff.models.transformer.lora import Adapter, Lora, open_lora
 from streamdiff.models.transformer.tensor_names import Names, block_count, recognise, translate
 
@@ -78,13 +79,7 @@ def open_transformer(
             f"or blocks.0.attn1.to_q.weight (diffusers), found {some(checkpoint.names) or 'no tensors'}"
         )
     names = translate(checkpoint.names, layout)
-
-    def shape(name: str) -> tuple[int, ...] | None:
-        if (source := names.sources.get(name)) is None:
-            return None
-        rows, *rest = checkpoint.entry(source.name).shape or (1,)
-        return (rows // source.parts, *rest)
-
+    shape = partial(stored_shape, checkpoint, names)
     try:
         architecture = read_architecture(shape, block_count(names.sources), config, checkpoint.config)
     except ConfigError as error:
@@ -130,7 +125,7 @@ def load_transformer(
     left_out = (*(() if first == 0 else _FIRST_ONLY), *(() if last == count else _LAST_ONLY))
     wanted = {name: shape for name, shape in shapes.items() if not name.startswith(left_out)}
     whole = _whole(shapes, first, count)
-    stored = {name: checkpoint.entry(names.sources[name].name) for name in wanted if name in names.sources}
+    stored = {name: checkpoint.entries[names.sources[name].name] for name in wanted if name in names.sources}
     _check(file, stored, wanted, whole)
     adapters = [open_lora(lora, whole) for lora in loras]
     places = {_renumbered(name, -first): name for name in wanted}
@@ -222,13 +217,13 @@ def _read(
         leave=False,
     ) as bar:
         for name, shape in wanted.items():
-            source = names.sources[name]
+            source, dtype = names.sources[name], kept_dtype(name, target.dtype)
             tensor = checkpoint.read(source.name).chunk(source.parts)[source.part].reshape(shape)
             for adapter in adapters:
                 if (change := adapter.change(name, target.device)) is not None:
                     # Never in place: the tensor is the file.
                     tensor = tensor.to(target.device, torch.float32) + change.reshape(shape)
-            tensor = tensor.to(target.device, kept_dtype(name, target.dtype))
+            tensor = tensor.to(target.device, dtype)
             if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
                 broken.append(source.name)
             elif target.quantize != "none" and quantization.is_quantized(name, shape):

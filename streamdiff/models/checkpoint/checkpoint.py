@@ -109,13 +109,12 @@ def open_checkpoint(
         raise ConfigError(f"{path}: no such file or folder")
     way, metadata = list[str](), dict[str, str]()
     entries: Mapping[str, Entry]
+    read: Callable[[str], Tensor]
     if path.suffix in PICKLES:
         way, tensors, found = _choose(path, unpickle(path, old=old), container, order)
         container = None if found else container
-        entries, read = (
-            {name: Entry(tuple(each.shape), each.dtype) for name, each in tensors.items()},
-            tensors.__getitem__,
-        )
+        entries = {name: Entry(tuple(each.shape), each.dtype) for name, each in tensors.items()}
+        read = tensors.__getitem__
     elif path.suffix == SAFETENSORS:
         file = _open_safetensors(path)
         entries, read = {name: _entry(path, file, name) for name in sorted(file.keys())}, file.get_tensor

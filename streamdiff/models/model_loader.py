@@ -37,7 +37,7 @@ class Kernels(NamedTuple):
 
 class ModelLoader:
     """Finds the model that `config` names, and loads its transformer on `device`.
-    `dtype` is that of the transformer's weights, `decoder_dtype` what suits a large autoencoder's."""
+    `dtype` is that of the transformer's weights."""
 
     def __init__(
         self,
@@ -48,14 +48,19 @@ class ModelLoader:
     ) -> None:
         """`container` and `architecture`: see `ResolvedModel`."""
         self.config, self.device, self._said = config, device, (container, architecture)
-        self.decoder_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        self.dtype = DTYPES.get(config.dtype, self.decoder_dtype)
+        self._usual_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.dtype = DTYPES.get(config.dtype, self._usual_dtype)
 
     @cached_property
     def model(self) -> ResolvedModel:
         """Where its parts lie. Fetches published files of the transformer that are not there. ConfigError as
         `resolve_model`."""
         return resolve_model(self.config, *self._said)
+
+    @property
+    def decoder_dtype(self) -> torch.dtype:
+        """What suits the autoencoder: the embedded model's is small, and gains nothing from bfloat16."""
+        return torch.float32 if self.model.embedded else self._usual_dtype
 
     # ---- facts: headers and configurations are read, no weights ----------------------------------------------------
 
@@ -213,8 +218,8 @@ class ModelLoader:
 
     def picture_encoder(self, spec: ModelSpec) -> PictureEncoder:
         """What encodes start pictures of streams of `spec`. Reads nothing before the first."""
-        dtype = torch.float32 if self.model.embedded else self.decoder_dtype
-        return PictureEncoder(lambda: autoencoder.load_encoder(self.model.found_vae, self.device, dtype), spec)
+        load = autoencoder.load_encoder
+        return PictureEncoder(lambda: load(self.model.found_vae, self.device, self.decoder_dtype), spec)
 
 
 def _check_stream_given(config: ModelConfig) -> None:

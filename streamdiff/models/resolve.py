@@ -118,7 +118,7 @@ def resolve_model(
         vae, text = shared.autoencoders[known.autoencoder].weights, shared.text_encoders[known.text_encoder].weights
         found = ResolvedModel(name, weights, published, vae=vae, text_encoder=text, entry=known)
     else:
-        path = known if isinstance(known, Path) else hub.fetch_patterns(name, known.files)
+        path = known if isinstance(known, Path) else hub.fetch_folder(known)
         there = {part: path / part for part in _FOLDERS if (path / part).is_dir()}
         found = ResolvedModel(
             name,

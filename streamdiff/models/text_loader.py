@@ -41,10 +41,9 @@ def load_text_encoder(
             raise ConfigError(f"the text encoder of {model.name} is small and runs beside it; leave --text-device out")
         assert model.folder is not None
         return ENCODERS.get(model.index.get("language", ""), TinyText).load(model.folder, device)
-    path = model.text_encoder
-    if path is None and model.name.startswith(entries.RANDOM):
-        return RandomText(text_shape, device)
-    if path is None:
+    if (path := model.text_encoder) is None:
+        if model.name.startswith(entries.RANDOM):
+            return RandomText(text_shape, device)
         raise ConfigError(
             f"{model.name} comes without a text encoder; give a folder with encoder and tokenizer, in diffusers' or "
             "original Wan's layout, as --text-encoder, or embeddings as --prompt-embeds"

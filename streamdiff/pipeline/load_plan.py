@@ -73,11 +73,6 @@ class LoadPlan:
         return batching_of(self.config, self.sizes)
 
     @property
-    def decoder_dtype(self) -> torch.dtype:
-        """The embedded model's decoder is small, and gains nothing from bfloat16."""
-        return torch.float32 if self.models.model.embedded else self.models.decoder_dtype
-
-    @property
     def decode_latents(self) -> int:
         """Latent frames that one call decodes."""
         chunk = self.spec.chunk_latents
@@ -145,7 +140,7 @@ class LoadPlan:
             config.offload,
             text_bytes=expected_bytes(models.model) if on_cuda and config.text_device == "cuda" else 0,
             decode_latents=self.decode_latents,
-            decoder_bytes=self.decoder_dtype.itemsize,
+            decoder_bytes=models.decoder_dtype.itemsize,
         )
         rows = rows_carried(self.spec, self.batching.max_rows, config.clean_with_next)
         return Demand(

@@ -33,13 +33,14 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     device, links = own_device(config.device), None
     plan = load_plan.plan_load(config, device)
     config, context = plan.config, plan.join()
-    progress = None if context is None else start_progress(context, config)
+    if context is not None:
+        progress = start_progress(context, config)
     plan = load_plan.plan_rank(plan, context)
     loaded = rank_loader.load_rank(plan, context)
     model, decoder, memory = loaded.model, loaded.decoder, loaded.memory
     assert isinstance(model, Model), "this is rank 0"
     batching = plan.batching
-    if context is None or progress is None:
+    if context is None:
         progress = StartProgress(None, 1)
         ring = RingExecutor(
             model, device, batching.max_rows, clean_with_next=config.clean_with_next, wait_s=batching.wait_s

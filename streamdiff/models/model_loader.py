@@ -19,7 +19,7 @@ from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.catalogue import entries
 from streamdiff.models.resolve import ResolvedModel, resolve_model
-from streamdiff.models.spec import ModelSpec, choose_steps, parse_size, with_anchors, with_window
+from streamdiff.models.spec import ModelSpec, choose_steps, parse_size, with_anchors, with_size, with_window
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.wan import WanDenoiser
@@ -101,8 +101,8 @@ class ModelLoader:
         """
         facts = self.folder_facts
         if facts is None:
-            size = None if self.config.size is None else parse_size(self.config.size)
-            return entries.make_spec(self.model.name, self.model.entry, self.architecture, size)
+            spec = entries.make_spec(self.model.name, self.model.entry, self.architecture)
+            return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
         return facts.spec
@@ -120,19 +120,13 @@ class ModelLoader:
             raise ConfigError(
                 f"{config.name} makes whole clips, so it cannot run live; name a model that `streamdiff models` lists"
             )
-        if unknown:
-            _check_stream_given(config)
-        spec = self.spec
-        if unknown:
-            assert config.timesteps is not None and config.chunk_latents is not None
-            schedule = sampling.published(config.timesteps)
-            spec = replace(spec, steps=(schedule.steps,), schedules=(schedule,), chunk_latents=config.chunk_latents)
-        elif config.timesteps is not None or config.chunk_latents is not None:
+        if not unknown and (config.timesteps is not None or config.chunk_latents is not None):
             raise ConfigError(
                 f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, "
                 "out"
             )
-        asked = config.window, config.sink, config.rope
+        given = _given_stream(config) if unknown else {}
+        spec, asked = replace(self.spec, **given), (config.window, config.sink, config.rope)
         if asked != (None, None, None):
             if model.embedded:
                 raise ConfigError(
@@ -222,8 +216,12 @@ class ModelLoader:
         return PictureEncoder(lambda: load(self.model.found_vae, self.device, self.decoder_dtype), spec)
 
 
-def _check_stream_given(config: ModelConfig) -> None:
-    """Raises ConfigError unless everything is said of a model that the catalogue does not know."""
+def _given_stream(config: ModelConfig) -> dict[str, Any]:
+    """Facts of how a model streams that the catalogue does not know.
+
+    Raises:
+        ConfigError: something is not said.
+    """
     settings = (
         ("--steps 1000,937.5,833.33,625 (the timesteps that it is told)", config.timesteps),
         ("--chunk-frames N (latent frames of a chunk)", config.chunk_latents),
@@ -231,9 +229,12 @@ def _check_stream_given(config: ModelConfig) -> None:
         ("--sink N (0: none)", config.sink),
         ("--rope absolute, or relative", config.rope),
     )
-    if missing := [option for option, value in settings if value is None]:
+    missing = [option for option, value in settings if value is None]
+    if missing or config.timesteps is None:
         raise ConfigError(
             f"how {config.name} streams is not in the catalogue, and not guessed: say {'; '.join(missing)}. Where it "
             "is of the kind of a model that `streamdiff models` lists, give its files as parts of that one instead: "
             "--model NAME --weights FILE"
         )
+    schedule = sampling.published(config.timesteps)
+    return {"steps": (schedule.steps,), "schedules": (schedule,), "chunk_latents": config.chunk_latents}

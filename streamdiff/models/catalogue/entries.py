@@ -109,11 +109,9 @@ def transformer_arguments(entry: Entry) -> dict[str, Any]:
     return shared.architectures[entry.architecture].arguments(shared.text_encoders[entry.text_encoder].width)
 
 
-def make_spec(
-    name: str, entry: Entry | None, architecture: Mapping[str, Any], size: tuple[int, int] | None = None
-) -> ModelSpec:
+def make_spec(name: str, entry: Entry | None, architecture: Mapping[str, Any]) -> ModelSpec:
     """The facts of the model `name` with a transformer of this architecture (see `transformer_arguments`), for pictures
-    of `size` (width, height in pixels; the model's own when None). Of a checkpoint without an entry, what is usual.
+    of its own size. Of a checkpoint without an entry, what is usual.
 
     A model that makes whole clips has no steps, and a window of 0: who runs it has to say both.
     """
@@ -123,21 +121,20 @@ def make_spec(
     known = entry or usual
     shared = parts()
     pictures, tokens = shared.autoencoders[known.autoencoder], shared.text_encoders[known.text_encoder].tokens
-    width, height = size or (known.width, known.height)
     schedules = entry.sampling.schedules() if entry is not None and entry.sampling is not None else ()
     noise = entry.context.noise if entry is not None and entry.context is not None else None
     spec = ModelSpec(
         name=name,
         latent_channels=architecture["out_channels"],
-        latent_height=height // pictures.spatial,
-        latent_width=width // pictures.spatial,
+        latent_height=known.height // pictures.spatial,
+        latent_width=known.width // pictures.spatial,
         chunk_latents=(stream or usual.stream).chunk_latents,
         window_latents=stream.window_latents if stream is not None else 0,
         clean_window_latents=stream.clean_window_latents if stream is not None else None,
         sink_latents=stream.sink_latents if stream is not None else 0,
         frames_per_latent=pictures.temporal,
-        width=width,
-        height=height,
+        width=known.width,
+        height=known.height,
         native_fps=known.native_fps or usual.native_fps,
         shift=1.0,
         steps=tuple(schedule.steps for schedule in schedules),

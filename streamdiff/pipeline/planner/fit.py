@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.spec import with_window
+from streamdiff.models.spec import with_size, with_window
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Memory, Storage, memory
 from streamdiff.pipeline.planner.model_sizes import SMALL, ModelSizes, decoder_sizes
 from streamdiff.pipeline.planner.stage_layout import Blocks, Layout, Workload
@@ -165,10 +165,7 @@ def _pictures(demand: Demand) -> Iterator[Remedy]:
         width, height = (max(_UNIT, round(side * share / _UNIT) * _UNIT) for side in (spec.width, spec.height))
         if (width, height) == (spec.width, spec.height):
             continue
-        pixels = spec.width // spec.latent_width
-        smaller = replace(
-            spec, width=width, height=height, latent_width=width // pixels, latent_height=height // pixels
-        )
+        smaller = with_size(spec, width, height)
         sizes = replace(demand.sizes, spec=smaller, decoder=decoder_sizes(smaller, demand.own, demand.vae))
         yield Remedy(f"--size {width}x{height}", replace(demand, sizes=sizes))
 

@@ -16,7 +16,7 @@ from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Entry
 from streamdiff.models.checkpoint.safetensors_header import stored_values
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
-from streamdiff.models.spec import ModelSpec, parse_size
+from streamdiff.models.spec import ModelSpec, parse_size, with_size
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.pipeline.scheduler.kv_context import Anchors, cache_count, most_steps, spare_slots
 
@@ -209,7 +209,8 @@ def entry_sizes(
     if entry.weights is None:
         return read_sizes(entry.name)
     architecture = entries.transformer_arguments(entry)
-    spec = entries.make_spec(entry.name, entry, architecture, (width or entry.width, height or entry.height))
+    spec = entries.make_spec(entry.name, entry, architecture)
+    spec = with_size(spec, width or spec.width, height or spec.height)
     if entry.stream is None:
         spec = replace(spec, chunk_latents=1, window_latents=1)
     return sizes_from(architecture, spec, decoder_sizes(spec, entry.autoencoder, vae))

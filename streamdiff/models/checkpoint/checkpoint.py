@@ -144,7 +144,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _open_safetensors(path: Path) -> Any:
-    """Never closed by hand: the mapping must live as long as any tensor of it."""
+    """The opened file. Never closed by hand: the mapping must live as long as any tensor of it."""
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:

@@ -281,8 +281,8 @@ def _check_stages(config: Config) -> None:
     if (model.stage_ranks == 1 and model.decode != "split") or model.weights is not None:
         return
     if is_embedded(model.name) or model.name in entries.entries():
-        from streamdiff.pipeline.planner.fit import check_ranks
         from streamdiff.pipeline.planner.model_sizes import sizes_of
+        from streamdiff.pipeline.planner.partition import check_ranks
 
         check_ranks(model, sizes_of(model))
 

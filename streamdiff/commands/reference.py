@@ -57,7 +57,7 @@ def run(job: ReferenceJob) -> int:
             reference = replace(reference, embeddings=reference_model.encode(model, job.prompt))
         decoder = None
         if not job.no_decode:
-            decoder = PictureDecoder(load_decoder(found.loader.model.fetch_autoencoder(), found.device))
+            decoder = PictureDecoder(load_decoder(found.loader.model.found_vae, found.device))
         bar = stack.enter_context(tqdm(total=reference.chunks, unit="chunk", dynamic_ncols=True))
         writer = None
         if job.latents_out is not None:

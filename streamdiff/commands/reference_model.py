@@ -26,7 +26,8 @@ from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import ModelSpec, choose_steps, with_anchors, with_window
 from streamdiff.models.text_loader import load_text_encoder
 from streamdiff.models.transformer.wan import WanDenoiser
-from streamdiff.pipeline.planner.partition import check_offload, check_parallel, check_shares, check_stages
+from streamdiff.pipeline.planner.model_sizes import sizes_from
+from streamdiff.pipeline.planner.partition import check_ranks
 from streamdiff.pipeline.runner import block_offload
 
 
@@ -106,7 +107,7 @@ class Found:
                 "latents counts"
             )
         if video is None and self.job.noise is None:
-            notes += filter(None, [self.loader.model.noise_remark()])
+            notes += filter(None, [self.loader.model.noise_note])
         return notes
 
     def denoiser(self, blocks: tuple[int, int] | None = None) -> WanDenoiser:
@@ -131,7 +132,7 @@ class Found:
         if job.prompt_embeds is None:
             text = load_text_encoder(loader.model, job.model, spec.text_shape, self.device)
         seen_again = spec.context_pictures and job.model.kv_context != "matched"
-        past = FirstFrameReencoder.load(loader.model.fetch_autoencoder(), self.device) if seen_again else None
+        past = FirstFrameReencoder.load(loader.model.found_vae, self.device) if seen_again else None
         return Model(spec, self.denoiser(blocks), text, None, past)
 
 
@@ -156,13 +157,7 @@ def find(job: ReferenceJob) -> Found:
     found = Found(job, spec, schedule, loader)
     for path in found.raw_files:
         _check_raw(loader.model, path)
-    check_offload(config.offload, config.quantize)
-    check_parallel(config.parallel, config.stages)
-    check_stages(config.stages, found.blocks)
-    if config.shares > 1:
-        _, height, width = loader.architecture["patch_size"]
-        tokens = spec.latent_height // height * (spec.latent_width // width)
-        check_shares(config.shares, int(loader.architecture["num_attention_heads"]), tokens)
+    check_ranks(config, sizes_from(loader.architecture, spec))
     return found
 
 

@@ -14,7 +14,7 @@ from streamdiff.pipeline import topology
 from streamdiff.pipeline.distributed import rendezvous
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.load_plan import rank_facts
+from streamdiff.pipeline.load_plan import check_world, rank_facts
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.topology import StageTopology
 from streamdiff.pipeline.worker_group import WorkerGroup
@@ -65,7 +65,7 @@ def _join(found: Found) -> rendezvous.RankContext:
     """Meet the other ranks. Mutates: torch's number of threads."""
     config = found.job.model
     torch.set_num_threads(config.threads)
-    rendezvous.check_world(config)
+    check_world(config)
     return rendezvous.join({**rank_facts(config, found.loader), "spec": str(found.spec)})
 
 

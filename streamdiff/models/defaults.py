@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamdiff.config import ModelConfig
-from streamdiff.models.catalogue.entries import small_autoencoder, with_small_autoencoder
+from streamdiff.models.catalogue.entries import small_autoencoder
 
 TORCH_KERNELS = ("auto", "sdpa", "math", "flash", "efficient", "cudnn", "fa3", "fa4")
 """Attention kernels that are torch operations, so that graphs can be compiled with them."""
@@ -60,8 +60,9 @@ class _Case(NamedTuple):
 def settle(
     config: ModelConfig, device: str, steps: Sequence[int], compile_fault: Callable[[], str | None] = lambda: None
 ) -> Defaults:
-    """The defaults of `config` on a `device`, `cpu` or `cuda`; see `_Case` for the others."""
-    case = _Case(with_small_autoencoder(config), device == "cuda", steps, compile_fault)
+    """The defaults of `config`, which `models.resolve.completed` gave, on a `device`, `cpu` or `cuda`; see `_Case` for
+    the others."""
+    case = _Case(config, device == "cuda", steps, compile_fault)
     choices = [_device(case), _dtype(case), _vae(case), _steps(case)]
     settled: dict[str, object] = {}
     if case.fast and config.steps is None and config.timesteps is None and steps:

@@ -63,7 +63,7 @@ def download(needed: Sequence[Files], tell: Callable[[Progress], None]) -> None:
     missing = [each for files in needed for each in hub.remote(files) if each.missing]
     for number, file in enumerate(missing):
         left = sum(each.size or 0 for each in missing[number:])
-        hub.fetch_file(file, _bar(file, len(missing) - number, left, tell))
+        hub.fetch_file(file.repo, file.name, _bar(file, len(missing) - number, left, tell))
 
 
 def _bar(file: Remote, files: int, left: int, tell: Callable[[Progress], None]) -> type[tqdm[Any]]:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.device import pick_dtype
+from streamdiff.device import DTYPES
 from streamdiff.errors import ConfigError
 from streamdiff.models import random_weights, sampling
 from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.catalogue import entries
-from streamdiff.models.resolve import resolve_model
-from streamdiff.models.spec import ModelSpec, parse_size, with_anchors, with_window
+from streamdiff.models.resolve import ResolvedModel, resolve_model
+from streamdiff.models.spec import ModelSpec, choose_steps, parse_size, with_anchors, with_size, with_window
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.wan import WanDenoiser
@@ -37,7 +37,7 @@ class Kernels(NamedTuple):
 
 class ModelLoader:
     """Finds the model that `config` names, and loads its transformer on `device`.
-    `dtype` is that of the transformer's weights, `decoder_dtype` what suits a large autoencoder's."""
+    `dtype` is that of the transformer's weights."""
 
     def __init__(
         self,
@@ -46,14 +46,21 @@ class ModelLoader:
         container: str | None = None,
         architecture: Mapping[str, Any] | None = None,
     ) -> None:
-        """Fetches published files that are not there; `container` and `architecture`: see `ResolvedModel`.
+        """`container` and `architecture`: see `ResolvedModel`."""
+        self.config, self.device, self._said = config, device, (container, architecture)
+        self._usual_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.dtype = DTYPES.get(config.dtype, self._usual_dtype)
 
-        Raises:
-            ConfigError: as `resolve_model`, or a dtype that there is not.
-        """
-        self.config, self.device = config, device
-        self.dtype, self.decoder_dtype = pick_dtype(config.dtype, device), pick_dtype("auto", device)
-        self.model = resolve_model(config, container, architecture)
+    @cached_property
+    def model(self) -> ResolvedModel:
+        """Where its parts lie. Fetches published files of the transformer that are not there. ConfigError as
+        `resolve_model`."""
+        return resolve_model(self.config, *self._said)
+
+    @property
+    def decoder_dtype(self) -> torch.dtype:
+        """What suits the autoencoder: the embedded model's is small, and gains nothing from bfloat16."""
+        return torch.float32 if self.model.embedded else self._usual_dtype
 
     # ---- facts: headers and configurations are read, no weights ----------------------------------------------------
 
@@ -64,7 +71,9 @@ class ModelLoader:
         Raises:
             ConfigError: no Wan transformer, or files that cannot be read.
         """
-        model = self.model
+        model, facts = self.model, self.folder_facts
+        if facts is not None and (self.config.weights, *self._said) == (None, None, None):
+            return open_transformer(facts.weights, config=facts.architecture)
         if model.weights is not None:
             return open_transformer(model.weights, model.container, model.architecture)
         sizes = entries.transformer_arguments(entries.find(model.name))
@@ -92,8 +101,8 @@ class ModelLoader:
         """
         facts = self.folder_facts
         if facts is None:
-            size = None if self.config.size is None else parse_size(self.config.size)
-            return entries.make_spec(self.model.name, self.model.entry, self.architecture, size)
+            spec = entries.make_spec(self.model.name, self.model.entry, self.architecture)
+            return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
         return facts.spec
@@ -111,19 +120,13 @@ class ModelLoader:
             raise ConfigError(
                 f"{config.name} makes whole clips, so it cannot run live; name a model that `streamdiff models` lists"
             )
-        if unknown:
-            _check_stream_given(config)
-        spec = self.spec
-        if unknown:
-            assert config.timesteps is not None and config.chunk_latents is not None
-            schedule = sampling.published(config.timesteps)
-            spec = replace(spec, steps=(schedule.steps,), schedules=(schedule,), chunk_latents=config.chunk_latents)
-        elif config.timesteps is not None or config.chunk_latents is not None:
+        if not unknown and (config.timesteps is not None or config.chunk_latents is not None):
             raise ConfigError(
                 f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, "
                 "out"
             )
-        asked = config.window, config.sink, config.rope
+        given = _given_stream(config) if unknown else {}
+        spec, asked = replace(self.spec, **given), (config.window, config.sink, config.rope)
         if asked != (None, None, None):
             if model.embedded:
                 raise ConfigError(
@@ -132,6 +135,7 @@ class ModelLoader:
                 )
             spec = with_window(spec, *asked)
         spec = with_anchors(spec, config)
+        choose_steps(config.steps, spec.steps, spec.name)
         if config.clean_with_next and config.kv_context != "clean":
             raise ConfigError(
                 f"clean_pass is with-next and kv_context is {config.kv_context}, where chunks wait for no clean pass; "
@@ -151,11 +155,12 @@ class ModelLoader:
     def _files(self) -> set[Path]:
         """Every file that a part of the model is read from."""
         model = self.model
-        vae = None if entries.is_random(model.vae) or model.vae is None else autoencoder.locate(model.vae)
-        roots = [model.folder, model.weights, model.text_encoder, vae, *(lora.path for lora in model.loras)]
+        vae = self.config.vae
+        vae_path = None if vae is None or vae.startswith(entries.RANDOM) else autoencoder.locate(vae)
+        roots = [model.folder, model.weights, model.text_encoder, vae_path, *(lora.path for lora in model.loras)]
         found: set[Path] = set()
         for root in roots:
-            if root is not None:
+            if isinstance(root, Path):
                 found |= {path for path in root.rglob("*") if path.is_file()} if root.is_dir() else {root}
         return found
 
@@ -207,14 +212,16 @@ class ModelLoader:
 
     def picture_encoder(self, spec: ModelSpec) -> PictureEncoder:
         """What encodes start pictures of streams of `spec`. Reads nothing before the first."""
-        dtype = torch.float32 if self.model.embedded else self.decoder_dtype
-        return PictureEncoder(
-            lambda: autoencoder.load_encoder(self.model.fetch_autoencoder(), self.device, dtype), spec
-        )
+        load = autoencoder.load_encoder
+        return PictureEncoder(lambda: load(self.model.found_vae, self.device, self.decoder_dtype), spec)
 
 
-def _check_stream_given(config: ModelConfig) -> None:
-    """Raises ConfigError unless everything is said of a model that the catalogue does not know."""
+def _given_stream(config: ModelConfig) -> dict[str, Any]:
+    """Facts of how a model streams that the catalogue does not know.
+
+    Raises:
+        ConfigError: something is not said.
+    """
     settings = (
         ("--steps 1000,937.5,833.33,625 (the timesteps that it is told)", config.timesteps),
         ("--chunk-frames N (latent frames of a chunk)", config.chunk_latents),
@@ -222,9 +229,12 @@ def _check_stream_given(config: ModelConfig) -> None:
         ("--sink N (0: none)", config.sink),
         ("--rope absolute, or relative", config.rope),
     )
-    if missing := [option for option, value in settings if value is None]:
+    missing = [option for option, value in settings if value is None]
+    if missing or config.timesteps is None:
         raise ConfigError(
             f"how {config.name} streams is not in the catalogue, and not guessed: say {'; '.join(missing)}. Where it "
             "is of the kind of a model that `streamdiff models` lists, give its files as parts of that one instead: "
             "--model NAME --weights FILE"
         )
+    schedule = sampling.published(config.timesteps)
+    return {"steps": (schedule.steps,), "schedules": (schedule,), "chunk_latents": config.chunk_latents}

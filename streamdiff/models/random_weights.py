@@ -10,7 +10,7 @@ on its name and on the kind of device alone, so ranks that hold other blocks hol
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
-from streamdiff.models.checkpoint.checkpoint import Checkpoint
-from streamdiff.models.checkpoint.tensor_store import Entry as Stored
+from streamdiff.models.checkpoint.checkpoint import Checkpoint, Entry
 from streamdiff.models.interfaces import ParsedPrompt
 
 
@@ -29,7 +28,8 @@ def transformer(name: str, architecture: Mapping[str, Any], device: torch.device
     `WanTransformer3DModel`), drawn on `device`, each when it is asked for."""
     with torch.device("meta"):
         module = WanTransformer3DModel.from_config(architecture)
-    return Checkpoint(Path(name), RandomTensors(module, device, dtype), config=architecture)
+    drawn = RandomTensors(module, device, dtype)
+    return Checkpoint(Path(name), drawn.entries, drawn.read, tuple(drawn.entries), config=architecture)
 
 
 def draw(module: nn.Module, wanted: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -40,23 +40,17 @@ def draw(module: nn.Module, wanted: tuple[str, ...], device: torch.device, dtype
 
 
 class RandomTensors:
-    """A `Store` (models/checkpoint/tensor_store.py) whose tensors are drawn: matrices and convolutions so that what
-    comes out is as large as what went in, norms are 1, biases 0."""
+    """What a `Checkpoint` reads, drawn: matrices and convolutions so that what comes out is as large as what went in,
+    norms are 1, biases 0."""
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Names and shapes are those of `module`, which may lie on the meta device."""
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        self._device, self._dtype = device, dtype
-
-    def names(self) -> Sequence[str]:
-        return tuple(self._shapes)
-
-    def entry(self, name: str) -> Stored:
-        return Stored(self._shapes[name], self._dtype)
+        self.entries = {name: Entry(tuple(each.shape), dtype) for name, each in module.state_dict().items()}
+        self._device = device
 
     def read(self, name: str) -> Tensor:
-        shape = self._shapes[name]
-        tensor = torch.empty(shape, device=self._device, dtype=self._dtype)
+        shape, dtype = self.entries[name]
+        tensor = torch.empty(shape, device=self._device, dtype=dtype)
         if name.endswith("bias"):
             return tensor.zero_()
         if len(shape) < 2 or name.endswith("gamma"):
@@ -64,9 +58,6 @@ class RandomTensors:
         fan_in = shape[-1] if name.endswith("scale_shift_table") else prod(shape[1:])
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         return tensor.normal_(0.0, fan_in**-0.5, generator=generator)
-
-    def metadata(self) -> dict[str, str]:
-        return {}
 
 
 class RandomText:

@@ -31,9 +31,10 @@ _FOLDERS = ("transformer", "vae", "text_encoder")
 class ResolvedModel:
     """Where a model's parts lie, those that a configuration names in place of the model's own included. `weights` (None
     where they are drawn: `models.random_weights`), `container`, `architecture` (what shapes do not tell) and `loras`
-    are the transformer's. `folder` is one in diffusers' layout, `embedded` where it is of the embedded model's kind and
-    says everything about itself; `vae` and `text_encoder` are None where they are those that `entry`, what the
-    catalogue knows, names."""
+    are the transformer's. `folder` is one in diffusers' layout, `index` its `model_index.json` where it is of the
+    embedded model's kind and says everything about itself. `vae` and `text_encoder` are published files where they are
+    those that `entry`, what the catalogue knows, names: whoever loads them fetches them; None where there is none.
+    `kv_context` is what it is to run with."""
 
     name: str
     weights: Path | None
@@ -41,48 +42,46 @@ class ResolvedModel:
     architecture: Mapping[str, Any] | None = None
     loras: tuple[Lora, ...] = ()
     folder: Path | None = None
-    embedded: bool = False
-    vae: str | None = None
-    text_encoder: Path | None = None
+    index: Mapping[str, Any] | None = None
+    vae: str | Files | None = None
+    text_encoder: Path | Files | None = None
     entry: Entry | None = None
+    kv_context: str = "clean"
+
+    @property
+    def embedded(self) -> bool:
+        """Whether it is of the embedded model's kind."""
+        return self.index is not None
 
     @property
     def autoencoder(self) -> str:
         """The catalogue's name of its own autoencoder; Wan's where nobody knows the model."""
         return "wan2.1" if self.entry is None else self.entry.autoencoder
 
-    def fetch_autoencoder(self) -> str:
-        """The path or name of the autoencoder, fetched if it is published and not there.
+    @property
+    def found_vae(self) -> str | Files:
+        """`vae`, where there is one.
 
         Raises:
-            ConfigError: there is none, or it cannot be fetched.
+            ConfigError: there is none.
         """
-        if self.vae is not None:
-            return self.vae
-        files = None if self.entry is None else entries.parts().autoencoders[self.entry.autoencoder].weights
-        if files is None:
+        if self.vae is None:
             raise ConfigError(f"{self.name} comes without an autoencoder; give --vae PATH, or make latents only")
-        return str(hub.fetch(files)[0])
+        return self.vae
 
-    def fetch_text_encoder(self) -> Path | None:
-        """The folder or file of the text encoder, as `fetch_autoencoder`; None where there is none, as with random
-        weights."""
-        if self.text_encoder is not None or self.entry is None or entries.is_random(self.name):
-            return self.text_encoder
-        files = entries.parts().text_encoders[self.entry.text_encoder].weights
-        return None if files is None else hub.fetch_folder(files)
-
-    def remark(self, kv_context: str) -> str:
-        """What a user should know before the model runs with this KV context; empty where it was made for it."""
+    @property
+    def note(self) -> str:
+        """What a user should know before the model runs with its KV context; empty where it was made for that."""
         if self.entry is None and not self.embedded:
-            return f"nobody says in which KV context {self.name} keeps its quality; it runs with {kv_context}"
+            return f"nobody says in which KV context {self.name} keeps its quality; it runs with {self.kv_context}"
         context = self.entry.context if self.entry is not None else None
-        if context is None or kv_context == context.trained or kv_context in context.works:
-            return self.noise_remark()
+        if context is None or self.kv_context == context.trained or self.kv_context in context.works:
+            return self.noise_note
         trained = f"was trained for {context.trained}" if context.trained else "was trained for nobody says what"
-        return f"{self.name} {trained}; whether it keeps its quality with KV context {kv_context} is not known"
+        return f"{self.name} {trained}; whether it keeps its quality with KV context {self.kv_context} is not known"
 
-    def noise_remark(self) -> str:
+    @property
+    def noise_note(self) -> str:
         """What a user should know before the model runs on noise alone; empty where it was made for that."""
         if self.entry is None or self.entry.begins_with == "noise":
             return ""
@@ -107,7 +106,7 @@ def resolve_model(
 
     name, known = config.name, _find_known(config)
     loras: tuple[Lora, ...] = () if config.lora is None else (parse_lora(config.lora),)
-    if isinstance(known, Entry) and entries.is_random(name):
+    if isinstance(known, Entry) and name.startswith(entries.RANDOM):
         found = ResolvedModel(name, None, vae=f"{entries.RANDOM}wan2.1", entry=known)
     elif isinstance(known, Entry):  # its container and its LoRA are those of weights that are given too
         assert known.weights is not None, "the embedded model is a folder"
@@ -115,15 +114,17 @@ def resolve_model(
             loras = tuple(Lora(path, known.lora.scale) for path in hub.fetch(known.lora))
         weights = None if config.weights is not None else hub.fetch(known.weights)[0]
         published = known.weights.container if known.weights.container != "flat" else None
-        found = ResolvedModel(name, weights, published, entry=known)
+        shared = entries.parts()
+        vae, text = shared.autoencoders[known.autoencoder].weights, shared.text_encoders[known.text_encoder].weights
+        found = ResolvedModel(name, weights, published, vae=vae, text_encoder=text, entry=known)
     else:
-        path = known if isinstance(known, Path) else hub.fetch_patterns(name, known.files)
+        path = known if isinstance(known, Path) else hub.fetch_folder(known)
         there = {part: path / part for part in _FOLDERS if (path / part).is_dir()}
         found = ResolvedModel(
             name,
             there.get("transformer", path),
             folder=path if path.is_dir() else None,
-            embedded=is_embedded(path),
+            index=_embedded_index(path),
             vae=str(there["vae"]) if "vae" in there else None,
             text_encoder=path if "text_encoder" in there else None,
         )
@@ -134,6 +135,7 @@ def resolve_model(
         weights=found.weights if config.weights is None else Path(config.weights),
         container=container or found.container,
         architecture=architecture,
+        kv_context=config.kv_context,
         loras=loras,
         vae=config.vae or found.vae,
         text_encoder=found.text_encoder if config.text_encoder is None else Path(config.text_encoder),
@@ -172,15 +174,21 @@ def completed(config: ModelConfig) -> ModelConfig:
     """
     if config.weights is not None and "name" not in config.model_fields_set and Path(config.weights).exists():
         config = config.model_copy(update={"name": recognition.entry_of(Path(config.weights)).name})
-    return entries.with_small_autoencoder(entries.with_own_context(config))
+    config = entries.with_own_context(config)
+    small = entries.small_autoencoder(config.name) if config.preset == "fast" and config.vae is None else None
+    return config if small is None else config.model_copy(update={"vae": small})
 
 
 def is_embedded(name: str | Path) -> bool:
     """Whether this is the embedded model's name, or a folder of its kind."""
-    if name == EMBEDDED:
-        return True
-    index = Path(name) / "model_index.json"
-    return index.is_file() and "stream" in read_object(index)
+    return name == EMBEDDED or _embedded_index(Path(name)) is not None
+
+
+def _embedded_index(folder: Path) -> dict[str, Any] | None:
+    """The `model_index.json` of a folder of the embedded model's kind; None of anything else."""
+    path = folder / "model_index.json"
+    index = read_object(path) if path.is_file() else {}
+    return index if "stream" in index else None
 
 
 def is_repository(name: str) -> bool:
@@ -193,7 +201,7 @@ def _find_known(config: ModelConfig) -> Path | Files | Entry:
     are needed, or the catalogue's entry."""
     name = config.name
     path = EMBEDDED_WEIGHTS if name == EMBEDDED else Path(name)
-    if not entries.is_random(name):
+    if not name.startswith(entries.RANDOM):
         if path.is_dir() or path.is_file():
             return path
         if is_repository(name):

@@ -129,6 +129,12 @@ class ModelSpec:
         return self.latent_channels, self.chunk_latents, self.latent_height, self.latent_width
 
 
+def with_size(spec: ModelSpec, width: int, height: int) -> ModelSpec:
+    """`spec` with pictures of `width` x `height` pixels."""
+    pixels = spec.width // spec.latent_width
+    return replace(spec, width=width, height=height, latent_width=width // pixels, latent_height=height // pixels)
+
+
 def with_window(spec: ModelSpec, window: int | None, sink: int | None, rope: str | None) -> ModelSpec:
     """`spec` with this window and sink, in latent frames, and these positions; None leaves what it has. Without a sink
     nothing is done with one.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models.catalogue import entries
+from streamdiff.models.catalogue.schema import Files
+from streamdiff.models.checkpoint import hub
 from streamdiff.models.interfaces import TextEncoder
 from streamdiff.models.random_weights import RandomText
 from streamdiff.models.resolve import ResolvedModel
@@ -15,7 +19,8 @@ from streamdiff.models.text_encoder import wan_files
 from streamdiff.models.text_encoder.embedding_cache import CachedText, EmbeddingCache
 from streamdiff.models.text_encoder.embedding_store import EmbeddingFolder
 from streamdiff.models.text_encoder.wan import WanText
-from streamdiff.models.tiny.model import load_text
+from streamdiff.models.tiny.text_encoder import TinyText
+from streamdiff.models.tiny.world256.text_encoder import ENCODERS
 
 _CACHE_BYTES = 256 * 2**20  # some sixty prompts of 512 x 4096 in bfloat16
 
@@ -31,29 +36,31 @@ def load_text_encoder(
     Raises:
         ConfigError: there is none, or `text_device` is no device that there is, or the model is a small one.
     """
-    if model.embedded:
+    if model.index is not None:
         if config.text_device is not None:
             raise ConfigError(f"the text encoder of {model.name} is small and runs beside it; leave --text-device out")
         assert model.folder is not None
-        return load_text(model.folder, device)
-    path = model.fetch_text_encoder()
-    if path is None and entries.is_random(model.name):
-        return RandomText(text_shape, device)
-    if path is None:
+        return ENCODERS.get(model.index.get("language", ""), TinyText).load(model.folder, device)
+    if (path := model.text_encoder) is None:
+        if model.name.startswith(entries.RANDOM):
+            return RandomText(text_shape, device)
         raise ConfigError(
             f"{model.name} comes without a text encoder; give a folder with encoder and tokenizer, in diffusers' or "
             "original Wan's layout, as --text-encoder, or embeddings as --prompt-embeds"
         )
+    if isinstance(path, Files):
+        path = hub.fetch_folder(path)
     home = None if config.text_device is None else pick_device(config.text_device, "--text-device")
     length, width = text_shape
     encoder = WanText(path, length=length, width=width, device=home, output=device, keep=config.keep_text_encoder)
+    kept = EmbeddingFolder() if config.keep_embeddings else None
     return CachedText(
         encoder,
         EmbeddingCache(_CACHE_BYTES),
         identity=encoder.identity,
         revision=encoder.revision,
         length=length,
-        kept=EmbeddingFolder() if config.keep_embeddings else None,
+        kept=kept,
         device=device,
     )
 
@@ -67,8 +74,8 @@ def awaited_bytes(text: TextEncoder, device: torch.device) -> int:
 def expected_bytes(model: ResolvedModel) -> int:
     """What the text encoder's weights take on a GPU, in bfloat16, before it is loaded or even fetched: by its headers
     where it is given, else what the catalogue says; 0 where there is none."""
-    if model.text_encoder is not None:
+    if isinstance(model.text_encoder, Path):
         return 2 * wan_files.find(model.text_encoder).values
-    if model.entry is None or entries.is_random(model.name):
+    if model.entry is None or model.text_encoder is None:
         return 0
     return round(1e9 * (entries.parts().text_encoders[model.entry.text_encoder].gigabytes or 0))

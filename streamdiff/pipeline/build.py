@@ -11,7 +11,6 @@ from streamdiff.errors import EngineFailure
 from streamdiff.models.model import Model
 from streamdiff.pipeline import balance, load_plan, rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
-from streamdiff.pipeline.distributed.rendezvous import check_world
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, RankMemory
@@ -33,17 +32,16 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     """
     device, links = own_device(config.device), None
     plan = load_plan.plan_load(config, device)
-    config = plan.config
-    if config.ranks == 1:
-        check_world(config)
-    context = plan.join() if config.ranks > 1 else None
-    progress = StartProgress(None, 1) if context is None else start_progress(context, config)
+    config, context = plan.config, plan.join()
+    if context is not None:
+        progress = start_progress(context, config)
     plan = load_plan.plan_rank(plan, context)
     loaded = rank_loader.load_rank(plan, context)
     model, decoder, memory = loaded.model, loaded.decoder, loaded.memory
     assert isinstance(model, Model), "this is rank 0"
     batching = plan.batching
     if context is None:
+        progress = StartProgress(None, 1)
         ring = RingExecutor(
             model, device, batching.max_rows, clean_with_next=config.clean_with_next, wait_s=batching.wait_s
         )

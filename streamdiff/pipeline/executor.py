@@ -16,11 +16,11 @@ from streamdiff import clock
 from streamdiff.errors import RequestError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
-from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.local_link import LocalLink, NoLink
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
+from streamdiff.pipeline.planner.batching import rows_carried
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.row_faults.returned import ReturnedRows
 from streamdiff.pipeline.runner.in_flight_queue import InFlightQueue
@@ -338,11 +338,6 @@ class RingExecutor:
             finished += self._admission.back(message)
             wait_s = 0.0
         return finished
-
-
-def rows_carried(spec: ModelSpec, max_rows: int, clean_with_next: bool) -> int:
-    """Most rows of a forward, which the ring's links must be able to carry."""
-    return max(max_rows, 2 if clean_with_next else 1, spec.first_chunks)
 
 
 class LocalRing(RingExecutor):

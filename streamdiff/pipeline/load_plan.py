@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -17,24 +17,22 @@ import torch
 from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.errors import ConfigError
 from streamdiff.models import defaults
-from streamdiff.models.catalogue.entries import with_small_autoencoder
 from streamdiff.models.model_loader import Kernels, ModelLoader
-from streamdiff.models.spec import ModelSpec, choose_steps
+from streamdiff.models.spec import ModelSpec
 from streamdiff.models.text_loader import expected_bytes
 from streamdiff.models.transformer import attention_trial, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.pipeline import balance
 from streamdiff.pipeline.distributed import rendezvous
-from streamdiff.pipeline.executor import rows_carried
 from streamdiff.pipeline.planner import fit
-from streamdiff.pipeline.planner.batching import Batching, batching_of
+from streamdiff.pipeline.planner.batching import Batching, batching_of, rows_carried
 from streamdiff.pipeline.planner.costs import read_profile
 from streamdiff.pipeline.planner.fit import Demand, Limits
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes, host_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, folder_sizes, sizes_from
-from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.planner.partition import check_ranks, split_evenly
 from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
 from streamdiff.pipeline.runner.torch_compile import compile_fault, one_graph
 from streamdiff.pipeline.scheduler.kv_context import sessions_to_fill
@@ -50,14 +48,14 @@ _GRAPH_SESSIONS = 8
 class LoadPlan:
     """What all ranks agree on. `config` has no defaults left open but for what is tried out (`models.defaults`),
     `models` says where each part lies, `sizes` has the model's facts with what the configuration changes, `steps` are
-    the denoise steps of a session that does not name its own, `choices` why settings are as they are, and `runs` first
-    and last block (exclusive) of each stage: by the profile's costs, or even shares."""
+    the denoise steps of a session that does not name its own, `choices` says why settings are as they are, a line for
+    each, and `runs` first and last block (exclusive) of each stage: by the profile's costs, or even shares."""
 
     config: ModelConfig
     models: ModelLoader
     sizes: ModelSizes
     steps: int
-    choices: tuple[defaults.Choice, ...]
+    choices: tuple[str, ...]
     cudnn_benchmark: bool
     runs: Blocks
 
@@ -73,11 +71,6 @@ class LoadPlan:
     def batching(self) -> Batching:
         """How many rows may share a forward."""
         return batching_of(self.config, self.sizes)
-
-    @property
-    def decoder_dtype(self) -> torch.dtype:
-        """The embedded model's decoder is small, and gains nothing from bfloat16."""
-        return torch.float32 if self.models.model.embedded else self.models.decoder_dtype
 
     @property
     def decode_latents(self) -> int:
@@ -128,14 +121,14 @@ class LoadPlan:
             "model.pictures": self.config.pictures if isinstance(self.config, ServedModel) else "rgb",
         }
 
-    def join(self) -> rendezvous.RankContext:
-        """Meet the other ranks.
+    def join(self) -> rendezvous.RankContext | None:
+        """Meet the other ranks; None where there is one.
 
         Raises:
             ConfigError: another number of ranks than stages, or ranks that are not alike.
         """
-        rendezvous.check_world(self.config)
-        return rendezvous.join(self.rank_facts())
+        check_world(self.config)
+        return rendezvous.join(self.rank_facts()) if self.config.ranks > 1 else None
 
     def demand(self, runs: Blocks) -> Demand:
         """What the ring takes of its devices, one session included, when its stages have these blocks."""
@@ -147,7 +140,7 @@ class LoadPlan:
             config.offload,
             text_bytes=expected_bytes(models.model) if on_cuda and config.text_device == "cuda" else 0,
             decode_latents=self.decode_latents,
-            decoder_bytes=self.decoder_dtype.itemsize,
+            decoder_bytes=models.decoder_dtype.itemsize,
         )
         rows = rows_carried(self.spec, self.batching.max_rows, config.clean_with_next)
         return Demand(
@@ -157,7 +150,7 @@ class LoadPlan:
             config.decode,
             Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
             models.model.autoencoder,
-            models.model.vae,
+            config.vae,
             changeable=not models.model.embedded,
             libraries=LIBRARIES_BYTES if on_cuda else 0,
         )
@@ -214,20 +207,22 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
         ConfigError: a model or part that is not there, or of which too little is known to run it live; settings that do
             not go together; more stages than blocks; or a profile that cannot be read.
     """
-    models = ModelLoader(with_small_autoencoder(config), device)
+    models = ModelLoader(config, device)
     spec = models.live_spec()
     settled = defaults.settle(config, device.type, spec.steps, lambda: compile_fault(device))
+    choices = tuple(map(str, settled.choices))
     if (facts := models.folder_facts) is not None:
         sizes = folder_sizes(facts, spec)
     else:
-        sizes = sizes_from(models.architecture, spec, decoder_sizes(spec, models.model.autoencoder, models.model.vae))
-    fit.check_ranks(config, sizes)
-    steps = choose_steps(settled.config.steps, spec.steps, spec.name)
+        sizes = sizes_from(models.architecture, spec)
+        sizes = replace(sizes, decoder=decoder_sizes(spec, models.model.autoencoder, config.vae))
+    check_ranks(config, sizes)
+    steps = settled.config.steps or spec.steps[0]
     if config.profile is not None and config.ranks > 1:
         runs = balance.share_out(config, steps, read_profile(Path(config.profile), sizes, max_rows=1))
     else:
         runs = split_evenly(sizes.blocks, config.stages)
-    return LoadPlan(settled.config, models, sizes, steps, settled.choices, settled.cudnn_benchmark, runs)
+    return LoadPlan(settled.config, models, sizes, steps, choices, settled.cudnn_benchmark, runs)
 
 
 def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> RankPlan:
@@ -238,23 +233,38 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
         ConfigError: more than the device has memory for.
     """
     config, device, rank = plan.config, plan.device, 0 if context is None else context.rank
-    kernels, limits = None, _device_limits(config, device)
-    demand = plan.demand(plan.runs)
-    fit.check(demand, rank, limits)
+    kernels = None
+    if limits := _device_limits(config, device):
+        fit.check(plan.demand(plan.runs), rank, limits)
     if rank == 0:
         _tell(plan.choices, "")
     if rank < config.stage_ranks:
         torch.set_num_threads(config.threads)
         kernels, tried = try_kernels(config, plan.sizes, device, plan.models.dtype)
-        _tell(tried, "" if context is None else f"rank {rank}: ")
+        _tell(map(str, tried), "" if context is None else f"rank {rank}: ")
     if rank == 0:
-        notes = [plan.models.model.remark(config.kv_context)]
+        notes = [plan.models.model.note]
         if config.offload != "none":
             card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-            notes.append(offload_note(demand, card, graphs=config.compile != "off"))
+            notes.append(offload_note(plan.demand(plan.runs), card, graphs=config.compile != "off"))
         for note in filter(None, notes):
             print(f"streamdiff: note: {note}", file=sys.stderr)
     return RankPlan(**vars(plan), rank=rank, limits=limits, kernels=kernels)
+
+
+def check_world(config: ModelConfig) -> None:
+    """Raises ConfigError unless as many ranks were launched as `config` needs."""
+    world, ranks = int(os.environ.get("WORLD_SIZE", "1")), config.ranks
+    if world == ranks:
+        return
+    wanted = f"stages is {config.stages}" if config.shares == 1 else f"parallel is {config.parallel}"
+    wanted += " and decoding has a rank of its own" if ranks > config.stage_ranks else ""
+    if world == 1:
+        raise ConfigError(
+            f"{wanted}, but this is one process. `streamdiff serve` and `streamdiff generate` start their ranks by "
+            f"themselves; a program of your own needs torchrun --nproc-per-node {ranks}: examples/torchrun_stream.py"
+        )
+    raise ConfigError(f"{wanted}, but torchrun started {world} ranks; start {ranks}, or change the configuration")
 
 
 SWAP = {"host_memory_gb", "state_dir"}
@@ -306,6 +316,6 @@ def _device_limits(config: ModelConfig, device: torch.device) -> Limits:
     return tuple(found)
 
 
-def _tell(choices: Sequence[defaults.Choice], before: str) -> None:
+def _tell(choices: Iterable[str], before: str) -> None:
     for choice in choices:
         print(f"streamdiff: {before}{choice}", file=sys.stderr)

@@ -63,7 +63,7 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
     if model is not None and plan.rank == 0:
         text = load_text_encoder(found, config, spec.text_shape, device)
         if spec.context_pictures:
-            reencoder = FirstFrameReencoder.load(found.fetch_autoencoder(), device, plan.decoder_dtype)
+            reencoder = FirstFrameReencoder.load(found.found_vae, device, plan.models.decoder_dtype)
         model = Model(spec, model.denoiser, text, decoder, reencoder)
     remembering = [each for each in (decoder, reencoder) if each is not None]
     remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in remembering)
@@ -75,7 +75,7 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
 
 def _load_decoder(plan: RankPlan, rows: RowGroup | None) -> PictureDecoder:
     """The decoder, which decodes `rows` where ranks share pictures."""
-    network = load_decoder(plan.models.model.fetch_autoencoder(), plan.device, plan.decoder_dtype)
+    network = load_decoder(plan.models.model.found_vae, plan.device, plan.models.decoder_dtype)
     # On one busy core, in turns: TAEHV's decoder 1.06 to 1.17 times as fast with channels last, Wan's 0.9.
     if plan.config.decode_layout != "auto":
         network.set_channels_last(plan.config.decode_layout == "channels-last")

@@ -39,6 +39,7 @@ def run_worker(config: ModelConfig) -> None:
     device = own_device(config.device)
     plan = load_plan.plan_load(config, device)
     config, context = plan.config, plan.join()
+    assert context is not None, "rank 0 is another"
     place = topology.StageTopology.of(config, context.rank, device, plan.batching)
     progress = start_progress(context, config)
     plan = load_plan.plan_rank(plan, context)

@@ -214,12 +214,13 @@ class Counting(Checkpoint):
     """A checkpoint that remembers what was read of it."""
 
     def __init__(self, inner: Checkpoint) -> None:
-        super().__init__(inner.path, inner._store, inner.names, inner.container, inner.config)
+        super().__init__(inner.path, inner.entries, self._read, inner.names, inner.container, inner.config)
+        self.inner = inner
         self.reads: list[str] = []
 
-    def read(self, name: str) -> Tensor:
+    def _read(self, name: str) -> Tensor:
         self.reads.append(name)
-        return super().read(name)
+        return self.inner.read(name)
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from streamdiff.models.transformer import attention_backend
 
 
 def settled(device: str, fault: str | None = None, **given: Any) -> Defaults:
-    return settle(ModelConfig.model_validate(given), device, (4, 2), lambda: fault)
+    return settle(resolve.completed(ModelConfig.model_validate(given)), device, (4, 2), lambda: fault)
 
 
 def paths(found: Defaults) -> tuple[str, str, str, str, bool]:

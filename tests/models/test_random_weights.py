@@ -31,7 +31,7 @@ def small_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_real_sizes_are_those_of_the_published_models() -> None:
     for name, billions in (("random:wan2.1-1.3b", 1.419), ("random:wan2.1-14b", 14.288)):
         checkpoint = ModelLoader(ModelConfig(name=name), CPU).checkpoint.checkpoint
-        count = sum(torch.Size(checkpoint.entry(key).shape).numel() for key in checkpoint.names)
+        count = sum(torch.Size(checkpoint.entries[key].shape).numel() for key in checkpoint.names)
         assert count / 1e9 == pytest.approx(billions, abs=0.001)
 
 

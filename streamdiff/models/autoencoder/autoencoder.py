@@ -28,6 +28,7 @@ from streamdiff.models.autoencoder.taehv_codec import (
 from streamdiff.models.autoencoder.wan import WanDecoder, WanEncoder
 from streamdiff.models.autoencoder.wan_weights import Half
 from streamdiff.models.catalogue import entries
+from streamdiff.models.catalogue.schema import Files
 from streamdiff.models.checkpoint import hub
 from streamdiff.models.checkpoint.checkpoint import read_tensors
 from streamdiff.models.checkpoint.json_file import read_object
@@ -37,6 +38,8 @@ from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.transformer.weights import FILE
 
 WAN_FPS = 16.0
+Place = str | Path | Files
+"""Where an autoencoder is: a path, a name, or published files; see `load_decoder`."""
 _RANDOM: dict[str, Callable[[], nn.Module]] = {
     f"{entries.RANDOM}wan2.1": lambda: AutoencoderKLWan.from_config({}),
     f"{entries.RANDOM}taew2_1": lambda: TAEHV(Config()),
@@ -74,15 +77,15 @@ class VideoEncoder(Protocol):
 
 
 def load_decoder(
-    path: str | Path, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
+    path: Place, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
 ) -> VideoDecoder:
     """The decoder half of the autoencoder at `path`.
 
     Args:
         path: `tiny`, the embedded model's; `random:wan2.1` or `random:taew2_1`, whose weights are drawn; a published
-            one's name (`catalogue.autoencoders`), which is fetched if it is not there; a folder with `config.json` and
-            weights, or one that has it in `vae/`; or a .safetensors or .pth file: `Wan2.1_VAE.pth`, `taew2_1.pth` and
-            their like.
+            one's name (`catalogue.autoencoders`) or files, which are fetched if they are not there; a folder with
+            `config.json` and weights, or one that has it in `vae/`; or a .safetensors or .pth file: `Wan2.1_VAE.pth`,
+            `taew2_1.pth` and their like.
         latent_space: for TAEHV files, `normalised` or `raw`; None: by the file's published name.
 
     Raises:
@@ -93,7 +96,7 @@ def load_decoder(
 
 
 def load_encoder(
-    path: str | Path, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
+    path: Place, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
 ) -> VideoEncoder:
     """The encoder half of the autoencoder at `path`; as `load_decoder`."""
     model = _load(path, "encoder", device, dtype, latent_space)
@@ -112,7 +115,7 @@ class FirstFrameReencoder:
     encoder: VideoEncoder
 
     @classmethod
-    def load(cls, path: str | Path, device: torch.device, dtype: torch.dtype = torch.float32) -> FirstFrameReencoder:
+    def load(cls, path: Place, device: torch.device, dtype: torch.dtype = torch.float32) -> FirstFrameReencoder:
         """With both halves of the autoencoder at `path`; see `load_decoder`."""
         model = _load(path, "both", device, dtype, None)
         if isinstance(model, StreamingTaehv):
@@ -168,14 +171,16 @@ def names() -> list[str]:
     return [EMBEDDED, *entries.autoencoders()]
 
 
-def locate(path: str | Path) -> Path:
-    """The folder that has the autoencoder's config.json, or its file, which is fetched if it is published by this name;
-    need not be there.
+def locate(path: Place) -> Path:
+    """The folder that has the autoencoder's config.json, or its file, which is fetched if it is published; need not be
+    there.
 
     Raises:
         ConfigError: a published one that cannot be fetched, or random weights that there are not.
     """
-    if entries.is_random(str(path)) and str(path) not in _RANDOM:
+    if isinstance(path, Files):
+        return hub.fetch(path)[0]
+    if str(path).startswith(entries.RANDOM) and str(path) not in _RANDOM:
         raise ConfigError(f"there is no autoencoder {path}; it can be {' or '.join(_RANDOM)}")
     given = EMBEDDED_WEIGHTS if str(path) == EMBEDDED else Path(path)
     if not given.exists() and (files := entries.autoencoders().get(str(path))) is not None:
@@ -186,10 +191,10 @@ def locate(path: str | Path) -> Path:
 
 
 def _load(
-    path: str | Path, half: Half, device: torch.device, dtype: torch.dtype, latent_space: str | None
+    path: Place, half: Half, device: torch.device, dtype: torch.dtype, latent_space: str | None
 ) -> StreamingTaehv | Any:
     """The network; Wan's has weights for this `half` alone."""
-    place, drawn = locate(path), entries.is_random(str(path))
+    place, drawn = locate(path), str(path) in _RANDOM
     config = None if drawn else _read_config(place)
     if drawn:
         with torch.device("meta"):
@@ -237,7 +242,7 @@ def build(
     load_module(network, path, tensors, device, dtype, ("",) if taehv else wan_weights.PREFIXES[half])
     if not taehv:
         return network
-    network.set_memory_format(torch.channels_last)
+    network.to(memory_format=torch.channels_last)
     return StreamingTaehv(network, normalisation)
 
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue.schema import Context, Entry, Files, Positions, SharedParts, Stream
+from streamdiff.models.catalogue.schema import Context, Entry, Files, Positions, SharedParts
 from streamdiff.models.spec import ModelSpec
 
 USUAL = "self-forcing"
@@ -38,9 +38,11 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 @cache
 def entries() -> dict[str, Entry]:
-    """Every packaged model by name: the embedded one first, then by family and name."""
+    """Every packaged model by name: the embedded one first, then bases, then by family, size and name."""
+    sizes = parts().architectures
     found = [read_entry(path) for path in _folder().iterdir() if path.name.endswith(".yaml") and path.name != _PARTS]
-    return {entry.name: entry for entry in sorted(found, key=lambda entry: (entry.name != "tiny", _rank(entry)))}
+    found.sort(key=lambda e: (e.name != "tiny", e.kind == "causal", e.family, sizes[e.architecture].width, e.name))
+    return {entry.name: entry for entry in found}
 
 
 def listed() -> list[Entry]:
@@ -60,7 +62,7 @@ def find(name: str) -> Entry:
     Raises:
         ConfigError: there is none; the nearest known name is told.
     """
-    if is_random(name):
+    if name.startswith(RANDOM):
         return _random_entry(name)
     known = entries()
     if name in known:
@@ -107,11 +109,9 @@ def transformer_arguments(entry: Entry) -> dict[str, Any]:
     return shared.architectures[entry.architecture].arguments(shared.text_encoders[entry.text_encoder].width)
 
 
-def make_spec(
-    name: str, entry: Entry | None, architecture: Mapping[str, Any], size: tuple[int, int] | None = None
-) -> ModelSpec:
+def make_spec(name: str, entry: Entry | None, architecture: Mapping[str, Any]) -> ModelSpec:
     """The facts of the model `name` with a transformer of this architecture (see `transformer_arguments`), for pictures
-    of `size` (width, height in pixels; the model's own when None). Of a checkpoint without an entry, what is usual.
+    of its own size. Of a checkpoint without an entry, what is usual.
 
     A model that makes whole clips has no steps, and a window of 0: who runs it has to say both.
     """
@@ -121,21 +121,20 @@ def make_spec(
     known = entry or usual
     shared = parts()
     pictures, tokens = shared.autoencoders[known.autoencoder], shared.text_encoders[known.text_encoder].tokens
-    width, height = size or (known.width, known.height)
     schedules = entry.sampling.schedules() if entry is not None and entry.sampling is not None else ()
     noise = entry.context.noise if entry is not None and entry.context is not None else None
     spec = ModelSpec(
         name=name,
         latent_channels=architecture["out_channels"],
-        latent_height=height // pictures.spatial,
-        latent_width=width // pictures.spatial,
+        latent_height=known.height // pictures.spatial,
+        latent_width=known.width // pictures.spatial,
         chunk_latents=(stream or usual.stream).chunk_latents,
         window_latents=stream.window_latents if stream is not None else 0,
         clean_window_latents=stream.clean_window_latents if stream is not None else None,
         sink_latents=stream.sink_latents if stream is not None else 0,
         frames_per_latent=pictures.temporal,
-        width=width,
-        height=height,
+        width=known.width,
+        height=known.height,
         native_fps=known.native_fps or usual.native_fps,
         shift=1.0,
         steps=tuple(schedule.steps for schedule in schedules),
@@ -143,18 +142,14 @@ def make_spec(
         text_shape=(tokens, architecture["text_dim"]),
         context_sigma=(noise or 0.0) / 1000,
         rope=entry.positions.published if entry is not None and entry.positions is not None else "relative",
-        adaptive_sink=_sink_value(stream, "adaptive"),
-        averaged_sink=_sink_value(stream, "average"),
+        adaptive_sink=stream.adaptive_sink if stream is not None else None,
+        averaged_sink=stream.averaged_sink if stream is not None else None,
         context_alone=entry is not None and entry.context is not None and entry.context.alone,
         context_pictures=entry is not None and entry.context is not None and entry.context.pictures,
         switch=entry.switches.own if entry is not None and entry.switches is not None else "keep",
         first_chunks=1 if stream is None else stream.first_chunks,
     )
-    return replace(spec, steps=_RANDOM_STEPS, shift=_RANDOM_SHIFT, schedules=()) if is_random(name) else spec
-
-
-def _sink_value(stream: Stream | None, policy: str) -> float | None:
-    return stream.sink_value if stream is not None and stream.sink_policy == policy else None
+    return replace(spec, steps=_RANDOM_STEPS, shift=_RANDOM_SHIFT, schedules=()) if name.startswith(RANDOM) else spec
 
 
 def with_own_context(model: ModelConfig) -> ModelConfig:
@@ -163,12 +158,6 @@ def with_own_context(model: ModelConfig) -> ModelConfig:
     if "kv_context" in model.model_fields_set or entry is None or entry.context is None:
         return model
     return model.model_copy(update={"kv_context": entry.context.default})
-
-
-def with_small_autoencoder(model: ModelConfig) -> ModelConfig:
-    """`model` with the small autoencoder that goes with it, where the preset is `fast` and none was named."""
-    small = small_autoencoder(model.name) if model.preset == "fast" and model.vae is None else None
-    return model if small is None else model.model_copy(update={"vae": small})
 
 
 def small_autoencoder(name: str) -> str | None:
@@ -203,11 +192,6 @@ def read_entry(path: Path | Traversable) -> Entry:
 
 def _folder() -> Traversable:
     return importlib.resources.files("streamdiff") / "models" / "catalogue" / "data"
-
-
-def _rank(entry: Entry) -> tuple[bool, str, int, str]:
-    """Bases first; within a family the smaller architecture, then the name."""
-    return entry.kind == "causal", entry.family, parts().architectures[entry.architecture].width, entry.name
 
 
 def _read(path: Path | Traversable, model: type[_Model]) -> _Model:

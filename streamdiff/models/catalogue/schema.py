@@ -202,6 +202,16 @@ class Stream(_Section):
         """Chunks that the stream's first one is as long as."""
         return (self.first_chunk_latents or self.chunk_latents) // self.chunk_latents
 
+    @property
+    def adaptive_sink(self) -> float | None:
+        """See `ModelSpec`."""
+        return self.sink_value if self.sink_policy == "adaptive" else None
+
+    @property
+    def averaged_sink(self) -> float | None:
+        """See `ModelSpec`."""
+        return self.sink_value if self.sink_policy == "average" else None
+
     def window(self, kv_context: KVContext) -> int:
         """Latent frames that a chunk sees, sink and itself included."""
         return (self.clean_window_latents if kv_context == "clean" else None) or self.window_latents

@@ -6,69 +6,78 @@ must not be written to, and the file must not be changed in place while it is in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.json_file import read_object
-from streamdiff.models.checkpoint.tensor_store import INDEX, PICKLES, SAFETENSORS, Entry, Loaded, Store, open_file
+from streamdiff.models.checkpoint.torch_file import pointer_hint, unpickle
 
+SAFETENSORS, INDEX, PICKLES = ".safetensors", ".safetensors.index.json", (".pt", ".pth", ".bin")
 CONTAINERS = ("generator_ema", "generator", "model", "state_dict", "module")
 """Names of what holds the tensors in a file, the preferred first. Which one is right is a fact of the file that its
 catalogue entry states; this order is for files without one."""
 LORA_CONTAINERS = ("generator_lora", *CONTAINERS)
 _ALSO_PREFIXES = ("model", "module")
 _USUAL = "diffusion_pytorch_model"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
+class Entry(NamedTuple):
+    """What is known about a stored tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass
 class Checkpoint:
     """The tensors of one container, under the names they are stored by.
 
-    Args:
-        path: for messages.
-        store: where they are.
-        names: those of `store` that count; all if None.
-        container: where they were found, for messages; empty if the file has none.
-        config: the configuration that lies beside the weights, if there is one.
+    `entries` has shape and dtype of each; asking reads no weights. `read` gives a tensor on the CPU, memory-mapped: not
+    to be written to. Both raise ConfigError where the file that should hold it is missing or damaged. `names` are those
+    that count. `path` and `container`, empty if the file has none, are for messages; `config` lies beside the weights,
+    if there is one, and `metadata` is what a safetensors file's header says about it.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        store: Store,
-        names: Sequence[str] | None = None,
-        container: str = "",
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.path, self.container, self.config = path, container, config
-        self.names = tuple(store.names() if names is None else names)
-        self._store = store
+    path: Path
+    entries: Mapping[str, Entry]
+    read: Callable[[str], Tensor]
+    names: tuple[str, ...]
+    container: str = ""
+    config: Mapping[str, Any] | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.path} ({self.container})" if self.container else str(self.path)
-
-    def entry(self, name: str) -> Entry:
-        """Shape and dtype of a tensor; reads no weights.
-
-        Raises:
-            ConfigError: the file that should hold it is missing or damaged.
-        """
-        return self._store.entry(name)
-
-    def read(self, name: str) -> Tensor:
-        """A tensor on the CPU, memory-mapped. Not to be written to.
-
-        Raises:
-            ConfigError: as `entry`.
-        """
-        return self._store.read(name)
-
-    def metadata(self) -> Mapping[str, str]:
-        """What the file says about itself: the header of a safetensors file, otherwise nothing."""
-        return self._store.metadata()
 
 
 def open_checkpoint(
@@ -96,14 +105,29 @@ def open_checkpoint(
     """
     in_folder = path.is_dir()
     path = _weights_file(path, names) if in_folder else path
-    store, way = open_file(path, old=old), list[str]()
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file or folder")
+    way, metadata = list[str](), dict[str, str]()
+    entries: Mapping[str, Entry]
+    read: Callable[[str], Tensor]
+    if path.suffix in PICKLES:
+        way, tensors, found = _choose(path, unpickle(path, old=old), container, order)
+        container = None if found else container
+        entries = {name: Entry(tuple(each.shape), each.dtype) for name, each in tensors.items()}
+        read = tensors.__getitem__
+    elif path.suffix == SAFETENSORS:
+        file = _open_safetensors(path)
+        entries, read = {name: _entry(path, file, name) for name in sorted(file.keys())}, file.get_tensor
+        metadata = file.metadata() or {}
+    elif path.name.endswith(INDEX):
+        entries = shards = _Shards(path)
+        read = shards.read
+    else:
+        raise ConfigError(f"{path}: a checkpoint ends in {SAFETENSORS}, {INDEX} or {', '.join(PICKLES)}")
+    prefix, counting = _narrow(path, tuple(entries), container, order)
     config = path.parent / "config.json"
     own = read_object(config) if in_folder and config.is_file() else None
-    if isinstance(store, Mapping):
-        way, store, found = _choose(path, store, container, order)
-        container = None if found else container
-    prefix, counting = _narrow(path, store, container, order)
-    return Checkpoint(path, store, counting, ".".join(way + prefix), own)
+    return Checkpoint(path, entries, read, tuple(counting), ".".join(way + prefix), own, metadata)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -114,6 +138,67 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     checkpoint = open_checkpoint(path, old=True)
     return {name: checkpoint.read(name) for name in checkpoint.names}
+
+
+# ---- safetensors ---------------------------------------------------------------------------------------------------
+
+
+def _open_safetensors(path: Path) -> Any:
+    """The opened file. Never closed by hand: the mapping must live as long as any tensor of it."""
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: not a readable safetensors file: {error}{pointer_hint(path)}") from None
+
+
+def _entry(path: Path, file: Any, name: str) -> Entry:
+    found = file.get_slice(name)
+    if (kind := found.get_dtype()) not in _DTYPES:
+        raise ConfigError(f"{path}: {name} has dtype {kind}; known are {', '.join(_DTYPES)}")
+    return Entry(tuple(found.get_shape()), _DTYPES[kind])
+
+
+class _Shards(Mapping[str, Entry]):
+    """The entries of several safetensors files, by the index that says which tensor is in which. A file is opened when
+    it is needed: a rank can do without those that hold nothing for it.
+
+    Raises:
+        ConfigError: the index is damaged, or leads out of its folder.
+    """
+
+    def __init__(self, index: Path) -> None:
+        places = read_object(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+            raise ConfigError(f"{index}: weight_map must lead from tensors' names to files' names")
+        for place in sorted(set(places.values())):
+            if Path(place).name != place:
+                raise ConfigError(f"{index}: {place!r} must be a file in the same folder")
+        self._index, self._open = index, dict[Path, Any]()
+        self._places = {name: index.parent / places[name] for name in sorted(places)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, name: str) -> Entry:
+        return _entry(self._places[name], self._file(name), name)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, on the CPU, memory-mapped."""
+        tensor: Tensor = self._file(name).get_tensor(name)
+        return tensor
+
+    def _file(self, name: str) -> Any:
+        path = self._places[name]
+        if path not in self._open:
+            if not path.is_file():
+                raise ConfigError(f"{path}: missing, but {self._index.name} says that it holds {name}")
+            self._open[path] = _open_safetensors(path)
+        if name not in frozenset(self._open[path].keys()):
+            raise ConfigError(f"{path}: has no tensor {name}, though its index says so")
+        return self._open[path]
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------
@@ -145,16 +230,18 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _choose(
-    path: Path, tree: Mapping[Any, object], container: str | None, order: Sequence[str]
-) -> tuple[list[str], Loaded, bool]:
+    path: Path, tree: object, container: str | None, order: Sequence[str]
+) -> tuple[list[str], dict[str, Tensor], bool]:
     """Go down to the tensors. Returns the way there, the tensors, and whether `container` is on the way."""
     way: list[str] = []
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{path}: holds a {type(tree).__name__} instead of tensors by name")
     while True:
-        tensors = {str(key): value for key, value in tree.items() if isinstance(value, Tensor)}
+        tensors = {str(key): value.detach() for key, value in tree.items() if isinstance(value, Tensor)}
         inner = {str(key): value for key, value in tree.items() if isinstance(value, Mapping) and _has_tensors(value)}
         wanted = container if container not in way else None
         if tensors and wanted not in inner:
-            return way, Loaded(tensors), container in way
+            return way, tensors, container in way
         if wanted is not None and wanted not in inner and inner:
             raise _no_container(path, wanted, sorted(inner))
         key = next((key for key in (wanted, *order) if key in inner), None)
@@ -165,10 +252,11 @@ def _choose(
         tree = inner[key]
 
 
-def _narrow(path: Path, store: Store, container: str | None, order: Sequence[str]) -> tuple[list[str], Sequence[str]]:
+def _narrow(
+    path: Path, everything: Sequence[str], container: str | None, order: Sequence[str]
+) -> tuple[list[str], Sequence[str]]:
     """In a flat file a container is the first part of names, as in `generator_ema.blocks.0...`. Returns what it is
     called, as a list of one or none, and the names that count. `model.` before all names is only a prefix."""
-    everything = store.names()
     inside = {key: [name for name in everything if name.startswith(f"{key}.")] for key in (container, *order) if key}
     full = [key for key, names in inside.items() if any("blocks." in name for name in names)]
     whole = bool(full) and len(inside[full[0]]) == len(everything)

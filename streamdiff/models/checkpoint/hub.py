@@ -43,8 +43,8 @@ def remote(files: Files) -> list[Remote]:
     return [Remote(files.repo, each.filename, each.file_size, each.will_download) for each in found]
 
 
-def fetch_file(file: Remote, bar: type[Any]) -> None:
-    """Fetch one file; `bar` is made, like a `tqdm`, to tell how far it is.
+def fetch_file(repo: str, name: str, bar: type[Any] | None = None) -> Path:
+    """Where a file lies, fetched first if it is not in the cache; `bar` is made, like a `tqdm`, to tell how far it is.
 
     Raises:
         ConfigError: see `fetch`.
@@ -52,9 +52,9 @@ def fetch_file(file: Remote, bar: type[Any]) -> None:
     from huggingface_hub import hf_hub_download
 
     try:
-        hf_hub_download(file.repo, file.name, tqdm_class=bar)
+        return Path(hf_hub_download(repo, name, tqdm_class=bar))
     except _faults() as error:
-        raise _no_way(file.repo, (file.name,), error) from None
+        raise _no_way(repo, (name,), error) from None
 
 
 def fetch(files: Files) -> list[Path]:
@@ -65,17 +65,11 @@ def fetch(files: Files) -> list[Path]:
     """
     if not files.on_hub:
         raise _elsewhere(files)
-    return [_fetch(files.repo, name) for name in files.files]
+    return [fetch_file(files.repo, name) for name in files.files]
 
 
 def fetch_folder(files: Files) -> Path:
-    """A folder with the files, which are patterns; see `fetch_patterns`."""
-    return fetch_patterns(files.repo, files.files)
-
-
-def fetch_patterns(repo: str, patterns: Sequence[str]) -> Path:
-    """A folder with the files of a repository that match patterns such as `text_encoder/*`; fetched first if they are
-    not in the cache.
+    """A folder with the files, which are patterns such as `text_encoder/*`; fetched first if they are not in the cache.
 
     Raises:
         ConfigError: see `fetch`.
@@ -83,9 +77,9 @@ def fetch_patterns(repo: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=list(patterns)))
+        return Path(snapshot_download(files.repo, allow_patterns=list(files.files)))
     except _faults() as error:
-        raise _no_way(repo, patterns, error) from None
+        raise _no_way(files.repo, files.files, error) from None
 
 
 def folder_on_disk(files: Files) -> Path | None:
@@ -98,15 +92,6 @@ def folder_on_disk(files: Files) -> Path | None:
     except (LocalEntryNotFoundError, HFValidationError):
         return None
     return folder if all(any(folder.glob(pattern)) for pattern in files.files) else None
-
-
-def _fetch(repo: str, name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(repo, name))
-    except _faults() as error:
-        raise _no_way(repo, (name,), error) from None
 
 
 def download_command(repo: str, names: Sequence[str]) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,45 @@ def read_object(path: Path) -> dict[str, Any]:
     return tree
 
 
-def cache_folder(name: str) -> Path:
-    """Where files of this kind may be kept that can be made again: `streamdiff/NAME` in the user's cache folder
-    (`XDG_CACHE_HOME`, else `~/.cache`). Need not exist."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(root) / "streamdiff" / name
+class Table:
+    """A JSON object, that of the file at `path` or in it, whose entries are asked for by name and kind. ConfigError for
+    one that is missing or of another kind; and as `read_object`."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any] | None = None) -> None:
+        self.path, self.values = path, read_object(path) if values is None else values
+
+    def table(self, key: str) -> Table:
+        value = self._get(key)
+        if not isinstance(value, dict):
+            raise self._wrong(key, value, "an object with keys")
+        return Table(self.path, value)
+
+    def integer(self, key: str, low: int = 1) -> int:
+        value = self._get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise self._wrong(key, value, f"a whole number, at least {low}")
+        return value
+
+    def integers(self, key: str, count: int | None = None, low: int = 1) -> tuple[int, ...]:
+        value = self._get(key)
+        good = isinstance(value, list) and all(type(item) is int and item >= low for item in value) and value
+        if not good or count not in (None, len(value)):
+            raise self._wrong(key, value, f"a list of {count or 'some'} whole numbers, each at least {low}")
+        return tuple(value)
+
+    def number(self, key: str) -> float:
+        value = self._get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self._wrong(key, value, "a number above 0")
+        return float(value)
+
+    def _get(self, key: str) -> Any:
+        if key not in self.values:
+            raise ConfigError(f"{self.path}: the key {key!r} is missing")
+        return self.values[key]
+
+    def _wrong(self, key: str, value: object, allowed: str) -> ConfigError:
+        return ConfigError(f"{self.path}: {key} is {json.dumps(value)[:60]}, but must be {allowed}")
 
 
 def some(names: Iterable[str], count: int = 3) -> str:

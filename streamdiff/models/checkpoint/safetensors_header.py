@@ -60,6 +60,16 @@ def parse_header(path: Path, max_bytes: int | None = None) -> Header:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
+def stored_values(folder: Path) -> int:
+    """Numbers in the weight files (*.safetensors) of `folder`, from their headers alone; 0 without any.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    headers = map(parse_header, sorted(folder.glob("*.safetensors")))
+    return sum(prod(entry.shape) for header in headers for entry in header.entries.values())
+
+
 def parse_file(file: BinaryIO, file_bytes: int, path: Path, max_bytes: int | None = None) -> Header:
     """The same of an open file of `file_bytes` bytes, from where it stands; errors call it `path`."""
     start = file.read(LENGTH_BYTES)

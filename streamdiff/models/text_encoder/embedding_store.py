@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from streamdiff.models.checkpoint.json_file import cache_folder
 from streamdiff.models.text_encoder.embedding_cache import TextKey
 
 MAX_BYTES = 512 * 2**20
@@ -31,8 +30,10 @@ class EmbeddingFolder:
     """
 
     def __init__(self, folder: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
-        """`folder` is made with the first file; by default `embeddings` in the user's cache folder for streamdiff."""
-        self.folder = folder or cache_folder("embeddings")
+        """`folder` is made with the first file; by default `streamdiff/embeddings` in the user's cache folder
+        (`XDG_CACHE_HOME`, else `~/.cache`)."""
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        self.folder = folder or Path(caches) / "streamdiff" / "embeddings"
         self.max_bytes = max_bytes
         self._writable = True
 

@@ -65,7 +65,7 @@ class TextFiles:
             ConfigError: there are no weights, or they are damaged.
         """
         checkpoint = open_checkpoint(self.weights, names=("model",))
-        return {name: checkpoint.entry(name).shape for name in checkpoint.names}
+        return {name: checkpoint.entries[name].shape for name in checkpoint.names}
 
     @property
     def values(self) -> int:

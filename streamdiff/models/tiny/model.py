@@ -22,7 +22,7 @@ from streamdiff.models.model import Model
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.tiny.folder import read_folder
 from streamdiff.models.tiny.text_encoder import TinyText
-from streamdiff.models.tiny.world256.text_encoder import LANGUAGE, WorldText
+from streamdiff.models.tiny.world256.text_encoder import ENCODERS, LANGUAGE, WorldText
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.models.transformer.weights import FILE, load_transformer, open_transformer
 
@@ -38,15 +38,9 @@ def load_model(folder: Path, device: torch.device, name: str = "tiny") -> Model:
     spec = read_folder(folder, name).spec
     weights = load_transformer(open_transformer(folder / "transformer"), device=device, dtype=torch.float32)
     decoder = PictureDecoder(load_decoder(folder / "vae", device))
-    return Model(spec, WanDenoiser(weights), load_text(folder, device), decoder)
-
-
-def load_text(folder: Path, device: torch.device) -> TinyText:
-    """The text encoder of the model under `folder`, in float32, with the language that its `model_index.json` names."""
-    language = read_object(folder / "model_index.json").get("language")
-    text = (WorldText if language == LANGUAGE else TinyText).load(folder)
-    torch.nn.Module.to(text.encoder, device)
-    return text
+    language = read_object(folder / "model_index.json").get("language", "")
+    text = ENCODERS.get(language, TinyText).load(folder, device)
+    return Model(spec, WanDenoiser(weights), text, decoder)
 
 
 def save(

@@ -62,12 +62,13 @@ class TinyText:
         self.encoder = encoder
 
     @classmethod
-    def load(cls, folder: Path) -> TinyText:
-        """Read `tokenizer/tokenizer.json` and `text_encoder/` of a model folder."""
+    def load(cls, folder: Path, device: torch.device | str = "cpu") -> TinyText:
+        """Read `tokenizer/tokenizer.json` and `text_encoder/` of a model folder, in float32."""
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
         transformers_logging.disable_progress_bar()  # a bar for 0.1 MB only clutters the start
         encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float32)
         encoder.train(False)
+        torch.nn.Module.to(encoder, device)
         return cls(tokenizer, encoder)
 
     def save(self, folder: Path) -> None:

@@ -7,6 +7,8 @@ from math import prod
 from typing import Any
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint.checkpoint import Checkpoint
+from streamdiff.models.transformer.tensor_names import Names
 
 HEAD_DIM = 128
 """Channels per head of every published Wan model."""
@@ -67,6 +69,14 @@ def read_architecture(shape: Shape, blocks: int, *configs: Mapping[str, Any] | N
     if heads is None or head_dim is None:
         heads, head_dim = sizes.heads(heads, head_dim)
     return values | {"num_attention_heads": heads, "attention_head_dim": head_dim}
+
+
+def stored_shape(checkpoint: Checkpoint, names: Names, name: str) -> tuple[int, ...] | None:
+    """The `Shape` of what is stored in a checkpoint under these names."""
+    if (source := names.sources.get(name)) is None:
+        return None
+    rows, *rest = checkpoint.entries[source.name].shape or (1,)
+    return (rows // source.parts, *rest)
 
 
 class _Sizes:

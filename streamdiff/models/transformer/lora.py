@@ -172,10 +172,10 @@ def _misfits(
 ) -> list[str]:
     found = []
     for target, change in changes.items():
-        down, up = (checkpoint.entry(name).shape for name in (change.pair.down, change.pair.up))
+        down, up = (checkpoint.entries[name].shape for name in (change.pair.down, change.pair.up))
         rows, columns = shapes[target][0] * change.parts, prod(shapes[target][1:])
         fits = len(down) > 1 and len(up) > 1 and down[0] == prod(up[1:]) > 0
-        if change.pair.alpha and prod(checkpoint.entry(change.pair.alpha).shape) != 1:
+        if change.pair.alpha and prod(checkpoint.entries[change.pair.alpha].shape) != 1:
             found.append(f"{change.pair.alpha} is not a single number")
         if not fits or (up[0], prod(down[1:])) != (rows, columns):
             found.append(f"{target} is {rows} x {columns}, but {list(up)} x {list(down)} is to be added")
@@ -187,7 +187,7 @@ def _settings(checkpoint: Checkpoint) -> tuple[float | None, bool]:
     header, as diffusers writes it, or from PEFT's configuration beside it."""
     beside = checkpoint.path.parent / "adapter_config.json"
     settings: dict[str, Any] = {}
-    if text := checkpoint.metadata().get("lora_adapter_metadata"):
+    if text := checkpoint.metadata.get("lora_adapter_metadata"):
         try:
             tree = json.loads(text)
         except ValueError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +20,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamdiff.models.checkpoint.checkpoint import Checkpoint, Entry, open_checkpoint
 from streamdiff.models.checkpoint.json_file import some
 from streamdiff.models.transformer import quantization
-from streamdiff.models.transformer.architecture import read_architecture
+from streamdiff.models.transformer.architecture import read_architecture, stored_shape
 from streamdiff.models.transformer.lora import Adapter, Lora, open_lora
-from streamdiff.models.transformer.tensor_names import Names, block_count, block_of, recognise, translate
+from streamdiff.models.transformer.tensor_names import Names, block_count, recognise, translate
 
 FILE = "diffusion_pytorch_model.safetensors"
 LARGE = 256 * 2**20
@@ -78,13 +79,7 @@ def open_transformer(
             f"or blocks.0.attn1.to_q.weight (diffusers), found {some(checkpoint.names) or 'no tensors'}"
         )
     names = translate(checkpoint.names, layout)
-
-    def shape(name: str) -> tuple[int, ...] | None:
-        if (source := names.sources.get(name)) is None:
-            return None
-        rows, *rest = checkpoint.entry(source.name).shape or (1,)
-        return (rows // source.parts, *rest)
-
+    shape = partial(stored_shape, checkpoint, names)
     try:
         architecture = read_architecture(shape, block_count(names.sources), config, checkpoint.config)
     except ConfigError as error:
@@ -117,7 +112,8 @@ def load_transformer(
         ConfigError: tensors that are missing, unexpected (also those of other blocks), misshapen, not floating point or
             not finite; a LoRA that does not fit; a way to quantise that cannot be had here. Nothing is loaded then.
     """
-    quantization.check(quantize, device, dtype)
+    if quantize != "none":
+        quantization.check(quantize, device, dtype)
     checkpoint, names, architecture = file
     count = architecture["num_layers"]
     first, last = blocks or (0, count)
@@ -129,10 +125,12 @@ def load_transformer(
     left_out = (*(() if first == 0 else _FIRST_ONLY), *(() if last == count else _LAST_ONLY))
     wanted = {name: shape for name, shape in shapes.items() if not name.startswith(left_out)}
     whole = _whole(shapes, first, count)
-    _check(checkpoint, names, wanted, whole, architecture)
+    stored = {name: checkpoint.entries[names.sources[name].name] for name in wanted if name in names.sources}
+    _check(file, stored, wanted, whole)
     adapters = [open_lora(lora, whole) for lora in loras]
     places = {_renumbered(name, -first): name for name in wanted}
-    found = _read(checkpoint, names, wanted, adapters, Target(device, dtype, quantize), progress)
+    sizes = {name: entry.nbytes // names.sources[name].parts for name, entry in stored.items()}
+    found = _read(file, sizes, wanted, adapters, Target(device, dtype, quantize), progress)
     model.load_state_dict({place: found.pop(name) for place, name in places.items()}, strict=False, assign=True)
     model.eval()
     return model
@@ -142,16 +140,14 @@ def _whole(shapes: Shapes, first: int, count: int) -> Shapes:
     """From the shapes of some blocks, `first` the first of them, those of the whole model."""
     own = f"{_BLOCK}{first}."
     block = {name.removeprefix(own): shape for name, shape in shapes.items() if name.startswith(own)}
-    outside = {name: shape for name, shape in shapes.items() if block_of(name) is None}
+    outside = {name: shape for name, shape in shapes.items() if not name.startswith(_BLOCK)}
     return outside | {f"{_BLOCK}{i}.{rest}": shape for i in range(count) for rest, shape in block.items()}
 
 
 # ---- what is wrong with a file -------------------------------------------------------------------------------------
-def _check(
-    checkpoint: Checkpoint, names: Names, wanted: Shapes, whole: Shapes, architecture: Mapping[str, Any]
-) -> None:
-    """Everything that can be known without reading weights. Shapes are looked at only where they are wanted."""
-    problems = []
+def _check(file: WanCheckpoint, stored: Mapping[str, Entry], wanted: Shapes, whole: Shapes) -> None:
+    """Everything that can be known without reading weights. What is `stored` is looked at only where it is wanted."""
+    (checkpoint, names, architecture), problems = file, []
     if missing := [names.spell(name) for name in wanted if name not in names.sources]:
         problems.append(f"{_count(missing, 'is', 'are')} missing, for example {some(missing)}")
     strange = names.unmatched + [source.name for name, source in names.sources.items() if name not in whole]
@@ -161,10 +157,8 @@ def _check(
         twice = [f"{one} and {other} are both {name}" for name, one, other in names.clashes]
         problems.append(f"{_count(twice, 'is', 'are')} there twice, for example {some(twice, 1)}")
     shapes, kinds = [], []
-    for name, expected in wanted.items():
-        if (source := names.sources.get(name)) is None:
-            continue
-        shape, dtype = checkpoint.entry(source.name)
+    for name, (shape, dtype) in stored.items():
+        source, expected = names.sources[name], wanted[name]
         if not dtype.is_floating_point:
             kinds.append(f"{source.name} is {str(dtype).removeprefix('torch.')}")
         if not _fits(name, shape, source.parts, expected):
@@ -199,15 +193,15 @@ def _count(things: Sequence[str], one: str, many: str) -> str:
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 def _read(
-    checkpoint: Checkpoint,
-    names: Names,
+    file: WanCheckpoint,
+    sizes: Mapping[str, int],
     wanted: Shapes,
     adapters: Sequence[Adapter],
     target: Target,
     progress: bool | None,
 ) -> dict[str, Tensor]:
-    """The wanted tensors, each brought to its place and form before the next is read."""
-    sizes = {name: checkpoint.entry(names.sources[name].name).nbytes // names.sources[name].parts for name in wanted}
+    """The wanted tensors, of `sizes` in bytes, each brought to its place and form before the next is read."""
+    checkpoint, names, _ = file
     total = sum(sizes.values())
     silent = total < LARGE if progress is None else not progress
     often_s = 0.1 if sys.stderr.isatty() else _SELDOM_S
@@ -223,13 +217,13 @@ def _read(
         leave=False,
     ) as bar:
         for name, shape in wanted.items():
-            source = names.sources[name]
+            source, dtype = names.sources[name], kept_dtype(name, target.dtype)
             tensor = checkpoint.read(source.name).chunk(source.parts)[source.part].reshape(shape)
             for adapter in adapters:
                 if (change := adapter.change(name, target.device)) is not None:
                     # Never in place: the tensor is the file.
                     tensor = tensor.to(target.device, torch.float32) + change.reshape(shape)
-            tensor = tensor.to(target.device, kept_dtype(name, target.dtype))
+            tensor = tensor.to(target.device, dtype)
             if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
                 broken.append(source.name)
             elif target.quantize != "none" and quantization.is_quantized(name, shape):

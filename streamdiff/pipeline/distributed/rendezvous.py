@@ -8,7 +8,6 @@ for what must be heard when links are broken.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from streamdiff import clock
-from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline.planner.kv_budget import RankMemory
 
@@ -63,21 +61,6 @@ class RankContext:
     def fault(self) -> str | None:
         """What ends the ring, if anybody has told it."""
         return self.store.get(_FAULT).decode() if self.store.check([_FAULT]) else None
-
-
-def check_world(config: ModelConfig) -> None:
-    """Raises ConfigError unless as many ranks were launched as `config` needs."""
-    world, ranks = int(os.environ.get("WORLD_SIZE", "1")), config.ranks
-    if world == ranks:
-        return
-    wanted = f"stages is {config.stages}" if config.shares == 1 else f"parallel is {config.parallel}"
-    wanted += " and decoding has a rank of its own" if ranks > config.stage_ranks else ""
-    if world == 1:
-        raise ConfigError(
-            f"{wanted}, but this is one process. `streamdiff serve` and `streamdiff generate` start their ranks by "
-            f"themselves; a program of your own needs torchrun --nproc-per-node {ranks}: examples/torchrun_stream.py"
-        )
-    raise ConfigError(f"{wanted}, but torchrun started {world} ranks; start {ranks}, or change the configuration")
 
 
 def join(facts: Mapping[str, str]) -> RankContext:

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from streamdiff.config import BatchingConfig, BatchingRule, ModelConfig, ServedModel
+from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.planner.costs import row_gflop
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 
@@ -39,6 +40,11 @@ def batching_of(config: ModelConfig, sizes: ModelSizes) -> Batching:
         return ALONE
     spec, cost = sizes.spec, row_gflop(sizes, config.kv_context)
     return resolve(config.batching, RowFacts(spec.name, f"{spec.width}x{spec.height}", sizes.tokens, cost))
+
+
+def rows_carried(spec: ModelSpec, max_rows: int, clean_with_next: bool) -> int:
+    """Most rows of a forward, which the ring's links must be able to carry."""
+    return max(max_rows, 2 if clean_with_next else 1, spec.first_chunks)
 
 
 def resolve(config: BatchingConfig, row: RowFacts) -> Batching:

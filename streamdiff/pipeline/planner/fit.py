@@ -8,18 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.spec import with_window
+from streamdiff.models.spec import with_size, with_window
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Memory, Storage, memory
 from streamdiff.pipeline.planner.model_sizes import SMALL, ModelSizes, decoder_sizes
-from streamdiff.pipeline.planner.partition import (
-    check_offload,
-    check_parallel,
-    check_shares,
-    check_split_decode,
-    check_stages,
-)
 from streamdiff.pipeline.planner.stage_layout import Blocks, Layout, Workload
 
 Limits = tuple[tuple[int, str], ...]
@@ -73,17 +65,6 @@ class Remedy:
 
     option: str
     demand: Demand
-
-
-def check_ranks(config: ModelConfig, sizes: ModelSizes) -> None:
-    """Raises ConfigError where a model of these sizes cannot be split over so many stages, these be shared so, or its
-    blocks be offloaded."""
-    check_offload(config.offload, config.quantize)
-    check_parallel(config.parallel, config.stages)
-    check_stages(config.stages, sizes.blocks)
-    if config.shares > 1:
-        check_shares(config.shares, sizes.heads, sizes.tokens // sizes.spec.chunk_latents)
-    check_split_decode(config.decode, config.shares, sizes.spec.latent_height)
 
 
 def check(demand: Demand, rank: int, limits: Limits) -> None:
@@ -184,10 +165,7 @@ def _pictures(demand: Demand) -> Iterator[Remedy]:
         width, height = (max(_UNIT, round(side * share / _UNIT) * _UNIT) for side in (spec.width, spec.height))
         if (width, height) == (spec.width, spec.height):
             continue
-        pixels = spec.width // spec.latent_width
-        smaller = replace(
-            spec, width=width, height=height, latent_width=width // pixels, latent_height=height // pixels
-        )
+        smaller = with_size(spec, width, height)
         sizes = replace(demand.sizes, spec=smaller, decoder=decoder_sizes(smaller, demand.own, demand.vae))
         yield Remedy(f"--size {width}x{height}", replace(demand, sizes=sizes))
 

@@ -14,9 +14,9 @@ from streamdiff.models.autoencoder.memory_size import NO_DECODER, DecoderSizes, 
 from streamdiff.models.autoencoder.memory_size import Config as TaehvConfig
 from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Entry
-from streamdiff.models.checkpoint.safetensors_header import parse_header
+from streamdiff.models.checkpoint.safetensors_header import stored_values
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
-from streamdiff.models.spec import ModelSpec, parse_size
+from streamdiff.models.spec import ModelSpec, parse_size, with_size
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.pipeline.scheduler.kv_context import Anchors, cache_count, most_steps, spare_slots
 
@@ -151,17 +151,12 @@ def folder_sizes(facts: FolderFacts, spec: ModelSpec) -> ModelSizes:
     """Sizes of a model of the embedded one's kind with the facts `spec`, its own or changed ones.
 
     Raises:
-        ConfigError: a window that holds too little, or a file of weights that is damaged.
+        ConfigError: a file of weights that is damaged.
     """
-    folder, side = facts.folder, (spec.latent_height, spec.latent_width)
+    sizes, decoder = sizes_from(facts.architecture, spec), facts.decoder.decoder(spec.latent_height, spec.latent_width)
     # The whole autoencoder is loaded, whose numbers the file says.
-    decoder = replace(facts.decoder.decoder(*side), weights=stored_values(folder / "vae"))
-    sizes = replace(sizes_from(facts.architecture, spec, decoder), text_values=stored_values(folder / "text_encoder"))
-    if sizes.tokens < 1 or min(map(spec.window, ("matched", "clean"))) < spec.sink_latents + spec.chunk_latents:
-        raise ConfigError(
-            f"{folder}: a chunk has {sizes.tokens} tokens, and a window must hold at least the sink and one chunk"
-        )
-    return sizes
+    decoder = replace(decoder, weights=stored_values(facts.folder / "vae"))
+    return replace(sizes, decoder=decoder, text_values=stored_values(facts.folder / "text_encoder"))
 
 
 def sizes_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder: DecoderSizes = NO_DECODER) -> ModelSizes:
@@ -182,18 +177,6 @@ def sizes_from(architecture: Mapping[str, Any], spec: ModelSpec, decoder: Decode
         cross_attn_norm=given["cross_attn_norm"],
         decoder=decoder,
     )
-
-
-def stored_values(folder: Path) -> int:
-    """Numbers in the weight files (*.safetensors) of `folder`, from their headers alone; 0 without any.
-
-    Raises:
-        ConfigError: a file is damaged.
-    """
-    count = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        count += sum(prod(entry.shape) for entry in parse_header(path).entries.values())
-    return count
 
 
 BFLOAT16 = 2  # bytes of a number
@@ -226,7 +209,8 @@ def entry_sizes(
     if entry.weights is None:
         return read_sizes(entry.name)
     architecture = entries.transformer_arguments(entry)
-    spec = entries.make_spec(entry.name, entry, architecture, (width or entry.width, height or entry.height))
+    spec = entries.make_spec(entry.name, entry, architecture)
+    spec = with_size(spec, width or spec.width, height or spec.height)
     if entry.stream is None:
         spec = replace(spec, chunk_latents=1, window_latents=1)
     return sizes_from(architecture, spec, decoder_sizes(spec, entry.autoencoder, vae))

@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
+from streamdiff.pipeline.planner.model_sizes import ModelSizes
 
 
 def split_blocks(
@@ -68,6 +70,17 @@ def split_evenly(blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
     """
     check_stages(stages, blocks)
     return split_blocks([1.0] * blocks, [0.0] * stages)
+
+
+def check_ranks(config: ModelConfig, sizes: ModelSizes) -> None:
+    """Raises ConfigError where a model of these sizes cannot be split over so many stages, these be shared so, or its
+    blocks be offloaded."""
+    check_offload(config.offload, config.quantize)
+    check_parallel(config.parallel, config.stages)
+    check_stages(config.stages, sizes.blocks)
+    if config.shares > 1:
+        check_shares(config.shares, sizes.heads, sizes.tokens // sizes.spec.chunk_latents)
+    check_split_decode(config.decode, config.shares, sizes.spec.latent_height)
 
 
 def check_shares(shares: int, heads: int, tokens: int) -> None:

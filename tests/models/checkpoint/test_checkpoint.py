@@ -116,12 +116,12 @@ def test_what_is_known_before_anything_is_read(tmp_path: Path) -> None:
     for path in (tmp_path / "a.safetensors", tmp_path / "a.pt"):
         checkpoint = open_checkpoint(path)
         assert sorted(checkpoint.names) == sorted(marked(1))
-        assert checkpoint.entry(NAME) == ((2, 3), torch.float32)
-        assert checkpoint.entry("head.head.bias") == ((4,), torch.bfloat16)
-        assert checkpoint.entry("head.head.bias").nbytes == 8
+        assert checkpoint.entries[NAME] == ((2, 3), torch.float32)
+        assert checkpoint.entries["head.head.bias"] == ((4,), torch.bfloat16)
+        assert checkpoint.entries["head.head.bias"].nbytes == 8
         assert checkpoint.config is None
-    assert open_checkpoint(tmp_path / "a.safetensors").metadata() == {"format": "pt"}
-    assert open_checkpoint(tmp_path / "a.pt").metadata() == {}
+    assert open_checkpoint(tmp_path / "a.safetensors").metadata == {"format": "pt"}
+    assert open_checkpoint(tmp_path / "a.pt").metadata == {}
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_a_large_file_takes_no_memory_until_it_is_read(tmp_path: Path) -> None:
         file.truncate(file.tell() + size)
     before = psutil.Process().memory_info().rss
     checkpoint = open_checkpoint(path)
-    assert checkpoint.entry("large").nbytes == size
+    assert checkpoint.entries["large"].nbytes == size
     assert checkpoint.read("small").tolist() == [1.0, 2.0, 3.0]
     large = checkpoint.read("large")
     assert psutil.Process().memory_info().rss - before < size // 8
@@ -205,7 +205,7 @@ def test_a_shard_that_does_not_hold_what_the_index_says(tmp_path: Path) -> None:
     shards(tmp_path, {NAME: "one.safetensors"})
     save_file({"other": torch.ones(2)}, tmp_path / "one.safetensors")
     with pytest.raises(ConfigError, match=r"one\.safetensors: has no tensor blocks\.0.*, though its index says so"):
-        open_checkpoint(tmp_path).entry(NAME)
+        open_checkpoint(tmp_path).entries[NAME]
 
 
 @pytest.mark.parametrize("place", ["../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors"])

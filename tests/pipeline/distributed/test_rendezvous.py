@@ -16,8 +16,7 @@ import torch.distributed as dist
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.tiny.model import WEIGHTS
-from streamdiff.pipeline.distributed.rendezvous import check_world
-from streamdiff.pipeline.load_plan import plan_load
+from streamdiff.pipeline.load_plan import check_world, plan_load
 from tests.pipeline.processes import ROOT, run_ranks
 
 pytestmark = pytest.mark.slow

@@ -11,6 +11,7 @@ from diffusers import WanTransformer3DModel
 from streamdiff.config import ModelConfig
 from streamdiff.models.catalogue import entries
 from streamdiff.models.model import StageModel
+from streamdiff.models.spec import with_size
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.models.transformer.weights import kept_dtype
 from streamdiff.pipeline.load_plan import plan_load
@@ -117,7 +118,7 @@ def test_a_forward_takes_the_memory_that_is_counted(ffn: float) -> None:
     network = WanTransformer3DModel(**architecture).eval().requires_grad_(False)
     for name, weight in network.named_parameters():
         weight.data = weight.data.to(kept_dtype(name, torch.bfloat16))
-    spec = entries.make_spec("small", entries.find("longlive-1.3b"), architecture, (256, 256))
+    spec = with_size(entries.make_spec("small", entries.find("longlive-1.3b"), architecture), 256, 256)
     runner = ModelRunner(StageModel(spec, WanDenoiser(network).fuse()), torch.device("cpu"))
     runner.open(0, steps=4, kv_context="clean")
     runner.set_text(0, 0, torch.zeros(spec.text_shape), 0)

@@ -12,7 +12,7 @@ TEXT_TOKENS = 32
 
 
 class WorldText(TinyText):
-    """The `TextEncoder` (models/base.py) that understands people."""
+    """The `TextEncoder` (models/interfaces.py) that understands people."""
 
     examples = prompts.EXAMPLES
     suggestions = prompts.SUGGESTIONS
@@ -20,6 +20,10 @@ class WorldText(TinyText):
 
     def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         return prompts.read(prompt, previous)
+
+
+ENCODERS: dict[str, type[TinyText]] = {LANGUAGE: WorldText}
+"""By the language that a model's `model_index.json` names; without one it is `TinyText`."""
 
 
 def build_text() -> WorldText:

@@ -43,7 +43,7 @@ def test_the_folder_is_small_and_says_of_which_world_it_is(folder: Path) -> None
     sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
     assert sum(sizes) < WEIGHTS_MB * 1e6
     assert json.loads((folder / "model_index.json").read_text())["language"] == "world256"
-    text = model.load_text(folder, torch.device("cpu"))
+    text = model.load_model(folder, torch.device("cpu")).text
     assert (text.examples, text.suggestions, text.vocabulary) == (
         prompts.EXAMPLES,
         prompts.SUGGESTIONS,

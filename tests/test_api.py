@@ -185,6 +185,11 @@ def test_options_that_cannot_be_used_are_named_at_once(options: dict[str, object
         streamdiff.stream("red", **options)  # type: ignore[arg-type]
 
 
+def test_a_rank_that_is_alone_has_nobody_to_follow() -> None:
+    with pytest.raises(ConfigError, match="nothing to follow: the ring has one rank"):
+        streamdiff.follow()
+
+
 def test_an_unknown_model_is_named() -> None:
     with pytest.raises(ConfigError, match="no_such_model"):
         streamdiff.open("red", model="no_such_model")

@@ -15,6 +15,7 @@ import torch
 
 from streamdiff.config import ModelConfig
 from streamdiff.device import bind, own_device
+from streamdiff.errors import ConfigError
 from streamdiff.pipeline import load_plan, rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
 from streamdiff.pipeline.decode.split_decoding import SplitDecodeWorker
@@ -39,7 +40,11 @@ def run_worker(config: ModelConfig) -> None:
     device = own_device(config.device)
     plan = load_plan.plan_load(config, device)
     config, context = plan.config, plan.join()
-    assert context is not None, "rank 0 is another"
+    if context is None:
+        raise ConfigError(
+            "there is nothing to follow: the ring has one rank, which is rank 0; give --stages or --parallel (Python: "
+            "stages, parallel), the same as on rank 0, under torchrun"
+        )
     place = topology.StageTopology.of(config, context.rank, device, plan.batching)
     progress = start_progress(context, config)
     plan = load_plan.plan_rank(plan, context)

@@ -229,7 +229,7 @@ class SessionConfig(_Section):
     snapshot: str | None = None
     """Of `serve`: a saved session's file, which it goes on from; with its own prompt, unless `prompt` is set too."""
     input: str | None = None
-    strength: float = Field(0.6, gt=0, le=1)
+    strength: float = Field(0.4, gt=0, le=1)
     """Of `serve`: a video file that it follows, with noise of that level mixed in."""
     input_end: Literal["text", "loop", "end"] = "text"
     """What is behind the file's end: the prompt alone, the file again, or nothing, as the session ends."""

@@ -170,7 +170,7 @@ INPUT = (
     Option("--input", "FILE", "a video file that the stream follows, at its own pace", str, "session.input"),
     Option("--input-end", "WHAT", "at the file's end: text (on from the prompt alone, default), loop, or end (the "
            "session ends)", str, "session.input_end"),
-    Option("--strength", "S", "noise mixed into the video, above 0 to 1 (default 0.6)", float, "session.strength"),
+    Option("--strength", "S", "noise mixed into the video, above 0 to 1 (default 0.4)", float, "session.strength"),
 )
 ADDRESS = (
     Option("--host", "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)", str, "serve.host"),

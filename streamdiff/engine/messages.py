@@ -16,7 +16,7 @@ from streamdiff.pipeline.output import ModelInfo
 Pictures = NDArray[np.uint8]
 Data = bytes | memoryview
 """A file's content."""
-DEFAULT_STRENGTH = 0.6
+DEFAULT_STRENGTH = 0.4
 """Noise level of a video input that names none."""
 
 

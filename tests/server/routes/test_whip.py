@@ -138,13 +138,13 @@ def test_what_is_sent_is_fitted_and_the_stream_starts_from_it(codec: str) -> Non
             assert fed(site)[-1].shape == (*SIZE[::-1], 3), "the middle, at the model's size"
             assert np.abs(middle - camera.colour).max() < 30
             told = await state(site)
-            assert told["input"] == {"kind": "WHIP sender", "strength": 0.6, "fault": ""}
+            assert told["input"] == {"kind": "WHIP sender", "strength": 0.4, "fault": ""}
             camera.colour, camera.size = (220, 30, 30), (120, 200)  # another size in mid-call
             await site.until(lambda: np.abs(np.median(fed(site)[-1].reshape(-1, 3), axis=0) - camera.colour).max() < 40)
             ended = await site.http.delete(sender.location)
             assert ended.status_code == 200
             assert (await state(site))["input"] is None
-            assert [each.strength for each in site.client.sent if isinstance(each, SetInput)] == [0.6, None]
+            assert [each.strength for each in site.client.sent if isinstance(each, SetInput)] == [0.4, None]
             await viewer.frame()
             assert (await site.http.delete(sender.location)).status_code == 404
 

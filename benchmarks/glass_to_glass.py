@@ -34,7 +34,7 @@ import httpx
 from benchmarks import camera_code, live_browser, report, time_code
 from benchmarks.browser import SERVE, chromium, running_server
 
-CAMERA_STRENGTH = 0.1
+CAMERA_STRENGTH = 0.05
 """The least that the page's slider has: what comes out is nearly what goes in."""
 CAMERA_LIMIT_S = 120.0
 SETTLE_S = 90.0

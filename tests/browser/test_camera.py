@@ -57,7 +57,7 @@ def test_the_stream_follows_the_camera_at_the_strength_that_is_set_and_goes_on_w
 ) -> None:
     browser.get(server.url)
     until(browser, lambda seen: seen["status"] == "Live" and coloured(seen, 2, 0) < PIXELS / 2)
-    set_strength(browser, 0.1)
+    set_strength(browser, 0.05)
     assert browser.find_element("id", "camera-embedded").is_displayed()
     camera, stop = (browser.find_element("id", name) for name in ("camera-camera", "camera-stop"))
     assert not stop.is_displayed()
@@ -68,7 +68,7 @@ def test_the_stream_follows_the_camera_at_the_strength_that_is_set_and_goes_on_w
     size = browser.execute_script("return [arguments[0].videoWidth, arguments[0].videoHeight]", preview)
     assert size == [320, 240], "no more is sent than a picture of 128 x 128 can show"
     state = told(server)["state"]["input"]
-    assert state == {"kind": "WHIP sender", "strength": 0.1, "fault": ""}
+    assert state == {"kind": "WHIP sender", "strength": 0.05, "fault": ""}
     set_strength(browser, 1.0)
     until(browser, lambda _: str(browser.find_element("id", "receipt").text).startswith("The strength is on screen"))
     until(browser, lambda seen: coloured(seen, 2, 0) < PIXELS / 2)

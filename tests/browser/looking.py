@@ -32,7 +32,10 @@ def ask(browser: WebDriver, prompt: str) -> None:
     until(browser, lambda _: browser.find_element("id", "receipt").get_attribute("data-stage") == "shown")
 
 
-def coloured(seen: dict[str, Any], over: int, under: int) -> int:
-    """How many of the 1,024 pixels have clearly more of one channel than of another."""
+def coloured(seen: dict[str, Any], over: int, under: int) -> float:
+    """How many of the 1,024 pixels have clearly more of one channel than of another; not a number, with which no
+    comparison holds, where there is no picture to be read yet."""
     pixels = seen["pixels"]
+    if pixels is None:
+        return float("nan")
     return sum(pixels[at + over] - pixels[at + under] > 90 for at in range(0, len(pixels), 4))

@@ -18,7 +18,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fps_ttff.INTERRUPTED
 
 
-def checks(options: argparse.Namespace, deadline: Deadline) -> Iterator[Found]:
+def checks(options: argparse.Namespace, deadline: Deadline) -> Generator[Found, None, None]:
     """What every check says: first contact alone, where there are several GPUs, then `options.at_once` at a time."""
     log = (options.out / "checks" / "nccl").resolve()
     log.parent.mkdir(exist_ok=True)

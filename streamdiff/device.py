@@ -11,7 +11,7 @@ from streamdiff import clock
 from streamdiff.errors import ConfigError
 
 AUTO = "auto"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def pick_device(wanted: str, name: str = "--device") -> torch.device:
@@ -55,9 +55,9 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     Raises:
         ConfigError: another word.
     """
-    if wanted not in (AUTO, *DTYPES):
-        raise ConfigError(f"--dtype is {wanted}, but must be {AUTO}, {' or '.join(DTYPES)}")
-    return DTYPES.get(wanted, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    if wanted not in (AUTO, *_DTYPES):
+        raise ConfigError(f"--dtype is {wanted}, but must be {AUTO}, {' or '.join(_DTYPES)}")
+    return _DTYPES.get(wanted, torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
 _WARM_UP, _CALLS, _ROUNDS = 3, 5, 3

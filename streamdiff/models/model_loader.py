@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.device import DTYPES
+from streamdiff.device import pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import random_weights, sampling
 from streamdiff.models.autoencoder import autoencoder
@@ -47,15 +47,14 @@ class ModelLoader:
         architecture: Mapping[str, Any] | None = None,
     ) -> None:
         """`container` and `architecture`: see `ResolvedModel`."""
-        self.config, self.device, self._said = config, device, (container, architecture)
-        self._usual_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        self.dtype = DTYPES.get(config.dtype, self._usual_dtype)
+        self.config, self.device, self._overrides = config, device, (container, architecture)
+        self.dtype, self._usual_dtype = pick_dtype(config.dtype, device), pick_dtype("auto", device)
 
     @cached_property
     def model(self) -> ResolvedModel:
         """Where its parts lie. Fetches published files of the transformer that are not there. ConfigError as
         `resolve_model`."""
-        return resolve_model(self.config, *self._said)
+        return resolve_model(self.config, *self._overrides)
 
     @property
     def decoder_dtype(self) -> torch.dtype:
@@ -72,7 +71,7 @@ class ModelLoader:
             ConfigError: no Wan transformer, or files that cannot be read.
         """
         model, facts = self.model, self.folder_facts
-        if facts is not None and (self.config.weights, *self._said) == (None, None, None):
+        if facts is not None and (self.config.weights, *self._overrides) == (None, None, None):
             return open_transformer(facts.weights, config=facts.architecture)
         if model.weights is not None:
             return open_transformer(model.weights, model.container, model.architecture)

@@ -6,9 +6,9 @@ import argparse
 import json
 import os
 import select
+import signal
 import subprocess
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -133,21 +133,29 @@ def test_checks_run_beside_each_other_and_are_told_in_order(tmp_path: Path, monk
     assert [found.name for found in gpu_suite.checks(options, Deadline(60))] == ["tests", "one"]
 
 
-def test_checks_under_way_end_where_the_suite_is_stopped() -> None:
-    begun = threading.Event()
+def test_checks_under_way_end_where_the_suite_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first check is done once the second's process runs; then nobody wants more."""
+    begun, ended = threading.Event(), list[object]()
 
-    class Told(set[subprocess.Popen[str]]):
+    class Running(set[subprocess.Popen[str]]):
         def add(self, process: subprocess.Popen[str]) -> None:
             super().add(process)
             begun.set()
 
-    running = Told()
-    with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(gpu_suite.run_whole, ["-c", "import time; time.sleep(1000)"], 1000.0, running)
-        assert begun.wait(60)
-        gpu_suite.end_group(next(iter(running)))
-        done = result.result(60)
-    assert done is not None and done[0] < 0 and not running
+    def check(name: str, device: str, limit_s: float, log: Path, running: set[subprocess.Popen[str]]) -> Found:
+        if name == "tests":
+            assert begun.wait(60)
+        else:
+            ended.append(gpu_suite.run_whole(["-c", "import time; time.sleep(1000)"], 1000.0, running))
+        return Found(name, True, "")
+
+    monkeypatch.setattr(gpu_suite, "check", check)
+    monkeypatch.setattr(gpu_suite, "set", Running, raising=False)
+    monkeypatch.setattr(gpu_check, "NAMES", ("one",))
+    told = gpu_suite.checks(argparse.Namespace(out=tmp_path, device="cpu", at_once=2), Deadline(60))
+    assert next(told).name == "tests"
+    told.close()  # returns when the second check has
+    assert ended == [(-signal.SIGKILL, "", "")]
 
 
 def test_a_wrong_fast_path_does_not_have_the_plain_one_measured_twice(

@@ -38,7 +38,7 @@ from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.transformer.weights import FILE
 
 WAN_FPS = 16.0
-Place = str | Path | Files
+Location = str | Path | Files
 """Where an autoencoder is: a path, a name, or published files; see `load_decoder`."""
 _RANDOM: dict[str, Callable[[], nn.Module]] = {
     f"{entries.RANDOM}wan2.1": lambda: AutoencoderKLWan.from_config({}),
@@ -77,7 +77,7 @@ class VideoEncoder(Protocol):
 
 
 def load_decoder(
-    path: Place, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
+    path: Location, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
 ) -> VideoDecoder:
     """The decoder half of the autoencoder at `path`.
 
@@ -96,7 +96,7 @@ def load_decoder(
 
 
 def load_encoder(
-    path: Place, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
+    path: Location, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
 ) -> VideoEncoder:
     """The encoder half of the autoencoder at `path`; as `load_decoder`."""
     model = _load(path, "encoder", device, dtype, latent_space)
@@ -115,7 +115,7 @@ class FirstFrameReencoder:
     encoder: VideoEncoder
 
     @classmethod
-    def load(cls, path: Place, device: torch.device, dtype: torch.dtype = torch.float32) -> FirstFrameReencoder:
+    def load(cls, path: Location, device: torch.device, dtype: torch.dtype = torch.float32) -> FirstFrameReencoder:
         """With both halves of the autoencoder at `path`; see `load_decoder`."""
         model = _load(path, "both", device, dtype, None)
         if isinstance(model, StreamingTaehv):
@@ -171,7 +171,7 @@ def names() -> list[str]:
     return [EMBEDDED, *entries.autoencoders()]
 
 
-def locate(path: Place) -> Path:
+def locate(path: Location) -> Path:
     """The folder that has the autoencoder's config.json, or its file, which is fetched if it is published; need not be
     there.
 
@@ -191,7 +191,7 @@ def locate(path: Place) -> Path:
 
 
 def _load(
-    path: Place, half: Half, device: torch.device, dtype: torch.dtype, latent_space: str | None
+    path: Location, half: Half, device: torch.device, dtype: torch.dtype, latent_space: str | None
 ) -> StreamingTaehv | Any:
     """The network; Wan's has weights for this `half` alone."""
     place, drawn = locate(path), str(path) in _RANDOM

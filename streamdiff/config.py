@@ -96,8 +96,7 @@ class ModelConfig(_Section):
     anchor_every: int | None = Field(None, ge=1)
     """With kv_context anchored: every so many chunks one is an anchor, beside those of the sink."""
     clean_pass: Literal["auto", "alone", "with-next"] = "auto"
-    """Of finished chunks. with-next: one forward for it and the next chunk's first step, where the next may begin.
-    auto: that on one cuda device."""
+    """Of finished chunks. with-next: one forward for it and the next chunk's first step, if that may begin. auto: alone."""
     window: int | None = Field(None, ge=1)
     """Latent frames a chunk can see, sink and itself included; default: the model's own."""
     sink: int | None = Field(None, ge=0)
@@ -242,6 +241,8 @@ class PlaybackConfig(_Section):
     """Frames shown per second."""
     lead_s: float = Field(0.6, gt=0, le=10)
     """Seconds of video made ahead of what is shown, at most."""
+    skip_to_prompt: bool = True
+    """Whether frames that wait to be shown are skipped when the first ones under a new prompt are there."""
 
 
 class IceServer(_Section):
@@ -395,6 +396,5 @@ class Config(_Section):
     def served_model(self) -> ServedModel:
         """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB, unless it says."""
         pictures = "rgb" if self.serve.pictures == "auto" and self.scale > 1 else self.serve.pictures
-        swap = self.serve.model_dump(include={"host_memory_gb", "state_dir"})
-        own = {"pictures": pictures, "batching": self.batching, **swap}
-        return ServedModel.model_validate({**self.model.model_dump(), **own})
+        own = self.serve.model_dump(include={"host_memory_gb", "state_dir"}) | {"batching": self.batching}
+        return ServedModel.model_validate(self.model.model_dump() | own | {"pictures": pictures})

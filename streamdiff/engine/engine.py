@@ -287,7 +287,8 @@ class Engine(SavesSessions):
                 self._swapping.set_active(slot, request)
             case SetPrompt():
                 self._pipeline.check_switch(slot, request.switch)
-                return session.set_prompt(pending.text, pending.notice, request.request, request.switch)
+                asked = request.request, request.switch, request.skip
+                return session.set_prompt(pending.text, pending.notice, *asked)
             case SetSteps():
                 self._pipeline.check_steps(slot, request.steps)
                 min_ahead_frames = self._min_ahead_frames(request.steps, session.kv_context)

@@ -79,12 +79,14 @@ class SetPrompt(SessionMessage):
 
     `request` is the caller's id of this request, echoed in every answer. Of several prompts waiting, the latest wins.
     Where encoding a text is slow, the answer comes when it is done, and the stream goes on meanwhile; so for `Open`,
-    and for a `Reset` that comes after. `switch`, one of PROMPT_POLICIES, says what becomes of the past.
+    and for a `Reset` that comes after. `switch`, one of PROMPT_POLICIES, says what becomes of the past. `skip`: frames
+    that are not shown when the first ones under this prompt are there will be skipped, so those are made at once.
     """
 
     prompt: str
     request: str = ""
     switch: str = "keep"
+    skip: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,11 +239,13 @@ class Accepted(SessionMessage):
 
 @dataclass(frozen=True)
 class Applied(SessionMessage):
-    """The first chunk of `epoch` is made; its first frame has number `first_frame`."""
+    """The first chunk of `epoch` is made; its first frame has number `first_frame`. `skip`: frames before that count as
+    shown, and what waits of them is to be skipped."""
 
     epoch: int
     chunk: int
     first_frame: int
+    skip: bool = False
 
 
 @dataclass(frozen=True)

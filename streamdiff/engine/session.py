@@ -52,6 +52,8 @@ class Session:
     _pending_input: tuple[int, float | None] | None = field(metadata=DERIVED)  # epoch and strength
     _applied_epoch: int = field(metadata=KEPT)
     _oldest_epoch: int = field(metadata=KEPT)
+    _skip_epoch: int = field(metadata=DERIVED)
+    """The last prompt's for which frames that wait are to be skipped."""
     _paused: bool = field(metadata=KEPT)
     _made_frames: int = field(metadata=KEPT)
     _shown_frames: int = field(metadata=KEPT)
@@ -103,7 +105,7 @@ class Session:
         self._min_ahead_frames = min_ahead_frames
         self._pending_switch = self._pending_steps = self._pending_input = None
         self._applied_epoch = epoch - 1
-        self._oldest_epoch = epoch
+        self._oldest_epoch = self._skip_epoch = epoch
         self._epoch_shift = 0
         self._paused = False
         self._made_frames = made_frames
@@ -113,7 +115,12 @@ class Session:
     def frame_credit(self) -> int:
         """Frames that may still be made beyond those shown."""
         max_ahead_frames = max(self._max_ahead_frames, self._min_ahead_frames)
-        return max_ahead_frames - (self._made_frames - self._shown_frames)
+        return max_ahead_frames - (0 if self._skips else self._made_frames - self._shown_frames)
+
+    @property
+    def _skips(self) -> bool:
+        """Whether the frames that wait will be skipped, for a prompt whose first ones are still to come."""
+        return self._skip_epoch > max(self._applied_epoch, self._oldest_epoch)
 
     @property
     def conditioning(self) -> Any:
@@ -146,6 +153,7 @@ class Session:
             raise RequestError("snapshot", f"about.session.text has more than {_MAX_TEXT:,} characters in the snapshot")
         for name in fields_of(Session, STATE, KEPT):
             setattr(self, name, saved[name])
+        self._skip_epoch = self._oldest_epoch
 
     def renumber(self, epoch: int, made_frames: int, shown_frames: int) -> None:
         """After `restore`: raise the epoch to at least `epoch` and the frame count to at least `made_frames`; the next
@@ -158,15 +166,21 @@ class Session:
         self._made_frames = max(self._made_frames, made_frames)
         self._shown_frames = self._made_frames - max(0, made_frames - shown_frames)
 
-    def set_prompt(self, text: str, notice: str, request: str, switch: str = "keep") -> list[Event]:
+    def set_prompt(
+        self, text: str, notice: str, request: str, switch: str = "keep", skip: bool = False
+    ) -> list[Event]:
         """Accept a prompt; `apply_pending` gives it to the pipeline, unless a later one comes first. With `switch`
-        "reset" the stream begins afresh with it, at once."""
+        "reset" the stream begins afresh with it, at once; with `skip` its first frames need not wait for those that
+        were made before them."""
         self.text, self.embeddings = text, None
         if switch == "reset":
             self.reset(None, request)
         else:
             self.epoch += 1
             self._pending_switch = self.epoch, switch
+            if skip:
+                self._skip_epoch = self.epoch
+                self._set_frame_credit()
         return [Accepted(self.name, request, self.epoch, text, notice)]
 
     def set_steps(self, steps: int, min_ahead_frames: int, request: str) -> list[Event]:
@@ -269,8 +283,11 @@ class Session:
         events: list[Event] = []
         first = self._made_frames
         if epoch > self._applied_epoch:
+            skip = self._skips and epoch >= self._skip_epoch
+            if skip:
+                self._shown_frames = first
             self._applied_epoch = epoch
-            events.append(Applied(self.name, epoch, chunk, first))
+            events.append(Applied(self.name, epoch, chunk, first, skip))
         self.chunk = chunk
         self._made_frames += len(pictures)
         self._set_frame_credit()

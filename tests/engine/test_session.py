@@ -141,6 +141,49 @@ def test_room_is_what_the_lead_leaves() -> None:
     assert shown(-1) == []
 
 
+def test_a_prompt_that_skips_is_made_at_once_and_what_waits_counts_as_shown() -> None:
+    s = session(max_ahead_frames=CHUNK)
+    make(s, epoch=0, chunk=0)
+    assert calls(s)[-1] == ("set_frame_credit", 0), "nothing more before something was shown"
+    s.set_prompt("blue", "", "r1", skip=True)
+    assert calls(s) == [("set_frame_credit", CHUNK)]
+    s.apply_pending()
+    make(s, epoch=0, chunk=1, count=2)
+    assert calls(s)[-1] == ("set_frame_credit", CHUNK), "what was on its way will not be shown either"
+    make(s, epoch=0, chunk=1, count=2)
+    assert make(s, epoch=1, chunk=2)[0] == Applied("s", 1, 2, 2 * CHUNK, skip=True)
+    assert calls(s)[-1] == ("set_frame_credit", 0)
+    s.shown(2 * CHUNK)
+    assert calls(s) == [], "that is known"
+    s.shown(3 * CHUNK)
+    assert make(s, epoch=1, chunk=3)[0] != Applied("s", 1, 3, 3 * CHUNK, skip=True), "once"
+
+
+def test_a_prompt_that_skips_nothing_waits_for_its_turn() -> None:
+    s = session(max_ahead_frames=CHUNK)
+    make(s, epoch=0, chunk=0)
+    s.set_prompt("blue", "", "r1")
+    assert calls(s)[-1] == ("set_frame_credit", 0)
+    assert make(s, epoch=1, chunk=1)[0] == Applied("s", 1, 1, CHUNK, skip=False)
+
+
+@pytest.mark.parametrize("after", ["steps", "prompt"])
+def test_what_is_asked_after_a_prompt_that_skips_comes_with_it(after: str) -> None:
+    s = session(max_ahead_frames=CHUNK)
+    make(s, epoch=0, chunk=0)
+    s.set_prompt("blue", "", "r1", skip=True)
+    _ = s.set_steps(2, 0, "r2") if after == "steps" else s.set_prompt("green", "", "r2")
+    assert make(s, epoch=2, chunk=1)[0] == Applied("s", 2, 1, CHUNK, skip=True)
+
+
+def test_a_reset_takes_what_was_to_be_skipped_with_it() -> None:
+    s = session(max_ahead_frames=CHUNK)
+    make(s, epoch=0, chunk=0)
+    s.set_prompt("blue", "", "r1", skip=True)
+    s.reset(None, "r2")
+    assert make(s, epoch=2, chunk=0)[0] == Applied("s", 2, 0, CHUNK, skip=False)
+
+
 def test_closing() -> None:
     s = session()
     assert s.close() == [Closed("s")]

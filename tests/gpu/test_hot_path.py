@@ -50,8 +50,8 @@ def model() -> Model:
 @contextmanager
 def no_host_sync() -> Iterator[None]:
     """torch raises an error where the host waits for the device."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -198,6 +198,8 @@ class LiveSession(ShowsState):
             case messages.Accepted():
                 self._take_accepted(event, now_s)
             case messages.Applied():
+                if event.skip:
+                    self.playback.clear_before(event.epoch)
                 self.subscribers.deliver(self._requests.applied(event.epoch, event.first_frame, now_s, event.chunk))
             case messages.Saved() | messages.Refused() if self.snapshots.take(event):
                 pass
@@ -270,7 +272,9 @@ class LiveSession(ShowsState):
         match message:
             case control.PromptMessage(prompt=prompt, switch=switch):
                 self._log(prompt)
-                await self._send(messages.SetPrompt(self.id, prompt, request, switch or ""))
+                # Video that comes in is shown as it came: frames that are skipped would be missing at its end.
+                skip = self.input.source is None and self.playback.may_skip()
+                await self._send(messages.SetPrompt(self.id, prompt, request, switch or "", skip))
             case control.ResetMessage(seed=seed):
                 image = message.picture if isinstance(message, control.PictureReset) else None
                 none = isinstance(message, control.PictureReset) and image is None

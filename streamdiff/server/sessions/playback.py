@@ -4,6 +4,7 @@ reports of what was shown."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -18,6 +19,11 @@ from streamdiff.server.media.pacer import Pacer
 from streamdiff.server.media.playout import PlayoutSlot
 from streamdiff.server.media.snapshot import Snapshot
 from streamdiff.server.metrics import Metrics
+
+
+SKIP_EVERY_S = 0.5
+"""Frames are skipped for a new prompt at most this often, or who writes prompts without end would see only first
+chunks, and take the engine's time from others."""
 
 
 class Playback:
@@ -61,6 +67,7 @@ class Playback:
         self._made_s = clock.monotonic_s()
         self.made_frames = 0
         self._chunk, self._dry = (-1, -1), 0
+        self._skips_to_prompts, self._skip_s, self._skipped = config.playback.skip_to_prompt, -math.inf, False
         self._told_ahead = self.ahead_frames
         self._begun_frames = 0  # made, and shown or lost, before this playback
         self._reporting = asyncio.create_task(self._report_progress(), name=f"shown-{session}")
@@ -84,15 +91,24 @@ class Playback:
         """Begin with frame number `made_frames`, of a stream that another playback has shown before. Mutates: self."""
         self.made_frames = self._begun_frames = made_frames
 
+    def may_skip(self) -> bool:
+        """Whether frames may be skipped for a prompt that comes now. Mutates: self."""
+        now_s = clock.monotonic_s()
+        if not self._skips_to_prompts or now_s < self._skip_s + SKIP_EVERY_S:
+            return False
+        self._skip_s = now_s
+        return True
+
     def clear_before(self, epoch: int) -> None:
         """Skip waiting frames of older epochs. Mutates: self."""
+        self._skipped = True
         self.pacer.clear_before(epoch)
         self._progressed.set()
 
     def slack_s(self, batch: FrameBatch) -> float | None:
         """Seconds of video buffered when a chunk's first frames come, before they are pushed, plus what the lead may
         still grow by; if the buffer ran dry, minus the seconds for which the last picture stood. None for a chunk's
-        further frames, for a stream's first two chunks, and while nothing is shown.
+        further frames, for a stream's first two chunks and one that others were skipped for, and while nothing is shown.
 
         Mutates: self.
         """
@@ -101,7 +117,8 @@ class Playback:
             return None
         progress = self.pacer.progress()
         dry, self._dry, self._chunk = progress.dry - self._dry, progress.dry, chunk
-        if batch.chunk < 2 or self.pacer.held:
+        skipped, self._skipped = self._skipped, False
+        if batch.chunk < 2 or skipped or self.pacer.held:
             return None
         slack_s, spare_s = -dry / self.fps if dry else progress.buffered / self.fps, self.lead.spare_s
         self.lead.arrived(slack_s)

@@ -58,7 +58,10 @@ class Muon(torch.optim.Optimizer):
                 if weight.grad is not None:
                     alike.setdefault(weight.flatten(1).shape, []).append(weight)
             for (high, wide), weights in alike.items():
-                averages = [self.state[each].setdefault("momentum", torch.zeros_like(each)) for each in weights]
+                for each in weights:
+                    if not self.state[each]:
+                        self.state[each]["momentum"] = torch.zeros_like(each)
+                averages = [self.state[each]["momentum"] for each in weights]
                 torch._foreach_mul_(averages, group["momentum"])
                 grads = [cast(Tensor, each.grad) for each in weights]
                 torch._foreach_add_(averages, grads)
@@ -88,9 +91,10 @@ class Optimizer:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         matrices = [p for name, p in named if p.ndim >= 2 and not name.startswith(adam)]
         others = [p for name, p in named if p.ndim < 2 or name.startswith(adam)]
+        fused = others[0].is_cuda or None  # one kernel for all
         self.parts: list[tuple[torch.optim.Optimizer, float]] = [
             (Muon(matrices, matrix_lr), matrix_lr),
-            (torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.97), weight_decay=0.01), other_lr),
+            (torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.97), weight_decay=0.01, fused=fused), other_lr),
         ]
         self.params = [p for _, p in named]
 
@@ -140,8 +144,11 @@ class Average:
     @torch.no_grad()
     def update(self, module: torch.nn.Module, step: int) -> None:
         decay = min(self.decay, (1 + step) / (10 + step))
-        for name, value in module.state_dict().items():
-            self.weights[name].lerp_(value, 1 - decay) if value.is_floating_point() else self.weights[name].copy_(value)
+        new = module.state_dict()
+        floats = [name for name, value in new.items() if value.is_floating_point()]
+        for name in new.keys() - set(floats):
+            self.weights[name].copy_(new[name])
+        torch._foreach_lerp_([self.weights[name] for name in floats], [new[name] for name in floats], 1 - decay)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from streamdiff.models.tiny.text_encoder import WIDTH, TinyText, build_encoder, 
 from streamdiff.models.tiny.training.batches import CHUNK, Rows
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.attention_backend import Attend
-from streamdiff.models.transformer.wan import KeyValue, WanDenoiser, attend
+from streamdiff.models.transformer.wan import BlockWeights, KeyValue, Tokens, WanDenoiser, attend
 
 TRANSFORMER: dict[str, Any] = {
     "patch_size": (1, 2, 2),
@@ -54,7 +54,7 @@ class Lesson(Forward):
 
     def loss(self, flow: Tensor) -> Tensor:
         """Weighted mean squared error of `flow` over the rows that have a target."""
-        target = self.rows.target.to(flow.device)
+        target = self.rows.target.to(flow.device, non_blocking=True)
         error = self.weight * (flow.float() - self.wanted).square().unflatten(0, self.sigma.shape)
         error = error.mean((2, 3, 4, 5)) / self.weight.mean()
         loss: Tensor = (error * target).sum() / target.sum().clamp(min=1)
@@ -67,27 +67,28 @@ class BlockCausal:
     Stands in for the cache that a stream uses, so that training and streaming run the same transformer code.
     """
 
-    def __init__(self, windows: int, rows: Rows, tokens: tuple[int, int], device: torch.device) -> None:
-        self.shape = (windows, len(rows.visible))
-        frames = torch.tensor([[p * CHUNK + f for f in range(CHUNK)] for p in rows.chunk])
-        self.frames, self.tokens = frames, tokens
-        every = torch.tensor([row for seen in rows.visible for row in seen]).to(device)
-        self.visible = every.split([len(seen) for seen in rows.visible])
-        self.table: Tensor | None = None
+    def __init__(self, windows: int, rows: Rows) -> None:
+        self.shape, self.rows = (windows, len(rows.visible)), rows
 
     @property
     def count(self) -> int:
         """Rows of all windows."""
         return self.shape[0] * self.shape[1]
 
+    def factors(self, tokens: tuple[int, int], head_dim: int, device: torch.device) -> Tensor:
+        """Rotary factors of every row, see `rope.table`, `[count, L, 1, head_dim / 2]`; on a GPU as `rope.matrices` has
+        them, `[count, 2, L, 1, head_dim / 2, 2]`."""
+        frames = torch.tensor([[p * CHUNK + f for f in range(CHUNK)] for p in self.rows.chunk])
+        table = rope.table(frames.to(device, non_blocking=True), *tokens, head_dim)
+        if device.type == "cuda":
+            table = rope.matrices(table).transpose(0, 1)
+        return table.expand(self.shape[0], *table.shape).flatten(0, 1)
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = rope.table(self.frames.to(query.device), *self.tokens, query.shape[-1])
-        query = rope.rotate(query.unflatten(0, self.shape), self.table)
-        key, value = rope.rotate(key.unflatten(0, self.shape), self.table), value.unflatten(0, self.shape)
+        queries, keys, values = (each.unflatten(0, self.shape).unbind(1) for each in (query, key, value))
         mixed = []
-        for row, seen in enumerate(self.visible):
-            mixed.append(_attend(query[:, row], key[:, seen].flatten(1, 2), value[:, seen].flatten(1, 2)))
+        for own, seen in zip(queries, self.rows.visible, strict=True):
+            mixed.append(_attend(own, *(torch.cat([each[row] for row in seen], 1) for each in (keys, values))))
         return torch.stack(mixed, 1).flatten(0, 1)
 
 
@@ -101,12 +102,49 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return (torch.softmax(scores, -1) @ value).transpose(1, 2)
 
 
-class TrainedDenoiser(WanDenoiser):
-    """A denoiser in training: its cross-attention, too, runs by `_attend`."""
+def _of_any_length(*tensors: Tensor) -> None:
+    """Tell the compiler that the number of rows, the first axis of each, differs from call to call."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
-    @property
-    def attend(self) -> Attend:
-        return _attend
+
+class TrainedDenoiser(WanDenoiser):
+    """A denoiser in training: its cross-attention, too, runs by `_attend`, and its blocks may be compiled."""
+
+    def __init__(self, model: WanTransformer3DModel) -> None:
+        super().__init__(model)
+        self._before, self._after = self._rotated, self.after_attention
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Compile what a block does before and after its self-attention, forwards and backwards; one graph for all
+        blocks and any number of rows. Mutates: self."""
+        self._before, self._after = (
+            torch.compile(part, backend=backend) for part in (self._rotated, self.after_attention)
+        )
+
+    def run_rows(self, tokens: Tokens, text: Sequence[KeyValue], factors: Tensor, mix: Attend) -> Tokens:
+        """Run the blocks over whole windows: `mix` is their self-attention; factors as of `BlockCausal`."""
+        modulation = self._modulation_of_blocks(self.modulation(tokens.time).float())
+        hidden = tokens.hidden
+        for layer in range(len(self.blocks)):
+            weights, own = self.weights(layer), modulation[layer]
+            _of_any_length(hidden, own, factors, *text[layer])
+            query, key, value = self._before(weights, hidden, own, factors)
+            mixed = mix(query, key, value)
+            _of_any_length(mixed)
+            hidden = self._after(weights, hidden, own, text[layer], mixed, _attend)
+        return Tokens(hidden, tokens.time)
+
+    def _rotated(
+        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, factors: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`before_attention`, with queries and keys rotated, in the dtype that attention runs in."""
+        query, key, value = self.before_attention(weights, hidden, modulation)
+        turns = factors if factors.is_complex() else factors.transpose(0, 1)
+        query, key = rope.rotate(query, turns), rope.rotate(key, turns)
+        if torch.is_autocast_enabled(hidden.device.type):
+            query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
+        return query, key, value
 
 
 class TinyNetwork(nn.Module):
@@ -146,14 +184,15 @@ class TinyNetwork(nn.Module):
         timestep = torch.cat([(each.sigma * sampling.TIMESTEPS).flatten() for each in asked])[:, None]
         text: list[KeyValue] = self.denoiser.text(self.text.embed(torch.cat([each.ids for each in asked])))
         state = self.denoiser.embed(latents, timestep.expand(-1, frames))
-        parts = [BlockCausal(len(each.sigma), each.rows, tokens, latents.device) for each in asked]
+        parts = [BlockCausal(len(each.sigma), each.rows) for each in asked]
         counts = [part.count for part in parts]
+        factors = torch.cat([part.factors(tokens, self.denoiser.head_dim, latents.device) for part in parts])
 
-        def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             own = zip(parts, query.split(counts), key.split(counts), value.split(counts), strict=True)
             return torch.cat([part(*rest) for part, *rest in own])
 
-        state = self.denoiser.run_blocks(state, text, attention)
+        state = self.denoiser.run_rows(state, text, factors, attention)
         return list(self.denoiser.head(state, (frames, height, width)).split(counts))
 
     def losses(self, lessons: Mapping[str, Lesson]) -> dict[str, Tensor]:

@@ -29,8 +29,8 @@ LOST = 0.3
 """A shape of which less than this share is to be seen is gone, and begins where streams begin."""
 
 Flow = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Past `[B, PAST, C, CHUNK, h, w]`, noisy chunk `[B, C, CHUNK, h, w]`, its sigma `[B]` and scenes `[B, 4]` to the
-chunk's flow."""
+"""Past `[B, PAST, C, CHUNK, h, w]`, noisy chunk `[B, C, CHUNK, h, w]`, its sigma `[B]`, and scenes `[B, 4]`, or the
+ids `[B, tokens]` of their sentences, to the chunk's flow."""
 
 
 class OwnPasts:

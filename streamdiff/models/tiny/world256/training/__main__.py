@@ -71,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.bf16:  # what stays in float32, the optimizer's products, may be rounded too
+        torch.set_float32_matmul_precision("high")
     try:
         begin = _autoencoder(args.begin, device) if args.begin else None
         whole = args.stage == "denoiser" and args.begin and (args.begin / "transformer").is_dir()

@@ -6,6 +6,7 @@ windows is kept twice, with and without its things, so that things can be worn i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -18,6 +19,7 @@ from streamdiff.models.tiny.training.corruption import SHARE
 from streamdiff.models.tiny.world256.render_batch import draw_frames
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELDS, SIZES, draw_scenes, redraw
 from streamdiff.models.tiny.world256.shapes import RADIUS
+from streamdiff.models.tiny.world256.text_encoder import TEXT_TOKENS
 from streamdiff.models.tiny.world256.tracks import FRAMES_PER_LATENT, SIZE, Streams, Track, join
 
 CHANGE, REDRAW = 0.5, 0.3
@@ -32,25 +34,27 @@ class Windows:
     """A batch of training windows of n chunks.
 
     latents and bare `[B, n, C, CHUNK, h, w]`, normalised, with and without things (in windows that are not to be worn,
-    both with them); scenes int64 `[B, n, fields]`; start
-    bool `[B]`: the first chunk is its stream's first; place float `[B, n, CHUNK, 2, 2]`: centres (y, x) of both things
-    in pixels, halfway through each latent frame.
+    both with them); scenes int64 `[B, n, fields]`, ids int64 `[B, n, tokens]`: those of their sentences; start bool
+    `[B]`, on the CPU: the first chunk is its stream's first; place float `[B, n, CHUNK, 2, 2]`: centres (y, x) of both
+    things in pixels, halfway through each latent frame.
     """
 
     latents: Tensor
     bare: Tensor
     scenes: Tensor
+    ids: Tensor
     start: Tensor
     place: Tensor
 
     def cut(self, first: Tensor, chunks: int) -> Windows:
-        """`chunks` chunks of every window from chunk `first` `[B]` on."""
-        window = torch.arange(len(first), device=first.device)[:, None]
-        chunk = first[:, None] + torch.arange(chunks, device=first.device)
-        latents, bare, scenes, place = (
-            part[window, chunk] for part in (self.latents, self.bare, self.scenes, self.place)
+        """`chunks` chunks of every window from chunk `first` `[B]`, on the CPU, on."""
+        device = self.latents.device
+        window = torch.arange(len(first), device=device)[:, None]
+        chunk = (first[:, None] + torch.arange(chunks)).to(device, non_blocking=True)
+        latents, bare, scenes, ids, place = (
+            part[window, chunk] for part in (self.latents, self.bare, self.scenes, self.ids, self.place)
         )
-        return Windows(latents, bare, scenes, self.start & (first == 0), place)
+        return Windows(latents, bare, scenes, ids, self.start & (first == 0), place)
 
     def reach(self) -> Tensor:
         """How far each latent pixel is from each thing's centre, in radii of that thing, `[B, n, CHUNK, 2, h, w]`; far
@@ -61,8 +65,8 @@ class Windows:
         x = (torch.arange(width, device=device) + 0.5) * (SIZE / width)
         dy = (y - self.place[..., 0, None] + SIZE / 2).remainder(SIZE) - SIZE / 2
         dx = (x - self.place[..., 1, None] + SIZE / 2).remainder(SIZE) - SIZE / 2
-        radius = torch.tensor([RADIUS[name] for name in SIZES], device=device)
-        sizes = self.scenes[..., [COLUMN["size"], COLUMN["second_size"]]]
+        radius = torch.tensor([RADIUS[name] for name in SIZES]).to(device, non_blocking=True)
+        sizes = torch.stack([self.scenes[..., COLUMN[name]] for name in ("size", "second_size")], -1)
         there = torch.stack([torch.ones_like(sizes[..., 0]), self.scenes[..., COLUMN["second"]]], -1)
         away = (dy[..., :, None].square() + dx[..., None, :].square()).sqrt()
         scaled: Tensor = away / radius[sizes][:, :, None, :, None, None]
@@ -77,10 +81,11 @@ class Windows:
         batch, device = len(self.latents), self.latents.device
 
         def draw(low: float, high: float) -> Tensor:
-            return (low + (high - low) * torch.rand(batch, generator=generator)).to(device).view(-1, 1, 1, 1, 1)
+            drawn = low + (high - low) * torch.rand(batch, generator=generator)
+            return drawn.to(device, non_blocking=True).view(-1, 1, 1, 1, 1)
 
         reach = self.reach().amin(3)
-        kind = torch.randint(3, (batch,), generator=generator).to(device).view(-1, 1, 1, 1, 1)
+        kind = torch.randint(3, (batch,), generator=generator).to(device, non_blocking=True).view(-1, 1, 1, 1, 1)
         rows = torch.arange(reach.shape[-1], device=device) % 2
         patchy = (rows[:, None] ^ rows).float().expand_as(reach)
         missing = torch.where(
@@ -111,46 +116,62 @@ def play(scenes: Tensor, start: Tensor, generator: torch.Generator) -> Track:
     return Track(**merged)
 
 
+Tokens = Callable[[Tensor], Tensor]
+"""Scenes `[..., fields]` to the ids `[..., tokens]` of their sentences."""
+
+
 class Pool:
     """Grows to `capacity` windows of `chunks` chunks, then replaces the oldest."""
 
     def __init__(
-        self, autoencoder: TAEHV, mean: Tensor, std: Tensor, capacity: int, chunks: int = CHUNKS, starts: float = STARTS
+        self,
+        autoencoder: TAEHV,
+        mean: Tensor,
+        std: Tensor,
+        tokens: Tokens,
+        capacity: int,
+        chunks: int = CHUNKS,
+        starts: float = STARTS,
     ) -> None:
-        self.autoencoder, self.capacity, self.chunks, self.starts = autoencoder, capacity, chunks, starts
+        self.autoencoder, self.tokens = autoencoder, tokens
+        self.capacity, self.chunks, self.starts = capacity, chunks, starts
         self.mean, self.std = mean.view(1, 1, -1, 1, 1), std.view(1, 1, -1, 1, 1)
         self.device = mean.device
         side = SIZE // autoencoder.config.spatial
         shape = (2, capacity, chunks * CHUNK, autoencoder.config.latent_channels, side, side)
         self.latents = torch.empty(shape, dtype=torch.float16, device=self.device)
         self.scenes = torch.empty(capacity, chunks, len(FIELDS), dtype=torch.int64, device=self.device)
-        self.start = torch.empty(capacity, dtype=torch.bool, device=self.device)
+        self.ids = torch.empty(capacity, chunks, TEXT_TOKENS, dtype=torch.int64, device=self.device)
+        self.start = torch.empty(capacity, dtype=torch.bool)
         self.place = torch.empty(capacity, chunks * CHUNK, 2, 2, device=self.device)
         self.filled = self.written = 0
 
     @torch.no_grad()
     def grow(self, count: int, generator: torch.Generator) -> None:
         """Render and encode `count` new windows, a few at a time to bound memory. Mutates: the pool."""
-        at_once = RENDERED[self.device.type]
-        for done in range(0, count, at_once):
-            self._grow(min(at_once, count - done), generator)
-
-    def _grow(self, count: int, generator: torch.Generator) -> None:
         scenes = draw_window_scenes(count, self.chunks, generator)
         start = torch.rand(count, generator=generator) < self.starts
-        track = play(scenes, start, generator)
-        latents = self._encode(track)
-        bare, worn = latents.clone(), (torch.rand(count, generator=generator) < SHARE).nonzero()[:, 0]
-        if len(worn):
-            bare[worn] = self._encode(track.rows(worn), False)
+        track, ids = play(scenes, start, generator), self.tokens(scenes)
+        worn = torch.rand(count, generator=generator) < SHARE
         middle = track.place[:, FRAMES_PER_LATENT // 2 :: FRAMES_PER_LATENT].float()
-        slots = (torch.arange(self.written, self.written + count) % self.capacity).to(self.device)
-        self.latents[0, slots], self.latents[1, slots] = latents.half(), bare.half()
-        self.scenes[slots], self.start[slots], self.place[slots] = (
-            each.to(self.device) for each in (scenes, start, middle)
-        )
+        slots = torch.arange(self.written, self.written + count) % self.capacity
+        for some in torch.arange(count).split(RENDERED[self.device.type]):
+            self._put(slots[some], track.rows(some), worn[some])
+        self.start[slots] = start
+        slots = slots.to(self.device)
+        for own, new in ((self.scenes, scenes), (self.ids, ids), (self.place, middle)):
+            own[slots] = new.to(self.device)
         self.written += count
         self.filled = min(self.written, self.capacity)
+
+    def _put(self, slots: Tensor, track: Track, worn: Tensor) -> None:
+        """Render, encode and keep the windows of `track`, those of `worn`, bool `[B]`, without things too."""
+        latents = self._encode(track)
+        bare, rows = latents.clone(), worn.nonzero()[:, 0]
+        if len(rows):
+            bare[rows.to(self.device)] = self._encode(track.rows(rows), False)
+        slots = slots.to(self.device)
+        self.latents[0, slots], self.latents[1, slots] = latents.half(), bare.half()
 
     def _encode(self, track: Track, things: bool = True) -> Tensor:
         frames = draw_frames(track.flat(), self.device, things)
@@ -158,10 +179,11 @@ class Pool:
         return (latents.float() - self.mean) / self.std
 
     def sample(self, count: int, generator: torch.Generator) -> Windows:
-        rows = torch.randint(self.filled, (count,), generator=generator).to(self.device)
+        chosen = torch.randint(self.filled, (count,), generator=generator)
+        rows = chosen.to(self.device, non_blocking=True)
         latents, bare = (each[rows].float().unflatten(1, (self.chunks, CHUNK)).transpose(2, 3) for each in self.latents)
         place = self.place[rows].unflatten(1, (self.chunks, CHUNK))
-        return Windows(latents, bare, self.scenes[rows], self.start[rows], place)
+        return Windows(latents, bare, self.scenes[rows], self.ids[rows], self.start[chosen], place)
 
 
 STATISTICS = 16

@@ -48,6 +48,8 @@ TRANSFORMER: dict[str, Any] = {
 POOL, FIRSTS = 2500, 2500
 """Windows of five chunks, and of a stream's first, that are kept."""
 SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "own": 0.6, "reading": 0.1}
+UNSAID = -1
+"""In place of a field's value, where the sentence does not say it."""
 WHOLE_FROM = 0.5
 """Whole windows are trained on from here on, 0 to 1; before, twice as many pairs of chunks, which take less time."""
 STREAMS, OWN_FROM = 48, 0.85
@@ -65,7 +67,7 @@ class Filling:
     more: tuple[int, int]
 
 
-FILLING = {"cpu": Filling((160, 400), 3, (1, 3)), "cuda": Filling((640, 640), 8, (64, 64))}
+FILLING = {"cpu": Filling((160, 400), 3, (1, 3)), "cuda": Filling((960, 640), 32, (192, 128))}
 
 
 class Network(TinyNetwork):
@@ -79,24 +81,25 @@ class Network(TinyNetwork):
         self.denoiser = TrainedDenoiser(self.transformer)
         self.reader = nn.Linear(WIDTH, sum(FIELD_SIZES))  # used in training only
 
-
-def captions(scenes: Tensor) -> list[str]:
-    """The sentence of every row of `scenes` `[..., fields]`."""
-    return [prompts.canonical(from_row(row)) for row in scenes.flatten(0, -2).tolist()]
+    def tokens(self, scenes: Tensor) -> Tensor:
+        """The ids `[..., tokens]` of the sentences of `scenes` `[..., fields]`."""
+        texts = [prompts.canonical(from_row(row)) for row in scenes.flatten(0, -2).tolist()]
+        return self.text.tokens(texts).unflatten(0, scenes.shape[:-1])
 
 
 def reading_loss(network: Network, generator: torch.Generator, batch: int = 64) -> Tensor:
     """Cross-entropy of all columns of random scenes, read off the embedding of every word of their sentences; what
     cannot be said (columns of a second thing that is not there, the speed of what stands still) does not count."""
     scenes = draw_scenes(batch, generator)
-    ids = network.text.tokens(captions(scenes))
-    words = ids != 0
-    scores = network.reader(network.text.embed(ids)).split(list(FIELD_SIZES), -1)
-    losses = []
-    for column, score in enumerate(scores):
-        said = is_said(scenes, column).to(ids.device)[:, None] & words
-        truth = scenes[:, column].to(ids.device)[:, None].expand_as(ids)
-        losses.append(nn.functional.cross_entropy(score[said], truth[said]))
+    said = torch.stack([is_said(scenes, column) for column in range(len(FIELDS))], 1)
+    ids = network.tokens(scenes)
+    wanted = torch.where(said, scenes, UNSAID).to(ids.device)[:, None].expand(-1, ids.shape[1], -1)
+    wanted = torch.where((ids != 0)[:, :, None], wanted, UNSAID).flatten(0, 1)
+    scores = network.reader(network.text.embed(ids)).flatten(0, 1).split(list(FIELD_SIZES), -1)
+    losses = [
+        nn.functional.cross_entropy(score, truth, ignore_index=UNSAID)
+        for score, truth in zip(scores, wanted.unbind(1), strict=True)
+    ]
     return torch.stack(losses).mean()
 
 
@@ -118,7 +121,7 @@ def draw(
     long and `batch` of two chunks; without, twice `batch` of two chunks, each with `COPIES` targets."""
     kind = "staircase" if chance.random() < 0.65 else "clean"
     pairs = batch if whole else 2 * batch
-    offset = torch.randint(CHUNKS - 1, (pairs,), generator=generator).to(pool.device)
+    offset = torch.randint(CHUNKS - 1, (pairs,), generator=generator)
     drawn = {
         "first": firsts.sample(batch + batch // 2, generator),
         "next": pool.sample(pairs, generator).cut(offset, 2),
@@ -129,37 +132,36 @@ def draw(
 def play_on(network: Network, own: OwnPasts, count: int, chance: random.Random, generator: torch.Generator) -> Windows:
     """The next `count` of the network's own streams, a chunk further, and what was right. Mutates: own."""
 
-    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, scenes: Tensor) -> Tensor:
+    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, ids: Tensor) -> Tensor:
         kept = torch.full((len(past), past.shape[1]), CONTEXT_SIGMA, device=past.device)
         noise = loop.noise_like(past, generator)
         seen = sampling.add_noise(past, noise, kept.view(*kept.shape, 1, 1, 1, 1))
         chunks = past.shape[1] + 1
         rows = Rows(list(range(chunks)), [list(range(i + 1)) for i in range(chunks)], sigma, sigma)
-        words = captions(scenes[:, None].expand(-1, chunks, -1))
+        words = ids[:, None].expand(-1, chunks, -1).flatten(0, 1)
         every = torch.cat([seen, noisy[:, None]], 1).flatten(0, 1)
         levels = torch.cat([kept, sigma[:, None]], 1)
-        made = network.flow(Forward(every, levels, network.text.tokens(words), rows))
+        made = network.flow(Forward(every, levels, words, rows))
         newest: Tensor = made.unflatten(0, (len(past), chunks))[:, -1]
         return newest
 
     return own.turn(count, flow, LEVELS[4 if chance.random() < 0.75 else 2], generator)
 
 
-def lesson_of(
-    network: Network, windows: Windows, kind: str, chance: random.Random, generator: torch.Generator
-) -> Lesson:
+def lesson_of(windows: Windows, kind: str, chance: random.Random, generator: torch.Generator) -> Lesson:
     """What the network is asked of the windows' rows, those without a target worn; `kind` is a key of `ROWS`."""
     rows = ROWS[kind](windows, chance, generator)  # type: ignore[arg-type]
     device = windows.latents.device
-    sigma, target = rows.sigma.to(device), rows.target.to(device)
-    clean = windows.latents[:, rows.chunk]
+    sigma, target, chunk = (
+        each.to(device, non_blocking=True) for each in (rows.sigma, rows.target, torch.tensor(rows.chunk))
+    )
+    clean = windows.latents[:, chunk]
     noise = loop.noise_like(clean, generator)
     level = sigma.view(*sigma.shape, 1, 1, 1, 1)
-    seen = torch.where(target.view(level.shape), clean, windows.worn(generator)[:, rows.chunk])
+    seen = torch.where(target.view(level.shape), clean, windows.worn(generator)[:, chunk])
     noisy = sampling.add_noise(seen, noise, level).flatten(0, 1)
-    ids = network.text.tokens(captions(windows.scenes)).unflatten(0, windows.scenes.shape[:2])
-    ids = ids[:, rows.chunk].flatten(0, 1)
-    return Lesson(noisy, sigma, ids, rows, (noise - clean).flatten(0, 1), windows.weight()[:, rows.chunk])
+    ids = windows.ids[:, chunk].flatten(0, 1)
+    return Lesson(noisy, sigma, ids, rows, (noise - clean).flatten(0, 1), windows.weight()[:, chunk])
 
 
 @dataclass(frozen=True)
@@ -191,9 +193,14 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
     def statistics() -> tuple[Tensor, Tensor]:
         return latent_statistics(autoencoder, chance, device) if plan.begin is None else network.load_model(plan.begin)
 
+    if device.type == "cuda":
+        network.denoiser.compile()
+    if plan.begin is not None:  # which reads well: what it costs is more than half of a GPU's step
+        network.encoder.requires_grad_(False)
     learner = Learner(network, out / "denoiser.pt", plan.rate, device, statistics)
     (mean, std), progress = learner.statistics, learner.progress
-    pool, firsts = Pool(autoencoder, mean, std, POOL), Pool(autoencoder, mean, std, FIRSTS, chunks=1, starts=1.0)
+    pool = Pool(autoencoder, mean, std, network.tokens, POOL)
+    firsts = Pool(autoencoder, mean, std, network.tokens, FIRSTS, chunks=1, starts=1.0)
     filling, generator = FILLING[device.type], loop.step_generator(seed + 1, progress.step)
     own: OwnPasts | None = None
     with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
@@ -208,12 +215,11 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
                 firsts.grow(filling.more[1], generator)
             drawn = draw(pool, firsts, plan.batch, done >= WHOLE_FROM, shared, generator)
             if done >= OWN_FROM:
-                own = own or OwnPasts(autoencoder, mean, std, max(STREAMS, 2 * plan.batch), generator)
+                own = own or OwnPasts(autoencoder, mean, std, network.tokens, max(STREAMS, 2 * plan.batch), generator)
                 drawn["own"] = play_on(network, own, plan.batch, shared, generator)
-            losses = network.losses(
-                {kind: lesson_of(network, some, kind, shared, generator) for kind, some in drawn.items()}
-            )
-            losses["reading"] = reading_loss(network, generator)
+            losses = network.losses({kind: lesson_of(some, kind, shared, generator) for kind, some in drawn.items()})
+            if plan.begin is None:
+                losses["reading"] = reading_loss(network, generator)
         learner.learn(losses, SHARES, done)
         if progress.step % 50 == 49:
             learner.tell(progress.step + 1)

@@ -35,13 +35,13 @@ from streamdiff.models.tiny.world256.tracks import (
     Track,
     join,
 )
-from streamdiff.models.tiny.world256.training.batches import RENDERED, Windows
+from streamdiff.models.tiny.world256.training.batches import RENDERED, Tokens, Windows
 
 REACH, STEP = 20, 4
 """Pixels each way, and between two looks, in which a thing is looked for around where it should be."""
 SLIPS = (-PAN, 0, PAN)
 """Pixels of scrolling by which the scenery may be off: a chunk of the camera's way."""
-AT_ONCE = 8
+AT_ONCE = {"cpu": 8, "cuda": 64}
 """Streams that are looked at together: the places where a thing is tried take 0.1 GB per stream."""
 
 
@@ -59,10 +59,19 @@ class Correction:
 class OwnPasts:
     """`streams` streams, which take turns."""
 
-    def __init__(self, autoencoder: TAEHV, mean: Tensor, std: Tensor, streams: int, generator: torch.Generator) -> None:
-        self.autoencoder = autoencoder
+    def __init__(
+        self,
+        autoencoder: TAEHV,
+        mean: Tensor,
+        std: Tensor,
+        tokens: Tokens,
+        streams: int,
+        generator: torch.Generator,
+    ) -> None:
+        self.autoencoder, self.tokens = autoencoder, tokens
         self.mean, self.std = mean.view(1, 1, -1, 1, 1), std.view(1, 1, -1, 1, 1)
         self.scenes = draw_scenes(streams, generator)
+        self.ids = tokens(self.scenes)
         self.streams = Streams(self.scenes)
         track = join([self.streams.play(self.scenes) for _ in range(PAST)])
         self.latents = self._encode(track)
@@ -85,11 +94,11 @@ class OwnPasts:
         track = streams.play(scenes)
         place = torch.cat([self.place[rows], self._middles(track)], 1)
         latents = torch.cat([past, self._encode(track)], 1)
-        every = scenes[:, None].expand(-1, PAST + 1, -1).to(past.device)
-        start = torch.zeros(count, dtype=torch.bool, device=past.device)
-        windows = Windows(latents, latents, every, start, place)
+        ids = self.ids[rows]
+        every, words = (each[:, None].expand(-1, PAST + 1, -1) for each in (scenes.to(past.device), ids))
+        windows = Windows(latents, latents, every, words, torch.zeros(count, dtype=torch.bool), place)
         self.streams.put(rows, streams)
-        self.latents[rows] = torch.cat([past[:, 1:], self._draw(past, scenes, flow, levels, generator)[:, None]], 1)
+        self.latents[rows] = torch.cat([past[:, 1:], self._draw(past, ids, flow, levels, generator)[:, None]], 1)
         self.place[rows], last = place[:, 1:], self._last(track)
         for field in fields(Track):
             getattr(self.last, field.name)[rows] = getattr(last, field.name)
@@ -102,14 +111,15 @@ class OwnPasts:
         scenes = draw_scenes(len(rows), generator)
         fresh = Streams(scenes)
         track = join([fresh.play(scenes) for _ in range(PAST)])
-        self.scenes[rows], self.latents[rows], self.place[rows] = scenes, self._encode(track), self._middles(track)
+        self.scenes[rows], self.ids[rows] = scenes, self.tokens(scenes)
+        self.latents[rows], self.place[rows] = self._encode(track), self._middles(track)
         self.streams.put(rows, fresh)
         last = self._last(track)
         for field in fields(Track):
             getattr(self.last, field.name)[rows] = getattr(last, field.name)
 
     def _draw(
-        self, past: Tensor, scenes: Tensor, flow: Flow, levels: tuple[float, ...], generator: torch.Generator
+        self, past: Tensor, ids: Tensor, flow: Flow, levels: tuple[float, ...], generator: torch.Generator
     ) -> Tensor:
         """The network's next chunk `[B, C, CHUNK, h, w]`."""
         chunk = torch.zeros_like(past[:, 0])
@@ -117,7 +127,7 @@ class OwnPasts:
             sigma = torch.full((len(past),), level, device=past.device)
             noise = loop.noise_like(chunk, generator)
             noisy = sampling.add_noise(chunk, noise, sigma.view(-1, 1, 1, 1, 1))
-            chunk = sampling.clean_from_flow(noisy, flow(past, noisy, sigma, scenes), level)
+            chunk = sampling.clean_from_flow(noisy, flow(past, noisy, sigma, ids), level)
         return chunk
 
     @torch.no_grad()
@@ -147,7 +157,9 @@ class OwnPasts:
         """Move `streams` to what is seen in the last frame of their last `chunk` `[B, C, CHUNK, h, w]`. Mutates:
         streams."""
         latents = chunk[:, :, -2:].transpose(1, 2) * self.std + self.mean
-        frames = torch.cat([self.autoencoder.decode(some, Memory())[:, -1] for some in latents.split(AT_ONCE)])
+        frames = torch.cat(
+            [self.autoencoder.decode(some, Memory())[:, -1] for some in latents.split(AT_ONCE[latents.device.type])]
+        )
         found = locate(frames.clamp(0, 1), self.last.rows(rows))
         streams.scroll = (streams.scroll + found.scroll * PARTS) % (SCROLL * PARTS)
         home = torch.tensor(HOME)[self.scenes[rows, COLUMN["second"]]]
@@ -174,7 +186,7 @@ def locate(frames: Tensor, should: Track) -> Correction:
         there = should.scenes[:, COLUMN["second"]] >= thing
         for size in range(len(SIZES)):
             alike = (there & (should.scenes[:, COLUMN[prefix + "size"]] == size)).nonzero()[:, 0]
-            for rows in alike.split(AT_ONCE) if len(alike) else ():
+            for rows in alike.split(AT_ONCE[frames.device.type]) if len(alike) else ():
                 here = rows.to(frames.device)
                 found = _find(frames[here], ground[here], should.rows(rows), thing, size)
                 shifts[here, thing], seens[here, thing] = found

@@ -72,20 +72,25 @@ def test_one_thing_needs_no_second() -> None:
     assert found.seen[0, 1] == 1 and found.scroll.tolist() == [0]
 
 
+def numbers(scenes: Tensor) -> Tensor:
+    """A stand-in for the ids of the sentences of `scenes`."""
+    return scenes
+
+
 @pytest.fixture(scope="module")
 def pasts() -> OwnPasts:
     torch.manual_seed(0)
     autoencoder = TAEHV(clips.AUTOENCODER)
     initialise(autoencoder)
-    return OwnPasts(autoencoder, torch.zeros(16), torch.ones(16), 3, dice())
+    return OwnPasts(autoencoder, torch.zeros(16), torch.ones(16), numbers, 3, dice())
 
 
 @pytest.mark.slow
 def test_streams_take_turns_and_see_what_the_network_made(pasts: OwnPasts) -> None:
     made: list[Tensor] = []
 
-    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, scenes: Tensor) -> Tensor:
-        assert past.shape == (2, PAST, 16, 3, 16, 16) and scenes.shape[0] == 2
+    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, ids: Tensor) -> Tensor:
+        assert past.shape == (2, PAST, 16, 3, 16, 16) and len(ids) == 2
         made.append(noisy)
         return noisy  # so that what is clean is the noise less all of it: zeros
 
@@ -104,9 +109,9 @@ def test_what_is_told_of_a_stream_that_is_right_is_how_the_world_goes_on() -> No
     torch.manual_seed(0)
     autoencoder = TAEHV(clips.AUTOENCODER)
     initialise(autoencoder)
-    pasts = OwnPasts(autoencoder, torch.zeros(16), torch.ones(16), 1, dice(3))
+    pasts = OwnPasts(autoencoder, torch.zeros(16), torch.ones(16), numbers, 1, dice(3))
     state = pasts.streams.take(torch.tensor([0]))
     expected = state.play(pasts.scenes)
-    windows = pasts.turn(1, lambda past, noisy, sigma, scenes: noisy, (1.0,), dice())
+    windows = pasts.turn(1, lambda past, noisy, sigma, ids: noisy, (1.0,), dice())
     away = (windows.place[0, PAST, :, 0] - expected.place[0, 2::4, 0] + SIZE / 2).remainder(SIZE) - SIZE / 2
     assert away.abs().max() <= own_past.REACH, "an untrained autoencoder shows it roughly"

@@ -1,0 +1,74 @@
+"""A new prompt's first frames are shown at once: what waits before them is skipped, unless that is switched off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from streamdiff import clock
+from streamdiff.config import Config, PlaybackConfig
+from streamdiff.engine.messages import SetPrompt
+from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.playback import SKIP_EVERY_S
+from tests.server.conftest import Site, open_site
+from tests.server.scripted import Painter
+
+pytestmark = pytest.mark.slow
+LEAD_S = 4.0
+
+
+def run(scene: Callable[[Site, LiveSession], Awaitable[None]], skip_to_prompt: bool = True) -> None:
+    async def main() -> None:
+        config = Config(playback=PlaybackConfig(lead_s=LEAD_S, skip_to_prompt=skip_to_prompt))
+        async with open_site(config, Painter(chunk_s=0.001)) as site:
+            session = site.state.manager.get("default")
+            assert session is not None
+            await scene(site, session)
+
+    asyncio.run(main())
+
+
+async def prompt(site: Site, text: str) -> SetPrompt:
+    """Ask for a prompt; returns what the engine was told."""
+    response = await site.http.post("/api/control", json={"type": "prompt", "prompt": text})
+    assert response.status_code == 200, response.text
+    return next(command for command in reversed(site.client.sent) if isinstance(command, SetPrompt))
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_what_waits_is_skipped_for_a_new_prompt_where_that_is_wanted(skips: bool) -> None:
+    async def scene(site: Site, session: LiveSession) -> None:
+        peer = await site.watch()
+        await peer.frame()
+        await site.until(lambda: session.playback.pacer.progress().buffered > 40)
+        shown = session.playback.pacer.progress().frame
+        assert (await prompt(site, "blue")).skip == skips
+        await site.until(lambda: session._latest_shown_epoch == session.epoch)
+        progress = session.playback.pacer.progress()
+        assert progress.frame > shown
+        assert (progress.dropped > 0) == skips
+        assert progress.passed == progress.shown + progress.dropped, "each was either shown or skipped"
+
+    run(scene, skips)
+
+
+def test_prompts_without_end_skip_now_and_then_only() -> None:
+    async def scene(site: Site, session: LiveSession) -> None:
+        now_s = clock.monotonic_s()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(clock, "monotonic_s", lambda: now_s)
+            assert [session.playback.may_skip() for _ in range(3)] == [True, False, False]
+            patch.setattr(clock, "monotonic_s", lambda: now_s + SKIP_EVERY_S)
+            assert session.playback.may_skip()
+
+    run(scene)
+
+
+def test_video_that_comes_in_is_not_skipped() -> None:
+    async def scene(site: Site, session: LiveSession) -> None:
+        session.input.take("camera")
+        assert not (await prompt(site, "blue")).skip
+
+    run(scene)

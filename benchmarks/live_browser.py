@@ -11,8 +11,10 @@ picture of the other colour (seen in a canvas).
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -138,6 +140,29 @@ def _prompt_lags(browser: webdriver.Chrome, count: int) -> list[float]:
     return lags
 
 
+CORES = len(os.sched_getaffinity(0))
+BUSY = "import time; end = time.monotonic() + 1\nwhile time.monotonic() < end: pass"
+
+
+def _busy_seconds(browser: webdriver.Chrome, server: Server, count: int, cores: int) -> dict[str, Any]:
+    """Freezes that the browser counts, and slots without a new frame, over `count` seconds in each of which `cores`
+    other processes compute without a pause."""
+
+    def seen() -> tuple[int, int]:
+        stats = httpx.get(server.url + "api/state", timeout=20).json()["stats"]
+        return probe(browser)["inbound"]["freezeCount"], stats["repeated"]
+
+    freezes, repeated = seen()
+    for _ in range(count):
+        others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(cores)]
+        for other in others:
+            other.wait()
+        time.sleep(WARM_UP_S)
+    after = seen()
+    freezes, repeated = after[0] - freezes, after[1] - repeated
+    return {"busy_cores": cores, "count": count, "freezes": freezes, "repeated_slots": repeated}
+
+
 def _spread(values: Sequence[float]) -> dict[str, float | int]:
     return {
         "count": len(values),
@@ -147,7 +172,9 @@ def _spread(values: Sequence[float]) -> dict[str, float | int]:
     }
 
 
-def measure(seconds: float, prompts: int, loads: int, sessions: int, command: Sequence[str] = SERVE) -> dict[str, Any]:
+def measure(
+    seconds: float, prompts: int, loads: int, sessions: int, busy: int, command: Sequence[str] = SERVE
+) -> dict[str, Any]:
     """Everything this benchmark measures, JSON-able."""
     with running_server(command) as server, chromium() as browser:
         load_average = psutil.getloadavg()[0]
@@ -155,6 +182,7 @@ def measure(seconds: float, prompts: int, loads: int, sessions: int, command: Se
         browser.execute_script("streamdiff.client.send({ type: 'prompt', prompt: arguments[0] })", PROMPTS[1])
         time.sleep(WARM_UP_S)
         playback = _playback(browser, server, seconds)
+        others = [_busy_seconds(browser, server, busy, cores) for cores in range(1, CORES + 1)] if busy else []
         lags = _prompt_lags(browser, prompts)
         state = httpx.get(server.url + "api/state", timeout=20).json()
         new = _new_sessions(browser, server.url, sessions) if sessions else []
@@ -164,6 +192,7 @@ def measure(seconds: float, prompts: int, loads: int, sessions: int, command: Se
         "load_average_before": round(load_average, 2),
         "engine": {name: state["engine"][name] for name in ("model", "device", "steps", "kv_context", "chunk_frames")},
         "playback": playback,
+        "busy_seconds": others,
         "first_frame": _spread(first),
         "prompt_to_pixel": _spread(lags) if lags else None,
         "new_session": _spread(new) if new else None,
@@ -180,6 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=10, help="how many prompt changes are timed")
     parser.add_argument("--loads", type=int, default=5, help="how often the page is loaded for the first frame")
     parser.add_argument("--sessions", type=int, default=5, help="new sessions that are timed; 0 leaves them out")
+    parser.add_argument(
+        "--busy", type=int, default=0, help="so many seconds in which other processes take one core, two, ..."
+    )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("serve", nargs="*", help="further arguments of `streamdiff serve`, after --")
     arguments = parser.parse_args(argv)
@@ -187,9 +219,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.argv if argv is None else ["benchmarks.live_browser", *argv], warm_up=f"{WARM_UP_S:g} s of playback"
     )
     found = measure(
-        arguments.seconds, arguments.prompts, arguments.loads, arguments.sessions, (*SERVE, *arguments.serve)
-    )
+        arguments.seconds, arguments.prompts, arguments.loads, arguments.sessions, arguments.busy,
+        (*SERVE, *arguments.serve),
+    )  # fmt: skip
     print(report.table([found["playback"]]))
+    if found["busy_seconds"]:
+        print(report.table(found["busy_seconds"]))
     rows = [{"what": name, **found[name]} for name in ("first_frame", "prompt_to_pixel", "new_session") if found[name]]
     print(report.table(rows))
     if arguments.out is not None:

@@ -96,7 +96,7 @@ class ModelConfig(_Section):
     anchor_every: int | None = Field(None, ge=1)
     """With kv_context anchored: every so many chunks one is an anchor, beside those of the sink."""
     clean_pass: Literal["auto", "alone", "with-next"] = "auto"
-    """Of finished chunks. with-next: one forward for it and the next chunk's first step, if that may begin. auto: alone."""
+    """Of finished chunks. with-next: in one forward with the next chunk's first step, where it can be. auto: alone."""
     window: int | None = Field(None, ge=1)
     """Latent frames a chunk can see, sink and itself included; default: the model's own."""
     sink: int | None = Field(None, ge=0)

@@ -166,9 +166,7 @@ class Session:
         self._made_frames = max(self._made_frames, made_frames)
         self._shown_frames = self._made_frames - max(0, made_frames - shown_frames)
 
-    def set_prompt(
-        self, text: str, notice: str, request: str, switch: str = "keep", skip: bool = False
-    ) -> list[Event]:
+    def set_prompt(self, text: str, notice: str, request: str, switch: str = "keep", skip: bool = False) -> list[Event]:
         """Accept a prompt; `apply_pending` gives it to the pipeline, unless a later one comes first. With `switch`
         "reset" the stream begins afresh with it, at once; with `skip` its first frames need not wait for those that
         were made before them."""

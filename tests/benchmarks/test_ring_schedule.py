@@ -76,6 +76,14 @@ def test_what_is_missed_is_said(rate: float, latency: float, words: list[str]) -
     assert [line.split()[0] for line in lines] == words
 
 
+def test_a_stage_that_sleeps_too_long_makes_the_ideal_longer_too() -> None:
+    figures = {"chunks_per_s": 3.71, "latency_s": 4.4, "mean_gap_s": 1.0, "longest_gap_s": 1.5}
+    plan, alone = Plan(forward_s=1.0), {**figures, "chunks_per_s": 1.0}
+    punctual, late = (ring_schedule.judged(plan, alone, Ran(figures, {"overslept_us": us})) for us in (0, 0.025e6))
+    assert late["latency_of_ideal"] == pytest.approx(punctual["latency_of_ideal"] / 1.1)
+    assert late["rate_ratio"] == punctual["rate_ratio"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_ranks_that_share_a_stage_are_compared_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

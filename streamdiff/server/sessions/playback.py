@@ -20,7 +20,6 @@ from streamdiff.server.media.playout import PlayoutSlot
 from streamdiff.server.media.snapshot import Snapshot
 from streamdiff.server.metrics import Metrics
 
-
 SKIP_EVERY_S = 0.5
 """Frames are skipped for a new prompt at most this often, or who writes prompts without end would see only first
 chunks, and take the engine's time from others."""
@@ -108,7 +107,7 @@ class Playback:
     def slack_s(self, batch: FrameBatch) -> float | None:
         """Seconds of video buffered when a chunk's first frames come, before they are pushed, plus what the lead may
         still grow by; if the buffer ran dry, minus the seconds for which the last picture stood. None for a chunk's
-        further frames, for a stream's first two chunks and one that others were skipped for, and while nothing is shown.
+        further frames, for a stream's first two chunks, for one behind skipped frames, and while nothing is shown.
 
         Mutates: self.
         """

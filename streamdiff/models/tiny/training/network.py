@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,14 +113,14 @@ class TrainedDenoiser(WanDenoiser):
 
     def __init__(self, model: WanTransformer3DModel) -> None:
         super().__init__(model)
-        self._before, self._after = self._rotated, self.after_attention
+        self._before: Callable[..., tuple[Tensor, Tensor, Tensor]] = self._rotated
+        self._after: Callable[..., Tensor] = self.after_attention
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile what a block does before and after its self-attention, forwards and backwards; one graph for all
         blocks and any number of rows. Mutates: self."""
-        self._before, self._after = (
-            torch.compile(part, backend=backend) for part in (self._rotated, self.after_attention)
-        )
+        self._before = torch.compile(self._rotated, backend=backend)
+        self._after = torch.compile(self.after_attention, backend=backend)
 
     def run_rows(self, tokens: Tokens, text: Sequence[KeyValue], factors: Tensor, mix: Attend) -> Tokens:
         """Run the blocks over whole windows: `mix` is their self-attention; factors as of `BlockCausal`."""

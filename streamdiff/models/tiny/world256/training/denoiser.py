@@ -3,8 +3,8 @@
 The losses are those of `tiny.training.denoiser` (decisions 0006 and 0017), over this world's windows: *first*, first
 chunks of streams; *next*, a chunk after a clean one, several levels of it; *window*, five chunks, `staircase` or
 `clean`, after the first part of training; *own*: what should follow chunks that the network made itself, towards
-the end; and *reading*: every word's embedding must tell the whole scene. In part of what is only seen things are worn.
-A thing of its own that the network has lost begins again where streams begin.
+the end; and, where training begins with nothing, *reading*: every word's embedding must tell the whole scene. In part
+of what is only seen things are worn. A thing of its own that the network has lost begins again where streams begin.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Network(TinyNetwork):
     def tokens(self, scenes: Tensor) -> Tensor:
         """The ids `[..., tokens]` of the sentences of `scenes` `[..., fields]`."""
         texts = [prompts.canonical(from_row(row)) for row in scenes.flatten(0, -2).tolist()]
-        return self.text.tokens(texts).unflatten(0, scenes.shape[:-1])
+        ids: Tensor = self.text.tokens(texts).unflatten(0, scenes.shape[:-1])
+        return ids
 
 
 def reading_loss(network: Network, generator: torch.Generator, batch: int = 64) -> Tensor:

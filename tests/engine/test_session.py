@@ -156,7 +156,8 @@ def test_a_prompt_that_skips_is_made_at_once_and_what_waits_counts_as_shown() ->
     s.shown(2 * CHUNK)
     assert calls(s) == [], "that is known"
     s.shown(3 * CHUNK)
-    assert make(s, epoch=1, chunk=3)[0] != Applied("s", 1, 3, 3 * CHUNK, skip=True), "once"
+    s.set_steps(2, 0, "r2")
+    assert make(s, epoch=2, chunk=3)[0] == Applied("s", 2, 3, 3 * CHUNK, skip=False), "once"
 
 
 def test_a_prompt_that_skips_nothing_waits_for_its_turn() -> None:

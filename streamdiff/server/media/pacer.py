@@ -95,10 +95,10 @@ class Pacer:
             self._pushed = pictures[-1]
             self._changed.notify()
 
-    def clear_before(self, epoch: int) -> None:
-        """Drop frames of older epochs that wait: the stream was reset."""
+    def clear_before(self, epoch: int, reset: bool = True) -> None:
+        """Drop frames of older epochs that wait, see `PlayoutBuffer.clear_before`."""
         with self._changed:
-            self._playout.clear_before(epoch)
+            self._playout.clear_before(epoch, reset)
             self._changed.notify()
 
     def set_paused(self, paused: bool) -> None:

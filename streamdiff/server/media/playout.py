@@ -151,13 +151,14 @@ class PlayoutBuffer:
             if epoch < self._oldest_epoch or len(self._queue) > self._capacity_frames:
                 self._drop(self._queue.pop() if epoch < self._oldest_epoch else self._queue.popleft())
 
-    def clear_before(self, epoch: int) -> int:
-        """Drop every frame of an epoch older than `epoch`, those still to come as well; returns how many waited."""
+    def clear_before(self, epoch: int, reset: bool = True) -> int:
+        """Drop every frame of an epoch older than `epoch`, those still to come as well; returns how many waited. Behind
+        a `reset` frames are shown at full speed, else as fast as the engine was seen to make them."""
         self._oldest_epoch = max(self._oldest_epoch, epoch)
         before = len(self._queue)
         while self._queue and self._queue[0].epoch < self._oldest_epoch:
             self._drop(self._queue.popleft())
-        self._begin_cycle(1.0)
+        self._begin_cycle(1.0 if reset else self._speed)
         return before - len(self._queue)
 
     def _drop(self, waiting: _Frame) -> None:

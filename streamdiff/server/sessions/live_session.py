@@ -199,7 +199,7 @@ class LiveSession(ShowsState):
                 self._take_accepted(event, now_s)
             case messages.Applied():
                 if event.skip:
-                    self.playback.clear_before(event.epoch)
+                    self.playback.clear_before(event.epoch, reset=False)
                 self.subscribers.deliver(self._requests.applied(event.epoch, event.first_frame, now_s, event.chunk))
             case messages.Saved() | messages.Refused() if self.snapshots.take(event):
                 pass
@@ -272,8 +272,9 @@ class LiveSession(ShowsState):
         match message:
             case control.PromptMessage(prompt=prompt, switch=switch):
                 self._log(prompt)
-                # Video that comes in is shown as it came: frames that are skipped would be missing at its end.
-                skip = self.input.source is None and self.playback.may_skip()
+                # Video is shown as it came in, or was given: frames that are skipped would be missing at its end.
+                follows = self.input.source is not None or self.features.video_latents is not None
+                skip = switch != "reset" and not follows and self.playback.may_skip()
                 await self._send(messages.SetPrompt(self.id, prompt, request, switch or "", skip))
             case control.ResetMessage(seed=seed):
                 image = message.picture if isinstance(message, control.PictureReset) else None

@@ -91,17 +91,18 @@ class Playback:
         self.made_frames = self._begun_frames = made_frames
 
     def may_skip(self) -> bool:
-        """Whether frames may be skipped for a prompt that comes now. Mutates: self."""
+        """Whether frames may be skipped for a prompt that comes now: not where time stands still, as nobody watches.
+        Mutates: self."""
         now_s = clock.monotonic_s()
-        if not self._skips_to_prompts or now_s < self._skip_s + SKIP_EVERY_S:
+        if not self._skips_to_prompts or self.pacer.held or now_s < self._skip_s + SKIP_EVERY_S:
             return False
         self._skip_s = now_s
         return True
 
-    def clear_before(self, epoch: int) -> None:
-        """Skip waiting frames of older epochs. Mutates: self."""
+    def clear_before(self, epoch: int, reset: bool = True) -> None:
+        """Skip waiting frames of older epochs, at a `reset` or for a prompt. Mutates: self."""
         self._skipped = True
-        self.pacer.clear_before(epoch)
+        self.pacer.clear_before(epoch, reset)
         self._progressed.set()
 
     def slack_s(self, batch: FrameBatch) -> float | None:

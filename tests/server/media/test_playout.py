@@ -200,6 +200,23 @@ def test_reset_drops_what_waits_of_older_epochs_and_what_still_comes() -> None:
     assert playout.clear_before(2) == 0, "its own epoch stays"
 
 
+def test_a_slow_engine_is_followed_evenly_through_frames_that_are_skipped() -> None:
+    """Twelve frames every 0.6 s, at 40 frames per second; a prompt's first ones come after 24 s."""
+    playout, pictures = PlayoutBuffer(40, start_frames=12), np.zeros((12, 2, 2, 3), np.uint8)
+    new_s, burst = list[float](), 0
+    for tick in range(16_000):
+        now_s = tick / 400
+        if tick == 240 * burst:
+            if burst == 40:
+                assert playout.clear_before(1, reset=False) > 0
+            playout.push(12 * burst, pictures, epoch=int(burst >= 40))
+            burst += 1
+        while (slot := playout.due(now_s)) is not None:
+            new_s += [] if slot.repeated else [now_s]
+    late = [before for before, after in itertools.pairwise(new_s) if before > 15 and after - before > 0.08]
+    assert late == []
+
+
 def test_a_prompt_change_drops_nothing() -> None:
     playout = PlayoutBuffer(10)
     playout.push(0, frames(0, 3), epoch=1)

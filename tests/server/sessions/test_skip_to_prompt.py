@@ -56,6 +56,7 @@ def test_what_waits_is_skipped_for_a_new_prompt_where_that_is_wanted(skips: bool
 
 def test_prompts_without_end_skip_now_and_then_only() -> None:
     async def scene(site: Site, session: LiveSession) -> None:
+        await (await site.watch()).frame()
         now_s = clock.monotonic_s()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(clock, "monotonic_s", lambda: now_s)
@@ -66,8 +67,17 @@ def test_prompts_without_end_skip_now_and_then_only() -> None:
     run(scene)
 
 
+def test_nothing_is_made_ahead_for_prompts_that_nobody_sees() -> None:
+    async def scene(site: Site, session: LiveSession) -> None:
+        await site.until(lambda: session.playback.pacer.held)
+        assert not (await prompt(site, "blue")).skip
+
+    run(scene)
+
+
 def test_video_that_comes_in_is_not_skipped() -> None:
     async def scene(site: Site, session: LiveSession) -> None:
+        await (await site.watch()).frame()
         session.input.take("camera")
         assert not (await prompt(site, "blue")).skip
 

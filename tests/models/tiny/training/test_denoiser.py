@@ -83,7 +83,9 @@ def test_compiled_blocks_have_the_flows_and_gradients_of_plain_ones_for_any_numb
         return [flow.detach(), *(each.grad for each in network.transformer.parameters() if each.grad is not None)]
 
     plain = [run(one) for one in asked]
+    before, after = network.denoiser._before, network.denoiser._after
     network.denoiser.compile("aot_eager")
+    assert network.denoiser._before is not before and network.denoiser._after is not after
     compiled = [run(asked[0])]
     with torch.compiler.set_stance("fail_on_recompile"):
         compiled += [run(one) for one in asked[1:]]

@@ -102,7 +102,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return (torch.softmax(scores, -1) @ value).transpose(1, 2)
 
 
-def _of_any_length(*tensors: Tensor) -> None:
+def _mark_rows_dynamic(*tensors: Tensor) -> None:
     """Tell the compiler that the number of rows, the first axis of each, differs from call to call."""
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -128,10 +128,10 @@ class TrainedDenoiser(WanDenoiser):
         hidden = tokens.hidden
         for layer in range(len(self.blocks)):
             weights, own = self.weights(layer), modulation[layer]
-            _of_any_length(hidden, own, factors, *text[layer])
+            _mark_rows_dynamic(hidden, own, factors, *text[layer])
             query, key, value = self._before(weights, hidden, own, factors)
             mixed = mix(query, key, value)
-            _of_any_length(mixed)
+            _mark_rows_dynamic(mixed)
             hidden = self._after(weights, hidden, own, text[layer], mixed, _attend)
         return Tokens(hidden, tokens.time)
 

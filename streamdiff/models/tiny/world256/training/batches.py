@@ -116,29 +116,35 @@ def play(scenes: Tensor, start: Tensor, generator: torch.Generator) -> Track:
     return Track(**merged)
 
 
-Tokens = Callable[[Tensor], Tensor]
-"""Scenes `[..., fields]` to the ids `[..., tokens]` of their sentences."""
+class TrackEncoder:
+    """Draws tracks and encodes their frames as latents of mean 0 and deviation 1; and the sentences of their scenes."""
+
+    def __init__(self, autoencoder: TAEHV, mean: Tensor, std: Tensor, tokens: Callable[[Tensor], Tensor]) -> None:
+        """`mean` and `std` `[C]` are those of the autoencoder's latents; `tokens` gives the ids `[..., tokens]` of the
+        sentences of scenes `[..., fields]`."""
+        self.autoencoder, self.tokens, self.device = autoencoder, tokens, mean.device
+        self.mean, self.std = mean.view(1, 1, -1, 1, 1), std.view(1, 1, -1, 1, 1)
+
+    @torch.no_grad()
+    def __call__(self, track: Track, things: bool = True) -> Tensor:
+        """Latents `[B, T / 4, C, h, w]` of the frames of `track`, a few streams at a time to bound memory."""
+        made = []
+        for rows in torch.arange(len(track.scroll)).split(RENDERED[self.device.type]):
+            some = track.rows(rows)
+            frames = draw_frames(some.flat(), self.device, things).unflatten(0, some.scroll.shape)
+            made.append((encode_groups(self.autoencoder, frames).float() - self.mean) / self.std)
+        return torch.cat(made)
 
 
 class Pool:
     """Grows to `capacity` windows of `chunks` chunks, then replaces the oldest."""
 
-    def __init__(
-        self,
-        autoencoder: TAEHV,
-        mean: Tensor,
-        std: Tensor,
-        tokens: Tokens,
-        capacity: int,
-        chunks: int = CHUNKS,
-        starts: float = STARTS,
-    ) -> None:
-        self.autoencoder, self.tokens = autoencoder, tokens
+    def __init__(self, encode: TrackEncoder, capacity: int, chunks: int = CHUNKS, starts: float = STARTS) -> None:
+        self.encode, self.device = encode, encode.device
         self.capacity, self.chunks, self.starts = capacity, chunks, starts
-        self.mean, self.std = mean.view(1, 1, -1, 1, 1), std.view(1, 1, -1, 1, 1)
-        self.device = mean.device
-        side = SIZE // autoencoder.config.spatial
-        shape = (2, capacity, chunks * CHUNK, autoencoder.config.latent_channels, side, side)
+        config = encode.autoencoder.config
+        side = SIZE // config.spatial
+        shape = (2, capacity, chunks * CHUNK, config.latent_channels, side, side)
         self.latents = torch.empty(shape, dtype=torch.float16, device=self.device)
         self.scenes = torch.empty(capacity, chunks, len(FIELDS), dtype=torch.int64, device=self.device)
         self.ids = torch.empty(capacity, chunks, TEXT_TOKENS, dtype=torch.int64, device=self.device)
@@ -148,35 +154,24 @@ class Pool:
 
     @torch.no_grad()
     def grow(self, count: int, generator: torch.Generator) -> None:
-        """Render and encode `count` new windows, a few at a time to bound memory. Mutates: the pool."""
+        """Render and encode `count` new windows. Mutates: the pool."""
         scenes = draw_window_scenes(count, self.chunks, generator)
         start = torch.rand(count, generator=generator) < self.starts
-        track, ids = play(scenes, start, generator), self.tokens(scenes)
+        track, ids = play(scenes, start, generator), self.encode.tokens(scenes)
         worn = torch.rand(count, generator=generator) < SHARE
         middle = track.place[:, FRAMES_PER_LATENT // 2 :: FRAMES_PER_LATENT].float()
         slots = torch.arange(self.written, self.written + count) % self.capacity
-        for some in torch.arange(count).split(RENDERED[self.device.type]):
-            self._put(slots[some], track.rows(some), worn[some])
         self.start[slots] = start
         slots = slots.to(self.device)
+        latents = self.encode(track)
+        bare, rows = latents.clone(), worn.nonzero()[:, 0]
+        if len(rows):
+            bare[rows.to(self.device)] = self.encode(track.rows(rows), False)
+        self.latents[0, slots], self.latents[1, slots] = latents.half(), bare.half()
         for own, new in ((self.scenes, scenes), (self.ids, ids), (self.place, middle)):
             own[slots] = new.to(self.device)
         self.written += count
         self.filled = min(self.written, self.capacity)
-
-    def _put(self, slots: Tensor, track: Track, worn: Tensor) -> None:
-        """Render, encode and keep the windows of `track`, those of `worn`, bool `[B]`, without things too."""
-        latents = self._encode(track)
-        bare, rows = latents.clone(), worn.nonzero()[:, 0]
-        if len(rows):
-            bare[rows.to(self.device)] = self._encode(track.rows(rows), False)
-        slots = slots.to(self.device)
-        self.latents[0, slots], self.latents[1, slots] = latents.half(), bare.half()
-
-    def _encode(self, track: Track, things: bool = True) -> Tensor:
-        frames = draw_frames(track.flat(), self.device, things)
-        latents = encode_groups(self.autoencoder, frames.unflatten(0, track.scroll.shape))
-        return (latents.float() - self.mean) / self.std
 
     def sample(self, count: int, generator: torch.Generator) -> Windows:
         chosen = torch.randint(self.filled, (count,), generator=generator)

@@ -30,7 +30,7 @@ from streamdiff.models.tiny.world256 import prompts
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS, draw_scenes, from_row
 from streamdiff.models.tiny.world256.text_encoder import WorldText, build_text
 from streamdiff.models.tiny.world256.training.autoencoder import AUTOENCODER
-from streamdiff.models.tiny.world256.training.batches import Pool, Windows, latent_statistics
+from streamdiff.models.tiny.world256.training.batches import Pool, TrackEncoder, Windows, latent_statistics
 from streamdiff.models.tiny.world256.training.on_policy import OwnPasts
 
 TRANSFORMER: dict[str, Any] = {
@@ -200,8 +200,8 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
         network.encoder.requires_grad_(False)
     learner = Learner(network, out / "denoiser.pt", plan.rate, device, statistics)
     (mean, std), progress = learner.statistics, learner.progress
-    pool = Pool(autoencoder, mean, std, network.tokens, POOL)
-    firsts = Pool(autoencoder, mean, std, network.tokens, FIRSTS, chunks=1, starts=1.0)
+    encode = TrackEncoder(autoencoder, mean, std, network.tokens)
+    pool, firsts = Pool(encode, POOL), Pool(encode, FIRSTS, chunks=1, starts=1.0)
     filling, generator = FILLING[device.type], loop.step_generator(seed + 1, progress.step)
     own: OwnPasts | None = None
     with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
@@ -216,7 +216,7 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
                 firsts.grow(filling.more[1], generator)
             drawn = draw(pool, firsts, plan.batch, done >= WHOLE_FROM, shared, generator)
             if done >= OWN_FROM:
-                own = own or OwnPasts(autoencoder, mean, std, network.tokens, max(STREAMS, 2 * plan.batch), generator)
+                own = own or OwnPasts(encode, max(STREAMS, 2 * plan.batch), generator)
                 drawn["own"] = play_on(network, own, plan.batch, shared, generator)
             losses = network.losses({kind: lesson_of(some, kind, shared, generator) for kind, some in drawn.items()})
             if plan.begin is None:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from streamdiff.models import sampling
-from streamdiff.models.autoencoder.taehv import TAEHV, Memory
+from streamdiff.models.autoencoder.taehv import Memory
 from streamdiff.models.tiny.training import loop
-from streamdiff.models.tiny.training.autoencoder import encode_groups
 from streamdiff.models.tiny.training.batches import CHUNK
 from streamdiff.models.tiny.training.on_policy import FRESH, LOST, PAST, Flow
 from streamdiff.models.tiny.world256 import shapes
@@ -35,7 +34,7 @@ from streamdiff.models.tiny.world256.tracks import (
     Track,
     join,
 )
-from streamdiff.models.tiny.world256.training.batches import RENDERED, Tokens, Windows
+from streamdiff.models.tiny.world256.training.batches import TrackEncoder, Windows
 
 REACH, STEP = 20, 4
 """Pixels each way, and between two looks, in which a thing is looked for around where it should be."""
@@ -59,22 +58,13 @@ class Correction:
 class OwnPasts:
     """`streams` streams, which take turns."""
 
-    def __init__(
-        self,
-        autoencoder: TAEHV,
-        mean: Tensor,
-        std: Tensor,
-        tokens: Tokens,
-        streams: int,
-        generator: torch.Generator,
-    ) -> None:
-        self.autoencoder, self.tokens = autoencoder, tokens
-        self.mean, self.std = mean.view(1, 1, -1, 1, 1), std.view(1, 1, -1, 1, 1)
+    def __init__(self, encode: TrackEncoder, streams: int, generator: torch.Generator) -> None:
+        self.encode = encode
         self.scenes = draw_scenes(streams, generator)
-        self.ids = tokens(self.scenes)
+        self.ids = encode.tokens(self.scenes)
         self.streams = Streams(self.scenes)
         track = join([self.streams.play(self.scenes) for _ in range(PAST)])
-        self.latents = self._encode(track)
+        self.latents = self._chunks(track)
         self.last = self._last(track)
         self.place = self._middles(track)
         self._next = 0
@@ -93,7 +83,7 @@ class OwnPasts:
         self._correct(streams, past[:, -1], rows)
         track = streams.play(scenes)
         place = torch.cat([self.place[rows], self._middles(track)], 1)
-        latents = torch.cat([past, self._encode(track)], 1)
+        latents = torch.cat([past, self._chunks(track)], 1)
         ids = self.ids[rows]
         every, words = (each[:, None].expand(-1, PAST + 1, -1) for each in (scenes.to(past.device), ids))
         windows = Windows(latents, latents, every, words, torch.zeros(count, dtype=torch.bool), place)
@@ -111,8 +101,8 @@ class OwnPasts:
         scenes = draw_scenes(len(rows), generator)
         fresh = Streams(scenes)
         track = join([fresh.play(scenes) for _ in range(PAST)])
-        self.scenes[rows], self.ids[rows] = scenes, self.tokens(scenes)
-        self.latents[rows], self.place[rows] = self._encode(track), self._middles(track)
+        self.scenes[rows], self.ids[rows] = scenes, self.encode.tokens(scenes)
+        self.latents[rows], self.place[rows] = self._chunks(track), self._middles(track)
         self.streams.put(rows, fresh)
         last = self._last(track)
         for field in fields(Track):
@@ -130,22 +120,15 @@ class OwnPasts:
             chunk = sampling.clean_from_flow(noisy, flow(past, noisy, sigma, ids), level)
         return chunk
 
-    @torch.no_grad()
-    def _encode(self, track: Track) -> Tensor:
+    def _chunks(self, track: Track) -> Tensor:
         """Latents `[B, chunks, C, CHUNK, h, w]` of a track of whole chunks."""
-        device, made = self.mean.device, []
-        at_once = RENDERED[device.type]
-        for begin in range(0, len(track.scroll), at_once):
-            some = track.rows(slice(begin, begin + at_once))
-            frames = draw_frames(some.flat(), device).unflatten(0, some.scroll.shape)
-            made.append((encode_groups(self.autoencoder, frames).float() - self.mean) / self.std)
-        latents: Tensor = torch.cat(made).unflatten(1, (-1, CHUNK)).transpose(2, 3)
+        latents: Tensor = self.encode(track).unflatten(1, (-1, CHUNK)).transpose(2, 3)
         return latents
 
     def _middles(self, track: Track) -> Tensor:
         """Places `[B, chunks, CHUNK, 2, 2]` halfway through each latent frame."""
         middle = track.place[:, FRAMES_PER_LATENT // 2 :: FRAMES_PER_LATENT].float()
-        places: Tensor = middle.unflatten(1, (-1, CHUNK)).to(self.mean.device)
+        places: Tensor = middle.unflatten(1, (-1, CHUNK)).to(self.encode.device)
         return places
 
     @staticmethod
@@ -156,9 +139,12 @@ class OwnPasts:
     def _correct(self, streams: Streams, chunk: Tensor, rows: Tensor) -> None:
         """Move `streams` to what is seen in the last frame of their last `chunk` `[B, C, CHUNK, h, w]`. Mutates:
         streams."""
-        latents = chunk[:, :, -2:].transpose(1, 2) * self.std + self.mean
+        latents = chunk[:, :, -2:].transpose(1, 2) * self.encode.std + self.encode.mean
         frames = torch.cat(
-            [self.autoencoder.decode(some, Memory())[:, -1] for some in latents.split(AT_ONCE[latents.device.type])]
+            [
+                self.encode.autoencoder.decode(some, Memory())[:, -1]
+                for some in latents.split(AT_ONCE[latents.device.type])
+            ]
         )
         found = locate(frames.clamp(0, 1), self.last.rows(rows))
         streams.scroll = (streams.scroll + found.scroll * PARTS) % (SCROLL * PARTS)

@@ -17,6 +17,7 @@ from streamdiff.models.tiny.world256.scene import COLUMN, Scene, Thing, draw_sce
 from streamdiff.models.tiny.world256.tracks import PAN, SCROLL, SIZE, Streams, Track
 from streamdiff.models.tiny.world256.training import autoencoder as clips
 from streamdiff.models.tiny.world256.training import on_policy as own_past
+from streamdiff.models.tiny.world256.training.batches import TrackEncoder
 from streamdiff.models.tiny.world256.training.on_policy import PAST, OwnPasts, locate
 
 
@@ -82,7 +83,7 @@ def pasts() -> OwnPasts:
     torch.manual_seed(0)
     autoencoder = TAEHV(clips.AUTOENCODER)
     initialise(autoencoder)
-    return OwnPasts(autoencoder, torch.zeros(16), torch.ones(16), numbers, 3, dice())
+    return OwnPasts(TrackEncoder(autoencoder, torch.zeros(16), torch.ones(16), numbers), 3, dice())
 
 
 @pytest.mark.slow
@@ -109,7 +110,7 @@ def test_what_is_told_of_a_stream_that_is_right_is_how_the_world_goes_on() -> No
     torch.manual_seed(0)
     autoencoder = TAEHV(clips.AUTOENCODER)
     initialise(autoencoder)
-    pasts = OwnPasts(autoencoder, torch.zeros(16), torch.ones(16), numbers, 1, dice(3))
+    pasts = OwnPasts(TrackEncoder(autoencoder, torch.zeros(16), torch.ones(16), numbers), 1, dice(3))
     state = pasts.streams.take(torch.tensor([0]))
     expected = state.play(pasts.scenes)
     windows = pasts.turn(1, lambda past, noisy, sigma, ids: noisy, (1.0,), dice())

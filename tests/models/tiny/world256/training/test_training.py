@@ -23,7 +23,7 @@ from streamdiff.models.tiny.world256.training import __main__ as train
 from streamdiff.models.tiny.world256.training import autoencoder as clips
 from streamdiff.models.tiny.world256.training import batches
 from streamdiff.models.tiny.world256.training import denoiser as train_denoiser
-from streamdiff.models.tiny.world256.training.batches import Pool, Windows, draw_window_scenes, play
+from streamdiff.models.tiny.world256.training.batches import Pool, TrackEncoder, Windows, draw_window_scenes, play
 from tests.small import CPU
 
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -45,7 +45,8 @@ def autoencoder() -> TAEHV:
 @pytest.fixture(scope="module")
 def pool(autoencoder: TAEHV) -> Pool:
     channels = clips.AUTOENCODER.latent_channels
-    made = Pool(autoencoder, torch.zeros(channels), torch.ones(channels), train_denoiser.Network().tokens, capacity=6)
+    tokens = train_denoiser.Network().tokens
+    made = Pool(TrackEncoder(autoencoder, torch.zeros(channels), torch.ones(channels), tokens), capacity=6)
     made.grow(6, dice(1))
     return made
 

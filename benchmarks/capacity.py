@@ -30,7 +30,6 @@ from benchmarks.arrivals import Load
 from benchmarks.browser import SERVE, running_server
 from benchmarks.load_simulation import EngineTimes, LoadSimulation, ServerSettings
 from benchmarks.slo import Video, Visit
-from streamdiff.config import PlaybackConfig
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner.trace import check_plot
 
@@ -158,9 +157,8 @@ def on_simulator(
     options: argparse.Namespace, limits: slo.Slo, variant: Variant, times: EngineTimes
 ) -> dict[str, report.Json]:
     assert variant.max_rows is not None
-    lead_s = PlaybackConfig().lead_s
     settings = ServerSettings(
-        options.fps, options.stages, variant.max_rows, lead_s, options.load_limit, variant.adaptive
+        options.fps, options.stages, variant.max_rows, load_limit=options.load_limit, adaptive=variant.adaptive
     )
 
     def play(load: Load) -> tuple[list[Visit], list[Video]]:

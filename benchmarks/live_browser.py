@@ -154,7 +154,7 @@ def _busy_seconds(browser: webdriver.Chrome, server: Server, count: int, cores: 
 
     freezes, repeated = seen()
     for _ in range(count):
-        others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(cores)]
+        others = [subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) for _ in range(cores)]
         for other in others:
             other.wait()
         time.sleep(WARM_UP_S)

@@ -239,7 +239,7 @@ class PlaybackConfig(_Section):
 
     fps: float = Field(40.0, ge=1, le=120)
     """Frames shown per second."""
-    lead_s: float = Field(0.6, gt=0, le=10)
+    lead_s: float = Field(0.9, gt=0, le=10)
     """Seconds of video made ahead of what is shown, at most."""
     skip_to_prompt: bool = True
     """Whether frames that wait to be shown are skipped when the first ones under a new prompt are there."""

@@ -13,6 +13,7 @@ MARGIN_S, MARGIN_CHUNKS = 0.08, 0.25
 a part of a chunk."""
 STEP_S = 0.005
 """The most that the lead shrinks by with every chunk."""
+_BEGIN = 2 / 3  # of the limit
 _WINDOW = 24  # chunks that are looked back at, of which the worst counts
 _SETTLING = 3  # chunks that were on their way when the lead grew
 
@@ -28,10 +29,10 @@ class PlayoutLead:
     def __init__(self, chunk_s: float, limit_s: float) -> None:
         """Args:
         chunk_s: how long a chunk's frames are shown.
-        limit_s: the most that the lead may be, from which it begins; at least a chunk is always allowed.
+        limit_s: the most that the lead may be, of which it begins with a part; at least a chunk is always allowed.
         """
         self._chunk_s, self._limit_s = chunk_s, max(limit_s, chunk_s)
-        self.lead_s = self._limit_s
+        self.lead_s = max(_BEGIN * limit_s, chunk_s)
         self._margin_s = max(MARGIN_S, MARGIN_CHUNKS * chunk_s)
         self._slacks: deque[float] = deque(maxlen=_WINDOW)
         self._settling = 0

@@ -88,12 +88,18 @@ async def test_the_folder_of_the_socket_is_private(tmp_path: Path) -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
+async def test_ctrl_c_in_a_terminal_does_not_reach_it_and_its_session_is_ours() -> None:
+    async with engine() as (running, _):
+        assert os.getpgid(running.pid) == running.pid != os.getpgid(0)
+        assert os.getsid(running.pid) == os.getsid(0)
+
+
 async def test_an_idle_engine_sleeps_and_a_command_wakes_it() -> None:
     async with engine() as (running, client):
         await client.send(Open("a", "red"))
-        async with asyncio.timeout(LIMIT_S):  # to the end of the lead: 24 frames
+        async with asyncio.timeout(LIMIT_S):  # to the end of the lead: 36 frames
             async for event in client.events():
-                if isinstance(event, FrameBatch) and event.first + len(event.pictures) == 24:
+                if isinstance(event, FrameBatch) and event.first + len(event.pictures) == 36:
                     break
         process = psutil.Process(running.pid)
         before = process.num_ctx_switches().voluntary

@@ -67,6 +67,10 @@ def test_a_second_in_which_all_takes_half_as_long_again_empties_nothing() -> Non
     assert stream.lead.lead_s == pytest.approx(CHUNK_S + 0.1 + MARGIN_S, abs=0.01), "and it comes back"
 
 
+def test_it_begins_with_a_part_of_what_it_may_be() -> None:
+    assert PlayoutLead(CHUNK_S, 0.9).lead_s == pytest.approx(0.6)
+
+
 def test_a_stall_takes_the_lead_to_its_limit_and_no_further() -> None:
     stream = Stream(lambda _: 0.1).run(200)
     stream.work_s = lambda _: 2.0

@@ -51,8 +51,8 @@ class EngineTimes:
 @dataclass(frozen=True)
 class ServerSettings:
     """Of the server that is simulated: `stages` share a forward's time evenly, `max_rows` may share a forward, `lead_s`
-    seconds of video are made ahead (what a session begins with), sessions may take `load_limit` of the engine's time, are
-    `adaptive` or not."""
+    seconds of video are made ahead (what a session begins with), sessions may take `load_limit` of the engine's time,
+    and are `adaptive` or not."""
 
     fps: float
     stages: int = 1

@@ -192,11 +192,11 @@ def _decoded(name: str, data: Data, info: ModelInfo) -> tuple[Floats, Header]:
     numbers = numbers.reshape(entry.shape)
     finite = np.isfinite(numbers)
     if not finite.all():
-        place = np.argwhere(~finite)[0].tolist()
+        place = [int(index) for index in np.unravel_index(finite.argmin(), finite.shape)]  # the first
         raise RequestError(
             name,
             f"{name}: {tensor}: expected finite values (in float32), got {numbers[tuple(place)]} at {place} "
-            f"({int((~finite).sum()):,} of {numbers.size:,} are not finite)",
+            f"({numbers.size - np.count_nonzero(finite):,} of {numbers.size:,} are not finite)",
         )
     return numbers, header
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,9 +32,24 @@ Image = str | Path | bytes | Picture
 
 MAX_BYTES = 10 * 1024 * 1024
 MAX_PIXELS = 50_000_000
+MAX_SCANS = 100
+"""Scans of a JPEG: of a large picture each takes milliseconds, and as few as eighty bytes. Encoders make up to ten."""
 _FORMATS = ("JPEG", "PNG", "WEBP", *(("AVIF",) if features.check("avif") else ()))
 _PAPER = (255, 255, 255)
 """What shows through transparent pixels."""
+_MARKER, _SCAN, _END = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]"), b"\xff\xda", b"\xff\xd9"
+"""Markers of a JPEG's segments; in compressed data 255 is followed by 0 or a restart marker."""
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: pillow.Transpose.FLIP_LEFT_RIGHT,
+    3: pillow.Transpose.ROTATE_180,
+    4: pillow.Transpose.FLIP_TOP_BOTTOM,
+    5: pillow.Transpose.TRANSPOSE,
+    6: pillow.Transpose.ROTATE_270,
+    7: pillow.Transpose.TRANSVERSE,
+    8: pillow.Transpose.ROTATE_90,
+}
+"""By the orientation that EXIF says."""
 
 
 def formats() -> str:
@@ -84,7 +100,7 @@ def decode_picture(data: bytes, width: int, height: int, fit: str = "cover") -> 
     pixels over white, resampled with Lanczos. The same bytes give the same picture.
 
     Raises:
-        RequestError: larger than MAX_BYTES or MAX_PIXELS, another format, animated, cut off or broken.
+        RequestError: larger than MAX_BYTES, MAX_PIXELS or MAX_SCANS, another format, animated, cut off or broken.
     """
     if len(data) > MAX_BYTES:
         raise _too_large(len(data))
@@ -128,11 +144,30 @@ def _decoded(data: bytes, width: int, height: int, fit: str) -> Picture:
         columns, rows = image.size
         if columns * rows > MAX_PIXELS:
             raise _too_many_pixels(f" of {columns:,} x {rows:,}")
+        if image.format in ("JPEG", "MPO") and _scans(data) > MAX_SCANS:
+            raise _refusal(f"the picture is a JPEG of more than {MAX_SCANS} scans, which are not read. Save it anew")
         # A phone's JPEG may carry further views behind the first one (MPO), which is the picture.
         if image.format != "MPO" and (count := getattr(image, "n_frames", 1)) > 1:
             raise _refusal(f"the picture is animated, with {count} frames; send a still one")
         image.draft(None, (2 * max(width, height),) * 2)  # JPEG: decodes at a fraction of its size, if that is enough
-        return _fitted(_rgb(ImageOps.exif_transpose(image)), width, height, fit)
+        return _fitted(_rgb(_turned(image)), width, height, fit)
+
+
+def _scans(data: bytes) -> int:
+    """The scans of a JPEG's first picture, counted up to one more than are read; what lies behind it, as a phone's
+    video does, is not looked at."""
+    at, scans = 2, 0
+    while scans <= MAX_SCANS and (marker := _MARKER.search(data, at)) is not None and marker[0] != _END:
+        scans += marker[0] == _SCAN
+        at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
+    return scans
+
+
+def _turned(image: pillow.Image) -> pillow.Image:
+    """A picture turned as its EXIF says. `ImageOps.exif_transpose` writes the rest of the EXIF anew as well, and fails
+    where a camera has written something odd there."""
+    turn = _TURNS.get(image.getexif().get(_ORIENTATION))
+    return image if turn is None else image.transpose(turn)
 
 
 def _rgb(image: pillow.Image) -> pillow.Image:

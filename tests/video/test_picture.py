@@ -43,6 +43,13 @@ def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
+def _scans(count: int, video: bytes = b"") -> bytes:
+    """A progressive JPEG whose last scan comes `count` times, with something behind its end."""
+    data = saved(halves(), "JPEG", progressive=True)
+    begin = data.rindex(b"\xff\xda")
+    return data[:begin] + data[begin:-2] * count + data[-2:] + video
+
+
 def close(pixel: np.ndarray, colour: tuple[int, int, int], tolerance: int = 24) -> bool:
     return bool(np.abs(pixel.astype(int) - colour).max() <= tolerance)
 
@@ -71,9 +78,17 @@ def test_exif_rotation_is_applied(orientation: int) -> None:
     assert_halves(decode_picture(saved(image, "JPEG", exif=exif), WIDTH, HEIGHT))
 
 
+def test_a_picture_is_turned_whatever_else_its_exif_says() -> None:
+    fields = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0) + struct.pack("<HHI4s", 0x011A, 2, 4, b"abc")  # a resolution
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + fields + bytes(4)
+    data = saved(halves().transpose(Image.Transpose.ROTATE_90), "JPEG", exif=exif)
+    assert_halves(decode_picture(data, WIDTH, HEIGHT))
+
+
 @pytest.mark.parametrize(
     "data",
     [
+        pytest.param(_scans(20, b"\xff\xda" * 500), id="progressive JPEG with a phone's video behind it"),
         pytest.param(saved(halves(mode="CMYK"), "JPEG"), id="CMYK JPEG"),
         pytest.param(saved(halves(mode="P"), "PNG"), id="PNG with a palette"),
         pytest.param(saved(halves(mode="RGBA"), "PNG"), id="PNG with alpha"),
@@ -130,6 +145,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "TIFF": (lambda: saved(halves(), "TIFF"), "format that is not read"),
     "JPEG cut off": (lambda: JPEG[: len(JPEG) // 2], "cut off or broken"),
     "JPEG's head alone": (lambda: JPEG[:20], "format that is not read|cut off or broken"),
+    "JPEG of scans that take minutes": (lambda: _scans(1000), "JPEG of more than 100 scans"),
     "PNG cut off": (lambda: saved(halves(400, 300), "PNG")[:80], "cut off or broken"),
     "PNG with a wrong checksum": (
         lambda: bytes(b ^ (n == 30) for n, b in enumerate(saved(halves(), "PNG"))), "format that is not|broken"

@@ -28,7 +28,8 @@ Frames = NDArray[np.uint8]
 class VideoInput:
     """One source's frames. Lives on the event loop; `run` is its task.
 
-    Frames that are larger than MAX_PIXELS, or cannot be converted, are left out, and `left_out` counts them.
+    Frames that are larger than MAX_PIXELS, cannot be converted, or come faster than they are decoded, are left out, and
+    `left_out` counts them.
     """
 
     def __init__(
@@ -72,6 +73,10 @@ class VideoInput:
             return
         self._newest, self._came_s = frame, now_s
         self._came.set()
+
+    def leave_out(self, count: int) -> None:
+        """So many frames have come and will not be decoded. Mutates: self."""
+        self.left_out += count
 
     async def run(self) -> None:
         """Hand frames on until cancelled."""

@@ -2,8 +2,8 @@
 
 aiortc sends packets that are encoded already (`recv()` may return an `av.Packet`), but on that path it drops what a
 viewer asks for: requests for a key frame and the bandwidth estimate. Two hooks repair it. Others bound what a peer's
-data channels may take, and how long closing a connection takes; aiortc bounds neither. Knows nothing about sessions,
-sources of frames or HTTP.
+data channels may take, how much of a peer's video waits to be decoded, and how long closing a connection takes; aiortc
+bounds none of them. Knows nothing about sessions, sources of frames or HTTP.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import contextlib
 import importlib.metadata
 import inspect
 import logging
+import re
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from queue import Empty, Queue
+from types import SimpleNamespace
 from typing import Any
 
 import aioice.ice
@@ -57,11 +61,19 @@ CHUNKS_PER_S, CHUNK_BURST = 1000.0, 2000.0
 ACKNOWLEDGED_CHUNKS = 4096
 """Chunks that one acknowledgement may list beyond the first gap; aiortc walks through every one."""
 
+HELD_FRAMES = 30
+"""A peer's encoded frames that may wait to be decoded: a second of them."""
+_IDR = re.compile(rb"\x00\x00\x01[\x05\x25\x45\x65]")
+"""What begins a key frame of H.264."""
+
 CANCEL_ROUNDS = 50
 """Turns of the event loop that the tasks of a closed connection get to end in. Some catch a cancellation to send a
 good-bye and want a second one; those that wait for others take a few turns."""
 
 _ENCODER_ATTRIBUTE, _TRANSPORTS_ATTRIBUTE = "_RTCRtpSender__encoder", "_RTCPeerConnection__dtlsTransports"
+_DECODER_QUEUE, _DECODER_THREAD, _DECODER_ERROR = (
+    f"_RTCRtpReceiver__decoder_{name}" for name in ("queue", "thread", "error")
+)
 
 
 class Packetizer:
@@ -173,6 +185,60 @@ def bound_data(sctp: RTCSctpTransport, max_message_bytes: int, on_misuse: Callab
     }
     for name, hook in hooks.items():
         setattr(sctp, name, hook)
+
+
+class DecoderQueue(Queue[Any]):
+    """A peer's frames on their way to aiortc's decoder thread, in place of its own queue, which has no bound.
+
+    Where HELD_FRAMES wait they are dropped, with all that come before the next key frame, which is asked for. Its end
+    drops what waits, and the event loop does not wait for the frame that is being decoded: see `join_decoder`.
+    """
+
+    def __init__(self, receiver: aiortc.RTCRtpReceiver, on_dropped: Callable[[int], None]) -> None:
+        """To be called between the offer and the answer; `on_dropped` gets how many frames. Mutates: receiver."""
+        super().__init__()
+        self._receiver, self._on_dropped = receiver, on_dropped
+        self._dropped = 0  # since the last frame that was taken
+        self._thread: threading.Thread | None = None
+        setattr(receiver, _DECODER_QUEUE, self)
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Take a frame, or None at the end. Mutates: self."""
+        if item is None:
+            self._drop_all()
+            self._thread = getattr(self._receiver, _DECODER_THREAD)
+            setattr(self._receiver, _DECODER_THREAD, SimpleNamespace(join=lambda: None))  # waits on the event loop
+        elif (self._dropped or self.qsize() >= HELD_FRAMES) and not _is_key_frame(*item):
+            if self._dropped % HELD_FRAMES == 0:  # a request may get lost
+                getattr(self._receiver, _DECODER_ERROR).set()  # with the next packet aiortc asks for a key frame
+            dropped = 1 + self._drop_all()
+            self._dropped += dropped
+            self._on_dropped(dropped)
+            return
+        elif self.qsize() >= HELD_FRAMES:
+            self._on_dropped(self._drop_all())
+        self._dropped = 0
+        super().put(item, block, timeout)
+
+    async def join_decoder(self, limit_s: float) -> None:
+        """Wait until the decoder has ended, where it has been told to, beside the event loop."""
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, limit_s)
+
+    def _drop_all(self) -> int:
+        count = 0
+        with contextlib.suppress(Empty):
+            while True:
+                self.get_nowait()
+                count += 1
+        return count
+
+
+def _is_key_frame(codec: Any, frame: Any) -> bool:
+    """Whether an encoded frame can be decoded without those before it."""
+    if codec.name == "VP8":
+        return bool(frame.data) and not frame.data[0] & 1
+    return _IDR.search(frame.data) is not None
 
 
 def take_requests_as_consent(pc: RTCPeerConnection) -> None:
@@ -310,6 +376,7 @@ def check() -> None:
         hasattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE"),
         hasattr(aioice.ice, "get_host_addresses"),
         _ENCODER_ATTRIBUTE in RTCRtpSender._next_encoded_frame.__code__.co_names,
+        {_DECODER_QUEUE, _DECODER_THREAD, _DECODER_ERROR} <= set(aiortc.RTCRtpReceiver.__init__.__code__.co_names),
         hasattr(RTCPeerConnection, "addIceCandidate"),
         _TRANSPORTS_ATTRIBUTE in RTCPeerConnection.__init__.__code__.co_names,
         "_TurnTransport__inner_protocol" in aioice.turn.TurnTransport.__init__.__code__.co_names,

@@ -85,7 +85,7 @@ class Feeders:
         source = _taken(session)
         self._slots.take(address)
         ice = [RTCIceServer(each.url, each.username, each.credential) for each in self._ice.issue()]
-        receiver = VideoReceiver(ice, source.push, lambda end: self._end_soon(feeder, end))
+        receiver = VideoReceiver(ice, source.push, lambda end: self._end_soon(feeder, end), source.leave_out)
         name = sdp.username_of(checked)
         feeder = Feeder(secrets.token_urlsafe(24), session, source, receiver, address, name, ends_session)
         try:

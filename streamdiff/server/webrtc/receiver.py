@@ -38,12 +38,14 @@ class VideoReceiver:
         ice_servers: Sequence[RTCIceServer],
         on_frame: Callable[[av.VideoFrame], None],
         on_misuse: Callable[[str], None],
+        on_dropped: Callable[[int], None],
     ) -> None:
-        """`on_misuse`: see `aiortc_compat.bound_data`."""
-        self._on_misuse = on_misuse
+        """`on_misuse`: see `aiortc_compat.bound_data`; `on_dropped`: see `aiortc_compat.DecoderQueue`."""
+        self._on_misuse, self._on_dropped = on_misuse, on_dropped
         self.pc = RTCPeerConnection(RTCConfiguration(iceServers=list(ice_servers)))
         self._on_frame = on_frame
         self._task: asyncio.Task[None] | None = None
+        self._queue: aiortc_compat.DecoderQueue | None = None
 
     async def answer(self, offer: str) -> str:
         """The SDP answer to a checked offer. Mutates: self.
@@ -60,6 +62,7 @@ class VideoReceiver:
             transceiver.direction = "recvonly" if video else "inactive"
             if video:
                 taken = transceiver.receiver.track
+                self._queue = aiortc_compat.DecoderQueue(transceiver.receiver, self._on_dropped)
                 if aiortc_compat.negotiated_codec(transceiver) is None:
                     raise ValueError("no common video codec; send H.264 of the baseline profile, or VP8")
         assert taken is not None, "a checked offer has video"
@@ -73,7 +76,10 @@ class VideoReceiver:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        return await aiortc_compat.close(self.pc, limit_s)
+        closed = await aiortc_compat.close(self.pc, limit_s)
+        if self._queue is not None:
+            await self._queue.join_decoder(limit_s)
+        return closed
 
     async def _receive(self, track: MediaStreamTrack) -> None:
         """Take frames at once, as aiortc's queue of them has no bound."""

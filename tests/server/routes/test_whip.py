@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fractions
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
+import aiortc.rtcrtpreceiver
 import av
 import httpx
 import numpy as np
 import pytest
 import torch
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription, VideoStreamTrack
+from aiortc.codecs import get_decoder
 
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
 from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
@@ -21,7 +24,7 @@ from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.server.webrtc import feeders
-from streamdiff.server.webrtc.aiortc_compat import RECEIVE_WINDOW_BYTES
+from streamdiff.server.webrtc.aiortc_compat import HELD_FRAMES, RECEIVE_WINDOW_BYTES
 from streamdiff.server.webrtc.receiver import with_start_bitrate
 from tests.server.conftest import Site, bearer, open_site
 from tests.small import CPU, RED, small_encoder, small_model
@@ -279,6 +282,73 @@ def test_a_senders_data_channels_are_bounded_as_a_viewers_are() -> None:
         assert feeder.receiver.pc.sctp is not None
         assert feeder.receiver.pc.sctp._advertised_rwnd == RECEIVE_WINDOW_BYTES
         await sender.pc.close()
+
+    run(scene)
+
+
+class HeldDecoder:
+    """aiortc's decoder of a codec, which decodes nothing before it `may`."""
+
+    may: threading.Event
+
+    def __init__(self, codec: Any) -> None:
+        self.real = get_decoder(codec)
+
+    def decode(self, frame: Any) -> list[Any]:
+        self.may.wait()
+        return list(self.real.decode(frame))
+
+
+@pytest.fixture
+def may_decode(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    HeldDecoder.may = threading.Event()
+    monkeypatch.setattr(aiortc.rtcrtpreceiver, "get_decoder", HeldDecoder)
+    yield HeldDecoder.may
+    HeldDecoder.may.set()
+
+
+async def left_out(site: Site, frames: int) -> None:
+    """Wait until so many frames were left out."""
+    async with asyncio.timeout(60):
+        while True:
+            figures = (await site.http.get("/api/state")).json()["stats"]["input"]
+            if figures is not None and figures["left_out"] >= frames:
+                return
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("codec", ["VP8", "H264"])
+def test_of_what_comes_faster_than_it_is_decoded_the_rest_is_left_out(codec: str, may_decode: threading.Event) -> None:
+    async def scene(site: Site) -> None:
+        viewer = await site.watch()
+        may_decode.set()  # the viewer is one of aiortc's, too
+        await viewer.frame()
+        may_decode.clear()
+        async with sending(site, Colour((20, 200, 30)), codec=codec):
+            await left_out(site, HELD_FRAMES + 1)
+            may_decode.set()
+            figures = await used(site, 2 * MODEL.spec.chunk_frames)
+            assert figures["left_out"] > HELD_FRAMES
+            middle = np.median(fed(site)[-1].reshape(-1, 3), axis=0)
+            assert np.abs(middle - (20, 200, 30)).max() < 30, "from the key frame that was asked for"
+
+    run(scene)
+
+
+def test_nobody_waits_for_a_frame_that_takes_long_to_decode(may_decode: threading.Event) -> None:
+    """aiortc waits for all of them, on the event loop."""
+
+    async def scene(site: Site) -> None:
+        async with sending(site, Colour((200, 20, 30))) as sender:
+            await left_out(site, 1)
+            [feeder] = site.state.feeders._feeders.values()
+            threading.Timer(20, may_decode.set).start()  # or an event loop that waits would wait for ever
+            ending = asyncio.create_task(site.http.delete(sender.location))
+            while feeder.receiver._queue._thread is None:  # until its decoder has been told to end
+                await asyncio.sleep(0.02)
+            assert not may_decode.is_set()
+            may_decode.set()
+            assert (await ending).status_code == 200
 
     run(scene)
 

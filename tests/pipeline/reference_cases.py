@@ -1,5 +1,5 @@
 """Reference runs whose latents are known from float64 (`plain_wan`), one for each thing that a file can say, in every
-KV context; in this process, and over ranks (`reference_process`)."""
+KV context; in this process."""
 
 from __future__ import annotations
 

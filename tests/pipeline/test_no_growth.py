@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -72,6 +73,16 @@ def flat(chunks: int, kv_context: str) -> None:
 def test_memory_files_and_lists_are_flat(kv_context: str, capfd: pytest.CaptureFixture[str]) -> None:
     flat(400, kv_context)
     assert capfd.readouterr() == ("", ""), "calm: no micro-step prints a line"
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "matched", "anchored"])
+def test_noise_that_no_clean_pass_takes_does_not_stay(kv_context: str) -> None:
+    model = small_model(6, layers=1)
+    model = replace(model, spec=replace(model.spec, context_sigma=0.1, anchor_every=2))
+    ring = RingExecutor(model, CPU)
+    ring.open(0, model.text.encode(RED), seed=1, epoch=0, steps=2, kv_context=kv_context)
+    run(ring, model, 40, 1)
+    assert len(ring.sampler.sessions[0].noise._drawn) <= 5
 
 
 @pytest.mark.soak

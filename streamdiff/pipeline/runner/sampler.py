@@ -233,6 +233,8 @@ class LatentSampler:
                     session.latents[key] = x0
                 elif row.chunk in session.geometry.anchors:
                     session.kept[row.chunk], session.latents[key] = (x0, row.steps), x0
+                else:
+                    session.noise.forget(row.chunk)  # that of a clean pass, which it does not get
             else:
                 fresh = self._noise(row, row.step + 1)
                 session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1))

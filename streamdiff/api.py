@@ -95,7 +95,7 @@ class StreamSession:
         self._closed = self._is_open = False
         self._failure = ""
         """Why the stream has ended by itself; empty: it has not."""
-        self._video_fault = ""
+        self._takes_video, self._video_fault = False, ""
         """Why the latest video cannot be encoded; empty: it can."""
         self.text, self.notice, self._switch = "", "", PROMPT_POLICIES[0]
         if prompt is None:
@@ -115,7 +115,7 @@ class StreamSession:
         """
         if self._is_open:
             self._tell(Close(_NAME))
-        self._is_open = False
+        self._is_open = self._takes_video = False
         self._failure = ""
         self._frames.clear()
         self._made = 0
@@ -202,19 +202,22 @@ class StreamSession:
         """
         request, self._video_fault = f"video {next(self._numbers)}", ""
         self._ask(SetInput(_NAME, strength, request), request, Accepted)
+        self._takes_video = strength is not None
 
     def feed(self, frames: Frame, fit: str = "cover") -> None:
         """The next frames of the video, RGB uint8 `[H, W, 3]` or `[n, H, W, 3]` of any size, at the stream's rate. Of
         more than two chunks that wait to be encoded the oldest are dropped, as of a camera.
 
         Raises:
-            RequestError: they are no such frames.
+            RequestError: they are no such frames, or `video` was not called.
             StreamdiffError: those before could not be encoded; `video` begins again.
         """
         if self._video_fault:
             raise StreamdiffError(f"the video cannot be encoded, and has ended: {self._video_fault}")
-        each = frames[None] if frames.ndim == 3 else frames
+        each = [frames] if np.ndim(frames) < 4 else frames
         fitted = [fit_picture(frame, self.width, self.height, fit) for frame in each]
+        if not self._takes_video:
+            raise RequestError("input", "the stream takes no video: call video(strength) first, then feed its frames")
         if fitted:
             self._tell(InputFrames(_NAME, np.stack(fitted)))
 

@@ -86,8 +86,8 @@ class ResolvedModel:
         if self.entry is None or self.entry.begins_with == "noise":
             return ""
         return (
-            f"{self.name} was made to change a video, and noise alone is nothing that it knows; `streamdiff generate "
-            "--video-latents` gives it one"
+            f"{self.name} was made to change a video, and noise alone is nothing that it knows; a camera, `serve "
+            "--input` and `generate --video-latents` give it one"
         )
 
 

@@ -10,6 +10,7 @@ import av
 
 from streamdiff import clock
 from streamdiff.errors import ConfigError
+from streamdiff.server.media.video_input import MAX_PIXELS
 from streamdiff.video.reader import upright
 
 _LOOK_S = 0.1
@@ -21,8 +22,12 @@ def check_video(path: str) -> None:
     """Raises ConfigError where there is no video file with a frame in it."""
     if not Path(path).is_file():
         raise ConfigError(f"session.input: {path} is no file; give a video file")
-    if next(_frames(path), None) is None:
+    first = next(_frames(path), None)
+    if first is None:
         raise ConfigError(f"session.input: {path} has no picture in it; give a video file")
+    width, height = first[2].width, first[2].height
+    if width * height > MAX_PIXELS:
+        raise ConfigError(f"session.input: {path} has {width} x {height}; give a video of at most 3840 x 2160")
 
 
 async def play(path: str, *, loop: bool, push: Callable[[av.VideoFrame], None], wanted: Callable[[], bool]) -> None:

@@ -15,6 +15,7 @@ from streamdiff.cli.main import main
 from streamdiff.config import Config, PlaybackConfig, SessionConfig
 from streamdiff.engine.messages import InputFrames, SetInput
 from streamdiff.errors import ConfigError, EngineFailure
+from streamdiff.server.media import file_input
 from streamdiff.server.media.file_input import check_video, play
 from streamdiff.server.sessions.control import ControlError
 from streamdiff.server.sessions.receipts import Receipt, SessionEnded
@@ -134,7 +135,7 @@ def test_a_model_that_takes_no_video_ends_the_start(tmp_path: Path) -> None:
         asyncio.run(start())
 
 
-def test_what_is_no_video_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_what_is_no_video_is_said_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "a.txt"
     text.write_text("no video")
     empty = tmp_path / "b.mp4"
@@ -146,6 +147,9 @@ def test_what_is_no_video_is_said_before_anything_is_loaded(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match=words):
             check_video(str(path))
     check_video(str(tmp_path / "c.mp4"))
+    monkeypatch.setattr(file_input, "MAX_PIXELS", 4)
+    with pytest.raises(ConfigError, match="at most 3840 x 2160"):
+        check_video(str(tmp_path / "c.mp4"))
 
 
 def test_a_title_that_is_no_utf_8_is_no_obstacle(tmp_path: Path) -> None:

@@ -27,8 +27,13 @@ Image = Annotated[str, Field(max_length=MAX_JSON_BYTES)]
 ImageFit = Annotated[Fit, Field(description="how a picture of other proportions is fitted")]
 
 
+_FIT_WITH_IMAGE = {"fit": {"required": ["image"], "properties": {"image": {"type": "string"}}}}
+
+
 class NewSession(Body):
     """A session to open; what is left out is the server's default (`seed`: 0)."""
+
+    model_config = ConfigDict(json_schema_extra={"dependentSchemas": _FIT_WITH_IMAGE})
 
     prompt: Prompt | None = Field(None, description="what to show")
     seed: Seed = 0
@@ -43,6 +48,11 @@ class NewSession(Body):
         None, description=f"noise mixed into `video_latents`, which are a file of a form; default {DEFAULT_STRENGTH}"
     )
 
+    @model_validator(mode="after")
+    def _check(self) -> NewSession:
+        _check_fit(self)
+        return self
+
 
 class SessionChange(Body):
     """What to change while it plays; what is left out, or null, stays. Carried out in the order of the fields here."""
@@ -55,7 +65,7 @@ class SessionChange(Body):
             ],
             "dependentSchemas": {
                 "switch": {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
-                "fit": {"required": ["image"], "properties": {"image": {"type": "string"}}},
+                **_FIT_WITH_IMAGE,
             },
         }
     )
@@ -77,13 +87,17 @@ class SessionChange(Body):
     def _check(self) -> SessionChange:
         if "switch" in self.model_fields_set and self.prompt is None:
             raise PydanticCustomError("switch", "`switch` says how a new `prompt` comes in; give both")
-        if "fit" in self.model_fields_set and self.image is None:
-            raise PydanticCustomError("fit", "`fit` says how an `image` is fitted; give both")
+        _check_fit(self)
         given = (self.strength, self.adaptive, self.fps, self.steps, self.prompt, self.seed, self.image)
         if all(value is None for value in given):
             known = "strength, adaptive, fps, steps, prompt, seed or image"
             raise PydanticCustomError("empty", f"The change is empty; give {known}")
         return self
+
+
+def _check_fit(body: NewSession | SessionChange) -> None:
+    if "fit" in body.model_fields_set and body.image is None:
+        raise PydanticCustomError("fit", "`fit` says how an `image` is fitted; give both")
 
 
 class InputInfo(BaseModel):

@@ -143,7 +143,7 @@ async def read_new_video(request: Request, ready: Ready) -> tuple[NewVideo, byte
         made = _validated(_flat(form), strict=False, embeds="prompt_embeds" in files)
         if file is not None and made.input_reference is not None:
             _invalid(PICTURE, f"`{PICTURE}` stands in the form and in `extra_body`; one would be ignored.")
-        return made, made.input_reference if file is None else file, files
+        return made, _picture(made, file), files
     given = await read_body(request, MAX_JSON_BYTES)
     if kind != JSON:
         raise Problem(415, f"The body is {JSON} or {FORM}.", code="media_type")
@@ -154,7 +154,15 @@ async def read_new_video(request: Request, ready: Ready) -> tuple[NewVideo, byte
     if not isinstance(fields, dict):
         raise Problem(400, "The body is JSON, but no object: give fields, such as `prompt`.", code="bad_json")
     made = _validated(_flat(fields), strict=True)
-    return made, made.input_reference, {}
+    return made, _picture(made, None), {}
+
+
+def _picture(made: NewVideo, file: bytes | str | None) -> bytes | str | None:
+    """The picture of a request, its form's file or base64. Raises Problem: 400 for a `fit` without one."""
+    picture = made.input_reference if file is None else file
+    if picture is None and "fit" in made.model_fields_set:
+        _invalid("fit", f"`fit` says how `{PICTURE}` is fitted; give both.")
+    return picture
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:

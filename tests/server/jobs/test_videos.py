@@ -153,6 +153,7 @@ def test_what_other_houses_documents_show_is_taken_and_what_would_be_ignored_is_
 
             for ignored in ("guidance_scale", "negative_prompt", "flow_shift", "quality", "image_reference", "lora"):
                 assert await refused(**{ignored: "4.0"}) == (400, ignored, "unsupported")
+            assert await refused(fit="contain") == (400, "fit", "invalid")
             assert await refused(extra_body={"guidance_scale": 1.0}) == (400, "guidance_scale", "unsupported")
             picture = {"input_reference": ("cat.png", b"\x89PNG" * 300_000, "image/png")}
             by_form = await site.http.post("/v1/videos", data={"prompt": PROMPT}, files=picture)

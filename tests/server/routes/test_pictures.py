@@ -145,7 +145,9 @@ def test_what_cannot_be_used_is_refused_by_name_and_nothing_changes(method: str)
 
 def test_a_fit_without_a_picture_is_refused() -> None:
     async def scene(site: Site) -> None:
-        answer = await site.http.patch("/api/sessions/default", json={"fit": "cover"})
-        assert (answer.status_code, answer.json()["field"]) == (422, "fit")
+        change = await site.http.patch("/api/sessions/default", json={"fit": "cover"})
+        opening = await site.http.post("/api/sessions", json={"prompt": "blue", "fit": "contain"})
+        for answer in (change, opening):
+            assert (answer.status_code, answer.json()["field"]) == (422, "fit")
 
     run(scene)

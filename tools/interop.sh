@@ -41,7 +41,9 @@ node_plays() {
 
 GSTREAMER=(gstreamer1.0-plugins-good gstreamer1.0-plugins-bad gstreamer1.0-nice gir1.2-gst-plugins-bad-1.0 python3-gi)
 
-gstreamer_found() { [[ -x /usr/bin/python3 ]] && /usr/bin/python3 -I gst_viewer.py --check; }
+gstreamer_found() {
+    [[ -x /usr/bin/python3 ]] && /usr/bin/python3 -I gst_viewer.py --check && /usr/bin/python3 -I gst_sender.py --check
+}
 
 gstreamer_plays() {
     gstreamer_found 2>/dev/null || installs "${GSTREAMER[@]}" || true

@@ -1,7 +1,9 @@
-"""A WHEP viewer of another house: GStreamer's webrtcbin. `tools/interop.sh` installs it; see there."""
+"""A WHEP viewer and a WHIP sender of another house: GStreamer's webrtcbin. `tools/interop.sh` installs it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import subprocess
 from collections.abc import Callable, Iterator
@@ -11,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from benchmarks.browser import Server, running_server
 from tests.browser.looking import PAINTED
+from tests.server.conftest import Site
+from tests.server.routes.test_whip import fed, run, state, used
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.gstreamer]
 
-VIEWER = ("/usr/bin/python3", "-I", str(Path(__file__).with_name("gst_viewer.py")))
+VIEWER, SENDER = (
+    ("/usr/bin/python3", "-I", str(Path(__file__).with_name(name))) for name in ("gst_viewer.py", "gst_sender.py")
+)
 """The system's Python: GStreamer's bindings belong to it, and no package index has them."""
 
 SEEN = {
@@ -98,3 +105,24 @@ def test_a_codec_that_webrtcbin_did_not_offer_is_named(server: Server) -> None:
         complaint = refused.complaint()
     assert complaint.startswith("422")
     assert "offer VP8" in complaint
+
+
+@pytest.mark.parametrize("codec", ["h264", "vp8"])
+def test_webrtcbin_feeds_a_session_and_takes_its_leave(codec: str) -> None:
+    async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
+        pipe = asyncio.subprocess.PIPE
+        sender = await asyncio.create_subprocess_exec(*SENDER, f"{site.base}/whip", codec, stdin=pipe, stderr=pipe)
+        try:
+            figures = await used(site)
+            assert figures["size"] == [320, 240]
+            assert np.abs(np.median(fed(site)[-1].reshape(-1, 3), axis=0) - (0, 255, 0)).max() < 40
+            assert (await state(site))["input"]["kind"] == "WHIP sender"
+            _, complaint = await sender.communicate(b"")
+            assert sender.returncode == 0, complaint
+            assert (await state(site))["input"] is None and not site.state.feeders._feeders
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                sender.kill()
+
+    run(scene)

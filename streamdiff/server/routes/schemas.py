@@ -27,7 +27,7 @@ Image = Annotated[str, Field(max_length=MAX_JSON_BYTES)]
 ImageFit = Annotated[Fit, Field(description="how a picture of other proportions is fitted")]
 
 
-_FIT_WITH_IMAGE = {"fit": {"required": ["image"], "properties": {"image": {"type": "string"}}}}
+_FIT_WITH_IMAGE: dict[str, Any] = {"fit": {"required": ["image"], "properties": {"image": {"type": "string"}}}}
 
 
 class NewSession(Body):

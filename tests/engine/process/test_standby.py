@@ -25,7 +25,7 @@ print("told", flush=True)
 
 
 def start(folder: Path, settle_s: float) -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", WAITS, str(folder), str(settle_s)]
+    words = [sys.executable, "-u", "-c", WAITS, str(folder), str(settle_s)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 

@@ -78,7 +78,7 @@ def compare(kind: str, ranks: int, height: int, rank: int) -> None:
         kept = sum(each.nbytes for each in memories[0][1].features if isinstance(each, Tensor))
         assert kept == split.stream_bytes(height, WIDTH), "a rank keeps its own rows, and that is counted"
     if rank == 0:
-        print(json.dumps({"worst": worst, "spread": spread}))
+        print(json.dumps({"worst": worst, "spread": spread}), flush=True)
 
 
 def chunk_of(stream: int, chunk: int) -> Tensor:
@@ -98,7 +98,7 @@ def stream(network: VideoDecoder, rank: int) -> None:
         timer = DeviceTimer.on(CPU)
         worker = SplitDecodeWorker(PictureDecoder(network, one_pixel), row_receiver(SPEC, CPU), CPU, 2, timer)
         worker.run()
-        print(json.dumps({"chunks": worker.done}))
+        print(json.dumps({"chunks": worker.done}), flush=True)
         return
     split, shared, _ = head(network)
     own = SimpleQueue[Piece]()
@@ -117,7 +117,7 @@ def stream(network: VideoDecoder, rank: int) -> None:
     for decoding in (split, whole):
         decoding.check()
         decoding.close()
-    print(json.dumps({"worst": worst}))
+    print(json.dumps({"worst": worst}), flush=True)
 
 
 def lose(network: VideoDecoder, rank: int) -> None:
@@ -134,7 +134,7 @@ def lose(network: VideoDecoder, rank: int) -> None:
     try:
         split.check()
     except LinkClosed as error:  # the exchange ended, or the link
-        print(json.dumps({"peers": error.peers if isinstance(error, GroupBroken) else [error.peer]}))
+        print(json.dumps({"peers": error.peers if isinstance(error, GroupBroken) else [error.peer]}), flush=True)
     split.close()
 
 

@@ -42,7 +42,7 @@ node_plays() {
 GSTREAMER=(gstreamer1.0-plugins-good gstreamer1.0-plugins-bad gstreamer1.0-nice gir1.2-gst-plugins-bad-1.0 python3-gi)
 
 gstreamer_found() {
-    [[ -x /usr/bin/python3 ]] && /usr/bin/python3 -I gst_viewer.py --check && /usr/bin/python3 -I gst_sender.py --check
+    [[ -x /usr/bin/python3 ]] && /usr/bin/python3 -Es gst_viewer.py --check && /usr/bin/python3 -Es gst_sender.py --check
 }
 
 gstreamer_plays() {

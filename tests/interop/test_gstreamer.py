@@ -24,7 +24,7 @@ from tests.server.routes.test_whip import fed, run, state, used
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.gstreamer]
 
 VIEWER, SENDER = (
-    ("/usr/bin/python3", "-I", str(Path(__file__).with_name(name))) for name in ("gst_viewer.py", "gst_sender.py")
+    ("/usr/bin/python3", "-Es", str(Path(__file__).with_name(name))) for name in ("gst_viewer.py", "gst_sender.py")
 )
 """The system's Python: GStreamer's bindings belong to it, and no package index has them."""
 

@@ -1,7 +1,7 @@
 """A video made into another: `python restyle.py [VIDEO]` writes restyled.mp4, the input left, the stream beside it.
 
 Shape, colour and background become the prompt's. Without a video it takes one that the
-model makes itself, which the embedded one follows best. The result plays at the model's rate.
+model makes itself. The result plays at the model's rate.
 """
 
 import sys

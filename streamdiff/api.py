@@ -95,7 +95,8 @@ class StreamSession:
         self._closed = self._is_open = False
         self._failure = ""
         """Why the stream has ended by itself; empty: it has not."""
-        self._takes_video, self._video_fault = False, ""
+        self._takes_video = False
+        self._video_fault = ""
         """Why the latest video cannot be encoded; empty: it can."""
         self.text, self.notice, self._switch = "", "", PROMPT_POLICIES[0]
         if prompt is None:
@@ -212,12 +213,12 @@ class StreamSession:
             RequestError: they are no such frames, or `video` was not called.
             StreamdiffError: those before could not be encoded; `video` begins again.
         """
+        if not self._takes_video:
+            raise RequestError("input", "the stream takes no video: call video(strength) first, then feed its frames")
         if self._video_fault:
             raise StreamdiffError(f"the video cannot be encoded, and has ended: {self._video_fault}")
         each = [frames] if np.ndim(frames) < 4 else frames
         fitted = [fit_picture(frame, self.width, self.height, fit) for frame in each]
-        if not self._takes_video:
-            raise RequestError("input", "the stream takes no video: call video(strength) first, then feed its frames")
         if fitted:
             self._tell(InputFrames(_NAME, np.stack(fitted)))
 

@@ -118,6 +118,10 @@ def test_a_stream_follows_video_that_is_fed_as_much_as_there_is() -> None:
         assert before == len(first) == session.chunk_frames and list(session) == []
         session.feed(video[-1])
         assert len(list(session)) == session.chunk_frames
+        with pytest.raises(RequestError, match="uint8"):
+            session.feed(np.zeros((2, 4, 4, 3)))
+        with pytest.raises(RequestError, match="must be RGB"):
+            session.feed(video[0, 0])
         session.video(None)
         with pytest.raises(RequestError, match="call video"):
             session.feed(video)
@@ -125,10 +129,6 @@ def test_a_stream_follows_video_that_is_fed_as_much_as_there_is() -> None:
         for strength in (0.0, 2.0):
             with pytest.raises(RequestError, match="strength"):
                 session.video(strength)
-        with pytest.raises(RequestError, match="uint8"):
-            session.feed(np.zeros((2, 4, 4, 3)))
-        with pytest.raises(RequestError, match="must be RGB"):
-            session.feed(video[0, 0])
     painted = StreamSession(PaintedPipeline(), "red", seed=5)
     with pytest.raises(RequestError, match="takes no video"):
         painted.video()

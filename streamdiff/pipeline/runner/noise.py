@@ -90,11 +90,6 @@ class PrefetchedNoise:
         noise = self._pinned(chunk, step) if drawn is None else drawn[0].result()[drawn[1]]
         return noise.to(self._device, non_blocking=True)
 
-    def forget(self, chunk: int) -> None:
-        """Drop what was drawn for a chunk and is not needed. Mutates: self."""
-        for key in [key for key in self._drawn if key[0] == chunk]:
-            del self._drawn[key]
-
     def is_unscaled(self, chunk: int) -> bool:
         return self._noise.is_unscaled(chunk)
 

@@ -87,6 +87,10 @@ class SamplerSession:
         """Whether all chunks have a clean pass."""
         return self.kv_context not in PER_STEP
 
+    def gets_clean_pass(self, chunk: int) -> bool:
+        """Whether this chunk has one: in `anchored` an anchor."""
+        return self.clean_pass or chunk in self.geometry.anchors
+
     def keep(self, row: MicroStep, latents: Tensor) -> None:
         """Remember a finished chunk for as long as a later one may see it. Mutates: self."""
         chunk = row.chunk
@@ -200,7 +204,8 @@ class LatentSampler:
         the chunks after them, which may begin before these end. Mutates: self."""
         begun = {(row.session, row.chunk) for row in rows if row.step == 0}
         for row in rows:
-            self.sessions[row.session].noise.prefetch(row.chunk, row.step + 1)
+            state = self.sessions[row.session]
+            state.noise.prefetch(row.chunk, row.step + 1, row.steps + state.gets_clean_pass(row.chunk))
         for session, chunk in begun:
             if (session, chunk + 1) not in begun:
                 self._prepare_begin(self.sessions[session], chunk + 1)
@@ -231,10 +236,8 @@ class LatentSampler:
                 if session.clean_pass:
                     session.keep(row, self._remembered(session, row.chunk, x0))
                     session.latents[key] = x0
-                elif row.chunk in session.geometry.anchors:
+                elif session.gets_clean_pass(row.chunk):
                     session.kept[row.chunk], session.latents[key] = (x0, row.steps), x0
-                else:
-                    session.noise.forget(row.chunk)  # that of a clean pass, which it does not get
             else:
                 fresh = self._noise(row, row.step + 1)
                 session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1))

@@ -19,7 +19,7 @@ _USUAL_RATE = 25.0
 
 
 def check_video(path: str) -> None:
-    """Raises ConfigError where there is no video file with a frame in it."""
+    """Raises ConfigError where there is no video file with a frame in it, or the frame has more than MAX_PIXELS."""
     if not Path(path).is_file():
         raise ConfigError(f"session.input: {path} is no file; give a video file")
     first = next(_frames(path), None)

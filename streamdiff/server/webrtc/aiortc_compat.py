@@ -207,17 +207,18 @@ class DecoderQueue(Queue[Any]):
         if item is None:
             self._drop_all()
             self._thread = getattr(self._receiver, _DECODER_THREAD)
-            setattr(self._receiver, _DECODER_THREAD, SimpleNamespace(join=lambda: None))  # waits on the event loop
-        elif (self._dropped or self.qsize() >= HELD_FRAMES) and not _is_key_frame(*item):
-            if self._dropped % HELD_FRAMES == 0:  # a request may get lost
-                getattr(self._receiver, _DECODER_ERROR).set()  # with the next packet aiortc asks for a key frame
-            dropped = 1 + self._drop_all()
-            self._dropped += dropped
+            # Whom aiortc joins next, on the event loop.
+            setattr(self._receiver, _DECODER_THREAD, SimpleNamespace(join=lambda: None))
+        elif self._dropped or self.qsize() >= HELD_FRAMES:
+            is_key = _is_key_frame(*item)
+            dropped = self._drop_all() + (not is_key)
             self._on_dropped(dropped)
-            return
-        elif self.qsize() >= HELD_FRAMES:
-            self._on_dropped(self._drop_all())
-        self._dropped = 0
+            if not is_key:
+                if self._dropped % HELD_FRAMES == 0:  # a request may get lost
+                    getattr(self._receiver, _DECODER_ERROR).set()  # with the next packet aiortc asks for a key frame
+                self._dropped += dropped
+                return
+            self._dropped = 0
         super().put(item, block, timeout)
 
     async def join_decoder(self, limit_s: float) -> None:

@@ -342,11 +342,13 @@ def test_nobody_waits_for_a_frame_that_takes_long_to_decode(may_decode: threadin
         async with sending(site, Colour((200, 20, 30))) as sender:
             await left_out(site, 1)
             [feeder] = site.state.feeders._feeders.values()
-            threading.Timer(20, may_decode.set).start()  # or an event loop that waits would wait for ever
+            too_late = threading.Timer(20, may_decode.set)  # or an event loop that waits would wait for ever
+            too_late.start()
             ending = asyncio.create_task(site.http.delete(sender.location))
             while feeder.receiver._queue._thread is None:  # until its decoder has been told to end
                 await asyncio.sleep(0.02)
             assert not may_decode.is_set()
+            too_late.cancel()
             may_decode.set()
             assert (await ending).status_code == 200
 

@@ -46,7 +46,7 @@ def opened(server: Server, browser: WebDriver, link: str) -> dict[str, object]:
 def test_a_link_opens_a_session_with_its_prompt_and_seed_and_can_be_shared_on(
     server: Server, browser: WebDriver
 ) -> None:
-    asked = {"prompt": "a green circle & more", "seed": "7", "steps": "2"}
+    asked = {"prompt": "a green circle & more", "seed": "7", "steps": "2", "kv_context": "staircase"}
     first = opened(server, browser, f"{server.url}?{urlencode(asked | {'fps': '10'})}")
     assert {name: str(first[name]) for name in asked} == asked
     assert first["id"] != "default"

@@ -63,16 +63,6 @@ def read(path: Path, contract: FileSpec) -> dict[str, Tensor]:
     return found
 
 
-def read_prompt_embeds(path: Path, text_shape: tuple[int, int]) -> Tensor:
-    """A prompt's embeddings `[T, D]` of `text_shape`, float32; rows beyond those of the file are zero.
-
-    Raises:
-        ConfigError: see `read` and `prompt_embeds_contract`.
-    """
-    rows = read_rows(path, text_shape)
-    return torch.cat([rows, rows.new_zeros(text_shape[0] - len(rows), text_shape[1])])
-
-
 def read_rows(path: Path, text_shape: tuple[int, int]) -> Tensor:
     """A prompt's embeddings `[L, D]`, float32, as the file has them; `text_shape` is (most L, D).
 

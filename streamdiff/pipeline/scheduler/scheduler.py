@@ -47,7 +47,7 @@ class StreamBatchScheduler:
     their frame credits are.
 
     A row that is ready is held back by paced admission alone, which concerns new chunks of `matched` and `anchored`
-    sessions, and by its forward being full or not `compatible`.
+    sessions, and by its forward being full or of another kind (`differing_field`).
 
     Args:
         stages: stages of the ring, P.
@@ -219,7 +219,7 @@ class StreamBatchScheduler:
         None: a forward takes all that it can.
 
         Within a session: oldest chunk first, `matched` and `anchored` by timetable. A chunk gives at most one row, as
-        its next step needs this one's result. All rows are `compatible` with the first.
+        its next step needs this one's result. No row has a `differing_field` from the first.
         """
         rows: list[MicroStep] = []
         self._apart = "none_ready"

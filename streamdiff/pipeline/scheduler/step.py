@@ -78,11 +78,6 @@ def differing_field(one: Any, other: Any) -> str | None:
     )
 
 
-def compatible(one: Any, other: Any) -> bool:
-    """Whether two of the same kind may share a forward."""
-    return differing_field(one, other) is None
-
-
 _FIELDS = len(fields(MicroStep))
 _VALUES = attrgetter(*(each.name for each in fields(MicroStep)))
 

@@ -61,7 +61,7 @@ async def read_form(
             form = await FormParser(request.headers, _limited(request.stream(), MAX_FORM_BYTES)).parse()
     except (MultiPartException, KeyError, ValueError) as error:
         why = getattr(error, "message", None) or "it cannot be read"
-        raise Problem(400, f"The body is no valid form: {str(why)[:120]}.", code="bad_form") from error
+        raise Problem(400, f"The body is no valid form: {str(why)[:120].rstrip('.')}.", code="bad_form") from error
     try:
         fields: Fields = {}
         uploads = [(name, value.size or 0) for name, value in form.multi_items() if isinstance(value, UploadFile)]

@@ -105,6 +105,7 @@ function drawState(state) {
   $("screen").style.aspectRatio = `${state.width} / ${state.height}`;
   if (document.activeElement !== $("seed") && state.seed !== view.seed) $("seed").value = state.seed;
   view.seed = state.seed;
+  view.kvContext = state.kv_context;
   view.engine = state.engine;
   view.session = state.session;
   view.more = state.image || state.input !== null || state.features.length > 0;
@@ -326,7 +327,7 @@ function togglePause() {
 
 async function shareLink() {
   const receipt = await share(
-    { prompt: view.text || view.prompt, seed: view.seed, steps: view.steps, fps: view.askedFps },
+    { prompt: view.text || view.prompt, seed: view.seed, steps: view.steps, fps: view.askedFps, kv_context: view.kvContext },
     view.more ? " What else this stream was given, a picture or a video, does not go with it." : "",
   );
   if (receipt) drawReceipt(receipt);

@@ -1,7 +1,7 @@
-// A link with prompt, seed and steps. Whoever opens it gets a session of their own, which is the same stream when
+// A link with prompt, seed, steps and KV context. Whoever opens it gets a session of their own, which is the same stream when
 // this one began with that prompt.
 
-const NAMES = ["prompt", "seed", "steps", "fps"];
+const NAMES = ["prompt", "seed", "steps", "fps", "kv_context"];
 
 /** Hand the link on: to the phone's own dialogue, else to the clipboard. Returns what to tell the visitor. */
 export async function share(what, lacks = "") {
@@ -26,7 +26,13 @@ export async function openShared(authorization) {
   const asked = new URLSearchParams(location.search);
   if (!asked.get("prompt") || asked.has("session")) return "";
   const number = (name) => (asked.has(name) ? Number(asked.get(name)) : undefined);
-  const body = JSON.stringify({ prompt: asked.get("prompt"), seed: number("seed"), steps: number("steps"), fps: number("fps") });
+  const body = JSON.stringify({
+    prompt: asked.get("prompt"),
+    seed: number("seed"),
+    steps: number("steps"),
+    fps: number("fps"),
+    kv_context: asked.get("kv_context") ?? undefined,
+  });
   let answer;
   try {
     answer = await fetch("api/sessions", { method: "POST", body, headers: { "Content-Type": "application/json", ...authorization } });

@@ -30,7 +30,7 @@ from streamdiff.models.checkpoint.tensor_contract import (
     noise_contract,
     prompt_embeds_contract,
 )
-from streamdiff.models.checkpoint.tensor_file import read_latents, read_noise, read_prompt_embeds
+from streamdiff.models.checkpoint.tensor_file import read_latents, read_noise, read_rows
 
 TEXT = (6, 4)
 CHUNK = (4, 3, 2, 5)
@@ -53,12 +53,13 @@ Save = Callable[..., Path]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(6, 4), (1, 6, 4), (3, 4), (1, 1, 4)])
-def test_prompt_embeddings_are_padded_with_zeros(save: Save, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_prompt_embeddings_are_read_as_their_file_has_them(
+    save: Save, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     rows = torch.randn(shape).to(dtype)
-    read = read_prompt_embeds(save(prompt_embeds=rows), TEXT)
-    assert read.shape == TEXT and read.dtype == torch.float32
-    length = shape[-2]
-    assert torch.equal(read[:length], rows.reshape(length, 4).float()) and not read[length:].any()
+    read = read_rows(save(prompt_embeds=rows), TEXT)
+    assert read.dtype == torch.float32
+    assert torch.equal(read, rows.reshape(shape[-2], 4).float())
 
 
 def test_noise_is_read_with_its_companion(save: Save) -> None:
@@ -193,7 +194,7 @@ def test_values_that_are_not_finite_are_refused_with_their_place(save: Save, val
 
 def test_a_value_too_large_for_float32_is_refused(save: Save) -> None:
     with pytest.raises(ConfigError, match=r"expected finite values \(in float32\), got inf at \[0, 0\]"):
-        read_prompt_embeds(save(prompt_embeds=torch.full(TEXT, 1e300, dtype=torch.float64)), TEXT)
+        read_rows(save(prompt_embeds=torch.full(TEXT, 1e300, dtype=torch.float64)), TEXT)
 
 
 def test_not_even_the_header_of_a_file_that_is_too_large_is_read(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from streamdiff.pipeline.scheduler.step import (
     PER_ROW,
     SHARED,
     MicroStep,
-    compatible,
+    differing_field,
     pack,
     record_length,
     shared_fields,
@@ -45,15 +45,15 @@ def test_a_field_that_does_not_say_so_is_refused(metadata: dict[str, str]) -> No
     with pytest.raises(TypeError, match=r"Forgetful\.guidance does not say.*metadata=SHARED"):
         shared_fields(Forgetful)
     with pytest.raises(TypeError, match="guidance"):
-        compatible(Forgetful(1, 2), Forgetful(1, 2))
+        differing_field(Forgetful(1, 2), Forgetful(1, 2))
 
 
 def test_rows_share_a_forward_when_their_shared_fields_are_equal() -> None:
     row = Mixed(size=4, step=1, mode="a")
     assert shared_fields(Mixed) == ("size", "mode")
-    assert compatible(row, replace(row, step=2))
-    assert not compatible(row, replace(row, size=5))
-    assert not compatible(row, replace(row, mode="b"))
+    assert differing_field(row, replace(row, step=2)) is None
+    assert differing_field(row, replace(row, size=5)) == "size"
+    assert differing_field(row, replace(row, mode="b")) == "mode"
 
 
 @given(microsteps, microsteps)
@@ -61,8 +61,8 @@ def test_all_micro_steps_may_share_a_forward_but_those_that_run_a_window_again(
     one: MicroStep, other: MicroStep
 ) -> None:
     """Steps, chunks, sessions, numbers of steps and epochs are all per row."""
-    assert compatible(one, replace(other, recache_end=one.recache_end))
-    assert compatible(one, other) == (one.recache_end == other.recache_end)
+    assert differing_field(one, replace(other, recache_end=one.recache_end)) is None
+    assert (differing_field(one, other) is None) == (one.recache_end == other.recache_end)
 
 
 @given(st.lists(microsteps, max_size=5), st.integers(0, 3), int64)

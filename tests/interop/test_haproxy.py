@@ -145,12 +145,17 @@ def test_forty_sessions_on_servers_that_fill_up_are_killed_drained_and_added(tmp
             # The balancer hears only once a second how full a is, so some of these come to a first.
             opened = await asyncio.gather(*(made() for _ in range(40)))
             assert [each.text for each in opened if each.status_code != 201] == [], "a full server is passed over"
-            sessions = [each.json()["id"] for each in [*opened, *filling]]
+            tokens = {each.json()["id"]: each.json()["control_token"] for each in [*opened, *filling]}
+            sessions = list(tokens)
             assert set(map(home, sessions)) == {"a", "b"}
             for session in sessions:
                 state = await http.get(f"/api/sessions/{session}")
                 assert (state.status_code, state.json()["id"]) == (200, session)
-            token = {"Authorization": f"Bearer {opened[0].json()['control_token']}"}
+            for session in (next(each for each in sessions if home(each) == name) for name in "ab"):
+                sent = {"Authorization": f"Bearer {tokens[session]}", "Content-Type": "text/plain"}
+                video = await http.post(f"/whip/{session}", content="no SDP", headers=sent)
+                assert video.status_code == 415, "only the server that has the session comes to look at what was sent"
+            token = {"Authorization": f"Bearer {tokens[sessions[0]]}"}
             change = await http.patch(f"/api/sessions/{sessions[0]}", json={"prompt": "blue"}, headers=token)
             assert change.status_code == 200
             assert (await http.get("/")).status_code == 200

@@ -295,8 +295,8 @@ PLAN = (
     Option("--link-gbps", "N", "GB/s of a link between devices (default 25)", float),
     Option("--link-time", "SECONDS", "of a message between stages, in place of what the times' source says", float),
     Option("--decode-time", "SECONDS", "of a chunk's decode, in place of what the times' source says", float),
-    Option("--decode", "PLACE", "where chunks are decoded: head, last, own-rank, own-stream (default auto: head or "
-           "last)"),
+    Option("--decode", "PLACE", "where chunks are decoded: head, last, own-rank, own-stream; with --gpus also "
+           "split (default auto: head or last)"),
     Option("--dtype", "TYPE", "float32 or bfloat16 (default float32; bfloat16 with --gpu)"),
     Option("--trace", "FILE", "write a Chrome/Perfetto trace", Path),
     Option("--plot", "FILE", "draw the first chunks as .png, .svg or .pdf", Path),

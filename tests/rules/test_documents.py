@@ -20,7 +20,11 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_the_tour_names_files_that_exist() -> None:
-    names = set(re.findall(r"`([a-z_0-9]+(?:/[a-z_0-9]+)*\.py)`", (ROOT / "docs" / "tour.md").read_text("utf-8")))
+    """Also without `.py`, and then with a folder before them."""
+    text = (ROOT / "docs" / "tour.md").read_text("utf-8")
+    names = set(re.findall(r"`([a-z_0-9]+(?:/[a-z_0-9]+)*\.py)`", text))
+    paths = re.findall(r"`([a-z_0-9]+(?:/[a-z_0-9]+)+)`", text)
+    names |= {f"{path}.py" for path in paths if not (ROOT / "streamdiff" / path).is_dir()}
     assert 15 < len(names) <= 25, "few enough to read them all"
     missing = [name for name in names if not (ROOT / "streamdiff" / name).exists()]
     assert not missing

@@ -91,7 +91,8 @@ class SavesSessions(ABC):
         session = self._find(Close(name))
         assert session is not None, "`_find` raises"
         if name in self._waiting:
-            raise RequestError("session", f"a prompt of session {name!r} is being encoded; save it when it is accepted")
+            why = f"a prompt of session {name!r} is being encoded; save it when it is accepted"
+            raise RequestError("session", why, "encoding")
         return session
 
     def load(self, name: str, snapshot: Any) -> list[Event]:

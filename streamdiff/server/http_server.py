@@ -13,9 +13,12 @@ import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
+from wsproto.events import Ping
 
 from streamdiff.config import ServeConfig
 from streamdiff.server.peers import group_of, parse_address, share_of
+from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.tls import certificate_of
 
@@ -23,6 +26,8 @@ CERTIFICATE_TICKS = 100
 """Of a tenth of a second, after which the certificate's files are looked at again."""
 SPARE = 16
 """Connections above the limits, in which health is answered and nothing else."""
+CUT_OFF_S = 5.0
+"""After which a WebSocket that has ended is cut off, whatever its peer has not read yet."""
 Admission = Literal["served", "crowded", "refused"]
 
 
@@ -69,6 +74,21 @@ class Connections:
     def _is_proxy(self, host: str) -> bool:
         address = parse_address(host)
         return address is not None and any(address in network for network in self._proxies)
+
+
+class BoundedWebSocket(WSProtocol):
+    """A WebSocket whose peer has to read what it makes the server send. uvicorn itself keeps answers to pings, and what
+    is left when a connection ends, for as long as the peer likes."""
+
+    def handle_ping(self, event: Ping) -> None:
+        if self.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
+            self.transport.abort()
+        else:
+            super().handle_ping(event)
+
+    async def run_asgi(self) -> None:
+        await super().run_asgi()
+        self.loop.call_later(CUT_OFF_S, self.transport.abort)
 
 
 class BoundedProtocol(H11Protocol):
@@ -171,7 +191,7 @@ class HttpServer(uvicorn.Server):
                 # By itself uvicorn believes what this machine's own programs say about who they speak for.
                 proxy_headers=bool(serve.trusted_proxies),
                 forwarded_allow_ips=list(serve.trusted_proxies),
-                ws="wsproto",
+                ws=BoundedWebSocket,
                 ws_max_size=2 * MAX_MESSAGE_BYTES,  # the answer to a message a little too long can still be given
                 ws_per_message_deflate=False,
             )

@@ -73,7 +73,7 @@ def certificate_of(serve: ServeConfig) -> Certificate | None:
 def _stamp(path: str) -> tuple[int, int, int] | None:
     try:
         status = os.stat(path)
-    except FileNotFoundError:
+    except OSError:  # it is not there, or its folder cannot be looked into at the moment
         return None
     return status.st_mtime_ns, status.st_ino, status.st_size
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import stat
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +16,12 @@ from typing import Any
 import httpx
 import pytest
 
+from streamdiff.config import Config, ServeConfig
+from streamdiff.engine.messages import SetPrompt
+from streamdiff.errors import RequestError
+from streamdiff.server.sessions.session_files import SessionFolder
+from tests.server.conftest import open_site
+from tests.server.scripted import Painter, Text
 from tests.server.test_restart import GREEN, LIMIT_S, Server, Watching, change, near, start, watching
 
 pytestmark = pytest.mark.slow
@@ -214,3 +222,55 @@ def test_sessions_are_handed_over_at_sigterm(tmp_path: Path) -> None:
         second.close()
     assert "Session s-a-other is not opened again" in second.complaints
     assert os.listdir(folder) == ["s-a-other.session.refused"], "Ctrl-C hands nothing over"
+
+
+def test_a_session_whose_prompt_is_being_encoded_is_handed_over_when_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+
+    class Slow(Text):
+        def encode(self, text: str) -> Any:
+            if "blue" in text:
+                may_go_on.wait(LIMIT_S)
+            return super().encode(text)
+
+    async def main() -> None:
+        painter = Painter(chunk_s=0.02)
+        painter.text = Slow(slow=True)
+        async with open_site(Config(serve=ServeConfig(handover=str(tmp_path))), painter) as site:
+            live = site.state.manager.get("default")
+            assert live is not None
+            await site.until(lambda: live.playback.made_frames > 0)
+            plain, refused = live.snapshots.save, 0
+
+            async def save(timeout_s: float) -> Any:
+                nonlocal refused
+                try:
+                    return await plain(timeout_s)
+                except RequestError:
+                    refused += 1
+                    may_go_on.set()
+                    raise
+
+            monkeypatch.setattr(live.snapshots, "save", save)
+            changing = asyncio.create_task(site.http.post("/api/control", json={"type": "prompt", "prompt": "blue"}))
+            await site.until(lambda: any(isinstance(each, SetPrompt) for each in site.client.sent))
+            await site.state.manager.hand_over()
+            assert refused and (tmp_path / "default.session").exists()
+            await changing
+
+    asyncio.run(main())
+
+
+def test_a_file_that_cannot_be_removed_ends_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read_only(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    folder = SessionFolder(tmp_path, "serve.state_dir")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", read_only)
+        folder.remove("s-1")
+    assert "What was kept of session s-1 cannot be removed" in caplog.text

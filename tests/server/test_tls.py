@@ -102,6 +102,17 @@ def test_a_renewed_certificate_is_used_and_a_half_replaced_one_is_not(
     asyncio.run(scene())
 
 
+def test_a_folder_that_cannot_be_looked_into_leaves_the_certificate_as_it_is(tmp_path: Path) -> None:
+    certificate = Certificate(*write_pair(tmp_path / "live"))
+    context = certificate.context
+    (tmp_path / "live").rename(tmp_path / "old")
+    for make in (lambda path: path.write_text("a file"), lambda path: path.symlink_to(path)):
+        make(tmp_path / "live")
+        certificate.refresh()
+        (tmp_path / "live").unlink()
+    assert certificate.context is context
+
+
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cert, key = write_pair(tmp_path)
     other, locked = write_pair(tmp_path / "other"), write_pair(tmp_path / "locked", b"secret")

@@ -13,6 +13,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from zmq import ZMQError
+
 from streamdiff import clock
 from streamdiff.engine.messages import Command, Event, Failed, Ready
 from streamdiff.engine.process.engine_process import EngineHandle
@@ -156,7 +158,7 @@ class EngineSupervisor:
         self._standby = self._make()
         try:
             await self._standby.prepare()
-        except OSError as error:
+        except (OSError, ZMQError) as error:
             self._standby = None
             logger.warning("No spare engine waits, the next restart takes longer: %s", error)
         else:

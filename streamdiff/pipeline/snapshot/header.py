@@ -12,8 +12,8 @@ from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, Entry,
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 KIND, FORMAT = "streamdiff session", 1
-MAX_HEADER_BYTES = 16 << 20
-"""Of a snapshot's header."""
+MAX_HEADER_BYTES = 1 << 20
+"""Of a snapshot's header; real ones have some ten kilobytes, and reading a full one takes a quarter of a second."""
 _MOST = 2**40
 _OPENED = {
     "seed": (0, _MOST),

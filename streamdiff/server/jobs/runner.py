@@ -214,7 +214,7 @@ class JobRunner:
 
     async def start(self) -> None:
         """Begin with what the last server left."""
-        waiting = await self._stored(self._store.recover)
+        waiting = await self._stored(self._store.recover, clock.wall_s() + self._config.jobs_keep_s)
         if waiting:
             logger.info("%d jobs of an earlier run begin again.", waiting)
         self._tasks = [
@@ -357,14 +357,13 @@ class JobRunner:
         ahead_frames = AHEAD_CHUNKS * chunk_frames
         image = await self._stored(self._store.picture, run.job.id) if request.image else None
         features = await self._stored(self._store.features, run.job.id, request)
-        run.in_engine = True
-        await self._send(
-            Open(
-                session, request.prompt, request.seed, request.steps, max_ahead_frames=ahead_frames, background=True,
-                image=image, **features.fields(),
-            )
+        opening = Open(
+            session, request.prompt, request.seed, request.steps, max_ahead_frames=ahead_frames, background=True,
+            image=image, **features.fields(),
         )  # fmt: skip
+        run.in_engine = True
         try:
+            await self._send(opening)  # a job that is cancelled here may have reached the engine
             taken = 0
             while taken < request.frames and not writing.done():
                 match await run.inbox.get():

@@ -8,12 +8,14 @@ thread of their own.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import secrets
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +30,8 @@ from streamdiff.server.jobs.job import ENDED, Job, VideoRequest
 Order = Literal["asc", "desc"]
 DATABASE, SUFFIX, PICTURE_SUFFIX, FEATURES_SUFFIX = "jobs.sqlite3", ".mp4", ".png", ".safetensors"
 VERSION = 1
+_FIELDS = {each.name for each in fields(VideoRequest)}
+_OWN_FILE = r"video_([a-z0-9]+_)?[0-9a-f]{32}(\.\w+)?\.(mp4|png|safetensors)|\.streamdiff-[0-9a-f]{12}\.part"
 LOCKED_S = 0.5
 """How long another server's hold on the folder is waited for."""
 _SCHEMA = """
@@ -102,15 +106,20 @@ class JobStore:
     def _feature_path(self, id: str, name: str) -> Path:
         return self.folder / f"{id}.{name}{FEATURES_SUFFIX}"
 
-    def _feature_bytes(self, id: str) -> int:
-        return sum(path.stat().st_size for name in NAMES if (path := self._feature_path(id, name)).exists())
+    def _given_paths(self, id: str) -> tuple[Path, ...]:
+        """Where the picture and the features of a job are, if it has any."""
+        return (self._picture_path(id), *(self._feature_path(id, name) for name in NAMES))
+
+    def _given_bytes(self, id: str) -> int:
+        return sum(path.stat().st_size for path in self._given_paths(id) if path.exists())
 
     def _picture_path(self, id: str) -> Path:
         return self.folder / f"{id}{PICTURE_SUFFIX}"
 
-    def recover(self) -> int:
+    def recover(self, expires_s: float = math.inf) -> int:
         """Have what was running when the last server ended begin again, and remove files that belong to no completed
-        job; a completed job whose file somebody took away is made again. Returns how many jobs wait."""
+        job; a completed job whose file somebody took away is made again. A job that was asked of a later version, with
+        fields unknown here, has failed, and is kept until `expires_s`. Returns how many jobs wait."""
         with self._transaction():
             self._database.execute("UPDATE jobs SET status = 'queued', started_s = NULL WHERE status = 'in_progress'")
             whole = {self.path(id).name: id for (id,) in self._select("SELECT id FROM jobs WHERE status = 'completed'")}
@@ -122,11 +131,15 @@ class JobStore:
                 self._database.execute(
                     "UPDATE jobs SET status = 'queued', started_s = NULL, ended_s = NULL, expires_s = NULL, bytes = ? "
                     "WHERE id = ?",
-                    (self._feature_bytes(whole[name]), whole[name]),
+                    (self._given_bytes(whole[name]), whole[name]),
                 )
+            waiting = self._select("SELECT id, request, created_s FROM jobs WHERE status = 'queued'")
+        for id, text, created_s in waiting:
+            if unknown := sorted(json.loads(text).keys() - _FIELDS):
+                self.fail(id, f"this version of streamdiff does not know {', '.join(unknown)}", created_s, expires_s)
         for name in found - whole.keys() - given:
-            own = name.startswith("video_") and name.endswith((PICTURE_SUFFIX, FEATURES_SUFFIX))
-            if name.endswith((SUFFIX, ".part")) or own:
+            # Whatever else lies there is somebody's own: the folder may be one of videos.
+            if re.fullmatch(_OWN_FILE, name):
                 (self.folder / name).unlink(missing_ok=True)
         return self.count()
 
@@ -151,7 +164,7 @@ class JobStore:
                 self._feature_path(job.id, name).write_bytes(getattr(features, name))
             self._database.execute(
                 "INSERT INTO jobs (id, request, status, created_s, owner, bytes) VALUES (?, ?, ?, ?, ?, ?)",
-                (job.id, json.dumps(asdict(request)), job.status, now_s, owner, self._feature_bytes(job.id)),
+                (job.id, json.dumps(asdict(request)), job.status, now_s, owner, self._given_bytes(job.id)),
             )
         except BaseException:  # no room on the disk, say: there is no such job, so nothing of it may stay
             self._remove_files(job.id)
@@ -179,18 +192,20 @@ class JobStore:
 
     def complete(self, id: str, now_s: float, expires_s: float) -> None:
         """A job's file is complete."""
-        size = self.path(id).stat().st_size + self._feature_bytes(id)
+        size = self.path(id).stat().st_size + self._given_bytes(id)
         self._database.execute(
             "UPDATE jobs SET status = 'completed', ended_s = ?, expires_s = ?, bytes = ? WHERE id = ?",
             (now_s, expires_s, size, id),
         )
 
     def fail(self, id: str, error: str, now_s: float, expires_s: float) -> None:
-        """A job cannot be made, ever."""
+        """A job cannot be made, ever: what was given for it is removed."""
         self._database.execute(
-            "UPDATE jobs SET status = 'failed', ended_s = ?, expires_s = ?, error = ? WHERE id = ?",
+            "UPDATE jobs SET status = 'failed', ended_s = ?, expires_s = ?, error = ?, bytes = 0 WHERE id = ?",
             (now_s, expires_s, error, id),
         )
+        for path in self._given_paths(id):
+            path.unlink(missing_ok=True)
 
     def delete(self, id: str) -> bool:
         """Forget a job and its file; False if there is none."""
@@ -199,7 +214,7 @@ class JobStore:
         return bool(gone)
 
     def _remove_files(self, id: str) -> None:
-        for path in (self.path(id), self._picture_path(id), *(self._feature_path(id, name) for name in NAMES)):
+        for path in (self.path(id), *self._given_paths(id)):
             path.unlink(missing_ok=True)
 
     def expire(self, now_s: float) -> list[str]:
@@ -262,7 +277,7 @@ class JobStore:
 
 
 def _request_of(text: str) -> VideoRequest:
-    said = json.loads(text)
+    said = {name: value for name, value in json.loads(text).items() if name in _FIELDS}
     return VideoRequest(**said | {"features": tuple(said.get("features", ()))})
 
 

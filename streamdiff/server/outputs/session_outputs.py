@@ -47,7 +47,7 @@ class AllowedTargets:
                 raise RequestError("target", "the address is not among those this server allows (serve.output_targets)")
         elif not self._folders:
             raise RequestError("target", "this server allows no files; give an address that it allows")
-        elif PurePath(text).name != text or "\\" in text or "\0" in text:
+        elif PurePath(text).name != text or "\\" in text or not text.isprintable():
             raise RequestError("target", "a file has a name without a folder, as show.mp4; the server chooses where")
         try:
             return targets.parse(text if "://" in text else str(self._folders[0] / text))
@@ -65,9 +65,15 @@ def _is_below(text: str, allowed: str) -> bool:
         alike = all(getattr(wanted, name) == getattr(base, name) for name in ("scheme", "hostname", "port", "query"))
     except ValueError:
         return False
+    # Python and FFmpeg read some odd addresses differently: the host has to be the allowed one to the letter.
+    alike = alike and _host_text(wanted.netloc) == _host_text(base.netloc)
     if not alike or wanted.fragment or not text.isprintable() or set(wanted.path) & {" ", "%", "\\"}:
         return False  # FFmpeg takes options after a space
     return ".." not in wanted.path.split("/") and f"{wanted.path}/".startswith(f"{base.path.rstrip('/')}/")
+
+
+def _host_text(netloc: str) -> str:
+    return netloc.rpartition("@")[2].lower()
 
 
 class SessionOutputs:
@@ -104,10 +110,11 @@ class SessionOutputs:
 
     async def remove(self, session: LiveSession, id: str) -> bool:
         """End an output; False if there is none of that id."""
-        output = self._outputs.get(session.id, {}).pop(id, None)
-        if output is None:
+        own = self._outputs.get(session.id, {})
+        if (output := own.get(id)) is None:
             return False
-        await self._end(output)
+        await self._end(output)  # until then it counts: it still has its process
+        own.pop(id, None)
         return True
 
     async def end_session(self, session: LiveSession) -> None:

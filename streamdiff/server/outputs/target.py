@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import av
 from av.error import FFmpegError, ProtocolNotFoundError
@@ -40,8 +40,12 @@ class Target:
 
     def attempt(self, number: int) -> str:
         """Where the attempt `number`, from 0, writes: a recording that broke off is kept, and the next has its own."""
-        path = Path(self.url)
-        return str(path.with_stem(f"{path.stem}-{number + 1}")) if self.is_file and number else self.url
+        if not self.is_file or number == 0:
+            return self.url
+        path, number = Path(self.url), number + 1
+        while (other := path.with_stem(f"{path.stem}-{number}")).exists():  # somebody's own
+            number += 1
+        return str(other)
 
 
 def parse(text: str) -> Target:
@@ -60,6 +64,8 @@ def parse(text: str) -> Target:
             raise ConfigError(
                 f"an output at {parts.hostname} has a name and a password; WHIP takes a token: TOKEN@host"
             )
+        if not (token := unquote(parts.username or "")).isascii() or not token.isprintable():
+            raise ConfigError(f"the token of an output at {parts.hostname} has characters that no HTTP header can have")
         _check_protocol(parts.scheme)
         host = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
         return Target(text, f"{parts.scheme}://{host}", _STREAMS[parts.scheme], "h264", {}, False)

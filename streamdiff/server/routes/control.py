@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict
 
 from fastapi import APIRouter, Request, Response
@@ -22,6 +23,7 @@ _NOT_SHOWN = problem_responses(401, 404, 410)
 _NO_FRAME = problem_responses(s503="No frame has been made yet; Retry-After: when to ask again")
 _LATER: Responses = {202: {"description": "The engine has it and carries it out later (receipt `asked`)"}}
 _REFUSED = problem_responses(400, 401, 403, 404, 409, 410, 413, 415, 422, 429, 503, 504)
+_numbers = itertools.count(1)
 router = APIRouter(tags=["control"])
 router.add_api_websocket_route("/api/sessions/{session}/control", control_socket)
 
@@ -86,7 +88,7 @@ async def carry_out(state: AppState, session: LiveSession, message: ControlMessa
         Problem: it was refused (422, 409), the session has ended (410) or the engine (503, 504).
     """
     try:
-        receipt = await session.control_and_wait(message, f"http-{id(message)}", ANSWER_TIMEOUT_S)
+        receipt = await session.control_and_wait(message, f"http-{next(_numbers)}", ANSWER_TIMEOUT_S)
     except ControlError as error:
         raise _refused(state, error) from error
     except TimeoutError as error:

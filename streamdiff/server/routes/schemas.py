@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from streamdiff.config import KVContext, PromptPolicy
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures, Ready
@@ -229,6 +230,11 @@ def read(model: type[BodyT], body: bytes | Mapping[str, str]) -> BodyT:
     Raises:
         Problem: 400 for what is no JSON, 422 with the first field at fault and all of them in `errors`.
     """
+    fields: object = body
+    if not isinstance(body, Mapping):
+        with contextlib.suppress(ValueError):  # what is no JSON is refused below
+            fields = from_json(body or b"{}")
+    _check_known(model, fields)
     try:
         if isinstance(body, Mapping):
             return model.model_validate(body, strict=False)
@@ -241,11 +247,18 @@ def read(model: type[BodyT], body: bytes | Mapping[str, str]) -> BodyT:
     together = [each["type"] if each["type"] in model.model_fields else "" for each in problems]
     fields = [".".join(map(str, each["loc"])) or name for each, name in zip(problems, together, strict=True)]
     errors = [{"field": field, "message": each["msg"]} for field, each in zip(fields, problems, strict=True)]
-    first, known = errors[0], ", ".join(model.model_fields)
+    first = errors[0]
     detail = f"`{first['field'][:40]}`: {first['message']}." if problems[0]["loc"] else f"{first['message']}."
-    if problems[0]["type"] == "extra_forbidden":
-        detail = f"There is no field {first['field'][:40]!r}; known: {known}."
     raise Problem(422, detail, code="invalid", field=first["field"][:40], errors=errors[:20])
+
+
+def _check_known(model: type[BaseModel], fields: object) -> None:
+    """Raises Problem 422 for fields that there are not. Pydantic would write of each of a million that it is wrong."""
+    unknown = [name for name in fields if name not in model.model_fields] if isinstance(fields, Mapping) else []
+    if unknown:
+        errors = [{"field": name[:40], "message": "Extra inputs are not permitted"} for name in unknown[:20]]
+        detail = f"There is no field {unknown[0][:40]!r}; known: {', '.join(model.model_fields)}."
+        raise Problem(422, detail, code="invalid", field=unknown[0][:40], errors=errors)
 
 
 def check_new(wanted: NewSession, ready: Ready) -> None:

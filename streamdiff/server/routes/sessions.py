@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, BinaryIO, TypeVar
@@ -34,7 +35,7 @@ from streamdiff.server.routes.forms import (
     take_features,
 )
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
-from streamdiff.server.routes.snapshots import given_snapshot
+from streamdiff.server.routes.snapshots import given_snapshot, place_for_upload
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import ControlMessage
 from streamdiff.server.sessions.live_session import LiveSession
@@ -91,28 +92,34 @@ async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
         state.require(request, Role.CONTROLLER)
         state.limit(request)
-        ready = state.manager.ready
-        large = {"snapshot": state.config.serve.max_snapshot_mb << 20, **largest_features(ready)}
-        fields = await _form(request, ("image", "snapshot", *FEATURE_FILES), large, feature_check(ready))
-        snapshot = _snapshot(fields)
-        files = take_features(fields)
-        wanted, picture = await _read(request, schemas.NewSession, ready, fields)
-        schemas.check_new(wanted, ready)
-        prompt = wanted.prompt is not None
-        given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
-        spec = _spec(wanted, picture, state.config, given)
-        if snapshot is not None:
-            spec = _spec_of_saved(snapshot, wanted, state.config, given)
-        try:
-            session = await state.manager.open(spec, snapshot)
-        except SessionUnavailable as error:
-            raise Problem(503, str(error), {"Retry-After": str(error.retry_after_s)}, code=error.code) from error
-        except RequestError as error:
-            raise Problem(422, str(error), code="refused", field=error.field) from error
+        async with place_for_upload(request, state):
+            session = await _open(request, state)
     assert session.tokens is not None
     tokens = {"view_token": session.tokens.view, "control_token": session.tokens.control}
     opened = schemas.OpenedSession.model_validate(_info_of(state, session).model_dump() | tokens)
     return JSONResponse(opened.model_dump(), 201, {"Location": f"/api/sessions/{session.id}"})
+
+
+async def _open(request: Request, state: AppState) -> LiveSession:
+    """The session that a request asks for. Raises Problem."""
+    ready = state.manager.ready
+    large = {"snapshot": state.config.serve.max_snapshot_mb << 20, **largest_features(ready)}
+    fields = await _form(request, ("image", "snapshot", *FEATURE_FILES), large, feature_check(ready))
+    snapshot = _snapshot(fields)
+    files = take_features(fields)
+    wanted, picture = await _read(request, schemas.NewSession, ready, fields)
+    schemas.check_new(wanted, ready)
+    prompt = wanted.prompt is not None
+    given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
+    spec = _spec(wanted, picture, state.config, given)
+    if snapshot is not None:
+        spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, state.config, given)
+    try:
+        return await state.manager.open(spec, snapshot)
+    except SessionUnavailable as error:
+        raise Problem(503, str(error), {"Retry-After": str(error.retry_after_s)}, code=error.code) from error
+    except RequestError as error:
+        raise Problem(422, str(error), code="refused", field=error.field) from error
 
 
 @router.get("/{session}", summary="One session", **needs("watch"))
@@ -224,7 +231,8 @@ async def _read(
         given, file = await read_body(request, MAX_JSON_BYTES), None
         if given and kind != JSON:
             raise Problem(415, f"The body is {JSON} or {FORM}.")
-        read = schemas.read(model, given)
+        # Which may be large: a picture as base64 is in it.
+        read = await asyncio.to_thread(schemas.read, model, given)
     image = read.image if file is None else file
     return read, await given_picture(image, ready, read.fit, status=422, field="image")
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -15,8 +15,9 @@ from streamdiff.engine.messages import Data
 from streamdiff.engine.snapshot_header import SavedSession, read_saved_session
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.app_state import AppState
-from streamdiff.server.problem import Problem, problem_responses
+from streamdiff.server.problem import Problem, media_type, problem_responses
 from streamdiff.server.routes.dependencies import BINARY, Controlled, State, answer, needs
+from streamdiff.server.routes.forms import FORM, MAX_FORM_BYTES
 from streamdiff.server.routes.schemas import NewSession
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import SessionEnded
@@ -65,6 +66,19 @@ async def size_of_snapshot(state: State, live: Controlled) -> Response:
     _refuse_if_busy(state)
     async with state.snapshots:
         return Response(headers=_headers(live, await _taken(state, live)), media_type=OCTETS)
+
+
+@contextlib.asynccontextmanager
+async def place_for_upload(request: Request, state: AppState) -> AsyncIterator[None]:
+    """While the form of a request is read and used that may hold a snapshot, which lies in memory: as many at a time as
+    are taken or sent. Raises Problem, 503, where there are more."""
+    length = request.headers.get("content-length", "")
+    small = length.isdigit() and int(length) <= MAX_FORM_BYTES
+    async with contextlib.AsyncExitStack() as held:
+        if media_type(request) == FORM and not small:
+            _refuse_if_busy(state)
+            await held.enter_async_context(state.snapshots)
+        yield
 
 
 def _refuse_if_busy(state: AppState) -> None:

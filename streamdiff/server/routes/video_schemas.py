@@ -194,13 +194,13 @@ def _validated(fields: Mapping[str, Any], *, strict: bool, embeds: bool = False)
             _refuse(name)
     if not embeds and fields.get("prompt") is None:
         _invalid("prompt", "`prompt` is missing.")
+    if unknown := next((name for name in fields if name not in NewVideo.model_fields), None):
+        _refuse(unknown[:40])  # before pydantic writes of each one that it is wrong
     try:
         return NewVideo.model_validate(fields, strict=strict)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     name = str(first["loc"][0])[:40] if first["loc"] else ""
-    if first["type"] == "extra_forbidden":
-        _refuse(name)
     _invalid(name, f"`{name}`: {first['msg']}.")
 
 

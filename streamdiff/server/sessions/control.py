@@ -202,6 +202,8 @@ def parse(data: str | bytes) -> ControlMessage:
     if not isinstance(kind, str) or kind not in MESSAGES:
         known = ", ".join(MESSAGES)
         raise ControlError("unknown_type", f"`type` must be one of {known}; got {_echo(kind)}.", "type", _id(message))
+    if unknown := next((name for name in message if name not in MESSAGES[kind].model_fields), None):
+        raise _unknown_field(kind, unknown, _id(message))  # before pydantic writes of each one that it is wrong
     try:
         return MESSAGES[kind].model_validate(message)
     except ValidationError as error:
@@ -216,14 +218,14 @@ def _id(message: dict[str, Any]) -> Id:
         return None
 
 
+def _unknown_field(kind: str, name: str, id: Id) -> ControlError:
+    field, known = name[:40], ", ".join(MESSAGES[kind].model_fields)
+    return ControlError("unknown_field", f"A {kind} message has no field {_echo(field)}; it takes {known}.", field, id)
+
+
 def _refusal(kind: str, fault: ErrorDetails, id: Id) -> ControlError:
     """The first thing that is wrong with a message, in our words."""
     field = str(fault["loc"][0])[:40]
-    if fault["type"] == "extra_forbidden":
-        known = ", ".join(MESSAGES[kind].model_fields)
-        return ControlError(
-            "unknown_field", f"A {kind} message has no field {_echo(field)}; it takes {known}.", field, id
-        )
     code = "bad_prompt" if field == "prompt" else "out_of_range"
     if fault["type"] == "missing":
         return ControlError(code, f"A {kind} message needs `{field}`.", field, id)

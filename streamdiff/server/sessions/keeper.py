@@ -32,6 +32,8 @@ from streamdiff.server.sessions.session_spec import SessionSpec
 logger = logging.getLogger(__name__)
 
 SAVE_LIMIT_S = 60.0
+_ENCODING_S = 0.2
+"""After which a session whose prompt was being encoded is asked for again."""
 _LOOK_S = 1.0
 """How often the keeper looks for sessions that have come or gone."""
 
@@ -183,9 +185,7 @@ class SessionKeeper:
         """Leave all sessions for the next server, as they are, or as they were kept last. Mutates: the folder."""
         assert self.handover is not None
         for session in sessions:
-            data: Data | None = None
-            with contextlib.suppress(RequestError, EngineFailure, SessionEnded, TimeoutError):
-                data = await session.snapshots.save(SAVE_LIMIT_S)
+            data = await _saved(session)
             record, fields = record_of(session), log_fields(session=session.id)
             try:
                 if data is None and (data := await self.snapshot(session)) is None:
@@ -196,6 +196,20 @@ class SessionKeeper:
                 logger.error("Session %s is lost: %s", session.id, error, extra=fields)
                 continue
             logger.info("Session %s is handed over.", session.id, extra=fields)
+
+
+async def _saved(session: LiveSession) -> Data | None:
+    """A session as it is now, asked for again while its prompt is being encoded; None where it cannot be had."""
+    with contextlib.suppress(RequestError, EngineFailure, SessionEnded, TimeoutError):
+        async with asyncio.timeout(SAVE_LIMIT_S):
+            while True:
+                try:
+                    return await session.snapshots.save(SAVE_LIMIT_S)
+                except RequestError as error:
+                    if error.code != "encoding":
+                        raise
+                await asyncio.sleep(_ENCODING_S)
+    return None
 
 
 def open_folders(serve: ServeConfig) -> tuple[SessionFolder | None, SessionFolder | None]:

@@ -204,7 +204,7 @@ class SessionManager:
     async def _open_on_engine(self, session: LiveSession, snapshot: Data | None) -> None:
         """Ask the engine for a session; once more where what can wait has given back memory. Mutates: session."""
         if snapshot is not None:
-            session.playback.go_on(read_saved_session(snapshot).made_frames)
+            session.playback.go_on((await asyncio.to_thread(read_saved_session, snapshot)).made_frames)
         try:
             await session.ask_open(snapshot)
             await session.opening.wait(OPEN_TIMEOUT_S)
@@ -257,8 +257,8 @@ class SessionManager:
         """Forget a session and end what belongs to it. Mutates: self, session."""
         # Before anything is awaited: a viewer that is just being connected sees it and is refused.
         session.closed = True
-        self._keeper.forget(session.id)
         self._sessions.pop(session.id, None)
+        self._keeper.forget(session.id)
         if self.on_end is not None:
             await self.on_end(session, self._end_reasons.get(session.id, "refused"))
         await session.close()

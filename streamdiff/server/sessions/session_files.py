@@ -118,8 +118,11 @@ class SessionFolder:
                 yield found
 
     def remove(self, id: str) -> None:
-        """Keep a session no longer."""
-        self._of(id).unlink(missing_ok=True)
+        """Keep a session no longer. A file that cannot be removed stays, and the log says so."""
+        try:
+            self._of(id).unlink(missing_ok=True)
+        except OSError as error:
+            logger.error("What was kept of session %s cannot be removed: %s", id, error, extra=log_fields(session=id))
 
     def set_aside(self, id: str, why: str) -> None:
         """Keep the file of a session that cannot be opened under another name, and say so."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from zmq import ZMQError
 
 from streamdiff.config import Config, ModelConfig
 from streamdiff.engine.messages import Applied, Event, Failed, FrameBatch, Open, Opened, Pause, Ready, Shutdown
@@ -196,9 +197,12 @@ async def test_no_spare_waits_for_an_engine_that_is_given_up() -> None:
         assert len(run.made) == 3 and not run.made[2].alive
 
 
-async def test_an_engine_runs_where_no_spare_can_be_had(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [OSError, ZMQError])
+async def test_an_engine_runs_where_no_spare_can_be_had(
+    caplog: pytest.LogCaptureFixture, kind: type[OSError | ZMQError]
+) -> None:
     async with kept(spare=True) as run:
-        run.no_spare = OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        run.no_spare = kind(errno.EAGAIN, "Resource temporarily unavailable")
         os.kill(run.made[0].pid, signal.SIGKILL)
         assert await run.until(Ready, Failed) == run.made[1].ready
         assert "No spare engine waits" in caplog.text and "temporarily unavailable" in caplog.text

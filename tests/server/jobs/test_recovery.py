@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import json
 import sqlite3
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from streamdiff import clock
@@ -158,12 +161,15 @@ def test_a_store_recovers_what_was_running_and_what_was_taken_away(tmp_path: Pat
         if job is first:
             store.path(job.id).write_bytes(b"video")
             store.complete(job.id, 10.0, 20.0)
-    (tmp_path / ".streamdiff-x.part").write_bytes(b"half")
-    store.path("video_of_nobody").write_bytes(b"stray")
+    (tmp_path / ".streamdiff-0123456789ab.part").write_bytes(b"half")
+    store.path(f"video_{'0' * 32}").write_bytes(b"stray")
+    others = {"holiday.mp4", "video_1.mp4", "large.iso.part", "notes.txt"}
+    for name in others:
+        (tmp_path / name).write_text("somebody's own")
     store.close()
     store = JobStore(tmp_path)
     assert store.recover() == 2
-    assert {entry.name for entry in tmp_path.iterdir() if "sqlite" not in entry.name} == {f"{first.id}.mp4"}
+    assert {entry.name for entry in tmp_path.iterdir() if "sqlite" not in entry.name} == {f"{first.id}.mp4", *others}
     found = store.begin(clock.wall_s())
     assert found is not None and found.id == second.id, "in its old place of the queue"
     assert found.request == REQUEST and found.status == "in_progress"
@@ -174,6 +180,34 @@ def test_a_store_recovers_what_was_running_and_what_was_taken_away(tmp_path: Pat
     again = store.begin(clock.wall_s())
     assert again is not None and (again.id, again.ended_s, again.bytes) == (first.id, None, 0)
     assert third.id in {job.id for job in store.page(after=None, limit=9, order="asc") or ()}
+    store.close()
+
+
+def test_a_job_of_a_later_version_has_failed_and_others_are_made(tmp_path: Path) -> None:
+    store = JobStore(tmp_path)
+    later, job = (store.add(REQUEST, "somebody", clock.wall_s()) for _ in range(2))
+    text = json.dumps(asdict(REQUEST) | {"sound": True})
+    store._database.execute("UPDATE jobs SET request = ? WHERE id = ?", (text, later.id))
+    assert store.recover(clock.wall_s() + 60) == 1
+    begun, failed = store.begin(clock.wall_s()), store.get(later.id)
+    assert begun is not None and begun.id == job.id
+    assert failed is not None and (failed.status, failed.error) == (
+        "failed",
+        "this version of streamdiff does not know sound",
+    )
+    assert len(store.page(after=None, limit=9, order="asc") or ()) == 2
+    store.close()
+
+
+def test_a_picture_counts_as_long_as_it_is_there_and_goes_with_a_job_that_fails(tmp_path: Path) -> None:
+    store = JobStore(tmp_path)
+    picture = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), dtype=np.uint8)
+    job = store.add(REQUEST, "somebody", 1.0, picture)
+    held = sum(path.stat().st_size for path in tmp_path.glob("*.png"))
+    assert store.used_bytes() == held > 64 * 64
+    store.begin(1.0)
+    store.fail(job.id, "why", 2.0, 3.0)
+    assert (store.used_bytes(), list(tmp_path.glob("*.png"))) == (0, [])
     store.close()
 
 

@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.engine import Engine
-from streamdiff.engine.messages import Close, Open
+from streamdiff.engine.messages import Close, Command, Open
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.video_schemas import read_new_video, resolve
 from tests.server.conftest import Site, bearer, open_site
@@ -320,6 +320,44 @@ def test_a_deleted_video_is_made_no_further(tmp_path: Path) -> None:
             assert Close(opened) in site.client.sent
             assert not [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith("jobs.sqlite3")]
             assert refusal(await site.http.get(path))[0] == refusal(await site.http.delete(path))[0] == 404
+
+    asyncio.run(main())
+
+
+def test_a_video_that_is_deleted_while_its_session_is_asked_for_leaves_none_to_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with making(tmp_path, Painter(chunk_s=0.05)) as site:
+            handed_over, plain = asyncio.Event(), site.client.send
+
+            async def send(command: Command) -> None:
+                await plain(command)
+                if isinstance(command, Open) and command.background:
+                    handed_over.set()
+                    await asyncio.Event().wait()  # a real client waits a little too when it has handed it over
+
+            monkeypatch.setattr(site.state.jobs, "_send", send)
+            video = await ask(site, num_frames=2000)
+            await handed_over.wait()
+            assert (await site.http.delete(f"/v1/videos/{video['id']}")).json()["deleted"]
+            [opened] = [each.session for each in site.client.sent if isinstance(each, Open) and each.background]
+            assert Close(opened) in site.client.sent
+
+    asyncio.run(main())
+
+
+def test_a_video_whose_file_goes_while_it_is_fetched_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with making(tmp_path) as site:
+            video = await ended(site, (await ask(site, num_frames=8))["id"])
+
+            async def gone(job: object) -> Path:
+                return tmp_path / "gone.mp4"
+
+            monkeypatch.setattr(site.state.jobs, "video", gone)
+            answer = await site.http.get(f"/v1/videos/{video['id']}/content")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "gone")
 
     asyncio.run(main())
 

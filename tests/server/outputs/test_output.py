@@ -202,6 +202,9 @@ def test_a_recording_never_replaces_a_file(tmp_path: Path) -> None:
     (tmp_path / "show.mp4").write_text("precious")
     with pytest.raises(ConfigError, match="exists"):
         targets.parse(str(tmp_path / "show.mp4"))
+    (tmp_path / "tell-2.mp4").write_text("precious")
+    recording = targets.parse(str(tmp_path / "tell.mp4"))
+    assert [Path(recording.attempt(number)).name for number in range(3)] == ["tell.mp4", "tell-3.mp4", "tell-3.mp4"]
     with pytest.raises(ConfigError, match="twice"):
         targets.parse_all([str(tmp_path / "a.mp4")] * 2)
     two = targets.parse_all(["rtmp://host.example/live/key1", "rtmp://host.example/live/key2"])

@@ -9,6 +9,7 @@ import pytest
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError, RequestError
+from streamdiff.server.outputs.output import Output
 from streamdiff.server.outputs.session_outputs import AllowedTargets
 from streamdiff.video.reader import open_clip
 from tests.server.conftest import Site, bearer, run_scene
@@ -95,6 +96,7 @@ def test_there_is_a_limit_and_without_a_list_nothing_is_allowed(tmp_path: Path) 
         ("../show.mp4", False),
         ("/tmp/show.mp4", False),
         ("a\0.mp4", False),
+        ("a\nb.mp4", False),
         ("a" * 300 + ".mp4", False),
         (".mp4", False),
     ],
@@ -108,6 +110,34 @@ def test_only_what_the_operator_lists_is_written(target: str, allowed: bool, tmp
         known.parse(target)
     assert refused.value.field == "target" and str(tmp_path) not in str(refused.value)
     assert "evil" not in str(refused.value) or "not among" in str(refused.value)
+
+
+def test_an_address_that_python_and_ffmpeg_read_differently_is_not_allowed(tmp_path: Path) -> None:
+    known = AllowedTargets(["tcp://[::1]:9000/live"])
+    known.parse("tcp://[::1]:9000/live/x")
+    with pytest.raises(RequestError, match="not among"):
+        known.parse("tcp://evil.example.org:80[::1]:9000/live/x")  # Python: ::1, FFmpeg: evil.example.org
+
+
+def test_an_output_counts_until_it_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(site: Site) -> None:
+        outputs, ending, may_end, stop = "/api/sessions/default/outputs", asyncio.Event(), asyncio.Event(), Output.stop
+
+        async def slow(output: Output) -> None:
+            ending.set()
+            await may_end.wait()
+            await stop(output)
+
+        monkeypatch.setattr(Output, "stop", slow)
+        made = [await site.http.post(outputs, json={"target": f"{number}.mp4"}) for number in range(4)]
+        deleting = asyncio.create_task(site.http.delete(made[0].headers["location"]))
+        await ending.wait()
+        assert (await site.http.post(outputs, json={"target": "more.mp4"})).status_code == 422
+        may_end.set()
+        assert (await deleting).status_code == 204
+        assert (await site.http.post(outputs, json={"target": "more.mp4"})).status_code == 201
+
+    run_scene(scene, Config(serve=ServeConfig(output_targets=[str(tmp_path)])))
 
 
 def test_a_list_that_cannot_be_is_refused_at_the_start(tmp_path: Path) -> None:

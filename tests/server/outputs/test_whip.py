@@ -196,7 +196,12 @@ def test_nobody_there_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("whip+https:///x", "names no host"), ("whip+https://ann:secret@host.example/x", "takes a token")],
+    [
+        ("whip+https:///x", "names no host"),
+        ("whip+https://ann:secret@host.example/x", "takes a token"),
+        ("whip+https://caf%C3%A9@host.example/x", "no HTTP header"),
+        ("whip+https://two%0Alines@host.example/x", "no HTTP header"),
+    ],
 )
 def test_an_address_that_says_no_server_or_too_much_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:

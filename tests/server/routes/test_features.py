@@ -306,7 +306,7 @@ def test_a_job_has_them_after_the_server_was_started_again(tmp_path: Path) -> No
     store = JobStore(tmp_path)
     job = store.add(VideoRequest("m", "", 1, 4, 8, 8.0, 128, 128), "me", 1.0, None, given)
     store.close()
-    (tmp_path / "video_gone.prompt_embeds.safetensors").write_bytes(b"left")
+    (tmp_path / f"video_{'0' * 32}.prompt_embeds.safetensors").write_bytes(b"left")
     store = JobStore(tmp_path)
     assert store.recover() == 1
     found = store.begin(2.0)

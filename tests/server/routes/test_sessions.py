@@ -17,6 +17,7 @@ import pytest
 from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.messages import Close, Open, SetMaxAhead, Shown
 from streamdiff.engine.process.main import _load_runtime
+from streamdiff.server.routes import schemas
 from streamdiff.server.sessions import manager
 from streamdiff.server.sessions.control import message_schema
 from tests.server.conftest import Peer, Site, bearer, open_site
@@ -568,5 +569,40 @@ def test_the_description_of_the_api_names_every_address() -> None:
         said = json.dumps(message_schema())
         same = json.loads(said, object_hook=lambda each: {key: each[key] for key in each if each[key] is not None})
         assert control["requestBody"]["content"]["application/json"]["schema"] == same
+
+    _run(scene)
+
+
+def test_a_body_of_very_many_unknown_fields_is_refused_by_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pydantic would make an error of each, which holds everybody up for seconds."""
+
+    def never(*given: Any, **more: Any) -> None:
+        raise AssertionError("it is not asked")
+
+    monkeypatch.setattr(schemas.SessionChange, "model_validate_json", never)
+
+    async def scene(site: Site) -> None:
+        many = {"prompt": "blue"} | {f"field{number}": number for number in range(20_000)}
+        answer = await site.http.patch("/api/sessions/default", json=many)
+        assert (answer.status_code, answer.json()["field"]) == (422, "field0")
+        assert len(answer.json()["errors"]) == 20
+
+    _run(scene)
+
+
+def test_each_request_has_an_answer_of_its_own() -> None:
+    async def scene(site: Site) -> None:
+        live = site.state.manager.get("default")
+        assert live is not None
+        owners, plain = [], live.control_and_wait
+
+        async def noted(message: Any, owner: str, timeout_s: float) -> Any:
+            owners.append(owner)
+            return await plain(message, owner, timeout_s)
+
+        live.control_and_wait = noted  # type: ignore[method-assign]
+        for number in range(20):
+            await site.http.post("/api/control", json={"type": "prompt", "prompt": "blue", "id": number})
+        assert len(set(owners)) == 20
 
     _run(scene)

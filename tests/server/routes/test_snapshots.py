@@ -211,3 +211,19 @@ def test_a_server_with_a_token_takes_none_without(tmp_path: Path) -> None:
             assert (await opened(site, b"x")).status_code == 401
 
     asyncio.run(main())
+
+
+def test_so_many_files_lie_in_memory_and_no_more() -> None:
+    async def main() -> None:
+        async with open_site() as site:
+            form = {"files": {"snapshot": ("s.safetensors", bytes(17 << 20))}, "data": {"prompt": "blue"}}
+            assert (await site.http.post("/api/sessions", **form)).json()["code"] != "busy"
+            for _ in range(MAX_SNAPSHOTS):
+                await site.state.snapshots.acquire()
+            answer = await site.http.post("/api/sessions", **form)
+            assert (answer.status_code, answer.json()["code"]) == (503, "busy")
+            assert (
+                await site.http.post("/api/sessions", data={"prompt": "blue"}, files={"image": b""})
+            ).status_code != 503
+
+    asyncio.run(main())

@@ -254,6 +254,20 @@ def test_a_reader_that_does_not_read_is_let_go_and_others_hear_on() -> None:
     run_scene(scene)
 
 
+def test_whoever_pings_and_reads_no_answer_is_cut_off() -> None:
+    pings = (b"\x89\xfd" + bytes(4) + b"x" * 125) * 400
+
+    async def scene(site: Site) -> None:
+        client = await SocketClient.connect(site.base, PATH, receive_bytes=4096)
+        with pytest.raises(ConnectionError):
+            for _ in range(400):  # times 52 kB: more than kernels hold
+                client.writer.write(pings)
+                await client.writer.drain()
+        await site.until(lambda: site.state.sockets.count == 0)
+
+    run_scene(scene)
+
+
 def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_state, "MAX_SOCKETS", 3)
 

@@ -273,7 +273,7 @@ def as_tree(outcome: Outcome) -> dict[str, object]:
         "figures": {
             **asdict(figures),
             "frames_per_s": figures.chunks_per_s * sizes.spec.chunk_frames,
-            "whole_forward_s": _whole(layout),
+            "whole_forward_s": _forward_s(layout),
         },
         **({"forecast": plan_forecast.as_tree(outcome.gpu)} if outcome.gpu is not None else {}),
     }
@@ -282,7 +282,7 @@ def as_tree(outcome: Outcome) -> dict[str, object]:
 def as_text(outcome: Outcome) -> list[str]:
     """The plan for people."""
     sizes, load, layout, figures = outcome.sizes, outcome.load, outcome.layout, outcome.run.figures
-    whole_s = _whole(layout)
+    whole_s = _forward_s(layout)
     worst = max(figures.gaps, key=lambda gap: gap.longest_s / gap.mean_s)
     rate = figures.chunks_per_s * sizes.spec.chunk_frames
     lines = [
@@ -342,7 +342,7 @@ def _table(outcome: Outcome) -> list[str]:
     return aligned(rows)
 
 
-def _whole(layout: Layout) -> float:
+def _forward_s(layout: Layout) -> float:
     """Seconds of one row through all stages."""
     return math.fsum(times[0] for times in layout.stage_s)
 

@@ -19,7 +19,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
-from streamdiff.models.checkpoint.checkpoint import Checkpoint, Entry
+from streamdiff.models.checkpoint.checkpoint import Checkpoint, StoredTensor
 from streamdiff.models.interfaces import ParsedPrompt
 
 
@@ -45,7 +45,7 @@ class RandomTensors:
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Names and shapes are those of `module`, which may lie on the meta device."""
-        self.entries = {name: Entry(tuple(each.shape), dtype) for name, each in module.state_dict().items()}
+        self.entries = {name: StoredTensor(tuple(each.shape), dtype) for name, each in module.state_dict().items()}
         self._device = device
 
     def read(self, name: str) -> Tensor:

@@ -15,7 +15,7 @@ from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import recognition
 from streamdiff.models.catalogue import entries
-from streamdiff.models.catalogue.schema import Entry, Files
+from streamdiff.models.catalogue.schema import CatalogueEntry, Files
 from streamdiff.models.checkpoint import hub
 from streamdiff.models.checkpoint.json_file import read_object
 
@@ -45,7 +45,7 @@ class ResolvedModel:
     index: Mapping[str, Any] | None = None
     vae: str | Files | None = None
     text_encoder: Path | Files | None = None
-    entry: Entry | None = None
+    entry: CatalogueEntry | None = None
     kv_context: str = "clean"
 
     @property
@@ -106,9 +106,9 @@ def resolve_model(
 
     name, known = config.name, _find_known(config)
     loras: tuple[Lora, ...] = () if config.lora is None else (parse_lora(config.lora),)
-    if isinstance(known, Entry) and name.startswith(entries.RANDOM):
+    if isinstance(known, CatalogueEntry) and name.startswith(entries.RANDOM):
         found = ResolvedModel(name, None, vae=f"{entries.RANDOM}wan2.1", entry=known)
-    elif isinstance(known, Entry):  # its container and its LoRA are those of weights that are given too
+    elif isinstance(known, CatalogueEntry):  # its container and its LoRA are those of weights that are given too
         assert known.weights is not None, "the embedded model is a folder"
         if known.lora is not None and not loras:  # a model is not itself without the LoRA that belongs to it
             loras = tuple(Lora(path, known.lora.scale) for path in hub.fetch(known.lora))
@@ -196,7 +196,7 @@ def is_repository(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and Path(name).suffix not in _FILES
 
 
-def _find_known(config: ModelConfig) -> Path | Files | Entry:
+def _find_known(config: ModelConfig) -> Path | Files | CatalogueEntry:
     """The folder or file that the configured name means, the files of a repository of the hub in diffusers' layout that
     are needed, or the catalogue's entry."""
     name = config.name

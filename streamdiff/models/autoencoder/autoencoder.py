@@ -16,7 +16,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import wan_weights
 from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.autoencoder.picture_decoder import VideoDecoder
-from streamdiff.models.autoencoder.taehv import TAEHV, Config
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
 from streamdiff.models.autoencoder.taehv_codec import (
     TAEHV_CLASS,
     StreamingTaehv,
@@ -42,7 +42,7 @@ Location = str | Path | Files
 """Where an autoencoder is: a path, a name, or published files; see `load_decoder`."""
 _RANDOM: dict[str, Callable[[], nn.Module]] = {
     f"{entries.RANDOM}wan2.1": lambda: AutoencoderKLWan.from_config({}),
-    f"{entries.RANDOM}taew2_1": lambda: TAEHV(Config()),
+    f"{entries.RANDOM}taew2_1": lambda: TAEHV(TaehvConfig()),
 }
 
 

@@ -123,8 +123,8 @@ def wan_values(config: Mapping[str, Any], height: int, width: int) -> int:
 
 
 @dataclass(frozen=True)
-class Config:
-    """Shape of the autoencoder. The defaults are TAEHV for Wan2.1 (taew2_1).
+class TaehvConfig:
+    """Layer sizes of a TAEHV autoencoder. The defaults are those for Wan2.1 (taew2_1).
 
     Strides are (space, space, space) and (time, time, time) of the three decoder stages, the encoder mirrors them.
     `frames_to_trim`: leading decoded frames that a stream's first chunk does not show (Wan's 1 + 4n convention: 3).

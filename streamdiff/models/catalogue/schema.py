@@ -256,7 +256,7 @@ class Positions(_Section):
     works: tuple[Rope, ...] = ()
 
 
-class Entry(_Section):
+class CatalogueEntry(_Section):
     """One model. `sampling`, `stream`, `context`, `switches` and `positions` are None where it makes whole clips and
     cannot stream; `weights` is None for the embedded model. `encode_normalised` says whether the authors' code
     normalises what the autoencoder encodes; where it does not, such latents are taken, if the user makes them."""
@@ -285,7 +285,7 @@ class Entry(_Section):
     sources: tuple[str, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _whole(self) -> Entry:
+    def _check_complete(self) -> CatalogueEntry:
         streaming = (self.sampling, self.stream, self.context, self.switches, self.positions)
         if any((part is None) == (self.kind == "causal") for part in streaming):
             raise ValueError("a causal model has sampling, stream, context, switches and positions, another has none")

@@ -46,7 +46,7 @@ _DTYPES = {
 }
 
 
-class Entry(NamedTuple):
+class StoredTensor(NamedTuple):
     """What is known about a stored tensor without reading it."""
 
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class Checkpoint:
     """
 
     path: Path
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, StoredTensor]
     read: Callable[[str], Tensor]
     names: tuple[str, ...]
     container: str = ""
@@ -108,12 +108,12 @@ def open_checkpoint(
     if not path.is_file():
         raise ConfigError(f"{path}: no such file or folder")
     way, metadata = list[str](), dict[str, str]()
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, StoredTensor]
     read: Callable[[str], Tensor]
     if path.suffix in PICKLES:
         way, tensors, found = _choose(path, unpickle(path, old=old), container, order)
         container = None if found else container
-        entries = {name: Entry(tuple(each.shape), each.dtype) for name, each in tensors.items()}
+        entries = {name: StoredTensor(tuple(each.shape), each.dtype) for name, each in tensors.items()}
         read = tensors.__getitem__
     elif path.suffix == SAFETENSORS:
         file = _open_safetensors(path)
@@ -151,14 +151,14 @@ def _open_safetensors(path: Path) -> Any:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}{pointer_hint(path)}") from None
 
 
-def _entry(path: Path, file: Any, name: str) -> Entry:
+def _entry(path: Path, file: Any, name: str) -> StoredTensor:
     found = file.get_slice(name)
     if (kind := found.get_dtype()) not in _DTYPES:
         raise ConfigError(f"{path}: {name} has dtype {kind}; known are {', '.join(_DTYPES)}")
-    return Entry(tuple(found.get_shape()), _DTYPES[kind])
+    return StoredTensor(tuple(found.get_shape()), _DTYPES[kind])
 
 
-class _Shards(Mapping[str, Entry]):
+class _Shards(Mapping[str, StoredTensor]):
     """The entries of several safetensors files, by the index that says which tensor is in which. A file is opened when
     it is needed: a rank can do without those that hold nothing for it.
 
@@ -182,7 +182,7 @@ class _Shards(Mapping[str, Entry]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> StoredTensor:
         return _entry(self._places[name], self._file(name), name)
 
     def read(self, name: str) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.safetensors_header import ITEM_BYTES, Entry, Header
+from streamdiff.models.checkpoint.safetensors_header import ITEM_BYTES, Header, TensorEntry
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 MAX_BYTES = 8 * 2**30
@@ -157,7 +157,7 @@ def check(contract: FileSpec, header: Header) -> dict[str, int]:
     return bound
 
 
-def _check_tensor(place: str, wanted: TensorSpec, entry: Entry, bound: dict[str, int]) -> None:
+def _check_tensor(place: str, wanted: TensorSpec, entry: TensorEntry, bound: dict[str, int]) -> None:
     """Mutates: bound, with the free dimensions of this tensor."""
     if entry.dtype not in wanted.dtypes:
         raise ConfigError(f"{place}: {wanted.name}: expected dtype {' or '.join(wanted.dtypes)}, got {entry.dtype}")

@@ -104,7 +104,7 @@ _TOP_ORIGINAL = {new: old for old, new in _TOP_NAMES[Layout.WAN].items()}
 _BLOCK_ORIGINAL = {new: old for old, new in _BLOCK_NAMES[Layout.WAN].items()}
 
 
-class Source(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor is stored: in `name`, of whose rows it is the `part`-th of `parts` equal runs."""
 
     name: str
@@ -118,7 +118,7 @@ class Names:
     without a meaning, and `clashes` (diffusers' name, stored name, other stored name) tensors stored twice."""
 
     layout: Layout
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: dict[str, TensorLocation] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
     clashes: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -175,7 +175,7 @@ def translate(stored: Iterable[str], layout: Layout) -> Names:
         for part, target in enumerate(targets):
             if target in names.sources:
                 names.clashes.append((target, names.sources[target].name, name))
-            names.sources[target] = Source(name, part, len(targets))
+            names.sources[target] = TensorLocation(name, part, len(targets))
     return names
 
 

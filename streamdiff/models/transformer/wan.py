@@ -110,7 +110,7 @@ def _position_planes(
 
 
 class WanDenoiser:
-    """A `WanTransformer3DModel` taken apart: text, embed, blocks, head. Holds weights and constants only."""
+    """A `WanTransformer3DModel` in parts: text, embedding, blocks, output layer. Holds weights and constants only."""
 
     def __init__(self, model: WanTransformer3DModel) -> None:
         self.model = model
@@ -128,7 +128,7 @@ class WanDenoiser:
         """One per block after `fuse`, else empty."""
         self.tables: Tensor | None = None
         """The blocks' modulation tables `[blocks, 1, 1, 6, D]` after `fuse`."""
-        self.source: BlockSource | None = None
+        self.block_source: BlockSource | None = None
         """Where weights of `blocks` are taken from, if not from the modules: these lie in host memory then."""
 
     def part(self, first: int, last: int) -> WanDenoiser:
@@ -136,7 +136,7 @@ class WanDenoiser:
         part = copy(self)
         part.blocks, part.fused = self.blocks[first:last], self.fused[first:last]
         part.tables = self.tables[first:last] if self.tables is not None else None
-        part.source = self.source.part(first, last) if self.source is not None else None
+        part.block_source = self.block_source.part(first, last) if self.block_source is not None else None
         return part
 
     def fuse(self) -> WanDenoiser:
@@ -233,11 +233,11 @@ class WanDenoiser:
 
     def weights(self, layer: int) -> BlockWeights:
         """What `run_block` needs of a block, for use until the next call."""
-        if self.source is not None:
-            return self.source.weights(layer)
+        if self.block_source is not None:
+            return self.block_source.weights(layer)
         return BlockWeights(self.blocks[layer], self.fused[layer] if self.fused else None)
 
-    def head(self, tokens: Tokens, grid: tuple[int, int, int]) -> Tensor:
+    def output_layer(self, tokens: Tokens, grid: tuple[int, int, int]) -> Tensor:
         """Tokens to the predicted flow `[R, C, F, h, w]`; `grid` is (F, h, w) in latent units."""
         return self.unpatch(self.output(tokens), grid)
 

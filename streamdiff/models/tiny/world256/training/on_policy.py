@@ -160,8 +160,8 @@ def locate(frames: Tensor, should: Track) -> Correction:
     """Where things and scenery are in `frames` `[N, 3, SIZE, SIZE]`; `should`, of as many frames, is where they
     belong."""
     slips = torch.tensor(SLIPS)
-    again = Track(**{f.name: getattr(should, f.name).repeat_interleave(len(slips), 0) for f in fields(Track)})
-    tries = replace(again, scroll=(again.scroll + slips.repeat(len(frames))).remainder(SCROLL))
+    repeated = Track(**{f.name: getattr(should, f.name).repeat_interleave(len(slips), 0) for f in fields(Track)})
+    tries = replace(repeated, scroll=(repeated.scroll + slips.repeat(len(frames))).remainder(SCROLL))
     grounds = draw_frames(tries, frames.device, things=False).unflatten(0, (len(frames), len(slips)))
     far = (grounds - frames[:, None]).abs().clamp(max=0.15).mean((2, 3, 4)) + 1e-5 * slips.abs().to(frames.device)
     best = far.argmin(1)

@@ -60,8 +60,8 @@ class ReferenceJob:
     window: int | None = None
     sink: int | None = None
     rope: str | None = None
-    chunk_frames: int | None = None
-    first_chunk_frames: int | None = None
+    chunk_latents: int | None = None
+    first_chunk_latents: int | None = None
     context_noise: float | None = None
     context_alone: bool | None = None
     context_pictures: bool | None = None
@@ -184,15 +184,16 @@ def encode(model: Model, prompt: str) -> Tensor:
     return model.text.encode(reading.text)
 
 
-def _check_raw(place: ResolvedModel, path: Path) -> None:
+def _check_raw(resolved: ResolvedModel, path: Path) -> None:
     """Latents that are not normalised are let through where the model's authors begin with such, or nobody knows it."""
-    if place.entry is not None and place.entry.encode_normalised is not False:
+    if resolved.entry is not None and resolved.entry.encode_normalised is not False:
         raise ConfigError(
-            f"{path}: its latents are not normalised, and {place.name} knows normalised ones; encode it without --raw"
+            f"{path}: its latents are not normalised, and {resolved.name} knows normalised ones; encode it without "
+            "--raw"
         )
 
 
-def _schedule(job: ReferenceJob, place: ResolvedModel, spec: ModelSpec) -> Schedule:
+def _schedule(job: ReferenceJob, resolved: ResolvedModel, spec: ModelSpec) -> Schedule:
     """The denoise steps: those given, else the model's own."""
     if job.model.timesteps is not None:
         schedule = _given(job, job.model.timesteps, job.sigmas)
@@ -206,7 +207,7 @@ def _schedule(job: ReferenceJob, place: ResolvedModel, spec: ModelSpec) -> Sched
         )
     if not spec.steps:
         raise ConfigError("--steps is missing: the timesteps the model is told, for example 1000,937.5,833.33,625")
-    return spec.schedule(choose_steps(job.model.steps, spec.steps, place.name))
+    return spec.schedule(choose_steps(job.model.steps, spec.steps, resolved.name))
 
 
 def _given(job: ReferenceJob, steps: tuple[float, ...], sigmas: tuple[float, ...] | None) -> Schedule:
@@ -235,8 +236,8 @@ def _overridden(spec: ModelSpec, job: ReferenceJob) -> ModelSpec:
             if job.model.size is not None and shape[-2:] != (spec.latent_height, spec.latent_width):
                 raise ConfigError(f"--size is {job.model.size}, but {path} is for another; leave --size out")
             height, width = shape[-2:]
-    chunk = job.chunk_frames or chunk
-    first = job.first_chunk_frames or (spec.first_chunks * chunk if chunk == spec.chunk_latents else chunk)
+    chunk = job.chunk_latents or chunk
+    first = job.first_chunk_latents or (spec.first_chunks * chunk if chunk == spec.chunk_latents else chunk)
     if not (spec.sink_latents if job.sink is None else job.sink):  # nothing is done with a sink that is not there
         spec = replace(spec, adaptive_sink=None, averaged_sink=None)
     spec = replace(

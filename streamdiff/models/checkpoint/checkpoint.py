@@ -1,7 +1,8 @@
-"""Checkpoint files: what is in them, and single tensors of them. Nothing is read that is not asked for.
+"""Opens model checkpoints in any layout (safetensors, sharded safetensors, torch files): shapes and dtypes, and single
+tensors on demand, memory-mapped. Files of inputs and results are read by `tensor_file`.
 
-Files are memory-mapped. A tensor that is handed out lies in the file's pages until somebody copies or casts it, so it
-must not be written to, and the file must not be changed in place while it is in use (replacing it by another is fine).
+A returned tensor is a view of the mapped file until it is copied or cast, so it must not be written to, and the file
+must not be changed in place while it is in use (replacing it by another is fine).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _DTYPES = {
 
 
 class StoredTensor(NamedTuple):
-    """What is known about a stored tensor without reading it."""
+    """Shape and dtype of a stored tensor, known without reading its data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,6 +1,7 @@
-"""Headers of safetensors files: what a file says of its tensors, checked against its size before any of it is read.
+"""Parses headers of safetensors files: names, dtypes, shapes and offsets, checked against the file's size. Reads no
+tensor data.
 
-Imports no torch, so that whoever only plans can ask for sizes.
+Imports no torch, so that the planner and the web process can use it.
 """
 
 from __future__ import annotations

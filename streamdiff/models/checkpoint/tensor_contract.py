@@ -1,4 +1,5 @@
-"""What a file of tensors has to hold: a contract per kind, compared with the file's header before anything is read.
+"""Contracts of input files (embeddings, noise, latents, video): expected names, dtypes and shapes, compared with a
+file's header. Reads no tensor data; `tensor_file` does, after the check.
 
 Every refusal says what was expected and what is there. Imports no torch: the web process checks what is sent to it.
 """

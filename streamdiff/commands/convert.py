@@ -211,8 +211,8 @@ class Motion:
             yield piece
 
     def of_latents(self, first: int, others: int) -> str:
-        """The largest one of each latent frame's frames, which are `first` of the first and `others` of each other, as
-        text for a file's header."""
+        """The largest motion among the frames of each latent frame, as text for a file's header. The first latent frame
+        has `first` frames, each later one `others`."""
         begins = [0, *range(first, len(self._differences), others)]
         ends = [*begins[1:], len(self._differences)]
         return " ".join(f"{max(self._differences[a:b]):.9g}" for a, b in zip(begins, ends, strict=True))

@@ -55,7 +55,7 @@ def on_disk(files: Files) -> dict[str, Path | None]:
 
 
 def _needed(entry: CatalogueEntry) -> list[tuple[str, Files]]:
-    """What has to be there to run it, by use."""
+    """Files that running the model needs, as (use, files)."""
     shared = catalogue.parts()
     files = {
         "weights": entry.weights,
@@ -79,7 +79,7 @@ def _presence(entry: CatalogueEntry) -> str:
 
 
 def as_tree(entry: CatalogueEntry) -> dict[str, Any]:
-    """All that is known of a model, with the schedule it comes to, files on disk, and bytes per stage."""
+    """A catalogue entry as a JSON tree, with its computed schedules, its files on disk, and bytes per stage."""
     shared = catalogue.parts()
     schedules = {}
     if entry.sampling is not None:

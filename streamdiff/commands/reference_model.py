@@ -33,8 +33,9 @@ from streamdiff.pipeline.runner import block_offload
 
 @dataclass(frozen=True)
 class ReferenceJob:
-    """What to make: `model` says which model runs and how, the rest is in `cli.reference_options`. None: the model's
-    own, or nothing. `window`, `sink` and `rope` go before those of `model`; a window of 0 is all."""
+    """Options of a reference run: `model` selects the model and how it runs, the other fields are those of
+    `cli.reference_options`. None: the model's own value, or nothing. `window`, `sink` and `rope` override those of
+    `model`; a window of 0 is the whole stream."""
 
     model: ModelConfig
     prompt: str = ""
@@ -75,7 +76,7 @@ class ReferenceJob:
 
 @dataclass(frozen=True)
 class Found:
-    """A model that is there, of which configurations and headers have been read, and no weights."""
+    """A resolved model: configurations and headers have been read, weights have not."""
 
     job: ReferenceJob
     spec: ModelSpec
@@ -137,10 +138,10 @@ class Found:
 
 
 def find(job: ReferenceJob) -> Found:
-    """Find what `job` asks for, and what it says otherwise.
+    """Resolve the model of `job` and apply the job's overrides to its spec and schedule.
 
     Raises:
-        ConfigError: no such model, files that cannot be read, sizes that cannot be, more stages than blocks.
+        ConfigError: no such model, files that cannot be read, invalid sizes, more stages than blocks.
     """
     config = job.model
     architecture = None if job.model_config is None else read_object(job.model_config)
@@ -185,7 +186,8 @@ def encode(model: Model, prompt: str) -> Tensor:
 
 
 def _check_raw(resolved: ResolvedModel, path: Path) -> None:
-    """Latents that are not normalised are let through where the model's authors begin with such, or nobody knows it."""
+    """Raises ConfigError for unnormalised latents in `path`, unless the model's authors use such, or the catalogue does
+    not have the model."""
     if resolved.entry is not None and resolved.entry.encode_normalised is not False:
         raise ConfigError(
             f"{path}: its latents are not normalised, and {resolved.name} knows normalised ones; encode it without "

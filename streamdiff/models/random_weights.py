@@ -40,8 +40,8 @@ def draw(module: nn.Module, wanted: tuple[str, ...], device: torch.device, dtype
 
 
 class RandomTensors:
-    """What a `Checkpoint` reads, drawn: matrices and convolutions so that what comes out is as large as what went in,
-    norms are 1, biases 0."""
+    """Random tensors in place of a checkpoint's: matrices and convolutions keep the scale of their input, norms are 1,
+    biases 0."""
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Names and shapes are those of `module`, which may lie on the meta device."""

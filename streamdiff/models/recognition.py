@@ -46,7 +46,8 @@ def entry_of(weights: Path) -> CatalogueEntry:
 
 
 def _fits(entry: CatalogueEntry, names: Sequence[str], blocks: int) -> bool:
-    """As far as blocks and containers tell; sizes that no architecture of the catalogue has tell nothing."""
+    """Whether the number of blocks and the container fit `entry`. A number that no catalogue architecture has is not
+    compared."""
     sizes = catalogue.parts().architectures
     if any(each.blocks == blocks for each in sizes.values()) and sizes[entry.architecture].blocks != blocks:
         return False
@@ -56,8 +57,7 @@ def _fits(entry: CatalogueEntry, names: Sequence[str], blocks: int) -> bool:
 
 
 def _by_file_name(entries: Sequence[CatalogueEntry], weights: Path) -> list[CatalogueEntry]:
-    """Those of `entries` whose published file, with as many of its folders as tell, `weights` is called like; all of
-    them where no file is."""
+    """The `entries` whose published file's path matches most trailing parts of `weights`; all where none matches."""
     best: dict[int, list[CatalogueEntry]] = {0: list(entries)}
     for entry in entries:
         published = (*entry.weights.files, *entry.weights.others) if entry.weights is not None else ()
@@ -92,7 +92,7 @@ def _file(path: Path) -> Path:
 
 
 def _names(path: Path) -> list[str]:
-    """Names of tensors, and of a torch file every other text in it too."""
+    """Names of the tensors in a file; for a torch file, all strings of its pickle."""
     if path.name.endswith(_INDEX):
         return list(read_object(path).get("weight_map", {}))
     if path.suffix == _SAFETENSORS:

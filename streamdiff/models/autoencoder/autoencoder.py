@@ -1,4 +1,4 @@
-"""Any autoencoder that is there, by its path: which kind it is, and its two halves behind one interface each."""
+"""Loads an autoencoder of any supported kind from a path or name, as a `VideoDecoder` and a `VideoEncoder`."""
 
 from __future__ import annotations
 
@@ -147,10 +147,10 @@ class FirstFrameReencoder:
 
 
 def normalisation(half: VideoDecoder | VideoEncoder, path: str | Path) -> Normalisation:
-    """What leads from raw latents to normalised ones with a half of the autoencoder at `path`.
+    """Normalisation of latents (mean and deviation) of an encoder or decoder that was loaded from `path`.
 
     Raises:
-        ConfigError: it knows normalised ones alone.
+        ConfigError: it takes and makes normalised latents only.
     """
     if half.normalisation is None:
         raise ConfigError(

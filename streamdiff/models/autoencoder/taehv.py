@@ -85,7 +85,7 @@ class TGrow(nn.Module):
 @session_state("taehv-memory")
 @dataclass
 class Memory:
-    """What a stream remembers between calls: the last input frame `[B, C, H, W]` of every MemBlock, in order.
+    """A stream's state between calls: the last input frame `[B, C, H, W]` of every MemBlock, in order.
 
     Empty until the first call, which then starts from zeros. `first` tells whether a frame has been shown yet.
     """
@@ -188,8 +188,8 @@ class TAEHV(nn.Module):
         return trimmed
 
     def blank(self, latents: Tensor) -> dict[int, Tensor]:
-        """What a stream that has not begun sees before its first frame: zeros, in the layout in which `run` leaves
-        them; sizes and dtype for `latents` `[B, T, C, h, w]`."""
+        """The memory of a stream before its first frame: zeros, in the layout in which `run` leaves them; sizes and
+        dtype for `latents` `[B, T, C, h, w]`."""
         (batch, _, _, height, width), past = latents.shape, {}
         for index, layer in enumerate(self.decoder):
             if isinstance(layer, MemBlock):

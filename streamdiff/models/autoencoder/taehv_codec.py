@@ -39,21 +39,21 @@ class StreamingTaehv:
 
     @property
     def latent_space(self) -> LatentSpace:
-        """What the network itself takes."""
+        """Latents that the network itself takes: raw or normalised."""
         return "normalised" if self.normalisation is None else "raw"
 
 
 @session_state("taehv-encode-memory")
 @dataclass
 class EncodeMemory:
-    """What a stream of frames remembers; `pending`: frames `[B, 3, n, H, W]` that do not make a latent frame yet."""
+    """State of an encoded stream between calls; `pending`: frames `[B, 3, n, H, W]` short of a full latent frame."""
 
     past: Memory = field(default_factory=Memory, metadata=STATE)
     pending: Tensor | None = field(default=None, metadata=STATE)
 
 
 class _Half:
-    """What decoder and encoder share."""
+    """Base of decoder and encoder: sizes, device, dtype and normalisation."""
 
     def __init__(self, model: StreamingTaehv) -> None:
         self.model, self.config = model, model.autoencoder.config
@@ -213,7 +213,8 @@ def read_taehv(
     latent_space: str | None,
     device: torch.device,
 ) -> tuple[TaehvConfig, Normalisation | None]:
-    """The shape of the network, and what leads to the latents that it takes; `path` is for messages.
+    """Layer sizes of the network, and the normalisation of its latents (None: it takes normalised ones); `path` is for
+    messages.
 
     Args:
         stored: a `config.json`: fields of `TaehvConfig`, latents_mean and latents_std. None: channels, widths, blocks,
@@ -249,7 +250,7 @@ def config_from(stored: Mapping[str, Any]) -> TaehvConfig:
 
 
 def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> TaehvConfig:
-    """The shape that the names and sizes of the tensors tell. Strides in space are in none: 2 in each stage, as
+    """Layer sizes inferred from names and shapes of the tensors. Strides in space cannot be: 2 in each stage, as
     published.
 
     Raises:

@@ -52,7 +52,7 @@ def listed() -> list[CatalogueEntry]:
 
 @cache
 def parts() -> SharedParts:
-    """What the packaged models share."""
+    """Architectures, autoencoders and text encoders that the catalogue's entries refer to by name."""
     return _read(_folder() / _PARTS, SharedParts)
 
 

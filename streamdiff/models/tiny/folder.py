@@ -1,4 +1,4 @@
-"""What the folder of an embedded model says of itself, read as JSON: without torch or weights.
+"""Reads and checks the JSON files of an embedded model's folder, without torch or weights.
 
 model_index.json   transformer/   text_encoder/   tokenizer/   vae/{config.json, diffusion_pytorch_model.safetensors}
 """

@@ -114,8 +114,8 @@ class TensorLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class Names:
-    """What a file's names mean. `sources` leads from diffusers' names to stored ones; `unmatched` are stored names
-    without a meaning, and `clashes` (diffusers' name, stored name, other stored name) tensors stored twice."""
+    """Mapping of a file's tensor names. `sources` leads from diffusers' names to stored ones; `unmatched` are stored
+    names without a meaning, and `clashes` (diffusers' name, stored name, other stored name) tensors stored twice."""
 
     layout: Layout
     sources: dict[str, TensorLocation] = field(default_factory=dict)
@@ -163,7 +163,7 @@ def recognise(stored: Iterable[str]) -> Layout | None:
 
 
 def translate(stored: Iterable[str], layout: Layout) -> Names:
-    """What each of the stored names means to diffusers. Names of the other layout are unmatched."""
+    """Map stored names to diffusers' names. Names of the other layout are unmatched."""
     names = Names(layout)
     for name in stored:
         plain = bare(name)
@@ -180,7 +180,7 @@ def translate(stored: Iterable[str], layout: Layout) -> Names:
 
 
 def _targets(plain: str, layout: Layout) -> list[str]:
-    """diffusers' names of what a bare name holds: none if it is not known, several if it is fused."""
+    """diffusers' names for a bare name: none if it is unknown, several for a fused tensor."""
     match = _IN_BLOCK.fullmatch(plain)
     if match is None:
         found = _TOP_NAMES[layout].get(plain)

@@ -37,7 +37,7 @@ class KeyValue(NamedTuple):
 
 
 class SelfAttention(Protocol):
-    """What decides which keys a row sees, and remembers them where a stream goes on."""
+    """Self-attention callback: selects the cached keys that each row sees, and writes new ones to the cache."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """All `[R, L, H, d]`, normalised but not rotated; returns the attention output of the same shape."""
@@ -65,7 +65,7 @@ class BlockWeights(NamedTuple):
 
 
 class BlockSource(Protocol):
-    """Where weights of blocks come from that do not all lie on the device."""
+    """Provides the weights of blocks that are not all on the device (offloading)."""
 
     def weights(self, layer: int) -> BlockWeights:
         """Those of block `layer`, on the device for the work that is given to it until the next call."""
@@ -84,8 +84,8 @@ def position_planes(
     dtype: torch.dtype = torch.float32,
     frames: int | None = None,
 ) -> Tensor:
-    """`count` fixed planes `[count, h, w]` that tell where a latent pixel lies; fed beside the latents. With `frames`
-    `[1, count, F, h, w]`, the same for each.
+    """`count` fixed planes `[count, h, w]` that encode each latent pixel's position, an input beside the latents. With
+    `frames`: `[1, count, F, h, w]`, the same for each.
 
     Rotary positions are relative, so a small model cannot know the picture's borders without them. They use the same
     door as the condition channels of Wan's image-to-video models: more input than output channels. Not to be written.
@@ -232,7 +232,7 @@ class WanDenoiser:
         return attention_backend.over_parts(self.attention, merge)
 
     def weights(self, layer: int) -> BlockWeights:
-        """What `run_block` needs of a block, for use until the next call."""
+        """Weights of a block for `run_block`, valid until the next call."""
         if self.block_source is not None:
             return self.block_source.weights(layer)
         return BlockWeights(self.blocks[layer], self.fused[layer] if self.fused else None)

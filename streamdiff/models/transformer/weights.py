@@ -38,7 +38,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Target(NamedTuple):
-    """Where weights go, and in what form."""
+    """Device, dtype and quantisation to load weights to."""
 
     device: torch.device
     dtype: torch.dtype
@@ -137,7 +137,7 @@ def load_transformer(
 
 
 def _full_shapes(shapes: Shapes, first: int, count: int) -> Shapes:
-    """From the shapes of some blocks, `first` the first of them, those of the whole model."""
+    """Shapes of all `count` blocks and the tensors outside of them, from those of some blocks, `first` the first."""
     own = f"{_BLOCK}{first}."
     block = {name.removeprefix(own): shape for name, shape in shapes.items() if name.startswith(own)}
     outside = {name: shape for name, shape in shapes.items() if not name.startswith(_BLOCK)}
@@ -146,7 +146,8 @@ def _full_shapes(shapes: Shapes, first: int, count: int) -> Shapes:
 
 # ---- what is wrong with a file -------------------------------------------------------------------------------------
 def _check(file: WanCheckpoint, stored: Mapping[str, StoredTensor], wanted: Shapes, whole: Shapes) -> None:
-    """Everything that can be known without reading weights. What is `stored` is looked at only where it is wanted."""
+    """Check names, shapes and dtypes, which needs no weights. Of `stored` only wanted tensors are checked. Raises
+    ConfigError that lists all problems."""
     (checkpoint, names, architecture), problems = file, []
     if missing := [names.spell(name) for name in wanted if name not in names.sources]:
         problems.append(f"{_count(missing, 'is', 'are')} missing, for example {some(missing)}")

@@ -174,7 +174,7 @@ class Recipe:
 
 
 def _prepared(recipe: Recipe, begin: TAEHV | None, device: torch.device) -> tuple[TAEHV, loop.Optimizer]:
-    """What is trained, and by what; see `train`."""
+    """The autoencoder to train, and its optimizer; see `train`."""
     model = TAEHV(recipe.config) if begin is None else begin
     if begin is None:
         initialise(model)

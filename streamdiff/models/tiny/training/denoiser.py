@@ -104,7 +104,7 @@ def captions(scenes: Tensor, chance: random.Random) -> list[str]:
 
 @dataclass(frozen=True)
 class Data:
-    """What a step draws from. `empty` `[backgrounds, C, h, w]`: latents of the bare backgrounds."""
+    """Training data that a step samples from. `empty` `[backgrounds, C, h, w]`: latents of the bare backgrounds."""
 
     pool: Pool
     starts: Starts
@@ -239,7 +239,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class Trained:
-    """What stage two leaves: the averaged network and the statistics that normalise latents."""
+    """Result of stage two: the averaged network, and mean and deviation of latents."""
 
     network: TinyNetwork
     mean: Tensor

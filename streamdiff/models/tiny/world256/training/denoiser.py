@@ -182,7 +182,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trained:
-    """What stage two leaves: the averaged network and the statistics that normalise latents."""
+    """Result of stage two: the averaged network, and mean and deviation of latents."""
 
     network: Network
     mean: Tensor

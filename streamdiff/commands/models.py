@@ -247,8 +247,8 @@ def _run_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
     yield "trained on", f"streams of {_latents(stream.trained_latents)}" if stream.trained_latents else _UNKNOWN
     yield "KV context", f"trained for {context.trained or _UNKNOWN}; also known to work: {_names(context.works)}"
     alone = " and sees its chunk alone" if context.alone else ""
-    again = ", its first latent frame encoded again from its picture" if context.pictures else ""
-    clean_pass = f"the clean pass is told {_number(context.noise)}{alone}{again}"
+    reencoded = ", its first latent frame encoded again from its picture" if context.pictures else ""
+    clean_pass = f"the clean pass is told {_number(context.noise)}{alone}{reencoded}"
     yield "", clean_pass if context.noise is not None else "no clean pass"
     if context.source is not None:
         yield "", f"read in {context.source}"

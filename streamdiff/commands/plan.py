@@ -125,13 +125,13 @@ def make(model: ModelConfig, job: PlanJob) -> Outcome:
         decode_s = found.decoding_s(layout.decode)
         links = link_times(found, stages)
     setup = ring_setup(sizes, load, layout, links, decode_s, job.chunks or CHUNKS)
-    asked = None
+    forecast = None
     if job.gpu is not None:
         gpu = gpus.find(job.gpu)
-        asked = plan_forecast.ask(
+        forecast = plan_forecast.ask(
             gpu, model, sizes, load, storage, decode=job.decode, blocks=layout.blocks, fps=job.fps, link=job.link
         )
-    return Outcome(source, sizes, load, layout, setup, memory(sizes, layout, load, storage), simulate(setup), asked)
+    return Outcome(source, sizes, load, layout, setup, memory(sizes, layout, load, storage), simulate(setup), forecast)
 
 
 def compare(model: ModelConfig, job: PlanJob) -> tuple[Comparison, ModelSizes, Workload]:

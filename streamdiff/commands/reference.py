@@ -197,13 +197,13 @@ def _read_levels(job: ReferenceJob, found: Found) -> tuple[StepLevels | None, Te
         return None, None
     assert job.chunks is not None
     with_video, steps = job.video_latents is not None, found.schedule.of(0).steps
-    said = read_first_steps(
+    levels = read_first_steps(
         job.first_steps, found.spec.chunk_latents, steps=steps, chunks=job.chunks, with_video=with_video
     )
-    sigmas = said.sigmas
+    sigmas = levels.sigmas
     if sigmas is None:
-        sigmas = levels_of(said.timesteps.flatten(), found.schedule).view_as(said.timesteps)
-    return StepLevels(said.timesteps, sigmas), said.noise_level
+        sigmas = levels_of(levels.timesteps.flatten(), found.schedule).view_as(levels.timesteps)
+    return StepLevels(levels.timesteps, sigmas), levels.noise_level
 
 
 def _read_chunks(path: Path, spec: ModelSpec) -> Tensor:

@@ -73,8 +73,8 @@ def settle(
         ("clean_pass", _clean_pass),
         ("decode_layout", _decode_layout),
     ):
-        asked = str(getattr(config, setting))
-        value, reason = choose(case) if asked == "auto" else (asked, "as asked")
+        configured = str(getattr(config, setting))
+        value, reason = choose(case) if configured == "auto" else (configured, "as asked")
         settled[setting] = value
         choices.append(Choice(setting, value, reason))
     benchmark, reason = _cudnn_benchmark(case)

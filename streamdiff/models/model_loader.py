@@ -125,14 +125,14 @@ class ModelLoader:
                 "out"
             )
         given = _given_stream(config) if unknown else {}
-        spec, asked = replace(self.spec, **given), (config.window, config.sink, config.rope)
-        if asked != (None, None, None):
+        spec, overrides = replace(self.spec, **given), (config.window, config.sink, config.rope)
+        if overrides != (None, None, None):
             if model.embedded:
                 raise ConfigError(
                     f"{config.name} knows no past but that of the window it was trained with; leave --window, --sink "
                     "and --rope out"
                 )
-            spec = with_window(spec, *asked)
+            spec = with_window(spec, *overrides)
         spec = with_anchors(spec, config)
         choose_steps(config.steps, spec.steps, spec.name)
         if config.clean_with_next and config.kv_context != "clean":

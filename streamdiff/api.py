@@ -227,12 +227,12 @@ class StreamSession:
         self._tell(Pause(_NAME))
 
     def resume(self) -> None:
-        """Make chunks again."""
+        """Continue making chunks after a pause."""
         self._tell(Resume(_NAME))
 
     def save(self, path: str | Path) -> None:
-        """Write the stream into one file, from which `streamdiff.load` goes on with the next frame to be taken; it goes
-        on here too. Gigabytes for large models. Raises ConfigError where it cannot be written."""
+        """Write the stream's state to a file, from which `streamdiff.load` continues with the next frame to be taken.
+        This session continues too. Gigabytes for large models. Raises ConfigError where it cannot be written."""
         check_parent(Path(path))
         with self._lock:
             self._check_open()
@@ -241,7 +241,7 @@ class StreamSession:
             snapshot.with_pictures(self._frames).write(Path(path))
 
     def go_on_from(self, snapshot: Any) -> None:
-        """Begin with what `save` has written. Raises RequestError where it does not fit."""
+        """Open the session from a file that `save` has written. Raises RequestError where it does not fit."""
         with self._lock:
             events = self._engine.load(_NAME, snapshot)
             self._frames.extend(snapshot.pictures())
@@ -297,7 +297,7 @@ class StreamSession:
             futures.wait(waited_for, _STEP_WAIT_S, futures.FIRST_COMPLETED)
 
     def _take(self, events: Sequence[Event]) -> None:
-        """Sort out what the engine tells. Mutates: self, whose lock is held."""
+        """Apply events of the engine: frames, answers, failures. Mutates: self, whose lock is held."""
         for event in events:
             if isinstance(event, FrameBatch):
                 self._frames.extend(event.pictures)

@@ -1,4 +1,4 @@
-"""The environment of every Python process that is started from here."""
+"""Environment variables for the Python child processes that the package starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stream that goes on from a file."""
+"""`streamdiff.load`: a stream that continues from a snapshot file."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.autoencoder.taehv import TAEHV, Config
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
 from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvDecoder, TaehvEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
@@ -25,7 +25,7 @@ from streamdiff.models.transformer.wan import WanDenoiser
 CPU = torch.device("cpu")
 LATENT_CHANNELS = 4
 LATENT_SIDE = 4
-AUTOENCODER = Config(
+AUTOENCODER = TaehvConfig(
     latent_channels=LATENT_CHANNELS,
     patch_size=2,
     decoder_widths=(8, 6, 6, 4),
@@ -87,7 +87,7 @@ def small_text(seed: int) -> TinyText:
         return TinyText(tokenizer, build_encoder(len(tokenizer.get_vocab())).eval().requires_grad_(False))
 
 
-def small_autoencoder(seed: int, config: Config = AUTOENCODER) -> TAEHV:
+def small_autoencoder(seed: int, config: TaehvConfig = AUTOENCODER) -> TAEHV:
     """A narrow autoencoder with random weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

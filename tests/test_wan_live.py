@@ -324,7 +324,7 @@ def after(files: Files, context: torch.Tensor, chunk: int) -> torch.Tensor:
         tokens = denoiser.embed(torch.stack([context, x_t]), level)
         grid = (spec.latent_height // 2, spec.latent_width // 2)
         tokens = denoiser.run_blocks(tokens, text, Explicit([[0], [0, 1]], spec.chunk_latents, grid))
-        x0 = sampling.clean_from_flow(x_t, denoiser.head(tokens, spec.chunk_shape[1:])[-1], sigma)
+        x0 = sampling.clean_from_flow(x_t, denoiser.output_layer(tokens, spec.chunk_shape[1:])[-1], sigma)
     return x0
 
 

@@ -1,6 +1,6 @@
 """What can be typed after `streamdiff decode` and `streamdiff encode`, and what their help says about files.
 
-Options have the names of the fields of `convert.ConvertJob`.
+An option sets the field of `convert.ConvertJob` with its flag's name, or the one that it states.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ what theirs gets, to compare, or for its look. Other models refuse such a file.
 _VAE = Option("--vae", "PATH", "the autoencoder: a path or name, see below", required=True)
 _BOTH = (
     Option("--chunk-frames", "N", "latent frames per call of the network (default: the file's chunks, else 4); the "
-           "result is the same", int),
+           "result is the same", int, "chunk_latents"),
     Option("--latent-space", "SPACE", "what a TAEHV file takes: normalised or raw (default: by its published name: "
            "taew2_1, lighttaew2_1)"),
     Option("--device", "DEVICE", "auto, cpu or cuda (default auto)"),

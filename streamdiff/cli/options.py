@@ -16,8 +16,9 @@ SWITCH = "store_true"
 
 
 class Option(NamedTuple):
-    """One option. `key` is the dotted key of the configuration that it overrides; without one it is a field of the
-    command's job, by the flag's name. Not given, it is None: configuration and jobs have the defaults.
+    """One option. `key` is the dotted key of the configuration that it overrides, or the field of the command's job
+    that it sets; without one it sets the field with the flag's name. Not given, it is None: configuration and jobs have
+    the defaults.
 
     `action` is one of argparse; with another than "store" and "append" the option takes no value.
     """

@@ -67,9 +67,11 @@ OPTIONS = (
            int),
     Option("--rope", "KIND", "absolute (positions count from the stream's beginning, without end) or relative (the "
            "sink stands next to the window); default: the model's own, or relative"),
-    Option("--chunk-frames", "N", "latent frames of a chunk (default: those of --noise, or the model's own)", int),
+    Option("--chunk-frames", "N", "latent frames of a chunk (default: those of --noise, or the model's own)", int,
+           "chunk_latents"),
     Option("--first-chunk-frames", "N", "latent frames that are made together at the beginning, a multiple of "
-           "the chunk's (default: the model's own); in files, and for --chunks, they are several chunks", int),
+           "the chunk's (default: the model's own); in files, and for --chunks, they are several chunks", int,
+           "first_chunk_latents"),
     Option("--context-noise", "T", "timestep, 0 to 1000, at which a finished chunk is remembered (default: the "
            "model's own, or 0)", float),
     Option("--prompt-mix", "N", "chunks over which each --prompt-switch (keep, recache, recache-causal) comes: they "

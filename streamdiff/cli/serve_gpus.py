@@ -28,11 +28,11 @@ def devices_here() -> list[str]:
     Raises:
         EngineFailure: torch does not answer.
     """
-    asked = subprocess.run([sys.executable, "-c", _NAMES], env=environment(), capture_output=True, text=True)
-    if asked.returncode:
-        last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+    probe = subprocess.run([sys.executable, "-c", _NAMES], env=environment(), capture_output=True, text=True)
+    if probe.returncode:
+        last = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
         raise EngineFailure(f"torch does not say which CUDA devices are here: {last}")
-    names: list[str] = json.loads(asked.stdout)
+    names: list[str] = json.loads(probe.stdout)
     return names
 
 

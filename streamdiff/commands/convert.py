@@ -39,13 +39,13 @@ _RANGE_SLACK = 1e-3
 
 @dataclass(frozen=True)
 class ConvertJob:
-    """What to convert. `chunk_frames`: latent frames per call of the network, which only time and memory depend on;
+    """What to convert. `chunk_latents`: latent frames per call of the network, which only time and memory depend on;
     `fps`: of a video file that is written, None for the model's own; `raw`: encoded latents are not normalised."""
 
     vae: str
     source: Path
     out: Path
-    chunk_frames: int | None = None
+    chunk_latents: int | None = None
     latent_space: str | None = None
     device: str = "auto"
     dtype: str = "auto"
@@ -74,7 +74,7 @@ def decode(job: ConvertJob) -> int:
         )
     if tensor_file.is_raw(job.source):
         latents = autoencoder.normalisation(decoder, job.vae).apply(latents[None].to(decoder.device))[0]
-    pieces = latents.split(job.chunk_frames or length, 1)
+    pieces = latents.split(job.chunk_latents or length, 1)
     total = decoder.frames_of(latents.shape[1])
     height, width = (side * decoder.spatial for side in latents.shape[2:])
     with exit_on_sigterm(), tqdm(total=total, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
@@ -108,7 +108,7 @@ def encode(job: ConvertJob) -> int:
     if frames is not None:
         encoder.latents_of(frames)
     with exit_on_sigterm(), tqdm(total=frames, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
-        pieces = _pieces(clip, (job.chunk_frames or _CHUNK) * encoder.temporal)
+        pieces = _pieces(clip, (job.chunk_latents or _CHUNK) * encoder.temporal)
         motion = Motion()
         latents = _encode(encoder, motion.noting(pieces), bar)
         if raw is not None:
@@ -211,8 +211,8 @@ class Motion:
             yield piece
 
     def of_latents(self, first: int, others: int) -> str:
-        """The largest one of each latent frame's frames, which are `first` of the first and `others` of each other, as
-        text for a file's header."""
+        """The largest motion among the frames of each latent frame, as text for a file's header. The first latent frame
+        has `first` frames, each later one `others`."""
         begins = [0, *range(first, len(self._differences), others)]
         ends = [*begins[1:], len(self._differences)]
         return " ".join(f"{max(self._differences[a:b]):.9g}" for a, b in zip(begins, ends, strict=True))
@@ -232,8 +232,8 @@ def _encode(encoder: VideoEncoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]
 
 
 def _check(job: ConvertJob) -> None:
-    if job.chunk_frames is not None and job.chunk_frames < 1:
-        raise ConfigError(f"--chunk-frames is {job.chunk_frames}, but must be 1 or more")
+    if job.chunk_latents is not None and job.chunk_latents < 1:
+        raise ConfigError(f"--chunk-frames is {job.chunk_latents}, but must be 1 or more")
     if job.fps is not None and not (math.isfinite(job.fps) and 0 < job.fps <= 1000):
         raise ConfigError(f"--fps is {job.fps:g}, but must be above 0 and at most 1000")
     if job.out.exists() and job.source.exists() and job.out.samefile(job.source):

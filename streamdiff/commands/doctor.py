@@ -120,7 +120,7 @@ def _look_at_weights(config: Config) -> Iterator[Finding]:
 
 
 def _look_at_steps(config: Config) -> Iterator[Finding]:
-    """How many denoise steps a chunk takes, as far as that is known before the model is there."""
+    """Findings on the number of denoise steps per chunk, as far as it is known before the model is loaded."""
     wanted, own = config.model.steps, "what the model was made for"
     fast = config.model.preset == "fast" and wanted is None
     try:
@@ -138,7 +138,7 @@ def _look_at_steps(config: Config) -> Iterator[Finding]:
 
 
 def _look_at_given(config: Config) -> Iterator[Finding]:
-    """Whether the parts that the configuration names are there, or will have to be fetched."""
+    """Findings on the weights, VAE and text encoder that the configuration names: on disk, to be fetched or missing."""
     given = {"weights": config.model.weights, "vae": config.model.vae, "text encoder": config.model.text_encoder}
     for part, path in given.items():
         if path is not None:

@@ -105,7 +105,7 @@ def look_at_quantisation(config: Config) -> Iterator[Finding]:
 
 
 def look_at_trials(config: Config) -> Iterator[Finding]:
-    """What is tried at the start, tried at the model's sizes."""
+    """Findings on settings left at `auto`: runs the kernel trials of a start, at the model's sizes."""
     try:
         from streamdiff.pipeline import load_plan
     except (ImportError, OSError):
@@ -130,7 +130,7 @@ def _sizes(config: Config) -> model_sizes.ModelSizes:
 
 
 def settled(config: Config) -> Defaults:
-    """What is left open, settled for the device that is found here."""
+    """The model configuration with defaults filled in for the device of this machine."""
     from streamdiff.pipeline.runner.torch_compile import compile_fault
 
     device, _ = _computes_in(config)
@@ -142,7 +142,7 @@ def settled(config: Config) -> Defaults:
 
 
 def _computes_in(config: Config) -> tuple[torch.device, torch.dtype]:
-    """Where the transformer will run, and in what."""
+    """Device and dtype of the transformer."""
     from streamdiff.device import pick_device, pick_dtype
 
     device = pick_device("cpu" if config.model.device == "cpu" else "auto")  # not what is missing: that is told above

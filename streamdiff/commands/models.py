@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from streamdiff.models.catalogue import entries as catalogue
-from streamdiff.models.catalogue.schema import Entry, Files
+from streamdiff.models.catalogue.schema import CatalogueEntry, Files
 from streamdiff.models.checkpoint import hub
 from streamdiff.pipeline.planner.memory import decoder_bytes, stage_memory
 from streamdiff.pipeline.planner.model_sizes import SMALL
@@ -54,8 +54,8 @@ def on_disk(files: Files) -> dict[str, Path | None]:
     return found
 
 
-def _needed(entry: Entry) -> list[tuple[str, Files]]:
-    """What has to be there to run it, by use."""
+def _needed(entry: CatalogueEntry) -> list[tuple[str, Files]]:
+    """Files that running the model needs, as (use, files)."""
     shared = catalogue.parts()
     files = {
         "weights": entry.weights,
@@ -66,7 +66,7 @@ def _needed(entry: Entry) -> list[tuple[str, Files]]:
     return [(use, found) for use, found in files.items() if found is not None]
 
 
-def _presence(entry: Entry) -> str:
+def _presence(entry: CatalogueEntry) -> str:
     """Of weights and LoRA: yes, no, or how many files."""
     if entry.weights is None:
         return "yes, embedded"
@@ -78,8 +78,8 @@ def _presence(entry: Entry) -> str:
 # ---- as JSON -----------------------------------------------------------------------------------------------------
 
 
-def as_tree(entry: Entry) -> dict[str, Any]:
-    """All that is known of a model, with the schedule it comes to, files on disk, and bytes per stage."""
+def as_tree(entry: CatalogueEntry) -> dict[str, Any]:
+    """A catalogue entry as a JSON tree, with its computed schedules, its files on disk, and bytes per stage."""
     shared = catalogue.parts()
     schedules = {}
     if entry.sampling is not None:
@@ -111,7 +111,7 @@ def as_tree(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _stage_trees(entry: Entry, quantize: str) -> dict[str, list[dict[str, int]]]:
+def _stage_trees(entry: CatalogueEntry, quantize: str) -> dict[str, list[dict[str, int]]]:
     return {
         str(stages): [
             {
@@ -127,7 +127,7 @@ def _stage_trees(entry: Entry, quantize: str) -> dict[str, list[dict[str, int]]]
     }
 
 
-def _memory_note(entry: Entry) -> str:
+def _memory_note(entry: CatalogueEntry) -> str:
     seen = "no session"
     if entry.stream is not None and entry.context is not None:
         kv_context = entry.context.default
@@ -138,7 +138,7 @@ def _memory_note(entry: Entry) -> str:
 # ---- for people --------------------------------------------------------------------------------------------------
 
 
-def _list(entries: Sequence[Entry]) -> list[str]:
+def _list(entries: Sequence[CatalogueEntry]) -> list[str]:
     rows: list[tuple[str, ...]] = [
         ("name", "base", "steps", "chunk", "window", "sink", "KV context", "GB at 1/2/4 stages", "on disk", "licence")
     ]
@@ -162,7 +162,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _cells(entry: Entry) -> tuple[str, str, str, str, str]:
+def _cells(entry: CatalogueEntry) -> tuple[str, str, str, str, str]:
     """Steps, chunk, window, sink, KV context."""
     assert entry.sampling is not None and entry.stream is not None and entry.context is not None, "it streams"
     steps, stream = entry.sampling.schedule().steps, entry.stream
@@ -175,7 +175,7 @@ def _cells(entry: Entry) -> tuple[str, str, str, str, str]:
     )
 
 
-def _one(entry: Entry) -> list[str]:
+def _one(entry: CatalogueEntry) -> list[str]:
     lines = [f"{entry.name}: {entry.title}", *_wrapped(entry.use, "  ")]
     for title, section in (
         ("files", _file_lines(entry)),
@@ -190,7 +190,7 @@ def _one(entry: Entry) -> list[str]:
     return [*lines, "", "source", *(f"  {source}" for source in entry.sources)]
 
 
-def _file_lines(entry: Entry) -> Iterator[tuple[str, str]]:
+def _file_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
     if entry.weights is None:
         yield "weights", f"embedded, always there; licence {_EMBEDDED_LICENCE}"
         return
@@ -215,7 +215,7 @@ def _file_lines(entry: Entry) -> Iterator[tuple[str, str]]:
         yield "also there", f"{file}: {text}"
 
 
-def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
+def _run_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
     shared = catalogue.parts()
     text, pictures = shared.text_encoders[entry.text_encoder], shared.autoencoders[entry.autoencoder]
     yield "picture", f"{entry.height}x{entry.width}, {_number(entry.native_fps)} frames per second"
@@ -247,8 +247,8 @@ def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     yield "trained on", f"streams of {_latents(stream.trained_latents)}" if stream.trained_latents else _UNKNOWN
     yield "KV context", f"trained for {context.trained or _UNKNOWN}; also known to work: {_names(context.works)}"
     alone = " and sees its chunk alone" if context.alone else ""
-    again = ", its first latent frame encoded again from its picture" if context.pictures else ""
-    clean_pass = f"the clean pass is told {_number(context.noise)}{alone}{again}"
+    reencoded = ", its first latent frame encoded again from its picture" if context.pictures else ""
+    clean_pass = f"the clean pass is told {_number(context.noise)}{alone}{reencoded}"
     yield "", clean_pass if context.noise is not None else "no clean pass"
     if context.source is not None:
         yield "", f"read in {context.source}"
@@ -257,7 +257,7 @@ def _run_lines(entry: Entry) -> Iterator[tuple[str, str]]:
     yield "positions", f"{entry.positions.published}; also: {_names(entry.positions.works)}"
 
 
-def _memory_lines(entry: Entry) -> Iterator[tuple[str, str]]:
+def _memory_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
     for stages in STAGES:
         largest = max(stage_memory(entry, stages), key=lambda stage: stage.total)
         remembered = ("of the decoder's memory", largest.decoding)

@@ -30,8 +30,8 @@ CHUNKS = 100
 
 @dataclass(frozen=True)
 class PlanJob:
-    """What was asked for. Stage times come from `stage_times` (seconds, comma-separated), else from `profile`, else
-    from an estimate at the ceilings, those of `gpu` (`planner.gpus`) if it is named, linked by `link`; `link_time` and
+    """Options of `streamdiff plan`. Stage times come from `stage_times` (seconds, comma-separated), else `profile`,
+    else an estimate at the ceilings, those of `gpu` (`planner.gpus`) if it is named, linked by `link`; `link_time` and
     `decode_time` (seconds) win over either. `stages` and `dtype` are 4 and float32, with a GPU 1 and bfloat16, unless
     they are given; `fps` is the rate that a forecast for a GPU is held against. With `gpus` every way to use so many is
     compared (`planner.parallel`). `chunks` are simulated per session: 100, or fewer where many cases are."""
@@ -60,7 +60,7 @@ class PlanJob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A plan and what it comes to."""
+    """A plan and its results: layout, memory per rank, simulated run and, with a GPU, a forecast."""
 
     source: str
     sizes: ModelSizes
@@ -73,7 +73,7 @@ class Outcome:
 
 
 def _as_asked(sizes: ModelSizes, model: ModelConfig) -> ModelSizes:
-    """`sizes` with the window and sink that the configuration asks for."""
+    """`sizes` with the window and sink of the configuration. Raises ConfigError for a window that is too small."""
     spec = sizes.spec
     if model.window is not None:
         spec = replace(spec, window_latents=model.window, clean_window_latents=None)
@@ -88,7 +88,7 @@ def _as_asked(sizes: ModelSizes, model: ModelConfig) -> ModelSizes:
 
 
 def run(model: ModelConfig, job: PlanJob) -> int:
-    """Plan, print, and write what else was asked for; returns the exit status.
+    """Plan, print the plan, and write the trace and plot where the job has them; returns the exit status.
 
     Raises:
         ConfigError: something cannot be planned; nothing is computed or written then.
@@ -125,13 +125,13 @@ def make(model: ModelConfig, job: PlanJob) -> Outcome:
         decode_s = found.decoding_s(layout.decode)
         links = link_times(found, stages)
     setup = ring_setup(sizes, load, layout, links, decode_s, job.chunks or CHUNKS)
-    asked = None
+    forecast = None
     if job.gpu is not None:
         gpu = gpus.find(job.gpu)
-        asked = plan_forecast.ask(
+        forecast = plan_forecast.ask(
             gpu, model, sizes, load, storage, decode=job.decode, blocks=layout.blocks, fps=job.fps, link=job.link
         )
-    return Outcome(source, sizes, load, layout, setup, memory(sizes, layout, load, storage), simulate(setup), asked)
+    return Outcome(source, sizes, load, layout, setup, memory(sizes, layout, load, storage), simulate(setup), forecast)
 
 
 def compare(model: ModelConfig, job: PlanJob) -> tuple[Comparison, ModelSizes, Workload]:
@@ -155,7 +155,7 @@ def compare(model: ModelConfig, job: PlanJob) -> tuple[Comparison, ModelSizes, W
 
 
 def _settled(model: ModelConfig, job: PlanJob) -> tuple[ModelSizes, Workload, Storage]:
-    """What is planned, checked as far as that goes without a split. Raises ConfigError."""
+    """Model sizes, workload and storage to plan for, checked as far as possible without a split. Raises ConfigError."""
     assert job.stages is not None
     dtype = job.dtype or ("bfloat16" if job.gpu else "float32")
     _check(replace(job, dtype=dtype))
@@ -273,7 +273,7 @@ def as_tree(outcome: Outcome) -> dict[str, object]:
         "figures": {
             **asdict(figures),
             "frames_per_s": figures.chunks_per_s * sizes.spec.chunk_frames,
-            "whole_forward_s": _whole(layout),
+            "whole_forward_s": _forward_s(layout),
         },
         **({"forecast": plan_forecast.as_tree(outcome.gpu)} if outcome.gpu is not None else {}),
     }
@@ -282,7 +282,7 @@ def as_tree(outcome: Outcome) -> dict[str, object]:
 def as_text(outcome: Outcome) -> list[str]:
     """The plan for people."""
     sizes, load, layout, figures = outcome.sizes, outcome.load, outcome.layout, outcome.run.figures
-    whole_s = _whole(layout)
+    whole_s = _forward_s(layout)
     worst = max(figures.gaps, key=lambda gap: gap.longest_s / gap.mean_s)
     rate = figures.chunks_per_s * sizes.spec.chunk_frames
     lines = [
@@ -342,8 +342,8 @@ def _table(outcome: Outcome) -> list[str]:
     return aligned(rows)
 
 
-def _whole(layout: Layout) -> float:
-    """Seconds of one row through all stages."""
+def _forward_s(layout: Layout) -> float:
+    """Seconds of a forward of one row through all stages."""
     return math.fsum(times[0] for times in layout.stage_s)
 
 

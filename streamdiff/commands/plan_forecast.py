@@ -22,7 +22,7 @@ from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 @dataclass(frozen=True)
 class GpuForecast:
-    """What was asked of a GPU, and what to expect. `misfit` says why one session does not fit, and what would."""
+    """A question about a GPU and its forecast. `misfit` says why one session does not fit, and what would."""
 
     gpu: Gpu
     question: Question
@@ -74,7 +74,7 @@ def _misfit(gpu: Gpu, model: ModelConfig, question: Question, blocks: Blocks) ->
 
 
 def _quality(name: str) -> dict[str, str]:
-    """What is known of the model's pictures in each KV context."""
+    """By KV context, whether the model was trained for it, is known to work in it, or neither is known."""
     entry = entries.entries().get(name)
     if entry is None or entry.context is None:
         return dict.fromkeys(KV_CONTEXTS, "not known")

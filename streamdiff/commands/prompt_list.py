@@ -40,8 +40,8 @@ class PromptLine(BaseModel):
 
 @dataclass(frozen=True)
 class PromptListJob:
-    """What to make: a video for every line of `prompts`, in the folder `output`; with `resume` those that are there
-    already are left as they are."""
+    """Options of a prompt list: a video for every line of `prompts`, in the folder `output`; with `resume`, videos that
+    exist already are skipped."""
 
     prompts: Path
     output: Path | None = None
@@ -51,7 +51,7 @@ class PromptListJob:
 
 @dataclass(frozen=True)
 class PlannedVideo:
-    """A line, where its video goes, and what it does not say itself."""
+    """A line of the prompt list, with the path and the length in seconds of its video."""
 
     number: int
     line: PromptLine
@@ -95,7 +95,7 @@ def pending(job: PromptListJob) -> list[PlannedVideo]:
 
 
 def _is_whole(output: Path) -> bool:
-    """Whether a video is there: what has its name is complete."""
+    """Whether a complete video exists at `output`: files are moved to their name when complete."""
     return output.is_file() or (output.is_dir() and any(output.iterdir()))
 
 

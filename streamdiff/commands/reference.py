@@ -146,8 +146,8 @@ def _check(job: ReferenceJob) -> None:
 
 
 def prepare(job: ReferenceJob) -> tuple[Found, ReferenceRun]:
-    """What `job` asks for: all that can be wrong with it is found here, before any weights are loaded. The embeddings
-    of a prompt that has to be encoded are zeros here.
+    """Validate `job` and read its inputs, before any weights are loaded. The embeddings of a prompt that has to be
+    encoded are zeros here.
 
     Raises:
         ConfigError: see `run`.
@@ -192,18 +192,18 @@ def _read_inputs(job: ReferenceJob, found: Found) -> ReferenceRun:
 
 
 def _read_levels(job: ReferenceJob, found: Found) -> tuple[StepLevels | None, Tensor | None]:
-    """What --first-steps says: timesteps and noise levels of the steps, and how much noise is mixed into video."""
+    """Read the file of --first-steps: timesteps and noise levels of the steps, and the noise mixed into video."""
     if job.first_steps is None:
         return None, None
     assert job.chunks is not None
     with_video, steps = job.video_latents is not None, found.schedule.of(0).steps
-    said = read_first_steps(
+    levels = read_first_steps(
         job.first_steps, found.spec.chunk_latents, steps=steps, chunks=job.chunks, with_video=with_video
     )
-    sigmas = said.sigmas
+    sigmas = levels.sigmas
     if sigmas is None:
-        sigmas = levels_of(said.timesteps.flatten(), found.schedule).view_as(said.timesteps)
-    return StepLevels(said.timesteps, sigmas), said.noise_level
+        sigmas = levels_of(levels.timesteps.flatten(), found.schedule).view_as(levels.timesteps)
+    return StepLevels(levels.timesteps, sigmas), levels.noise_level
 
 
 def _read_chunks(path: Path, spec: ModelSpec) -> Tensor:
@@ -228,7 +228,7 @@ def _read_given(path: Path, spec: ModelSpec) -> Tensor:
 
 
 def _read_motion(job: ReferenceJob, spec: ModelSpec) -> Tensor | None:
-    """How far the pixels of each chunk of the video move, where that counts and its file says it."""
+    """Motion of each chunk of the video, float64 `[chunks]`, from its file's header; None if unused or not stored."""
     if not job.motion_noise or job.video_latents is None:
         return None
     if (motion_values := read_motion(parse_header(job.video_latents))) is None:

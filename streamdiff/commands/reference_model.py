@@ -33,8 +33,9 @@ from streamdiff.pipeline.runner import block_offload
 
 @dataclass(frozen=True)
 class ReferenceJob:
-    """What to make: `model` says which model runs and how, the rest is in `cli.reference_options`. None: the model's
-    own, or nothing. `window`, `sink` and `rope` go before those of `model`; a window of 0 is all."""
+    """Options of a reference run: `model` selects the model and how it runs, the other fields are those of
+    `cli.reference_options`. None: the model's own value, or nothing. `window`, `sink` and `rope` override those of
+    `model`; a window of 0 is the whole stream."""
 
     model: ModelConfig
     prompt: str = ""
@@ -60,8 +61,8 @@ class ReferenceJob:
     window: int | None = None
     sink: int | None = None
     rope: str | None = None
-    chunk_frames: int | None = None
-    first_chunk_frames: int | None = None
+    chunk_latents: int | None = None
+    first_chunk_latents: int | None = None
     context_noise: float | None = None
     context_alone: bool | None = None
     context_pictures: bool | None = None
@@ -75,7 +76,7 @@ class ReferenceJob:
 
 @dataclass(frozen=True)
 class Found:
-    """A model that is there, of which configurations and headers have been read, and no weights."""
+    """A resolved model: configurations and headers have been read, weights have not."""
 
     job: ReferenceJob
     spec: ModelSpec
@@ -137,10 +138,10 @@ class Found:
 
 
 def find(job: ReferenceJob) -> Found:
-    """Find what `job` asks for, and what it says otherwise.
+    """Resolve the model of `job` and apply the job's overrides to its spec and schedule.
 
     Raises:
-        ConfigError: no such model, files that cannot be read, sizes that cannot be, more stages than blocks.
+        ConfigError: no such model, files that cannot be read, invalid sizes, more stages than blocks.
     """
     config = job.model
     architecture = None if job.model_config is None else read_object(job.model_config)
@@ -184,15 +185,17 @@ def encode(model: Model, prompt: str) -> Tensor:
     return model.text.encode(reading.text)
 
 
-def _check_raw(place: ResolvedModel, path: Path) -> None:
-    """Latents that are not normalised are let through where the model's authors begin with such, or nobody knows it."""
-    if place.entry is not None and place.entry.encode_normalised is not False:
+def _check_raw(resolved: ResolvedModel, path: Path) -> None:
+    """Raises ConfigError for unnormalised latents in `path`, unless the model's authors use such, or the catalogue does
+    not have the model."""
+    if resolved.entry is not None and resolved.entry.encode_normalised is not False:
         raise ConfigError(
-            f"{path}: its latents are not normalised, and {place.name} knows normalised ones; encode it without --raw"
+            f"{path}: its latents are not normalised, and {resolved.name} knows normalised ones; encode it without "
+            "--raw"
         )
 
 
-def _schedule(job: ReferenceJob, place: ResolvedModel, spec: ModelSpec) -> Schedule:
+def _schedule(job: ReferenceJob, resolved: ResolvedModel, spec: ModelSpec) -> Schedule:
     """The denoise steps: those given, else the model's own."""
     if job.model.timesteps is not None:
         schedule = _given(job, job.model.timesteps, job.sigmas)
@@ -206,7 +209,7 @@ def _schedule(job: ReferenceJob, place: ResolvedModel, spec: ModelSpec) -> Sched
         )
     if not spec.steps:
         raise ConfigError("--steps is missing: the timesteps the model is told, for example 1000,937.5,833.33,625")
-    return spec.schedule(choose_steps(job.model.steps, spec.steps, place.name))
+    return spec.schedule(choose_steps(job.model.steps, spec.steps, resolved.name))
 
 
 def _given(job: ReferenceJob, steps: tuple[float, ...], sigmas: tuple[float, ...] | None) -> Schedule:
@@ -235,8 +238,8 @@ def _overridden(spec: ModelSpec, job: ReferenceJob) -> ModelSpec:
             if job.model.size is not None and shape[-2:] != (spec.latent_height, spec.latent_width):
                 raise ConfigError(f"--size is {job.model.size}, but {path} is for another; leave --size out")
             height, width = shape[-2:]
-    chunk = job.chunk_frames or chunk
-    first = job.first_chunk_frames or (spec.first_chunks * chunk if chunk == spec.chunk_latents else chunk)
+    chunk = job.chunk_latents or chunk
+    first = job.first_chunk_latents or (spec.first_chunks * chunk if chunk == spec.chunk_latents else chunk)
     if not (spec.sink_latents if job.sink is None else job.sink):  # nothing is done with a sink that is not there
         spec = replace(spec, adaptive_sink=None, averaged_sink=None)
     spec = replace(

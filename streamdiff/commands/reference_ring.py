@@ -46,7 +46,7 @@ def head_of_ranks(found: Found) -> Iterator[tuple[Model, RingExecutor, Callable[
 
 
 def follow(job: ReferenceJob) -> None:
-    """Any other rank, to the end of the ring.
+    """Run a rank other than 0 until the ring ends.
 
     Raises:
         ConfigError: as `reference_model.find` and `head_of_ranks`.
@@ -62,7 +62,7 @@ def follow(job: ReferenceJob) -> None:
 
 
 def _join(found: Found) -> rendezvous.RankContext:
-    """Meet the other ranks. Mutates: torch's number of threads."""
+    """Rendezvous with the other ranks. Mutates: torch's number of threads."""
     config = found.job.model
     torch.set_num_threads(config.threads)
     check_world(config)

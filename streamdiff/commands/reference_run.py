@@ -32,7 +32,7 @@ _WAIT_S = 1.0  # for ranks that are other processes, between two looks whether a
 
 
 class StreamInputs(TypedDict):
-    """What a stream begins with, for `RingExecutor.open` and `reset`."""
+    """Keyword arguments of `RingExecutor.open` and `reset`: noise, video latents and step levels of a stream."""
 
     noise: Noise
     source: InitLatents | None
@@ -266,8 +266,8 @@ def run_reference(
 
 
 def check_together(run: ReferenceRun, count: int) -> None:
-    """Raises ConfigError for what would cut the first `count` chunks of a stream, which are made together: it ends, a
-    prompt changes, or what is given ends among them."""
+    """Raises ConfigError if a stream's end, a prompt switch, or the end of given latents falls within its first `count`
+    chunks, which are made together."""
     if 0 < run.given_chunks < count:
         raise ConfigError(
             f"{run.given_chunks} chunks are given, but the first {count} are made together; give none, or at least "

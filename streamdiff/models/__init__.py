@@ -1,4 +1,4 @@
-"""Models.
+"""Model catalogue, checkpoints, network parts and the loader that builds them.
 
 Where torchao is installed, diffusers imports it at every start, quantised or not, and they then log what does not
 concern a user, such as which CUDA extensions are for other GPUs. That is muted here; errors are not.

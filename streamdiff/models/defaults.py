@@ -1,6 +1,6 @@
-"""What settings that are left open become, and why: by the device, and by the presets `plain` and `fast`.
+"""Resolves settings left at their default, by device and by the presets `plain` and `fast`, with the reason for each.
 
-The one place for that. What is said by itself is taken as it is, whatever the preset. Needs no torch.
+The one place for that. A setting that is given is taken as it is, whatever the preset. Needs no torch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Defaults:
-    """`config` with nothing left open that device or preset decide, but for what is tried out on the device (`auto` of
-    attention and quantize); the flag of torch's process; and every choice with its reason, for the log."""
+    """`config` with all defaults resolved that device or preset decide (`auto` of attention and quantize stays: a trial
+    on the device decides it); torch's process-wide cuDNN flag; and every choice with its reason, for the log."""
 
     config: ModelConfig
     cudnn_benchmark: bool
@@ -73,8 +73,8 @@ def settle(
         ("clean_pass", _clean_pass),
         ("decode_layout", _decode_layout),
     ):
-        asked = str(getattr(config, setting))
-        value, reason = choose(case) if asked == "auto" else (asked, "as asked")
+        configured = str(getattr(config, setting))
+        value, reason = choose(case) if configured == "auto" else (configured, "as asked")
         settled[setting] = value
         choices.append(Choice(setting, value, reason))
     benchmark, reason = _cudnn_benchmark(case)
@@ -85,7 +85,7 @@ def settle(
 
 
 def may_compile(config: ModelConfig) -> bool:
-    """Whether an engine with this configuration may make graphs at its start, for who cannot ask torch."""
+    """Whether an engine with this configuration may compile graphs at its start, determined without importing torch."""
     if config.compile != "auto":
         return config.compile == "on"
     found = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))

@@ -1,8 +1,8 @@
-"""`python -m streamdiff.models.download`: fetches what a model needs and is not on disk, and says how far it
-is.
+"""`python -m streamdiff.models.download`: downloads the files of a model that are not on disk, and reports progress.
 
 Reads the model's configuration as JSON, one line, from standard input, whose end ends the process. Writes JSON lines:
-an object with the fields of `Progress` now and then, and `{"error": ...}` where something cannot be had. Torch-free.
+an object with the fields of `Progress` now and then, and `{"error": ...}` where a file cannot be downloaded.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from streamdiff.models.checkpoint import hub
 from streamdiff.models.checkpoint.hub import Remote
 
 EXIT_CONFIG = 2
-_TOLD_S = 0.5
+_REPORT_INTERVAL_S = 0.5
 LEAVE_S = 5.0
-"""What it may take to remove what is half there."""
+"""Seconds that removing a partial download may take when the parent has gone."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """`done` of `total` bytes of `file` in the repository `repo` are here, `rate` bytes per second come; `files` are
-    missing, this one included, which have `missing` bytes in all. None: not known."""
+    """Progress of a download: `done` of `total` bytes of `file` in the repository `repo`, at `rate` bytes per second.
+    `files` are missing, this one included, which have `missing` bytes in all. None: not known."""
 
     repo: str
     file: str
@@ -54,11 +54,11 @@ class Progress:
 
 
 def download(needed: Sequence[Files], tell: Callable[[Progress], None]) -> None:
-    """Fetch into the hub's cache what of `needed` is not there, file by file. A transfer that is cut goes on where it
-    was, as often as something comes in between.
+    """Download those of the files `needed` that the hub's cache lacks, one after another. A transfer that is cut is
+    resumed, as often as something comes in between.
 
     Raises:
-        ConfigError: something cannot be had; what is whole stays.
+        ConfigError: a file cannot be downloaded; complete files stay.
     """
     missing = [each for files in needed for each in hub.remote(files) if each.missing]
     for number, file in enumerate(missing):
@@ -67,13 +67,13 @@ def download(needed: Sequence[Files], tell: Callable[[Progress], None]) -> None:
 
 
 def _bar(file: Remote, files: int, left: int, tell: Callable[[Progress], None]) -> type[tqdm[Any]]:
-    """A bar that is not shown but told."""
+    """A tqdm class that reports progress to `tell` instead of drawing it."""
 
-    class Told(tqdm):  # type: ignore[type-arg]
+    class ReportingBar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0
 
         def __init__(self, *given: Any, **options: Any) -> None:
-            quiet = {"file": StringIO(), "disable": False, "mininterval": _TOLD_S, "leave": False}
+            quiet = {"file": StringIO(), "disable": False, "mininterval": _REPORT_INTERVAL_S, "leave": False}
             super().__init__(*given, **{**options, **quiet})
 
         def display(self, *given: Any, **options: Any) -> None:
@@ -81,7 +81,7 @@ def _bar(file: Remote, files: int, left: int, tell: Callable[[Progress], None]) 
             rate = self.format_dict["rate"]
             tell(Progress(file.repo, file.name, done, file.size, rate, files, max(0, left - done)))
 
-    return Told
+    return ReportingBar
 
 
 def _bytes(count: float) -> str:

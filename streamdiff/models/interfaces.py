@@ -1,6 +1,7 @@
-"""What the pipeline and the engine need of a model. Pure: weights are held, a stream's state is an argument.
+"""Protocols of a model's parts, as the pipeline and the engine use them. A part holds weights; a stream's state is an
+argument.
 
-Imports no torch, so that whoever only plans can ask for a model's sizes.
+Imports no torch, so that the planner can use it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from streamdiff.models.transformer.wan import WanDenoiser
 
 @dataclass(frozen=True)
 class StageModel:
-    """What a stage needs of a model: facts, and a run of transformer blocks on one device."""
+    """The part of a model on one stage: its spec, and consecutive transformer blocks on one device."""
 
     spec: ModelSpec
     denoiser: WanDenoiser
@@ -21,9 +21,9 @@ class StageModel:
 
 @dataclass(frozen=True)
 class Model(StageModel):
-    """What rank 0 needs of a model: a stage's part, and what stands before and behind it. With one stage that is all.
-    `decoder` is None where another rank decodes, `first_frame_reencoder` where the clean pass is shown latents as
-    they are."""
+    """The part of a model on rank 0: that of a stage, text encoder and decoder. With one stage it is the whole model.
+    `decoder` is None where another rank decodes, `first_frame_reencoder` where the clean pass gets latents as they
+    are."""
 
     text: TextEncoder
     decoder: PictureDecoder | None

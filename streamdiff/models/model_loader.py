@@ -29,7 +29,7 @@ _FINGERPRINT_BYTES = 2**20  # of each file
 
 
 class Kernels(NamedTuple):
-    """What a transformer computes with, see `models.transformer.attention_backend` and `quantization`."""
+    """Kernels of a transformer: attention (`models.transformer.attention_backend`), 8-bit layers (`quantization`)."""
 
     attention: str
     quantize: str
@@ -58,7 +58,7 @@ class ModelLoader:
 
     @property
     def decoder_dtype(self) -> torch.dtype:
-        """What suits the autoencoder: the embedded model's is small, and gains nothing from bfloat16."""
+        """Dtype of the autoencoder: float32 for the embedded model's, which is small; bfloat16 gains nothing there."""
         return torch.float32 if self.model.embedded else self._usual_dtype
 
     # ---- facts: headers and configurations are read, no weights ----------------------------------------------------
@@ -85,7 +85,7 @@ class ModelLoader:
 
     @cached_property
     def folder_facts(self) -> FolderFacts | None:
-        """What the folder of a model of the embedded one's kind says; None of another. ConfigError as `read_folder`."""
+        """Facts in the folder of an embedded kind of model; None for other models. ConfigError as `read_folder`."""
         if not self.model.embedded:
             return None
         assert self.model.folder is not None
@@ -93,7 +93,7 @@ class ModelLoader:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model's own facts; of a checkpoint without any, what is usual.
+        """The model's spec, from its folder or the catalogue; usual values for an unknown checkpoint.
 
         Raises:
             ConfigError: as `architecture`; or a size, where the model has one of its own.
@@ -125,14 +125,14 @@ class ModelLoader:
                 "out"
             )
         given = _given_stream(config) if unknown else {}
-        spec, asked = replace(self.spec, **given), (config.window, config.sink, config.rope)
-        if asked != (None, None, None):
+        spec, overrides = replace(self.spec, **given), (config.window, config.sink, config.rope)
+        if overrides != (None, None, None):
             if model.embedded:
                 raise ConfigError(
                     f"{config.name} knows no past but that of the window it was trained with; leave --window, --sink "
                     "and --rope out"
                 )
-            spec = with_window(spec, *asked)
+            spec = with_window(spec, *overrides)
         spec = with_anchors(spec, config)
         choose_steps(config.steps, spec.steps, spec.name)
         if config.clean_with_next and config.kv_context != "clean":
@@ -210,7 +210,7 @@ class ModelLoader:
         return denoiser.fuse()
 
     def picture_encoder(self, spec: ModelSpec) -> PictureEncoder:
-        """What encodes start pictures of streams of `spec`. Reads nothing before the first."""
+        """The encoder of start pictures for streams of `spec`. Reads no file before the first picture."""
         load = autoencoder.load_encoder
         return PictureEncoder(lambda: load(self.model.found_vae, self.device, self.decoder_dtype), spec)
 

@@ -19,7 +19,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
-from streamdiff.models.checkpoint.checkpoint import Checkpoint, Entry
+from streamdiff.models.checkpoint.checkpoint import Checkpoint, StoredTensor
 from streamdiff.models.interfaces import ParsedPrompt
 
 
@@ -40,12 +40,12 @@ def draw(module: nn.Module, wanted: tuple[str, ...], device: torch.device, dtype
 
 
 class RandomTensors:
-    """What a `Checkpoint` reads, drawn: matrices and convolutions so that what comes out is as large as what went in,
-    norms are 1, biases 0."""
+    """Random tensors in place of a checkpoint's: matrices and convolutions keep the scale of their input, norms are 1,
+    biases 0."""
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Names and shapes are those of `module`, which may lie on the meta device."""
-        self.entries = {name: Entry(tuple(each.shape), dtype) for name, each in module.state_dict().items()}
+        self.entries = {name: StoredTensor(tuple(each.shape), dtype) for name, each in module.state_dict().items()}
         self._device = device
 
     def read(self, name: str) -> Tensor:

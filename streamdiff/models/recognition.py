@@ -13,7 +13,7 @@ from pathlib import Path
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.catalogue import entries as catalogue
-from streamdiff.models.catalogue.schema import Entry
+from streamdiff.models.catalogue.schema import CatalogueEntry
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.safetensors_header import parse_header
 from streamdiff.models.transformer.tensor_names import block_count, recognise, translate
@@ -23,7 +23,7 @@ _CONTAINERS = ("generator_ema", "generator")  # that entries of the catalogue na
 _MOST_BYTES = 64 * 2**20  # of the pickle in a torch file, which holds names and shapes alone
 
 
-def entry_of(weights: Path) -> Entry:
+def entry_of(weights: Path) -> CatalogueEntry:
     """The model whose transformer this file holds; `weights` may be a folder with one.
 
     Raises:
@@ -45,8 +45,9 @@ def entry_of(weights: Path) -> Entry:
     )
 
 
-def _fits(entry: Entry, names: Sequence[str], blocks: int) -> bool:
-    """As far as blocks and containers tell; sizes that no architecture of the catalogue has tell nothing."""
+def _fits(entry: CatalogueEntry, names: Sequence[str], blocks: int) -> bool:
+    """Whether the number of blocks and the container fit `entry`. A number that no catalogue architecture has is not
+    compared."""
     sizes = catalogue.parts().architectures
     if any(each.blocks == blocks for each in sizes.values()) and sizes[entry.architecture].blocks != blocks:
         return False
@@ -55,10 +56,9 @@ def _fits(entry: Entry, names: Sequence[str], blocks: int) -> bool:
     return container is None or not held or container in held
 
 
-def _by_file_name(entries: Sequence[Entry], weights: Path) -> list[Entry]:
-    """Those of `entries` whose published file, with as many of its folders as tell, `weights` is called like; all of
-    them where no file is."""
-    best: dict[int, list[Entry]] = {0: list(entries)}
+def _by_file_name(entries: Sequence[CatalogueEntry], weights: Path) -> list[CatalogueEntry]:
+    """The `entries` whose published file's path matches most trailing parts of `weights`; all where none matches."""
+    best: dict[int, list[CatalogueEntry]] = {0: list(entries)}
     for entry in entries:
         published = (*entry.weights.files, *entry.weights.others) if entry.weights is not None else ()
         alike = max((_alike(Path(file), weights) for file in published), default=0)
@@ -92,7 +92,7 @@ def _file(path: Path) -> Path:
 
 
 def _names(path: Path) -> list[str]:
-    """Names of tensors, and of a torch file every other text in it too."""
+    """Names of the tensors in a file; for a torch file, all strings of its pickle."""
     if path.name.endswith(_INDEX):
         return list(read_object(path).get("weight_map", {}))
     if path.suffix == _SAFETENSORS:

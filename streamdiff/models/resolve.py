@@ -15,7 +15,7 @@ from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import recognition
 from streamdiff.models.catalogue import entries
-from streamdiff.models.catalogue.schema import Entry, Files
+from streamdiff.models.catalogue.schema import CatalogueEntry, Files
 from streamdiff.models.checkpoint import hub
 from streamdiff.models.checkpoint.json_file import read_object
 
@@ -45,7 +45,7 @@ class ResolvedModel:
     index: Mapping[str, Any] | None = None
     vae: str | Files | None = None
     text_encoder: Path | Files | None = None
-    entry: Entry | None = None
+    entry: CatalogueEntry | None = None
     kv_context: str = "clean"
 
     @property
@@ -55,12 +55,12 @@ class ResolvedModel:
 
     @property
     def autoencoder(self) -> str:
-        """The catalogue's name of its own autoencoder; Wan's where nobody knows the model."""
+        """The catalogue's name of the model's autoencoder; Wan's for a model that the catalogue does not have."""
         return "wan2.1" if self.entry is None else self.entry.autoencoder
 
     @property
     def found_vae(self) -> str | Files:
-        """`vae`, where there is one.
+        """`vae`, required.
 
         Raises:
             ConfigError: there is none.
@@ -71,7 +71,7 @@ class ResolvedModel:
 
     @property
     def note(self) -> str:
-        """What a user should know before the model runs with its KV context; empty where it was made for that."""
+        """Warning for a KV context that the model is not known to work with; else `noise_note`."""
         if self.entry is None and not self.embedded:
             return f"nobody says in which KV context {self.name} keeps its quality; it runs with {self.kv_context}"
         context = self.entry.context if self.entry is not None else None
@@ -82,7 +82,7 @@ class ResolvedModel:
 
     @property
     def noise_note(self) -> str:
-        """What a user should know before the model runs on noise alone; empty where it was made for that."""
+        """Warning for a model that needs a video and would start from noise; else empty."""
         if self.entry is None or self.entry.begins_with == "noise":
             return ""
         return (
@@ -106,9 +106,9 @@ def resolve_model(
 
     name, known = config.name, _find_known(config)
     loras: tuple[Lora, ...] = () if config.lora is None else (parse_lora(config.lora),)
-    if isinstance(known, Entry) and name.startswith(entries.RANDOM):
+    if isinstance(known, CatalogueEntry) and name.startswith(entries.RANDOM):
         found = ResolvedModel(name, None, vae=f"{entries.RANDOM}wan2.1", entry=known)
-    elif isinstance(known, Entry):  # its container and its LoRA are those of weights that are given too
+    elif isinstance(known, CatalogueEntry):  # its container and its LoRA are those of weights that are given too
         assert known.weights is not None, "the embedded model is a folder"
         if known.lora is not None and not loras:  # a model is not itself without the LoRA that belongs to it
             loras = tuple(Lora(path, known.lora.scale) for path in hub.fetch(known.lora))
@@ -143,8 +143,8 @@ def resolve_model(
 
 
 def to_fetch(config: ModelConfig) -> list[Files]:
-    """What is published, and is needed to show pictures of a text with the model of `config`, whether it is on disk
-    already or not. Asks no network.
+    """Published files that the model of `config` needs to make pictures from a text, on disk already or not. Uses no
+    network.
 
     Raises:
         ConfigError: as `resolve_model`.
@@ -166,8 +166,8 @@ def to_fetch(config: ModelConfig) -> list[Files]:
 
 
 def completed(config: ModelConfig) -> ModelConfig:
-    """`config` with the model that its weights are, where none was asked for, with the KV context that the model was
-    made for, where none was, and with the small autoencoder of preset `fast`.
+    """`config` with unset values filled in: the model that its weights belong to, the KV context that this was trained
+    for, and the small autoencoder of preset `fast`.
 
     Raises:
         ConfigError: the weights do not tell whose they are.
@@ -196,7 +196,7 @@ def is_repository(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and Path(name).suffix not in _FILES
 
 
-def _find_known(config: ModelConfig) -> Path | Files | Entry:
+def _find_known(config: ModelConfig) -> Path | Files | CatalogueEntry:
     """The folder or file that the configured name means, the files of a repository of the hub in diffusers' layout that
     are needed, or the catalogue's entry."""
     name = config.name

@@ -98,7 +98,7 @@ def nearest_steps(old: Schedule, new: Schedule) -> tuple[int, ...]:
 
 
 def from_timesteps(timesteps: Sequence[float], sigmas: Sequence[float] | None = None) -> Schedule:
-    """The schedule from timesteps as the model is told them; sigmas are timestep / 1000 unless they are given.
+    """The schedule of given timesteps, as the model takes them; sigmas are timestep / 1000 unless they are given.
 
     A 0 at the end of either list is dropped, see `without_end`; but a timestep of 0 that has a sigma above 0 is a step.
 
@@ -189,7 +189,7 @@ def nearest_sigma(timestep: float, shift: float) -> float:
 
 
 def grid(shift: float) -> tuple[float, ...]:
-    """The noise levels that the authors' schedulers know, falling: shifted(i / 1000) for i = 1,000 to 1."""
+    """Noise levels on the grid of the authors' schedulers, descending: shifted(i / 1000) for i = 1,000 to 1."""
     return tuple(shifted(i / _GRID, shift) for i in range(_GRID, 0, -1))
 
 

@@ -66,14 +66,14 @@ def load_text_encoder(
 
 
 def awaited_bytes(text: TextEncoder, device: torch.device) -> int:
-    """What a text encoder's weights will take on `device` once the first text loads them."""
+    """Bytes that a text encoder's weights will take on `device` once the first text loads them."""
     encoder = text.encoder if isinstance(text, CachedText) else text
     return encoder.awaited_bytes(device) if isinstance(encoder, WanText) else 0
 
 
 def expected_bytes(model: ResolvedModel) -> int:
-    """What the text encoder's weights take on a GPU, in bfloat16, before it is loaded or even fetched: by its headers
-    where it is given, else what the catalogue says; 0 where there is none."""
+    """Bytes of the text encoder's weights in bfloat16, known before it is loaded or fetched: from its headers where it
+    is given, else from the catalogue; 0 where there is none."""
     if isinstance(model.text_encoder, Path):
         return 2 * wan_files.find(model.text_encoder).values
     if model.entry is None or model.text_encoder is None:

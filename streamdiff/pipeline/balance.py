@@ -64,7 +64,7 @@ def measure(
         memory = decoder.new_memory()
         timed["decode_s"] = lambda: decoder.decode(latents, memory)
     if rank == stages - 1:
-        timed["head_s"] = lambda: denoiser.head(tokens, grid)
+        timed["head_s"] = lambda: denoiser.output_layer(tokens, grid)
     seconds = {part: _seconds(call, device) for part, call in timed.items()}
     return Measured(seconds.pop("block_s") / len(denoiser.blocks), **seconds)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamdiff.cli import main
 from streamdiff.models.autoencoder.normalisation import WAN_MEAN, WAN_STD
-from streamdiff.models.autoencoder.taehv import TAEHV, Config
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
 from streamdiff.models.checkpoint.tensor_contract import RAW
 from streamdiff.models.checkpoint.tensor_file import write_tensor
 from streamdiff.models.tiny import world
@@ -137,7 +137,7 @@ def test_encode_notes_how_the_pixels_move(
     place: Path, capsys: pytest.CaptureFixture[str], vae: str, lengths: list[int], chunk: str
 ) -> None:
     """Of each latent frame the largest step between two of its frames, or from the frame before it."""
-    torch.save(TAEHV(Config()).state_dict(), "taew2_1.pth")
+    torch.save(TAEHV(TaehvConfig()).state_dict(), "taew2_1.pth")
     run(capsys, f"encode --vae {vae} --video video.safetensors --out out.safetensors {chunk}")
     video = tensor("video.safetensors", "video").double()
     steps = [0.0] + [float((video[:, n] - video[:, n - 1]).square().mean().sqrt()) for n in range(1, 9)]
@@ -148,7 +148,7 @@ def test_encode_notes_how_the_pixels_move(
 
 
 def test_an_autoencoder_that_knows_no_raw_latents_says_so(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save(TAEHV(Config()).state_dict(), "taew2_1.pth")
+    torch.save(TAEHV(TaehvConfig()).state_dict(), "taew2_1.pth")
     write_tensor(Path("raw.safetensors"), "latents", zeros(16, 2, 2, 3), RAW)
     before = sorted(path.name for path in place.iterdir())
     for line in (

@@ -113,7 +113,7 @@ def test_a_rank_that_follows_has_its_blocks_offloaded_too(given: Given, monkeypa
         pass
 
     def follower(model: StageModel, *_: object) -> None:
-        assert len(model.denoiser.blocks) == 2 and isinstance(model.denoiser.source, OffloadedBlocks)
+        assert len(model.denoiser.blocks) == 2 and isinstance(model.denoiser.block_source, OffloadedBlocks)
         raise Seen
 
     monkeypatch.setattr(reference_ring, "_join", lambda found: SimpleNamespace(rank=1))

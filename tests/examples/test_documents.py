@@ -1,18 +1,25 @@
-"""What README and docs show is run as it stands there: Python code beside a clone, commands, and the rest is parsed."""
+"""What README and docs show is run as it stands there: README's Python code beside a clone, and commands. Other Python
+code is parsed and its calls compared with the package's signatures; YAML is read as a configuration."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import streamdiff
 from streamdiff.cli.parser import parse
+from streamdiff.config_file import load
+from streamdiff.errors import ConfigError
+from streamdiff.model_options import ModelOptions
 from tests.rules.source import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -61,6 +68,73 @@ def test_readmes_python_runs_from_a_script_beside_the_clone(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "hello.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("frame 120: (")
+
+
+def wrong_calls(code: str) -> list[str]:
+    """Calls of the package, and uses of a session that `with streamdiff.open(...) as` names, that do not exist or do
+    not take these arguments."""
+    tree, found = ast.parse(code), []
+    sessions = {
+        item.optional_vars.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With)
+        for item in node.items
+        if isinstance(item.optional_vars, ast.Name) and ast.unparse(item.context_expr).startswith("streamdiff.")
+    }
+    calls = {node.func: node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
+            continue
+        if (owner := node.value.id) == "streamdiff":
+            used = getattr(streamdiff, node.attr) if node.attr in streamdiff.__all__ else None
+        elif owner in sessions:
+            used = getattr(streamdiff.StreamSession, node.attr, None)
+        else:
+            continue
+        call = calls.get(node)
+        if used is None or (call is not None and not takes(used, call, bound=owner in sessions)):
+            found.append(ast.unparse(node if call is None else call))
+    return found
+
+
+def takes(called: Callable[..., object], call: ast.Call, bound: bool) -> bool:
+    """Whether a function has the arguments of a call; what it does not name itself is one of `ModelOptions`."""
+    signature, named = inspect.signature(called), {str(each.arg) for each in call.keywords}
+    try:
+        signature.bind(*[None] * (len(call.args) + bound), **dict.fromkeys(named))
+    except TypeError:
+        return False
+    return named <= {*signature.parameters, *ModelOptions.__annotations__}
+
+
+@pytest.mark.parametrize(
+    "document", [each for each in DOCUMENTS if any(fenced(each, "python"))], ids=lambda path: path.name
+)
+def test_python_in_documents_calls_what_there_is(document: Path) -> None:
+    for code in fenced(document, "python"):
+        assert not wrong_calls(code), code
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["session.promt('a star')", "session.prompt()", "session.video(strenght=0.4)", "streamdiff.opens('a star')"],
+)
+def test_a_wrong_call_is_seen(body: str) -> None:
+    assert wrong_calls(f"with streamdiff.open('a star', size='64x64') as session:\n    {body}")
+    assert wrong_calls("streamdiff.open('a star', sise='64x64')")
+
+
+@pytest.mark.parametrize(
+    "document", [each for each in DOCUMENTS if any(fenced(each, "yaml"))], ids=lambda path: path.name
+)
+def test_yaml_in_documents_is_a_configuration(document: Path, tmp_path: Path) -> None:
+    file = tmp_path / "streamdiff.yaml"
+    for block in fenced(document, "yaml"):
+        file.write_text(block, encoding="utf-8")
+        load(file)
+        file.write_text(block.replace(":", "x:", 1), encoding="utf-8")
+        with pytest.raises(ConfigError):
+            load(file)
 
 
 def environment() -> dict[str, str]:

@@ -32,6 +32,6 @@ def test_it_is_near_the_model_in_bfloat16(mode: str, tmp_path: Path) -> None:
         text = torch.randn(1, 16, denoiser.text_width, generator=generator).to(gpu, torch.bfloat16)
         tokens = denoiser.embed(latents, torch.full((1, 3), 500.0, device=gpu))
         tokens = denoiser.run_blocks(tokens, denoiser.text(text), lambda layer, q, k, v: attend(q, k, v))
-        flows.append(denoiser.head(tokens, (3, 8, 8)).float())
+        flows.append(denoiser.output_layer(tokens, (3, 8, 8)).float())
     error = float((flows[1] - flows[0]).norm() / flows[0].norm())
     assert 1e-4 < error < 0.1

@@ -236,4 +236,4 @@ def flow(model: WanTransformer3DModel) -> Tensor:
         return attend(rope.rotate(query, table), rope.rotate(key, table), value)
 
     tokens = denoiser.embed(latents, torch.tensor([[900.0, 500.0, 100.0]]))
-    return denoiser.head(denoiser.run_blocks(tokens, denoiser.text(text), attention), (3, 4, 6)).float()
+    return denoiser.output_layer(denoiser.run_blocks(tokens, denoiser.text(text), attention), (3, 4, 6)).float()

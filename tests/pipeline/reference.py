@@ -186,7 +186,7 @@ class Reference:
         chunks = [chunk for chunk, _ in rows] if spec.rope == "absolute" else None
         attention = Explicit(seen, spec.chunk_latents, grid, chunks)
         tokens = denoiser.run_blocks(tokens, text, attention)
-        return denoiser.head(tokens, spec.chunk_shape[1:])[rows.index(row)]
+        return denoiser.output_layer(tokens, spec.chunk_shape[1:])[rows.index(row)]
 
     def _closure(self, row: Row) -> set[Row]:
         """`row` and every row its result depends on through attention."""

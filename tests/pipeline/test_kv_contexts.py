@@ -140,7 +140,7 @@ def test_with_a_window_of_two_chunks_that_is_a_past_computed_anew(rope: str) -> 
         with torch.inference_mode():
             tokens = denoiser.embed(torch.stack([got[chunk - 1], x_t]), level)
             tokens = denoiser.run_blocks(tokens, text, Explicit([[0], [0, 1]], spec.chunk_latents, grid))
-            x0 = sampling.clean_from_flow(x_t, denoiser.head(tokens, spec.chunk_shape[1:])[-1], sigma)
+            x0 = sampling.clean_from_flow(x_t, denoiser.output_layer(tokens, spec.chunk_shape[1:])[-1], sigma)
     torch.testing.assert_close(got[chunk], x0, rtol=1e-4, atol=1e-4)
 
 
@@ -251,7 +251,9 @@ def test_a_causal_forward_over_chunks_equals_one_block_causal_forward(sink: int)
     text = [KeyValue(*layer) for layer in denoiser.text(embeddings[None].expand(count, -1, -1))]
     attention = Explicit([window(model, chunk, "clean") for chunk in range(count)], spec.chunk_latents, (2, 2))
     whole = denoiser.run_blocks(denoiser.embed(latents, timestep), text, attention)
-    torch.testing.assert_close(torch.cat(parts), denoiser.head(whole, spec.chunk_shape[1:]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.cat(parts), denoiser.output_layer(whole, spec.chunk_shape[1:]), rtol=1e-4, atol=1e-4
+    )
 
 
 @torch.inference_mode()

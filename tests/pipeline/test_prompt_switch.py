@@ -58,7 +58,7 @@ def next_chunk(model: Model, chunk: int, past: Tensor, hidden: int = 0) -> Tenso
         seen[-1][0] = (0, range(hidden, spec.chunk_latents))
         tokens = denoiser.embed(torch.cat([past, x_t[None]]), level)
         tokens = denoiser.run_blocks(tokens, text, Explicit(seen, spec.chunk_latents, grid))
-        x0 = sampling.clean_from_flow(x_t, denoiser.head(tokens, spec.chunk_shape[1:])[-1], sigma)
+        x0 = sampling.clean_from_flow(x_t, denoiser.output_layer(tokens, spec.chunk_shape[1:])[-1], sigma)
     return x0
 
 

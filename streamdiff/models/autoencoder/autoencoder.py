@@ -1,4 +1,4 @@
-"""Any autoencoder that is there, by its path: which kind it is, and its two halves behind one interface each."""
+"""Loads an autoencoder of any supported kind from a path or name, as a `VideoDecoder` and a `VideoEncoder`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import wan_weights
 from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.autoencoder.picture_decoder import VideoDecoder
-from streamdiff.models.autoencoder.taehv import TAEHV, Config
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
 from streamdiff.models.autoencoder.taehv_codec import (
     TAEHV_CLASS,
     StreamingTaehv,
@@ -42,7 +42,7 @@ Location = str | Path | Files
 """Where an autoencoder is: a path, a name, or published files; see `load_decoder`."""
 _RANDOM: dict[str, Callable[[], nn.Module]] = {
     f"{entries.RANDOM}wan2.1": lambda: AutoencoderKLWan.from_config({}),
-    f"{entries.RANDOM}taew2_1": lambda: TAEHV(Config()),
+    f"{entries.RANDOM}taew2_1": lambda: TAEHV(TaehvConfig()),
 }
 
 
@@ -147,10 +147,10 @@ class FirstFrameReencoder:
 
 
 def normalisation(half: VideoDecoder | VideoEncoder, path: str | Path) -> Normalisation:
-    """What leads from raw latents to normalised ones with a half of the autoencoder at `path`.
+    """Normalisation of latents (mean and deviation) of an encoder or decoder that was loaded from `path`.
 
     Raises:
-        ConfigError: it knows normalised ones alone.
+        ConfigError: it takes and makes normalised latents only.
     """
     if half.normalisation is None:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""What a decoder takes, counted from its shape alone: weights, what it remembers of a stream, what a call takes beside
-that, operations; and TAEHV's shape. Needs no torch."""
+"""Sizes of decoders, computed from their configuration: weights, a stream's memory, activations of a call, operations;
+and the configuration of TAEHV. Needs no torch."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class DecoderSizes:
     attended: int = 0
 
     def work(self, latents: int) -> int:
-        """What a call for so many latent frames takes at its widest moment. What will be remembered stands beside what
-        is."""
+        """Peak values that a call for so many latent frames needs beyond the stream's memory: the new memory, which is
+        held beside the old one, and activations."""
         return self.remembered + latents * self.work_per_latent
 
 
@@ -123,8 +123,8 @@ def wan_values(config: Mapping[str, Any], height: int, width: int) -> int:
 
 
 @dataclass(frozen=True)
-class Config:
-    """Shape of the autoencoder. The defaults are TAEHV for Wan2.1 (taew2_1).
+class TaehvConfig:
+    """Layer sizes of a TAEHV autoencoder. The defaults are those for Wan2.1 (taew2_1).
 
     Strides are (space, space, space) and (time, time, time) of the three decoder stages, the encoder mirrors them.
     `frames_to_trim`: leading decoded frames that a stream's first chunk does not show (Wan's 1 + 4n convention: 3).

@@ -1,4 +1,4 @@
-"""What all autoencoders share: the two spaces of latents, and groups of frames that become one latent frame.
+"""Normalisation of latents, and grouping of frames into latent frames, for all autoencoders.
 
 *Raw* latents are what an autoencoder's network gives and takes. *Normalised* ones, `(raw - mean) / std` per channel,
 are what the transformer works on, what streams carry, and what files hold.

@@ -33,9 +33,9 @@ def memory_outlines(
     chunk_latents: int,
     seen_as: Callable[[Any], Any] = lambda memory: memory,
 ) -> list[Any]:
-    """What a decoder may remember of a stream, as outlines (`session_state.walk`): before it begins, and after each
-    chunk until all are alike. `decode` takes one of `chunk_latents` latent frames into a memory; what is outlined is
-    what `seen_as` makes of that."""
+    """Possible shapes of a stream's decoder memory, as outlines (`session_state.walk`): before it begins, and after
+    each chunk until all are alike. `decode` decodes a chunk of `chunk_latents` latent frames with a memory; `seen_as`
+    maps a memory to what is outlined."""
     memory = new_memory()
     outlines = [walk.outline(seen_as(memory))]
     for _ in range(1 + -(-_BEFORE // chunk_latents)):
@@ -127,7 +127,7 @@ def _luma(frames: Tensor) -> Tensor:
 
 
 class PictureDecoder:
-    """What streams decode with: a network's frames as pictures in `layout`, from graphs where `compile` has made some.
+    """Decoder of streams: a network's frames as pictures in `layout`, by compiled graphs where `compile` has made some.
 
     A *key* is what a graph is made for: the shapes of the latents and of what the stream remembers. From its second
     chunk on a stream meets the same ones with every chunk, one or two, and these get graphs. What none was made for, as
@@ -144,7 +144,7 @@ class PictureDecoder:
 
     @property
     def keys(self) -> frozenset[Key]:
-        """What there are graphs for."""
+        """Keys that have a graph."""
         return frozenset(self._graphs or ())
 
     @torch.inference_mode()

@@ -27,7 +27,7 @@ class PictureEncoder:
 
     @property
     def encoder(self) -> VideoEncoder:
-        """Raises what `load` does."""
+        """The encoder, loaded at the first use. Raises the exceptions of `load`."""
         with self._loading:
             return self._loaded
 
@@ -58,7 +58,7 @@ class PictureEncoder:
 
 
 def beside_others(device: torch.device) -> AbstractContextManager[object]:
-    """On CUDA a stream of its own, so that no forward of a live stream waits behind the picture."""
+    """Context of a separate CUDA stream, so that no forward of a live stream waits for the picture; none on a CPU."""
     if device.type != "cuda":
         return nullcontext()
     side = torch.cuda.Stream(device)

@@ -1,6 +1,6 @@
 """A tiny streaming video autoencoder in the TAEHV layout (madebyollin/taehv, MIT; layout only, own code).
 
-Module indices inside `encoder` and `decoder` follow that project, so its state-dict keys fit a full-size `Config`;
+Module indices inside `encoder` and `decoder` follow that project, so its state-dict keys fit a full-size `TaehvConfig`;
 the embedded model uses the same classes with small widths. Weights are separate from streams: a stream's memory is a
 `Memory`, passed in and updated in place. Frames are `[B, T, 3, H, W]` in [0, 1], latents `[B, T, C, h, w]`.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamdiff.models.autoencoder.memory_size import Config as Config
+from streamdiff.models.autoencoder.memory_size import TaehvConfig as TaehvConfig
 from streamdiff.session_state.fields import STATE, session_state
 
 
@@ -85,7 +85,7 @@ class TGrow(nn.Module):
 @session_state("taehv-memory")
 @dataclass
 class Memory:
-    """What a stream remembers between calls: the last input frame `[B, C, H, W]` of every MemBlock, in order.
+    """A stream's state between calls: the last input frame `[B, C, H, W]` of every MemBlock, in order.
 
     Empty until the first call, which then starts from zeros. `first` tells whether a frame has been shown yet.
     """
@@ -124,7 +124,7 @@ def run(
 class TAEHV(nn.Module):
     """Weights only; `encode` and `decode` take the stream's memory as an argument."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: TaehvConfig) -> None:
         super().__init__()
         self.config, self.layout = config, torch.channels_last
         image = 3 * config.patch_size**2
@@ -188,8 +188,8 @@ class TAEHV(nn.Module):
         return trimmed
 
     def blank(self, latents: Tensor) -> dict[int, Tensor]:
-        """What a stream that has not begun sees before its first frame: zeros, in the layout in which `run` leaves
-        them; sizes and dtype for `latents` `[B, T, C, h, w]`."""
+        """The memory of a stream before its first frame: zeros, in the layout in which `run` leaves them; sizes and
+        dtype for `latents` `[B, T, C, h, w]`."""
         (batch, _, _, height, width), past = latents.shape, {}
         for index, layer in enumerate(self.decoder):
             if isinstance(layer, MemBlock):

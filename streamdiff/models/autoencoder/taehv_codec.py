@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.normalisation import WAN_CHANNELS, WAN_MEAN, WAN_STD, Normalisation, split_whole
 from streamdiff.models.autoencoder.picture_decoder import DecoderState
-from streamdiff.models.autoencoder.taehv import TAEHV, Config, Memory
+from streamdiff.models.autoencoder.taehv import TAEHV, Memory, TaehvConfig
 from streamdiff.session_state.fields import STATE, session_state
 
 TAEHV_CLASS = "TAEHV"
@@ -39,21 +39,21 @@ class StreamingTaehv:
 
     @property
     def latent_space(self) -> LatentSpace:
-        """What the network itself takes."""
+        """Latents that the network itself takes: raw or normalised."""
         return "normalised" if self.normalisation is None else "raw"
 
 
 @session_state("taehv-encode-memory")
 @dataclass
 class EncodeMemory:
-    """What a stream of frames remembers; `pending`: frames `[B, 3, n, H, W]` that do not make a latent frame yet."""
+    """State of an encoded stream between calls; `pending`: frames `[B, 3, n, H, W]` short of a full latent frame."""
 
     past: Memory = field(default_factory=Memory, metadata=STATE)
     pending: Tensor | None = field(default=None, metadata=STATE)
 
 
 class _Half:
-    """What decoder and encoder share."""
+    """Base of decoder and encoder: sizes, device, dtype and normalisation."""
 
     def __init__(self, model: StreamingTaehv) -> None:
         self.model, self.config = model, model.autoencoder.config
@@ -212,11 +212,12 @@ def read_taehv(
     stored: Mapping[str, Any] | None,
     latent_space: str | None,
     device: torch.device,
-) -> tuple[Config, Normalisation | None]:
-    """The shape of the network, and what leads to the latents that it takes; `path` is for messages.
+) -> tuple[TaehvConfig, Normalisation | None]:
+    """Layer sizes of the network, and the normalisation of its latents (None: it takes normalised ones); `path` is for
+    messages.
 
     Args:
-        stored: a `config.json`: the fields of `Config`, latents_mean and latents_std. None: channels, widths, blocks,
+        stored: a `config.json`: fields of `TaehvConfig`, latents_mean and latents_std. None: channels, widths, blocks,
             patch size and strides in time come from names and shapes.
         latent_space: without `stored`, see `space_of`.
 
@@ -241,15 +242,15 @@ def read_taehv(
     return config, Normalisation(mean, std, device)
 
 
-def config_from(stored: Mapping[str, Any]) -> Config:
+def config_from(stored: Mapping[str, Any]) -> TaehvConfig:
     """The shape in a `config.json`; what it does not say is as in the published network."""
-    known = {field.name for field in fields(Config)}
+    known = {field.name for field in fields(TaehvConfig)}
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
-    return Config(**values)
+    return TaehvConfig(**values)
 
 
-def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> Config:
-    """The shape that the names and sizes of the tensors tell. Strides in space are in none: 2 in each stage, as
+def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> TaehvConfig:
+    """Layer sizes inferred from names and shapes of the tensors. Strides in space cannot be: 2 in each stage, as
     published.
 
     Raises:
@@ -269,7 +270,7 @@ def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> Config:
     widths = [size(f"decoder.{index}.conv.weight", 1) for index in grows]
     # Between stages stand a convolution, the blocks, and what enlarges, which has no weights.
     blocks = [index - 1 - first for first, index in zip((3, grows[0] + 2, grows[1] + 2), grows, strict=True)]
-    config = Config(
+    config = TaehvConfig(
         latent_channels=size("decoder.1.weight", 1),
         patch_size=math.isqrt(size(f"decoder.{last}.weight", 0) // 3),
         decoder_widths=(widths[0], widths[1], widths[2], size(f"decoder.{last - 2}.weight", 0)),

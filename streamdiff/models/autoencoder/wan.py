@@ -32,7 +32,7 @@ from streamdiff.session_state.fields import STATE, session_state
 @session_state("wan-memory")
 @dataclass
 class Memory:
-    """What a stream remembers between calls.
+    """A stream's state between calls: the inputs that causal convolutions look back on.
 
     `features`: one entry per causal convolution, in the order they run: None before its first call, then its last one
     or two input frames (diffusers writes "Rep" into one that has seen a single frame). `size`: (batch, height, width)
@@ -52,7 +52,7 @@ class Memory:
 
 
 class _Half:
-    """What decoder and encoder share."""
+    """Base of decoder and encoder: sizes, device, dtype and normalisation."""
 
     def __init__(self, autoencoder: AutoencoderKLWan, half: nn.Module) -> None:
         config: dict[str, Any] = autoencoder.config
@@ -260,7 +260,7 @@ class WanEncoder(_Half):
         return raw
 
     def finish(self, memory: Memory) -> Tensor | None:
-        """What is left to give at a stream's end: nothing.
+        """End an encoded stream; returns None, as no latent frame is pending.
 
         Raises:
             ConfigError: frames are left over that make no whole group; diffusers would drop them without a word.

@@ -1,4 +1,4 @@
-"""What the tensors of a Wan autoencoder are: their names in diffusers' `AutoencoderKLWan`, and its configuration.
+"""Maps a Wan autoencoder's tensor names to diffusers' `AutoencoderKLWan`, and infers its configuration.
 
 Original names are those of `Wan2.1_VAE.pth`; shapes are the same. Only Wan2.1's layout: two residual blocks a level in
 the encoder, three in the decoder. Wan2.2's is nested otherwise.
@@ -46,7 +46,7 @@ def read(
 
 
 def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The configuration that tensors with diffusers' names tell by their shapes."""
+    """The configuration of diffusers' class, inferred from the shapes of tensors with diffusers' names."""
 
     def channels(name: str) -> int:
         if name not in tensors:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue.schema import Context, Entry, Files, Positions, SharedParts
+from streamdiff.models.catalogue.schema import CatalogueEntry, Context, Files, Positions, SharedParts
 from streamdiff.models.spec import ModelSpec
 
 USUAL = "self-forcing"
@@ -37,7 +37,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 @cache
-def entries() -> dict[str, Entry]:
+def entries() -> dict[str, CatalogueEntry]:
     """Every packaged model by name: the embedded one first, then bases, then by family, size and name."""
     sizes = parts().architectures
     found = [read_entry(path) for path in _folder().iterdir() if path.name.endswith(".yaml") and path.name != _PARTS]
@@ -45,18 +45,18 @@ def entries() -> dict[str, Entry]:
     return {entry.name: entry for entry in found}
 
 
-def listed() -> list[Entry]:
+def listed() -> list[CatalogueEntry]:
     """Models that stream. Their bases make no pictures worth a look without guidance: for who asks by name."""
     return [entry for entry in entries().values() if entry.kind == "causal"]
 
 
 @cache
 def parts() -> SharedParts:
-    """What the packaged models share."""
+    """Architectures, autoencoders and text encoders that the catalogue's entries refer to by name."""
     return _read(_folder() / _PARTS, SharedParts)
 
 
-def find(name: str) -> Entry:
+def find(name: str) -> CatalogueEntry:
     """The entry called `name`; of random weights (`RANDOM`) what would stand in the catalogue.
 
     Raises:
@@ -72,7 +72,7 @@ def find(name: str) -> Entry:
     raise ConfigError(f"no model is called {name!r}; {hint}")
 
 
-def lookup(name: str) -> Entry | None:
+def lookup(name: str) -> CatalogueEntry | None:
     """The entry called `name`, of random weights too; None where there is none."""
     return find(name) if is_random(name) else entries().get(name)
 
@@ -82,7 +82,7 @@ def is_random(name: str | None) -> bool:
     return name is not None and name.startswith(RANDOM)
 
 
-def _random_entry(name: str) -> Entry:
+def _random_entry(name: str) -> CatalogueEntry:
     known, wanted = [each for each in parts().architectures if each != "tiny"], name.removeprefix(RANDOM)
     if wanted not in known:
         raise ConfigError(f"there is no {name}; it can be {' or '.join(RANDOM + each for each in known)}")
@@ -103,13 +103,13 @@ def autoencoders() -> dict[str, Files]:
     return {**large, **{small.name: small for each in parts().autoencoders.values() for small in each.tiny}}
 
 
-def transformer_arguments(entry: Entry) -> dict[str, Any]:
+def transformer_arguments(entry: CatalogueEntry) -> dict[str, Any]:
     """Arguments of diffusers' `WanTransformer3DModel` for the model's own transformer."""
     shared = parts()
     return shared.architectures[entry.architecture].arguments(shared.text_encoders[entry.text_encoder].width)
 
 
-def make_spec(name: str, entry: Entry | None, architecture: Mapping[str, Any]) -> ModelSpec:
+def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str, Any]) -> ModelSpec:
     """The facts of the model `name` with a transformer of this architecture (see `transformer_arguments`), for pictures
     of its own size. Of a checkpoint without an entry, what is usual.
 
@@ -169,14 +169,14 @@ def small_autoencoder(name: str) -> str | None:
     return f"{RANDOM}{small[0].name}" if is_random(name) else small[0].name
 
 
-def read_entry(path: Path | Traversable) -> Entry:
+def read_entry(path: Path | Traversable) -> CatalogueEntry:
     """A model's file.
 
     Raises:
         ConfigError: it cannot be read, a key is unknown or missing, a value is out of range, a part is not in
             `parts.yaml`, or the name is not that of the file. All that pydantic finds is listed, one per line.
     """
-    entry = _read(path, Entry)
+    entry = _read(path, CatalogueEntry)
     if f"{entry.name}.yaml" != path.name:
         raise ConfigError(f"{path}: name is {entry.name!r}, but the file is called {path.name}")
     shared = parts()

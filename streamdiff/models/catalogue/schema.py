@@ -97,7 +97,7 @@ class TinyDecoder(Files):
 
 
 class Autoencoder(_Section):
-    """An autoencoder: channels, and pixels per latent pixel in time and space."""
+    """An autoencoder: its latent channels, and pixels per latent pixel in time and space."""
 
     title: str
     weights: Files | None
@@ -143,7 +143,7 @@ class Sampling(_Section):
     first_noise_scale: float = Field(1.0, gt=0, le=1)
 
     def schedule(self) -> Schedule:
-        """What the model is told and what it is mixed with, that of the first chunk in it where it has its own.
+        """Timesteps and noise levels of the denoise steps, with those of the first chunk where it has its own.
 
         Raises:
             ConfigError: a list is no schedule.
@@ -152,7 +152,7 @@ class Sampling(_Section):
         return replace(self._published(self.steps, self.keep_end), first=first)
 
     def schedules(self) -> tuple[Schedule, ...]:
-        """`schedule()`, and what else the model can run in: the same without the step at its end, where it has one."""
+        """`schedule()`, and, where the model has `keep_end`, the same schedule without the step at its end."""
         made = self.schedule()
         if not self.keep_end:
             return (made,)
@@ -245,7 +245,7 @@ class Switches(_Section):
 
     @property
     def own(self) -> PromptPolicy:
-        """What a prompt change does that does not say."""
+        """Policy of a prompt change that names none."""
         return self.trained or (self.works[0] if self.works else "keep")
 
 
@@ -256,7 +256,7 @@ class Positions(_Section):
     works: tuple[Rope, ...] = ()
 
 
-class Entry(_Section):
+class CatalogueEntry(_Section):
     """One model. `sampling`, `stream`, `context`, `switches` and `positions` are None where it makes whole clips and
     cannot stream; `weights` is None for the embedded model. `encode_normalised` says whether the authors' code
     normalises what the autoencoder encodes; where it does not, such latents are taken, if the user makes them."""
@@ -285,7 +285,7 @@ class Entry(_Section):
     sources: tuple[str, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _whole(self) -> Entry:
+    def _check_complete(self) -> CatalogueEntry:
         streaming = (self.sampling, self.stream, self.context, self.switches, self.positions)
         if any((part is None) == (self.kind == "causal") for part in streaming):
             raise ValueError("a causal model has sampling, stream, context, switches and positions, another has none")

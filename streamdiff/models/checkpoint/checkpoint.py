@@ -1,7 +1,8 @@
-"""Checkpoint files: what is in them, and single tensors of them. Nothing is read that is not asked for.
+"""Opens model checkpoints in any layout (safetensors, sharded safetensors, torch files): shapes and dtypes, and single
+tensors on demand, memory-mapped. Files of inputs and results are read by `tensor_file`.
 
-Files are memory-mapped. A tensor that is handed out lies in the file's pages until somebody copies or casts it, so it
-must not be written to, and the file must not be changed in place while it is in use (replacing it by another is fine).
+A returned tensor is a view of the mapped file until it is copied or cast, so it must not be written to, and the file
+must not be changed in place while it is in use (replacing it by another is fine).
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ _DTYPES = {
 }
 
 
-class Entry(NamedTuple):
-    """What is known about a stored tensor without reading it."""
+class StoredTensor(NamedTuple):
+    """Shape and dtype of a stored tensor, known without reading its data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,7 +70,7 @@ class Checkpoint:
     """
 
     path: Path
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, StoredTensor]
     read: Callable[[str], Tensor]
     names: tuple[str, ...]
     container: str = ""
@@ -108,12 +109,12 @@ def open_checkpoint(
     if not path.is_file():
         raise ConfigError(f"{path}: no such file or folder")
     way, metadata = list[str](), dict[str, str]()
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, StoredTensor]
     read: Callable[[str], Tensor]
     if path.suffix in PICKLES:
         way, tensors, found = _choose(path, unpickle(path, old=old), container, order)
         container = None if found else container
-        entries = {name: Entry(tuple(each.shape), each.dtype) for name, each in tensors.items()}
+        entries = {name: StoredTensor(tuple(each.shape), each.dtype) for name, each in tensors.items()}
         read = tensors.__getitem__
     elif path.suffix == SAFETENSORS:
         file = _open_safetensors(path)
@@ -151,14 +152,14 @@ def _open_safetensors(path: Path) -> Any:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}{pointer_hint(path)}") from None
 
 
-def _entry(path: Path, file: Any, name: str) -> Entry:
+def _entry(path: Path, file: Any, name: str) -> StoredTensor:
     found = file.get_slice(name)
     if (kind := found.get_dtype()) not in _DTYPES:
         raise ConfigError(f"{path}: {name} has dtype {kind}; known are {', '.join(_DTYPES)}")
-    return Entry(tuple(found.get_shape()), _DTYPES[kind])
+    return StoredTensor(tuple(found.get_shape()), _DTYPES[kind])
 
 
-class _Shards(Mapping[str, Entry]):
+class _Shards(Mapping[str, StoredTensor]):
     """The entries of several safetensors files, by the index that says which tensor is in which. A file is opened when
     it is needed: a rank can do without those that hold nothing for it.
 
@@ -182,7 +183,7 @@ class _Shards(Mapping[str, Entry]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> StoredTensor:
         return _entry(self._places[name], self._file(name), name)
 
     def read(self, name: str) -> Tensor:

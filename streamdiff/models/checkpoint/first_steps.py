@@ -18,7 +18,7 @@ _WHAT = "first steps"
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """What such a file says, float32, F latent frames of a chunk: `timesteps` `[n, steps, F]`, 0 to 1000; `sigmas` of
+    """Contents of such a file, float32, F latent frames of a chunk: `timesteps` `[n, steps, F]`, 0 to 1000; `sigmas` of
     the same shape, 0 to 1, or None where the file has none; `noise_level` `[n, F]`, 0 to 1, or None as well."""
 
     timesteps: Tensor
@@ -39,8 +39,8 @@ def first_steps_contract(frames: int, *, steps: int, chunks: int, with_video: bo
 
 
 def read_first_steps(path: Path, frames: int, *, steps: int, chunks: int, with_video: bool) -> FirstSteps:
-    """What the file at `path` says of at least `chunks` chunks of `frames` latent frames; `steps` are those of the
-    chunk that has most, and `with_video` says whether chunks start from a video.
+    """Read the file at `path`, for at least `chunks` chunks of `frames` latent frames; `steps` is the number of steps
+    of the chunk that has most, `with_video` whether chunks start from a video.
 
     Raises:
         ConfigError: see `tensor_file.read` and `first_steps_contract`; a value out of range; sigmas of another shape

@@ -101,7 +101,7 @@ def download_command(repo: str, names: Sequence[str]) -> str:
 
 
 def _faults() -> tuple[type[Exception], ...]:
-    """What the hub's client raises where something cannot be had."""
+    """Exceptions that the hub's client raises for a file that it cannot list or download."""
     from huggingface_hub import errors
 
     http: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]

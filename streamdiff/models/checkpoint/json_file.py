@@ -1,4 +1,4 @@
-"""Small files that come with weights. No torch: whoever only plans reads them too."""
+"""Reads the small JSON files that come with weights, such as `config.json`. Imports no torch."""
 
 from __future__ import annotations
 

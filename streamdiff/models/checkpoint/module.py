@@ -1,4 +1,4 @@
-"""Weights into a module that was built without memory, once they are seen to fit."""
+"""Loads tensors into a module on the meta device, after checking their names and shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamdiff.models.checkpoint.json_file import some
 
 
 def check_fit(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
-    """That `found` has the tensors `wanted`, no others, and in their shapes.
+    """Check that `found` has exactly the tensors `wanted`, in their shapes.
 
     Raises:
         ConfigError: lists how many are missing, unexpected and misshapen, the first few by name.

@@ -1,6 +1,7 @@
-"""Headers of safetensors files: what a file says of its tensors, checked against its size before any of it is read.
+"""Parses headers of safetensors files: names, dtypes, shapes and offsets, checked against the file's size. Reads no
+tensor data.
 
-Imports no torch, so that whoever only plans can ask for sizes.
+Imports no torch, so that the planner and the web process can use it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _HOW = "write it with safetensors.torch.save_file"
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor: `dtype` by safetensors' name (`F32`, `BF16`), and its bytes, `begin` to `end`, after the header."""
 
     dtype: str
@@ -41,7 +42,7 @@ class Header:
 
     path: Path
     file_bytes: int
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     metadata: dict[str, str]
 
 
@@ -130,7 +131,7 @@ def _other_kind(path: Path, start: bytes, file_bytes: int, length: int) -> Confi
     )
 
 
-def _entry(path: Path, name: str, value: Any) -> Entry:
+def _entry(path: Path, name: str, value: Any) -> TensorEntry:
     fields: dict[str, Any] = value if isinstance(value, dict) else {}
     offsets: Any = fields.get("data_offsets")
     dtype: Any = fields.get("dtype")
@@ -141,7 +142,7 @@ def _entry(path: Path, name: str, value: Any) -> Entry:
             f"{path}: {name}: expected dtype, shape and data_offsets (begin and end), but the header says "
             f"{json.dumps(value)[:80]}"
         )
-    entry = Entry(dtype, tuple(shape), *offsets)
+    entry = TensorEntry(dtype, tuple(shape), *offsets)
     if entry.dtype in ITEM_BYTES and prod(entry.shape) * ITEM_BYTES[entry.dtype] != entry.end - entry.begin:
         raise ConfigError(
             f"{path}: {name}: {entry.dtype} {list(entry.shape)} takes {prod(entry.shape) * ITEM_BYTES[entry.dtype]:,} "
@@ -157,7 +158,7 @@ def _counts(value: Any) -> bool:
     return all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
-def _check_layout(path: Path, entries: dict[str, Entry], data_bytes: int) -> None:
+def _check_layout(path: Path, entries: dict[str, TensorEntry], data_bytes: int) -> None:
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != end:

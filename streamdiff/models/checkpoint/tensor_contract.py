@@ -1,4 +1,5 @@
-"""What a file of tensors has to hold: a contract per kind, compared with the file's header before anything is read.
+"""Contracts of input files (embeddings, noise, latents, video): expected names, dtypes and shapes, compared with a
+file's header. Reads no tensor data; `tensor_file` does, after the check.
 
 Every refusal says what was expected and what is there. Imports no torch: the web process checks what is sent to it.
 """
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.safetensors_header import ITEM_BYTES, Entry, Header
+from streamdiff.models.checkpoint.safetensors_header import ITEM_BYTES, Header, TensorEntry
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 MAX_BYTES = 8 * 2**30
@@ -157,7 +158,7 @@ def check(contract: FileSpec, header: Header) -> dict[str, int]:
     return bound
 
 
-def _check_tensor(place: str, wanted: TensorSpec, entry: Entry, bound: dict[str, int]) -> None:
+def _check_tensor(place: str, wanted: TensorSpec, entry: TensorEntry, bound: dict[str, int]) -> None:
     """Mutates: bound, with the free dimensions of this tensor."""
     if entry.dtype not in wanted.dtypes:
         raise ConfigError(f"{place}: {wanted.name}: expected dtype {' or '.join(wanted.dtypes)}, got {entry.dtype}")

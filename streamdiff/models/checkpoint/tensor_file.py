@@ -1,4 +1,4 @@
-"""Tensors in files of their own: what a model takes instead of a prompt or a seed, and what comes out of it.
+"""Reads and writes safetensors files of inputs and results (embeddings, noise, latents, video), not of model weights.
 
 Reading: a contract per kind is compared with a file's header first, so nothing is allocated for a file that is refused,
 and every refusal says what was expected and what is there. Writing: part by part; what is at the target is whole, or is

@@ -1,4 +1,4 @@
-"""Torch files, with their tensors mapped into memory.
+"""Opens torch's pickle files (`.pt`, `.pth`, `.bin`) for `checkpoint`, with tensors memory-mapped.
 
 A torch file is a pickle, which can run code when it is opened; it is opened with torch's `weights_only`, and one that
 needs more than that is refused.

@@ -139,7 +139,7 @@ class WanText:
         return torch.tensor([found.input_ids])
 
     def awaited_bytes(self, device: torch.device) -> int:
-        """What the weights will take on `device` once they are loaded; 0 when they are, or go elsewhere."""
+        """Bytes that the weights will take on `device` once loaded; 0 if they are loaded, or go to another device."""
         return 0 if self.loaded or self.device.type != device.type else self._files.values * self.dtype.itemsize
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the parts of Wan's text encoder lie, and the encoder from the file that the original repository has.
+"""Finds the files of Wan's text encoder, and builds the encoder, also from the original repository's file.
 
 That file, `models_t5_umt5-xxl-enc-bf16.pth`, holds the encoder alone, under names of its own; sizes are read from its
 shapes. The names are those of github.com/Wan-Video/Wan2.1 (wan/modules/t5.py).
@@ -146,7 +146,7 @@ def _read_config(path: Path) -> tuple[int, int]:
 
 
 def original_sizes(files: TextFiles) -> UMT5Config:
-    """The configuration that the shapes in the original file tell.
+    """The encoder's configuration, inferred from the shapes in the original file.
 
     Raises:
         ConfigError: it is not that file.
@@ -198,7 +198,7 @@ def load_original(files: TextFiles, device: torch.device, dtype: torch.dtype) ->
 
 
 def _name(original: str) -> str:
-    """What transformers calls it; what it does not know stays as it is."""
+    """transformers' name of a tensor of the original file; an unknown name stays as it is."""
     match = re.fullmatch(r"blocks\.(\d+)\.(.+)\.weight", original)
     if match is None or match[2] not in _BLOCK:
         return _TOP.get(original, original)

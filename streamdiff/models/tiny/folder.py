@@ -1,4 +1,4 @@
-"""What the folder of an embedded model says of itself, read as JSON: without torch or weights.
+"""Reads and checks the JSON files of an embedded model's folder, without torch or weights.
 
 model_index.json   transformer/   text_encoder/   tokenizer/   vae/{config.json, diffusion_pytorch_model.safetensors}
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.memory_size import Config
+from streamdiff.models.autoencoder.memory_size import TaehvConfig
 from streamdiff.models.checkpoint.json_file import Table
 from streamdiff.models.spec import ModelSpec
 
@@ -40,7 +40,7 @@ class FolderFacts:
     folder: Path
     spec: ModelSpec
     architecture: dict[str, Any]
-    decoder: Config
+    decoder: TaehvConfig
 
     @property
     def weights(self) -> Path:
@@ -75,7 +75,7 @@ def read_folder(folder: Path, name: str) -> FolderFacts:
         text_tokens = 0
     counts = (("decoder_widths", 4, 1), ("decoder_blocks", 3, 0), ("decoder_space", 3, 1), ("decoder_time", 3, 1))
     sizes: Any = {key: vae.integers(key, count, low) for key, count, low in counts}
-    decoder = Config(vae.integer("latent_channels"), vae.integer("patch_size"), **sizes)
+    decoder = TaehvConfig(vae.integer("latent_channels"), vae.integer("patch_size"), **sizes)
     known = {field.name for field in fields(ModelSpec)}
     facts = {key: value for key, value in stream.values.items() if key in known}
     for key in ("latent_height", "latent_width", "chunk_latents", "window_latents"):

@@ -103,7 +103,7 @@ def known_words() -> list[str]:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a prompt says of each attribute (None: nothing), and the words that meant nothing."""
+    """Attributes that a prompt states (None: not stated), and the words that were not understood."""
 
     color: str | None
     shape: str | None

@@ -48,7 +48,7 @@ MOTION_NAMES = tuple(MOTIONS)
 
 @dataclass(frozen=True)
 class Scene:
-    """What a prompt says. Fields are names from the tables above."""
+    """The content of a picture, as a prompt states it. Fields are names from the tables above."""
 
     color: str
     shape: str

@@ -1,4 +1,4 @@
-"""What a Wan transformer looks like, read from the shapes of its tensors; a configuration says what these cannot."""
+"""Infers a Wan transformer's configuration from the shapes of its tensors; a config file adds what these lack."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _Sizes:
         return self.size(_PATCHES, 1) // (patch if flat else 1)
 
     def heads(self, heads: int | None, head_dim: int | None) -> tuple[int, int]:
-        """Both from the one that is known, else from the usual number of channels."""
+        """(heads, head_dim), from the one that is given, else from the usual number of channels per head."""
         width = self.size(_QUERY, 0)
         if heads is None:
             head_dim = head_dim or HEAD_DIM

@@ -31,8 +31,8 @@ FREE = ("auto", "sdpa")
 
 
 class Implementation(NamedTuple):
-    """What torch's flash kernel may be in place of its own, for the whole process: torch's name of it, and the module
-    and package that have it."""
+    """A replacement for torch's own flash kernel, process-wide: torch's name of it, the module that has it, and the
+    package to install."""
 
     name: str
     module: str
@@ -324,7 +324,7 @@ def missing(name: str, device: torch.device) -> str | None:
 
 
 def _implementations() -> list[str]:
-    """Those that torch knows, installed or not."""
+    """Names of flash kernel implementations that this torch supports, installed or not."""
     known: list[str] = getattr(torch_attention, "list_flash_attention_impls", list)()
     return known
 
@@ -351,7 +351,7 @@ def formula_error(got: Tensor, query: Tensor, key: Tensor, value: Tensor) -> flo
 
 
 def _off(got: Tensor, expected: Tensor) -> float:
-    """By how much a result differs, as a share of what is expected."""
+    """Relative error of a result: norm of the difference over norm of what is expected."""
     return float((got.double().cpu() - expected).norm() / expected.norm())
 
 

@@ -70,7 +70,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Change:
-    """What is added to one tensor: rows `part` of `parts` of the change `pair`."""
+    """The addend for one tensor: the `part`-th of `parts` equal runs of rows of the product of `pair`."""
 
     pair: _Pair
     part: int
@@ -88,7 +88,7 @@ class Adapter:
     rank_stabilised: bool = False
 
     def change(self, name: str, device: torch.device) -> Tensor | None:
-        """What is added to the weight `name`, float32 `[rows, columns]`; None if it stays as it is.
+        """The adapter's addend for the weight `name`, float32 `[rows, columns]`; None if it has none.
 
         Raises:
             ConfigError: the change is not finite.

@@ -104,7 +104,7 @@ _TOP_ORIGINAL = {new: old for old, new in _TOP_NAMES[Layout.WAN].items()}
 _BLOCK_ORIGINAL = {new: old for old, new in _BLOCK_NAMES[Layout.WAN].items()}
 
 
-class Source(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor is stored: in `name`, of whose rows it is the `part`-th of `parts` equal runs."""
 
     name: str
@@ -114,11 +114,11 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Names:
-    """What a file's names mean. `sources` leads from diffusers' names to stored ones; `unmatched` are stored names
-    without a meaning, and `clashes` (diffusers' name, stored name, other stored name) tensors stored twice."""
+    """Mapping of a file's tensor names. `sources` leads from diffusers' names to stored ones; `unmatched` are stored
+    names without a meaning, and `clashes` (diffusers' name, stored name, other stored name) tensors stored twice."""
 
     layout: Layout
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: dict[str, TensorLocation] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
     clashes: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -163,7 +163,7 @@ def recognise(stored: Iterable[str]) -> Layout | None:
 
 
 def translate(stored: Iterable[str], layout: Layout) -> Names:
-    """What each of the stored names means to diffusers. Names of the other layout are unmatched."""
+    """Map stored names to diffusers' names. Names of the other layout are unmatched."""
     names = Names(layout)
     for name in stored:
         plain = bare(name)
@@ -175,12 +175,12 @@ def translate(stored: Iterable[str], layout: Layout) -> Names:
         for part, target in enumerate(targets):
             if target in names.sources:
                 names.clashes.append((target, names.sources[target].name, name))
-            names.sources[target] = Source(name, part, len(targets))
+            names.sources[target] = TensorLocation(name, part, len(targets))
     return names
 
 
 def _targets(plain: str, layout: Layout) -> list[str]:
-    """diffusers' names of what a bare name holds: none if it is not known, several if it is fused."""
+    """diffusers' names for a bare name: none if it is unknown, several for a fused tensor."""
     match = _IN_BLOCK.fullmatch(plain)
     if match is None:
         found = _TOP_NAMES[layout].get(plain)

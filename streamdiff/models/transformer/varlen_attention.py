@@ -47,7 +47,7 @@ def row_by_row(attend: AttendParts, query: Tensor, key: Tensor, value: Tensor, s
 
 
 class PagedTrial(NamedTuple):
-    """What attends for several rows, None: each by itself; and what was tried, for people."""
+    """Result of a trial: the kernel for several rows (None: row by row), and a report for people."""
 
     attend: AttendPaged | None
     report: str

@@ -37,7 +37,7 @@ class KeyValue(NamedTuple):
 
 
 class SelfAttention(Protocol):
-    """What decides which keys a row sees, and remembers them where a stream goes on."""
+    """Self-attention callback: selects the cached keys that each row sees, and writes new ones to the cache."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """All `[R, L, H, d]`, normalised but not rotated; returns the attention output of the same shape."""
@@ -65,7 +65,7 @@ class BlockWeights(NamedTuple):
 
 
 class BlockSource(Protocol):
-    """Where weights of blocks come from that do not all lie on the device."""
+    """Provides the weights of blocks that are not all on the device (offloading)."""
 
     def weights(self, layer: int) -> BlockWeights:
         """Those of block `layer`, on the device for the work that is given to it until the next call."""
@@ -84,8 +84,8 @@ def position_planes(
     dtype: torch.dtype = torch.float32,
     frames: int | None = None,
 ) -> Tensor:
-    """`count` fixed planes `[count, h, w]` that tell where a latent pixel lies; fed beside the latents. With `frames`
-    `[1, count, F, h, w]`, the same for each.
+    """`count` fixed planes `[count, h, w]` that encode each latent pixel's position, an input beside the latents. With
+    `frames`: `[1, count, F, h, w]`, the same for each.
 
     Rotary positions are relative, so a small model cannot know the picture's borders without them. They use the same
     door as the condition channels of Wan's image-to-video models: more input than output channels. Not to be written.
@@ -110,7 +110,7 @@ def _position_planes(
 
 
 class WanDenoiser:
-    """A `WanTransformer3DModel` taken apart: text, embed, blocks, head. Holds weights and constants only."""
+    """A `WanTransformer3DModel` in parts: text, embedding, blocks, output layer. Holds weights and constants only."""
 
     def __init__(self, model: WanTransformer3DModel) -> None:
         self.model = model
@@ -128,7 +128,7 @@ class WanDenoiser:
         """One per block after `fuse`, else empty."""
         self.tables: Tensor | None = None
         """The blocks' modulation tables `[blocks, 1, 1, 6, D]` after `fuse`."""
-        self.source: BlockSource | None = None
+        self.block_source: BlockSource | None = None
         """Where weights of `blocks` are taken from, if not from the modules: these lie in host memory then."""
 
     def part(self, first: int, last: int) -> WanDenoiser:
@@ -136,7 +136,7 @@ class WanDenoiser:
         part = copy(self)
         part.blocks, part.fused = self.blocks[first:last], self.fused[first:last]
         part.tables = self.tables[first:last] if self.tables is not None else None
-        part.source = self.source.part(first, last) if self.source is not None else None
+        part.block_source = self.block_source.part(first, last) if self.block_source is not None else None
         return part
 
     def fuse(self) -> WanDenoiser:
@@ -232,12 +232,12 @@ class WanDenoiser:
         return attention_backend.over_parts(self.attention, merge)
 
     def weights(self, layer: int) -> BlockWeights:
-        """What `run_block` needs of a block, for use until the next call."""
-        if self.source is not None:
-            return self.source.weights(layer)
+        """Weights of a block for `run_block`, valid until the next call."""
+        if self.block_source is not None:
+            return self.block_source.weights(layer)
         return BlockWeights(self.blocks[layer], self.fused[layer] if self.fused else None)
 
-    def head(self, tokens: Tokens, grid: tuple[int, int, int]) -> Tensor:
+    def output_layer(self, tokens: Tokens, grid: tuple[int, int, int]) -> Tensor:
         """Tokens to the predicted flow `[R, C, F, h, w]`; `grid` is (F, h, w) in latent units."""
         return self.unpatch(self.output(tokens), grid)
 

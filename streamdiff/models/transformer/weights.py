@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.checkpoint import Checkpoint, Entry, open_checkpoint
+from streamdiff.models.checkpoint.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from streamdiff.models.checkpoint.json_file import some
 from streamdiff.models.transformer import quantization
 from streamdiff.models.transformer.architecture import read_architecture, stored_shape
@@ -38,7 +38,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Target(NamedTuple):
-    """Where weights go, and in what form."""
+    """Device, dtype and quantisation to load weights to."""
 
     device: torch.device
     dtype: torch.dtype
@@ -124,7 +124,7 @@ def load_transformer(
     shapes = {_renumbered(name, first): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     left_out = (*(() if first == 0 else _FIRST_ONLY), *(() if last == count else _LAST_ONLY))
     wanted = {name: shape for name, shape in shapes.items() if not name.startswith(left_out)}
-    whole = _whole(shapes, first, count)
+    whole = _full_shapes(shapes, first, count)
     stored = {name: checkpoint.entries[names.sources[name].name] for name in wanted if name in names.sources}
     _check(file, stored, wanted, whole)
     adapters = [open_lora(lora, whole) for lora in loras]
@@ -136,8 +136,8 @@ def load_transformer(
     return model
 
 
-def _whole(shapes: Shapes, first: int, count: int) -> Shapes:
-    """From the shapes of some blocks, `first` the first of them, those of the whole model."""
+def _full_shapes(shapes: Shapes, first: int, count: int) -> Shapes:
+    """Shapes of all `count` blocks and the tensors outside of them, from those of some blocks, `first` the first."""
     own = f"{_BLOCK}{first}."
     block = {name.removeprefix(own): shape for name, shape in shapes.items() if name.startswith(own)}
     outside = {name: shape for name, shape in shapes.items() if not name.startswith(_BLOCK)}
@@ -145,8 +145,9 @@ def _whole(shapes: Shapes, first: int, count: int) -> Shapes:
 
 
 # ---- what is wrong with a file -------------------------------------------------------------------------------------
-def _check(file: WanCheckpoint, stored: Mapping[str, Entry], wanted: Shapes, whole: Shapes) -> None:
-    """Everything that can be known without reading weights. What is `stored` is looked at only where it is wanted."""
+def _check(file: WanCheckpoint, stored: Mapping[str, StoredTensor], wanted: Shapes, whole: Shapes) -> None:
+    """Check names, shapes and dtypes, which needs no weights. Of `stored` only wanted tensors are checked. Raises
+    ConfigError that lists all problems."""
     (checkpoint, names, architecture), problems = file, []
     if missing := [names.spell(name) for name in wanted if name not in names.sources]:
         problems.append(f"{_count(missing, 'is', 'are')} missing, for example {some(missing)}")

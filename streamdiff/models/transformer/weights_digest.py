@@ -1,4 +1,4 @@
-"""Which weights a transformer block has, told from samples of them."""
+"""Digest of a transformer block's weights, from samples of them, to tell whether two blocks have the same."""
 
 from __future__ import annotations
 

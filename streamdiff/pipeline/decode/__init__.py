@@ -1,1 +1,1 @@
-"""Decodes latents to pictures in host memory, concurrently with the transformer."""
+"""Decode workers: threads and ranks that turn finished latents into pictures in host memory, beside the transformer."""

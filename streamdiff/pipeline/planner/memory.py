@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from streamdiff.models.catalogue.schema import Entry
+from streamdiff.models.catalogue.schema import CatalogueEntry
 from streamdiff.pipeline.planner.model_sizes import BFLOAT16, ModelSizes, entry_sizes
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.stage_layout import Blocks, Layout, Workload
@@ -165,7 +165,7 @@ def _decoder(sizes: ModelSizes, load: Workload, storage: Storage, ranks: int) ->
     return values * sizes.decoder.weights, remembered, round(share * values * work)
 
 
-def stage_memory(entry: Entry, stages: int, quantize: str = "none") -> tuple[Memory, ...]:
+def stage_memory(entry: CatalogueEntry, stages: int, quantize: str = "none") -> tuple[Memory, ...]:
     """Bytes of every stage in bfloat16: the transformer's weights, its blocks in 8 bits where `quantize` says so
     (`models.transformer.quantization`), and the caches and decoder's memory of one session at the model's own
     picture, window and KV context.
@@ -199,7 +199,7 @@ def stage_memory(entry: Entry, stages: int, quantize: str = "none") -> tuple[Mem
     )
 
 
-def decoder_bytes(entry: Entry, vae: str | None = None) -> int:
+def decoder_bytes(entry: CatalogueEntry, vae: str | None = None) -> int:
     """Bytes of the decoder's weights and of a call for a chunk, in bfloat16: of the model's own, or the one called
     `vae`."""
     sizes = entry_sizes(entry, vae=vae)

@@ -10,10 +10,9 @@ from typing import Any
 
 from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.memory_size import NO_DECODER, DecoderSizes, wan_decoder
-from streamdiff.models.autoencoder.memory_size import Config as TaehvConfig
+from streamdiff.models.autoencoder.memory_size import NO_DECODER, DecoderSizes, TaehvConfig, wan_decoder
 from streamdiff.models.catalogue import entries
-from streamdiff.models.catalogue.schema import Entry
+from streamdiff.models.catalogue.schema import CatalogueEntry
 from streamdiff.models.checkpoint.safetensors_header import stored_values
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import ModelSpec, parse_size, with_size
@@ -199,7 +198,7 @@ def sizes_of(model: ModelConfig) -> ModelSizes:
 
 
 def entry_sizes(
-    entry: Entry, *, height: int | None = None, width: int | None = None, vae: str | None = None
+    entry: CatalogueEntry, *, height: int | None = None, width: int | None = None, vae: str | None = None
 ) -> ModelSizes:
     """Sizes of the model at `height` x `width` pixels, by default its own picture, with the autoencoder `vae`, see
     `decoder_sizes`.

@@ -142,8 +142,8 @@ def offload(denoiser: WanDenoiser, device: torch.device, streams: Streams | None
         if id(tensor) not in blocks and not tensor.is_meta:
             tensor.data = tensor.data.to(device)
     weights = [denoiser.weights(layer) for layer in range(len(denoiser.blocks))]
-    denoiser.fused = []  # the source has them
-    denoiser.source = OffloadedBlocks(weights, device, streams)
+    denoiser.fused = []  # `block_source` has them
+    denoiser.block_source = OffloadedBlocks(weights, device, streams)
     if denoiser.tables is not None:
         denoiser.tables = denoiser.tables.to(device)
     return denoiser

@@ -77,7 +77,7 @@ def compiled(forward: StageForward, keeps_unrotated: bool) -> CompiledParts:
         if not forward.last:
             return (hidden,)
         tokens = Tokens(hidden, time)
-        return (denoiser.head(tokens, forward.grid) if forward.group is None else denoiser.output(tokens),)
+        return (denoiser.output_layer(tokens, forward.grid) if forward.group is None else denoiser.output(tokens),)
 
     return CompiledParts(one_graph(begin), one_graph(between), one_graph(end))
 

@@ -56,7 +56,7 @@ class StageForward:
         if not self.last:
             return tuple(tokens)
         if self.group is None:
-            return (self.denoiser.head(tokens, self.grid),)
+            return (self.denoiser.output_layer(tokens, self.grid),)
         return self.unite(self.denoiser.output(tokens), self.group)
 
     def unite(self, output: Tensor, group: ContextGroup) -> Tensors:

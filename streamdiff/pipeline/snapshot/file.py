@@ -19,7 +19,7 @@ from torch import Tensor
 
 from streamdiff.atomic_write import check_parent, temporary_sibling
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, Entry
+from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, TensorEntry
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.snapshot.header import FORMAT, KIND, read_entries
@@ -37,7 +37,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 class FileTensors(Mapping[str, Tensor]):
     """The tensors in a file's content, each read when it is asked for, into memory of its own."""
 
-    def __init__(self, data: bytes | memoryview, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, data: bytes | memoryview, entries: Mapping[str, TensorEntry]) -> None:
         """Raises ConfigError for a tensor of a type that no session has."""
         self._data, self._entries = memoryview(data), entries
         self._begin = LENGTH_BYTES + int.from_bytes(self._data[:LENGTH_BYTES], "little")

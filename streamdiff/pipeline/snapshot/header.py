@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, Entry, parse_data
+from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, TensorEntry, parse_data
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 KIND, FORMAT = "streamdiff session", 1
@@ -86,7 +86,7 @@ def read_header(data: bytes | memoryview, name: str = "the snapshot") -> Snapsho
     return read_entries(data, name)[0]
 
 
-def read_entries(data: bytes | memoryview, name: str) -> tuple[SnapshotHeader, Mapping[str, Entry]]:
+def read_entries(data: bytes | memoryview, name: str) -> tuple[SnapshotHeader, Mapping[str, TensorEntry]]:
     """The same, and where its tensors lie."""
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if MAX_HEADER_BYTES < length <= len(data) - LENGTH_BYTES:

@@ -1,1 +1,1 @@
-"""How much an engine can play at once, and what sessions give up where they ask for more."""
+"""Load of the engine: its capacity, admission, and the policy that lowers steps or frame rate of sessions above it."""

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_decoder, load_encoder, native_fps
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.autoencoder.taehv import TAEHV, Config
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
 from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, TaehvEncoder
 from streamdiff.models.autoencoder.wan import WanDecoder, WanEncoder
 from streamdiff.models.catalogue import entries
@@ -74,7 +74,7 @@ def test_a_small_autoencoder_by_name_is_the_published_file(
     with pytest.raises(ConfigError, match=rf"{name}.safetensors of {files.repo} is not in the hub's cache"):
         load_decoder(name, CPU)
     torch.manual_seed(0)
-    save_file({key: tensor.half() for key, tensor in TAEHV(Config()).state_dict().items()}, tmp_path / "weights")
+    save_file({key: tensor.half() for key, tensor in TAEHV(TaehvConfig()).state_dict().items()}, tmp_path / "weights")
     lay(tmp_path / "hub", files.repo, {files.files[0]: tmp_path / "weights"})
     half = load_decoder(name, CPU)
     assert isinstance(half, TaehvDecoder) and (half.normalisation is not None) == normalised

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from streamdiff.models.autoencoder.memory_size import wan_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoDecoder
-from streamdiff.models.autoencoder.taehv import Config
+from streamdiff.models.autoencoder.taehv import TaehvConfig
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.models.catalogue import entries
 from streamdiff.pipeline.planner.memory import stage_memory
@@ -30,7 +30,7 @@ WAN: dict[str, dict[str, object]] = {
 }
 TAEHV = {
     "small": AUTOENCODER,
-    "published": replace(Config(), latent_channels=4, decoder_widths=(16, 8, 4, 4)),
+    "published": replace(TaehvConfig(), latent_channels=4, decoder_widths=(16, 8, 4, 4)),
 }
 
 
@@ -96,8 +96,8 @@ def test_a_call_takes_the_memory_that_is_counted(kind: str, latents: int) -> Non
         counted = wan_decoder(network.config, height, width)
         decoder: VideoDecoder = WanDecoder(network.to(torch.bfloat16))
     else:
-        counted = Config(4).decoder(height, width)
-        network = small_autoencoder(0, Config(4)).to(torch.bfloat16)
+        counted = TaehvConfig(4).decoder(height, width)
+        network = small_autoencoder(0, TaehvConfig(4)).to(torch.bfloat16)
         decoder = small_decoder(network, torch.zeros(4), torch.ones(4))
     decoder.set_channels_last(True)
     memory, piece = decoder.new_memory(), torch.zeros(1, decoder.latent_channels, latents, height, width)

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.models.autoencoder.taehv import TAEHV, Config, Memory, TGrow
+from streamdiff.models.autoencoder.taehv import TAEHV, Memory, TaehvConfig, TGrow
 from streamdiff.session_state import walk
 from tests.small import AUTOENCODER, small_autoencoder
 
 LATENTS = 6
-TRIMMED = Config(
+TRIMMED = TaehvConfig(
     latent_channels=3,
     decoder_widths=(6, 6, 4, 4),
     decoder_blocks=(1, 2, 1),
@@ -31,18 +31,18 @@ def splits(draw: st.DrawFn) -> list[int]:
     return [end - begin for begin, end in zip([0, *cuts], [*cuts, LATENTS], strict=True)]
 
 
-def latents_of(config: Config, batch: int) -> torch.Tensor:
+def latents_of(config: TaehvConfig, batch: int) -> torch.Tensor:
     return torch.randn(batch, LATENTS, config.latent_channels, 3, 4, generator=torch.Generator().manual_seed(1))
 
 
-def frames_of(config: Config, batch: int) -> torch.Tensor:
+def frames_of(config: TaehvConfig, batch: int) -> torch.Tensor:
     shape = (batch, LATENTS * config.temporal, 3, 2 * config.spatial, 3 * config.spatial)
     return torch.rand(shape, generator=torch.Generator().manual_seed(2))
 
 
 @settings(max_examples=25)
 @given(configs, splits(), st.integers(1, 2))
-def test_decoding_in_any_pieces_equals_decoding_whole(config: Config, pieces: list[int], batch: int) -> None:
+def test_decoding_in_any_pieces_equals_decoding_whole(config: TaehvConfig, pieces: list[int], batch: int) -> None:
     model, latents = small_autoencoder(0, config), latents_of(config, batch)
     whole = model.decode(latents, Memory())
     memory = Memory()
@@ -61,7 +61,7 @@ def test_growing_equals_enlarging_first(stride: int, scale: int) -> None:
 
 @settings(max_examples=25)
 @given(configs, splits(), st.integers(1, 2))
-def test_encoding_in_any_pieces_equals_encoding_whole(config: Config, pieces: list[int], batch: int) -> None:
+def test_encoding_in_any_pieces_equals_encoding_whole(config: TaehvConfig, pieces: list[int], batch: int) -> None:
     model, frames = small_autoencoder(0, config), frames_of(config, batch)
     whole = model.encode(frames, Memory())
     memory = Memory()
@@ -146,6 +146,6 @@ def published_layout() -> dict[str, tuple[int, ...]]:
 
 def test_the_default_layout_is_that_of_the_published_weights() -> None:
     with torch.device("meta"):
-        model = TAEHV(Config())
+        model = TAEHV(TaehvConfig())
     assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == published_layout()
     assert (model.config.spatial, model.config.temporal) == (8, 4)

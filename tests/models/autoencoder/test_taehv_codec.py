@@ -19,18 +19,18 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import build, load_decoder, load_encoder
 from streamdiff.models.autoencoder.normalisation import WAN_MEAN, WAN_STD
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.autoencoder.taehv import TAEHV, Config
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
 from streamdiff.models.autoencoder.taehv_codec import LatentSpace, TaehvDecoder, TaehvEncoder, space_of
 from tests.small import CPU
 
 pytestmark = pytest.mark.slow
 
 LATENTS = 5
-PUBLISHED = Config()
+PUBLISHED = TaehvConfig()
 
 
 @cache
-def random_weights(config: Config = PUBLISHED) -> dict[str, Tensor]:
+def random_weights(config: TaehvConfig = PUBLISHED) -> dict[str, Tensor]:
     """As large and named as those of taew2_1, and so strong that what goes in is seen in what comes out."""
     generator = torch.Generator().manual_seed(3)
     with torch.device("meta"):
@@ -219,11 +219,11 @@ def test_another_name_has_to_be_told(tmp_path: Path, weights: dict[str, Tensor])
 
 def test_other_channels_patches_and_strides_come_from_the_shapes(tmp_path: Path) -> None:
     """That of Wan2.2's 5B model: 48 channels, 2 x 2 pixels in a patch."""
-    stored = TAEHV(Config(latent_channels=48, patch_size=2)).state_dict()
+    stored = TAEHV(TaehvConfig(latent_channels=48, patch_size=2)).state_dict()
     torch.save(stored, tmp_path / "taew2_2.pth")
     half = load_decoder(tmp_path / "taew2_2.pth", CPU)
     assert (half.latent_channels, half.spatial, half.temporal) == (48, 16, 4)
-    stored = TAEHV(Config(latent_channels=128, patch_size=4, decoder_time=(2, 2, 2))).state_dict()
+    stored = TAEHV(TaehvConfig(latent_channels=128, patch_size=4, decoder_time=(2, 2, 2))).state_dict()
     torch.save(stored, tmp_path / "taeltx.pth")
     eight = load_decoder(tmp_path / "taeltx.pth", CPU)
     assert (eight.spatial, eight.temporal, eight.frames_of(1), eight.frames_of(3)) == (32, 8, 1, 17)
@@ -238,7 +238,7 @@ def test_widths_and_blocks_come_from_names_and_shapes(
     tmp_path: Path, widths: tuple[int, int, int, int], blocks: tuple[int, int, int]
 ) -> None:
     """Wider, narrower, deeper, and another encoder than decoder: against the layout written down plainly."""
-    config = Config(
+    config = TaehvConfig(
         decoder_widths=widths, decoder_blocks=blocks, encoder_widths=(24, 16, 32, 20), encoder_blocks=blocks[::-1]
     )
     stored = random_weights(config)

@@ -12,7 +12,7 @@ import yaml
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.catalogue import entries
-from streamdiff.models.catalogue.schema import Entry
+from streamdiff.models.catalogue.schema import CatalogueEntry
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 
 FOLDER = Path(entries.__file__).parent / "data"
@@ -283,4 +283,4 @@ def test_entries_cannot_be_changed() -> None:
     entry = entries.find("self-forcing")
     with pytest.raises(ValueError, match="frozen"):
         entry.name = "other"  # type: ignore[misc]
-    assert isinstance(entries.find("self-forcing"), Entry)
+    assert isinstance(entries.find("self-forcing"), CatalogueEntry)

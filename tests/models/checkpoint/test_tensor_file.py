@@ -214,13 +214,15 @@ def test_a_contract_of_ones_own() -> None:
     """A companion, and a size that two tensors share."""
     frames = FreeDim("frames", 1, 9)
     contract = FileSpec("camera", (TensorSpec("rays", ((frames, 6),)), TensorSpec("mask", ((frames,),), ("BOOL",))))
-    header = safetensors_header.Header(Path("x"), 10, {"rays": safetensors_header.Entry("F32", (3, 6), 0, 72)}, {})
+    header = safetensors_header.Header(
+        Path("x"), 10, {"rays": safetensors_header.TensorEntry("F32", (3, 6), 0, 72)}, {}
+    )
     with pytest.raises(ConfigError, match=r"x: camera: mask is missing; expected rays \[frames, 6\] \(frames 1 to 9\)"):
         check(contract, header)
-    header.entries["mask"] = safetensors_header.Entry("BOOL", (2,), 72, 74)
+    header.entries["mask"] = safetensors_header.TensorEntry("BOOL", (2,), 72, 74)
     with pytest.raises(ConfigError, match=r"mask: expected shape \[frames=3\], got \[2\]"):
         check(contract, header)
-    header.entries["mask"] = safetensors_header.Entry("BOOL", (3,), 72, 75)
+    header.entries["mask"] = safetensors_header.TensorEntry("BOOL", (3,), 72, 75)
     assert check(contract, header) == {"frames": 3}
 
 

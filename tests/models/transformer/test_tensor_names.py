@@ -6,7 +6,15 @@ import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
-from streamdiff.models.transformer.tensor_names import Layout, Source, bare, block_count, original, recognise, translate
+from streamdiff.models.transformer.tensor_names import (
+    Layout,
+    TensorLocation,
+    bare,
+    block_count,
+    original,
+    recognise,
+    translate,
+)
 from tests.models.layouts import ORIGINAL_BLOCK, ORIGINAL_TOP, SIZES, original_name, published, wan_1_3b
 
 PLAIN = "blocks.3.self_attn.q.weight"
@@ -24,7 +32,7 @@ def test_every_tensor_of_the_published_sizes_is_known_in_both_layouts(size: str)
     for names, layout in ((stored, Layout.WAN), (dict(zip(tensors, tensors, strict=True)), Layout.DIFFUSERS)):
         found = translate(names, layout)
         assert not found.unmatched and not found.clashes
-        assert found.sources == {name: Source(spelled) for spelled, name in names.items()}
+        assert found.sources == {name: TensorLocation(spelled) for spelled, name in names.items()}
         assert {found.spell(name) for name in tensors} == set(names)
         assert block_count(found.sources) == SIZES[size][0]["num_layers"]
 
@@ -70,7 +78,7 @@ def test_the_image_keys_of_cross_attention_are_not_its_keys() -> None:
 def test_prefixes_and_wrappers_are_dropped(name: str) -> None:
     assert bare(name) == PLAIN
     assert recognise([name]) is Layout.WAN
-    assert translate([name], Layout.WAN).sources == {"blocks.3.attn1.to_q.weight": Source(name)}
+    assert translate([name], Layout.WAN).sources == {"blocks.3.attn1.to_q.weight": TensorLocation(name)}
 
 
 def test_an_owner_inside_a_name_stays() -> None:
@@ -117,7 +125,7 @@ def test_tables_that_anybody_can_compute_are_passed_over(name: str) -> None:
 )
 def test_fused_projections_are_known_by_their_parts(name: str, layout: Layout, inside: tuple[str, ...]) -> None:
     found = translate([name], layout)
-    expected = {f"blocks.1.{part}.weight": Source(name, i, len(inside)) for i, part in enumerate(inside)}
+    expected = {f"blocks.1.{part}.weight": TensorLocation(name, i, len(inside)) for i, part in enumerate(inside)}
     assert found.sources == expected
     assert recognise([name]) is layout
 

@@ -50,7 +50,7 @@ def test_one_chunk_over_a_whole_clip_equals_diffusers(batch: int, per_frame: boo
     tokens = denoiser.embed(latents, timestep)
     attention = Whole(frames, height // 2, width // 2)
     tokens = denoiser.run_blocks(tokens, denoiser.text(text), attention)
-    got = denoiser.head(tokens, (frames, height, width))
+    got = denoiser.output_layer(tokens, (frames, height, width))
 
     assert expected.std() > 0.1, "the comparison would mean nothing for a model that predicts zero"
     assert got.shape == expected.shape == latents.shape

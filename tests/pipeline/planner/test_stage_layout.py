@@ -83,7 +83,7 @@ def test_sizes_are_those_of_the_loaded_model(sizes: ModelSizes, model: Model) ->
     state = denoiser.embed(torch.zeros(1, *spec.chunk_shape), torch.zeros(1, spec.chunk_latents))
     assert sizes.hidden_values == sum(tensor.numel() for tensor in state)
     assert sizes.tokens == state.hidden.shape[1]
-    assert sizes.flow_values == denoiser.head(state, spec.chunk_shape[1:]).numel()
+    assert sizes.flow_values == denoiser.output_layer(state, spec.chunk_shape[1:]).numel()
 
 
 def test_weights_add_up_to_the_models(sizes: ModelSizes, model: Model) -> None:

@@ -207,7 +207,7 @@ def test_copies_that_come_as_late_as_they_may_give_the_same_bits(monkeypatch: py
     plain, offloaded = fresh(), fresh()
     late = LateCopies()
     offload(offloaded.denoiser, CPU, late)
-    source = offloaded.denoiser.source
+    source = offloaded.denoiser.block_source
     monkeypatch.setattr(
         source._ahead, "_copy", lambda layer, slot: late.copy(source._buffers[slot], source._host[layer])
     )
@@ -228,7 +228,7 @@ def _as_it_is(model: Model) -> list[Tensor]:
 def test_weights_lie_in_host_memory_once_and_two_blocks_on_the_device() -> None:
     model = fresh()
     block = sum(each.nbytes for each in model.denoiser.blocks[0].parameters())
-    source = offload(model.denoiser, CPU).source
+    source = offload(model.denoiser, CPU).block_source
     assert len(source._buffers) == 2 and block <= source.block_bytes < 1.5 * block + 20 * 256
     slabs = {each.untyped_storage().data_ptr() for own in model.denoiser.blocks for each in own.parameters()}
     assert slabs == {each.untyped_storage().data_ptr() for each in source._host}, "nothing is held twice"
@@ -257,7 +257,7 @@ def test_a_stream_of_an_offloaded_model_has_the_same_pictures() -> None:
         while len(found) < 3:
             runtime.set_frame_credit(0, 100)
             found += [torch.as_tensor(frames.pictures) for frames in runtime.step(wait_s=1.0)]
-        assert (runtime.model.denoiser.source is not None) == (config.offload == "blocks")
+        assert (runtime.model.denoiser.block_source is not None) == (config.offload == "blocks")
         runtime.close()
         return found[:3]
 

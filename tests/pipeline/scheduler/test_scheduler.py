@@ -1,8 +1,7 @@
-"""The scheduler against the rules of docs/design.md, section 4, under random histories; `scheduler_judge.py` knows the
-rules.
+"""The scheduler against the rules of docs/design.md, section 4, under random histories; `judge.py` has the rules.
 
 A history is a list of events: time passes, results come back late, rooms change, sessions pause, change their prompt
-or their number of steps, are reset and closed. Of paced admission see `test_scheduler_pacing.py`.
+or their number of steps, are reset and closed. Paced admission is tested in `test_pacing.py`.
 """
 
 from __future__ import annotations

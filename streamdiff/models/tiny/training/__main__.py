@@ -34,7 +34,7 @@ SHARE = 0.15  # of the minutes goes to the autoencoder
 
 
 def stream_of(latent_side: int) -> dict[str, object]:
-    """What the model's folder says about its stream."""
+    """Stream settings that are written into the model's folder."""
     return {
         "latent_height": latent_side,
         "latent_width": latent_side,
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def shared_refusal(args: argparse.Namespace) -> str | None:
-    """What cannot work of the options that every world's training has."""
+    """The first error in options that every world's training has; None if there is none."""
     for name in ("minutes", "steps", "batch", "rate"):
         value = getattr(args, name)
         if value is not None and not value > 0:
@@ -100,7 +100,7 @@ def shared_refusal(args: argparse.Namespace) -> str | None:
 
 
 def _refusal(args: argparse.Namespace) -> str | None:
-    """What cannot work, before anything is written."""
+    """The first error in the options, found before anything is written; None if there is none."""
     if args.device == "cuda" and not torch.cuda.is_available():
         return "--device is cuda, but torch sees no CUDA device; use auto or cpu"
     if args.begin and args.stage != "denoiser":

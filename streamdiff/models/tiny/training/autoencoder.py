@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamdiff.models.autoencoder.taehv import TAEHV, Config, MemBlock, Memory, TGrow, TPool
+from streamdiff.models.autoencoder.taehv import TAEHV, MemBlock, Memory, TaehvConfig, TGrow, TPool
 from streamdiff.models.tiny import world
 from streamdiff.models.tiny.training import loop
 
-AUTOENCODER = Config(
+AUTOENCODER = TaehvConfig(
     latent_channels=8,
     patch_size=2,
     decoder_widths=(64, 48, 24, 16),
@@ -165,7 +165,7 @@ class Recipe:
     square, at every eighth step of `whole`; `matrix_lr` is Muon's learning rate, `adam` names the parts that AdamW
     trains besides what is no matrix."""
 
-    config: Config = AUTOENCODER
+    config: TaehvConfig = AUTOENCODER
     draw: Callable[[int, int, torch.Generator, torch.device], Clips] = draw_clips
     crop: int = CROP
     whole: int = world.SIZE
@@ -174,7 +174,7 @@ class Recipe:
 
 
 def _prepared(recipe: Recipe, begin: TAEHV | None, device: torch.device) -> tuple[TAEHV, loop.Optimizer]:
-    """What is trained, and by what; see `train`."""
+    """The autoencoder to train, and its optimizer; see `train`."""
     model = TAEHV(recipe.config) if begin is None else begin
     if begin is None:
         initialise(model)

@@ -1,8 +1,8 @@
-"""Worn pasts for training the transformer: shapes that have faded, lost a piece, shrunk or gone.
+"""Corrupted past chunks for training the transformer: shapes that are faded, cut off, shrunk or missing.
 
-A stream sees what the model itself has made. A small loss in one chunk is the past of the next, and a model that only
-ever saw perfect pasts copies it, until after minutes a star is a dot. Shown worn pasts beside whole futures, it learns
-to draw the shape anew from the prompt.
+A stream attends to what the model itself has made. A small error in one chunk is the past of the next, and a model that
+was only trained on perfect pasts copies it, until after minutes a star is a dot. Trained on corrupted pasts with intact
+targets, it learns to draw the shape anew from the prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from streamdiff.models.tiny.training.autoencoder import encode_groups
 from streamdiff.models.tiny.training.batches import CHUNK, Windows
 
 SHARE = 0.3
-"""Share of the windows whose past is worn."""
+"""Share of the windows whose past is corrupted."""
 
 
 @torch.inference_mode()
@@ -28,11 +28,11 @@ def empty_latents(autoencoder: TAEHV, mean: Tensor, std: Tensor, device: torch.d
     return ((latents - mean.view(1, -1, 1, 1)) / std.view(1, -1, 1, 1)).clone()
 
 
-def worn(windows: Windows, empty: Tensor, generator: torch.Generator) -> Tensor:
-    """Latents like those of `windows`, with the shapes of a share of the windows worn, alike in all their chunks.
+def corrupt_shapes(windows: Windows, empty: Tensor, generator: torch.Generator) -> Tensor:
+    """The latents of `windows`, with the shapes of a share of the windows corrupted, alike in all their chunks.
 
-    A worn shape is faded as a whole, cut off on one side, or left only around its centre; `empty` (`empty_latents`)
-    shows where it was.
+    A corrupted shape is faded as a whole, cut off on one side, or left only around its centre; `empty`
+    (`empty_latents`) takes its place.
     """
     batch, device = len(windows.latents), windows.latents.device
 

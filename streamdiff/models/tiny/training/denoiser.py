@@ -13,8 +13,8 @@ each the flow's mean squared error:
 
 Only where a stream starts or its prompt changes must a chunk be drawn from words; everywhere else it can be copied
 from the past. The short kinds hold many such places at a fraction of a window's cost. What is only seen, and has no
-target, is worn in a share of the windows (`corruption`). One more loss teaches the text encoder to read: every word's
-embedding must tell the whole scene, so that cross-attention need not search for it.
+target, is corrupted in a share of the windows (`corruption`). One more loss teaches the text encoder to read: every
+word's embedding must tell the whole scene, so that cross-attention need not search for it.
 """
 
 from __future__ import annotations
@@ -104,17 +104,18 @@ def captions(scenes: Tensor, chance: random.Random) -> list[str]:
 
 @dataclass(frozen=True)
 class Data:
-    """What a step draws from. `empty` `[backgrounds, C, h, w]`: latents of the bare backgrounds."""
+    """Training data that a step samples from. `empty` `[backgrounds, C, h, w]`: latents of the bare backgrounds."""
 
     pool: Pool
     starts: Starts
     empty: Tensor
 
 
-def play_on(
+def rollout_step(
     network: TinyNetwork, own: OwnPasts, count: int, chance: random.Random, generator: torch.Generator
 ) -> Windows:
-    """The next `count` of the network's own streams, a chunk further, and what was right. Mutates: own."""
+    """Extend the next `count` of the network's own streams by a chunk, and return them with the right targets. Mutates:
+    own."""
 
     def flow(past: Tensor, noisy: Tensor, sigma: Tensor, scenes: Tensor) -> Tensor:
         kept = torch.full((len(past), past.shape[1]), CONTEXT_SIGMA, device=past.device)
@@ -156,14 +157,16 @@ def lesson_of(
     chance: random.Random,
     generator: torch.Generator,
 ) -> Lesson:
-    """What the network is asked of the windows' rows, those without a target worn; `kind` is a key of `ROWS`."""
+    """The training forward of the windows' rows, those without a target corrupted; `kind` is a key of `ROWS`."""
     rows = ROWS[kind](windows, chance, generator)
     device = windows.latents.device
     sigma, target = rows.sigma.to(device), rows.target.to(device)
     clean = windows.latents[:, rows.chunk]
     noise = loop.noise_like(clean, generator)
     level = sigma.view(*sigma.shape, 1, 1, 1, 1)
-    seen = torch.where(target.view(level.shape), clean, corruption.worn(windows, empty, generator)[:, rows.chunk])
+    seen = torch.where(
+        target.view(level.shape), clean, corruption.corrupt_shapes(windows, empty, generator)[:, rows.chunk]
+    )
     if windows.video is not None:
         seen = torch.where(target.view(level.shape), windows.video[:, None], seen)
     noisy = sampling.add_noise(seen, noise, level)
@@ -236,7 +239,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class Trained:
-    """What stage two leaves: the averaged network and the statistics that normalise latents."""
+    """Result of stage two: the averaged network, and mean and deviation of latents."""
 
     network: TinyNetwork
     mean: Tensor
@@ -287,7 +290,7 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
         drawn = draw(data, plan.batch, shared, generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
             if plan.begin is not None or done >= OWN_FROM:
-                drawn["own"] = play_on(network, own, plan.batch, shared, generator)
+                drawn["own"] = rollout_step(network, own, plan.batch, shared, generator)
             losses = network.losses(
                 {kind: lesson_of(network, some, empty, kind, shared, generator) for kind, some in drawn.items()}
             )

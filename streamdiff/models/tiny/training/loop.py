@@ -1,4 +1,4 @@
-"""What both training stages share: a budget, a checkpoint that resumes, a learning-rate ramp, a progress bar."""
+"""Training loop of both stages: time or step budget, resumable checkpoint, learning-rate ramp, progress bar."""
 
 from __future__ import annotations
 

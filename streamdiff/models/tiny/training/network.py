@@ -36,8 +36,8 @@ ATTRIBUTES: tuple[tuple[str, ...], ...] = (world.COLOR_NAMES, world.SHAPES, worl
 
 @dataclass(frozen=True)
 class Forward:
-    """What the network is asked: noisy latents `[B * rows, C, F, h, w]`, their sigma `[B, rows]`, token ids
-    `[B * rows, tokens]`, and what each row sees."""
+    """Input of the network: noisy latents `[B * rows, C, F, h, w]`, their sigma `[B, rows]`, token ids
+    `[B * rows, tokens]`, and which rows each row attends to."""
 
     latents: Tensor
     sigma: Tensor
@@ -47,7 +47,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Lesson(Forward):
-    """A forward with what is right: the flow, like `latents`; weights of the error `[B, rows, 1, F, h, w]`."""
+    """A forward with its training target: the flow, like `latents`, and loss weights `[B, rows, 1, F, h, w]`."""
 
     wanted: Tensor
     weight: Tensor
@@ -171,20 +171,20 @@ class TinyNetwork(nn.Module):
         nn.init.zeros_(self.reader.weight)
         return normalisation.mean.flatten(), normalisation.std.flatten()
 
-    def flow(self, asked: Forward) -> Tensor:
-        """Predicted flow, like the latents."""
-        return self.flows([asked])[0]
+    def flow(self, forward: Forward) -> Tensor:
+        """Predicted flow, in the shape of the latents."""
+        return self.flows([forward])[0]
 
-    def flows(self, asked: Sequence[Forward]) -> list[Tensor]:
+    def flows(self, forwards: Sequence[Forward]) -> list[Tensor]:
         """The flow of each, by one pass of the blocks, as starting a pass costs a GPU more than what it computes."""
-        latents = torch.cat([each.latents for each in asked])
+        latents = torch.cat([each.latents for each in forwards])
         _, _, frames, height, width = latents.shape
         patch = self.denoiser.patch
         tokens = (height // patch[1], width // patch[2])
-        timestep = torch.cat([(each.sigma * sampling.TIMESTEPS).flatten() for each in asked])[:, None]
-        text: list[KeyValue] = self.denoiser.text(self.text.embed(torch.cat([each.ids for each in asked])))
+        timestep = torch.cat([(each.sigma * sampling.TIMESTEPS).flatten() for each in forwards])[:, None]
+        text: list[KeyValue] = self.denoiser.text(self.text.embed(torch.cat([each.ids for each in forwards])))
         state = self.denoiser.embed(latents, timestep.expand(-1, frames))
-        parts = [BlockCausal(len(each.sigma), each.rows) for each in asked]
+        parts = [BlockCausal(len(each.sigma), each.rows) for each in forwards]
         counts = [part.count for part in parts]
         factors = torch.cat([part.factors(tokens, self.denoiser.head_dim, latents.device) for part in parts])
 
@@ -193,7 +193,7 @@ class TinyNetwork(nn.Module):
             return torch.cat([part(*rest) for part, *rest in own])
 
         state = self.denoiser.run_rows(state, text, factors, attention)
-        return list(self.denoiser.head(state, (frames, height, width)).split(counts))
+        return list(self.denoiser.output_layer(state, (frames, height, width)).split(counts))
 
     def losses(self, lessons: Mapping[str, Lesson]) -> dict[str, Tensor]:
         """The loss of each lesson."""

@@ -48,7 +48,7 @@ class OwnPasts:
 
     @torch.no_grad()  # not inference mode: what it makes is trained on
     def turn(self, count: int, flow: Flow, levels: tuple[float, ...], generator: torch.Generator) -> Windows:
-        """Play the next `count` streams on by a chunk of the network's own, and say what was right for it.
+        """Extend the next `count` streams by a chunk that the network makes, and return training windows for it.
 
         Returns:
             windows of PAST chunks that the network made and the one that should follow. Mutates: self.

@@ -1,4 +1,5 @@
-"""The next world of the embedded model: 256 x 256 pixels, two things, a camera, hours and weather.
+"""Procedural 256 x 256 world for the embedded model: scenes of two things, camera, time of day and weather, their
+renderer, their vocabulary and the training on them.
 
 It lies beside the 128 pixel world (`models.tiny.world`) until weights for it are packaged; then it takes its place.
 """

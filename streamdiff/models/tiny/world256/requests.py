@@ -52,7 +52,7 @@ class Group:
 
 @dataclass
 class Request:
-    """What a whole prompt says. `pieces` are its words, each with the group it was found in."""
+    """A parsed prompt. `pieces` are its words, each with the group it was found in."""
 
     groups: list[Group] = field(default_factory=list)
     setting: dict[str, str] = field(default_factory=dict)
@@ -238,7 +238,7 @@ def _both(groups: list[Group], scene: Scene) -> Scene:
 
 
 def _owner(said: dict[str, str], scene: Scene) -> Thing | None:
-    """That of two things which `said` describes, by what tells them apart."""
+    """The one of the scene's two things that `said` describes by shape or color; None if that is not clear."""
     if scene.second is None:
         return None
     for name in ("shape", "color"):

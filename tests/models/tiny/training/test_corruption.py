@@ -34,7 +34,7 @@ def empty() -> Tensor:
 
 
 def test_a_share_of_the_windows_is_worn_and_the_others_are_untouched(windows: Windows, empty: Tensor) -> None:
-    left = corruption.worn(windows, empty, torch.Generator().manual_seed(1))
+    left = corruption.corrupt_shapes(windows, empty, torch.Generator().manual_seed(1))
     untouched = (left == 1).flatten(1).all(1)
     assert 0.5 < untouched.float().mean() < 0.9
     assert (left >= 0).all() and (left <= 1).all()
@@ -42,7 +42,7 @@ def test_a_share_of_the_windows_is_worn_and_the_others_are_untouched(windows: Wi
 
 def test_wear_belongs_to_the_shape_and_goes_where_it_goes(windows: Windows, empty: Tensor) -> None:
     """What is left around the centre of the shape is the same picture in every chunk and frame."""
-    left = corruption.worn(windows, empty, torch.Generator().manual_seed(1))
+    left = corruption.corrupt_shapes(windows, empty, torch.Generator().manual_seed(1))
     for window in (left != 1).flatten(1).any(1).nonzero().flatten().tolist():
         centred = []
         for chunk in range(CHUNKS):
@@ -56,7 +56,7 @@ def test_every_background_stands_in_for_the_shape_of_its_own_scene(windows: Wind
     empty = torch.arange(5.0).view(5, 1, 1, 1).expand(5, 8, 16, 16) + 10
     scenes = windows.scenes.clone()
     scenes[:, 1, 3] = 3
-    left = corruption.worn(replace(windows, scenes=scenes), empty, torch.Generator().manual_seed(1))
+    left = corruption.corrupt_shapes(replace(windows, scenes=scenes), empty, torch.Generator().manual_seed(1))
     gone = (left >= 10).flatten(2).any(2).all(1)
     assert gone.any(), "some shapes are cut or shrunk"
     assert (left[gone, 0].amax((1, 2, 3, 4)) == 10).all() and (left[gone, 1].amax((1, 2, 3, 4)) == 13).all()
@@ -76,7 +76,7 @@ def test_after_nothing_comes_the_first_chunk(windows: Windows, empty: Tensor, pa
 
 
 def test_only_what_has_no_target_is_worn(windows: Windows, empty: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss compares with whole shapes, noises whole shapes, and shows worn ones."""
+    """The loss compares with intact shapes, adds noise to intact shapes, and shows corrupted ones."""
     monkeypatch.setattr(corruption, "SHARE", 1.0)
     network = denoiser.TinyNetwork()
     monkeypatch.setattr(torch, "randn", lambda shape, generator: torch.zeros(shape))

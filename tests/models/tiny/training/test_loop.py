@@ -247,14 +247,14 @@ def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(denoiser, "OWN_FROM", 0.5)
-    play_on, played = denoiser.play_on, []
+    rollout_step, played = denoiser.rollout_step, []
 
     def noted(*args: Any) -> Any:
-        windows = play_on(*args)
+        windows = rollout_step(*args)
         played.append(windows.latents.shape[1])
         return windows
 
-    monkeypatch.setattr(denoiser, "play_on", noted)
+    monkeypatch.setattr(denoiser, "rollout_step", noted)
     out = tmp_path / "run"
     arguments = ["--out", str(out), "--batch", "1", "--device", "cpu", "--threads", "1"]
     assert __main__.main([*arguments, "--steps", "1"]) == 0

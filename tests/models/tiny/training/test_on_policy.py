@@ -127,7 +127,7 @@ def test_the_packaged_network_makes_nearly_what_is_right(own: OwnPasts) -> None:
     network.transformer.load_state_dict(loaded.denoiser.model.state_dict())
     assert isinstance(loaded.text, TinyText)
     network.encoder.load_state_dict(loaded.text.encoder.state_dict())
-    windows = denoiser.play_on(network, own, 6, random.Random(0), torch.Generator().manual_seed(0))
+    windows = denoiser.rollout_step(network, own, 6, random.Random(0), torch.Generator().manual_seed(0))
     made, right = own.latents[:6, -1], windows.latents[:, -1]
     assert (made - right).square().mean() < 0.1 * (windows.latents[:, -2] - right).square().mean()
 

@@ -129,8 +129,8 @@ def _decoder(args: argparse.Namespace, autoencoder: TAEHV, device: torch.device)
         return 130
     if loop.rank() == 0:
         shutil.copytree(args.begin, args.out / "model", dirs_exist_ok=True)
-        said = read_object(args.begin / "vae" / "config.json")
-        mean, std = (torch.tensor(said[name]) for name in ("latents_mean", "latents_std"))
+        vae_config = read_object(args.begin / "vae" / "config.json")
+        mean, std = (torch.tensor(vae_config[name]) for name in ("latents_mean", "latents_std"))
         model.save(args.out / "model", autoencoder, mean, std, None, {})
         print(f"train: model with this decoder written to {args.out / 'model'}")
     return 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamdiff.models.autoencoder.taehv import Config
+from streamdiff.models.autoencoder.taehv import TaehvConfig
 from streamdiff.models.tiny.training.autoencoder import CLIP_LATENTS, Clips, Recipe
 from streamdiff.models.tiny.world256 import weather
 from streamdiff.models.tiny.world256.render import Window, render
 from streamdiff.models.tiny.world256.scene import COLUMN, draw_scenes, redraw
 from streamdiff.models.tiny.world256.tracks import FRAMES_PER_LATENT, SIZE, Streams, Track, join
 
-AUTOENCODER = Config(
+AUTOENCODER = TaehvConfig(
     latent_channels=16,
     patch_size=4,
     decoder_widths=(64, 48, 32, 32),

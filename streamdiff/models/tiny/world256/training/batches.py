@@ -1,7 +1,7 @@
 """Training windows of the 256 pixel world: latents of consecutive chunks of a stream, and what each chunk shows.
 
 A pool of windows is rendered and encoded once, grows while training runs, and is sampled many times. A share of the
-windows is kept twice, with and without its things, so that things can be worn in what is only seen.
+windows is kept twice, with and without its things, so that things can be corrupted in chunks without a target.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ RENDERED = {"cpu": 4, "cuda": 32}
 class Windows:
     """A batch of training windows of n chunks.
 
-    latents and bare `[B, n, C, CHUNK, h, w]`, normalised, with and without things (in windows that are not to be worn,
-    both with them); scenes int64 `[B, n, fields]`, ids int64 `[B, n, tokens]`: those of their sentences; start bool
-    `[B]`, on the CPU: the first chunk is its stream's first; place float `[B, n, CHUNK, 2, 2]`: centres (y, x) of both
-    things in pixels, halfway through each latent frame.
+    latents and bare `[B, n, C, CHUNK, h, w]`, normalised, with and without things (in windows that are not to be
+    corrupted, both with them); scenes int64 `[B, n, fields]`, ids int64 `[B, n, tokens]`: those of their sentences;
+    start bool `[B]`, on the CPU: the first chunk is its stream's first; place float `[B, n, CHUNK, 2, 2]`: centres
+    (y, x) of both things in pixels, halfway through each latent frame.
     """
 
     latents: Tensor
@@ -76,8 +76,8 @@ class Windows:
         """Loss weights `[B, n, 1, CHUNK, h, w]`: `near` around things, 1 elsewhere."""
         return torch.where(self.reach().amin(3) < 1.5, near, 1.0).unsqueeze(2)
 
-    def worn(self, generator: torch.Generator) -> Tensor:
-        """Latents with things faded, shrunk, or full of holes, in all chunks of the windows that are to be worn."""
+    def corrupted(self, generator: torch.Generator) -> Tensor:
+        """Latents with things faded, shrunk, or full of holes, in all chunks of the windows to be corrupted."""
         batch, device = len(self.latents), self.latents.device
 
         def draw(low: float, high: float) -> Tensor:
@@ -158,13 +158,13 @@ class Pool:
         scenes = draw_window_scenes(count, self.chunks, generator)
         start = torch.rand(count, generator=generator) < self.starts
         track, ids = play(scenes, start, generator), self.encode.tokens(scenes)
-        worn = torch.rand(count, generator=generator) < SHARE
+        corrupted = torch.rand(count, generator=generator) < SHARE
         middle = track.place[:, FRAMES_PER_LATENT // 2 :: FRAMES_PER_LATENT].float()
         slots = torch.arange(self.written, self.written + count) % self.capacity
         self.start[slots] = start
         slots = slots.to(self.device)
         latents = self.encode(track)
-        bare, rows = latents.clone(), worn.nonzero()[:, 0]
+        bare, rows = latents.clone(), corrupted.nonzero()[:, 0]
         if len(rows):
             bare[rows.to(self.device)] = self.encode(track.rows(rows), False)
         self.latents[0, slots], self.latents[1, slots] = latents.half(), bare.half()

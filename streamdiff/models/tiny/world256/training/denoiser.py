@@ -3,8 +3,9 @@
 The losses are those of `tiny.training.denoiser` (decisions 0006 and 0017), over this world's windows: *first*, first
 chunks of streams; *next*, a chunk after a clean one, several levels of it; *window*, five chunks, `staircase` or
 `clean`, after the first part of training; *own*: what should follow chunks that the network made itself, towards
-the end; and, where training begins with nothing, *reading*: every word's embedding must tell the whole scene. In part
-of what is only seen things are worn. A thing of its own that the network has lost begins again where streams begin.
+the end; and, where training begins with nothing, *reading*: every word's embedding must tell the whole scene. Things
+are corrupted in a share of the chunks that have no target. A thing of its own that the network has lost begins again
+where streams begin.
 """
 
 from __future__ import annotations
@@ -130,8 +131,11 @@ def draw(
     return {kind: pool.sample(max(1, batch // 2), generator), **drawn} if whole else drawn
 
 
-def play_on(network: Network, own: OwnPasts, count: int, chance: random.Random, generator: torch.Generator) -> Windows:
-    """The next `count` of the network's own streams, a chunk further, and what was right. Mutates: own."""
+def rollout_step(
+    network: Network, own: OwnPasts, count: int, chance: random.Random, generator: torch.Generator
+) -> Windows:
+    """Extend the next `count` of the network's own streams by a chunk, and return them with the right targets. Mutates:
+    own."""
 
     def flow(past: Tensor, noisy: Tensor, sigma: Tensor, ids: Tensor) -> Tensor:
         kept = torch.full((len(past), past.shape[1]), CONTEXT_SIGMA, device=past.device)
@@ -150,7 +154,7 @@ def play_on(network: Network, own: OwnPasts, count: int, chance: random.Random, 
 
 
 def lesson_of(windows: Windows, kind: str, chance: random.Random, generator: torch.Generator) -> Lesson:
-    """What the network is asked of the windows' rows, those without a target worn; `kind` is a key of `ROWS`."""
+    """The training forward of the windows' rows, those without a target corrupted; `kind` is a key of `ROWS`."""
     rows = ROWS[kind](windows, chance, generator)  # type: ignore[arg-type]
     device = windows.latents.device
     sigma, target, chunk = (
@@ -159,7 +163,7 @@ def lesson_of(windows: Windows, kind: str, chance: random.Random, generator: tor
     clean = windows.latents[:, chunk]
     noise = loop.noise_like(clean, generator)
     level = sigma.view(*sigma.shape, 1, 1, 1, 1)
-    seen = torch.where(target.view(level.shape), clean, windows.worn(generator)[:, chunk])
+    seen = torch.where(target.view(level.shape), clean, windows.corrupted(generator)[:, chunk])
     noisy = sampling.add_noise(seen, noise, level).flatten(0, 1)
     ids = windows.ids[:, chunk].flatten(0, 1)
     return Lesson(noisy, sigma, ids, rows, (noise - clean).flatten(0, 1), windows.weight()[:, chunk])
@@ -178,7 +182,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trained:
-    """What stage two leaves: the averaged network and the statistics that normalise latents."""
+    """Result of stage two: the averaged network, and mean and deviation of latents."""
 
     network: Network
     mean: Tensor
@@ -217,7 +221,7 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
             drawn = draw(pool, firsts, plan.batch, done >= WHOLE_FROM, shared, generator)
             if done >= OWN_FROM:
                 own = own or OwnPasts(encode, max(STREAMS, 2 * plan.batch), generator)
-                drawn["own"] = play_on(network, own, plan.batch, shared, generator)
+                drawn["own"] = rollout_step(network, own, plan.batch, shared, generator)
             losses = network.losses({kind: lesson_of(some, kind, shared, generator) for kind, some in drawn.items()})
             if plan.begin is None:
                 losses["reading"] = reading_loss(network, generator)

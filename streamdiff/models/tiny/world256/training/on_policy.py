@@ -71,7 +71,7 @@ class OwnPasts:
 
     @torch.no_grad()  # not inference mode: what it makes is trained on
     def turn(self, count: int, flow: Flow, levels: tuple[float, ...], generator: torch.Generator) -> Windows:
-        """Play the next `count` streams on by a chunk of the network's own, and say what was right for it.
+        """Extend the next `count` streams by a chunk that the network makes, and return training windows for it.
 
         Returns:
             windows of PAST chunks that the network made and the one that should follow. Mutates: self.
@@ -160,8 +160,8 @@ def locate(frames: Tensor, should: Track) -> Correction:
     """Where things and scenery are in `frames` `[N, 3, SIZE, SIZE]`; `should`, of as many frames, is where they
     belong."""
     slips = torch.tensor(SLIPS)
-    again = Track(**{f.name: getattr(should, f.name).repeat_interleave(len(slips), 0) for f in fields(Track)})
-    tries = replace(again, scroll=(again.scroll + slips.repeat(len(frames))).remainder(SCROLL))
+    repeated = Track(**{f.name: getattr(should, f.name).repeat_interleave(len(slips), 0) for f in fields(Track)})
+    tries = replace(repeated, scroll=(repeated.scroll + slips.repeat(len(frames))).remainder(SCROLL))
     grounds = draw_frames(tries, frames.device, things=False).unflatten(0, (len(frames), len(slips)))
     far = (grounds - frames[:, None]).abs().clamp(max=0.15).mean((2, 3, 4)) + 1e-5 * slips.abs().to(frames.device)
     best = far.argmin(1)

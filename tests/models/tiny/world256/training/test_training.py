@@ -126,10 +126,10 @@ def test_whole_windows_come_after_pairs_of_chunks(pool: Pool, whole: bool) -> No
 
 def test_worn_things_lie_between_whole_and_missing_ones(pool: Pool) -> None:
     some = pool.sample(12, dice())
-    worn = some.worn(dice())
+    corrupted = some.corrupted(dice())
     low, high = torch.minimum(some.latents, some.bare), torch.maximum(some.latents, some.bare)
-    assert ((worn >= low - 1e-4) & (worn <= high + 1e-4)).all()
-    changed = (worn - some.latents).abs().amax((1, 2, 3, 4, 5)) > 0.01
+    assert ((corrupted >= low - 1e-4) & (corrupted <= high + 1e-4)).all()
+    changed = (corrupted - some.latents).abs().amax((1, 2, 3, 4, 5)) > 0.01
     assert torch.equal(changed, to_be_worn(some)) and changed.any() and not changed.all()
 
 

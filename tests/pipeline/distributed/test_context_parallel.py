@@ -23,7 +23,7 @@ from streamdiff.pipeline.planner.model_sizes import read_sizes
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.worker_main import link_fault
 from streamdiff.session_state import walk
-from tests.pipeline.context_process import ADAPTIVE, ORDERS, Case, shared_model
+from tests.pipeline.distributed.context_process import ADAPTIVE, ORDERS, Case, shared_model
 from tests.pipeline.playing import Order, play, same
 from tests.pipeline.processes import run_ranks
 from tests.small import CPU
@@ -41,7 +41,7 @@ def alone(orders: Mapping[int, Order], chunks: int) -> dict[int, list[torch.Tens
 def check(cases: list[str], folder: Path) -> None:
     """Play the cases on four ranks, and compare every session with itself on one, within 1e-6."""
     out = folder / "latents.pt"
-    run_ranks("tests.pipeline.context_process", [str(out), *cases], 4, LIMIT_S)
+    run_ranks("tests.pipeline.distributed.context_process", [str(out), *cases], 4, LIMIT_S)
     made = torch.load(out, weights_only=True)
     expected = {}
     for text in cases:

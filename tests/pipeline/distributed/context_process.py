@@ -1,4 +1,5 @@
-"""One rank of a ring whose stages are shared: `python -m tests.pipeline.context_process RANK RANKS PORT OUT CASES...`.
+"""One rank of a ring whose stages are shared:
+`python -m tests.pipeline.distributed.context_process RANK RANKS PORT OUT CASES...`.
 
 A case is `PxC/CHUNKS/ORDERS/LINK`, as `2x2/12/0,1,2/gloo`; the ranks beyond P times C sit it out. With the link `nccl`
 there is `rendezvous_backend` in the place of NCCL, and gloo's exchanges. Rank 0 writes the latents of each to OUT.

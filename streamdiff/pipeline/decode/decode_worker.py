@@ -21,7 +21,7 @@ from streamdiff.device import bind
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
-from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, Piece, SavedMemory, shape_place, stream_place
+from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, Piece, SavedMemory, shape_key, stream_key
 from streamdiff.pipeline.decode.host_copy import TransferStream
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
@@ -195,17 +195,17 @@ class RemoteDecoding:
 
     def save(self, stream: int) -> SavedMemory:
         self._control(StageMessage(MessageKind.SAVE, (), SessionUpdate(stream)))
-        place = stream_place(DecodeWorker.place, stream)
-        return lambda: self._exchange.take(place) if self._exchange.holds(place) else None
+        key = stream_key(DecodeWorker.exchange_key, stream)
+        return lambda: self._exchange.take(key) if self._exchange.holds(key) else None
 
     def load(self, stream: int, state: State) -> None:
-        self._exchange.put(stream_place(DecodeWorker.place, stream), state)
+        self._exchange.put(stream_key(DecodeWorker.exchange_key, stream), state)
         self._control(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
 
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
-        self._exchange.put(shape_place(DecodeWorker.place), ({}, list(chunk_shape)))
+        self._exchange.put(shape_key(DecodeWorker.exchange_key), ({}, list(chunk_shape)))
         self._control(StageMessage(MessageKind.SAVE, (), SessionUpdate(NO_STREAM)))
-        outlines: list[Any] = self._exchange.take(stream_place(DecodeWorker.place, NO_STREAM))[1]
+        outlines: list[Any] = self._exchange.take(stream_key(DecodeWorker.exchange_key, NO_STREAM))[1]
         return outlines
 
     def swap_out(self, stream: int) -> None:
@@ -278,8 +278,8 @@ class DecodeWorker:
     """The other end: decodes for the head until it is told to stop. The fields are those of a `Worker`."""
 
     awaits_others = False
-    place = "decoder"
-    """Names under which states are left for the head, and found, begin so."""
+    exchange_key = "decoder"
+    """Prefix of the exchange keys of decoder states, see `stream_key` and `shape_key`."""
 
     def __init__(
         self,
@@ -325,8 +325,8 @@ class DecodeWorker:
         """What comes next, if anything has; while a stream is being saved a piece is copied. Mutates: self."""
         work = self._receiver.receive(0.0 if self._saving else None)
         if self._saving and (state := self._memories.save_on(self._saving[0])) is not None:
-            place = stream_place(self.place, self._saving.popleft())
-            self._to_head.submit(send_state, self._exchange, place, lambda: state)
+            key = stream_key(self.exchange_key, self._saving.popleft())
+            self._to_head.submit(send_state, self._exchange, key, lambda: state)
         return work
 
     def _update(self, kind: MessageKind, stream: int) -> None:
@@ -335,13 +335,13 @@ class DecodeWorker:
             case MessageKind.CLOSE:
                 self._memories.forget(stream)
             case MessageKind.SAVE if stream == NO_STREAM:
-                shape = tuple(self._exchange.take(shape_place(self.place))[1])
-                self._exchange.put(stream_place(self.place, stream), ({}, self._memories.outlines(shape)))
+                shape = tuple(self._exchange.take(shape_key(self.exchange_key))[1])
+                self._exchange.put(stream_key(self.exchange_key, stream), ({}, self._memories.outlines(shape)))
             case MessageKind.SAVE:  # what is decoded from here on is not in it
                 self._memories.begin_save(stream)
                 self._saving.append(stream)
             case MessageKind.LOAD:
-                self._memories.load(stream, self._exchange.take(stream_place(self.place, stream)))
+                self._memories.load(stream, self._exchange.take(stream_key(self.exchange_key, stream)))
             case MessageKind.SWAP_OUT:
                 self._memories.swap_out(stream)
             case MessageKind.SWAP_IN:

@@ -17,14 +17,14 @@ NO_STREAM = -1
 """A SAVE of it asks for `outlines`."""
 
 
-def shape_place(place: str) -> str:
-    """The name under which the head leaves the shape of a chunk for who leaves its states at `place`."""
-    return f"{place}: chunk shape"
+def shape_key(prefix: str) -> str:
+    """Exchange key of a chunk's shape, which the head puts there for the decoding rank whose keys begin so."""
+    return f"{prefix}: chunk shape"
 
 
-def stream_place(place: str, stream: int) -> str:
-    """The name under which what is remembered of a stream is left."""
-    return f"{place}: stream {stream}"
+def stream_key(prefix: str, stream: int) -> str:
+    """Exchange key of a decoder's state of one stream; `prefix` as of `shape_key`."""
+    return f"{prefix}: stream {stream}"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.autoencoder.row_decoder import RowDecoder
 from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding
-from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, SavedMemory, shape_place, stream_place
+from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, SavedMemory, shape_key, stream_key
 from streamdiff.pipeline.decode.row_group import RowGroup
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
@@ -56,15 +56,15 @@ class SplitDecoding(LocalDecoding):
 
     def save(self, stream: int) -> SavedMemory:
         self._have_told(MessageKind.SAVE, stream)
-        own, places = super().save(stream), self._places(stream)
+        own, keys = super().save(stream), self._keys(stream)
         states: list[State] = []
 
         def whole() -> State | None:
             if not states and (first := own()) is not None:
                 states.append(first)
-            if not states or not all(self._exchange.holds(place) for place in places):
+            if not states or not all(self._exchange.holds(key) for key in keys):
                 return None
-            return self._joined([*states, *(self._exchange.take(place) for place in places)])
+            return self._joined([*states, *(self._exchange.take(key) for key in keys)])
 
         return whole
 
@@ -108,19 +108,19 @@ class SplitDecoding(LocalDecoding):
             own, *parts = [walk.save(self._network.rows_of(whole, rank)) for rank in range(self._rows.ranks)]
         except ValueError as error:
             raise ConfigError(f"what the decoder remembers is of another size: {error}") from error
-        for place, part in zip(self._places(stream), parts, strict=True):
-            self._exchange.put(place, part)
+        for key, part in zip(self._keys(stream), parts, strict=True):
+            self._exchange.put(key, part)
         self._tell(MessageKind.LOAD, stream)
         self._memories.load(stream, own)
 
     def _outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
         """All ranks decode chunks of nothing together, of which each has its own rows."""
         for rank in self._other_ranks:
-            self._exchange.put(shape_place(rows_place(rank)), ({}, list(chunk_shape)))
+            self._exchange.put(shape_key(rows_key(rank)), ({}, list(chunk_shape)))
         self._tell(MessageKind.SAVE, NO_STREAM)
         outlines = self._memories.outlines(chunk_shape, self._network.as_whole)
-        for place in self._places(NO_STREAM):
-            self._exchange.take(place)
+        for key in self._keys(NO_STREAM):
+            self._exchange.take(key)
         return outlines
 
     def _swap_in(self, stream: int) -> Outcome:
@@ -131,8 +131,8 @@ class SplitDecoding(LocalDecoding):
     def _other_ranks(self) -> range:
         return range(1, self._rows.ranks)
 
-    def _places(self, stream: int) -> list[str]:
-        return [stream_place(rows_place(rank), stream) for rank in self._other_ranks]
+    def _keys(self, stream: int) -> list[str]:
+        return [stream_key(rows_key(rank), stream) for rank in self._other_ranks]
 
     def _have_told(self, kind: MessageKind, stream: int) -> None:
         """Have the thread tell the others, behind all that it is still to do."""
@@ -165,14 +165,14 @@ class SplitDecodeWorker(DecodeWorker):
     ) -> None:
         super().__init__(decoder, receiver, NoSender(), device, at_once, timer, exchange, swaps)
         self._rows = _shared(decoder)[1]
-        self.place = rows_place(self._rows.index)
+        self.exchange_key = rows_key(self._rows.index)
 
     def _swap_in(self, stream: int) -> None:
         self._memories.swap_in(stream, self._rows.highest)
 
 
-def rows_place(rank: int) -> str:
-    """Prefix of the names under which a rank exchanges its decoder state with the head."""
+def rows_key(rank: int) -> str:
+    """Prefix of the exchange keys of a rank's decoder state."""
     return f"decoder, rows of rank {rank}"
 
 

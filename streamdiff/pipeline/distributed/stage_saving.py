@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from streamdiff.pipeline.distributed.message import Outcome, SessionUpdate
-from streamdiff.pipeline.distributed.state_exchange import State, StateExchange, ticket_place
+from streamdiff.pipeline.distributed.state_exchange import State, StateExchange, ticket_key
 from streamdiff.pipeline.kv_cache.cache import KVCache
 from streamdiff.session_state.host_copies import HostCopy
 from streamdiff.session_state.swap_store import Lost, SwapStore
@@ -33,7 +33,7 @@ class _StageSession(Protocol):
 class SavedStage(Protocol):
     """`ModelRunner`, as it is seen here."""
 
-    place: str
+    exchange_key: str
     exchange: StateExchange
     swaps: SwapStore
 
@@ -64,7 +64,7 @@ class StageSaving:
 
     def go_on(self, control: SessionUpdate) -> Outcome:
         """Copy the next piece of a session, the first one with a new ticket; what is complete goes to the head under
-        `ticket_place`. NOT_YET: there are more. Mutates: self."""
+        `ticket_key`. NOT_YET: there are more. Mutates: self."""
         stage, session, ticket = self._stage, control.session, control.epoch
         if self._done.get(session) == ticket:
             return Outcome.DONE
@@ -84,8 +84,8 @@ class StageSaving:
         self._done[session] = ticket
         if copy is None:
             return self._put(ticket, ({}, {"broken": saving.spoilt}))
-        place, result = ticket_place(stage.place, ticket), copy.result
-        self._thread.submit(send_state, stage.exchange, place, lambda: self._told(*result()))
+        key, result = ticket_key(stage.exchange_key, ticket), copy.result
+        self._thread.submit(send_state, stage.exchange, key, lambda: self._told(*result()))
         return Outcome.DONE
 
     def spoil(self, session: int, why: str) -> None:
@@ -114,18 +114,18 @@ class StageSaving:
         return tensors, {"state": tree, "weights": self._stage.weights}  # type: ignore[return-value]
 
     def _put(self, ticket: int, state: State) -> Outcome:
-        self._stage.exchange.put(ticket_place(self._stage.place, ticket), state)
+        self._stage.exchange.put(ticket_key(self._stage.exchange_key, ticket), state)
         return Outcome.DONE
 
 
-def send_state(exchange: StateExchange, place: str, made: Callable[[], State]) -> None:
+def send_state(exchange: StateExchange, key: str, made: Callable[[], State]) -> None:
     """Leave for the head what `made` gives; where that fails, why, as `broken`: the head waits for it."""
     try:
-        exchange.put(place, made())
+        exchange.put(key, made())
     except Exception as error:
         why = f"a rank's part of the session could not be sent: {type(error).__name__}: {error}"
-        logger.exception("%s: %s", place, why)
-        exchange.put(place, ({}, {"broken": why}))
+        logger.exception("%s: %s", key, why)
+        exchange.put(key, ({}, {"broken": why}))
         raise
 
 

@@ -113,9 +113,9 @@ class StoreExchange:
         return text
 
 
-def ticket_place(place: str, ticket: int) -> str:
-    """The name under which the stage at `place` leaves a session that it was asked for by this ticket."""
-    return f"{place}, save {ticket}"
+def ticket_key(prefix: str, ticket: int) -> str:
+    """Exchange key of a session's state, saved by ticket `ticket`, of the rank whose own key is `prefix`."""
+    return f"{prefix}, save {ticket}"
 
 
 def _await(exchange: StateExchange, name: str, closed: threading.Event) -> None:

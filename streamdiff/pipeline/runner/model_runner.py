@@ -78,7 +78,7 @@ class ModelRunner:
         self.frames = spec.chunk_latents
         self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
         self.shares, share = (1, 0) if group is None else (group.size, group.index)
-        self.heads, self.place = self.denoiser.heads // self.shares, state_place(index, share)
+        self.heads, self.exchange_key = self.denoiser.heads // self.shares, stage_key(index, share)
         all_heads = None if group is None else group.all_heads
         self.attention = RollingAttention(
             self.frames, *self.grid, self.denoiser.head_dim, device, self.denoiser.attend_parts(), all_heads
@@ -121,7 +121,7 @@ class ModelRunner:
             case MessageKind.SAVE:
                 return replace(control, outcome=max(control.outcome, self.saving.go_on(control)))
             case MessageKind.LOAD:
-                walk.load(self.sessions[control.session], *self.exchange.take(self.place), self.device)
+                walk.load(self.sessions[control.session], *self.exchange.take(self.exchange_key), self.device)
             case MessageKind.SWAP_OUT:
                 self.swap_out(control.session)
             case MessageKind.SWAP_IN:
@@ -393,6 +393,6 @@ class ModelRunner:
         )
 
 
-def state_place(stage: int, share: int) -> str:
-    """The name under which rank `share` of those of a stage exchanges states with the head."""
+def stage_key(stage: int, share: int) -> str:
+    """Exchange key of rank `share` of those that share a stage."""
     return f"stage {stage}, share {share}"

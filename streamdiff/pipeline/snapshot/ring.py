@@ -11,10 +11,10 @@ import torch
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import memory_outlines
 from streamdiff.models.model import Model
-from streamdiff.pipeline.distributed.state_exchange import State, ticket_place
+from streamdiff.pipeline.distributed.state_exchange import State, ticket_key
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import StreamProgress
-from streamdiff.pipeline.runner.model_runner import RunnerSession, state_place
+from streamdiff.pipeline.runner.model_runner import RunnerSession, stage_key
 from streamdiff.pipeline.runner.sampler import PendingSteps
 from streamdiff.pipeline.snapshot.checks import (
     HeadState,
@@ -38,14 +38,14 @@ class StageStates:
     @staticmethod
     def are_there(ring: RingExecutor, ticket: int) -> bool:
         """Whether all that `MessageKind.SAVE` leaves in the ring's exchange has come."""
-        return all(ring.stage.exchange.holds(place) for places in _places(ring, ticket) for place in places)
+        return all(ring.stage.exchange.holds(key) for keys in _keys(ring, ticket) for key in keys)
 
     @classmethod
     def take(cls, ring: RingExecutor, ticket: int) -> StageStates:
         """What `MessageKind.SAVE` has left there. Raises ConfigError where a stage has no such session: opening it
         failed there, or it has ended or begun afresh."""
         parts, weights = [], []
-        taken = [[ring.stage.exchange.take(place) for place in places] for places in _places(ring, ticket)]
+        taken = [[ring.stage.exchange.take(key) for key in keys] for keys in _keys(ring, ticket)]
         broken = [tree["broken"] for there in taken for _, tree in there if "broken" in tree]
         if broken:
             raise ConfigError(broken[0])
@@ -83,7 +83,7 @@ class StageStates:
         """Leave it in the ring's exchange for `MessageKind.LOAD`."""
         for stage, shares in enumerate(self.parts):
             for share, part in enumerate(shares):
-                ring.stage.exchange.put(state_place(stage, share), walk.save(part))
+                ring.stage.exchange.put(stage_key(stage, share), walk.save(part))
 
 
 def occupied(ring: RingExecutor, session: int) -> bool:
@@ -95,10 +95,10 @@ def occupied(ring: RingExecutor, session: int) -> bool:
     )
 
 
-def _places(ring: RingExecutor, ticket: int) -> list[list[str]]:
-    """Where states are left, by stage and share."""
+def _keys(ring: RingExecutor, ticket: int) -> list[list[str]]:
+    """Exchange keys of the states saved by a ticket, by stage and share."""
     return [
-        [ticket_place(state_place(stage, share), ticket) for share in range(ring.stage.shares)]
+        [ticket_key(stage_key(stage, share), ticket) for share in range(ring.stage.shares)]
         for stage in range(ring.stage.stages)
     ]
 

@@ -147,8 +147,8 @@ class SwapStore:
         """All that is here, the one away longest first."""
         return list(self._kept)
 
-    def place(self, name: str) -> SwapLocation:
-        """Where a state lies."""
+    def location(self, name: str) -> SwapLocation:
+        """Whether a state is in host memory or in a file on disk."""
         return "disk" if self._kept[name].tensors is None else "host"
 
     def takes(self, nbytes: int) -> bool:

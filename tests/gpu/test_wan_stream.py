@@ -17,7 +17,7 @@ from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.load_plan import LoadPlan
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.runner import compiled_stage
-from streamdiff.pipeline.runner.cuda_graphs import Captured, Inputs, Recorded, Run
+from streamdiff.pipeline.runner.cuda_graphs import GraphCache, Inputs, Graph, Run
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.gpu.nccl_ring import refused
@@ -66,7 +66,7 @@ def test_on_the_cpu_both_sessions_come_to_chunks_that_have_graphs(
     """With stand-ins for CUDA's graphs, nothing compiled, and a pool for two as a server has on CUDA."""
     replays: list[Inputs] = []
 
-    def counted(run: Run, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensors]:
+    def counted(run: Run, inputs: Inputs, warm_up: bool) -> tuple[Graph, Tensors]:
         graph, result = record(run, inputs, warm_up)
         return SimpleNamespace(replay=lambda: (replays.append(inputs), graph.replay())), result
 
@@ -75,7 +75,7 @@ def test_on_the_cpu_both_sessions_come_to_chunks_that_have_graphs(
         replays.clear()
         return runtime
 
-    monkeypatch.setattr(compiled_stage, "captured_on", lambda device: Captured(counted))
+    monkeypatch.setattr(compiled_stage, "graph_cache_on", lambda device: GraphCache(counted))
     monkeypatch.setattr(gpu_check, "load_runtime", loaded)
     pool = property(lambda plan: PreallocatedCaches(2, plan.steps, plan.config.kv_context))
     monkeypatch.setattr(LoadPlan, "preallocated", pool)

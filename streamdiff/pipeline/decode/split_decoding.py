@@ -51,11 +51,11 @@ class SplitDecoding(LocalDecoding):
         self._others, self._exchange, self._network, self._rows = others, exchange, *_shared(decoder)
 
     def forget(self, stream: int) -> None:
-        self._have_told(MessageKind.CLOSE, stream)
+        self._queue_update(MessageKind.CLOSE, stream)
         super().forget(stream)
 
     def save(self, stream: int) -> SavedMemory:
-        self._have_told(MessageKind.SAVE, stream)
+        self._queue_update(MessageKind.SAVE, stream)
         own, keys = super().save(stream), self._keys(stream)
         states: list[State] = []
 
@@ -75,7 +75,7 @@ class SplitDecoding(LocalDecoding):
         return self._pool.submit(self._outlines, chunk_shape).result()
 
     def swap_out(self, stream: int) -> None:
-        self._have_told(MessageKind.SWAP_OUT, stream)
+        self._queue_update(MessageKind.SWAP_OUT, stream)
         super().swap_out(stream)
 
     def close(self, abandon: bool = False) -> None:
@@ -83,7 +83,7 @@ class SplitDecoding(LocalDecoding):
         if abandon:
             return
         with contextlib.suppress(LinkClosed):  # whoever is gone needs no end
-            self._tell(MessageKind.STOP, 0)
+            self._send_update(MessageKind.STOP, 0)
             for other in self._others:
                 other.close()
                 other.flush(LEAVE_S)
@@ -110,21 +110,21 @@ class SplitDecoding(LocalDecoding):
             raise ConfigError(f"what the decoder remembers is of another size: {error}") from error
         for key, part in zip(self._keys(stream), parts, strict=True):
             self._exchange.put(key, part)
-        self._tell(MessageKind.LOAD, stream)
+        self._send_update(MessageKind.LOAD, stream)
         self._memories.load(stream, own)
 
     def _outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
         """All ranks decode chunks of nothing together, of which each has its own rows."""
         for rank in self._other_ranks:
             self._exchange.put(shape_key(rows_key(rank)), ({}, list(chunk_shape)))
-        self._tell(MessageKind.SAVE, NO_STREAM)
+        self._send_update(MessageKind.SAVE, NO_STREAM)
         outlines = self._memories.outlines(chunk_shape, self._network.as_whole)
         for key in self._keys(NO_STREAM):
             self._exchange.take(key)
         return outlines
 
     def _swap_in(self, stream: int) -> Outcome:
-        self._tell(MessageKind.SWAP_IN, stream)
+        self._send_update(MessageKind.SWAP_IN, stream)
         return self._memories.swap_in(stream, self._rows.highest)
 
     @property
@@ -134,12 +134,12 @@ class SplitDecoding(LocalDecoding):
     def _keys(self, stream: int) -> list[str]:
         return [stream_key(rows_key(rank), stream) for rank in self._other_ranks]
 
-    def _have_told(self, kind: MessageKind, stream: int) -> None:
-        """Have the thread tell the others, behind all that it is still to do."""
-        job: Future[None] = self._pool.submit(self._tell, kind, stream)
+    def _queue_update(self, kind: MessageKind, stream: int) -> None:
+        """Queue `_send_update` on the decoding thread, behind all jobs already queued."""
+        job: Future[None] = self._pool.submit(self._send_update, kind, stream)
         job.add_done_callback(self._ended)
 
-    def _tell(self, kind: MessageKind, stream: int) -> None:
+    def _send_update(self, kind: MessageKind, stream: int) -> None:
         self._send(StageMessage(kind, (), SessionUpdate(stream)))
 
     def _send(self, message: StageMessage) -> None:

@@ -85,7 +85,7 @@ class StageSaving:
         if copy is None:
             return self._put(ticket, ({}, {"broken": saving.spoilt}))
         key, result = ticket_key(stage.exchange_key, ticket), copy.result
-        self._thread.submit(send_state, stage.exchange, key, lambda: self._told(*result()))
+        self._thread.submit(send_state, stage.exchange, key, lambda: self._with_weights(*result()))
         return Outcome.DONE
 
     def spoil(self, session: int, why: str) -> None:
@@ -106,11 +106,11 @@ class StageSaving:
         if swapped(session) not in self._stage.swaps:
             return {}, {"broken": "the session has ended meanwhile"}
         try:
-            return self._told(*self._stage.swaps.read(swapped(session)))
+            return self._with_weights(*self._stage.swaps.read(swapped(session)))
         except Lost as error:
             return {}, {"broken": f"what it was is lost: {error}"}
 
-    def _told(self, tensors: Mapping[str, object], tree: object) -> State:
+    def _with_weights(self, tensors: Mapping[str, object], tree: object) -> State:
         return tensors, {"state": tree, "weights": self._stage.weights}  # type: ignore[return-value]
 
     def _put(self, ticket: int, state: State) -> Outcome:

@@ -41,7 +41,7 @@ from streamdiff.pipeline.kv_cache.attention import (
 from streamdiff.pipeline.kv_cache.cache import CachePool, LayerCaches
 from streamdiff.pipeline.kv_cache.pooled_attention import PooledRow, attend_pooled
 from streamdiff.pipeline.runner.compiled_parts import CompiledParts, compiled, concat_rows
-from streamdiff.pipeline.runner.cuda_graphs import Inputs, Place, RowInputs, Run, Texts, captured_on
+from streamdiff.pipeline.runner.cuda_graphs import Inputs, GraphKey, RowInputs, Run, Texts, graph_cache_on
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.runner.torch_compile import one_graph
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
@@ -78,7 +78,7 @@ class CompiledStage:
         self._rotate_sinks = one_graph(_rotate_all_sinks)
         self._sinks: set[tuple[torch.Size, tuple[int, ...]]] = set()
         # With an exchange in it a replay would have to be met by one of every other rank; compiled parts need not.
-        self._captured = captured_on(device) if forward.group is None else None
+        self._graph_cache = graph_cache_on(device) if forward.group is None else None
         self.pool: CachePool | None = None
         """Where graphs of CUDA find caches; sessions that have others run compiled, not captured."""
         self.paged: AttendPaged | None = None
@@ -96,7 +96,7 @@ class CompiledStage:
     @property
     def captures(self) -> bool:
         """Whether forwards are captured, which needs a pool."""
-        return self._captured is not None
+        return self._graph_cache is not None
 
     @property
     def captured_sessions(self) -> int:
@@ -118,14 +118,14 @@ class CompiledStage:
         key, inputs = _split(given, texts, views)
         if (run := self._compiled(key)) is None:
             return None
-        if self._captured is None or (bound := self._bound(key, run, inputs, views)) is None:
+        if self._graph_cache is None or (bound := self._bound(key, run, inputs, views)) is None:
             return run(inputs)
-        numbers, place, captured, own = bound
+        numbers, graph_key, captured, own = bound
         if not self.learning:
-            if place not in self._captured.graphs:
+            if graph_key not in self._graph_cache.graphs:
                 return run(inputs)
             self.replayed |= numbers
-        return self._captured.run(place, captured, own, texts)
+        return self._graph_cache.run(graph_key, captured, own, texts)
 
     def _compiled(self, key: Key) -> Run | None:
         """What computes a forward; None: nothing was compiled for it. Of several sessions it may be any whose rows each
@@ -145,9 +145,9 @@ class CompiledStage:
 
     def _bound(
         self, key: Key, run: Run, inputs: Inputs, views: Sequence[AttentionMetadata]
-    ) -> tuple[set[int], Place, Run, Inputs] | None:
-        """Numbers of the caches, and what a captured graph is known by, what it does and with which inputs; None: such
-        forwards have none."""
+    ) -> tuple[set[int], GraphKey, Run, Inputs] | None:
+        """Numbers of the caches in the pool, and key, function and inputs of the captured graph of such a forward;
+        None: it has no graph."""
         assert self.pool is not None
         found = [self.pool.number_of(view.tensors.caches) for view in views]
         numbers = [number for number in found if number is not None]
@@ -258,9 +258,9 @@ def _split(given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> 
     sessions = []
     for view in views:
         own = view.tensors.caches
-        place = next((i for i, each in enumerate(caches) if each is own), len(caches))
-        caches[place:] = caches[place:] or [own]
-        sessions.append(place)
+        index = next((i for i, each in enumerate(caches) if each is own), len(caches))
+        caches[index:] = caches[index:] or [own]
+        sessions.append(index)
     rows = tuple(RowInputs(*view.tensors[1:]).map(_fresh_view) for view in views)
     others = tuple(tuple(KeyValue(_fresh_view(kv.key), _fresh_view(kv.value)) for kv in text) for text in texts)
     key = Key(tuple(sessions), tuple(view.shape for view in views), tuple(len(each.keys[0]) for each in caches))

@@ -15,7 +15,7 @@ from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, 
 from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, describe, fault_name
 from streamdiff.pipeline.row_faults.returned import ReturnedRows
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, SamplerSession
-from streamdiff.pipeline.scheduler.row_limit import Places
+from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
@@ -106,11 +106,11 @@ class InFlightQueue:
         return max(0.0, self._held_since_s + self.wait_s - now_s)
 
     def _next_rows(self) -> list[MicroStep]:
-        taken, places = len(self.in_ring), None
+        taken, slots = len(self.in_ring), None
         if self.scheduler.max_rows > 1:
             live = sum(not self.scheduler.is_background(each.rows) for each in self.in_ring)
-            places = Places(self.limit - taken, self.limit - live, self.limit)
-        rows = self.scheduler.next(background=taken < self.scheduler.stages, places=places)
+            slots = RingSlots(self.limit - taken, self.limit - live, self.limit)
+        rows = self.scheduler.next(background=taken < self.scheduler.stages, slots=slots)
         if rows:
             self._held_since_s = None
         return rows
@@ -138,11 +138,11 @@ class InFlightQueue:
             for row, flow, well in zip(
                 message.rows, message.tensors[0].split(1), self.returned.fates(message), strict=True
             ):
-                place = entered.rows.index(row)
+                row_index = entered.rows.index(row)
                 if well:
                     finished += self._advance(row, flow)
-                elif streams[place] is not None and self.sampler.sessions.get(row.session) is streams[place]:
-                    self._failed(entered, place)
+                elif streams[row_index] is not None and self.sampler.sessions.get(row.session) is streams[row_index]:
+                    self._failed(entered, row_index)
         return finished
 
     def _advance(self, row: MicroStep, flow: Tensor) -> list[Finished]:
@@ -156,17 +156,17 @@ class InFlightQueue:
         self.scheduler.returned(row)
         return finished
 
-    def _failed(self, entered: StageMessage, place: int) -> None:
+    def _failed(self, entered: StageMessage, row_index: int) -> None:
         """A row of a stream that goes on came back without numbers: it runs once more, before anything else and alone,
         or its session is over. Mutates: self."""
-        row = entered.rows[place]
+        row = entered.rows[row_index]
         if self.stopping or row.session in self.returned.lost:
             return
         word, session = self._word(fault_name(row.session, row.epoch)), self.sampler.sessions[row.session]
-        behind = [replace(entered.bare, rows=entered.rows[place + 1 :]), *self.in_ring]
+        behind = [replace(entered.bare, rows=entered.rows[row_index + 1 :]), *self.in_ring]
         may_repeat = self.sampler.repeats and not row.recaches
         if may_repeat and self.returned.may_try(row, word, behind, session.kv_context):
-            tensors = tuple(tensor[place : place + 1] for tensor in entered.tensors)
+            tensors = tuple(tensor[row_index : row_index + 1] for tensor in entered.tensors)
             self.controls.appendleft(StageMessage(MessageKind.ROWS, (row,), None, tensors))
         else:
             self.returned.lose(row.session, row, word)

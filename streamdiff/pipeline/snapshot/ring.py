@@ -55,14 +55,14 @@ class StageStates:
         return cls(parts, weights)
 
     @property
-    def whole(self) -> RunnerSession:
-        """All layers and heads."""
+    def merged(self) -> RunnerSession:
+        """One state with all layers and heads."""
         return walk.joined([walk.with_all_heads(shares) for shares in self.parts])
 
     @property
-    def whole_outline(self) -> RunnerSession:
+    def merged_outline(self) -> RunnerSession:
         """The same without content."""
-        return StageStates([[walk.to_device(each, walk.META) for each in part] for part in self.parts], ()).whole
+        return StageStates([[walk.to_device(each, walk.META) for each in part] for part in self.parts], ()).merged
 
     def replaced(self, whole: RunnerSession) -> StageStates:
         """The same stages and ranks with their layers and heads of `whole`. Mutates: self.
@@ -108,7 +108,7 @@ def collect(
 ) -> Snapshot:
     """The snapshot of a session, of its parts at one moment; `opened` as `opened_with` has it."""
     states = {
-        "stages": walk.save(stages.whole, "stages"),
+        "stages": walk.save(stages.merged, "stages"),
         "head": head,
         "stream": stream,
         "decoder": walk.save(walk.restored(*decoder), "decoder"),
@@ -121,7 +121,7 @@ def collect(
     )
 
 
-def place(
+def restore_into_ring(
     snapshot: Snapshot,
     ring: RingExecutor,
     model: Model,
@@ -140,7 +140,7 @@ def place(
     snapshot.check_weights(stages.weights)
     head = head_state(ring, stream.session)
     pictures = (None, *remembered(model)) if model.first_frame_reencoder is not None else (None,)
-    opened = Opened(model.spec, head, stages.whole_outline, stream, pictures)
+    opened = Opened(model.spec, head, stages.merged_outline, stream, pictures)
     check_session(snapshot, opened, LOOSE)
     snapshot.check_loose(model.spec)
     check_memory(snapshot.outline, trees["decoder"], decoder, "decoder")

@@ -24,7 +24,7 @@ from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.snapshot.checks import opened_with
 from streamdiff.pipeline.snapshot.file import Snapshot
-from streamdiff.pipeline.snapshot.ring import StageStates, collect, head_state, occupied, place, resume
+from streamdiff.pipeline.snapshot.ring import StageStates, collect, head_state, occupied, restore_into_ring, resume
 from streamdiff.pipeline.snapshot.swapping import SwapsSessions
 from streamdiff.session_state.host_copies import HostCopy
 
@@ -236,7 +236,7 @@ class SavesSessions(SwapsSessions):
             while ticket in self._blank or not StageStates.are_there(self.ring, ticket):
                 frames += self.step(_LOOK_S)
             stream = self._streams[session]
-            change = place(
+            change = restore_into_ring(
                 snapshot, self.ring, self.model, stream, self._decoding.outlines(self.model.spec.chunk_shape), ticket
             )
             self._decoding.load(stream.number, (snapshot.tensors, snapshot.trees["decoder"]))

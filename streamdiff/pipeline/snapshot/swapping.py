@@ -94,7 +94,7 @@ class SwapsSessions(ABC):
     def place(self, session: int) -> str:
         """Where the head's part of an open session lies: `device`, `host` or `disk`."""
         name, swaps = f"stage {session}", self.ring.stage.swaps
-        return "device" if session not in self._away else swaps.place(name) if name in swaps else "host"
+        return "device" if session not in self._away else swaps.location(name) if name in swaps else "host"
 
     def is_away(self, session: int) -> bool:
         """Whether an open session is swapped out, or not wholly back."""

@@ -17,7 +17,7 @@ from streamdiff.pipeline.build import load_runtime
 from streamdiff.pipeline.load_plan import LoadPlan
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.runner import compiled_stage
-from streamdiff.pipeline.runner.cuda_graphs import GraphCache, Inputs, Graph, Run
+from streamdiff.pipeline.runner.cuda_graphs import Graph, GraphCache, Inputs, Run
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.gpu.nccl_ring import refused

@@ -29,7 +29,9 @@ class CapturedStep:
     def __init__(self, step: Step, piece: Tensor, past: DecoderState, capture: StepCapture) -> None:
         """Of tensors like these, which are not kept."""
         self._piece, self._past = piece.clone(), _cloned(past)
-        self._graph, (self._pictures, self._after) = capture(lambda given: step(*given), (self._piece, self._past), True)
+        self._graph, (self._pictures, self._after) = capture(
+            lambda given: step(*given), (self._piece, self._past), True
+        )
 
     def __call__(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
         """See `Step`."""

@@ -254,7 +254,9 @@ class _Ring:
         for number, max_ahead in enumerate(self.max_ahead):
             self.scheduler.set_frame_credit(number, max_ahead - self.unshown[number])
         while self.in_ring < self.limit and (
-            rows := self.scheduler.next(slots=RingSlots(self.limit - self.in_ring, self.limit - self.in_ring, self.limit))
+            rows := self.scheduler.next(
+                slots=RingSlots(self.limit - self.in_ring, self.limit - self.in_ring, self.limit)
+            )
         ):
             for row in rows:
                 if row.step == 0:

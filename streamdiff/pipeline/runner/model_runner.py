@@ -261,13 +261,13 @@ class ModelRunner:
     def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
         """Run this stage for `rows`, see `StageForward`. With graphs of CUDA what it returns is overwritten by the next
         forward: whoever keeps it copies it. Mutates: the rows' caches."""
-        views: list[AttentionMetadata] = []
+        metadata: list[AttentionMetadata] = []
         for index, row in enumerate(rows):
-            views.append(self._view(row, self._ahead(rows, index), views))
+            metadata.append(self._row_metadata(row, self._visible_later_rows(rows, index), metadata))
         texts = [self.sessions[row.session].text[row.epoch] for row in rows]
-        done = self.compiled.run(given, texts, views) if self.compiled is not None else None
+        done = self.compiled.run(given, texts, metadata) if self.compiled is not None else None
         if done is None:
-            done = self._forward(given, concat_layers(texts), self.attention.on(views))
+            done = self._forward(given, concat_layers(texts), self.attention.on(metadata))
         for row in rows:
             if row.chunk < self.spec.first_chunks > 1 or row.clean:
                 self._share(row)
@@ -340,7 +340,7 @@ class ModelRunner:
             self.set_text(trial, 0, torch.zeros(self.spec.text_shape), 0)
         return trials
 
-    def _ahead(self, rows: Sequence[MicroStep], index: int) -> int:
+    def _visible_later_rows(self, rows: Sequence[MicroStep], index: int) -> int:
         """Number of later rows in this forward that row `index` may attend to: chunks that are made together."""
         row, count = rows[index], self.spec.first_chunks
         if row.recaches:
@@ -366,7 +366,8 @@ class ModelRunner:
         sees what the last step sees."""
         return min(max(0, row.step - (row.steps - session.steps)), session.steps - 1) if session.matched else 0
 
-    def _view(self, row: MicroStep, ahead: int, before: Sequence[AttentionMetadata]) -> AttentionMetadata:
+    def _row_metadata(self, row: MicroStep, later: int, before: Sequence[AttentionMetadata]) -> AttentionMetadata:
+        """Attention metadata of a row, which sees so many `later` ones of its forward. Mutates: its session."""
         session = self.sessions[row.session]
         self._fit_caches(session)
         cache = self._cache(session, row)
@@ -381,15 +382,15 @@ class ModelRunner:
         if row.recaches:
             # All see each other. A sink that the window has moved on from keeps the keys that it has.
             geometry, end = session.geometry, row.recache_end
-            return self.attention.view(
-                geometry, session.state, cache, row.chunk, visible_from, ahead=ahead, before=before,
+            return self.attention.row_metadata(
+                geometry, session.state, cache, row.chunk, visible_from, visible_later_rows=later, before=before,
                 end_chunk=end, keep_sink=geometry.full(end),
             )  # fmt: skip
         if row.clean and self.spec.context_alone:
             visible_from = max(visible_from, row.chunk)
         clean = session.geometry.seen_clean(row.chunk, row.step, row.steps, visible_from)
-        return self.attention.view(
-            session.geometry, session.state, cache, row.chunk, visible_from, adapt, fold, ahead, before, clean=clean
+        return self.attention.row_metadata(
+            session.geometry, session.state, cache, row.chunk, visible_from, adapt, fold, later, before, clean=clean
         )
 
 

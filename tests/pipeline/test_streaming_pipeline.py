@@ -276,7 +276,7 @@ def test_a_first_step_that_was_to_run_once_more_goes_with_its_stream(runtime: St
     runtime.set_frame_credit(0, CHUNK)
     spoil_first_steps(runtime)
     runtime.step()
-    assert runtime.ring.stage.sessions and list(runtime.ring._admission.controls), "it waits to run once more"
+    assert runtime.ring.stage.sessions and list(runtime.ring._admission.queued), "it waits to run once more"
     text = runtime.text.encode(RED)
     if way == "close":
         runtime.close_session(0)

@@ -171,7 +171,7 @@ class RemoteDecoding:
         self._exchange = exchange
         self._coming: dict[int, Outcome | None] = {}  # streams that were asked to come back; None: no answer yet
         self._deliver, self._wake = deliver, wake
-        self._works: queue.SimpleQueue[tuple[StageMessage, torch.cuda.Event | None]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[StageMessage, torch.cuda.Event | None]] = queue.SimpleQueue()
         self._device, self._lane = device, TransferStream(device)
         self._error: LinkClosed | None = None
         self._threads = [
@@ -184,37 +184,37 @@ class RemoteDecoding:
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
         row = MicroStep(stream, chunk, 0, self._pieces, 0)
         # Behind what makes them, and not behind the ring's next forwards.
-        self._works.put((StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)), self._lane.mark()))
+        self._messages.put((StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)), self._lane.mark()))
 
-    def _control(self, message: StageMessage) -> None:
-        self._works.put((message, None))
+    def _queue(self, message: StageMessage) -> None:
+        self._messages.put((message, None))
 
     def forget(self, stream: int) -> None:
         self._coming.pop(stream, None)
-        self._control(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
+        self._queue(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
 
     def save(self, stream: int) -> SavedMemory:
-        self._control(StageMessage(MessageKind.SAVE, (), SessionUpdate(stream)))
+        self._queue(StageMessage(MessageKind.SAVE, (), SessionUpdate(stream)))
         key = stream_key(DecodeWorker.exchange_key, stream)
         return lambda: self._exchange.take(key) if self._exchange.holds(key) else None
 
     def load(self, stream: int, state: State) -> None:
         self._exchange.put(stream_key(DecodeWorker.exchange_key, stream), state)
-        self._control(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
+        self._queue(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
 
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
         self._exchange.put(shape_key(DecodeWorker.exchange_key), ({}, list(chunk_shape)))
-        self._control(StageMessage(MessageKind.SAVE, (), SessionUpdate(NO_STREAM)))
+        self._queue(StageMessage(MessageKind.SAVE, (), SessionUpdate(NO_STREAM)))
         outlines: list[Any] = self._exchange.take(stream_key(DecodeWorker.exchange_key, NO_STREAM))[1]
         return outlines
 
     def swap_out(self, stream: int) -> None:
-        self._control(StageMessage(MessageKind.SWAP_OUT, (), SessionUpdate(stream)))
+        self._queue(StageMessage(MessageKind.SWAP_OUT, (), SessionUpdate(stream)))
 
     def swap_in(self, stream: int) -> Outcome:
         if stream not in self._coming:
             self._coming[stream] = None
-            self._control(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream)))
+            self._queue(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream)))
         if self._coming[stream] is None:
             return Outcome.NOT_YET
         return self._coming.pop(stream) or Outcome.DONE
@@ -224,7 +224,7 @@ class RemoteDecoding:
             raise self._error
 
     def close(self, abandon: bool = False) -> None:
-        self._control(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
+        self._queue(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
         for thread in self._threads:
             thread.join(0.0 if abandon else LEAVE_S)
 
@@ -233,11 +233,11 @@ class RemoteDecoding:
         self._lane.enter()
         try:
             while True:
-                work, made = self._works.get()
-                for tensor in work.tensors:
+                message, made = self._messages.get()
+                for tensor in message.tensors:
                     self._lane.follow(made, tensor)
-                self._sender.send(work)
-                if work.kind is MessageKind.STOP:
+                self._sender.send(message)
+                if message.kind is MessageKind.STOP:
                     break
             self._sender.close()
             self._sender.flush(LEAVE_S)
@@ -246,11 +246,11 @@ class RemoteDecoding:
 
     def _receive(self) -> None:
         try:
-            while (work := self._receiver.receive(None)) is None or work.kind is not MessageKind.STOP:
-                if work is not None and work.control is not None:
-                    self._take(work.kind, work.control)
-                elif work is not None:
-                    row, pictures = work.rows[0], work.tensors[0].numpy().copy()
+            while (message := self._receiver.receive(None)) is None or message.kind is not MessageKind.STOP:
+                if message is not None and message.update is not None:
+                    self._take(message.kind, message.update)
+                elif message is not None:
+                    row, pictures = message.rows[0], message.tensors[0].numpy().copy()
                     self._deliver(Piece(row.session, row.chunk, pictures, row.step == self._pieces - 1))
             self._receiver.close(LEAVE_S)
         except LinkClosed as error:
@@ -311,23 +311,23 @@ class DecodeWorker:
             LinkClosed: the head is gone.
         """
         self._lane.enter()  # also what the receiver uploads
-        while (work := self._next()) is None or work.kind is not MessageKind.STOP:
-            if work is not None and work.control is not None:
-                self._update(work.kind, work.control.session)
-            elif work is not None:
-                self._decode(work)
-        self._sender.send(work)
+        while (message := self._next()) is None or message.kind is not MessageKind.STOP:
+            if message is not None and message.update is not None:
+                self._update(message.kind, message.update.session)
+            elif message is not None:
+                self._decode(message)
+        self._sender.send(message)
         self._sender.close()
         self._receiver.close(LEAVE_S)
         self._sender.flush(LEAVE_S)
 
     def _next(self) -> StageMessage | None:
         """What comes next, if anything has; while a stream is being saved a piece is copied. Mutates: self."""
-        work = self._receiver.receive(0.0 if self._saving else None)
+        message = self._receiver.receive(0.0 if self._saving else None)
         if self._saving and (state := self._memories.save_on(self._saving[0])) is not None:
             key = stream_key(self.exchange_key, self._saving.popleft())
             self._to_head.submit(send_state, self._exchange, key, lambda: state)
-        return work
+        return message
 
     def _update(self, kind: MessageKind, stream: int) -> None:
         """Do to what is remembered of a stream what the head asks for. Mutates: self."""
@@ -351,11 +351,11 @@ class DecodeWorker:
         outcome = self._memories.swap_in(stream)
         self._sender.send(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream, outcome=outcome)))
 
-    def _decode(self, work: StageMessage) -> None:
-        (row,) = work.rows
-        self.now = work
+    def _decode(self, message: StageMessage) -> None:
+        (row,) = message.rows
+        self.now = message
         try:
-            for index, pictures in enumerate(self._memories.decode(row.session, row.chunk, work.tensors[0][0])):
+            for index, pictures in enumerate(self._memories.decode(row.session, row.chunk, message.tensors[0][0])):
                 rows = (MicroStep(row.session, row.chunk, index, row.steps, 0),) * len(pictures)
                 self._sender.send(StageMessage(MessageKind.ROWS, rows, None, (pictures,)))
         except ROW_ERRORS as error:
@@ -363,7 +363,7 @@ class DecodeWorker:
             self._exchange.leave_word(_word(row.session), describe(error, f"decoding chunk {row.chunk}"))
             self._sender.send(StageMessage(MessageKind.CLOSE, (), SessionUpdate(row.session, row.chunk)))
         self.done += 1
-        self.now, self.last = None, work
+        self.now, self.last = None, message
 
     def where(self) -> str:
         """What it is at, for messages."""

@@ -38,11 +38,11 @@ class FanOutSender:
     def ready(self) -> bool:
         return self._sender.ready and all(other.ready for other in self.others)
 
-    def announce(self, work: StageMessage) -> None:
-        self._sender.announce(work)
+    def announce(self, message: StageMessage) -> None:
+        self._sender.announce(message)
 
-    def send(self, work: StageMessage) -> None:
-        self._sender.send(work)
+    def send(self, message: StageMessage) -> None:
+        self._sender.send(message)
 
     def close(self) -> None:
         for each in (self._sender, *self.others):

@@ -62,10 +62,10 @@ class StageSaving:
         self._done: dict[int, int] = {}  # tickets, by session: another stage may not be done, and all are asked again
         self._thread = ThreadPoolExecutor(1, "to head")
 
-    def go_on(self, control: SessionUpdate) -> Outcome:
+    def go_on(self, update: SessionUpdate) -> Outcome:
         """Copy the next piece of a session, the first one with a new ticket; what is complete goes to the head under
         `ticket_key`. NOT_YET: there are more. Mutates: self."""
-        stage, session, ticket = self._stage, control.session, control.epoch
+        stage, session, ticket = self._stage, update.session, update.epoch
         if self._done.get(session) == ticket:
             return Outcome.DONE
         saving = self._under_way.get(session)
@@ -94,12 +94,12 @@ class StageSaving:
             saving = self._under_way[session]
             saving.copy, saving.spoilt = None, why
 
-    def refuse(self, control: SessionUpdate, why: str) -> None:
+    def refuse(self, update: SessionUpdate, why: str) -> None:
         """Tell the head, once, that a session cannot be saved. Mutates: self."""
-        self._under_way.pop(control.session, None)
-        if self._done.get(control.session) != control.epoch:
-            self._done[control.session] = control.epoch
-            self._put(control.epoch, ({}, {"broken": why}))
+        self._under_way.pop(update.session, None)
+        if self._done.get(update.session) != update.epoch:
+            self._done[update.session] = update.epoch
+            self._put(update.epoch, ({}, {"broken": why}))
 
     def _away(self, session: int) -> State:
         """The part of a session that is swapped out, or why there is none."""

@@ -86,8 +86,8 @@ class ReturnedRows:
 def _follows(row: MicroStep, message: StageMessage, kv_context: str) -> bool:
     """Whether a message that entered after `row` concerns its session; in `matched` steps have caches of their own, and
     only the same step, counted from the last, matters."""
-    if message.control is not None:
-        return message.control.session == row.session
+    if message.update is not None:
+        return message.update.session == row.session
     theirs = [each for each in message.rows if each.session == row.session]
     if kv_context == "matched":
         theirs = [each for each in theirs if each.steps - each.step == row.steps - row.step]

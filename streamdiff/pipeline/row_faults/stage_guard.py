@@ -44,7 +44,7 @@ class GuardedStage(Protocol):
     def forget_sinks(self, session: int) -> None:
         """Have a session's sink rotated anew: it may be half done."""
 
-    def update(self, kind: MessageKind, control: SessionUpdate, tensors: Tensors) -> SessionUpdate: ...
+    def apply_update(self, kind: MessageKind, update: SessionUpdate, tensors: Tensors) -> SessionUpdate: ...
 
 
 class StageGuard:
@@ -77,28 +77,28 @@ class StageGuard:
             parts = self._each_session(rows, given, well)
         return self._put_together(rows, given, parts)
 
-    def update(self, message: StageMessage) -> StageMessage:
+    def apply_update(self, message: StageMessage) -> StageMessage:
         """Make a change to a session, which is broken if that fails. Of a broken one nothing is done but to close it.
         Returns the message for the next rank. Mutates: self, the stage.
 
         Raises:
             Exception: one that is no session's own.
         """
-        control, kind = message.control, message.kind
-        assert control is not None, "rows go to `forward`"
+        update, kind = message.update, message.kind
+        assert update is not None, "rows go to `forward`"
         if kind in (MessageKind.OPEN, MessageKind.CLOSE):
-            self.broken.pop(control.session, None)
-        if (why := self.broken.get(control.session)) is not None:
+            self.broken.pop(update.session, None)
+        if (why := self.broken.get(update.session)) is not None:
             if kind is MessageKind.SAVE:  # the head waits for it
-                self._stage.saving.refuse(control, why)
+                self._stage.saving.refuse(update, why)
             return message
         try:
-            return replace(message, control=self._stage.update(kind, control, message.tensors))
+            return replace(message, update=self._stage.apply_update(kind, update, message.tensors))
         except ROW_ERRORS as error:
             check_own(error)
             if self._stage.shared or kind in (MessageKind.SAVE, MessageKind.CLOSE):
                 raise
-            self.broken[control.session] = describe(error, f"{kind.name.lower()} failed on stage {self._stage.index}")
+            self.broken[update.session] = describe(error, f"{kind.name.lower()} failed on stage {self._stage.index}")
         return message
 
     def _each_session(

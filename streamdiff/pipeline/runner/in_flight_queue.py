@@ -42,7 +42,7 @@ class InFlightQueue:
         self.scheduler, self.sampler, self.limit, self.wait_s = scheduler, sampler, limit, wait_s
         self._held_since_s: float | None = None
         self._timed = timed
-        self.controls: deque[StageMessage] = deque()
+        self.queued: deque[StageMessage] = deque()  # what enters before the scheduler's forwards
         self.in_ring: deque[StageMessage] = deque()  # in order; rows with their inputs, as they may be tried again
         self.returned, self._word = ReturnedRows(), word
         self._streams: deque[list[SamplerSession | None]] = deque()  # of each message in the ring that of each row
@@ -54,8 +54,8 @@ class InFlightQueue:
         """The next message that may enter, or None; never waits. Mutates: self, scheduler, sampler."""
         if len(self.in_ring) >= self.limit:
             return None
-        if self.controls:
-            message = self.controls.popleft()
+        if self.queued:
+            message = self.queued.popleft()
         elif self.stopping or self.held_s() > 0 or (made := self._next_message()) is None:
             return None
         else:
@@ -93,8 +93,8 @@ class InFlightQueue:
 
     def forget(self, session: int) -> None:
         """Rows of the session's stream that were to run once more no longer are. Mutates: self."""
-        for message in [each for each in self.controls if each.rows and each.rows[0].session == session]:
-            self.controls.remove(message)
+        for message in [each for each in self.queued if each.rows and each.rows[0].session == session]:
+            self.queued.remove(message)
 
     def held_s(self) -> float:
         """Seconds for which what is ready still waits for rows of other sessions; 0: for nothing. Mutates: self."""
@@ -129,8 +129,8 @@ class InFlightQueue:
             EngineFailure: one session after the other fails.
         """
         entered, streams = self.in_ring.popleft(), self._streams.popleft()
-        if message.kind.is_answered and message.control is not None:
-            self.answers.append((message.kind, message.control))
+        if message.kind.is_answered and message.update is not None:
+            self.answers.append((message.kind, message.update))
         if message.kind is not MessageKind.ROWS:
             return []
         finished: list[Finished] = []
@@ -167,6 +167,6 @@ class InFlightQueue:
         may_repeat = self.sampler.repeats and not row.recaches
         if may_repeat and self.returned.may_try(row, word, behind, session.kv_context):
             tensors = tuple(tensor[row_index : row_index + 1] for tensor in entered.tensors)
-            self.controls.appendleft(StageMessage(MessageKind.ROWS, (row,), None, tensors))
+            self.queued.appendleft(StageMessage(MessageKind.ROWS, (row,), None, tensors))
         else:
             self.returned.lose(row.session, row, word)

@@ -98,35 +98,35 @@ class ModelRunner:
     @torch.inference_mode()
     def carry_out(self, message: StageMessage) -> StageMessage:
         """Execute a stage message; returns the message for the next rank. Mutates: self."""
-        control = message.control
-        for session in {row.session for row in message.rows} if control is None else {control.session}:
+        update = message.update
+        for session in {row.session for row in message.rows} if update is None else {update.session}:
             self._arrive(session)
-        if control is None:
+        if update is None:
             return StageMessage(message.kind, message.rows, None, self.guard.forward(message.rows, message.tensors))
-        return self.guard.update(message)
+        return self.guard.apply_update(message)
 
-    def update(self, kind: MessageKind, control: SessionUpdate, tensors: Tensors) -> SessionUpdate:
+    def apply_update(self, kind: MessageKind, update: SessionUpdate, tensors: Tensors) -> SessionUpdate:
         """Make a change to a session, see `MessageKind`; returns it for the next rank. Mutates: self."""
         match kind:
             case MessageKind.OPEN:
-                self.open(control.session, steps=control.steps, kv_context=control.kv_context)
+                self.open(update.session, steps=update.steps, kv_context=update.kv_context)
             case MessageKind.TEXT:
-                self.set_text(control.session, control.epoch, tensors[0], control.oldest, control.visible_from_chunk)
+                self.set_text(update.session, update.epoch, tensors[0], update.oldest, update.visible_from_chunk)
             case MessageKind.RESET:
-                self.reset(control.session)
+                self.reset(update.session)
             case MessageKind.STEPS:
-                self.set_steps(control.session, control.epoch, control.steps)
+                self.set_steps(update.session, update.epoch, update.steps)
             case MessageKind.CLOSE:
-                self.close(control.session)
+                self.close(update.session)
             case MessageKind.SAVE:
-                return replace(control, outcome=max(control.outcome, self.saving.go_on(control)))
+                return replace(update, outcome=max(update.outcome, self.saving.go_on(update)))
             case MessageKind.LOAD:
-                walk.load(self.sessions[control.session], *self.exchange.take(self.exchange_key), self.device)
+                walk.load(self.sessions[update.session], *self.exchange.take(self.exchange_key), self.device)
             case MessageKind.SWAP_OUT:
-                self.swap_out(control.session)
+                self.swap_out(update.session)
             case MessageKind.SWAP_IN:
-                return replace(control, outcome=max(control.outcome, self.swap_in(control)))
-        return control
+                return replace(update, outcome=max(update.outcome, self.swap_in(update)))
+        return update
 
     @property
     def shared(self) -> bool:
@@ -218,10 +218,10 @@ class ModelRunner:
         self.close(session)
         self.swaps.put(name, gone)
 
-    def swap_in(self, control: SessionUpdate) -> Outcome:
+    def swap_in(self, update: SessionUpdate) -> Outcome:
         """Give a session caches again, with what was in them; where that is lost, empty ones. NOT_YET: ask again.
         Mutates: self."""
-        session, name = control.session, swapped(control.session)
+        session, name = update.session, swapped(update.session)
         if session in self.sessions:
             return Outcome.DONE
         outcome, group = readiness(self.swaps, name), self._forward.group
@@ -229,7 +229,7 @@ class ModelRunner:
             outcome = Outcome(group.highest(outcome))
         if outcome is Outcome.NOT_YET:
             return outcome
-        self.open(session, steps=control.steps, kv_context=control.kv_context)
+        self.open(session, steps=update.steps, kv_context=update.kv_context)
         if outcome is Outcome.LOST:
             self.swaps.drop(name)
         else:

@@ -90,7 +90,7 @@ def occupied(ring: RingExecutor, session: int) -> bool:
     """Whether something of a session, the present one or one before it, is in the ring or about to enter."""
     return any(
         session in {row.session for row in message.rows}
-        or (message.control is not None and message.control.session == session)
+        or (message.update is not None and message.update.session == session)
         for message in ring.messages
     )
 

@@ -18,7 +18,7 @@ from benchmarks import fps_ttff, gpu_check, gpu_suite
 from benchmarks.gpu_suite import Deadline, Found, allowed, plain, wanted, wrong
 from benchmarks.stream_case import Amount, Case
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.runner import compiled_stage
 from streamdiff.pipeline.runner.cuda_graphs import GraphCache
 from tests.pipeline.runner.test_cuda_graphs import record
@@ -110,7 +110,7 @@ def test_only_replayed_forwards_are_asked_for_the_memory_they_take(monkeypatch: 
     monkeypatch.setattr(compiled_stage, "graph_cache_on", lambda device: GraphCache(record))
     config = {"device": "cpu", "compile": "on", "clean_pass": "alone"}
     with torch.compiler.set_stance("force_eager"):
-        runtime = load_runtime(ModelConfig.model_validate(config))
+        runtime = build_pipeline(ModelConfig.model_validate(config))
         try:
             counts = iter(range(1000))
             taken = gpu_check.taken_in_replays(runtime, lambda: next(counts))

@@ -65,16 +65,19 @@ class LocalDecoding:
     ) -> None:
         """`wake` is called, from that thread, when something has gone wrong; `device` is the decoder's, `timer` that
         device's; `at_once` latent frames are decoded by one call; `swaps` is where what is swapped out lies."""
-        self._lane = TransferStream(device)
+        self._transfer_stream = TransferStream(device)
         swaps = swaps or SwapStore(device)
-        self._memories = DecoderMemories(decoder, self._lane, at_once, timer or DeviceTimer.on(device), swaps)
+        self._memories = DecoderMemories(
+            decoder, self._transfer_stream, at_once, timer or DeviceTimer.on(device), swaps
+        )
         self._coming: dict[int, Future[Outcome]] = {}
         self._deliver, self._wake = deliver, wake
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(1, "decode", initializer=self._enter)
 
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
-        self._pool.submit(self._decode, stream, chunk, latents, self._lane.mark()).add_done_callback(self._ended)
+        job = self._pool.submit(self._decode, stream, chunk, latents, self._transfer_stream.mark())
+        job.add_done_callback(self._ended)
 
     def forget(self, stream: int) -> None:
         self._coming.pop(stream, None)
@@ -130,10 +133,10 @@ class LocalDecoding:
 
     def _enter(self) -> None:
         torch.set_num_threads(DECODE_THREADS)
-        self._lane.enter()
+        self._transfer_stream.enter()
 
     def _decode(self, stream: int, chunk: int, latents: Tensor, ready: torch.cuda.Event | None) -> None:
-        self._lane.follow(ready, latents)
+        self._transfer_stream.follow(ready, latents)
         try:
             for index, pictures in enumerate(self._memories.decode(stream, chunk, latents)):
                 self._deliver(Piece(stream, chunk, pictures.numpy().copy(), index == latents.shape[1] - 1))
@@ -172,7 +175,7 @@ class RemoteDecoding:
         self._coming: dict[int, Outcome | None] = {}  # streams that were asked to come back; None: no answer yet
         self._deliver, self._wake = deliver, wake
         self._messages: queue.SimpleQueue[tuple[StageMessage, torch.cuda.Event | None]] = queue.SimpleQueue()
-        self._device, self._lane = device, TransferStream(device)
+        self._device, self._transfer_stream = device, TransferStream(device)
         self._error: LinkClosed | None = None
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
@@ -184,7 +187,9 @@ class RemoteDecoding:
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
         row = MicroStep(stream, chunk, 0, self._pieces, 0)
         # Behind what makes them, and not behind the ring's next forwards.
-        self._messages.put((StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)), self._lane.mark()))
+        self._messages.put(
+            (StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)), self._transfer_stream.mark())
+        )
 
     def _queue(self, message: StageMessage) -> None:
         self._messages.put((message, None))
@@ -230,12 +235,12 @@ class RemoteDecoding:
 
     def _send(self) -> None:
         bind(self._device)
-        self._lane.enter()
+        self._transfer_stream.enter()
         try:
             while True:
                 message, made = self._messages.get()
                 for tensor in message.tensors:
-                    self._lane.follow(made, tensor)
+                    self._transfer_stream.follow(made, tensor)
                 self._sender.send(message)
                 if message.kind is MessageKind.STOP:
                     break
@@ -295,8 +300,10 @@ class DecodeWorker:
         """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `exchange`
         leads to the head, None: within this process; `swaps` is where what is swapped out lies."""
         self._exchange = exchange or LocalExchange()
-        self._lane, self.timer = TransferStream(device), timer or DeviceTimer.on(device)
-        self._memories = DecoderMemories(decoder, self._lane, at_once, self.timer, swaps or SwapStore(device))
+        self._transfer_stream, self.timer = TransferStream(device), timer or DeviceTimer.on(device)
+        self._memories = DecoderMemories(
+            decoder, self._transfer_stream, at_once, self.timer, swaps or SwapStore(device)
+        )
         self._receiver, self._sender = receiver, sender
         self._saving: deque[int] = deque()  # streams
         self._to_head = ThreadPoolExecutor(1, "to head")
@@ -310,7 +317,7 @@ class DecodeWorker:
         Raises:
             LinkClosed: the head is gone.
         """
-        self._lane.enter()  # also what the receiver uploads
+        self._transfer_stream.enter()  # also what the receiver uploads
         while (message := self._next()) is None or message.kind is not MessageKind.STOP:
             if message is not None and message.update is not None:
                 self._update(message.kind, message.update.session)

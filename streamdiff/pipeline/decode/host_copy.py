@@ -82,7 +82,7 @@ def decode_chunk(
     decoder: PictureDecoder,
     latents: Tensor,
     memory: Any,
-    lane: TransferStream,
+    transfer_stream: TransferStream,
     at_once: int,
     timed: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Tensor]:
@@ -95,7 +95,7 @@ def decode_chunk(
             return decoder.decode(group[None], memory)
 
     decoded = map(decode, groups)
-    for group, pictures in zip(groups, lane.fetch(decoded), strict=True):
+    for group, pictures in zip(groups, transfer_stream.fetch(decoded), strict=True):
         count = group.shape[1]
         # A stream's first latent frame may show fewer frames than the others.
         first = len(pictures) - (count - 1) * decoder.temporal if count > 1 else len(pictures)

@@ -91,7 +91,7 @@ class SplitDecoding(LocalDecoding):
     # ---- on the thread ------------------------------------------------------------------------------------------
 
     def _decode(self, stream: int, chunk: int, latents: Tensor, ready: torch.cuda.Event | None) -> None:
-        self._lane.follow(ready, latents)
+        self._transfer_stream.follow(ready, latents)
         row = MicroStep(stream, chunk, 0, latents.shape[1], 0)
         self._send(StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)))
         super()._decode(stream, chunk, latents, ready)

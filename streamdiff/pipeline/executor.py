@@ -68,7 +68,7 @@ class RingExecutor:
         self._sender, self._receiver = links or (loop, loop)
         self._admission = InFlightQueue(
             self.scheduler, self.sampler, stages + 1 if stages > 1 else 1, timed, wait_s,
-            lambda name: self.stage.exchange.word(name),
+            lambda name: self.stage.exchange.pop_text(name),
         )  # fmt: skip
         self.worker = Worker(self._admission, self.stage, self._sender, timer, timed)
         self.changes: dict[int, PendingSteps] = {}  # by session

@@ -72,7 +72,7 @@ def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
             continue
         ring = connect_head(part, rank_topology, CPU)
         if case.links in BROKEN:  # rubbish is to come out, and nobody to end its sessions
-            ring.faults.fates = lambda message: [True] * len(message.rows)  # type: ignore[method-assign]
+            ring.faults.rows_ok = lambda message: [True] * len(message.rows)  # type: ignore[method-assign]
         results[text] = play(ring, model, {name: ORDERS[name] for name in case.names}, case.chunks)
         ring.stop(LEAVE_S)
     if rank == 0:

@@ -45,8 +45,8 @@ DECODE_THREADS = 1
 """CPU threads of decoding beside a stage's work."""
 
 
-def _word(stream: int) -> str:
-    """The name under which a decoding rank leaves word of what failed."""
+def _fault_key(stream: int) -> str:
+    """Exchange key of the reason, posted by a decoding rank, why a chunk of a stream could not be decoded."""
     return f"decoding of stream {stream}"
 
 
@@ -271,7 +271,7 @@ class RemoteDecoding:
 
     def _failed(self, about: SessionUpdate) -> Piece:
         """The piece that stands for a chunk that could not be decoded, whose number is told as an epoch."""
-        why = self._exchange.word(_word(about.session))
+        why = self._exchange.pop_text(_fault_key(about.session))
         return Piece.failed(about.session, about.epoch, why or f"decoding chunk {about.epoch} failed")
 
     def _fail(self, error: LinkClosed) -> None:
@@ -367,7 +367,7 @@ class DecodeWorker:
                 self._sender.send(StageMessage(MessageKind.ROWS, rows, None, (pictures,)))
         except ROW_ERRORS as error:
             check_own(error)
-            self._exchange.leave_word(_word(row.session), describe(error, f"decoding chunk {row.chunk}"))
+            self._exchange.post_text(_fault_key(row.session), describe(error, f"decoding chunk {row.chunk}"))
             self._sender.send(StageMessage(MessageKind.CLOSE, (), SessionUpdate(row.session, row.chunk)))
         self.done += 1
         self.now, self.last = None, message

@@ -276,7 +276,7 @@ def _as_inference_tensor(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_inference() else tensor.clone()
 
 
-def forwards_met(
+def forward_variants(
     trial: int, chunk: int, steps: int, kv_context: str, anchor: bool, with_next: bool
 ) -> Iterator[list[MicroStep]]:
     """Yields the rows of each kind of forward of `chunk`: first step and clean pass; if each step has its own cache,

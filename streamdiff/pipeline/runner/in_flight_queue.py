@@ -12,7 +12,7 @@ from torch import Tensor
 from streamdiff import clock
 from streamdiff.pipeline.device_timer import StreamTimer
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
-from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, describe, fault_name
+from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, describe, fault_key
 from streamdiff.pipeline.row_faults.returned import ReturnedRows
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, SamplerSession
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
@@ -35,16 +35,16 @@ class InFlightQueue:
         limit: int,
         timed: StreamTimer,
         wait_s: float = 0.0,
-        word: Callable[[str], str | None] = lambda name: None,
+        pop_text: Callable[[str], str | None] = lambda name: None,
     ) -> None:
-        """`timed` is that of the stream that the head computes on. `word`: what a stage left under a name
-        (`errors.fault_name`), None: nothing."""
+        """`timed` is that of the stream that the head computes on. `pop_text` takes the text that a stage posted under
+        a key (`errors.fault_key`); None: there is none."""
         self.scheduler, self.sampler, self.limit, self.wait_s = scheduler, sampler, limit, wait_s
         self._held_since_s: float | None = None
         self._timed = timed
         self.queued: deque[StageMessage] = deque()  # what enters before the scheduler's forwards
         self.in_ring: deque[StageMessage] = deque()  # in order; rows with their inputs, as they may be tried again
-        self.returned, self._word = ReturnedRows(), word
+        self.returned, self._pop_text = ReturnedRows(), pop_text
         self._streams: deque[list[SamplerSession | None]] = deque()  # of each message in the ring that of each row
         self.stopping = False
         self.answers: deque[tuple[MessageKind, SessionUpdate]] = deque()
@@ -88,7 +88,7 @@ class InFlightQueue:
                 kept += own
             except ROW_ERRORS as error:
                 check_own(error)
-                self.returned.lose(session, own[0], describe(error, f"{at(own[0])} could not begin"))
+                self.returned.fail_session(session, own[0], describe(error, f"{at(own[0])} could not begin"))
         return kept, tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     def forget(self, session: int) -> None:
@@ -135,11 +135,11 @@ class InFlightQueue:
             return []
         finished: list[Finished] = []
         with self._timed.work(entered.bare):
-            for row, flow, well in zip(
-                message.rows, message.tensors[0].split(1), self.returned.fates(message), strict=True
+            for row, flow, ok in zip(
+                message.rows, message.tensors[0].split(1), self.returned.rows_ok(message), strict=True
             ):
                 row_index = entered.rows.index(row)
-                if well:
+                if ok:
                     finished += self._advance(row, flow)
                 elif streams[row_index] is not None and self.sampler.sessions.get(row.session) is streams[row_index]:
                     self._failed(entered, row_index)
@@ -151,7 +151,7 @@ class InFlightQueue:
             finished = self.sampler.advance((row,), flow)
         except ROW_ERRORS as error:
             check_own(error)
-            self.returned.lose(row.session, row, describe(error, f"{at(row)} could not be taken over"))
+            self.returned.fail_session(row.session, row, describe(error, f"{at(row)} could not be taken over"))
             return []
         self.scheduler.returned(row)
         return finished
@@ -160,13 +160,13 @@ class InFlightQueue:
         """A row of a stream that goes on came back without numbers: it runs once more, before anything else and alone,
         or its session is over. Mutates: self."""
         row = entered.rows[row_index]
-        if self.stopping or row.session in self.returned.lost:
+        if self.stopping or row.session in self.returned.failed_sessions:
             return
-        word, session = self._word(fault_name(row.session, row.epoch)), self.sampler.sessions[row.session]
+        fault, session = self._pop_text(fault_key(row.session, row.epoch)), self.sampler.sessions[row.session]
         behind = [replace(entered.bare, rows=entered.rows[row_index + 1 :]), *self.in_ring]
         may_repeat = self.sampler.repeats and not row.recaches
-        if may_repeat and self.returned.may_try(row, word, behind, session.kv_context):
+        if may_repeat and self.returned.should_retry(row, fault, behind, session.kv_context):
             tensors = tuple(tensor[row_index : row_index + 1] for tensor in entered.tensors)
             self.queued.appendleft(StageMessage(MessageKind.ROWS, (row,), None, tensors))
         else:
-            self.returned.lose(row.session, row, word)
+            self.returned.fail_session(row.session, row, fault)

@@ -26,7 +26,7 @@ from streamdiff.pipeline.kv_cache.cache import CachePool, CacheSizes, KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
 from streamdiff.pipeline.row_faults.stage_guard import StageGuard
-from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_layers, forwards_met
+from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_layers, forward_variants
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP, cache_count, most_steps
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -309,7 +309,7 @@ class ModelRunner:
         on_progress(0, kinds)
         for made, with_next in enumerate(alone, 1):
             for trial, chunk in product(trials if self._pool is not None else trials[:1], chunks):
-                for rows in forwards_met(trial, chunk, steps, kv_context, chunk in geometry.anchors, with_next):
+                for rows in forward_variants(trial, chunk, steps, kv_context, chunk in geometry.anchors, with_next):
                     self.forward(rows, self.zeros(len(rows)))
             on_progress(made, kinds)
         if most > 1 and self._pool is not None:

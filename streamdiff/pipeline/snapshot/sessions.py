@@ -25,7 +25,7 @@ from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.snapshot.checks import opened_with
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.snapshot.ring import StageStates, collect, head_state, occupied, restore_into_ring, resume
-from streamdiff.pipeline.snapshot.swapping import SwapsSessions
+from streamdiff.pipeline.snapshot.swapping import SwapMixin
 from streamdiff.session_state.host_copies import HostCopy
 
 _REST_WAIT_S = 0.1
@@ -50,8 +50,8 @@ class _Saving:
     made: Future[Any] | None = None
 
 
-class SavesSessions(SwapsSessions):
-    """What `StreamingPipeline` inherits to save its sessions and to go on from snapshots."""
+class SnapshotMixin(SwapMixin):
+    """`StreamingPipeline`'s methods that save sessions as snapshots and restore them."""
 
     model: Model
     _failed: set[int]

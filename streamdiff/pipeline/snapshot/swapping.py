@@ -33,8 +33,8 @@ class _Away:
     decoder: Outcome = Outcome.NOT_YET
 
 
-class SwapsSessions(ABC):
-    """What `StreamingPipeline` inherits to swap its sessions out and in."""
+class SwapMixin(ABC):
+    """`StreamingPipeline`'s methods that swap sessions out and in."""
 
     ring: RingExecutor
     _streams: dict[int, StreamProgress]

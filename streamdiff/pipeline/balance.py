@@ -1,5 +1,5 @@
-"""What is measured once at the start: costs by which the blocks are shared out, where no profile has them, and what a
-further row of a forward costs.
+"""Costs measured once at the start: those by which blocks are assigned to stages, where no profile has them, and those
+of further rows of a forward.
 
 The shares are decided before the first chunk and never changed afterwards, so no chunk in flight ever moves.
 """
@@ -70,9 +70,9 @@ def measure(
 
 
 def gather_costs(context: RankContext, own: Measured, stages: int, shares: int, blocks: int) -> Costs:
-    """What all stages have measured, once all have; every rank gets the same answer. Blocks are alike, and a rank that
-    was disturbed only measured too much. Blocks and output layer, which were measured whole, take `shares` ranks so
-    much less time; what these exchange is not counted."""
+    """Gather the measurements of all stages into costs, the same on every rank; waits for them. Blocks are alike, and a
+    rank that was disturbed only measured too much. Blocks and output layer, which were measured whole, take `shares`
+    ranks so much less time; their exchanges are not counted."""
     context.store.set(f"cost/{context.rank}", json.dumps(asdict(own)))
     first_ranks = range(0, stages * shares, shares)
     everybody = [Measured(**json.loads(context.store.get(f"cost/{rank}"))) for rank in first_ranks]

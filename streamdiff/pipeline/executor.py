@@ -111,7 +111,7 @@ class RingExecutor:
 
     @property
     def faults(self) -> ReturnedRows:
-        """What becomes of sessions whose rows fail; `on_fault` is the caller's to set."""
+        """Handles rows that fail and their sessions; the caller sets its `on_fault`."""
         return self._admission.returned
 
     @property
@@ -329,7 +329,7 @@ class RingExecutor:
         return SeededNoise(self.sampler.spec.chunk_shape, seed)
 
     def tell(self, kind: MessageKind, update: SessionUpdate, *tensors: Tensor) -> None:
-        """Have all stages make a change, before anything enters that is decided on later. Mutates: self."""
+        """Queue an update for all stages, ahead of all forwards that are scheduled later. Mutates: self."""
         self._admission.queued.append(StageMessage(kind, (), update, tensors))
 
     def _take_back(self, wait_s: float | None) -> list[Finished]:

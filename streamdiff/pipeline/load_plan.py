@@ -1,4 +1,4 @@
-"""What a rank will load, settled before anything is: the model found, settings chosen, memory counted, kernels tried.
+"""Plans what a rank loads, before it loads anything: finds the model, resolves settings, counts memory, tries kernels.
 
 `plan_load` is the same on all ranks; `plan_rank` adds what one rank makes of it. `rank_loader` then only loads.
 """

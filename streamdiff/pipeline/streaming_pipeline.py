@@ -372,7 +372,8 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         return [Frames(stream.session, piece.chunk, chunk.epoch, piece.pictures, piece.last, chunk_s)]
 
     def _decoding_failed(self, stream: StreamProgress, piece: Piece) -> None:
-        """A chunk could not be decoded; where its latents are no numbers a stage may have said why. Mutates: self."""
+        """Fail the session of a chunk that could not be decoded, with the reason that a stage posted if there is one.
+        Mutates: self."""
         if stream.session not in self._failed:
             name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
             why = self.ring.stage.exchange.pop_text(name) or piece.fault

@@ -1,4 +1,4 @@
-"""Ranks over real processes: who is linked to whom.
+"""Topology of a ring over processes: which ranks are linked, by what, and the ends of their links.
 
 Edge i leads from stage i to stage i + 1, the last one back to the head. All ranks of a ring build the same edges. Where
 several ranks share a stage (`distributed.context_parallel`), rank c of each stage is linked to rank c of the next one;
@@ -85,7 +85,7 @@ class StageTopology:
 
     @property
     def share(self) -> int:
-        """Which of its stage's ranks it is."""
+        """Index of this rank among those of its stage."""
         return self.rank % self.shares
 
     @property

@@ -1,4 +1,4 @@
-"""Latents become pictures: on a thread of the head, or on another rank of the ring.
+"""Decodes latents to pictures, on a thread of the head or on another rank of the ring.
 
 Pictures come out latent frame by latent frame. A CPU also decodes one at a time, so that the first picture is early; a
 GPU, where that gains nothing, decodes a whole chunk in one call. Chunks are decoded one at a time, in the order in
@@ -262,7 +262,7 @@ class RemoteDecoding:
             self._fail(error)
 
     def _take(self, kind: MessageKind, about: SessionUpdate) -> None:
-        """What the other rank says of a stream."""
+        """Handle an answer of the other rank about a stream."""
         if kind is not MessageKind.SWAP_IN:
             self._deliver(self._failed(about))
         elif about.session in self._coming:
@@ -270,7 +270,7 @@ class RemoteDecoding:
             self._wake()
 
     def _failed(self, about: SessionUpdate) -> Piece:
-        """The piece that stands for a chunk that could not be decoded, whose number is told as an epoch."""
+        """The `Piece` with the fault of a chunk that could not be decoded, whose number is in `about.epoch`."""
         why = self._exchange.pop_text(_fault_key(about.session))
         return Piece.failed(about.session, about.epoch, why or f"decoding chunk {about.epoch} failed")
 
@@ -329,7 +329,7 @@ class DecodeWorker:
         self._sender.flush(LEAVE_S)
 
     def _next(self) -> StageMessage | None:
-        """What comes next, if anything has; while a stream is being saved a piece is copied. Mutates: self."""
+        """The next message, None if there is none; while a stream is being saved a piece is copied. Mutates: self."""
         message = self._receiver.receive(0.0 if self._saving else None)
         if self._saving and (state := self._memories.save_on(self._saving[0])) is not None:
             key = stream_key(self.exchange_key, self._saving.popleft())
@@ -337,7 +337,7 @@ class DecodeWorker:
         return message
 
     def _update(self, kind: MessageKind, stream: int) -> None:
-        """Do to what is remembered of a stream what the head asks for. Mutates: self."""
+        """Apply an update of the head to a stream's decoder state. Mutates: self."""
         match kind:
             case MessageKind.CLOSE:
                 self._memories.forget(stream)
@@ -373,6 +373,6 @@ class DecodeWorker:
         self.now, self.last = None, message
 
     def where(self) -> str:
-        """What it is at, for messages."""
+        """What is being decoded, for error messages."""
         at = self.now or self.last
         return f"decoding chunk {at.rows[0].chunk}" if at is not None else "before its first chunk"

@@ -1,4 +1,4 @@
-"""What a decoder remembers of each stream: kept, saved, swapped out and back."""
+"""Per-stream decoder states: kept, saved, swapped out and in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PIECE = 1 << 24
 
 
 class DecoderMemories:
-    """What the decoder remembers of each stream."""
+    """The decoder, and its state of each stream."""
 
     def __init__(
         self,
@@ -116,5 +116,5 @@ class DecoderMemories:
 
 
 def _swapped(stream: int) -> str:
-    """What a decoder's part of a stream is called in a swap store."""
+    """Name of a stream's decoder state in a swap store."""
     return f"decoder {stream}"

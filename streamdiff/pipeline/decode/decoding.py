@@ -1,4 +1,4 @@
-"""What decoding is to the rest of the pipeline, wherever it is done, and names of what ranks exchange of it."""
+"""The `Decoding` protocol of the pipeline, whichever rank decodes, and exchange keys of decoder states."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SavedMemory = Callable[[], State | None]
 
 
 class Decoding(Protocol):
-    """Where latents become pictures; what comes out is delivered on a thread of its own."""
+    """Decodes latents to pictures, which are delivered from a thread of its own."""
 
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
         """Decode latents `[C, F, h, w]`, the next chunk of a stream. Does not wait."""

@@ -40,7 +40,7 @@ class NoLink:
 
 
 class NoSender:
-    """The sending end of a rank whose result another rank sends."""
+    """A `Sender` that drops messages, for a rank whose result another rank sends."""
 
     ready = True
 
@@ -118,7 +118,7 @@ class LocalLink:
         """What was sent lies in the slots already."""
 
     def _tell(self) -> None:
-        """Wake who waits, and who asked to be told. Needs the lock."""
+        """Wake waiting threads, and call what `notify` was given. Needs the lock."""
         self._changed.notify_all()
         if self._call is not None:
             self._call()

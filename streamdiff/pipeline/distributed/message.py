@@ -1,4 +1,4 @@
-"""What travels from rank to rank: rows to compute, or a change that all stages make at the same point of the order.
+"""Messages between ranks: rows to compute, or a session update that all stages apply at the same point of the order.
 
 A `StageMessage` is a fixed-size record of integers (over NCCL it goes ahead, by TCP) and tensors of known shapes.
 Ranks do what the record says, in the order it comes; they never decide from a clock of their own.
@@ -38,12 +38,12 @@ class MessageKind(IntEnum):
 
     @property
     def is_answered(self) -> bool:
-        """Whether the record that comes back tells what became of it."""
+        """Whether the record that comes back has an `Outcome`."""
         return self in (MessageKind.SAVE, MessageKind.SWAP_IN)
 
 
 class Outcome(IntEnum):
-    """What became of a message on a stage; of several stages the highest counts."""
+    """Result of a message on a stage; that of several stages is the highest."""
 
     DONE = 0
     NOT_YET = 1
@@ -107,7 +107,7 @@ class StageMessage:
 
     @property
     def as_sent(self) -> list[StageMessage]:
-        """The messages that it travels as."""
+        """The messages that it is sent as: a long forward row by row."""
         if not self.is_long:
             return [self]
         return [
@@ -116,7 +116,7 @@ class StageMessage:
         ]
 
     def __str__(self) -> str:
-        """What it is about, for messages: `session 0, chunk 17, step 2`."""
+        """Its sessions and rows as text, for error messages: `session 0, chunk 17, step 2`."""
         if self.update is not None:
             return f"session {self.update.session}, {self.kind.name.lower()}"
         return "; ".join(f"session {row.session}, chunk {row.chunk}, step {row.step}" for row in self.rows)
@@ -127,7 +127,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """What an edge of the ring can carry. Shapes of `rows` leave out the leading number of rows.
+    """Layout of the messages of an edge: shapes and dtypes. Shapes of `rows` leave out the leading number of rows.
 
     Every message of an edge has the same size, so that receives can be posted before anything is sent.
     """

@@ -1,8 +1,8 @@
-"""A stage's part of a session is copied for a snapshot, a chunk's worth with each message, and goes to the head by
-itself: nobody else's forwards wait for more than a piece.
+"""Copies a stage's part of a session for a snapshot, a chunk's worth with each message, and sends it to the head by the
+state exchange: forwards of other sessions wait for no more than a piece.
 
-The session is held meanwhile, so that its caches stand still; what changes them all the same spoils the copy, and the
-head is told.
+The session is held meanwhile, so that its caches do not change; an update that changes them all the same spoils the
+copy, and the head gets the reason instead.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class StageSaving:
             saving.copy, saving.spoilt = None, why
 
     def refuse(self, update: SessionUpdate, why: str) -> None:
-        """Tell the head, once, that a session cannot be saved. Mutates: self."""
+        """Send the head, once, the reason why a session cannot be saved. Mutates: self."""
         self._under_way.pop(update.session, None)
         if self._done.get(update.session) != update.epoch:
             self._done[update.session] = update.epoch
@@ -119,7 +119,7 @@ class StageSaving:
 
 
 def send_state(exchange: StateExchange, key: str, made: Callable[[], State]) -> None:
-    """Leave for the head what `made` gives; where that fails, why, as `broken`: the head waits for it."""
+    """Put the state that `made` returns for the head; if that raises, the reason as `broken`, since the head waits."""
     try:
         exchange.put(key, made())
     except Exception as error:
@@ -135,7 +135,7 @@ def chunk_bytes(caches: KVCache) -> int:
 
 
 def swapped(session: int) -> str:
-    """What a stage's part of a session is called in a swap store."""
+    """Name of a stage's part of a session in a swap store."""
     return f"stage {session}"
 
 

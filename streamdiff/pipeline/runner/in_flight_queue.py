@@ -1,4 +1,4 @@
-"""What may enter the ring next: rank 0's receiver, which the scheduler supplies."""
+"""Rank 0's receiver: hands out session updates and the scheduler's forwards, and limits how many are in the ring."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ class InFlightQueue:
         return finished
 
     def _failed(self, entered: StageMessage, row_index: int) -> None:
-        """A row of a stream that goes on came back without numbers: it runs once more, before anything else and alone,
-        or its session is over. Mutates: self."""
+        """Handle a row that came back as NaN, of a stream that goes on: queue it once more, alone and before anything
+        else, or fail its session. Mutates: self."""
         row = entered.rows[row_index]
         if self.stopping or row.session in self.returned.failed_sessions:
             return

@@ -1,4 +1,4 @@
-"""What a ring has of a session, put together from its ranks, and given back to the ranks of this ring or another."""
+"""Gathers a session's state from all ranks into a snapshot, and scatters one back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from streamdiff.session_state import walk
 
 @dataclass(frozen=True)
 class StageStates:
-    """What the stages have of a session, in host memory: by stage, first to last, that of each rank that shares it; and
+    """The stages' states of a session, in host memory: by stage, first to last, one for each rank that shares it; and
     digests of the weights of all blocks."""
 
     parts: Sequence[Sequence[RunnerSession]]
@@ -37,13 +37,13 @@ class StageStates:
 
     @staticmethod
     def are_there(ring: RingExecutor, ticket: int) -> bool:
-        """Whether all that `MessageKind.SAVE` leaves in the ring's exchange has come."""
+        """Whether all states that `MessageKind.SAVE` puts into the ring's exchange are there."""
         return all(ring.stage.exchange.holds(key) for keys in _keys(ring, ticket) for key in keys)
 
     @classmethod
     def take(cls, ring: RingExecutor, ticket: int) -> StageStates:
-        """What `MessageKind.SAVE` has left there. Raises ConfigError where a stage has no such session: opening it
-        failed there, or it has ended or begun afresh."""
+        """Take these states. Raises ConfigError where a stage has no such session: opening it failed there, or it has
+        ended or begun afresh."""
         parts, weights = [], []
         taken = [[ring.stage.exchange.take(key) for key in keys] for keys in _keys(ring, ticket)]
         broken = [tree["broken"] for there in taken for _, tree in there if "broken" in tree]
@@ -80,7 +80,7 @@ class StageStates:
         return StageStates(stages, self.weights)
 
     def give(self, ring: RingExecutor) -> None:
-        """Leave it in the ring's exchange for `MessageKind.LOAD`."""
+        """Put the states into the ring's exchange for `MessageKind.LOAD`."""
         for stage, shares in enumerate(self.parts):
             for share, part in enumerate(shares):
                 ring.stage.exchange.put(stage_key(stage, share), walk.save(part))
@@ -129,9 +129,9 @@ def restore_into_ring(
     decoder: Sequence[Any],
     ticket: int,
 ) -> PendingSteps | None:
-    """Put a snapshot into a session that was opened as it says, of which the stages have left their part under
-    `ticket`, and leave there what they are to load. `decoder`: what it may remember, as outlines. Returns the change of
-    steps that is still to come. Mutates: ring, stream.
+    """Restore a snapshot into a session that was opened as it says, whose blank states the stages have saved under
+    `ticket`: load rank 0's part, and put those of the stages into the exchange. `decoder`: outlines that its memory may
+    have. Returns the change of steps that is still to come. Mutates: ring, stream.
 
     Raises:
         ConfigError: other weights, sizes, or anything else that cannot be; nothing is left for the stages then.

@@ -35,8 +35,8 @@ _LOOK_S = 0.002
 
 @dataclass
 class _Saving:
-    """A session that is being saved: copies of the head's part, and what will become of all. `held`: it does not go on
-    when it is copied; `forgotten`: it has ended or begun afresh."""
+    """A session that is being saved: copies of the head's part, and the future result in `made`. `held`: it stays held
+    after the copy; `forgotten`: it has ended or begun afresh."""
 
     session: int
     head: HostCopy

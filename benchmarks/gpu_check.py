@@ -37,7 +37,7 @@ from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.transformer.wan import Tokens, WanDenoiser, attend
 from streamdiff.models.transformer.weights import kept_dtype
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.decode.captured_step import capture_on
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.runner.torch_compile import one_graph
@@ -82,7 +82,7 @@ def latents_of(runtime: StreamingPipeline, chunks: int) -> Tensor:
 
 def played(**values: object) -> Tensor:
     """`latents_of` the embedded model with these settings."""
-    runtime = load_runtime(ModelConfig.model_validate(values))
+    runtime = build_pipeline(ModelConfig.model_validate(values))
     try:
         return latents_of(runtime, _CHUNKS)
     finally:
@@ -125,7 +125,7 @@ def two_sessions(context: str, device: torch.device) -> str:
 def two_streams(config: ModelConfig) -> tuple[Tensor, int]:
     """The first chunks of two sessions that take turns, `[2, chunks, C, F, h, w]`, some of them beyond a full window,
     for which there are graphs; of how many sessions there are."""
-    runtime = load_runtime(config)
+    runtime = build_pipeline(config)
     try:
         ring, info = runtime.ring, runtime.info
         if ring.stage.compiled is not None:
@@ -217,7 +217,7 @@ def no_host_sync(context: str, device: torch.device) -> str:
     """Turns of the ring with torch raising where the host waits for the device."""
     if device.type != "cuda":
         raise NotHere("on a CPU nothing waits")
-    runtime = load_runtime(ModelConfig.model_validate({"device": "cuda", "kv_context": context, "preset": "plain"}))
+    runtime = build_pipeline(ModelConfig.model_validate({"device": "cuda", "kv_context": context, "preset": "plain"}))
     try:
         latents_of(runtime, _CHUNKS)
         torch.cuda.set_sync_debug_mode("error")
@@ -235,7 +235,7 @@ def no_memory_taken(context: str, device: torch.device) -> str:
     a table of rotary factors; and nothing at all is asked of the driver."""
     if device.type != "cuda":
         raise NotHere("on a CPU tests/pipeline/runner/test_cuda_graphs.py sees the operations of a replay")
-    runtime = load_runtime(
+    runtime = build_pipeline(
         ModelConfig.model_validate({"device": "cuda", "kv_context": context, FAST: "on", "clean_pass": "alone"})
     )
     try:

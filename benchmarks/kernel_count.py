@@ -212,7 +212,7 @@ def _written_code(counter: Counter, mode: FakeTensorMode) -> Iterator[None]:
     with (
         mock.patch.object(compiled_stage, "one_graph", one_graph),
         mock.patch.object(compiled_parts, "one_graph", one_graph),
-        mock.patch.object(compiled_stage, "captured_on", lambda device: None),
+        mock.patch.object(compiled_stage, "graph_cache_on", lambda device: None),
         mock.patch.object(torch.compiler, "is_compiling", lambda: True),
     ):
         yield

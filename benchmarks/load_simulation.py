@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.arrivals import JobArrival, Visitor
 from benchmarks.slo import Video, Visit
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
-from streamdiff.pipeline.scheduler.row_limit import Places
+from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.server.jobs.runner import AHEAD_CHUNKS
@@ -235,11 +235,11 @@ class LoadSimulation:
             self._at(end_s, partial(self._back, rows))
 
     def _next_rows(self) -> list[MicroStep]:
-        taken, places = len(self._in_ring), None
+        taken, slots = len(self._in_ring), None
         if self._settings.max_rows > 1:
             live = sum(not self._scheduler.is_background(rows) for rows in self._in_ring)
-            places = Places(self._limit - taken, self._limit - live, self._limit)
-        return self._scheduler.next(background=taken < self._settings.stages, places=places)
+            slots = RingSlots(self._limit - taken, self._limit - live, self._limit)
+        return self._scheduler.next(background=taken < self._settings.stages, slots=slots)
 
     def _stream(self, row: MicroStep) -> _Live | _Job:
         return self._live[row.session] if row.session in self._live else self._jobs[row.session]

@@ -12,7 +12,7 @@ from benchmarks.load_simulation import EngineTimes
 from streamdiff.config import ModelConfig
 from streamdiff.models.model import Model
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.load_plan import plan_load
 
@@ -35,7 +35,7 @@ def measure(config: ModelConfig, max_rows: int, rounds: int = 3) -> EngineTimes:
     Raises:
         ConfigError: the model cannot be loaded.
     """
-    runtime = load_runtime(config)
+    runtime = build_pipeline(config)
     try:
         device, model, info = runtime.ring.stage.device, runtime.model, runtime.info
         work_s = runtime.work_s()

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import report
 from streamdiff.pipeline.planner.simulator import PER_SECOND, Agenda, Server
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
-from streamdiff.pipeline.scheduler.row_limit import Places
+from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.server.load.capacity import Capacity
@@ -168,7 +168,7 @@ class _Site:
                     watched.wake_s = wake_s
                     self._at(wake_s, lambda: None)
         free = self.places - self.in_ring
-        while free and (rows := self.scheduler.next(places=Places(free, free, self.places))):
+        while free and (rows := self.scheduler.next(slots=RingSlots(free, free, self.places))):
             for row in rows:
                 self.open[row.session].unfinished += row.step == 0
             self.in_ring += 1

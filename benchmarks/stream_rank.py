@@ -32,7 +32,7 @@ from streamdiff.engine.messages import Accepted, Close, Event, FrameBatch, Open,
 from streamdiff.engine.process.ipc import EXIT_CONFIG
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline import worker_main
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.profiler import CHUNKS, Profiler
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -187,7 +187,7 @@ def peak_bytes(device: torch.device) -> int:
 
 def _lead(folder: Path, case: Case) -> None:
     """Rank 0."""
-    runtime = load_runtime(case.config)
+    runtime = build_pipeline(case.config)
     raw = measure(runtime, case, clock.wall_s() - psutil.Process().create_time())
     (folder / RAW).write_text(json.dumps(raw.to_json()))
 

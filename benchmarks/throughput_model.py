@@ -21,7 +21,7 @@ from benchmarks.forward_cost import Ceilings, Part, forward
 from benchmarks.stream_case import Case
 from streamdiff.device import own_device, pick_dtype
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.output import ModelInfo
 
@@ -71,7 +71,7 @@ def measure(case: Case, step: Any) -> dict[str, Any]:
     """The result of one case: its runtime is loaded, measured and closed."""
     config = case.config
     step("load")
-    runtime = load_runtime(config)
+    runtime = build_pipeline(config)
     try:
         device, dtype = runtime.ring.stage.device, runtime.model.denoiser.dtype
         step("ceilings")

@@ -32,7 +32,7 @@ from streamdiff.models.model import Model
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.text_loader import load_text_encoder
 from streamdiff.models.transformer.wan import KeyValue
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from tests import fork_server
 from tests.hub_cache import lay
 from tests.models.layouts import original
@@ -161,7 +161,7 @@ def test_a_model_runs_in_the_steps_it_was_made_for(
     files: Files, name: str, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing says how many, and everybody reads the same number; another one is refused with those there are."""
-    runtime = load_runtime(ModelConfig(name=name, **files.options))  # type: ignore[arg-type]
+    runtime = build_pipeline(ModelConfig(name=name, **files.options))  # type: ignore[arg-type]
     try:
         assert runtime.info.steps == steps and runtime.info.steps_known == (steps,)
         engine = Engine(runtime, 2 * runtime.info.chunk_frames)

@@ -55,8 +55,8 @@ def follow(job: ReferenceJob) -> None:
     context, config = _join(found), job.model
     progress = start_progress(context, config)
     model = StageModel(found.spec, found.denoiser(_blocks(found, context.rank)))
-    place = StageTopology.of(config, context.rank, found.device)
-    worker = topology.follower(model, place, found.device, progress.enter)
+    rank_topology = StageTopology.of(config, context.rank, found.device)
+    worker = topology.stage_worker(model, rank_topology, found.device, progress.enter)
     progress.finish()
     work([worker], context, config.hang_s, found.device)
 

@@ -1,5 +1,5 @@
-"""What is measured once at the start: costs by which the blocks are shared out, where no profile has them, and what a
-further row of a forward costs.
+"""Costs measured once at the start: those by which blocks are assigned to stages, where no profile has them, and those
+of further rows of a forward.
 
 The shares are decided before the first chunk and never changed afterwards, so no chunk in flight ever moves.
 """
@@ -70,9 +70,9 @@ def measure(
 
 
 def gather_costs(context: RankContext, own: Measured, stages: int, shares: int, blocks: int) -> Costs:
-    """What all stages have measured, once all have; every rank gets the same answer. Blocks are alike, and a rank that
-    was disturbed only measured too much. Blocks and output layer, which were measured whole, take `shares` ranks so
-    much less time; what these exchange is not counted."""
+    """Gather the measurements of all stages into costs, the same on every rank; waits for them. Blocks are alike, and a
+    rank that was disturbed only measured too much. Blocks and output layer, which were measured whole, take `shares`
+    ranks so much less time; their exchanges are not counted."""
     context.store.set(f"cost/{context.rank}", json.dumps(asdict(own)))
     first_ranks = range(0, stages * shares, shares)
     everybody = [Measured(**json.loads(context.store.get(f"cost/{rank}"))) for rank in first_ranks]
@@ -87,7 +87,7 @@ def gather_costs(context: RankContext, own: Measured, stages: int, shares: int, 
     )
 
 
-def share_out(config: ModelConfig, steps: int, costs: Costs) -> Blocks:
+def assign_blocks(config: ModelConfig, steps: int, costs: Costs) -> Blocks:
     """The runs of blocks (first, last exclusive) of all ranks, for sessions of so many `steps`.
 
     Raises:
@@ -124,19 +124,19 @@ def row_costs(stage: ModelRunner, max_rows: int, *, steps: int, kv_context: str,
     for row in rows:
         stage.close(row.session)
     # Other work only adds time, so the shortest is the nearest; of the first round nothing counts.
-    return lined_up({count: min(spent[1:]) for count, spent in timed.items()}, max_rows)
+    return interpolate_costs({count: min(spent[1:]) for count, spent in timed.items()}, max_rows)
 
 
-def lined_up(found: Mapping[int, float], most: int) -> list[float]:
-    """Interpolate `found`, seconds by number of rows (1 is among them), to 1 to `most` rows: linearly, beyond the last
+def interpolate_costs(seconds: Mapping[int, float], most: int) -> list[float]:
+    """Interpolate `seconds` by number of rows (1 is among them), to 1 to `most` rows: linearly, beyond the last
     along the last two (if there is one only, in proportion), never decreasing."""
-    counts = sorted(found)
+    counts = sorted(seconds)
     values: list[float] = []
     for count in range(1, most + 1):
         above = next((each for each in counts if each >= count), counts[-1])
         below = max((each for each in counts if each < above), default=0)
-        slope = (found[above] - found.get(below, 0.0)) / (above - below)
-        values.append(max([found[above] + slope * (count - above), *values[-1:]]))
+        slope = (seconds[above] - seconds.get(below, 0.0)) / (above - below)
+        values.append(max([seconds[above] + slope * (count - above), *values[-1:]]))
     return values
 
 

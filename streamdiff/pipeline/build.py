@@ -1,4 +1,4 @@
-"""A runtime from a configuration: weights loaded, ranks joined, graphs made, a first chunk behind it."""
+"""Builds the pipeline of a configuration: loads weights, joins the ranks, makes graphs and warms up with one chunk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from streamdiff.pipeline.worker_main import start_progress
 _MEASURED_CHUNKS = 3
 
 
-def load_runtime(config: ModelConfig) -> StreamingPipeline:
+def build_pipeline(config: ModelConfig) -> StreamingPipeline:
     """Load the model's weights, as the head of a ring if there are several stages, and warm up with one chunk.
 
     Raises:
@@ -47,8 +47,8 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
         )
     else:
         context.send_memory(memory)
-        place = topology.StageTopology.of(config, 0, device, batching)
-        ring = topology.connect_head(model, place, device, progress.enter)
+        rank_topology = topology.StageTopology.of(config, 0, device, batching)
+        ring = topology.connect_head(model, rank_topology, device, progress.enter)
         progress.enter("graphs")
         if decoder is None:
             links = topology.decode_links(model.spec, 0, config.decode_ranks[0], device, plan.pixel_format)
@@ -65,18 +65,18 @@ def load_runtime(config: ModelConfig) -> StreamingPipeline:
     blocks = [last - first for first, last in loaded.runs for _ in range(config.shares)]
     blocks += [0] * (config.ranks - config.stage_ranks)
     dtype = model.denoiser.dtype
-    waiting = plan.preallocated if device.type == "cuda" and config.shares == 1 else None  # shared: no pool
-    budget = KVCacheBudget(plan.sizes, memories, blocks, dtype.itemsize, waiting, config.shares)
-    runtime = StreamingPipeline(
+    preallocated = plan.preallocated if device.type == "cuda" and config.shares == 1 else None  # shared: no pool
+    budget = KVCacheBudget(plan.sizes, memories, blocks, dtype.itemsize, preallocated, config.shares)
+    pipeline = StreamingPipeline(
         model, device, config.steps, config.kv_context, workers, budget, ring, plan.decode_latents, config.hang_s,
         plan.models.picture_encoder(model.spec),
     )  # fmt: skip
     try:
-        _warm_up(runtime, config)
+        _warm_up(pipeline, config)
     except EngineFailure as error:
         raise EngineFailure(f"in the start's phase warm-up: {error}") from error
-    runtime.occupancy()  # counts from here
-    return runtime
+    pipeline.occupancy()  # counts from here
+    return pipeline
 
 
 def _measure_rows(ring: RingExecutor, model: Model, plan: load_plan.LoadPlan, memory: RankMemory) -> None:
@@ -93,44 +93,44 @@ def _measure_rows(ring: RingExecutor, model: Model, plan: load_plan.LoadPlan, me
     )
 
 
-def _warm_up(runtime: StreamingPipeline, config: ModelConfig) -> None:
+def _warm_up(pipeline: StreamingPipeline, config: ModelConfig) -> None:
     """Make one chunk, so that the first viewer does not pay for first calls, and some more to see what they take.
 
     Graphs are made for the configured KV context and a full window, so with them that is what is measured; a staircase
     needs newcomers. So it is on CUDA, where attention's kernels are planned anew for each length of a window that
     fills.
     """
-    whole, spec = config.compile == "on" or runtime.ring.stage.device.type == "cuda", runtime.model.spec
+    whole, spec = config.compile == "on" or pipeline.ring.stage.device.type == "cuda", pipeline.model.spec
     kv_context = config.kv_context if whole else "clean"
     before = max(spec.window_chunks(kv_context), spec.first_chunks) if whole else 1
-    steps = runtime.info.steps
+    steps = pipeline.info.steps
     in_flight = in_flight_limit(kv_context, steps=steps, stages=config.stages)
-    conditioning = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)
-    runtime.open(0, conditioning, seed=0, epoch=0, steps=steps, kv_context=kv_context)
+    conditioning = pipeline.text.encode(pipeline.text.read(pipeline.text.examples[0], None).text)
+    pipeline.open(0, conditioning, seed=0, epoch=0, steps=steps, kv_context=kv_context)
     for number in range(before + _MEASURED_CHUNKS):
         if number == before:
-            runtime.measure_from_here()
+            pipeline.measure_from_here()
         left = spec.first_chunks if number == 0 else 1
-        runtime.set_frame_credit(0, max(in_flight, left) * runtime.info.chunk_frames)
+        pipeline.set_frame_credit(0, max(in_flight, left) * pipeline.info.chunk_frames)
         while left > 0:
-            left -= sum(frames.last for frames in runtime.step(wait_s=1.0))
-    runtime.measure_to_here()
-    runtime.close_session(0)
-    while runtime.ring.has_work:  # newcomers of a staircase are still in it
-        runtime.step(wait_s=1.0)
+            left -= sum(frames.last for frames in pipeline.step(wait_s=1.0))
+    pipeline.measure_to_here()
+    pipeline.close_session(0)
+    while pipeline.ring.has_work:  # newcomers of a staircase are still in it
+        pipeline.step(wait_s=1.0)
 
 
 def load_pipeline(config: ModelConfig) -> StreamingPipeline:
-    """`load_runtime`, and traced for a while where the configuration names a folder.
+    """`build_pipeline`, with a `Profiler` if the configuration asks for a trace.
 
     Raises:
-        ConfigError: as `load_runtime`, `check_folder` and `check_traced`.
+        ConfigError: as `build_pipeline`, `check_folder` and `check_traced`.
     """
     if config.trace is None and config.trace_chunks is None:
-        return load_runtime(config)
+        return build_pipeline(config)
     check_traced(config.trace, config.trace_chunks)
     folder = Path(config.trace or "")
     check_folder(folder)
-    pipeline = load_runtime(config)
+    pipeline = build_pipeline(config)
     Profiler(pipeline, folder, config.trace_chunks or CHUNKS)
     return pipeline

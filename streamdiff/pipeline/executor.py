@@ -68,7 +68,7 @@ class RingExecutor:
         self._sender, self._receiver = links or (loop, loop)
         self._admission = InFlightQueue(
             self.scheduler, self.sampler, stages + 1 if stages > 1 else 1, timed, wait_s,
-            lambda name: self.stage.exchange.word(name),
+            lambda name: self.stage.exchange.pop_text(name),
         )  # fmt: skip
         self.worker = Worker(self._admission, self.stage, self._sender, timer, timed)
         self.changes: dict[int, PendingSteps] = {}  # by session
@@ -78,7 +78,7 @@ class RingExecutor:
         came back finished. Waits up to `wait_s` for something to come back when nothing may enter."""
         finished = self._take_back(0.0)
         message = self._enter()
-        while message is not None and message.kind is not MessageKind.ROWS:  # controls go on at once
+        while message is not None and message.kind is not MessageKind.ROWS:  # updates go on at once
             finished += self._take_back(0.0)
             message = self._enter()
         finished += self._take_back(wait_s if message is None and not finished else 0.0)
@@ -102,7 +102,7 @@ class RingExecutor:
     def has_work(self) -> bool:
         """Whether something can enter the ring now, or is in it."""
         may_change = any(map(self.scheduler.drained, self.changes))
-        return self.scheduler.has_work or bool(self._admission.controls) or may_change or self.waiting
+        return self.scheduler.has_work or bool(self._admission.queued) or may_change or self.waiting
 
     @property
     def held_s(self) -> float:
@@ -111,7 +111,7 @@ class RingExecutor:
 
     @property
     def faults(self) -> ReturnedRows:
-        """What becomes of sessions whose rows fail; `on_fault` is the caller's to set."""
+        """Handles rows that fail and their sessions; the caller sets its `on_fault`."""
         return self._admission.returned
 
     @property
@@ -122,7 +122,7 @@ class RingExecutor:
     @property
     def messages(self) -> list[StageMessage]:
         """What is in the ring, and what enters before anything else."""
-        return [*self._admission.in_ring, *self._admission.controls]
+        return [*self._admission.in_ring, *self._admission.queued]
 
     @property
     def contents(self) -> str:
@@ -133,7 +133,7 @@ class RingExecutor:
         """What has come back of such messages since the last call, with the outcome on all stages. Mutates: self."""
         answers = self._admission.answers
         self._admission.answers = deque(each for each in answers if each[0] is not kind)
-        return [control for each, control in answers if each is kind]
+        return [update for each, update in answers if each is kind]
 
     def notify(self, call: Callable[[], None]) -> None:
         """Have `call` called, from any thread, when something comes back."""
@@ -203,8 +203,8 @@ class RingExecutor:
         if rerun:
             self.scheduler.rerun(session, rerun, as_one=policy == "recache")
         oldest = self.scheduler.oldest_epoch(session)
-        control = SessionUpdate(session, epoch, oldest, visible_from_chunk=visible_from)
-        self.tell(MessageKind.TEXT, control, embeddings)
+        update = SessionUpdate(session, epoch, oldest, visible_from_chunk=visible_from)
+        self.tell(MessageKind.TEXT, update, embeddings)
         self.scheduler.set_epoch(session, epoch)
 
     def check_steps(self, session: int, steps: int) -> None:
@@ -291,7 +291,7 @@ class RingExecutor:
         self._admission.close()
         self.tell(MessageKind.STOP, SessionUpdate(0))
         end_s = clock.monotonic_s() + limit_s
-        while self._admission.controls or self._admission.in_ring:
+        while self._admission.queued or self._admission.in_ring:
             if clock.monotonic_s() > end_s:
                 raise RuntimeError(f"the ring did not come to rest within {limit_s:g} s")
             self._enter()
@@ -328,9 +328,9 @@ class RingExecutor:
     def _seeded(self, seed: int) -> Noise:
         return SeededNoise(self.sampler.spec.chunk_shape, seed)
 
-    def tell(self, kind: MessageKind, control: SessionUpdate, *tensors: Tensor) -> None:
-        """Have all stages make a change, before anything enters that is decided on later. Mutates: self."""
-        self._admission.controls.append(StageMessage(kind, (), control, tensors))
+    def tell(self, kind: MessageKind, update: SessionUpdate, *tensors: Tensor) -> None:
+        """Queue an update for all stages, ahead of all forwards that are scheduled later. Mutates: self."""
+        self._admission.queued.append(StageMessage(kind, (), update, tensors))
 
     def _take_back(self, wait_s: float | None) -> list[Finished]:
         finished: list[Finished] = []

@@ -1,4 +1,4 @@
-"""What a rank will load, settled before anything is: the model found, settings chosen, memory counted, kernels tried.
+"""Plans what a rank loads, before it loads anything: finds the model, resolves settings, counts memory, tries kernels.
 
 `plan_load` is the same on all ranks; `plan_rank` adds what one rank makes of it. `rank_loader` then only loads.
 """
@@ -219,7 +219,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     check_ranks(config, sizes)
     steps = settled.config.steps or spec.steps[0]
     if config.profile is not None and config.ranks > 1:
-        runs = balance.share_out(config, steps, read_profile(Path(config.profile), sizes, max_rows=1))
+        runs = balance.assign_blocks(config, steps, read_profile(Path(config.profile), sizes, max_rows=1))
     else:
         runs = split_evenly(sizes.blocks, config.stages)
     return LoadPlan(settled.config, models, sizes, steps, choices, settled.cudnn_benchmark, runs)

@@ -102,7 +102,7 @@ def _load_stage(
             return model, runs
         measured = balance.measure(model, decoder, plan.device, (stage, config.stages), config.kv_context)
         costs = balance.gather_costs(context, measured, config.stages, config.shares, plan.sizes.blocks)
-        before, runs = runs, balance.share_out(config, plan.steps, costs)
+        before, runs = runs, balance.assign_blocks(config, plan.steps, costs)
         if runs[stage] == before[stage]:
             return model, runs
         fit.check(plan.demand(runs), plan.rank, plan.limits)

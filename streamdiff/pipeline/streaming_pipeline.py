@@ -26,16 +26,16 @@ from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import Frames, ModelInfo, StreamChunk, StreamProgress
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
-from streamdiff.pipeline.row_faults.errors import Streak, fault_name
+from streamdiff.pipeline.row_faults.errors import Streak, fault_key
 from streamdiff.pipeline.row_faults.returned import OnFault, fail_all
 from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.pipeline.snapshot.sessions import SavesSessions
+from streamdiff.pipeline.snapshot.sessions import SnapshotMixin
 from streamdiff.pipeline.throughput import ChunkCostMeter, PipelineFigures
-from streamdiff.pipeline.video_input.feeding import FeedsSessions
-from streamdiff.pipeline.video_input.given import TakesFeatures
+from streamdiff.pipeline.video_input.feeding import VideoInputMixin
+from streamdiff.pipeline.video_input.given import FeaturesMixin
 from streamdiff.pipeline.worker_group import WorkerGroup
 
 
@@ -52,7 +52,7 @@ class StepHook(Protocol):
         """The pipeline is about to close."""
 
 
-class StreamingPipeline(SavesSessions, FeedsSessions, TakesFeatures, PipelineFigures):
+class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineFigures):
     """Runs sessions, which have numbers; `step` is called repeatedly from one thread."""
 
     def __init__(
@@ -361,7 +361,7 @@ class StreamingPipeline(SavesSessions, FeedsSessions, TakesFeatures, PipelineFig
             stream.decoding -= 1
             self._decoding_failed(stream, piece)
             return []
-        self._decoding_streak.well()
+        self._decoding_streak.record_success()
         # A piece is one latent frame; a stream's first may show fewer frames than it was admitted for.
         stream.decoding -= piece.last
         stream.ahead_frames -= self.model.spec.frames_per_latent
@@ -372,11 +372,12 @@ class StreamingPipeline(SavesSessions, FeedsSessions, TakesFeatures, PipelineFig
         return [Frames(stream.session, piece.chunk, chunk.epoch, piece.pictures, piece.last, chunk_s)]
 
     def _decoding_failed(self, stream: StreamProgress, piece: Piece) -> None:
-        """A chunk could not be decoded; where its latents are no numbers a stage may have said why. Mutates: self."""
+        """Fail the session of a chunk that could not be decoded, with the reason that a stage posted if there is one.
+        Mutates: self."""
         if stream.session not in self._failed:
-            name = fault_name(stream.session, stream.chunks[piece.chunk].epoch)
-            why = self.ring.stage.exchange.word(name) or piece.fault
-            self._decoding_streak.lost(why)
+            name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
+            why = self.ring.stage.exchange.pop_text(name) or piece.fault
+            self._decoding_streak.record_failure(why)
             self._fail(stream.session, why)
 
     def _fail(self, session: int, why: str) -> None:

@@ -1,5 +1,5 @@
 """Compute seconds per chunk, measured while streams run: from it a server knows how many sessions it can serve. Also
-how busy ranks are and how many sessions fit: what a pipeline tells of its work."""
+how busy ranks are and how many sessions fit: a pipeline's own figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks over real processes: who is linked to whom.
+"""Topology of a ring over processes: which ranks are linked, by what, and the ends of their links.
 
 Edge i leads from stage i to stage i + 1, the last one back to the head. All ranks of a ring build the same edges. Where
 several ranks share a stage (`distributed.context_parallel`), rank c of each stage is linked to rank c of the next one;
@@ -36,11 +36,11 @@ from streamdiff.video.pixel_format import PictureKind
 
 Link = Literal["gloo", "nccl"]
 OnEdge = Callable[[str, int], None]
-"""Told which phase of the start comes next, and which edge in it; see `start_progress`."""
+"""Progress callback: takes the phase of the start that comes next, and the edge in it; see `start_progress`."""
 
 
 def _ignore(phase: str, edge: int) -> None:
-    """Nobody wants to know."""
+    """No-op `OnEdge`."""
 
 
 _LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's edges
@@ -85,7 +85,7 @@ class StageTopology:
 
     @property
     def share(self) -> int:
-        """Which of its stage's ranks it is."""
+        """Index of this rank among those of its stage."""
         return self.rank % self.shares
 
     @property
@@ -246,8 +246,8 @@ def connect_head(
     return ring
 
 
-def follower(model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> Worker:
-    """The loop of any other rank. `model` has this rank's blocks only."""
+def stage_worker(model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> Worker:
+    """The `Worker` of a stage on any rank but 0. `model` has this rank's blocks only."""
     group = share_stages(topology, model.spec, device)
     sender, receiver = connect(model, topology, device, None, on_edge)
     return Worker(receiver, ModelRunner(model, device, topology.stage, topology.stages, group), sender)

@@ -45,7 +45,7 @@ def run_worker(config: ModelConfig) -> None:
             "there is nothing to follow: the ring has one rank, which is rank 0; give --stages or --parallel (Python: "
             "stages, parallel), the same as on rank 0, under torchrun"
         )
-    place = topology.StageTopology.of(config, context.rank, device, plan.batching)
+    rank_topology = topology.StageTopology.of(config, context.rank, device, plan.batching)
     progress = start_progress(context, config)
     plan = load_plan.plan_rank(plan, context)
     loaded = rank_loader.load_rank(plan, context)
@@ -55,19 +55,19 @@ def run_worker(config: ModelConfig) -> None:
     exchange = StoreExchange(context.store)
     # First of all, as the head waits for it before it has made its graphs.
     rows = topology.row_receiver(plan.spec, device) if config.decode == "split" and decoder is not None else None
-    follower, links = None, None
+    stage_worker, links = None, None
     if loaded.model is not None:
-        follower = topology.follower(loaded.model, place, device, progress.enter)
-        follower.stage.exchange, follower.stage.swaps = exchange, loaded.swaps
-        workers.append(follower)
+        stage_worker = topology.stage_worker(loaded.model, rank_topology, device, progress.enter)
+        stage_worker.stage.exchange, stage_worker.stage.swaps = exchange, loaded.swaps
+        workers.append(stage_worker)
         progress.enter("graphs")
     else:
         progress.enter("graphs")
-        topology.join_edges(place, plan.spec, device)
+        topology.join_edges(rank_topology, plan.spec, device)
     if decoder is not None and rows is None:  # before the graphs: the head waits for these, and makes its own then
         links = topology.decode_links(plan.spec, context.rank, context.rank, device, plan.pixel_format)
-    if follower is not None:
-        rank_loader.compile_stage(plan, follower.stage, loaded.memory, progress)
+    if stage_worker is not None:
+        rank_loader.compile_stage(plan, stage_worker.stage, loaded.memory, progress)
     if decoder is not None:
         # Beside a stage it has a thread of its own, alone it is the process.
         threads = DECODE_THREADS if workers else torch.get_num_threads()
@@ -96,29 +96,29 @@ def work(workers: Sequence[Worker | DecodeWorker], context: RankContext, hang_s:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_later)
     atexit.register(exit_now)
-    watch = HealthMonitor(context, workers, lambda fault: exit_now(f"rank {context.rank} ends: {fault}"), hang_s)
-    watch.start()
+    monitor = HealthMonitor(context, workers, lambda fault: exit_now(f"rank {context.rank} ends: {fault}"), hang_s)
+    monitor.start()
     others = [
-        threading.Thread(target=_run_on_thread, args=(worker, watch, context, device), daemon=True)
+        threading.Thread(target=_run_on_thread, args=(worker, monitor, context, device), daemon=True)
         for worker in workers[1:]
     ]
     for thread in others:
         thread.start()
-    _run(workers[0], watch, context)
+    _run(workers[0], monitor, context)
     for thread in others:
         thread.join()
-    watch.finish()
+    monitor.finish()
     atexit.unregister(exit_now)
 
 
 def _run_on_thread(
-    worker: Worker | DecodeWorker, watch: HealthMonitor, context: RankContext, device: torch.device
+    worker: Worker | DecodeWorker, monitor: HealthMonitor, context: RankContext, device: torch.device
 ) -> None:
     """Run a second loop on a thread; the rank ends with it."""
     torch.set_num_threads(DECODE_THREADS)
     bind(device)
     threading.excepthook = _exit_on_error
-    _run(worker, watch, context)
+    _run(worker, monitor, context)
 
 
 def _exit_on_error(raised: threading.ExceptHookArgs) -> None:
@@ -127,25 +127,25 @@ def _exit_on_error(raised: threading.ExceptHookArgs) -> None:
     exit_now()
 
 
-def _run(worker: Worker | DecodeWorker, watch: HealthMonitor, context: RankContext) -> None:
-    """The one outer frame of a follower's loop: it says where it was, tells the others, and lets the error go on."""
+def _run(worker: Worker | DecodeWorker, monitor: HealthMonitor, context: RankContext) -> None:
+    """Run a loop; if it raises, report the fault to the other ranks, with what was being executed, and re-raise."""
     try:
         worker.run()
     except LinkClosed as error:
-        exit_now(f"rank {context.rank} ends: {watch.report(link_fault(error, context.rank, worker, watch))}")
+        exit_now(f"rank {context.rank} ends: {monitor.report(link_fault(error, context.rank, worker, monitor))}")
     except Exception as error:
         error.add_note(f"on rank {context.rank}, {worker.where()}")
-        watch.report(f"rank {context.rank} failed {worker.where()}: {type(error).__name__}: {error}")
+        monitor.report(f"rank {context.rank} failed {worker.where()}: {type(error).__name__}: {error}")
         raise
 
 
 def link_fault(
-    error: LinkClosed, rank: int, worker: Worker | DecodeWorker | HealthMonitor, watch: HealthMonitor
+    error: LinkClosed, rank: int, worker: Worker | DecodeWorker | HealthMonitor, monitor: HealthMonitor
 ) -> str:
     """The fault that a closed link means, as `rank` reports it. Where an exchange among several ranks ended it is asked
     which of them still say something."""
     if isinstance(error, GroupBroken):
-        gone = ", ".join(map(str, watch.silent(error.peers) or error.peers))
+        gone = ", ".join(map(str, monitor.silent(error.peers) or error.peers))
         return f"rank {gone} is gone ({error}); rank {rank} noticed it {worker.where()}"
     return f"rank {error.peer} is gone ({error}); rank {rank} noticed it {worker.where()}"
 

@@ -26,8 +26,8 @@ class HostCopies:
 
     @contextmanager
     def on_stream(self) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-        """Within, copies by what is yielded, of the second tensor into the first, go to the own stream, behind what the
-        caller's was given."""
+        """Context manager yielding `copy(dst, src)`, which runs on this object's CUDA stream after the caller's queued
+        work; on a CPU at once."""
         if self._stream is None and self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
         if self._stream is None:
@@ -36,7 +36,7 @@ class HostCopies:
         own, caller = self._stream, torch.cuda.current_stream(self.device)
 
         def copy(there: Tensor, saved: Tensor) -> Tensor:
-            """Whoever frees either of them meanwhile does not have it overwritten."""
+            """Copy, and keep the memory of both from reuse until it is done, even if they are freed meanwhile."""
             for tensor in (there, saved):
                 for stream in (caller, own) if tensor.is_cuda else ():
                     tensor.record_stream(stream)
@@ -51,7 +51,7 @@ class HostCopies:
         return None if self._stream is None else self._stream.record_event()
 
     def follow(self) -> None:
-        """What the caller's stream is given from now on runs after all copies so far."""
+        """Make the caller's current stream wait for all copies so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 

@@ -1,4 +1,4 @@
-"""States of sessions that nobody needs now, away from their device: in host memory, and beyond its limit on disk.
+"""Stores swapped-out states of sessions in host memory, and beyond its limit on disk.
 
 Each rank has one, for its own parts of sessions; nothing of it travels. Files are written and read on a thread.
 """
@@ -134,7 +134,7 @@ class SwapStore:
                 self._spill()
 
     def follow(self) -> None:
-        """What the caller's stream is given from now on runs after all copies so far."""
+        """Make the caller's current stream wait for all copies so far."""
         self.copies.follow()
 
     # ---- what there is ------------------------------------------------------------------------------------------
@@ -147,8 +147,8 @@ class SwapStore:
         """All that is here, the one away longest first."""
         return list(self._kept)
 
-    def place(self, name: str) -> SwapLocation:
-        """Where a state lies."""
+    def location(self, name: str) -> SwapLocation:
+        """Whether a state is in host memory or in a file on disk."""
         return "disk" if self._kept[name].tensors is None else "host"
 
     def takes(self, nbytes: int) -> bool:

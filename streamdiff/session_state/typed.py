@@ -1,4 +1,4 @@
-"""Whether what a file says of a state is what the declared classes can hold: types, before anything is made of it.
+"""Type-checks a deserialised state tree against the declared dataclasses.
 
 A node is what `walk.save` makes of a value. Imports no torch.
 """

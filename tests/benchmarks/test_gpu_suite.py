@@ -18,9 +18,9 @@ from benchmarks import fps_ttff, gpu_check, gpu_suite
 from benchmarks.gpu_suite import Deadline, Found, allowed, plain, wanted, wrong
 from benchmarks.stream_case import Amount, Case
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.runner import compiled_stage
-from streamdiff.pipeline.runner.cuda_graphs import Captured
+from streamdiff.pipeline.runner.cuda_graphs import GraphCache
 from tests.pipeline.runner.test_cuda_graphs import record
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def test_the_fast_paths_are_measured_beside_the_plain_one_before_anything_else()
 @pytest.mark.slow
 def test_two_sessions_at_once_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for CUDA's graphs, nothing compiled; a CPU's pool is for one session."""
-    monkeypatch.setattr(compiled_stage, "captured_on", lambda device: Captured(record))
+    monkeypatch.setattr(compiled_stage, "graph_cache_on", lambda device: GraphCache(record))
     with torch.compiler.set_stance("force_eager"):
         told = gpu_check.two_sessions("clean", CPU)
     assert told.startswith("1 of 2 sessions captured, off by ")
@@ -107,10 +107,10 @@ def test_two_sessions_at_once_are_checked(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 def test_only_replayed_forwards_are_asked_for_the_memory_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the window of 3 chunks fills there are no graphs; of the 4 chunks after that the last has no clean pass."""
-    monkeypatch.setattr(compiled_stage, "captured_on", lambda device: Captured(record))
+    monkeypatch.setattr(compiled_stage, "graph_cache_on", lambda device: GraphCache(record))
     config = {"device": "cpu", "compile": "on", "clean_pass": "alone"}
     with torch.compiler.set_stance("force_eager"):
-        runtime = load_runtime(ModelConfig.model_validate(config))
+        runtime = build_pipeline(ModelConfig.model_validate(config))
         try:
             counts = iter(range(1000))
             taken = gpu_check.taken_in_replays(runtime, lambda: next(counts))

@@ -112,13 +112,13 @@ def test_a_rank_that_follows_has_its_blocks_offloaded_too(given: Given, monkeypa
     class Seen(Exception):
         pass
 
-    def follower(model: StageModel, *_: object) -> None:
+    def stage_worker(model: StageModel, *_: object) -> None:
         assert len(model.denoiser.blocks) == 2 and isinstance(model.denoiser.block_source, OffloadedBlocks)
         raise Seen
 
     monkeypatch.setattr(reference_ring, "_join", lambda found: SimpleNamespace(rank=1))
     monkeypatch.setattr(reference_ring, "start_progress", lambda *_: SimpleNamespace(enter=None))
-    monkeypatch.setattr(reference_ring.topology, "follower", follower)
+    monkeypatch.setattr(reference_ring.topology, "stage_worker", stage_worker)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     out = given.folder / "never.safetensors"

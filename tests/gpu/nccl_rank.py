@@ -21,7 +21,7 @@ from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, 
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.pipeline.topology import StageTopology, connect_head, follower
+from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
 from tests.gpu.nccl_ring import finding
 from tests.pipeline.distributed.scenarios import SCENARIOS, all_send_first, connect_often, nccl_ends
 from tests.pipeline.playing import CHUNKS_LONG, THREE, play, same
@@ -157,15 +157,15 @@ def on(device: torch.device) -> Model:
 def ring(rank: int, ranks: int, device: torch.device) -> None:
     """Three sessions, one of each KV context, around the ring; each compared to itself on one stage on the same GPU."""
     model = on(device)
-    place, part = StageTopology(rank, ranks, link="nccl"), model.part(*split_evenly(model.blocks, ranks)[rank])
+    topology, part = StageTopology(rank, ranks, link="nccl"), model.part(*split_evenly(model.blocks, ranks)[rank])
     if rank:
-        worker = follower(part, place, device)
+        worker = stage_worker(part, topology, device)
         for _ in range(100):  # first calls
             worker.turn(None)
         with told_syncs(rank):
             worker.run()
         return
-    head = connect_head(part, place, device)
+    head = connect_head(part, topology, device)
     with told_syncs(rank):
         made = play(head, model, THREE, CHUNKS_LONG)
     head.stop()

@@ -62,14 +62,14 @@ def test_graphs_make_the_plain_stream_and_are_never_made_again(model: Model, kv_
     device, order = torch.device("cuda"), {0: ORDERS[kv_context]}
     plain, graphs = RingExecutor(model, device), RingExecutor(model, device)
     graphs.stage.compile(steps=4, kv_context=kv_context)
-    assert graphs.stage.compiled is not None and graphs.stage.compiled._captured is not None
-    captured = set(graphs.stage.compiled._captured.graphs)
+    assert graphs.stage.compiled is not None and graphs.stage.compiled._graph_cache is not None
+    captured = set(graphs.stage.compiled._graph_cache.graphs)
     assert len(captured) == (4 if kv_context == "matched" else 1), "of a full window, by cache"
     with torch.compiler.set_stance("fail_on_recompile"):
         got = play(graphs, model, order, CHUNKS_LONG)[0]
     expected = play(plain, model, order, CHUNKS_LONG)[0]
     assert max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True)) <= TOLERANCE
-    assert set(graphs.stage.compiled._captured.graphs) == captured
+    assert set(graphs.stage.compiled._graph_cache.graphs) == captured
 
 
 def test_two_sessions_at_once_are_both_captured(model: Model) -> None:

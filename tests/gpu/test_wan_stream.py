@@ -1,4 +1,4 @@
-"""What a GPU is bought for, through `load_runtime`: bfloat16, heads 128 wide, flash and cuDNN attention, FP8, graphs,
+"""What a GPU is bought for, through `build_pipeline`: bfloat16, heads 128 wide, flash and cuDNN attention, FP8, graphs,
 two sessions at once, and rings over NCCL. On the CPU the same functions with what there is."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from benchmarks import gpu_check
 from benchmarks.gpu_check import off_by, two_streams
 from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.models.transformer.quantization import FP8_CAPABILITY
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.load_plan import LoadPlan
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.runner import compiled_stage
-from streamdiff.pipeline.runner.cuda_graphs import Captured, Inputs, Recorded, Run
+from streamdiff.pipeline.runner.cuda_graphs import Graph, GraphCache, Inputs, Run
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.gpu.nccl_ring import refused
@@ -66,17 +66,17 @@ def test_on_the_cpu_both_sessions_come_to_chunks_that_have_graphs(
     """With stand-ins for CUDA's graphs, nothing compiled, and a pool for two as a server has on CUDA."""
     replays: list[Inputs] = []
 
-    def counted(run: Run, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensors]:
+    def counted(run: Run, inputs: Inputs, warm_up: bool) -> tuple[Graph, Tensors]:
         graph, result = record(run, inputs, warm_up)
         return SimpleNamespace(replay=lambda: (replays.append(inputs), graph.replay())), result
 
     def loaded(config: ModelConfig) -> StreamingPipeline:
-        runtime = load_runtime(config)
+        runtime = build_pipeline(config)
         replays.clear()
         return runtime
 
-    monkeypatch.setattr(compiled_stage, "captured_on", lambda device: Captured(counted))
-    monkeypatch.setattr(gpu_check, "load_runtime", loaded)
+    monkeypatch.setattr(compiled_stage, "graph_cache_on", lambda device: GraphCache(counted))
+    monkeypatch.setattr(gpu_check, "build_pipeline", loaded)
     pool = property(lambda plan: PreallocatedCaches(2, plan.steps, plan.config.kv_context))
     monkeypatch.setattr(LoadPlan, "preallocated", pool)
     with torch.compiler.set_stance("force_eager"):

@@ -1,4 +1,4 @@
-"""A model of Wan's kind, small but for its heads, streamed as the product streams it: through `load_runtime`, two
+"""A model of Wan's kind, small but for its heads, streamed as the product streams it: through `build_pipeline`, two
 sessions at once, in the types and by the kernels that a GPU has.
 
 `python -m tests.gpu.wan_stream RANK STAGES PORT FOLDER OUT VARIANT DEVICE` is one rank of a ring over NCCL, or, with

@@ -14,7 +14,7 @@ from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Architecture
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.resolve import resolve_model
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.load_plan import plan_load
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_real_sizes_are_those_of_the_published_models() -> None:
 @pytest.mark.slow
 def test_a_stream_comes_out_in_any_number_of_steps() -> None:
     config = ModelConfig(name="random:small", vae="random:taew2_1", size="32x32", device="cpu", steps=1)
-    runtime = load_runtime(config)
+    runtime = build_pipeline(config)
     try:
         assert runtime.model.spec.steps == (4, 2, 1)
         assert (runtime.model.spec.window_latents, runtime.model.spec.sink_latents) == (12, 3)

@@ -25,7 +25,7 @@ ONCE = "numbers once"
 
 def spoil(stage: ModelRunner, session: int, kind: str) -> None:
     """Have a session fail on this stage. Mutates: stage."""
-    forward, update = stage.forward, stage.update
+    forward, apply_update = stage.forward, stage.apply_update
     struck: list[int] = []
 
     def failing_forward(rows: Sequence[MicroStep], given: Tensors) -> Tensors:
@@ -41,12 +41,12 @@ def spoil(stage: ModelRunner, session: int, kind: str) -> None:
             done[0][hit[0], ..., 0] = torch.inf
         return done
 
-    def failing_update(kind_of: MessageKind, control: SessionUpdate, tensors: Tensors) -> SessionUpdate:
-        if (kind, kind_of, control.session) == ("open", MessageKind.OPEN, session):
+    def failing_update(kind_of: MessageKind, update: SessionUpdate, tensors: Tensors) -> SessionUpdate:
+        if (kind, kind_of, update.session) == ("open", MessageKind.OPEN, session):
             raise torch.OutOfMemoryError("no memory for these caches")
-        return update(kind_of, control, tensors)
+        return apply_update(kind_of, update, tensors)
 
-    stage.forward, stage.update = failing_forward, failing_update  # type: ignore[method-assign]
+    stage.forward, stage.apply_update = failing_forward, failing_update  # type: ignore[method-assign]
 
 
 def raise_at_second(stage: ModelRunner, attend: Callable[..., Tensor], rows: int) -> Callable[..., Tensor]:

@@ -1,7 +1,7 @@
 """Does a ring of real processes grow? `python -m tests.pipeline.growth_process --chunks 10000` plays and says.
 
 Three sessions, one per KV context, play legs of some chunks each. On the way prompts change, sessions are reset, closed
-and opened. After each leg the ring runs dry, and a control that means nothing goes around: every rank that meets it
+and opened. After each leg the ring runs dry, and an update that means nothing goes around: every rank that meets it
 counts what its process holds. What is held after the first legs must be what is held at the end.
 
 As a rank: `RANK STAGES PORT LEGS LEG`; it prints its counts as JSON.
@@ -65,7 +65,7 @@ class Counter(Worker):
 
     def turn(self, wait_s: float | None = 0.0) -> StageMessage | None:
         work = super().turn(wait_s)
-        if work is not None and work.control is not None and work.control.session == MARK:
+        if work is not None and work.update is not None and work.update.session == MARK:
             self.found.append(self.counts())
         return work
 

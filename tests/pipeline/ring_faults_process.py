@@ -14,7 +14,7 @@ import torch.distributed as dist
 from streamdiff.models.model import Model
 from streamdiff.pipeline.distributed.state_exchange import StoreExchange
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.topology import StageTopology, connect_head, follower
+from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.failing import ONCE, play_failing, spoil
 from tests.small import CPU, small_model
@@ -39,10 +39,10 @@ def main(rank: int, stages: int, port: int, out: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, stages, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
     model = small()
-    place = StageTopology(rank, stages, rows=4)
+    topology = StageTopology(rank, stages, rows=4)
     part = model.part(*split_evenly(model.blocks, stages)[rank])
-    worker = follower(part, place, CPU) if rank else None
-    ring = connect_head(part, place, CPU) if worker is None else None
+    worker = stage_worker(part, topology, CPU) if rank else None
+    ring = connect_head(part, topology, CPU) if worker is None else None
     stage = worker.stage if worker is not None else ring.stage  # type: ignore[union-attr]
     stage.exchange = StoreExchange(store)
     for session, (where, kind) in FAULTS.items():

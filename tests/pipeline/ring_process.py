@@ -16,7 +16,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from streamdiff.models.model import Model
 from streamdiff.pipeline import topology
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.topology import StageTopology, connect_head, follower
+from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.distributed.rough import BROKEN, LANES, LINKS
 from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, OTHER_STEPS, THREE, play
@@ -65,14 +65,14 @@ def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
         case = Case.of(text)
         topology.TcpSender, topology.TcpReceiver = LINKS[case.links]  # type: ignore[misc]
         model = model_of(case.dtype)
-        place = StageTopology(rank, stages, number, case.max_rows, "nccl" if case.links == LANES else "gloo")
+        rank_topology = StageTopology(rank, stages, number, case.max_rows, "nccl" if case.links == LANES else "gloo")
         part = model.part(*split_evenly(model.blocks, stages)[rank])
         if rank:
-            follower(part, place, CPU).run()
+            stage_worker(part, rank_topology, CPU).run()
             continue
-        ring = connect_head(part, place, CPU)
+        ring = connect_head(part, rank_topology, CPU)
         if case.links in BROKEN:  # rubbish is to come out, and nobody to end its sessions
-            ring.faults.fates = lambda message: [True] * len(message.rows)  # type: ignore[method-assign]
+            ring.faults.rows_ok = lambda message: [True] * len(message.rows)  # type: ignore[method-assign]
         results[text] = play(ring, model, {name: ORDERS[name] for name in case.names}, case.chunks)
         ring.stop(LEAVE_S)
     if rank == 0:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.tiny.model import load_model
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.topology import StageTopology, connect_head, follower
+from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.playing import Order, play
 from tests.small import BLUE, CPU, RED, WHITE
@@ -36,12 +36,12 @@ def main(rank: int, stages: int, port: int, out: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, stages, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
     model = load_model(EMBEDDED_WEIGHTS, CPU)
-    place = StageTopology(rank, stages, rows=4)
+    topology = StageTopology(rank, stages, rows=4)
     part = model.part(*split_evenly(model.blocks, stages)[rank])
     if rank:
-        follower(part, place, CPU).run()
+        stage_worker(part, topology, CPU).run()
         return
-    ring = connect_head(part, place, CPU)
+    ring = connect_head(part, topology, CPU)
     latents = play(ring, model, ORDERS, CHUNKS)
     ring.stop(LEAVE_S)
     torch.save({"latents": latents, "rows": dict(ring.scheduler.counts.rows)}, out)

@@ -52,7 +52,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     if rank:
         worker_main.run_worker(config)
         return
-    pipeline = build.load_runtime(config)
+    pipeline = build.build_pipeline(config)
     first, second = list[np.ndarray](), list[np.ndarray]()
     opened(pipeline)
     play(pipeline, first, SAVED_AT)

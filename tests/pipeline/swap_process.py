@@ -100,7 +100,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     if rank:
         worker_main.run_worker(config)
         return
-    pipeline = build.load_runtime(config)
+    pipeline = build.build_pipeline(config)
     opened(pipeline)
     shown = Shown(pipeline)
     parts = stages * shares + (shares if decode == "split" else 1)

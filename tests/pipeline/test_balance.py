@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.balance import Measured, gather_costs, lined_up, measure, row_costs, share_out
+from streamdiff.pipeline.balance import Measured, assign_blocks, gather_costs, interpolate_costs, measure, row_costs
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.planner.kv_budget import RankMemory
@@ -30,7 +30,7 @@ def agree(config: ModelConfig, everybody: list[Measured]) -> set[tuple[tuple[int
     blocks = read_sizes(config.name).blocks
 
     def share(rank: int, own: Measured) -> tuple[tuple[int, int], ...]:
-        return share_out(config, 4, gather_costs(RankContext(rank, stages, store), own, stages, 1, blocks))
+        return assign_blocks(config, 4, gather_costs(RankContext(rank, stages, store), own, stages, 1, blocks))
 
     with ThreadPoolExecutor(stages) as pool:
         asked = [pool.submit(share, rank, own) for rank, own in enumerate(everybody)]
@@ -96,6 +96,6 @@ def test_what_rows_cost_is_measured_on_the_stage_itself_and_leaves_nothing_open(
 
 
 def test_numbers_of_rows_that_were_not_measured_lie_on_a_line_with_their_neighbours() -> None:
-    assert lined_up({1: 10.0, 2: 14.0, 4: 20.0}, 6) == [10.0, 14.0, 17.0, 20.0, 23.0, 26.0]
-    assert lined_up({1: 10.0}, 3) == [10.0, 20.0, 30.0]
-    assert lined_up({1: 10.0, 2: 9.0}, 3) == [10.0, 10.0, 10.0], "more rows never take less"
+    assert interpolate_costs({1: 10.0, 2: 14.0, 4: 20.0}, 6) == [10.0, 14.0, 17.0, 20.0, 23.0, 26.0]
+    assert interpolate_costs({1: 10.0}, 3) == [10.0, 20.0, 30.0]
+    assert interpolate_costs({1: 10.0, 2: 9.0}, 3) == [10.0, 10.0, 10.0], "more rows never take less"

@@ -46,7 +46,7 @@ def stop(*arguments: object) -> None:
     raise FirstStep
 
 
-@pytest.mark.parametrize("begin", [worker_main.run_worker, build.load_runtime])
+@pytest.mark.parametrize("begin", [worker_main.run_worker, build.build_pipeline])
 def test_a_rank_binds_its_device_before_anything_else(
     devices: Devices, monkeypatch: pytest.MonkeyPatch, begin: Any
 ) -> None:

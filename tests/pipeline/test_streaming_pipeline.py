@@ -15,7 +15,7 @@ from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.device import own_device
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.row_faults.errors import MOST_IN_A_ROW
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -276,7 +276,7 @@ def test_a_first_step_that_was_to_run_once_more_goes_with_its_stream(runtime: St
     runtime.set_frame_credit(0, CHUNK)
     spoil_first_steps(runtime)
     runtime.step()
-    assert runtime.ring.stage.sessions and list(runtime.ring._admission.controls), "it waits to run once more"
+    assert runtime.ring.stage.sessions and list(runtime.ring._admission.queued), "it waits to run once more"
     text = runtime.text.encode(RED)
     if way == "close":
         runtime.close_session(0)
@@ -334,7 +334,7 @@ def test_a_server_may_have_yuv420_of_the_same_pictures(tmp_path: Path) -> None:
         Config(model=model, serve=ServeConfig(scale=1)).served_model(),
         Config(model=model, serve=ServeConfig(scale=1, pictures="yuv420")).served_model(),
     ):
-        runtime = load_runtime(config)
+        runtime = build_pipeline(config)
         open_session(runtime)
         made.append(pictures(take(runtime, 0, 2))[: 2 * CHUNK])  # the next chunk's first may have come with them
         runtime.close()
@@ -354,7 +354,7 @@ def test_a_server_gets_rgb_where_pictures_are_enlarged_unless_it_asks() -> None:
 
 def test_a_model_folder_is_loaded_and_warm(tmp_path: Path) -> None:
     save_model(tmp_path)
-    runtime = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", steps=2))
+    runtime = build_pipeline(ModelConfig(name=str(tmp_path), device="cpu", steps=2))
     assert runtime.info.steps == 2 and not runtime.busy
     open_session(runtime)
     assert len(pictures(take(runtime, 0, 1, room=CHUNK))) == CHUNK
@@ -363,7 +363,7 @@ def test_a_model_folder_is_loaded_and_warm(tmp_path: Path) -> None:
 
 def test_an_unknown_model_or_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
-        load_runtime(ModelConfig(name=str(tmp_path / "nowhere"), device="cpu"))
+        build_pipeline(ModelConfig(name=str(tmp_path / "nowhere"), device="cpu"))
     assert own_device("cpu") == CPU
     if not torch.cuda.is_available():
         assert own_device("auto") == CPU

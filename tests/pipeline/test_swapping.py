@@ -100,7 +100,7 @@ def swap(streams: Streams, place: str) -> None:
     pipeline.swap_out(0)
     shown = len(streams.pictures[1]) // CHUNK
     streams.play(shown + 1, 1)
-    while {stage.swaps.place(name) for stage in stages for name in stage.swaps.names} != {place} or any(
+    while {stage.swaps.location(name) for stage in stages for name in stage.swaps.names} != {place} or any(
         0 in stage.sessions for stage in stages
     ):
         streams.take(pipeline.step(0.01))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.throughput import ChunkCostMeter
 
 
@@ -52,7 +52,7 @@ def test_in_a_ring_the_busiest_rank_decides() -> None:
 
 @pytest.mark.slow
 def test_the_runtime_knows_after_warming_up_what_a_chunk_takes() -> None:
-    runtime = load_runtime(ModelConfig())
+    runtime = build_pipeline(ModelConfig())
     work_s, fits = runtime.work_s(), runtime.sessions_fit()
     assert work_s is not None and work_s > 0
     assert fits is not None and fits >= 1

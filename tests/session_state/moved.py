@@ -24,7 +24,7 @@ from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.noise import SeededNoise
-from streamdiff.pipeline.topology import StageTopology, connect_head, follower
+from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
 from streamdiff.session_state import walk
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.playing import Order
@@ -166,14 +166,14 @@ def main(rank: int, stages: int, port: int, out: str) -> None:
     use_rendezvous()
     store = dist.TCPStore("127.0.0.1", port, stages, rank == 0, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
-    model, place = embedded(), StageTopology(rank, stages, 0, 1, "gloo")
+    model, topology = embedded(), StageTopology(rank, stages, 0, 1, "gloo")
     part = model.part(*split_evenly(model.blocks, stages)[rank])
     if rank:
-        worker = follower(part, place, CPU)
+        worker = stage_worker(part, topology, CPU)
         move_after_messages(worker.stage)
         worker.run()
         return
-    ring = connect_head(part, place, CPU)
+    ring = connect_head(part, topology, CPU)
     made = play(ring, model, moved=True)
     ring.stop(LEAVE_S)
     torch.save((made.latents, made.pictures, made.moments), out)

@@ -23,9 +23,10 @@ _ROWS = -2
 """The dimension of all tensors that a stream remembers."""
 
 
-class Rows(Protocol):
-    """One rank's rows among those of all ranks that share a picture. Rows are the last dimension but one of everything,
-    at any resolution. All ranks call the methods but `own` in the same order, with tensors that only differ in rows."""
+class RowExchange(Protocol):
+    """One rank's rows of a picture that several ranks share, and the exchanges with the others. Rows are the last
+    dimension but one of every tensor, at any resolution. All ranks call the methods but `local_rows` in the same order,
+    with tensors that differ in the number of rows only."""
 
     @property
     def count(self) -> int:
@@ -35,17 +36,18 @@ class Rows(Protocol):
     def bounds(self) -> Sequence[tuple[int, int]]:
         """First and last (exclusive) of the rows of the latents that each rank has, without a gap."""
 
-    def own(self, whole: Tensor) -> Tensor:
-        """This rank's rows of what has all. Raises ValueError where it has not the rows that are shared."""
+    def local_rows(self, whole: Tensor) -> Tensor:
+        """A view of this rank's rows of a tensor with all rows. Raises ValueError if their number is not a multiple of
+        the latents'."""
 
-    def halo(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Each of `parts`, own rows, with the row above and the one below; zeros beyond the picture."""
+    def exchange_halo(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Each of `parts`, which have own rows, padded by the neighbours' adjacent rows; zeros beyond the picture."""
 
-    def whole(self, own: Tensor) -> Tensor:
-        """All rows, from own ones, on every rank."""
+    def all_gather(self, own: Tensor) -> Tensor:
+        """All ranks' rows, on every rank."""
 
-    def to_first(self, own: Tensor) -> Tensor:
-        """The same on the first rank alone; own rows on the others."""
+    def gather_to_first(self, own: Tensor) -> Tensor:
+        """All ranks' rows on the first rank; `own` on the others."""
 
 
 class RowDecoder:
@@ -53,7 +55,7 @@ class RowDecoder:
     same methods in the same order; the first gets whole frames, each other one its own rows of them. It is given whole
     latents."""
 
-    def __init__(self, network: VideoDecoder, rows: Rows) -> None:
+    def __init__(self, network: VideoDecoder, rows: RowExchange) -> None:
         """Mutates: the layers of `network`, which decodes by `rows` from now on."""
         self._network, self.rows = network, rows
         self.layers, self.device = network.layers, network.device
@@ -73,7 +75,7 @@ class RowDecoder:
     @torch.inference_mode()
     def decode_video(self, latents: Tensor, memory: Any) -> Tensor:
         """See `VideoDecoder`."""
-        return self.rows.to_first(self._network.decode_video(self.rows.own(latents), memory))
+        return self.rows.gather_to_first(self._network.decode_video(self.rows.local_rows(latents), memory))
 
     def with_all_rows(self, parts: Sequence[Any]) -> Any:
         """What a stream remembers, of what each rank remembers of its own rows. Mutates: nothing."""
@@ -108,14 +110,14 @@ class RowDecoder:
         return self.rows.bounds[-1][1]
 
     def past(self, latents: Tensor, memory: Any) -> DecoderState:
-        return self._network.past(self.rows.own(latents), memory)
+        return self._network.past(self.rows.local_rows(latents), memory)
 
     def step(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
-        frames, after = self._network.step(self.rows.own(piece), past)
-        return self.rows.to_first(frames), after
+        frames, after = self._network.step(self.rows.local_rows(piece), past)
+        return self.rows.gather_to_first(frames), after
 
     def remember(self, latents: Tensor, memory: Any, past: DecoderState) -> int:
-        return self._network.remember(self.rows.own(latents), memory, past)
+        return self._network.remember(self.rows.local_rows(latents), memory, past)
 
 
 def _of_height(memory: Any, height: int) -> Any:
@@ -130,18 +132,18 @@ def one_pixel(frames: Tensor) -> Tensor:
     return frames[:, 0, :1, :1].to(torch.uint8)
 
 
-def _share_rows(layers: nn.Module, rows: Rows) -> None:
+def _share_rows(layers: nn.Module, rows: RowExchange) -> None:
     """Have every layer that looks beyond its own rows see those of the other ranks. Mutates: layers."""
 
     def with_halo(module: nn.Module, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Of a convolution's input, and of the frames that it looks back on, if there are any."""
         there = [each for each in given if each is not None]
-        return (*rows.halo(*there), *[None] * (len(given) - len(there)))
+        return (*rows.exchange_halo(*there), *[None] * (len(given) - len(there)))
 
     for module in layers.modules():
         if isinstance(module, WanAttentionBlock):
-            module.register_forward_pre_hook(lambda _, given: (rows.whole(given[0]),))
-            module.register_forward_hook(lambda _, given, result: rows.own(result))
+            module.register_forward_pre_hook(lambda _, given: (rows.all_gather(given[0]),))
+            module.register_forward_hook(lambda _, given, result: rows.local_rows(result))
         elif isinstance(module, WanCausalConv3d) and module._padding[2]:
             width, _, _, _, time, later = module._padding
             module._padding = (width, width, 0, 0, time, later)

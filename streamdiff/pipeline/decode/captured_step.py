@@ -10,26 +10,28 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.autoencoder.picture_decoder import Capture, DecoderState, Step
-from streamdiff.pipeline.runner.cuda_graphs import CudaRecord, Recorded
+from streamdiff.pipeline.runner.cuda_graphs import CudaGraphCapture, Graph
 
 
-class Recorder(Protocol):
-    """Captures a step on these very tensors, after it has been carried out for warmth; returns the graph, and where it
-    puts what it computes."""
+class StepCapture(Protocol):
+    """Captures a step on the given tensors, after executing it once to warm up; returns the graph and its output
+    tensors."""
 
     def __call__(
         self, step: Callable[[tuple[Tensor, DecoderState]], Any], given: tuple[Tensor, DecoderState], warm_up: bool
-    ) -> tuple[Recorded, Any]: ...
+    ) -> tuple[Graph, Any]: ...
 
 
 class CapturedStep:
     """A compiled step as one CUDA graph, for all streams: inputs are copied to where the graph looks for them, and
     results from where it puts them, so that no stream's past lies in the graph's memory."""
 
-    def __init__(self, step: Step, piece: Tensor, past: DecoderState, record: Recorder) -> None:
+    def __init__(self, step: Step, piece: Tensor, past: DecoderState, capture: StepCapture) -> None:
         """Of tensors like these, which are not kept."""
         self._piece, self._past = piece.clone(), _cloned(past)
-        self._graph, (self._pictures, self._after) = record(lambda given: step(*given), (self._piece, self._past), True)
+        self._graph, (self._pictures, self._after) = capture(
+            lambda given: step(*given), (self._piece, self._past), True
+        )
 
     def __call__(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
         """See `Step`."""
@@ -44,7 +46,7 @@ class CapturedStep:
 def capture_on(device: torch.device) -> Capture | None:
     """What captures a decoder's steps on `device`; None where there are no CUDA graphs. Their memory is a pool of their
     own, as the transformer's graphs are replayed at the same time."""
-    return partial(CapturedStep, record=cast(Recorder, CudaRecord())) if device.type == "cuda" else None
+    return partial(CapturedStep, capture=cast(StepCapture, CudaGraphCapture())) if device.type == "cuda" else None
 
 
 def _cloned(past: DecoderState) -> DecoderState:

@@ -1,4 +1,4 @@
-"""Latents become pictures: on a thread of the head, or on another rank of the ring.
+"""Decodes latents to pictures, on a thread of the head or on another rank of the ring.
 
 Pictures come out latent frame by latent frame. A CPU also decodes one at a time, so that the first picture is early; a
 GPU, where that gains nothing, decodes a whole chunk in one call. Chunks are decoded one at a time, in the order in
@@ -21,7 +21,7 @@ from streamdiff.device import bind
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
-from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, Piece, SavedMemory, shape_place, stream_place
+from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, Piece, SavedMemory, shape_key, stream_key
 from streamdiff.pipeline.decode.host_copy import TransferStream
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
@@ -45,8 +45,8 @@ DECODE_THREADS = 1
 """CPU threads of decoding beside a stage's work."""
 
 
-def _word(stream: int) -> str:
-    """The name under which a decoding rank leaves word of what failed."""
+def _fault_key(stream: int) -> str:
+    """Exchange key of the reason, posted by a decoding rank, why a chunk of a stream could not be decoded."""
     return f"decoding of stream {stream}"
 
 
@@ -65,16 +65,19 @@ class LocalDecoding:
     ) -> None:
         """`wake` is called, from that thread, when something has gone wrong; `device` is the decoder's, `timer` that
         device's; `at_once` latent frames are decoded by one call; `swaps` is where what is swapped out lies."""
-        self._lane = TransferStream(device)
+        self._transfer_stream = TransferStream(device)
         swaps = swaps or SwapStore(device)
-        self._memories = DecoderMemories(decoder, self._lane, at_once, timer or DeviceTimer.on(device), swaps)
+        self._memories = DecoderMemories(
+            decoder, self._transfer_stream, at_once, timer or DeviceTimer.on(device), swaps
+        )
         self._coming: dict[int, Future[Outcome]] = {}
         self._deliver, self._wake = deliver, wake
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(1, "decode", initializer=self._enter)
 
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
-        self._pool.submit(self._decode, stream, chunk, latents, self._lane.mark()).add_done_callback(self._ended)
+        job = self._pool.submit(self._decode, stream, chunk, latents, self._transfer_stream.mark())
+        job.add_done_callback(self._ended)
 
     def forget(self, stream: int) -> None:
         self._coming.pop(stream, None)
@@ -130,10 +133,10 @@ class LocalDecoding:
 
     def _enter(self) -> None:
         torch.set_num_threads(DECODE_THREADS)
-        self._lane.enter()
+        self._transfer_stream.enter()
 
     def _decode(self, stream: int, chunk: int, latents: Tensor, ready: torch.cuda.Event | None) -> None:
-        self._lane.follow(ready, latents)
+        self._transfer_stream.follow(ready, latents)
         try:
             for index, pictures in enumerate(self._memories.decode(stream, chunk, latents)):
                 self._deliver(Piece(stream, chunk, pictures.numpy().copy(), index == latents.shape[1] - 1))
@@ -171,8 +174,8 @@ class RemoteDecoding:
         self._exchange = exchange
         self._coming: dict[int, Outcome | None] = {}  # streams that were asked to come back; None: no answer yet
         self._deliver, self._wake = deliver, wake
-        self._works: queue.SimpleQueue[tuple[StageMessage, torch.cuda.Event | None]] = queue.SimpleQueue()
-        self._device, self._lane = device, TransferStream(device)
+        self._messages: queue.SimpleQueue[tuple[StageMessage, torch.cuda.Event | None]] = queue.SimpleQueue()
+        self._device, self._transfer_stream = device, TransferStream(device)
         self._error: LinkClosed | None = None
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
@@ -184,37 +187,39 @@ class RemoteDecoding:
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
         row = MicroStep(stream, chunk, 0, self._pieces, 0)
         # Behind what makes them, and not behind the ring's next forwards.
-        self._works.put((StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)), self._lane.mark()))
+        self._messages.put(
+            (StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)), self._transfer_stream.mark())
+        )
 
-    def _control(self, message: StageMessage) -> None:
-        self._works.put((message, None))
+    def _queue(self, message: StageMessage) -> None:
+        self._messages.put((message, None))
 
     def forget(self, stream: int) -> None:
         self._coming.pop(stream, None)
-        self._control(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
+        self._queue(StageMessage(MessageKind.CLOSE, (), SessionUpdate(stream)))
 
     def save(self, stream: int) -> SavedMemory:
-        self._control(StageMessage(MessageKind.SAVE, (), SessionUpdate(stream)))
-        place = stream_place(DecodeWorker.place, stream)
-        return lambda: self._exchange.take(place) if self._exchange.holds(place) else None
+        self._queue(StageMessage(MessageKind.SAVE, (), SessionUpdate(stream)))
+        key = stream_key(DecodeWorker.exchange_key, stream)
+        return lambda: self._exchange.take(key) if self._exchange.holds(key) else None
 
     def load(self, stream: int, state: State) -> None:
-        self._exchange.put(stream_place(DecodeWorker.place, stream), state)
-        self._control(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
+        self._exchange.put(stream_key(DecodeWorker.exchange_key, stream), state)
+        self._queue(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
 
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
-        self._exchange.put(shape_place(DecodeWorker.place), ({}, list(chunk_shape)))
-        self._control(StageMessage(MessageKind.SAVE, (), SessionUpdate(NO_STREAM)))
-        outlines: list[Any] = self._exchange.take(stream_place(DecodeWorker.place, NO_STREAM))[1]
+        self._exchange.put(shape_key(DecodeWorker.exchange_key), ({}, list(chunk_shape)))
+        self._queue(StageMessage(MessageKind.SAVE, (), SessionUpdate(NO_STREAM)))
+        outlines: list[Any] = self._exchange.take(stream_key(DecodeWorker.exchange_key, NO_STREAM))[1]
         return outlines
 
     def swap_out(self, stream: int) -> None:
-        self._control(StageMessage(MessageKind.SWAP_OUT, (), SessionUpdate(stream)))
+        self._queue(StageMessage(MessageKind.SWAP_OUT, (), SessionUpdate(stream)))
 
     def swap_in(self, stream: int) -> Outcome:
         if stream not in self._coming:
             self._coming[stream] = None
-            self._control(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream)))
+            self._queue(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream)))
         if self._coming[stream] is None:
             return Outcome.NOT_YET
         return self._coming.pop(stream) or Outcome.DONE
@@ -224,20 +229,20 @@ class RemoteDecoding:
             raise self._error
 
     def close(self, abandon: bool = False) -> None:
-        self._control(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
+        self._queue(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
         for thread in self._threads:
             thread.join(0.0 if abandon else LEAVE_S)
 
     def _send(self) -> None:
         bind(self._device)
-        self._lane.enter()
+        self._transfer_stream.enter()
         try:
             while True:
-                work, made = self._works.get()
-                for tensor in work.tensors:
-                    self._lane.follow(made, tensor)
-                self._sender.send(work)
-                if work.kind is MessageKind.STOP:
+                message, made = self._messages.get()
+                for tensor in message.tensors:
+                    self._transfer_stream.follow(made, tensor)
+                self._sender.send(message)
+                if message.kind is MessageKind.STOP:
                     break
             self._sender.close()
             self._sender.flush(LEAVE_S)
@@ -246,18 +251,18 @@ class RemoteDecoding:
 
     def _receive(self) -> None:
         try:
-            while (work := self._receiver.receive(None)) is None or work.kind is not MessageKind.STOP:
-                if work is not None and work.control is not None:
-                    self._take(work.kind, work.control)
-                elif work is not None:
-                    row, pictures = work.rows[0], work.tensors[0].numpy().copy()
+            while (message := self._receiver.receive(None)) is None or message.kind is not MessageKind.STOP:
+                if message is not None and message.update is not None:
+                    self._take(message.kind, message.update)
+                elif message is not None:
+                    row, pictures = message.rows[0], message.tensors[0].numpy().copy()
                     self._deliver(Piece(row.session, row.chunk, pictures, row.step == self._pieces - 1))
             self._receiver.close(LEAVE_S)
         except LinkClosed as error:
             self._fail(error)
 
     def _take(self, kind: MessageKind, about: SessionUpdate) -> None:
-        """What the other rank says of a stream."""
+        """Handle an answer of the other rank about a stream."""
         if kind is not MessageKind.SWAP_IN:
             self._deliver(self._failed(about))
         elif about.session in self._coming:
@@ -265,8 +270,8 @@ class RemoteDecoding:
             self._wake()
 
     def _failed(self, about: SessionUpdate) -> Piece:
-        """The piece that stands for a chunk that could not be decoded, whose number is told as an epoch."""
-        why = self._exchange.word(_word(about.session))
+        """The `Piece` with the fault of a chunk that could not be decoded, whose number is in `about.epoch`."""
+        why = self._exchange.pop_text(_fault_key(about.session))
         return Piece.failed(about.session, about.epoch, why or f"decoding chunk {about.epoch} failed")
 
     def _fail(self, error: LinkClosed) -> None:
@@ -278,8 +283,8 @@ class DecodeWorker:
     """The other end: decodes for the head until it is told to stop. The fields are those of a `Worker`."""
 
     awaits_others = False
-    place = "decoder"
-    """Names under which states are left for the head, and found, begin so."""
+    exchange_key = "decoder"
+    """Prefix of the exchange keys of decoder states, see `stream_key` and `shape_key`."""
 
     def __init__(
         self,
@@ -295,8 +300,10 @@ class DecodeWorker:
         """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `exchange`
         leads to the head, None: within this process; `swaps` is where what is swapped out lies."""
         self._exchange = exchange or LocalExchange()
-        self._lane, self.timer = TransferStream(device), timer or DeviceTimer.on(device)
-        self._memories = DecoderMemories(decoder, self._lane, at_once, self.timer, swaps or SwapStore(device))
+        self._transfer_stream, self.timer = TransferStream(device), timer or DeviceTimer.on(device)
+        self._memories = DecoderMemories(
+            decoder, self._transfer_stream, at_once, self.timer, swaps or SwapStore(device)
+        )
         self._receiver, self._sender = receiver, sender
         self._saving: deque[int] = deque()  # streams
         self._to_head = ThreadPoolExecutor(1, "to head")
@@ -310,38 +317,38 @@ class DecodeWorker:
         Raises:
             LinkClosed: the head is gone.
         """
-        self._lane.enter()  # also what the receiver uploads
-        while (work := self._next()) is None or work.kind is not MessageKind.STOP:
-            if work is not None and work.control is not None:
-                self._update(work.kind, work.control.session)
-            elif work is not None:
-                self._decode(work)
-        self._sender.send(work)
+        self._transfer_stream.enter()  # also what the receiver uploads
+        while (message := self._next()) is None or message.kind is not MessageKind.STOP:
+            if message is not None and message.update is not None:
+                self._update(message.kind, message.update.session)
+            elif message is not None:
+                self._decode(message)
+        self._sender.send(message)
         self._sender.close()
         self._receiver.close(LEAVE_S)
         self._sender.flush(LEAVE_S)
 
     def _next(self) -> StageMessage | None:
-        """What comes next, if anything has; while a stream is being saved a piece is copied. Mutates: self."""
-        work = self._receiver.receive(0.0 if self._saving else None)
+        """The next message, None if there is none; while a stream is being saved a piece is copied. Mutates: self."""
+        message = self._receiver.receive(0.0 if self._saving else None)
         if self._saving and (state := self._memories.save_on(self._saving[0])) is not None:
-            place = stream_place(self.place, self._saving.popleft())
-            self._to_head.submit(send_state, self._exchange, place, lambda: state)
-        return work
+            key = stream_key(self.exchange_key, self._saving.popleft())
+            self._to_head.submit(send_state, self._exchange, key, lambda: state)
+        return message
 
     def _update(self, kind: MessageKind, stream: int) -> None:
-        """Do to what is remembered of a stream what the head asks for. Mutates: self."""
+        """Apply an update of the head to a stream's decoder state. Mutates: self."""
         match kind:
             case MessageKind.CLOSE:
                 self._memories.forget(stream)
             case MessageKind.SAVE if stream == NO_STREAM:
-                shape = tuple(self._exchange.take(shape_place(self.place))[1])
-                self._exchange.put(stream_place(self.place, stream), ({}, self._memories.outlines(shape)))
+                shape = tuple(self._exchange.take(shape_key(self.exchange_key))[1])
+                self._exchange.put(stream_key(self.exchange_key, stream), ({}, self._memories.outlines(shape)))
             case MessageKind.SAVE:  # what is decoded from here on is not in it
                 self._memories.begin_save(stream)
                 self._saving.append(stream)
             case MessageKind.LOAD:
-                self._memories.load(stream, self._exchange.take(stream_place(self.place, stream)))
+                self._memories.load(stream, self._exchange.take(stream_key(self.exchange_key, stream)))
             case MessageKind.SWAP_OUT:
                 self._memories.swap_out(stream)
             case MessageKind.SWAP_IN:
@@ -351,21 +358,21 @@ class DecodeWorker:
         outcome = self._memories.swap_in(stream)
         self._sender.send(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream, outcome=outcome)))
 
-    def _decode(self, work: StageMessage) -> None:
-        (row,) = work.rows
-        self.now = work
+    def _decode(self, message: StageMessage) -> None:
+        (row,) = message.rows
+        self.now = message
         try:
-            for index, pictures in enumerate(self._memories.decode(row.session, row.chunk, work.tensors[0][0])):
+            for index, pictures in enumerate(self._memories.decode(row.session, row.chunk, message.tensors[0][0])):
                 rows = (MicroStep(row.session, row.chunk, index, row.steps, 0),) * len(pictures)
                 self._sender.send(StageMessage(MessageKind.ROWS, rows, None, (pictures,)))
         except ROW_ERRORS as error:
             check_own(error)
-            self._exchange.leave_word(_word(row.session), describe(error, f"decoding chunk {row.chunk}"))
+            self._exchange.post_text(_fault_key(row.session), describe(error, f"decoding chunk {row.chunk}"))
             self._sender.send(StageMessage(MessageKind.CLOSE, (), SessionUpdate(row.session, row.chunk)))
         self.done += 1
-        self.now, self.last = None, work
+        self.now, self.last = None, message
 
     def where(self) -> str:
-        """What it is at, for messages."""
+        """What is being decoded, for error messages."""
         at = self.now or self.last
         return f"decoding chunk {at.rows[0].chunk}" if at is not None else "before its first chunk"

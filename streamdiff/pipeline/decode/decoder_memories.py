@@ -1,4 +1,4 @@
-"""What a decoder remembers of each stream: kept, saved, swapped out and back."""
+"""Per-stream decoder states: kept, saved, swapped out and in."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ _PIECE = 1 << 24
 
 
 class DecoderMemories:
-    """What the decoder remembers of each stream."""
+    """The decoder, and its state of each stream."""
 
     def __init__(
-        self, decoder: PictureDecoder, lane: TransferStream, at_once: int, timer: DeviceTimer, swaps: SwapStore
+        self,
+        decoder: PictureDecoder,
+        transfer_stream: TransferStream,
+        at_once: int,
+        timer: DeviceTimer,
+        swaps: SwapStore,
     ) -> None:
-        self._decoder, self._lane, self._at_once, self._swaps = decoder, lane, at_once, swaps
+        self._decoder, self._transfer_stream, self._at_once, self._swaps = decoder, transfer_stream, at_once, swaps
         self._timed = timer.stream()
         self._memories: dict[int, Any] = {}
         self._copies: dict[int, HostCopy] = {}  # of streams that are being saved
@@ -41,9 +46,9 @@ class DecoderMemories:
         if stream in self._copies:
             self._copies[stream].go_on()
             self._swaps.follow()
-        timed, finite = partial(self._timed.work, f"decoding chunk {chunk}"), self._lane.finite(latents)
+        timed, finite = partial(self._timed.work, f"decoding chunk {chunk}"), self._transfer_stream.finite(latents)
         for pictures in decode_chunk(
-            self._decoder, latents, self._memories[stream], self._lane, self._at_once, timed
+            self._decoder, latents, self._memories[stream], self._transfer_stream, self._at_once, timed
         ):  # fmt: skip
             if not finite():
                 raise ArithmeticError("its latents are no numbers (NaN or infinite)")
@@ -111,5 +116,5 @@ class DecoderMemories:
 
 
 def _swapped(stream: int) -> str:
-    """What a decoder's part of a stream is called in a swap store."""
+    """Name of a stream's decoder state in a swap store."""
     return f"decoder {stream}"

@@ -1,4 +1,4 @@
-"""What decoding is to the rest of the pipeline, wherever it is done, and names of what ranks exchange of it."""
+"""The `Decoding` protocol of the pipeline, whichever rank decodes, and exchange keys of decoder states."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NO_STREAM = -1
 """A SAVE of it asks for `outlines`."""
 
 
-def shape_place(place: str) -> str:
-    """The name under which the head leaves the shape of a chunk for who leaves its states at `place`."""
-    return f"{place}: chunk shape"
+def shape_key(prefix: str) -> str:
+    """Exchange key of a chunk's shape, which the head puts there for the decoding rank whose keys begin so."""
+    return f"{prefix}: chunk shape"
 
 
-def stream_place(place: str, stream: int) -> str:
-    """The name under which what is remembered of a stream is left."""
-    return f"{place}: stream {stream}"
+def stream_key(prefix: str, stream: int) -> str:
+    """Exchange key of a decoder's state of one stream; `prefix` as of `shape_key`."""
+    return f"{prefix}: stream {stream}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ SavedMemory = Callable[[], State | None]
 
 
 class Decoding(Protocol):
-    """Where latents become pictures; what comes out is delivered on a thread of its own."""
+    """Decodes latents to pictures, which are delivered from a thread of its own."""
 
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
         """Decode latents `[C, F, h, w]`, the next chunk of a stream. Does not wait."""

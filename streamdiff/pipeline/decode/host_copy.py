@@ -14,8 +14,8 @@ from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 
 
 class TransferStream:
-    """Where a decoding thread's work goes: on a CUDA device a stream of its own, so that it waits for no transformer
-    but its latents', and no transformer waits for it."""
+    """The stream of a decoding thread: on a CUDA device one of its own, so that decoding waits only for its latents,
+    and no forward waits for decoding."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -24,7 +24,7 @@ class TransferStream:
         self._copied = [torch.cuda.Event() for _ in range(2)] if self._stream is not None else []
 
     def enter(self) -> None:
-        """The calling thread's work goes here from now on."""
+        """Make this the current stream of the calling thread."""
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
 
@@ -82,7 +82,7 @@ def decode_chunk(
     decoder: PictureDecoder,
     latents: Tensor,
     memory: Any,
-    lane: TransferStream,
+    transfer_stream: TransferStream,
     at_once: int,
     timed: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Tensor]:
@@ -95,7 +95,7 @@ def decode_chunk(
             return decoder.decode(group[None], memory)
 
     decoded = map(decode, groups)
-    for group, pictures in zip(groups, lane.fetch(decoded), strict=True):
+    for group, pictures in zip(groups, transfer_stream.fetch(decoded), strict=True):
         count = group.shape[1]
         # A stream's first latent frame may show fewer frames than the others.
         first = len(pictures) - (count - 1) * decoder.temporal if count > 1 else len(pictures)

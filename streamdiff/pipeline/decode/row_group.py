@@ -25,7 +25,7 @@ def row_bounds(height: int, ranks: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """`Rows` of rank `index` among `ranks`, for latents of `height` rows; they exchange over `group`, and are numbered
+    """`RowExchange` of rank `index` among `ranks`, for latents of `height` rows, over `group`; ranks are numbered
     as in the default group, from 0.
 
     Buffers of exchanges are permanent, kept by shape: a decoder meets a few dozen. What comes back lies in none.
@@ -47,7 +47,7 @@ class RowGroup:
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """See `Rows`."""
+        """See `RowExchange`."""
         return row_bounds(self.height, self.ranks)
 
     def highest(self, number: int) -> int:
@@ -56,16 +56,16 @@ class RowGroup:
         self._carry_out(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self.records or self.group))
         return int(most)
 
-    def own(self, whole: Tensor) -> Tensor:
-        """See `Rows`."""
+    def local_rows(self, whole: Tensor) -> Tensor:
+        """See `RowExchange`."""
         scale, left = divmod(whole.shape[-2], self.height)
         if left or not scale:
             raise ValueError(f"there are {whole.shape[-2]} rows, but the ranks share pictures of {self.height}")
         first, end = self.bounds[self.index]
         return whole[..., first * scale : end * scale, :]
 
-    def halo(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """See `Rows`: one exchange with both neighbours, however many parts there are."""
+    def exchange_halo(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """See `RowExchange`: one exchange with both neighbours, however many parts there are."""
         padded = tuple(F.pad(part, (0, 0, 1, 1)) for part in parts)
         # A row of own ones to the rank above, another to the one below; as much comes from each. Inside are the edges.
         sides = [(1, 0)] * (self.index > 0) + [(-2, -1)] * (self.index < self.ranks - 1)
@@ -90,14 +90,14 @@ class RowGroup:
                 part[..., outer, :].copy_(place.view(part[..., outer, :].shape))
         return padded
 
-    def whole(self, own: Tensor) -> Tensor:
-        """See `Rows`."""
+    def all_gather(self, own: Tensor) -> Tensor:
+        """See `RowExchange`."""
         mine, gathered = self._to_gather("whole", own, receives=True)
         self._carry_out(lambda: dist.all_gather(gathered, mine, group=self.group))
         return self._joined(gathered, own)
 
-    def to_first(self, own: Tensor) -> Tensor:
-        """See `Rows`."""
+    def gather_to_first(self, own: Tensor) -> Tensor:
+        """See `RowExchange`."""
         mine, gathered = self._to_gather("first", own, receives=self.index == 0)
         self._carry_out(lambda: dist.gather(mine, gathered or None, 0, group=self.group))
         return self._joined(gathered, own) if gathered else own
@@ -106,9 +106,9 @@ class RowGroup:
         """Carry out each exchange once: a communicator connects its ranks at first use, where their hosts wait for each
         other. All ranks call this together, before anything else is under way on their devices."""
         blank = torch.zeros(1, self.count, 1, device=device)
-        self.halo(blank)
-        self.whole(blank)
-        self.to_first(blank)
+        self.exchange_halo(blank)
+        self.all_gather(blank)
+        self.gather_to_first(blank)
 
     def _to_gather(self, name: str, own: Tensor, receives: bool) -> tuple[Tensor, list[Tensor]]:
         """`own` in a buffer of as many rows as the rank with the most has, since all send as much; and buffers for what

@@ -15,7 +15,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.autoencoder.row_decoder import RowDecoder
 from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding
-from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, SavedMemory, shape_place, stream_place
+from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, SavedMemory, shape_key, stream_key
 from streamdiff.pipeline.decode.row_group import RowGroup
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
@@ -51,20 +51,20 @@ class SplitDecoding(LocalDecoding):
         self._others, self._exchange, self._network, self._rows = others, exchange, *_shared(decoder)
 
     def forget(self, stream: int) -> None:
-        self._have_told(MessageKind.CLOSE, stream)
+        self._queue_update(MessageKind.CLOSE, stream)
         super().forget(stream)
 
     def save(self, stream: int) -> SavedMemory:
-        self._have_told(MessageKind.SAVE, stream)
-        own, places = super().save(stream), self._places(stream)
+        self._queue_update(MessageKind.SAVE, stream)
+        own, keys = super().save(stream), self._keys(stream)
         states: list[State] = []
 
         def whole() -> State | None:
             if not states and (first := own()) is not None:
                 states.append(first)
-            if not states or not all(self._exchange.holds(place) for place in places):
+            if not states or not all(self._exchange.holds(key) for key in keys):
                 return None
-            return self._joined([*states, *(self._exchange.take(place) for place in places)])
+            return self._joined([*states, *(self._exchange.take(key) for key in keys)])
 
         return whole
 
@@ -75,7 +75,7 @@ class SplitDecoding(LocalDecoding):
         return self._pool.submit(self._outlines, chunk_shape).result()
 
     def swap_out(self, stream: int) -> None:
-        self._have_told(MessageKind.SWAP_OUT, stream)
+        self._queue_update(MessageKind.SWAP_OUT, stream)
         super().swap_out(stream)
 
     def close(self, abandon: bool = False) -> None:
@@ -83,7 +83,7 @@ class SplitDecoding(LocalDecoding):
         if abandon:
             return
         with contextlib.suppress(LinkClosed):  # whoever is gone needs no end
-            self._tell(MessageKind.STOP, 0)
+            self._send_update(MessageKind.STOP, 0)
             for other in self._others:
                 other.close()
                 other.flush(LEAVE_S)
@@ -91,7 +91,7 @@ class SplitDecoding(LocalDecoding):
     # ---- on the thread ------------------------------------------------------------------------------------------
 
     def _decode(self, stream: int, chunk: int, latents: Tensor, ready: torch.cuda.Event | None) -> None:
-        self._lane.follow(ready, latents)
+        self._transfer_stream.follow(ready, latents)
         row = MicroStep(stream, chunk, 0, latents.shape[1], 0)
         self._send(StageMessage(MessageKind.ROWS, (row,), None, (latents[None],)))
         super()._decode(stream, chunk, latents, ready)
@@ -108,38 +108,38 @@ class SplitDecoding(LocalDecoding):
             own, *parts = [walk.save(self._network.rows_of(whole, rank)) for rank in range(self._rows.ranks)]
         except ValueError as error:
             raise ConfigError(f"what the decoder remembers is of another size: {error}") from error
-        for place, part in zip(self._places(stream), parts, strict=True):
-            self._exchange.put(place, part)
-        self._tell(MessageKind.LOAD, stream)
+        for key, part in zip(self._keys(stream), parts, strict=True):
+            self._exchange.put(key, part)
+        self._send_update(MessageKind.LOAD, stream)
         self._memories.load(stream, own)
 
     def _outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
         """All ranks decode chunks of nothing together, of which each has its own rows."""
         for rank in self._other_ranks:
-            self._exchange.put(shape_place(rows_place(rank)), ({}, list(chunk_shape)))
-        self._tell(MessageKind.SAVE, NO_STREAM)
+            self._exchange.put(shape_key(rows_key(rank)), ({}, list(chunk_shape)))
+        self._send_update(MessageKind.SAVE, NO_STREAM)
         outlines = self._memories.outlines(chunk_shape, self._network.as_whole)
-        for place in self._places(NO_STREAM):
-            self._exchange.take(place)
+        for key in self._keys(NO_STREAM):
+            self._exchange.take(key)
         return outlines
 
     def _swap_in(self, stream: int) -> Outcome:
-        self._tell(MessageKind.SWAP_IN, stream)
+        self._send_update(MessageKind.SWAP_IN, stream)
         return self._memories.swap_in(stream, self._rows.highest)
 
     @property
     def _other_ranks(self) -> range:
         return range(1, self._rows.ranks)
 
-    def _places(self, stream: int) -> list[str]:
-        return [stream_place(rows_place(rank), stream) for rank in self._other_ranks]
+    def _keys(self, stream: int) -> list[str]:
+        return [stream_key(rows_key(rank), stream) for rank in self._other_ranks]
 
-    def _have_told(self, kind: MessageKind, stream: int) -> None:
-        """Have the thread tell the others, behind all that it is still to do."""
-        job: Future[None] = self._pool.submit(self._tell, kind, stream)
+    def _queue_update(self, kind: MessageKind, stream: int) -> None:
+        """Queue `_send_update` on the decoding thread, behind all jobs already queued."""
+        job: Future[None] = self._pool.submit(self._send_update, kind, stream)
         job.add_done_callback(self._ended)
 
-    def _tell(self, kind: MessageKind, stream: int) -> None:
+    def _send_update(self, kind: MessageKind, stream: int) -> None:
         self._send(StageMessage(kind, (), SessionUpdate(stream)))
 
     def _send(self, message: StageMessage) -> None:
@@ -165,14 +165,14 @@ class SplitDecodeWorker(DecodeWorker):
     ) -> None:
         super().__init__(decoder, receiver, NoSender(), device, at_once, timer, exchange, swaps)
         self._rows = _shared(decoder)[1]
-        self.place = rows_place(self._rows.index)
+        self.exchange_key = rows_key(self._rows.index)
 
     def _swap_in(self, stream: int) -> None:
         self._memories.swap_in(stream, self._rows.highest)
 
 
-def rows_place(rank: int) -> str:
-    """Prefix of the names under which a rank exchanges its decoder state with the head."""
+def rows_key(rank: int) -> str:
+    """Prefix of the exchange keys of a rank's decoder state."""
     return f"decoder, rows of rank {rank}"
 
 

@@ -1,4 +1,4 @@
-"""What the head hands to the other ranks of its stage, where several share it (`context_parallel`)."""
+"""Forwards the head's messages to the other ranks of its stage, where several share it (`context_parallel`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from streamdiff.pipeline.distributed.message import StageMessage
 
 
 class FanOutReceiver:
-    """A `Receiver` whose messages also go to `others`, before this rank executes them: it cannot do that alone."""
+    """A `Receiver` that also sends its messages to `others`, before this rank executes them together with those."""
 
     def __init__(self, receiver: Receiver, others: Sequence[Sender]) -> None:
         self._receiver, self._others = receiver, others
@@ -29,7 +29,7 @@ class FanOutReceiver:
 
 
 class FanOutSender:
-    """The head's `sender`, which is ready, and ends, together with those to the `others` of its stage."""
+    """The head's `sender`, with readiness and end joined with those of the senders to the `others` of its stage."""
 
     def __init__(self, sender: Sender, others: Sequence[Sender]) -> None:
         self._sender, self.others = sender, others
@@ -38,11 +38,11 @@ class FanOutSender:
     def ready(self) -> bool:
         return self._sender.ready and all(other.ready for other in self.others)
 
-    def announce(self, work: StageMessage) -> None:
-        self._sender.announce(work)
+    def announce(self, message: StageMessage) -> None:
+        self._sender.announce(message)
 
-    def send(self, work: StageMessage) -> None:
-        self._sender.send(work)
+    def send(self, message: StageMessage) -> None:
+        self._sender.send(message)
 
     def close(self) -> None:
         for each in (self._sender, *self.others):

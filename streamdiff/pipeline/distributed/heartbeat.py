@@ -1,8 +1,8 @@
-"""Watch: the thread of a rank that says how the rank does, notices who died or hangs, and names it.
+"""Rank health: sends heartbeats over the store, detects dead or hung ranks, and reports the first fault.
 
-It writes a *beat* into the ring's store twice a second and reads that of the next rank. The first fault that anybody
-notices is kept in the store; everybody reads it there and ends. So a ring ends as a whole, within a bounded time, with
-one message.
+A thread of each rank writes a heartbeat into the ring's store twice a second and reads that of the next rank. The first
+fault that any rank detects is kept in the store, where all ranks read it and end. So a ring ends as a whole, within a
+bounded time, with one message.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _HOST = socket.gethostname()
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """How a rank does: `number` counts beats, `done` works; `where` is what it works on, `at_s` its own clock.
-    `busy_s` is how long its device was at work; `host` and `pid` tell which process it is."""
+    """One heartbeat of a rank: `number` counts heartbeats, `done` the messages executed; `where` is what the rank is
+    executing, `at_s` its own clock, `busy_s` its device's busy time; `host` and `pid` identify the process."""
 
     number: int
     host: str
@@ -56,8 +56,8 @@ class RankLoop(Protocol):
 
 
 class HealthMonitor:
-    """One rank's. `on_fault` is called from its thread, once, with the fault; `hang_s` is how long a forward may take,
-    on the host and on the device, and how long a rank may be silent."""
+    """Sends one rank's heartbeats and checks the next rank's. `on_fault` is called from its thread, once, with the
+    fault; `hang_s` is how long a forward may take, on the host and on the device, and how long a rank may be silent."""
 
     def __init__(
         self, context: RankContext, workers: Sequence[RankLoop], on_fault: Callable[[str], None], hang_s: float
@@ -81,7 +81,7 @@ class HealthMonitor:
         self._send_heartbeat(ended=True)
 
     def report(self, fault: str) -> str:
-        """Tell everybody of a fault; returns the first that anybody has told."""
+        """Report a fault to all ranks; returns the first one reported by any."""
         return self._context.report_fault(fault)
 
     def fault(self, wait_s: float = 0.0) -> str | None:
@@ -92,7 +92,7 @@ class HealthMonitor:
         return fault
 
     def where(self) -> str:
-        """What this rank is at, for messages."""
+        """What this rank is executing, for error messages."""
         return ", ".join(worker.where() for worker in self._workers)
 
     def last_heartbeat(self, rank: int) -> Heartbeat | None:
@@ -103,7 +103,7 @@ class HealthMonitor:
         return Heartbeat(**json.loads(self._context.store.get(key)))
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` that say nothing more; waits for the others' next heartbeat, and for these `_SILENT_S`."""
+        """Those of `ranks` that send no heartbeat within `_SILENT_S`; returns early if all do, or at a fault."""
         known = {rank: self.last_heartbeat(rank) for rank in ranks}
         end_s = clock.monotonic_s() + _SILENT_S
         while (left := [rank for rank in ranks if self.last_heartbeat(rank) == known[rank]]) and (
@@ -113,7 +113,7 @@ class HealthMonitor:
         return left
 
     def await_ends(self, limit_s: float) -> None:
-        """Wait until all ranks have said that they ended, at most so long: they need the store until then."""
+        """Wait at most `limit_s` for the final heartbeat of all ranks: they need the store until then."""
         end_s = clock.monotonic_s() + limit_s
         for rank in range(self._context.ranks):
             while ((beat := self.last_heartbeat(rank)) is None or not beat.ended) and clock.monotonic_s() < end_s:

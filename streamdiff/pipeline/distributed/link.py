@@ -1,6 +1,6 @@
 """Links: one-way channels from a stage to the next one in the ring, behind one protocol.
 
-A link has two slots. `send` copies a work into a free slot and returns while it travels; with both slots on their way
+A link has two slots. `send` copies a message into a free slot and returns while it travels; with both slots in transit
 it waits, which is the back-pressure. What `receive` returns lies in a slot of the receiving side and stays untouched
 until the next `receive`. Buffers being sent are never written: `tests/pipeline/distributed/test_link.py` has links that
 delay and links that scribble over every slot that is declared free.
@@ -48,16 +48,16 @@ class Sender(Protocol):
     def ready(self) -> bool:
         """Whether `send` would return at once."""
 
-    def announce(self, work: StageMessage) -> None:
-        """`work` is what `send` will be given next, with other tensors, which need not be there yet. Where the record
-        goes ahead of the tensors, it goes now.
+    def announce(self, message: StageMessage) -> None:
+        """Announce the next `send`, which will have the record of `message` and other tensors, which may not be
+        computed yet. A link whose records go ahead of the tensors sends the record now.
 
         Raises:
             LinkClosed: the link was closed or its other end is gone.
         """
 
-    def send(self, work: StageMessage) -> None:
-        """Copy `work` and start to send it; its tensors may be written again afterwards.
+    def send(self, message: StageMessage) -> None:
+        """Copy `message` and start to send it; its tensors may be written again afterwards.
 
         Raises:
             LinkClosed: the link was closed or its other end is gone.
@@ -74,7 +74,7 @@ class Receiver(Protocol):
     """The receiving end, for one thread."""
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        """The next work in order, or None when none came within `wait_s` (None: wait for ever).
+        """The next message in order, or None when none came within `wait_s` (None: wait for ever).
 
         Its tensors are views that stay as they are until the next call.
 

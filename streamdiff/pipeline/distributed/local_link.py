@@ -18,37 +18,37 @@ class NoLink:
     ready = True
 
     def __init__(self) -> None:
-        self._works: deque[StageMessage] = deque()
+        self._messages: deque[StageMessage] = deque()
 
-    def announce(self, work: StageMessage) -> None:
+    def announce(self, message: StageMessage) -> None:
         """Does nothing."""
 
-    def send(self, work: StageMessage) -> None:
-        self._works.append(work)
+    def send(self, message: StageMessage) -> None:
+        self._messages.append(message)
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        return self._works.popleft() if self._works else None
+        return self._messages.popleft() if self._messages else None
 
     def notify(self, call: Callable[[], None]) -> None:
         """Does nothing: the caller itself sends."""
 
     def close(self, limit_s: float = 0.0) -> None:
-        self._works.clear()
+        self._messages.clear()
 
     def flush(self, limit_s: float) -> None:
         """Nothing travels."""
 
 
 class NoSender:
-    """The sending end of a rank whose result another rank sends."""
+    """A `Sender` that drops messages, for a rank whose result another rank sends."""
 
     ready = True
 
-    def announce(self, work: StageMessage) -> None:
+    def announce(self, message: StageMessage) -> None:
         """Does nothing."""
 
-    def send(self, work: StageMessage) -> None:
-        """Drops the work."""
+    def send(self, message: StageMessage) -> None:
+        """Drops the message."""
 
     def close(self) -> None:
         """Does nothing."""
@@ -76,19 +76,19 @@ class LocalLink:
     def ready(self) -> bool:
         return bool(self._free) or self._closed
 
-    def announce(self, work: StageMessage) -> None:
+    def announce(self, message: StageMessage) -> None:
         """Nothing: the record goes with the tensors."""
 
-    def send(self, work: StageMessage) -> None:
+    def send(self, message: StageMessage) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._free or self._closed, self.patience_s):
                 raise RuntimeError(f"a local link waited {self.patience_s:g} s for a free slot; nobody receives")
             if self._closed:
                 raise LinkClosed("the link is closed")
             slot = self._free.popleft()
-        self.layout.write(work, self._buffers[slot])
+        self.layout.write(message, self._buffers[slot])
         with self._changed:
-            self._full.append((self.layout.record(work, self._sent), slot))
+            self._full.append((self.layout.record(message, self._sent), slot))
             self._sent += 1
             self._tell()
 
@@ -101,10 +101,10 @@ class LocalLink:
             if not self._full:
                 return None
             record, self._reading = self._full.popleft()
-        sequence, work = self.layout.read(record, self._buffers[self._reading])
+        sequence, message = self.layout.read(record, self._buffers[self._reading])
         check_order(sequence, self._received)
         self._received += 1
-        return work
+        return message
 
     def notify(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -118,7 +118,7 @@ class LocalLink:
         """What was sent lies in the slots already."""
 
     def _tell(self) -> None:
-        """Wake who waits, and who asked to be told. Needs the lock."""
+        """Wake waiting threads, and call what `notify` was given. Needs the lock."""
         self._changed.notify_all()
         if self._call is not None:
             self._call()

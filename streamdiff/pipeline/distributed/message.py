@@ -1,4 +1,4 @@
-"""What travels from rank to rank: rows to compute, or a change that all stages make at the same point of the order.
+"""Messages between ranks: rows to compute, or a session update that all stages apply at the same point of the order.
 
 A `StageMessage` is a fixed-size record of integers (over NCCL it goes ahead, by TCP) and tensors of known shapes.
 Ranks do what the record says, in the order it comes; they never decide from a clock of their own.
@@ -22,7 +22,7 @@ _ALIGN = 64
 
 
 class MessageKind(IntEnum):
-    """What a work asks for."""
+    """Kind of a `StageMessage`: rows to compute, or what to do to a session."""
 
     ROWS = 0
     OPEN = 1
@@ -38,12 +38,12 @@ class MessageKind(IntEnum):
 
     @property
     def is_answered(self) -> bool:
-        """Whether the record that comes back tells what became of it."""
+        """Whether the record that comes back has an `Outcome`."""
         return self in (MessageKind.SAVE, MessageKind.SWAP_IN)
 
 
 class Outcome(IntEnum):
-    """What became of a message on a stage; of several stages the highest counts."""
+    """Result of a message on a stage; that of several stages is the highest."""
 
     DONE = 0
     NOT_YET = 1
@@ -81,24 +81,24 @@ class SessionUpdate:
         return cls(session, epoch, oldest, steps, KV_CONTEXTS[context], visible_from_chunk, Outcome(outcome))
 
 
-CONTROL_LENGTH = len(SessionUpdate(0).values())
-"""Integers of a control."""
+UPDATE_LENGTH = len(SessionUpdate(0).values())
+"""Integers of a `SessionUpdate`."""
 
 
 @dataclass(frozen=True)
 class StageMessage:
     """`rows` with the tensors of a forward (latents and time embeddings into the first stage, then hidden states and
-    time embeddings, after the last stage the flow), or a `control` with the text embeddings of TEXT."""
+    time embeddings, after the last stage the flow), or an `update` with the text embeddings of TEXT."""
 
     kind: MessageKind
     rows: tuple[MicroStep, ...] = ()
-    control: SessionUpdate | None = None
+    update: SessionUpdate | None = None
     tensors: tuple[Tensor, ...] = ()
 
     @property
     def bare(self) -> StageMessage:
         """The same without its tensors."""
-        return StageMessage(self.kind, self.rows, self.control)
+        return StageMessage(self.kind, self.rows, self.update)
 
     @property
     def is_long(self) -> bool:
@@ -107,7 +107,7 @@ class StageMessage:
 
     @property
     def as_sent(self) -> list[StageMessage]:
-        """The messages that it travels as."""
+        """The messages that it is sent as: a long forward row by row."""
         if not self.is_long:
             return [self]
         return [
@@ -116,9 +116,9 @@ class StageMessage:
         ]
 
     def __str__(self) -> str:
-        """What it is about, for messages: `session 0, chunk 17, step 2`."""
-        if self.control is not None:
-            return f"session {self.control.session}, {self.kind.name.lower()}"
+        """Its sessions and rows as text, for error messages: `session 0, chunk 17, step 2`."""
+        if self.update is not None:
+            return f"session {self.update.session}, {self.kind.name.lower()}"
         return "; ".join(f"session {row.session}, chunk {row.chunk}, step {row.step}" for row in self.rows)
 
 
@@ -127,7 +127,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """What an edge of the ring can carry. Shapes of `rows` leave out the leading number of rows.
+    """Layout of the messages of an edge: shapes and dtypes. Shapes of `rows` leave out the leading number of rows.
 
     Every message of an edge has the same size, so that receives can be posted before anything is sent.
     """
@@ -166,47 +166,47 @@ class MessageLayout:
 
     @property
     def record_length(self) -> int:
-        """Integers of a record: the kind, then the rows or the control."""
-        return 1 + max(record_length(self.max_rows), 1 + CONTROL_LENGTH)
+        """Integers of a record: the kind, then the rows or the update."""
+        return 1 + max(record_length(self.max_rows), 1 + UPDATE_LENGTH)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed tensors, the largest kind of work."""
+        """Bytes of the packed tensors of the largest message."""
         of_rows = sum(_padded(prod(shape) * self.max_rows * dtype.itemsize) for shape, dtype in self.rows)
         of_text = _padded(prod(self.text[0]) * self.text[1].itemsize) if self.text else 0
         return max(of_rows, of_text)
 
-    def record(self, work: StageMessage, sequence: int) -> list[int]:
-        """The record of `work`, number `sequence` of its edge."""
-        body = pack(work.rows, self.max_rows, sequence) if work.kind is MessageKind.ROWS else [sequence]
-        if work.control is not None:
-            body += work.control.values()
-        return [int(work.kind), *body, *[0] * (self.record_length - 1 - len(body))]
+    def record(self, message: StageMessage, sequence: int) -> list[int]:
+        """The record of `message`, number `sequence` of its edge."""
+        body = pack(message.rows, self.max_rows, sequence) if message.kind is MessageKind.ROWS else [sequence]
+        if message.update is not None:
+            body += message.update.values()
+        return [int(message.kind), *body, *[0] * (self.record_length - 1 - len(body))]
 
     def read(self, record: Sequence[int], buffer: Tensor) -> tuple[int, StageMessage]:
-        """Sequence number and work of a message; its tensors are views of `buffer`."""
-        sequence, kind, rows, control = self.parse(record)
-        return sequence, StageMessage(kind, rows, control, self.views(buffer, kind, len(rows)))
+        """Sequence number and content of a message; its tensors are views of `buffer`."""
+        sequence, kind, rows, update = self.parse(record)
+        return sequence, StageMessage(kind, rows, update, self.views(buffer, kind, len(rows)))
 
     def parse(self, record: Sequence[int]) -> tuple[int, MessageKind, tuple[MicroStep, ...], SessionUpdate | None]:
-        """What a record says: the sequence number, and a work without its tensors."""
+        """What a record says: the sequence number, and the fields of a message without its tensors."""
         kind = MessageKind(record[0])
         if kind is MessageKind.ROWS:
             sequence, rows = unpack(record[1 : 1 + record_length(self.max_rows)], self.max_rows)
             return sequence, kind, tuple(rows), None
-        return record[1], kind, (), SessionUpdate.of(record[2 : 2 + CONTROL_LENGTH])
+        return record[1], kind, (), SessionUpdate.of(record[2 : 2 + UPDATE_LENGTH])
 
-    def attach(self, work: StageMessage, buffer: Tensor) -> StageMessage:
-        """`work` with tensors that are views of `buffer` `[nbytes]` uint8."""
-        return replace(work, tensors=self.views(buffer, work.kind, len(work.rows)))
+    def attach(self, message: StageMessage, buffer: Tensor) -> StageMessage:
+        """`message` with tensors that are views of `buffer` `[nbytes]` uint8."""
+        return replace(message, tensors=self.views(buffer, message.kind, len(message.rows)))
 
-    def write(self, work: StageMessage, buffer: Tensor) -> None:
-        """Copy the tensors of `work` into `buffer` `[nbytes]` uint8. Mutates: buffer."""
-        for view, tensor in zip(self.views(buffer, work.kind, len(work.rows)), work.tensors, strict=False):
+    def write(self, message: StageMessage, buffer: Tensor) -> None:
+        """Copy the tensors of `message` into `buffer` `[nbytes]` uint8. Mutates: buffer."""
+        for view, tensor in zip(self.views(buffer, message.kind, len(message.rows)), message.tensors, strict=False):
             view.copy_(tensor, non_blocking=True)
 
     def views(self, buffer: Tensor, kind: MessageKind, count: int) -> tuple[Tensor, ...]:
-        """The tensors of a work of `count` rows, as views of `buffer`."""
+        """The tensors of a message of `count` rows, as views of `buffer`."""
         if kind is MessageKind.TEXT and self.text is not None:
             shape, dtype = self.text
             return (buffer[: prod(shape) * dtype.itemsize].view(dtype).view(shape),)

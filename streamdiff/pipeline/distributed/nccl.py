@@ -1,8 +1,8 @@
 """The NCCL link: tensors stay on the device, records go over TCP.
 
 Each edge of the ring has a communicator of two ranks. The record of a message goes ahead over a TCP link, before this
-rank's host has even handed the work to its device; it orders and ends the traffic, and announces one transfer of the
-edge's full size, whatever the work is, so that both ends always start the same transfers in the same order. Nothing
+rank's host has even handed the message to its device; it orders and ends the traffic, and announces one transfer of the
+edge's full size, whatever the message is, so that both ends always start the same transfers in the same order. Nothing
 waits for the device and nothing is read from it; who may touch a slot when is said by events (`cuda_streams.py`).
 """
 
@@ -152,15 +152,15 @@ class NcclSender:
     def ready(self) -> bool:
         return self._records.ready
 
-    def announce(self, work: StageMessage) -> None:
-        self._records.send(work)
+    def announce(self, message: StageMessage) -> None:
+        self._records.send(message)
         self._announced = True
 
-    def send(self, work: StageMessage) -> None:
+    def send(self, message: StageMessage) -> None:
         if not self._announced:
-            self._records.send(work)
+            self._records.send(message)
         self._announced = False
-        self._lane.send(lambda slot: self._layout.write(work, self._buffers[slot]))
+        self._lane.send(lambda slot: self._layout.write(message, self._buffers[slot]))
 
     def warm_up(self) -> None:
         """Send one slot of no meaning to the other end's `warm_up`, and wait on the host until it has been sent."""
@@ -186,8 +186,8 @@ class NcclReceiver:
 
     What was received is read on the stream that is current when it is received, and again at the next `receive`.
 
-    A follower is handed a work as soon as its record is there, and so is ahead of its device. The head's end is
-    `paced`: there a work comes back when the device has it (docs/decisions/0053).
+    A follower is handed a message as soon as its record is there, and so is ahead of its device. The head's end is
+    `paced`: there a message comes back when the device has it (docs/decisions/0053).
     """
 
     def __init__(self, end: NcclEnd, paced: bool = False) -> None:
@@ -205,22 +205,22 @@ class NcclReceiver:
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         self._lane.release()
         end_s = None if wait_s is None else clock.monotonic_s() + wait_s
-        # One record at a time: a receive that stands on the device is of the work that this host carries out next.
+        # One record at a time: a receive that stands on the device is of the message that this host carries out next.
         if self._next is None:
-            if (work := self._records.receive(wait_s)) is None:
+            if (message := self._records.receive(wait_s)) is None:
                 return None
             self._lane.announce()
-            self._next = work
+            self._next = message
             if self._paced:
                 self._here.clear()
                 self._streams.when(self._lane.arrival(), self._arrived)
         if self._paced and not self._is_here(end_s):
             return None
-        work, self._next = self._next, None
-        return self._layout.attach(work, self._buffers[self._lane.take()])
+        message, self._next = self._next, None
+        return self._layout.attach(message, self._buffers[self._lane.take()])
 
     def _is_here(self, end_s: float | None) -> bool:
-        """Whether the tensors of the next work come until `end_s`; None: wait for ever. Raises LinkClosed when they
+        """Whether the tensors of the next message come until `end_s`; None: wait for ever. Raises LinkClosed when they
         never will."""
         while not self._here.wait(GONE_S if end_s is None else max(0.0, end_s - clock.monotonic_s())):
             if self._records.ended:

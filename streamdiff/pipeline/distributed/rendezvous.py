@@ -1,8 +1,8 @@
-"""The processes of one ring: who they are, and whether they are alike. torchrun, or `engine.process.launcher`, started
-them.
+"""Rendezvous of the ranks of a ring, which torchrun or `engine.process.launcher` started: joins them, and checks that
+they run the same program and configuration.
 
-Beside the links the ranks have a store (a small key-value server that the launcher keeps) for what is said at start and
-for what must be heard when links are broken.
+Beside the links the ranks have a store (a small key-value server that the launcher keeps), for the start and for faults
+when links are broken.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class RankContext:
         meanwhile()
 
     def report_fault(self, fault: str) -> str:
-        """Tell everybody of what ends the ring; returns the first that anybody has told."""
+        """Report a fault that ends the ring to all ranks; returns the first one reported by any."""
         first: bytes = self.store.compare_set(_FAULT, "", fault)
         return first.decode()
 
     def fault(self) -> str | None:
-        """What ends the ring, if anybody has told it."""
+        """The first fault that any rank has reported; None: there is none."""
         return self.store.get(_FAULT).decode() if self.store.check([_FAULT]) else None
 
 

@@ -1,8 +1,8 @@
-"""A stage's part of a session is copied for a snapshot, a chunk's worth with each message, and goes to the head by
-itself: nobody else's forwards wait for more than a piece.
+"""Copies a stage's part of a session for a snapshot, a chunk's worth with each message, and sends it to the head by the
+state exchange: forwards of other sessions wait for no more than a piece.
 
-The session is held meanwhile, so that its caches stand still; what changes them all the same spoils the copy, and the
-head is told.
+The session is held meanwhile, so that its caches do not change; an update that changes them all the same spoils the
+copy, and the head gets the reason instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from streamdiff.pipeline.distributed.message import Outcome, SessionUpdate
-from streamdiff.pipeline.distributed.state_exchange import State, StateExchange, ticket_place
+from streamdiff.pipeline.distributed.state_exchange import State, StateExchange, ticket_key
 from streamdiff.pipeline.kv_cache.cache import KVCache
 from streamdiff.session_state.host_copies import HostCopy
 from streamdiff.session_state.swap_store import Lost, SwapStore
@@ -33,7 +33,7 @@ class _StageSession(Protocol):
 class SavedStage(Protocol):
     """`ModelRunner`, as it is seen here."""
 
-    place: str
+    exchange_key: str
     exchange: StateExchange
     swaps: SwapStore
 
@@ -62,10 +62,10 @@ class StageSaving:
         self._done: dict[int, int] = {}  # tickets, by session: another stage may not be done, and all are asked again
         self._thread = ThreadPoolExecutor(1, "to head")
 
-    def go_on(self, control: SessionUpdate) -> Outcome:
+    def go_on(self, update: SessionUpdate) -> Outcome:
         """Copy the next piece of a session, the first one with a new ticket; what is complete goes to the head under
-        `ticket_place`. NOT_YET: there are more. Mutates: self."""
-        stage, session, ticket = self._stage, control.session, control.epoch
+        `ticket_key`. NOT_YET: there are more. Mutates: self."""
+        stage, session, ticket = self._stage, update.session, update.epoch
         if self._done.get(session) == ticket:
             return Outcome.DONE
         saving = self._under_way.get(session)
@@ -84,8 +84,8 @@ class StageSaving:
         self._done[session] = ticket
         if copy is None:
             return self._put(ticket, ({}, {"broken": saving.spoilt}))
-        place, result = ticket_place(stage.place, ticket), copy.result
-        self._thread.submit(send_state, stage.exchange, place, lambda: self._told(*result()))
+        key, result = ticket_key(stage.exchange_key, ticket), copy.result
+        self._thread.submit(send_state, stage.exchange, key, lambda: self._with_weights(*result()))
         return Outcome.DONE
 
     def spoil(self, session: int, why: str) -> None:
@@ -94,38 +94,38 @@ class StageSaving:
             saving = self._under_way[session]
             saving.copy, saving.spoilt = None, why
 
-    def refuse(self, control: SessionUpdate, why: str) -> None:
-        """Tell the head, once, that a session cannot be saved. Mutates: self."""
-        self._under_way.pop(control.session, None)
-        if self._done.get(control.session) != control.epoch:
-            self._done[control.session] = control.epoch
-            self._put(control.epoch, ({}, {"broken": why}))
+    def refuse(self, update: SessionUpdate, why: str) -> None:
+        """Send the head, once, the reason why a session cannot be saved. Mutates: self."""
+        self._under_way.pop(update.session, None)
+        if self._done.get(update.session) != update.epoch:
+            self._done[update.session] = update.epoch
+            self._put(update.epoch, ({}, {"broken": why}))
 
     def _away(self, session: int) -> State:
         """The part of a session that is swapped out, or why there is none."""
         if swapped(session) not in self._stage.swaps:
             return {}, {"broken": "the session has ended meanwhile"}
         try:
-            return self._told(*self._stage.swaps.read(swapped(session)))
+            return self._with_weights(*self._stage.swaps.read(swapped(session)))
         except Lost as error:
             return {}, {"broken": f"what it was is lost: {error}"}
 
-    def _told(self, tensors: Mapping[str, object], tree: object) -> State:
+    def _with_weights(self, tensors: Mapping[str, object], tree: object) -> State:
         return tensors, {"state": tree, "weights": self._stage.weights}  # type: ignore[return-value]
 
     def _put(self, ticket: int, state: State) -> Outcome:
-        self._stage.exchange.put(ticket_place(self._stage.place, ticket), state)
+        self._stage.exchange.put(ticket_key(self._stage.exchange_key, ticket), state)
         return Outcome.DONE
 
 
-def send_state(exchange: StateExchange, place: str, made: Callable[[], State]) -> None:
-    """Leave for the head what `made` gives; where that fails, why, as `broken`: the head waits for it."""
+def send_state(exchange: StateExchange, key: str, made: Callable[[], State]) -> None:
+    """Put the state that `made` returns for the head; if that raises, the reason as `broken`, since the head waits."""
     try:
-        exchange.put(place, made())
+        exchange.put(key, made())
     except Exception as error:
         why = f"a rank's part of the session could not be sent: {type(error).__name__}: {error}"
-        logger.exception("%s: %s", place, why)
-        exchange.put(place, ({}, {"broken": why}))
+        logger.exception("%s: %s", key, why)
+        exchange.put(key, ({}, {"broken": why}))
         raise
 
 
@@ -135,7 +135,7 @@ def chunk_bytes(caches: KVCache) -> int:
 
 
 def swapped(session: int) -> str:
-    """What a stage's part of a session is called in a swap store."""
+    """Name of a stage's part of a session in a swap store."""
     return f"stage {session}"
 
 

@@ -1,8 +1,8 @@
-"""How far the ranks of a ring are with their start: each tells it, rank 0 shows the graphs, which take minutes, and who
-does not get on is named.
+"""Start-up progress of the ranks of a ring: each reports it, rank 0 shows a bar of compiled graphs, and a rank that
+makes no progress is named.
 
 Ranks wait for each other as they start, so one that stands still holds up all. It is found as the one that is least
-far: every rank looks at all of them, and all say the same. After the start `heartbeat.HealthMonitor` watches.
+far: every rank compares all of them, with the same result. After the start `heartbeat.HealthMonitor` takes over.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class StartProgress:
             self._thread.start()
 
     def enter(self, phase: str, edge: int = 0) -> None:
-        """This rank begins with a phase, or with an edge in it. It says so at once, for it may be the last that it
-        says. Mutates: self, the store."""
+        """Report that this rank begins a phase, or an edge in it; at once, as it may hang in it. Mutates: self, the
+        store."""
         if self._context is not None and self._context.rank == 0 and phase != self._state.phase:
             print(f"streamdiff: the ring starts: {phase}", file=sys.stderr)
         self._state = self._state._replace(phase=phase, edge=edge)
@@ -118,7 +118,7 @@ class StartProgress:
             context.store.set(f"start/{context.rank}", json.dumps(self._state._replace(number=self._number)))
 
     def _states(self, context: RankContext) -> dict[int, RankState]:
-        """What each rank has told last."""
+        """The last reported state of each rank."""
         keys = {rank: f"start/{rank}" for rank in range(context.ranks)}
         store = context.store
         return {
@@ -128,7 +128,7 @@ class StartProgress:
 
 
 class StartWatch:
-    """Finds who does not get on."""
+    """Detects a rank that makes no progress during the start."""
 
     def __init__(self, stages: int, shares: int = 1) -> None:
         self._edges = ring_edges(stages, shares)

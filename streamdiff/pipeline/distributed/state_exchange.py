@@ -1,4 +1,4 @@
-"""How a session's state gets from a rank to the head and back: too large and too rare for the links' fixed messages."""
+"""Exchange of session states between a rank and the head, by key: too large and too rare for the links' messages."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.distributed.distributed_c10d import Store
 State = tuple[Mapping[str, Tensor], Any]
 """What `session_state.walk.save` gives."""
 _PIECE = 1 << 22  # bytes of a value: torch's TCPStore takes 8 MiB at most
-_LONGEST_WORD = 2000  # characters
+_LONGEST_TEXT = 2000  # characters
 _LOOK_S, _LOOKS = 0.002, 150_000
 
 
 class StateExchange(Protocol):
-    """Where a rank leaves a state for another one, under a name that only the two use, one state at a time."""
+    """Passes states from one rank to another, under a name that only the two use, one state at a time."""
 
     def put(self, name: str, state: State) -> None: ...
 
     def take(self, name: str) -> State:
-        """The state left there, which is gone then; waits for it. From any thread, as all methods.
+        """Remove and return the state under a name; waits for it. From any thread, as all methods.
 
         Raises:
             RuntimeError: it does not come, or the exchange was closed.
@@ -34,13 +34,13 @@ class StateExchange(Protocol):
         """Whether `take` would give it at once."""
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Unblock every `take`: those that would wait raise from now on."""
 
-    def leave_word(self, name: str, text: str) -> None:
-        """Leave a text under a name, over what was there."""
+    def post_text(self, name: str, text: str) -> None:
+        """Post a text under a name, replacing one that is there."""
 
-    def word(self, name: str) -> str | None:
-        """The text left there, which is gone then; None where there is none. Does not wait for one."""
+    def pop_text(self, name: str) -> str | None:
+        """Remove and return the text posted under a name; None if there is none. Does not wait for one."""
 
 
 class LocalExchange:
@@ -48,7 +48,7 @@ class LocalExchange:
 
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
-        self._words: dict[str, str] = {}
+        self._texts: dict[str, str] = {}
         self._closed = threading.Event()
 
     def put(self, name: str, state: State) -> None:
@@ -64,11 +64,11 @@ class LocalExchange:
     def close(self) -> None:
         self._closed.set()
 
-    def leave_word(self, name: str, text: str) -> None:
-        self._words[name] = text
+    def post_text(self, name: str, text: str) -> None:
+        self._texts[name] = text
 
-    def word(self, name: str) -> str | None:
-        return self._words.pop(name, None)
+    def pop_text(self, name: str) -> str | None:
+        return self._texts.pop(name, None)
 
 
 class StoreExchange:
@@ -102,20 +102,20 @@ class StoreExchange:
     def close(self) -> None:
         self._closed.set()
 
-    def leave_word(self, name: str, text: str) -> None:
-        self._store.set(_word(name), text[:_LONGEST_WORD])
+    def post_text(self, name: str, text: str) -> None:
+        self._store.set(_text_key(name), text[:_LONGEST_TEXT])
 
-    def word(self, name: str) -> str | None:
-        if not self._store.check([_word(name)]):
+    def pop_text(self, name: str) -> str | None:
+        if not self._store.check([_text_key(name)]):
             return None
-        text = self._store.get(_word(name)).decode()
-        self._store.delete_key(_word(name))
+        text = self._store.get(_text_key(name)).decode()
+        self._store.delete_key(_text_key(name))
         return text
 
 
-def ticket_place(place: str, ticket: int) -> str:
-    """The name under which the stage at `place` leaves a session that it was asked for by this ticket."""
-    return f"{place}, save {ticket}"
+def ticket_key(prefix: str, ticket: int) -> str:
+    """Exchange key of a session's state, saved by ticket `ticket`, of the rank whose own key is `prefix`."""
+    return f"{prefix}, save {ticket}"
 
 
 def _await(exchange: StateExchange, name: str, closed: threading.Event) -> None:
@@ -131,5 +131,5 @@ def _key(name: str, piece: int | None = None) -> str:
     return f"state/{name}" if piece is None else f"state/{name}/{piece}"
 
 
-def _word(name: str) -> str:
+def _text_key(name: str) -> str:
     return f"word/{name}"

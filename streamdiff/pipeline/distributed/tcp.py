@@ -91,17 +91,17 @@ class TcpSender:
         """Whether the other end is known to be gone."""
         return self._slots.error is not None
 
-    def announce(self, work: StageMessage) -> None:
+    def announce(self, message: StageMessage) -> None:
         """Nothing: the record goes with the tensors."""
 
-    def send(self, work: StageMessage) -> None:
+    def send(self, message: StageMessage) -> None:
         slot = None if self._closed else self._free.get()
         if slot is None:
             self._closed = True
             raise self._slots.closed()
         slots = self._slots
-        slots.records[slot][:] = slots.layout.record(work, self._sent)
-        for view, tensor in zip(slots.views(slot, work.kind, len(work.rows)), work.tensors, strict=False):
+        slots.records[slot][:] = slots.layout.record(message, self._sent)
+        for view, tensor in zip(slots.views(slot, message.kind, len(message.rows)), message.tensors, strict=False):
             view.copy_(tensor)  # to the end: from a device into such memory it may be under way otherwise
         self._sent += 1
         self._start(slot)
@@ -185,13 +185,13 @@ class TcpReceiver:
             self._closed = True
             raise self._slots.closed()
         self._reading = slot
-        sequence, kind, rows, control = self._slots.layout.parse(self._slots.records[slot].tolist())
+        sequence, kind, rows, update = self._slots.layout.parse(self._slots.records[slot].tolist())
         check_order(sequence, self._received)
         self._received += 1
         tensors = self._slots.views(slot, kind, len(rows))
         if self._device.type != "cpu":
             tensors = tuple(tensor.to(self._device) for tensor in tensors)
-        return StageMessage(kind, rows, control, tensors)
+        return StageMessage(kind, rows, update, tensors)
 
     @property
     def ended(self) -> bool:

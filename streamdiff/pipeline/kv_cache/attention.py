@@ -36,7 +36,7 @@ class StaticMetadata:
     adapt: cosine below which the row is copied over the least similar sink chunk, after it has attended.
     ring: its adaptive ring, if the row is compared with the sink before it is written.
     fold: weight that the sink keeps when the evicted chunk is averaged into it.
-    ahead: number of later rows of the forward that the row sees.
+    visible_later_rows: number of later rows of the forward that the row sees.
     keeps: number of the row's first frames that are not written.
     """
 
@@ -49,14 +49,14 @@ class StaticMetadata:
     adapt: float | None = None
     ring: AdaptiveRing | None = None
     fold: float | None = None
-    ahead: int = 0
+    visible_later_rows: int = 0
     keeps: int = 0
 
     @property
     def plain(self) -> bool:
         """Whether the row writes its slot and nothing else, and sees no later row."""
         special = (self.moves_sink, self.adapt is not None, self.ring is not None, self.fold is not None)
-        return not (any(special) or self.sink_frames or self.ahead or self.keeps)
+        return not (any(special) or self.sink_frames or self.visible_later_rows or self.keeps)
 
     @property
     def keeps_unrotated(self) -> bool:
@@ -82,12 +82,12 @@ class TensorMetadata(NamedTuple):
 
 
 class AttentionMetadata(NamedTuple):
-    """What one row of a forward writes and sees. `place`: the value of `slot` on the host; None in graphs, which serve
-    any slot, and where the device picks it."""
+    """What one row of a forward writes and sees. `host_slot`: the value of `slot` on the host; None in graphs, which
+    serve any slot, and where the device picks it."""
 
     shape: StaticMetadata
     tensors: TensorMetadata
-    place: int | None = None
+    host_slot: int | None = None
 
 
 class Projected(NamedTuple):
@@ -105,7 +105,7 @@ RotateSinks = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class RollingAttention:
-    """Self-attention of a forward over streams: each row writes its keys into its ring, then attends to its view.
+    """Self-attention of a forward over streams: each row writes its keys into its ring, then attends to what it sees.
 
     Only differences of rotary positions matter, so a key is rotated once, at its place in the stream, with angles
     computed in float64 (no table that ends). The sink alone moves, unless positions are absolute: it stands right
@@ -135,19 +135,19 @@ class RollingAttention:
         self._grid = rope.Grid(height, width, head_dim, device)
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
         self._table = lru_cache(maxsize=32)(self._make_table)
-        # Places come again and again: after a while nothing is uploaded any more.
+        # The same slots are written again and again: after a while nothing is uploaded any more.
         self._index = lru_cache(maxsize=256)(self._make_index)
 
-    def view(
+    def row_metadata(
         self,
-        plan: CacheGeometry,
+        geometry: CacheGeometry,
         state: KVCache,
         cache: int,
         chunk: int,
         visible_from_chunk: int = 0,
         adapt: float | None = None,
         fold: float | None = None,
-        ahead: int = 0,
+        visible_later_rows: int = 0,
         before: Sequence[AttentionMetadata] = (),
         end_chunk: int | None = None,
         keep_sink: bool = False,
@@ -159,24 +159,24 @@ class RollingAttention:
             visible_from_chunk: first visible chunk outside the sink.
             adapt: replace the least similar sink chunk where its cosine to this one is below this; None: do not look.
             fold: weight that the sink keeps when the evicted chunk is averaged into it.
-            ahead: number of later rows of this forward that are visible.
+            visible_later_rows: number of later rows of this forward that the row sees.
             before: the rows before it in this forward.
-            end_chunk: the newest chunk that is visible; None: the last of those ahead.
+            end_chunk: the newest chunk that is visible; None: that of the last visible row.
             keep_sink: frames of the sink are not written.
             clean: anchors outside the sink whose clean keys it sees, or, itself among them, writes.
         """
-        if plan.adaptive:
-            return self._adaptive(plan, state, cache, chunk, visible_from_chunk, adapt, ahead)
-        end_chunk = chunk + ahead if end_chunk is None else end_chunk
-        sink, first = plan.frames(end_chunk, visible_from_chunk)
-        begin, end, gone = chunk * plan.chunk, (end_chunk + 1) * plan.chunk, plan.evicted(chunk)
-        sink_frames = min(max(plan.sink - begin, 0), plan.chunk)
+        if geometry.adaptive:
+            return self._adaptive(geometry, state, cache, chunk, visible_from_chunk, adapt, visible_later_rows)
+        end_chunk = chunk + visible_later_rows if end_chunk is None else end_chunk
+        sink, first = geometry.frames(end_chunk, visible_from_chunk)
+        begin, end, gone = chunk * geometry.chunk, (end_chunk + 1) * geometry.chunk, geometry.evicted(chunk)
+        sink_frames = min(max(geometry.sink - begin, 0), geometry.chunk)
         sink_frames, keeps = (0, sink_frames) if keep_sink else (sink_frames, 0)
-        adapt = adapt if plan.sink and not sink_frames else None
-        fold = fold if gone >= max(plan.pinned, visible_from_chunk) else None
+        adapt = adapt if geometry.sink and not sink_frames else None
+        fold = fold if gone >= max(geometry.pinned, visible_from_chunk) else None
         caches = state.layers(cache)
         # Relative: the sink's last frame is followed by the window's first, so count back from there.
-        sink_at = 0 if plan.absolute else first - sink
+        sink_at = 0 if geometry.absolute else first - sink
         moved = sink > 0 and state.move_sink(cache, sink_at)
         changed = fold is not None or (sink_frames > 0 and sink_at > 0)  # by the row itself
         sink_rope = self._table(sink_at, sink) if moved or changed else None
@@ -187,38 +187,41 @@ class RollingAttention:
             sink_rope = None
         if adapt is not None:
             state.move_sink(cache, None)
-        ranges = _ranges([*range(sink), *(plan.place(frame, clean) for frame in range(first, end))])
+        ranges = _ranges([*range(sink), *(geometry.position(frame, clean) for frame in range(first, end))])
         moves = sink_rope is not None
         shape = StaticMetadata(
-            plan.chunk, sink_frames, sink, end - first, ranges, moves, adapt, fold=fold, ahead=ahead, keeps=keeps
-        )
-        inverse_rope = self._table(gone * plan.chunk, plan.chunk, True) if fold is not None else None
-        place = plan.slot(chunk, chunk in clean)
-        slot, query_rope = self._index((place,)), self._table(begin, plan.chunk)
-        return AttentionMetadata(shape, TensorMetadata(caches, slot, query_rope, sink_rope, inverse_rope), place)
+            geometry.chunk, sink_frames, sink, end - first, ranges, moves, adapt, fold=fold,
+            visible_later_rows=visible_later_rows, keeps=keeps,
+        )  # fmt: skip
+        inverse_rope = self._table(gone * geometry.chunk, geometry.chunk, True) if fold is not None else None
+        host_slot = geometry.slot(chunk, chunk in clean)
+        slot, query_rope = self._index((host_slot,)), self._table(begin, geometry.chunk)
+        return AttentionMetadata(shape, TensorMetadata(caches, slot, query_rope, sink_rope, inverse_rope), host_slot)
 
     def _adaptive(
         self,
-        plan: CacheGeometry,
+        geometry: CacheGeometry,
         state: KVCache,
         cache: int,
         chunk: int,
         visible_from_chunk: int,
         threshold: float | None,
-        ahead: int,
+        visible_later_rows: int,
     ) -> AttentionMetadata:
-        """`view` of an adaptive ring: it is filled slot by slot, anew after a flush; then a row sees all of it. Keys
-        stay as they were rotated, also those in the sink. Mutates: the cache, where a ring begins."""
-        rolling, begins = plan.slots - plan.pinned, max(plan.pinned, visible_from_chunk)
-        if chunk == begins > plan.pinned:
+        """`row_metadata` of an adaptive ring: it is filled slot by slot, anew after a flush; then a row sees all of it.
+        Keys stay as they were rotated, also those in the sink. Mutates: the cache, where a ring begins."""
+        rolling, begins = geometry.slots - geometry.pinned, max(geometry.pinned, visible_from_chunk)
+        if chunk == begins > geometry.pinned:
             state.begin_ring(cache)
         full = chunk - begins >= rolling
-        slot = chunk if chunk < plan.pinned else plan.pinned + min(chunk - begins, rolling - 1)
-        seen = min(slot + 1 + ahead, plan.slots) * plan.chunk
-        sink = min(plan.sink, seen)
-        ring = None if threshold is None else AdaptiveRing(threshold, plan.pinned, rolling, full)
-        shape = StaticMetadata(plan.chunk, 0, sink, seen - sink, ((0, seen),), ring=ring, ahead=ahead)
-        query_rope = self._table(chunk * plan.chunk, plan.chunk)
+        slot = chunk if chunk < geometry.pinned else geometry.pinned + min(chunk - begins, rolling - 1)
+        seen = min(slot + 1 + visible_later_rows, geometry.slots) * geometry.chunk
+        sink = min(geometry.sink, seen)
+        ring = None if threshold is None else AdaptiveRing(threshold, geometry.pinned, rolling, full)
+        shape = StaticMetadata(
+            geometry.chunk, 0, sink, seen - sink, ((0, seen),), ring=ring, visible_later_rows=visible_later_rows
+        )
+        query_rope = self._table(chunk * geometry.chunk, geometry.chunk)
         return AttentionMetadata(
             shape, TensorMetadata(state.layers(cache), self._index((slot,)), query_rope, None, None)
         )
@@ -233,17 +236,17 @@ class RollingAttention:
         projected = rotated_rows(self.rows, query, key, value)
         return attend_rows(self.rows, layer, projected, self.attend, self.all_heads)
 
-    def _make_index(self, places: tuple[int, ...]) -> Tensor:
-        return index_tensor(places, self.device)
+    def _make_index(self, slots: tuple[int, ...]) -> Tensor:
+        return index_tensor(slots, self.device)
 
     def _make_table(self, first: int, count: int, inverse: bool = False) -> Tensor:
         factors = self._grid.factors(range(first, first + count))
         return rope.matrices(factors.conj() if inverse else factors)
 
 
-def index_tensor(places: Sequence[int], device: torch.device) -> Tensor:
-    """Places as int64 on the device, without waiting for it."""
-    index = torch.tensor(places)
+def index_tensor(indices: Sequence[int], device: torch.device) -> Tensor:
+    """Indices as an int64 tensor on `device`, without synchronizing with it."""
+    index = torch.tensor(indices)
     if device.type == "cuda":  # from pageable memory the host would wait for the copy
         index = index.pin_memory().to(device, non_blocking=True)
     return index
@@ -262,11 +265,11 @@ def attend_rows(
     attend: AttendParts,
     all_heads: AllHeads | None = None,
 ) -> Tensor:
-    """Each row in turn writes its keys and values and attends to its view, by the kernel `attend`; those that it sees
-    of the rows after it are written before. Returns the attention output `[R, L, H, d]`. Mutates: the caches."""
+    """Each row in turn writes its keys and values, then attends by the kernel `attend`; later rows that it sees are
+    written before. Returns the attention output `[R, L, H, d]`. Mutates: the caches."""
     mixed, written = [], 0
     for index, (shape, row, _) in enumerate(rows):
-        while written <= index + shape.ahead:
+        while written <= index + shape.visible_later_rows:
             value, unrotated = projected.value[written], projected.unrotated[written]
             _write(rows[written], layer, projected.key[written], value, unrotated, all_heads)
             written += 1
@@ -285,7 +288,7 @@ def attend_rows(
 
 
 def _write(
-    view: AttentionMetadata,
+    metadata: AttentionMetadata,
     layer: int,
     rotated: Tensor | None,
     value: Tensor,
@@ -294,13 +297,13 @@ def _write(
 ) -> None:
     """Put a row's keys and values `[L, H, d]` into its slot; keys that are not rotated yet are rotated into it, where
     the host knows it and all of it is written. Mutates: the caches."""
-    shape, row, place = view
+    shape, row, host_slot = metadata
     keys, values, sink_keys, queue = (each[layer] for each in row.caches)
     if shape.fold is not None and row.inverse_rope is not None:
         gone = rope.rotate(keys.index_select(0, row.slot)[0], row.inverse_rope), values.index_select(0, row.slot)[0]
         fold_into_sink((sink_keys[0], values[0]), gone, shape.fold)
     slot = row.slot
-    there = keys[place] if rotated is None and place is not None and not shape.keeps else None
+    there = keys[host_slot] if rotated is None and host_slot is not None and not shape.keeps else None
     if rotated is None:
         rotated = rope.rotate(unrotated, row.query_rope, there)
     if (ring := shape.ring) is not None:
@@ -326,11 +329,11 @@ def rotate_sinks(kept: Tensor, rotated: Tensor, factors: Tensor) -> None:
         there.copy_(rope.rotate(own, factors))
 
 
-def _ranges(places: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def _ranges(positions: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Positions, each once, as ranges without gaps, in order."""
-    there = set(places)
-    begins = sorted(place for place in there if place - 1 not in there)
-    ends = sorted(place + 1 for place in there if place + 1 not in there)
+    there = set(positions)
+    begins = sorted(position for position in there if position - 1 not in there)
+    ends = sorted(position + 1 for position in there if position + 1 not in there)
     return tuple(zip(begins, ends, strict=True))
 
 

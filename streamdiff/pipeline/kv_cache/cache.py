@@ -66,9 +66,9 @@ class KVCache:
         ]
 
     @classmethod
-    def allocate(cls, plan: CacheGeometry, *, caches: int, **sizes: Unpack[CacheSizes]) -> KVCache:
+    def allocate(cls, geometry: CacheGeometry, *, caches: int, **sizes: Unpack[CacheSizes]) -> KVCache:
         layers, tokens, heads, head_dim, like = itemgetter(*CacheSizes.__annotations__)(sizes)
-        count, moved, length = plan.sizes
+        count, moved, length = geometry.sizes
         slots, pinned = ((caches, layers, count, tokens, heads, head_dim) for count in (count, moved))
         queue = like.new_zeros((caches, layers, length), dtype=torch.int64)
         return cls(like.new_zeros(slots), like.new_zeros(slots), like.new_zeros(pinned), queue)
@@ -118,16 +118,16 @@ class CachePool:
     The tensors are `[layers, sessions, caches, slots, tokens, H, d]` and never freed; what a session has is a view.
     """
 
-    def __init__(self, plan: CacheGeometry, sessions: int, *, caches: int, **sizes: Unpack[CacheSizes]) -> None:
+    def __init__(self, geometry: CacheGeometry, sessions: int, *, caches: int, **sizes: Unpack[CacheSizes]) -> None:
         layers, tokens, heads, head_dim, like = itemgetter(*CacheSizes.__annotations__)(sizes)
-        self.slots, moved, length = plan.sizes
+        self.slots, moved, length = geometry.sizes
         shapes = [(layers, sessions, caches, count, tokens, heads, head_dim) for count in (self.slots, moved)]
         whole = (like.new_zeros(shapes[0]), like.new_zeros(shapes[0]), like.new_zeros(shapes[1]))
         queue = like.new_zeros((layers, sessions, caches, length), dtype=torch.int64)
         keys, values = (tuple(each.flatten(1, 3).unbind()) for each in whole[:2])
         self.whole = LayerCaches(keys, values, (), ())
         """Of each layer keys and values `[slots of all, tokens, H, d]`."""
-        self._plan, self.caches = plan, caches
+        self._geometry, self.caches = geometry, caches
         parts = ([each[:, number].transpose(0, 1) for each in (*whole, queue)] for number in range(sessions))
         self._all = [KVCache(key, value, sink_key, own_queue) for key, value, sink_key, own_queue in parts]
         self._free = list(self._all)
@@ -142,9 +142,9 @@ class CachePool:
         """How many sessions have room."""
         return len(self._all)
 
-    def take(self, plan: CacheGeometry, caches: int) -> KVCache | None:
+    def take(self, geometry: CacheGeometry, caches: int) -> KVCache | None:
         """Empty caches for a session of this kind; None: it is of another, or all are taken. Mutates: self."""
-        if (plan, caches) != (self._plan, self.caches) or not self._free:
+        if (geometry, caches) != (self._geometry, self.caches) or not self._free:
             return None
         state = self._free.pop(0)
         reset(state)

@@ -95,9 +95,9 @@ class CacheGeometry:
             return chunk
         return self.pinned + (chunk - self.pinned) % (self.slots - self.pinned)
 
-    def place(self, frame: int, clean: frozenset[int] = frozenset()) -> int:
-        """Where latent frame `frame` of the stream is kept: frames of the slots, one after the other. Of chunks `clean`
-        the clean keys."""
+    def position(self, frame: int, clean: frozenset[int] = frozenset()) -> int:
+        """Position in the cache, in latent frames, of frame `frame` of the stream; of chunks `clean` that of the clean
+        keys."""
         chunk = frame // self.chunk
         return self.slot(chunk, chunk in clean) * self.chunk + frame % self.chunk
 

@@ -1,4 +1,4 @@
-"""Whether a model fits into a device's memory, asked before anything is loaded; and which options would make it fit.
+"""Checks before loading whether a model fits into a device's memory, and finds options that would make it fit.
 
 Pure: sizes and a limit in, a message out. Every option's figure is counted as the model's own is.
 """

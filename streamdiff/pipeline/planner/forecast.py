@@ -1,4 +1,4 @@
-"""What frames per second to expect of a named GPU, in every KV context, for one session and for several: estimates.
+"""Estimates frames per second of a named GPU, in every KV context, for one session and for several.
 
 The ring is simulated with estimated costs (`costs.estimate`, `simulator`), memory is counted (`memory`).
 """

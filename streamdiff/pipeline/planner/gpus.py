@@ -1,4 +1,4 @@
-"""Named GPUs: what their makers say they reach at best, and which share of that an estimate counts with.
+"""Named GPUs: peak rates of their data sheets, and the shares of these that estimates assume.
 
 Data sheets have dense rates without sparsity; shares are assumptions, each with what it rests on. Nothing here was
 measured by this project; tests/pipeline/planner/test_gpus.py compares what comes out with published figures.

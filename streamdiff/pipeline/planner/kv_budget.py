@@ -61,7 +61,7 @@ class KVCacheBudget:
     memory: Sequence[RankMemory]
     blocks: Sequence[int]
     value_bytes: int
-    waiting: PreallocatedCaches | None = None
+    preallocated: PreallocatedCaches | None = None
     shares: int = 1
     _taken: dict[int, list[int]] = field(default_factory=dict)
     _away: dict[int, list[int]] = field(default_factory=dict)
@@ -97,14 +97,14 @@ class KVCacheBudget:
 
     def _unused(self, need: list[int]) -> list[int]:
         """Bytes on every rank of preallocated caches that stay unused when a session with this `need` is opened."""
-        if self.waiting is None:
+        if self.preallocated is None:
             return [0] * len(need)
-        kind = self._need(self.waiting.steps, self.waiting.kv_context)
+        kind = self._need(self.preallocated.steps, self.preallocated.kv_context)
         there = sum(each == kind for each in (*self._taken.values(), need))
         unused = []
         for each, rank in zip(kind, self.memory, strict=True):
             nbytes = each - rank.decoding
-            unused.append(max(0, rank.preallocates(self.waiting, nbytes) - there) * nbytes)
+            unused.append(max(0, rank.preallocates(self.preallocated, nbytes) - there) * nbytes)
         return unused
 
     def _need(self, steps: int, kv_context: str) -> list[int]:

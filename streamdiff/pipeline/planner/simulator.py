@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, Anchors, in_flight_limit, min_ahead_frames
-from streamdiff.pipeline.scheduler.row_limit import Places
+from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
@@ -254,7 +254,9 @@ class _Ring:
         for number, max_ahead in enumerate(self.max_ahead):
             self.scheduler.set_frame_credit(number, max_ahead - self.unshown[number])
         while self.in_ring < self.limit and (
-            rows := self.scheduler.next(places=Places(self.limit - self.in_ring, self.limit - self.in_ring, self.limit))
+            rows := self.scheduler.next(
+                slots=RingSlots(self.limit - self.in_ring, self.limit - self.in_ring, self.limit)
+            )
         ):
             for row in rows:
                 if row.step == 0:

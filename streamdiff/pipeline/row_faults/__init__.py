@@ -1,1 +1,1 @@
-"""One row's failure is its own: which errors are, and how a stage and the head of a ring keep them from the others."""
+"""Confines a failed row to its session, on every stage and on rank 0."""

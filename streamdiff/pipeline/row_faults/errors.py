@@ -1,4 +1,4 @@
-"""Which errors may be one session's own, and how they are told."""
+"""Classifies exceptions: those confined to one session, and those that end the engine."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def check_own(error: BaseException) -> None:
         raise error
 
 
-def fault_name(session: int, epoch: int) -> str:
-    """The name under which a stage leaves word of why it cannot run the rows of a session's epoch. Epochs of a slot are
-    never used twice, so it is never taken for another stream's."""
+def fault_key(session: int, epoch: int) -> str:
+    """Exchange key of the reason, posted by a stage, why it cannot run the rows of a session's epoch. Epochs of a slot
+    are never used twice, so it is never taken for another stream's."""
     return f"fault of {session} in epoch {epoch}"
 
 
 def describe(error: BaseException, where: str) -> str:
-    """A reason, for people."""
+    """An error as a line of text: where, type and message."""
     return f"{where}: {type(error).__name__}: {str(error).strip()}"
 
 
 def at(row: MicroStep) -> str:
-    """Where a session is, without its number."""
+    """Chunk and step of a row, as text for messages."""
     return f"chunk {row.chunk}, step {row.step}"
 
 
 MOST_IN_A_ROW = 2
-"""Sessions that may fail with nothing well between: two have their faults at the same time now and then."""
+"""Sessions that may fail without a success between them: two have their faults at the same time now and then."""
 
 
 class Streak:
@@ -46,20 +46,20 @@ class Streak:
     fault."""
 
     def __init__(self) -> None:
-        self._lost = 0
+        self._failures = 0
 
-    def well(self) -> None:
-        """Something ran as it should. Mutates: self."""
-        self._lost = 0
+    def record_success(self) -> None:
+        """Count a success: the number of failures in a row is 0 again. Mutates: self."""
+        self._failures = 0
 
-    def lost(self, reason: str) -> None:
-        """A session has failed. Mutates: self.
+    def record_failure(self, reason: str) -> None:
+        """Count the failure of a session. Mutates: self.
 
         Raises:
-            EngineFailure: so did MOST_IN_A_ROW before it, and nothing was well since.
+            EngineFailure: it is one more than MOST_IN_A_ROW without a success between them.
         """
-        self._lost += 1
-        if self._lost > MOST_IN_A_ROW:
+        self._failures += 1
+        if self._failures > MOST_IN_A_ROW:
             raise EngineFailure(
                 f"one session after the other fails, so it is not a session's fault; the last: {reason}"
             )

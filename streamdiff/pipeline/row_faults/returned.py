@@ -1,4 +1,4 @@
-"""The head's side: rows that came back without numbers, and sessions that end for it."""
+"""Rank 0's side of row faults: retries rows that came back as NaN, and fails their sessions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OnFault = Callable[[int, str], None]
 
 
 def fail_all(session: int, reason: str) -> None:
-    """For a ring whose sessions nobody ends one by one. Raises EngineFailure."""
+    """The default `OnFault`, which fails all sessions. Raises EngineFailure."""
     raise EngineFailure(f"session {session} failed: {reason}")
 
 
 def finite_rows(flows: Tensor) -> list[bool]:
-    """Of flows `[R, ...]` in host memory, which rows are numbers throughout."""
+    """Of flows `[R, ...]` in host memory, whether each row is finite throughout."""
     if math.isfinite(flows.sum().item()):  # as nearly always: what is no number leaves none in a sum
         return [True] * len(flows)
     alike: list[bool] = torch.isfinite(flows).flatten(1).all(1).tolist()
@@ -31,63 +31,63 @@ def finite_rows(flows: Tensor) -> list[bool]:
 
 
 class ReturnedRows:
-    """Which rows have failed, which are tried once more, and which sessions are `lost`.
+    """Checks returned rows for NaN: which are run once more, and which sessions have failed (`failed_sessions`).
 
-    Numbers are looked at where they lie in host memory. On a device the head never waits for them: there NaN goes on
-    through the session's further steps to its decoder, which waits for pictures anyway and looks (`decode_worker`).
+    Flows in host memory are checked here. On a device the head would have to wait for them: there NaN propagates
+    through the session's further steps to its decoder, which waits for pictures anyway and checks (`decode_worker`).
     """
 
     def __init__(self) -> None:
         self.on_fault: OnFault = fail_all
-        self._again: set[MicroStep] = set()
-        self.lost: set[int] = set()
+        self._retrying: set[MicroStep] = set()
+        self.failed_sessions: set[int] = set()
         self._streak = Streak()
 
-    def fates(self, message: StageMessage) -> list[bool]:
-        """Of each row that came back whether it is well. Mutates: self."""
+    def rows_ok(self, message: StageMessage) -> list[bool]:
+        """Whether each row that came back is finite; on a device True, unchecked. Mutates: self."""
         flows = message.tensors[0]
         if flows.device.type != "cpu":
-            self._streak.well()  # as far as the head knows
+            self._streak.record_success()  # as far as the head knows
             return [True] * len(message.rows)
-        fates = finite_rows(flows)
-        if any(fates):
-            self._streak.well()
-            self._again.difference_update(row for row, well in zip(message.rows, fates, strict=True) if well)
-        return fates
+        ok = finite_rows(flows)
+        if any(ok):
+            self._streak.record_success()
+            self._retrying.difference_update(row for row, each in zip(message.rows, ok, strict=True) if each)
+        return ok
 
-    def may_try(self, row: MicroStep, word: str | None, behind: Iterable[StageMessage], kv_context: str) -> bool:
-        """Whether a row that came back without numbers is tried once more, alone: where no stage left `word` of an
-        error, as it has tried that itself, where this is not the second time, and nothing of its session, `behind` it,
-        may have read what it left or written what it reads. Mutates: self."""
-        if word is not None or row in self._again or any(_follows(row, each, kv_context) for each in behind):
-            self._again.discard(row)
+    def should_retry(self, row: MicroStep, fault: str | None, behind: Iterable[StageMessage], kv_context: str) -> bool:
+        """Whether a row that came back as NaN is run once more, alone: if no stage posted an error (`fault`), as it has
+        retried by itself then; if this is the first time; and if no message of its session `behind` it may have read
+        what it wrote or written what it reads. Mutates: self."""
+        if fault is not None or row in self._retrying or any(_follows(row, each, kv_context) for each in behind):
+            self._retrying.discard(row)
             return False
-        self._again.add(row)
+        self._retrying.add(row)
         return True
 
-    def lose(self, session: int, row: MicroStep, word: str | None) -> None:
-        """A session has failed. Mutates: self.
+    def fail_session(self, session: int, row: MicroStep, fault: str | None) -> None:
+        """Add a session to `failed_sessions`, and report it to `on_fault`; `fault` is why, None: NaN. Mutates: self.
 
         Raises:
-            EngineFailure: one after the other does.
+            EngineFailure: too many sessions fail in a row, see `Streak`.
         """
-        if session in self.lost:
+        if session in self.failed_sessions:
             return
-        self.lost.add(session)
-        reason = word or f"{at(row)}: what the model computes for it are no numbers (NaN or infinite)"
-        self._streak.lost(reason)
+        self.failed_sessions.add(session)
+        reason = fault or f"{at(row)}: what the model computes for it are no numbers (NaN or infinite)"
+        self._streak.record_failure(reason)
         self.on_fault(session, reason)
 
     def forget(self, session: int) -> None:
-        """The slot has another stream, or none. Mutates: self."""
-        self.lost.discard(session)
+        """Remove a session from `failed_sessions`: its slot has another stream, or none. Mutates: self."""
+        self.failed_sessions.discard(session)
 
 
 def _follows(row: MicroStep, message: StageMessage, kv_context: str) -> bool:
     """Whether a message that entered after `row` concerns its session; in `matched` steps have caches of their own, and
     only the same step, counted from the last, matters."""
-    if message.control is not None:
-        return message.control.session == row.session
+    if message.update is not None:
+        return message.update.session == row.session
     theirs = [each for each in message.rows if each.session == row.session]
     if kv_context == "matched":
         theirs = [each for each in theirs if each.steps - each.step == row.steps - row.step]

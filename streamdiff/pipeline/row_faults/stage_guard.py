@@ -1,8 +1,8 @@
-"""A stage's side: what fails for one session leaves the others' rows as they are.
+"""A stage's side of row faults: an error of one session leaves the rows of others unchanged.
 
 Rows that cannot be run come out as NaN, of the shape that they would have, and so they travel on: NaN stays NaN through
 every later stage, in rows and caches of that session alone, and needs no field in a message, also where a record has
-gone ahead of its tensors. The reason is left in the stage's exchange.
+gone ahead of its tensors. The reason is posted in the stage's exchange.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.stage_saving import StageSaving
 from streamdiff.pipeline.distributed.state_exchange import StateExchange
-from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, describe, fault_name
+from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, describe, fault_key
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 Tensors = tuple[Tensor, ...]
@@ -44,7 +44,7 @@ class GuardedStage(Protocol):
     def forget_sinks(self, session: int) -> None:
         """Have a session's sink rotated anew: it may be half done."""
 
-    def update(self, kind: MessageKind, control: SessionUpdate, tensors: Tensors) -> SessionUpdate: ...
+    def apply_update(self, kind: MessageKind, update: SessionUpdate, tensors: Tensors) -> SessionUpdate: ...
 
 
 class StageGuard:
@@ -62,54 +62,54 @@ class StageGuard:
             Exception: one that is no session's own: of a kind that cannot be, of all of several sessions, or of a stage
                 whose forwards cannot be run again.
         """
-        well = [index for index, row in enumerate(rows) if row.session not in self.broken]
+        runnable = [index for index, row in enumerate(rows) if row.session not in self.broken]
         parts: list[tuple[list[int], Tensors]] = []
         try:
-            if well:
-                part = self._stage.forward([rows[index] for index in well], _of(given, well, len(rows)))
-                if len(well) == len(rows):
+            if runnable:
+                part = self._stage.forward([rows[index] for index in runnable], _of(given, runnable, len(rows)))
+                if len(runnable) == len(rows):
                     return part
-                parts = [(well, part)]
+                parts = [(runnable, part)]
         except ROW_ERRORS as error:
             check_own(error)
             if self._stage.shared or not self._stage.spec.repeats:
                 raise
-            parts = self._each_session(rows, given, well)
+            parts = self._each_session(rows, given, runnable)
         return self._put_together(rows, given, parts)
 
-    def update(self, message: StageMessage) -> StageMessage:
+    def apply_update(self, message: StageMessage) -> StageMessage:
         """Make a change to a session, which is broken if that fails. Of a broken one nothing is done but to close it.
         Returns the message for the next rank. Mutates: self, the stage.
 
         Raises:
             Exception: one that is no session's own.
         """
-        control, kind = message.control, message.kind
-        assert control is not None, "rows go to `forward`"
+        update, kind = message.update, message.kind
+        assert update is not None, "rows go to `forward`"
         if kind in (MessageKind.OPEN, MessageKind.CLOSE):
-            self.broken.pop(control.session, None)
-        if (why := self.broken.get(control.session)) is not None:
+            self.broken.pop(update.session, None)
+        if (why := self.broken.get(update.session)) is not None:
             if kind is MessageKind.SAVE:  # the head waits for it
-                self._stage.saving.refuse(control, why)
+                self._stage.saving.refuse(update, why)
             return message
         try:
-            return replace(message, control=self._stage.update(kind, control, message.tensors))
+            return replace(message, update=self._stage.apply_update(kind, update, message.tensors))
         except ROW_ERRORS as error:
             check_own(error)
             if self._stage.shared or kind in (MessageKind.SAVE, MessageKind.CLOSE):
                 raise
-            self.broken[control.session] = describe(error, f"{kind.name.lower()} failed on stage {self._stage.index}")
+            self.broken[update.session] = describe(error, f"{kind.name.lower()} failed on stage {self._stage.index}")
         return message
 
     def _each_session(
-        self, rows: Sequence[MicroStep], given: Tensors, well: Sequence[int]
+        self, rows: Sequence[MicroStep], given: Tensors, runnable: Sequence[int]
     ) -> list[tuple[list[int], Tensors]]:
         """Run each session's rows by themselves; those that may depend on each other stay together. From the same
         inputs everything that is written is written again, to the same values. Mutates: self, the stage."""
         parts: list[tuple[list[int], Tensors]] = []
-        sessions = list(dict.fromkeys(rows[index].session for index in well))
+        sessions = list(dict.fromkeys(rows[index].session for index in runnable))
         for session in sessions:
-            own = [index for index in well if rows[index].session == session]
+            own = [index for index in runnable if rows[index].session == session]
             self._stage.forget_sinks(session)
             try:
                 part = self._stage.forward([rows[index] for index in own], _of(given, own, len(rows)))
@@ -126,7 +126,7 @@ class StageGuard:
     def _put_together(
         self, rows: Sequence[MicroStep], given: Tensors, parts: Sequence[tuple[list[int], Tensors]]
     ) -> Tensors:
-        """The result for all rows, NaN for those that are in no part, of which word is left."""
+        """The result for all rows; those that are in no part are NaN, and the reason is posted."""
         whole = self._stage.nothing(len(rows), given)
         for indices, part in parts:
             for place, index in enumerate(indices):
@@ -134,7 +134,7 @@ class StageGuard:
                     there[index].copy_(own[place])
         done = {index for indices, _ in parts for index in indices}
         for session, epoch in {(row.session, row.epoch) for index, row in enumerate(rows) if index not in done}:
-            self._stage.exchange.leave_word(fault_name(session, epoch), self.broken[session])
+            self._stage.exchange.post_text(fault_key(session, epoch), self.broken[session])
         return whole
 
 

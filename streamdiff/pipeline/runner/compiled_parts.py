@@ -1,4 +1,4 @@
-"""What is compiled of a stage: the pieces of `WanDenoiser` that stand between its self-attentions."""
+"""The compiled parts of a stage: the pieces of `WanDenoiser` between its self-attentions."""
 
 from __future__ import annotations
 

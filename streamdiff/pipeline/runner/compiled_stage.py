@@ -41,7 +41,7 @@ from streamdiff.pipeline.kv_cache.attention import (
 from streamdiff.pipeline.kv_cache.cache import CachePool, LayerCaches
 from streamdiff.pipeline.kv_cache.pooled_attention import PooledRow, attend_pooled
 from streamdiff.pipeline.runner.compiled_parts import CompiledParts, compiled, concat_rows
-from streamdiff.pipeline.runner.cuda_graphs import Inputs, Place, RowInputs, Run, Texts, captured_on
+from streamdiff.pipeline.runner.cuda_graphs import GraphKey, Inputs, RowInputs, Run, Texts, graph_cache_on
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.runner.torch_compile import one_graph
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
@@ -78,7 +78,7 @@ class CompiledStage:
         self._rotate_sinks = one_graph(_rotate_all_sinks)
         self._sinks: set[tuple[torch.Size, tuple[int, ...]]] = set()
         # With an exchange in it a replay would have to be met by one of every other rank; compiled parts need not.
-        self._captured = captured_on(device) if forward.group is None else None
+        self._graph_cache = graph_cache_on(device) if forward.group is None else None
         self.pool: CachePool | None = None
         """Where graphs of CUDA find caches; sessions that have others run compiled, not captured."""
         self.paged: AttendPaged | None = None
@@ -96,7 +96,7 @@ class CompiledStage:
     @property
     def captures(self) -> bool:
         """Whether forwards are captured, which needs a pool."""
-        return self._captured is not None
+        return self._graph_cache is not None
 
     @property
     def captured_sessions(self) -> int:
@@ -112,20 +112,20 @@ class CompiledStage:
         self.paged, reason = try_paged(shape, rows, tokens, denoiser.attend_parts(), self._device, denoiser.dtype)
         logger.info("Attention of several sessions' rows is computed %s", reason)
 
-    def run(self, given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> Tensors | None:
+    def run(self, given: Tensors, texts: Texts, metadata: Sequence[AttentionMetadata]) -> Tensors | None:
         """The result of the plain path by a compiled forward, or None if there is none for this key. Mutates: the rows'
         caches."""
-        key, inputs = _split(given, texts, views)
+        key, inputs = _split(given, texts, metadata)
         if (run := self._compiled(key)) is None:
             return None
-        if self._captured is None or (bound := self._bound(key, run, inputs, views)) is None:
+        if self._graph_cache is None or (bound := self._bound(key, run, inputs, metadata)) is None:
             return run(inputs)
-        numbers, place, captured, own = bound
+        numbers, graph_key, captured, own = bound
         if not self.learning:
-            if place not in self._captured.graphs:
+            if graph_key not in self._graph_cache.graphs:
                 return run(inputs)
             self.replayed |= numbers
-        return self._captured.run(place, captured, own, texts)
+        return self._graph_cache.run(graph_key, captured, own, texts)
 
     def _compiled(self, key: Key) -> Run | None:
         """What computes a forward; None: nothing was compiled for it. Of several sessions it may be any whose rows each
@@ -144,12 +144,12 @@ class CompiledStage:
         return run
 
     def _bound(
-        self, key: Key, run: Run, inputs: Inputs, views: Sequence[AttentionMetadata]
-    ) -> tuple[set[int], Place, Run, Inputs] | None:
-        """Numbers of the caches, and what a captured graph is known by, what it does and with which inputs; None: such
-        forwards have none."""
+        self, key: Key, run: Run, inputs: Inputs, metadata: Sequence[AttentionMetadata]
+    ) -> tuple[set[int], GraphKey, Run, Inputs] | None:
+        """Numbers of the caches in the pool, and key, function and inputs of the captured graph of such a forward;
+        None: it has no graph."""
         assert self.pool is not None
-        found = [self.pool.number_of(view.tensors.caches) for view in views]
+        found = [self.pool.number_of(row.tensors.caches) for row in metadata]
         numbers = [number for number in found if number is not None]
         if len(numbers) < len(found):
             return None
@@ -194,7 +194,7 @@ def run_parts(
 ) -> Tensors:
     """The stage's forward by its compiled parts, and self-attention, by the kernel `attend`, between them, with the
     exchanges of ranks that share the stage. In a pool several rows attend by `paged`. Mutates: the caches."""
-    denoiser, views, group = forward.denoiser, _views(key, inputs), forward.group
+    denoiser, metadata, group = forward.denoiser, _metadata(key, inputs), forward.group
     in_pool = [
         PooledRow(row.slot + row.base, row.seen) for row in inputs.rows if row.base is not None and row.seen is not None
     ]
@@ -209,10 +209,10 @@ def run_parts(
             chunk = key.shapes[0].chunk
             mixed = attend_pooled(inputs.caches[0], layer, in_pool, chunk, _projected(projected), attend, paged)
         elif group is None:
-            mixed = attend_rows(views, layer, _projected(projected), attend)
+            mixed = attend_rows(metadata, layer, _projected(projected), attend)
         else:
-            shared = rotated_rows(views, *group.to_heads(*projected))
-            mixed = group.to_tokens(attend_rows(views, layer, shared, attend, group.all_heads))
+            shared = rotated_rows(metadata, *group.to_heads(*projected))
+            mixed = group.to_tokens(attend_rows(metadata, layer, shared, attend, group.all_heads))
         texts = tuple(text[layer] for text in inputs.texts)
         if layer < last:
             hidden, *projected = parts.between(ropes, own, weights[layer + 1], hidden, modulation, texts, mixed)
@@ -228,7 +228,7 @@ def _projected(tensors: Sequence[Tensor]) -> Projected:
     return Projected(query, key, value, unrotated[0] if unrotated else key)
 
 
-def _views(key: Key, inputs: Inputs) -> list[AttentionMetadata]:
+def _metadata(key: Key, inputs: Inputs) -> list[AttentionMetadata]:
     """The rows' attention metadata, put together again; of rows in a pool none."""
     if len(inputs.caches) < len(key.slots):
         return []
@@ -248,7 +248,7 @@ def concat_layers(texts: Texts) -> list[KeyValue]:
     return [concat_rows(layer) for layer in zip(*texts, strict=True)]
 
 
-def _split(given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> tuple[Key, Inputs]:
+def _split(given: Tensors, texts: Texts, metadata: Sequence[AttentionMetadata]) -> tuple[Key, Inputs]:
     """The key of a forward, and its tensor inputs.
 
     A graph must not find out that two of its inputs happen to be the same tensor, which would be another graph: rows of
@@ -256,14 +256,14 @@ def _split(given: Tensors, texts: Texts, views: Sequence[AttentionMetadata]) -> 
     """
     caches: list[LayerCaches] = []
     sessions = []
-    for view in views:
-        own = view.tensors.caches
-        place = next((i for i, each in enumerate(caches) if each is own), len(caches))
-        caches[place:] = caches[place:] or [own]
-        sessions.append(place)
-    rows = tuple(RowInputs(*view.tensors[1:]).map(_fresh_view) for view in views)
+    for row in metadata:
+        own = row.tensors.caches
+        index = next((i for i, each in enumerate(caches) if each is own), len(caches))
+        caches[index:] = caches[index:] or [own]
+        sessions.append(index)
+    rows = tuple(RowInputs(*row.tensors[1:]).map(_fresh_view) for row in metadata)
     others = tuple(tuple(KeyValue(_fresh_view(kv.key), _fresh_view(kv.value)) for kv in text) for text in texts)
-    key = Key(tuple(sessions), tuple(view.shape for view in views), tuple(len(each.keys[0]) for each in caches))
+    key = Key(tuple(sessions), tuple(row.shape for row in metadata), tuple(len(each.keys[0]) for each in caches))
     return key, Inputs(given, others, tuple(caches), rows)
 
 
@@ -276,7 +276,7 @@ def _as_inference_tensor(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_inference() else tensor.clone()
 
 
-def forwards_met(
+def forward_variants(
     trial: int, chunk: int, steps: int, kv_context: str, anchor: bool, with_next: bool
 ) -> Iterator[list[MicroStep]]:
     """Yields the rows of each kind of forward of `chunk`: first step and clean pass; if each step has its own cache,

@@ -44,33 +44,32 @@ class Inputs(NamedTuple):
 
 
 Run = Callable[[Inputs], Tensors]
-Place = Hashable
-"""What a captured graph is known by."""
+GraphKey = Hashable
+"""Key of a captured graph in its `GraphCache`."""
 
 
-class Recorded(Protocol):
-    """A captured graph, as `torch.cuda.CUDAGraph`: does again what was done while it was captured, at the same
-    addresses."""
+class Graph(Protocol):
+    """A captured graph, as `torch.cuda.CUDAGraph`: replays the captured work on the same addresses."""
 
     def replay(self) -> None: ...
 
 
-Record = Callable[[Run, Inputs, bool], tuple[Recorded, Tensors]]
-"""Captures `run(inputs)` without carrying it out; returns the graph and where it puts the result. If told so, first
-carries it out by itself, so that everything is compiled and at hand."""
+GraphCapture = Callable[[Run, Inputs, bool], tuple[Graph, Tensors]]
+"""Captures `run(inputs)` without executing it; returns the graph and its output tensors. If the last argument is true,
+`run` is first executed outside the capture, so that all kernels are compiled and loaded."""
 
 
-class CudaRecord:
-    """The `Record` of CUDA. All graphs share a pool of memory, since they are replayed one after the other, and what
-    one leaves is used up before the next begins. Their kernels have the priority of the stream that they were captured
-    on, whatever stream they are replayed on (torch instantiates graphs so)."""
+class CudaGraphCapture:
+    """The `GraphCapture` of CUDA. All graphs share a memory pool, since they are replayed one after the other, and the
+    result of one is consumed before the next begins. Their kernels have the priority of the stream that they were
+    captured on, whatever stream they are replayed on (torch instantiates graphs so)."""
 
     def __init__(self, priority: int = 0) -> None:
         """`priority` is as of `torch.cuda.Stream`: 0 is the lowest, that of streams for which none is given."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(priority=priority)  # one: memory of the pool is used again by stream
 
-    def __call__(self, run: Run, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensors]:
+    def __call__(self, run: Run, inputs: Inputs, warm_up: bool) -> tuple[Graph, Tensors]:
         if warm_up:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -85,10 +84,10 @@ class CudaRecord:
         return graph, result
 
 
-def captured_on(device: torch.device) -> Captured | None:
-    """The captured graphs of a CUDA device, else None. They go before decoding, which is captured without a priority
-    and has time until pictures are due."""
-    return Captured(CudaRecord(priority=-1)) if device.type == "cuda" else None
+def graph_cache_on(device: torch.device) -> GraphCache | None:
+    """A new graph cache for a CUDA device, None for any other. Its graphs have priority over those of the decoder,
+    which is captured at the default priority and has time until pictures are due."""
+    return GraphCache(CudaGraphCapture(priority=-1)) if device.type == "cuda" else None
 
 
 @dataclass
@@ -107,17 +106,17 @@ class TextBuffer:
         self.whose = text
 
 
-class Replayed(NamedTuple):
+class CapturedGraph(NamedTuple):
     """A captured CUDA graph with its static input buffers and its output tensors."""
 
-    graph: Recorded
+    graph: Graph
     static: Inputs
     texts: tuple[TextBuffer, ...]
     result: Tensors
 
 
-class Captured:
-    """Captured CUDA graphs by what they are known by: a replayed forward is one launch, not thousands.
+class GraphCache:
+    """Captured CUDA graphs by key: a replayed forward is one launch, not thousands.
 
     All are captured before a stream runs: a capture computes nothing, and waits for the device, which in a ring may
     wait for another rank (docs/decisions/0010-nccl-link.md). Inputs other than caches are copied to static buffers that
@@ -125,35 +124,35 @@ class Captured:
     A replay allocates nothing.
     """
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self.graphs: dict[Place, Replayed] = {}
+    def __init__(self, capture: GraphCapture) -> None:
+        self._graph_capture = capture
+        self.graphs: dict[GraphKey, CapturedGraph] = {}
         self._texts: dict[int, TextBuffer] = {}  # by row
-        self._given: dict[tuple[int, torch.Size], Tensor] = {}  # by place among what is given, and shape
+        self._given: dict[tuple[int, torch.Size], Tensor] = {}  # by index among `Inputs.given`, and shape
 
-    def run(self, place: Place, run: Run, inputs: Inputs, texts: Texts) -> Tensors:
-        """`run(inputs)` by the graph of this place, which is captured if there is none: the result lies where the next
-        replay puts its own. `texts` are those of `inputs`, the objects that they are known by. Mutates: self, the
-        caches."""
-        if place not in self.graphs:
-            self.graphs[place] = self._capture(run, inputs)
-        found = self.graphs[place]
+    def run(self, key: GraphKey, run: Run, inputs: Inputs, texts: Texts) -> Tensors:
+        """Compute `run(inputs)` by replaying the graph of `key`, which is captured first if there is none. The next
+        replay overwrites the result. `texts` are those of `inputs`; a text is copied unless it is the same object as
+        the last time. Mutates: self, the caches."""
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(run, inputs)
+        found = self.graphs[key]
         for row, text in zip(found.texts, texts, strict=True):
             row.put(text)
         _copy_inputs(found.static, inputs)
         found.graph.replay()
         return found.result
 
-    def _capture(self, run: Run, inputs: Inputs) -> Replayed:
+    def _capture(self, run: Run, inputs: Inputs) -> CapturedGraph:
         """A graph of `run`. Mutates: self."""
         rows = tuple(row.map(torch.clone) for row in inputs.rows)
-        given = tuple(self._place(index, tensor) for index, tensor in enumerate(inputs.given))
+        given = tuple(self._static_buffer(index, tensor) for index, tensor in enumerate(inputs.given))
         texts = tuple(self._text(row, text) for row, text in enumerate(inputs.texts))
         static = Inputs(given, tuple(text.layers for text in texts), inputs.caches, rows)
-        graph, result = self._record(run, static, True)
-        return Replayed(graph, static, texts, result)
+        graph, result = self._graph_capture(run, static, True)
+        return CapturedGraph(graph, static, texts, result)
 
-    def _place(self, index: int, tensor: Tensor) -> Tensor:
+    def _static_buffer(self, index: int, tensor: Tensor) -> Tensor:
         """The static buffer for input `index` of this shape, shared by all graphs, with `tensor` copied into it.
         Mutates: self."""
         return self._given.setdefault((index, tensor.shape), torch.empty_like(tensor)).copy_(tensor)

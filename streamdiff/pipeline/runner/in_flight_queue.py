@@ -1,4 +1,4 @@
-"""What may enter the ring next: rank 0's receiver, which the scheduler supplies."""
+"""Rank 0's receiver: hands out session updates and the scheduler's forwards, and limits how many are in the ring."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from streamdiff import clock
 from streamdiff.pipeline.device_timer import StreamTimer
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
-from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, describe, fault_name
+from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, describe, fault_key
 from streamdiff.pipeline.row_faults.returned import ReturnedRows
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, SamplerSession
-from streamdiff.pipeline.scheduler.row_limit import Places
+from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
@@ -35,16 +35,16 @@ class InFlightQueue:
         limit: int,
         timed: StreamTimer,
         wait_s: float = 0.0,
-        word: Callable[[str], str | None] = lambda name: None,
+        pop_text: Callable[[str], str | None] = lambda name: None,
     ) -> None:
-        """`timed` is that of the stream that the head computes on. `word`: what a stage left under a name
-        (`errors.fault_name`), None: nothing."""
+        """`timed` is that of the stream that the head computes on. `pop_text` takes the text that a stage posted under
+        a key (`errors.fault_key`); None: there is none."""
         self.scheduler, self.sampler, self.limit, self.wait_s = scheduler, sampler, limit, wait_s
         self._held_since_s: float | None = None
         self._timed = timed
-        self.controls: deque[StageMessage] = deque()
+        self.queued: deque[StageMessage] = deque()  # what enters before the scheduler's forwards
         self.in_ring: deque[StageMessage] = deque()  # in order; rows with their inputs, as they may be tried again
-        self.returned, self._word = ReturnedRows(), word
+        self.returned, self._pop_text = ReturnedRows(), pop_text
         self._streams: deque[list[SamplerSession | None]] = deque()  # of each message in the ring that of each row
         self.stopping = False
         self.answers: deque[tuple[MessageKind, SessionUpdate]] = deque()
@@ -54,8 +54,8 @@ class InFlightQueue:
         """The next message that may enter, or None; never waits. Mutates: self, scheduler, sampler."""
         if len(self.in_ring) >= self.limit:
             return None
-        if self.controls:
-            message = self.controls.popleft()
+        if self.queued:
+            message = self.queued.popleft()
         elif self.stopping or self.held_s() > 0 or (made := self._next_message()) is None:
             return None
         else:
@@ -88,13 +88,13 @@ class InFlightQueue:
                 kept += own
             except ROW_ERRORS as error:
                 check_own(error)
-                self.returned.lose(session, own[0], describe(error, f"{at(own[0])} could not begin"))
+                self.returned.fail_session(session, own[0], describe(error, f"{at(own[0])} could not begin"))
         return kept, tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     def forget(self, session: int) -> None:
         """Rows of the session's stream that were to run once more no longer are. Mutates: self."""
-        for message in [each for each in self.controls if each.rows and each.rows[0].session == session]:
-            self.controls.remove(message)
+        for message in [each for each in self.queued if each.rows and each.rows[0].session == session]:
+            self.queued.remove(message)
 
     def held_s(self) -> float:
         """Seconds for which what is ready still waits for rows of other sessions; 0: for nothing. Mutates: self."""
@@ -106,11 +106,11 @@ class InFlightQueue:
         return max(0.0, self._held_since_s + self.wait_s - now_s)
 
     def _next_rows(self) -> list[MicroStep]:
-        taken, places = len(self.in_ring), None
+        taken, slots = len(self.in_ring), None
         if self.scheduler.max_rows > 1:
             live = sum(not self.scheduler.is_background(each.rows) for each in self.in_ring)
-            places = Places(self.limit - taken, self.limit - live, self.limit)
-        rows = self.scheduler.next(background=taken < self.scheduler.stages, places=places)
+            slots = RingSlots(self.limit - taken, self.limit - live, self.limit)
+        rows = self.scheduler.next(background=taken < self.scheduler.stages, slots=slots)
         if rows:
             self._held_since_s = None
         return rows
@@ -129,20 +129,20 @@ class InFlightQueue:
             EngineFailure: one session after the other fails.
         """
         entered, streams = self.in_ring.popleft(), self._streams.popleft()
-        if message.kind.is_answered and message.control is not None:
-            self.answers.append((message.kind, message.control))
+        if message.kind.is_answered and message.update is not None:
+            self.answers.append((message.kind, message.update))
         if message.kind is not MessageKind.ROWS:
             return []
         finished: list[Finished] = []
         with self._timed.work(entered.bare):
-            for row, flow, well in zip(
-                message.rows, message.tensors[0].split(1), self.returned.fates(message), strict=True
+            for row, flow, ok in zip(
+                message.rows, message.tensors[0].split(1), self.returned.rows_ok(message), strict=True
             ):
-                place = entered.rows.index(row)
-                if well:
+                row_index = entered.rows.index(row)
+                if ok:
                     finished += self._advance(row, flow)
-                elif streams[place] is not None and self.sampler.sessions.get(row.session) is streams[place]:
-                    self._failed(entered, place)
+                elif streams[row_index] is not None and self.sampler.sessions.get(row.session) is streams[row_index]:
+                    self._failed(entered, row_index)
         return finished
 
     def _advance(self, row: MicroStep, flow: Tensor) -> list[Finished]:
@@ -151,22 +151,22 @@ class InFlightQueue:
             finished = self.sampler.advance((row,), flow)
         except ROW_ERRORS as error:
             check_own(error)
-            self.returned.lose(row.session, row, describe(error, f"{at(row)} could not be taken over"))
+            self.returned.fail_session(row.session, row, describe(error, f"{at(row)} could not be taken over"))
             return []
         self.scheduler.returned(row)
         return finished
 
-    def _failed(self, entered: StageMessage, place: int) -> None:
-        """A row of a stream that goes on came back without numbers: it runs once more, before anything else and alone,
-        or its session is over. Mutates: self."""
-        row = entered.rows[place]
-        if self.stopping or row.session in self.returned.lost:
+    def _failed(self, entered: StageMessage, row_index: int) -> None:
+        """Handle a row that came back as NaN, of a stream that goes on: queue it once more, alone and before anything
+        else, or fail its session. Mutates: self."""
+        row = entered.rows[row_index]
+        if self.stopping or row.session in self.returned.failed_sessions:
             return
-        word, session = self._word(fault_name(row.session, row.epoch)), self.sampler.sessions[row.session]
-        behind = [replace(entered.bare, rows=entered.rows[place + 1 :]), *self.in_ring]
+        fault, session = self._pop_text(fault_key(row.session, row.epoch)), self.sampler.sessions[row.session]
+        behind = [replace(entered.bare, rows=entered.rows[row_index + 1 :]), *self.in_ring]
         may_repeat = self.sampler.repeats and not row.recaches
-        if may_repeat and self.returned.may_try(row, word, behind, session.kv_context):
-            tensors = tuple(tensor[place : place + 1] for tensor in entered.tensors)
-            self.controls.appendleft(StageMessage(MessageKind.ROWS, (row,), None, tensors))
+        if may_repeat and self.returned.should_retry(row, fault, behind, session.kv_context):
+            tensors = tuple(tensor[row_index : row_index + 1] for tensor in entered.tensors)
+            self.queued.appendleft(StageMessage(MessageKind.ROWS, (row,), None, tensors))
         else:
-            self.returned.lose(row.session, row, word)
+            self.returned.fail_session(row.session, row, fault)

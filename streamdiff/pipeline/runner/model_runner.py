@@ -26,7 +26,7 @@ from streamdiff.pipeline.kv_cache.cache import CachePool, CacheSizes, KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
 from streamdiff.pipeline.row_faults.stage_guard import StageGuard
-from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_layers, forwards_met
+from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_layers, forward_variants
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP, cache_count, most_steps
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -78,7 +78,7 @@ class ModelRunner:
         self.frames = spec.chunk_latents
         self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
         self.shares, share = (1, 0) if group is None else (group.size, group.index)
-        self.heads, self.place = self.denoiser.heads // self.shares, state_place(index, share)
+        self.heads, self.exchange_key = self.denoiser.heads // self.shares, stage_key(index, share)
         all_heads = None if group is None else group.all_heads
         self.attention = RollingAttention(
             self.frames, *self.grid, self.denoiser.head_dim, device, self.denoiser.attend_parts(), all_heads
@@ -98,35 +98,35 @@ class ModelRunner:
     @torch.inference_mode()
     def carry_out(self, message: StageMessage) -> StageMessage:
         """Execute a stage message; returns the message for the next rank. Mutates: self."""
-        control = message.control
-        for session in {row.session for row in message.rows} if control is None else {control.session}:
+        update = message.update
+        for session in {row.session for row in message.rows} if update is None else {update.session}:
             self._arrive(session)
-        if control is None:
+        if update is None:
             return StageMessage(message.kind, message.rows, None, self.guard.forward(message.rows, message.tensors))
-        return self.guard.update(message)
+        return self.guard.apply_update(message)
 
-    def update(self, kind: MessageKind, control: SessionUpdate, tensors: Tensors) -> SessionUpdate:
+    def apply_update(self, kind: MessageKind, update: SessionUpdate, tensors: Tensors) -> SessionUpdate:
         """Make a change to a session, see `MessageKind`; returns it for the next rank. Mutates: self."""
         match kind:
             case MessageKind.OPEN:
-                self.open(control.session, steps=control.steps, kv_context=control.kv_context)
+                self.open(update.session, steps=update.steps, kv_context=update.kv_context)
             case MessageKind.TEXT:
-                self.set_text(control.session, control.epoch, tensors[0], control.oldest, control.visible_from_chunk)
+                self.set_text(update.session, update.epoch, tensors[0], update.oldest, update.visible_from_chunk)
             case MessageKind.RESET:
-                self.reset(control.session)
+                self.reset(update.session)
             case MessageKind.STEPS:
-                self.set_steps(control.session, control.epoch, control.steps)
+                self.set_steps(update.session, update.epoch, update.steps)
             case MessageKind.CLOSE:
-                self.close(control.session)
+                self.close(update.session)
             case MessageKind.SAVE:
-                return replace(control, outcome=max(control.outcome, self.saving.go_on(control)))
+                return replace(update, outcome=max(update.outcome, self.saving.go_on(update)))
             case MessageKind.LOAD:
-                walk.load(self.sessions[control.session], *self.exchange.take(self.place), self.device)
+                walk.load(self.sessions[update.session], *self.exchange.take(self.exchange_key), self.device)
             case MessageKind.SWAP_OUT:
-                self.swap_out(control.session)
+                self.swap_out(update.session)
             case MessageKind.SWAP_IN:
-                return replace(control, outcome=max(control.outcome, self.swap_in(control)))
-        return control
+                return replace(update, outcome=max(update.outcome, self.swap_in(update)))
+        return update
 
     @property
     def shared(self) -> bool:
@@ -218,10 +218,10 @@ class ModelRunner:
         self.close(session)
         self.swaps.put(name, gone)
 
-    def swap_in(self, control: SessionUpdate) -> Outcome:
+    def swap_in(self, update: SessionUpdate) -> Outcome:
         """Give a session caches again, with what was in them; where that is lost, empty ones. NOT_YET: ask again.
         Mutates: self."""
-        session, name = control.session, swapped(control.session)
+        session, name = update.session, swapped(update.session)
         if session in self.sessions:
             return Outcome.DONE
         outcome, group = readiness(self.swaps, name), self._forward.group
@@ -229,7 +229,7 @@ class ModelRunner:
             outcome = Outcome(group.highest(outcome))
         if outcome is Outcome.NOT_YET:
             return outcome
-        self.open(session, steps=control.steps, kv_context=control.kv_context)
+        self.open(session, steps=update.steps, kv_context=update.kv_context)
         if outcome is Outcome.LOST:
             self.swaps.drop(name)
         else:
@@ -261,13 +261,13 @@ class ModelRunner:
     def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
         """Run this stage for `rows`, see `StageForward`. With graphs of CUDA what it returns is overwritten by the next
         forward: whoever keeps it copies it. Mutates: the rows' caches."""
-        views: list[AttentionMetadata] = []
+        metadata: list[AttentionMetadata] = []
         for index, row in enumerate(rows):
-            views.append(self._view(row, self._ahead(rows, index), views))
+            metadata.append(self._row_metadata(row, self._visible_later_rows(rows, index), metadata))
         texts = [self.sessions[row.session].text[row.epoch] for row in rows]
-        done = self.compiled.run(given, texts, views) if self.compiled is not None else None
+        done = self.compiled.run(given, texts, metadata) if self.compiled is not None else None
         if done is None:
-            done = self._forward(given, concat_layers(texts), self.attention.on(views))
+            done = self._forward(given, concat_layers(texts), self.attention.on(metadata))
         for row in rows:
             if row.chunk < self.spec.first_chunks > 1 or row.clean:
                 self._share(row)
@@ -309,7 +309,7 @@ class ModelRunner:
         on_progress(0, kinds)
         for made, with_next in enumerate(alone, 1):
             for trial, chunk in product(trials if self._pool is not None else trials[:1], chunks):
-                for rows in forwards_met(trial, chunk, steps, kv_context, chunk in geometry.anchors, with_next):
+                for rows in forward_variants(trial, chunk, steps, kv_context, chunk in geometry.anchors, with_next):
                     self.forward(rows, self.zeros(len(rows)))
             on_progress(made, kinds)
         if most > 1 and self._pool is not None:
@@ -340,7 +340,7 @@ class ModelRunner:
             self.set_text(trial, 0, torch.zeros(self.spec.text_shape), 0)
         return trials
 
-    def _ahead(self, rows: Sequence[MicroStep], index: int) -> int:
+    def _visible_later_rows(self, rows: Sequence[MicroStep], index: int) -> int:
         """Number of later rows in this forward that row `index` may attend to: chunks that are made together."""
         row, count = rows[index], self.spec.first_chunks
         if row.recaches:
@@ -366,7 +366,8 @@ class ModelRunner:
         sees what the last step sees."""
         return min(max(0, row.step - (row.steps - session.steps)), session.steps - 1) if session.matched else 0
 
-    def _view(self, row: MicroStep, ahead: int, before: Sequence[AttentionMetadata]) -> AttentionMetadata:
+    def _row_metadata(self, row: MicroStep, later: int, before: Sequence[AttentionMetadata]) -> AttentionMetadata:
+        """Attention metadata of a row, which sees so many `later` ones of its forward. Mutates: its session."""
         session = self.sessions[row.session]
         self._fit_caches(session)
         cache = self._cache(session, row)
@@ -381,18 +382,18 @@ class ModelRunner:
         if row.recaches:
             # All see each other. A sink that the window has moved on from keeps the keys that it has.
             geometry, end = session.geometry, row.recache_end
-            return self.attention.view(
-                geometry, session.state, cache, row.chunk, visible_from, ahead=ahead, before=before,
+            return self.attention.row_metadata(
+                geometry, session.state, cache, row.chunk, visible_from, visible_later_rows=later, before=before,
                 end_chunk=end, keep_sink=geometry.full(end),
             )  # fmt: skip
         if row.clean and self.spec.context_alone:
             visible_from = max(visible_from, row.chunk)
         clean = session.geometry.seen_clean(row.chunk, row.step, row.steps, visible_from)
-        return self.attention.view(
-            session.geometry, session.state, cache, row.chunk, visible_from, adapt, fold, ahead, before, clean=clean
+        return self.attention.row_metadata(
+            session.geometry, session.state, cache, row.chunk, visible_from, adapt, fold, later, before, clean=clean
         )
 
 
-def state_place(stage: int, share: int) -> str:
-    """The name under which rank `share` of those of a stage exchanges states with the head."""
+def stage_key(stage: int, share: int) -> str:
+    """Exchange key of rank `share` of those that share a stage."""
     return f"stage {stage}, share {share}"

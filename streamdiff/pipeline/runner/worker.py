@@ -41,7 +41,7 @@ class Worker:
         self.now: StageMessage | None = None
         self.last: StageMessage | None = None
         self.done = 0
-        self._come: list[StageMessage] = []  # rows of a long forward, until all have come
+        self._received_rows: list[StageMessage] = []  # rows of a long forward, until all are received
         self._rest: deque[StageMessage] = deque()  # those that are still to be sent on
 
     @property
@@ -65,7 +65,7 @@ class Worker:
         message = self.receiver.receive(wait_s)
         if message is not None:
             self.done += 1
-        if message is not None and (whole := self._whole(message)) is not None:
+        if message is not None and (whole := self._assembled(message)) is not None:
             self.now = whole
             if not (whole.is_long or whole.kind.is_answered):  # whose record tells what became of it
                 self.sender.announce(whole)
@@ -77,18 +77,18 @@ class Worker:
             self.sender.send(first)
         return message
 
-    def _whole(self, message: StageMessage) -> StageMessage | None:
-        """The message to execute now that this one has come; None while rows of it are missing. Mutates: self."""
+    def _assembled(self, message: StageMessage) -> StageMessage | None:
+        """The complete message that `message` is or completes; None while rows of it are missing. Mutates: self."""
         rows = message.rows
         if not message.is_long or len(rows) > 1:
             return message
         # The link's buffers are written again before the last row has come.
-        self._come.append(replace(message, tensors=tuple(tensor.clone() for tensor in message.tensors)))
+        self._received_rows.append(replace(message, tensors=tuple(tensor.clone() for tensor in message.tensors)))
         if rows[-1].chunk != rows[-1].recache_end:
             return None
-        come, self._come = self._come, []
-        tensors = tuple(torch.cat(parts) for parts in zip(*(each.tensors for each in come), strict=True))
-        return replace(message, rows=tuple(row for each in come for row in each.rows), tensors=tensors)
+        received, self._received_rows = self._received_rows, []
+        tensors = tuple(torch.cat(parts) for parts in zip(*(each.tensors for each in received), strict=True))
+        return replace(message, rows=tuple(row for each in received for row in each.rows), tensors=tensors)
 
     def _as_sent(self, result: StageMessage) -> list[StageMessage]:
         """The messages that a result travels as."""

@@ -12,8 +12,9 @@ LEAST_GAIN = 1.02
 """How many times as much rows must bring together as each alone, or they stay apart."""
 
 
-class Places(NamedTuple):
-    """Places of the ring for forwards: `free` ones, those free of live sessions' forwards, and `all`."""
+class RingSlots(NamedTuple):
+    """Numbers of forwards that the ring can still take: slots that are `free`, slots `free_of_live` sessions' forwards,
+    and `all` of them."""
 
     free: int
     free_of_live: int
@@ -40,7 +41,8 @@ class ForwardCounts:
 
 
 class RowLimit:
-    """Most rows of a forward, of at most `max_rows`, that leave the ring no emptier and let nobody wait longer."""
+    """Maximum rows for the next forward, at most `max_rows`, that neither idles a pipeline stage nor delays any
+    session's chunks."""
 
     def __init__(self, max_rows: int, costs: Sequence[float] = ()) -> None:
         """`costs`: what forwards of 1, 2, ... rows take, in any unit, on the slowest stage; without, further rows are
@@ -58,18 +60,18 @@ class RowLimit:
         """Whether any number of rows pays; where none does all is as with `max_rows` 1."""
         self._latest: dict[bool, deque[int]] = defaultdict(deque)
 
-    def of(self, now: RowsNow, free: int, places: int, background: bool = False) -> tuple[int, str]:
-        """Most rows of the next forward, where `free` of the ring's `places` are; and why it is only one.
+    def of(self, now: RowsNow, free: int, slots: int, background: bool = False) -> tuple[int, str]:
+        """Maximum rows of the next forward, with `free` of the ring's `slots` free; and why it is only one.
 
-        The rows that wait are spread over the free places, so that none stays empty, and those in the ring too over all
-        places, so that no forward takes so much longer than the others that these wait behind it. Of these numbers it
-        is the largest that pays. Forwards are of the same length as far as numbers allow: 3 and 2 rows rather than 4
-        and 1.
+        The rows that wait are spread over the free slots, so that none stays empty, and together with those in the ring
+        over all slots, so that no forward takes so much longer than the others that these wait behind it. Of the
+        numbers up to both it is the largest that pays. Forwards are of the same length as far as numbers allow: 3 and 2
+        rows rather than 4 and 1.
         """
         together = now.ready + now.in_ring
         latest = self._latest[background]
-        latest.append(together // places)
-        while len(latest) > places:
+        latest.append(together // slots)
+        while len(latest) > slots:
             latest.popleft()
         possible = min(self.max_rows, now.ready // max(free, 1), *latest)
         most = next((rows for rows in range(possible, 1, -1) if self._pays(rows, now.chunks)), 1)

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, PER_STEP, Anchors, in_flight_limit
-from streamdiff.pipeline.scheduler.row_limit import ForwardCounts, Places, RowLimit, RowsNow
+from streamdiff.pipeline.scheduler.row_limit import ForwardCounts, RingSlots, RowLimit, RowsNow
 from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
 from streamdiff.pipeline.scheduler.step import MicroStep, differing_field
 from streamdiff.session_state.fields import reset
@@ -213,9 +213,9 @@ class StreamBatchScheduler:
         """Micro-steps that entered the ring and have not come back."""
         return sum(chunk.entered - chunk.back for state in self._sessions.values() for chunk in state.chunks)
 
-    def next(self, *, background: bool = True, places: Places | None = None) -> list[MicroStep]:
+    def next(self, *, background: bool = True, slots: RingSlots | None = None) -> list[MicroStep]:
         """The rows of the next forward, at most `max_rows` (or `first_chunks`), possibly none. They count as entered.
-        Without `background` none of a background session. Rows are spread over the `places` of the ring (`RowLimit`);
+        Without `background` none of a background session. Rows are spread over the `slots` of the ring (`RowLimit`);
         None: a forward takes all that it can.
 
         Within a session: oldest chunk first, `matched` and `anchored` by timetable. A chunk gives at most one row, as
@@ -223,7 +223,7 @@ class StreamBatchScheduler:
         """
         rows: list[MicroStep] = []
         self._apart = "none_ready"
-        most = self.max_rows if places is None else self._most_rows(places)
+        most = self.max_rows if slots is None else self._most_rows(slots)
         while len(rows) < most and not _recaches(rows) and (picked := self._pick(rows, most, background)):
             rows += picked
         if self.clean_with_next and (follower := self._follower(rows)):
@@ -242,14 +242,14 @@ class StreamBatchScheduler:
         running = sum(not state.paused and not state.background for state in self._sessions.values())
         return self.row_limit.shares and 0 < ready < min(self.max_rows, running)
 
-    def _most_rows(self, places: Places) -> int:
+    def _most_rows(self, slots: RingSlots) -> int:
         """Most rows of the next forward. Mutates: why nothing joins it."""
         if not self.row_limit.shares:
             self._apart = "cost" if self.max_rows > 1 else "none_ready"
             return 1
         jobs_only = all(state.background for state in self._sessions.values() if self._choice(state) is not None)
-        free = places.free if jobs_only else places.free_of_live
-        most, self._apart = self.row_limit.of(self._rows_now(), free, places.all, jobs_only)
+        free = slots.free if jobs_only else slots.free_of_live
+        most, self._apart = self.row_limit.of(self._rows_now(), free, slots.all, jobs_only)
         return most
 
     def _rows_now(self) -> RowsNow:

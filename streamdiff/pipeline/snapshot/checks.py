@@ -1,4 +1,4 @@
-"""Whether a snapshot is one of a session that could be here: looked at before any rank is given a part of it.
+"""Validates a snapshot against the model and session that it is loaded into, before any rank gets a part of it.
 
 A snapshot may come from a stranger. What it says has to be of the declared types (`session_state.typed`); every number
 that counts or points at something is held against a session that has just been opened in the same way, and tensors

@@ -1,4 +1,4 @@
-"""What a ring has of a session, put together from its ranks, and given back to the ranks of this ring or another."""
+"""Gathers a session's state from all ranks into a snapshot, and scatters one back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import memory_outlines
 from streamdiff.models.model import Model
-from streamdiff.pipeline.distributed.state_exchange import State, ticket_place
+from streamdiff.pipeline.distributed.state_exchange import State, ticket_key
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import StreamProgress
-from streamdiff.pipeline.runner.model_runner import RunnerSession, state_place
+from streamdiff.pipeline.runner.model_runner import RunnerSession, stage_key
 from streamdiff.pipeline.runner.sampler import PendingSteps
 from streamdiff.pipeline.snapshot.checks import (
     HeadState,
@@ -29,7 +29,7 @@ from streamdiff.session_state import walk
 
 @dataclass(frozen=True)
 class StageStates:
-    """What the stages have of a session, in host memory: by stage, first to last, that of each rank that shares it; and
+    """The stages' states of a session, in host memory: by stage, first to last, one for each rank that shares it; and
     digests of the weights of all blocks."""
 
     parts: Sequence[Sequence[RunnerSession]]
@@ -37,15 +37,15 @@ class StageStates:
 
     @staticmethod
     def are_there(ring: RingExecutor, ticket: int) -> bool:
-        """Whether all that `MessageKind.SAVE` leaves in the ring's exchange has come."""
-        return all(ring.stage.exchange.holds(place) for places in _places(ring, ticket) for place in places)
+        """Whether all states that `MessageKind.SAVE` puts into the ring's exchange are there."""
+        return all(ring.stage.exchange.holds(key) for keys in _keys(ring, ticket) for key in keys)
 
     @classmethod
     def take(cls, ring: RingExecutor, ticket: int) -> StageStates:
-        """What `MessageKind.SAVE` has left there. Raises ConfigError where a stage has no such session: opening it
-        failed there, or it has ended or begun afresh."""
+        """Take these states. Raises ConfigError where a stage has no such session: opening it failed there, or it has
+        ended or begun afresh."""
         parts, weights = [], []
-        taken = [[ring.stage.exchange.take(place) for place in places] for places in _places(ring, ticket)]
+        taken = [[ring.stage.exchange.take(key) for key in keys] for keys in _keys(ring, ticket)]
         broken = [tree["broken"] for there in taken for _, tree in there if "broken" in tree]
         if broken:
             raise ConfigError(broken[0])
@@ -55,14 +55,14 @@ class StageStates:
         return cls(parts, weights)
 
     @property
-    def whole(self) -> RunnerSession:
-        """All layers and heads."""
+    def merged(self) -> RunnerSession:
+        """One state with all layers and heads."""
         return walk.joined([walk.with_all_heads(shares) for shares in self.parts])
 
     @property
-    def whole_outline(self) -> RunnerSession:
+    def merged_outline(self) -> RunnerSession:
         """The same without content."""
-        return StageStates([[walk.to_device(each, walk.META) for each in part] for part in self.parts], ()).whole
+        return StageStates([[walk.to_device(each, walk.META) for each in part] for part in self.parts], ()).merged
 
     def replaced(self, whole: RunnerSession) -> StageStates:
         """The same stages and ranks with their layers and heads of `whole`. Mutates: self.
@@ -80,25 +80,25 @@ class StageStates:
         return StageStates(stages, self.weights)
 
     def give(self, ring: RingExecutor) -> None:
-        """Leave it in the ring's exchange for `MessageKind.LOAD`."""
+        """Put the states into the ring's exchange for `MessageKind.LOAD`."""
         for stage, shares in enumerate(self.parts):
             for share, part in enumerate(shares):
-                ring.stage.exchange.put(state_place(stage, share), walk.save(part))
+                ring.stage.exchange.put(stage_key(stage, share), walk.save(part))
 
 
 def occupied(ring: RingExecutor, session: int) -> bool:
     """Whether something of a session, the present one or one before it, is in the ring or about to enter."""
     return any(
         session in {row.session for row in message.rows}
-        or (message.control is not None and message.control.session == session)
+        or (message.update is not None and message.update.session == session)
         for message in ring.messages
     )
 
 
-def _places(ring: RingExecutor, ticket: int) -> list[list[str]]:
-    """Where states are left, by stage and share."""
+def _keys(ring: RingExecutor, ticket: int) -> list[list[str]]:
+    """Exchange keys of the states saved by a ticket, by stage and share."""
     return [
-        [ticket_place(state_place(stage, share), ticket) for share in range(ring.stage.shares)]
+        [ticket_key(stage_key(stage, share), ticket) for share in range(ring.stage.shares)]
         for stage in range(ring.stage.stages)
     ]
 
@@ -108,7 +108,7 @@ def collect(
 ) -> Snapshot:
     """The snapshot of a session, of its parts at one moment; `opened` as `opened_with` has it."""
     states = {
-        "stages": walk.save(stages.whole, "stages"),
+        "stages": walk.save(stages.merged, "stages"),
         "head": head,
         "stream": stream,
         "decoder": walk.save(walk.restored(*decoder), "decoder"),
@@ -121,7 +121,7 @@ def collect(
     )
 
 
-def place(
+def restore_into_ring(
     snapshot: Snapshot,
     ring: RingExecutor,
     model: Model,
@@ -129,9 +129,9 @@ def place(
     decoder: Sequence[Any],
     ticket: int,
 ) -> PendingSteps | None:
-    """Put a snapshot into a session that was opened as it says, of which the stages have left their part under
-    `ticket`, and leave there what they are to load. `decoder`: what it may remember, as outlines. Returns the change of
-    steps that is still to come. Mutates: ring, stream.
+    """Restore a snapshot into a session that was opened as it says, whose blank states the stages have saved under
+    `ticket`: load rank 0's part, and put those of the stages into the exchange. `decoder`: outlines that its memory may
+    have. Returns the change of steps that is still to come. Mutates: ring, stream.
 
     Raises:
         ConfigError: other weights, sizes, or anything else that cannot be; nothing is left for the stages then.
@@ -140,7 +140,7 @@ def place(
     snapshot.check_weights(stages.weights)
     head = head_state(ring, stream.session)
     pictures = (None, *remembered(model)) if model.first_frame_reencoder is not None else (None,)
-    opened = Opened(model.spec, head, stages.whole_outline, stream, pictures)
+    opened = Opened(model.spec, head, stages.merged_outline, stream, pictures)
     check_session(snapshot, opened, LOOSE)
     snapshot.check_loose(model.spec)
     check_memory(snapshot.outline, trees["decoder"], decoder, "decoder")

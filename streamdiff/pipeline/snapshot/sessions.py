@@ -24,8 +24,8 @@ from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.snapshot.checks import opened_with
 from streamdiff.pipeline.snapshot.file import Snapshot
-from streamdiff.pipeline.snapshot.ring import StageStates, collect, head_state, occupied, place, resume
-from streamdiff.pipeline.snapshot.swapping import SwapsSessions
+from streamdiff.pipeline.snapshot.ring import StageStates, collect, head_state, occupied, restore_into_ring, resume
+from streamdiff.pipeline.snapshot.swapping import SwapMixin
 from streamdiff.session_state.host_copies import HostCopy
 
 _REST_WAIT_S = 0.1
@@ -35,8 +35,8 @@ _LOOK_S = 0.002
 
 @dataclass
 class _Saving:
-    """A session that is being saved: copies of the head's part, and what will become of all. `held`: it does not go on
-    when it is copied; `forgotten`: it has ended or begun afresh."""
+    """A session that is being saved: copies of the head's part, and the future result in `made`. `held`: it stays held
+    after the copy; `forgotten`: it has ended or begun afresh."""
 
     session: int
     head: HostCopy
@@ -50,8 +50,8 @@ class _Saving:
     made: Future[Any] | None = None
 
 
-class SavesSessions(SwapsSessions):
-    """What `StreamingPipeline` inherits to save its sessions and to go on from snapshots."""
+class SnapshotMixin(SwapMixin):
+    """`StreamingPipeline`'s methods that save sessions as snapshots and restore them."""
 
     model: Model
     _failed: set[int]
@@ -236,7 +236,7 @@ class SavesSessions(SwapsSessions):
             while ticket in self._blank or not StageStates.are_there(self.ring, ticket):
                 frames += self.step(_LOOK_S)
             stream = self._streams[session]
-            change = place(
+            change = restore_into_ring(
                 snapshot, self.ring, self.model, stream, self._decoding.outlines(self.model.spec.chunk_shape), ticket
             )
             self._decoding.load(stream.number, (snapshot.tensors, snapshot.trees["decoder"]))

@@ -1,4 +1,4 @@
-"""Sessions of a pipeline that nobody needs now: their device memory is given back, and they come back when asked.
+"""Swaps idle sessions of a pipeline out of device memory, and back in.
 
 SWAP_OUT and SWAP_IN travel around the ring as all changes do, so every stage swaps at the same place of the order:
 after what has entered before, before what enters later; no stage touches what is being sent. Each rank keeps its own
@@ -33,8 +33,8 @@ class _Away:
     decoder: Outcome = Outcome.NOT_YET
 
 
-class SwapsSessions(ABC):
-    """What `StreamingPipeline` inherits to swap its sessions out and in."""
+class SwapMixin(ABC):
+    """`StreamingPipeline`'s methods that swap sessions out and in."""
 
     ring: RingExecutor
     _streams: dict[int, StreamProgress]
@@ -92,9 +92,9 @@ class SwapsSessions(ABC):
             self._ask_in(session, away)
 
     def place(self, session: int) -> str:
-        """Where the head's part of an open session lies: `device`, `host` or `disk`."""
+        """Location of the head's part of an open session: `device`, `host` or `disk`."""
         name, swaps = f"stage {session}", self.ring.stage.swaps
-        return "device" if session not in self._away else swaps.place(name) if name in swaps else "host"
+        return "device" if session not in self._away else swaps.location(name) if name in swaps else "host"
 
     def is_away(self, session: int) -> bool:
         """Whether an open session is swapped out, or not wholly back."""
@@ -110,8 +110,8 @@ class SwapsSessions(ABC):
         return any(away.coming for away in self._away.values())
 
     def take_lost(self) -> list[int]:
-        """Sessions that have come back without what they were, as a file was damaged; each makes nothing before
-        `reset`. Told once. Mutates: self."""
+        """Sessions that were swapped in without their state, as a file was damaged; each makes nothing before `reset`.
+        Each is returned once. Mutates: self."""
         lost, self._lost = sorted(self._lost), set()
         return lost
 

@@ -58,8 +58,8 @@ class _Input:
     last: Tensor | None = None
 
 
-class FeedsSessions(ABC):
-    """What `StreamingPipeline` inherits to feed its sessions."""
+class VideoInputMixin(ABC):
+    """`StreamingPipeline`'s methods that give sessions the frames or latents of an input video."""
 
     model: Model
     info: ModelInfo

@@ -1,4 +1,4 @@
-"""Features that were made elsewhere, as a pipeline's sessions take them."""
+"""Precomputed features (prompt embeddings, latents, motion) as tensors for a pipeline's sessions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.init_latents import LOWEST, GivenVideo, motion_levels
 
 
-class TakesFeatures:
-    """What `StreamingPipeline` inherits to begin sessions with them. For any thread; their shapes have been checked."""
+class FeaturesMixin:
+    """`StreamingPipeline`'s methods that convert features. For any thread; their shapes have been checked."""
 
     model: Model
     ring: RingExecutor

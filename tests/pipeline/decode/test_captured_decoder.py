@@ -83,7 +83,7 @@ def test_streams_that_take_turns_get_the_plain_decoders_pictures(
     graphs = StandIns()
     plain, shape = parts()
     decoder, alone = PictureDecoder(plain), PictureDecoder(plain)
-    decoder.compile(torch.empty(shape), 3, one_graph, partial(CapturedStep, record=graphs.record))
+    decoder.compile(torch.empty(shape), 3, one_graph, partial(CapturedStep, capture=graphs.record))
     captured = list(decoder._graphs.values()) if decoder._graphs else []
     assert captured and all(isinstance(step, CapturedStep) for step in captured)
     generator = torch.Generator().manual_seed(5)

@@ -17,7 +17,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, Step, VideoDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.pipeline import rank_loader
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding
 from streamdiff.pipeline.decode.decoding import Piece
 from streamdiff.pipeline.output import Frames
@@ -200,8 +200,8 @@ def test_the_product_compiles_it_before_it_is_ready_and_no_event_of_a_stream_doe
     save_model(tmp_path)
     monkeypatch.setattr(rank_loader, "compile_stage", lambda *given: None)
     with compiled_by(backend):
-        runtime = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", compile="on", decode_at_once=2))
-    plain = load_runtime(ModelConfig(name=str(tmp_path), device="cpu", decode_at_once=2))
+        runtime = build_pipeline(ModelConfig(name=str(tmp_path), device="cpu", compile="on", decode_at_once=2))
+    plain = build_pipeline(ModelConfig(name=str(tmp_path), device="cpu", decode_at_once=2))
     assert isinstance(runtime.model.decoder, PictureDecoder) and isinstance(plain.model.decoder, PictureDecoder)
     assert len(runtime.model.decoder.keys) == 1 and not plain.model.decoder.keys
     with nothing_compiled():

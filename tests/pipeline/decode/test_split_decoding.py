@@ -55,9 +55,9 @@ def test_rows_are_shared_as_evenly_as_can_be() -> None:
     assert row_bounds(3, 3) == ((0, 1), (1, 2), (2, 3))
     group = RowGroup(2, 1, 5, None)
     assert group.count == 3
-    assert group.own(torch.arange(10.0).view(10, 1)).flatten().tolist() == [4, 5, 6, 7, 8, 9]
+    assert group.local_rows(torch.arange(10.0).view(10, 1)).flatten().tolist() == [4, 5, 6, 7, 8, 9]
     with pytest.raises(ValueError, match="there are 7 rows, but the ranks share pictures of 5"):
-        group.own(torch.zeros(7, 1))
+        group.local_rows(torch.zeros(7, 1))
 
 
 def test_what_cannot_be_shared_is_refused() -> None:
@@ -70,25 +70,25 @@ def test_what_cannot_be_shared_is_refused() -> None:
 
 
 class Counting:
-    """`Rows` of one rank that has them all, and counts what it would exchange."""
+    """`RowExchange` of one rank that has them all, and counts what it would exchange."""
 
     def __init__(self, count: int) -> None:
         self.count, self.bounds = count, ((0, count),)
         self.halos = self.halo_values = self.attended = 0
 
-    def own(self, whole: Tensor) -> Tensor:
+    def local_rows(self, whole: Tensor) -> Tensor:
         return whole
 
-    def halo(self, *parts: Tensor) -> tuple[Tensor, ...]:
+    def exchange_halo(self, *parts: Tensor) -> tuple[Tensor, ...]:
         self.halos += 1
         self.halo_values += sum(part[..., :1, :].numel() for part in parts)
         return tuple(F.pad(part, (0, 0, 1, 1)) for part in parts)
 
-    def whole(self, own: Tensor) -> Tensor:
+    def all_gather(self, own: Tensor) -> Tensor:
         self.attended += own.numel()
         return own
 
-    def to_first(self, own: Tensor) -> Tensor:
+    def gather_to_first(self, own: Tensor) -> Tensor:
         return own
 
 

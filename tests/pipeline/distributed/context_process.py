@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from streamdiff.models.model import Model
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.topology import Link, StageTopology, connect_head, follower, join_edges
+from streamdiff.pipeline.topology import Link, StageTopology, connect_head, join_edges, stage_worker
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.playing import THREE, Order, play
 from tests.small import CPU, RED, WHITE, small_model
@@ -63,15 +63,15 @@ def main(rank: int, ranks: int, port: int, out: str, cases: list[str]) -> None:
     for number, text in enumerate(cases):
         case = Case.of(text)
         model = shared_model(case.names)
-        place = StageTopology(rank, case.stages, number, link=case.link, shares=case.shares)
-        if place.stage >= case.stages:
-            join_edges(place, model.spec, CPU)
+        topology = StageTopology(rank, case.stages, number, link=case.link, shares=case.shares)
+        if topology.stage >= case.stages:
+            join_edges(topology, model.spec, CPU)
             continue
-        part = model.part(*split_evenly(model.blocks, case.stages)[place.stage])
+        part = model.part(*split_evenly(model.blocks, case.stages)[topology.stage])
         if rank:
-            follower(part, place, CPU).run()
+            stage_worker(part, topology, CPU).run()
             continue
-        ring = connect_head(part, place, CPU)
+        ring = connect_head(part, topology, CPU)
         results[text] = play(ring, model, {name: (ORDERS | ADAPTIVE)[name] for name in case.names}, case.chunks)
         ring.stop(LEAVE_S)
     if rank == 0:

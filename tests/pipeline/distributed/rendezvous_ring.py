@@ -81,7 +81,7 @@ class Ring:
         Backend.capacity = capacity
         where = topology.StageTopology(self.rank, self.stages, self.number, link="nccl")
         self.number += 1
-        make = topology.follower if self.rank else topology.connect_head
+        make = topology.stage_worker if self.rank else topology.connect_head
         ring = make(self.part, where, CPU)  # type: ignore[operator]
         assert not Point.pending, "a graph can be captured, and a kernel loaded"
         return ring

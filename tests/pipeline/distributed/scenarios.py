@@ -51,7 +51,7 @@ def work(number: int, wire: MessageLayout = SMALL) -> StageMessage:
 def check(got: StageMessage | None, number: int, wire: MessageLayout = SMALL) -> None:
     expected = work(number, wire)
     assert got is not None
-    assert (got.kind, got.rows, got.control) == (expected.kind, expected.rows, expected.control), number
+    assert (got.kind, got.rows, got.update) == (expected.kind, expected.rows, expected.update), number
     assert len(got.tensors) == len(expected.tensors)
     for one, other in zip(got.tensors, expected.tensors, strict=True):
         assert torch.equal(one.cpu(), other), f"tensors of work {number}"

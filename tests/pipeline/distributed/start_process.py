@@ -107,7 +107,7 @@ def rank_main(rank: int, port: int, where: str, output: int, arrivals: tuple[int
         topology.warm_up = say_first(arrivals[1], topology.warm_up)
     config = ModelConfig(stages=RANKS, device="cpu", hang_s=HANG_S)
     try:
-        worker_main.run_worker(config) if rank else build.load_runtime(config)
+        worker_main.run_worker(config) if rank else build.build_pipeline(config)
     except Exception:
         traceback.print_exc()
     os._exit(1)

@@ -124,7 +124,7 @@ def test_what_was_announced_before_the_end_is_handed_out(transfers: Transfers, m
     monkeypatch.setattr(receiver._lane, "_start", transfers.start)
     for number in range(3):
         got, expected = receiver.receive(), work(number)
-        assert got is not None and (got.kind, got.rows, got.control) == (expected.kind, expected.rows, expected.control)
+        assert got is not None and (got.kind, got.rows, got.update) == (expected.kind, expected.rows, expected.update)
         assert [tensor.shape for tensor in got.tensors] == [tensor.shape for tensor in expected.tensors]
     with pytest.raises(LinkClosed):
         receiver.receive()

@@ -50,7 +50,9 @@ def test_each_layer_writes_and_sees_what_lists_do(
     for number, given in enumerate(drawn(40, chunk)):
         if number == flush:
             lists.filled, lists.queue = min(lists.filled, kept), list(range(kept, slots))
-        view = attention.view(plan, state, 0, number, flush if flush is not None and number >= flush else 0, threshold)
+        view = attention.row_metadata(
+            plan, state, 0, number, flush if flush is not None and number >= flush else 0, threshold
+        )
         got = attention.on([view])(1, *given[:, None])[0]
         query, key, value = given.double()
         query, key = (rotated(x, number * chunk, 2, 2) for x in (query, key))
@@ -68,7 +70,7 @@ def test_a_full_ring_is_one_graph_that_asks_the_host_for_nothing() -> None:
     """The same metadata for every chunk, and no number that the host would have to wait for."""
     plan, attention = ring(3, 6), RollingAttention(1, 2, 2, 12, CPU)
     state = allocate(plan)
-    views = [attention.view(plan, state, 0, number, 0, 0.5) for number in range(30)]
+    views = [attention.row_metadata(plan, state, 0, number, 0, 0.5) for number in range(30)]
     assert len({view.shape for view in views[plan.slots :]}) == 1
     assert views[plan.slots].shape.ranges == ((0, plan.slots),)
     addresses = [each.data_ptr() for each in (state.key, state.value, state.sink_key, state.queue)]
@@ -81,7 +83,7 @@ def test_a_full_ring_is_one_graph_that_asks_the_host_for_nothing() -> None:
         for number in (2, 4, 9):
             given = [torch.empty(1, TOKENS, 2, 12) for _ in range(3)]
             assert fake.fake_tensor_converter is not None
-            attention.on([attention.view(plan, state, 0, number, 0, 0.5)])(0, *given)
+            attention.on([attention.row_metadata(plan, state, 0, number, 0, 0.5)])(0, *given)
 
 
 def test_queues_go_with_their_caches() -> None:

@@ -163,7 +163,7 @@ def test_attention_through_the_ring_equals_attention_over_explicit_keys_and_is_a
         query, key, value = torch.randn(3, 4, 2, 12, generator=generator)
         past[chunk] = (key, value)
         seen = plan.visible(chunk)
-        got = attention.on([attention.view(plan, state, 0, chunk)])(1, query[None], key[None], value[None])
+        got = attention.on([attention.row_metadata(plan, state, 0, chunk)])(1, query[None], key[None], value[None])
         if chunk < 12 or chunk % 97 == 0:
             table = rope.table(torch.arange(len(seen)), 2, 2, 12)
             keys = rope.rotate(torch.cat([past[c][0] for c in seen]), table)
@@ -181,7 +181,7 @@ def test_rows_of_several_sessions_write_only_their_own_state() -> None:
     plan = CacheGeometry(0, 2)
     first, second = allocate(plan, caches=2), allocate(plan)
     attention = RollingAttention(1, 2, 2, 12, CPU)
-    rows = [attention.view(plan, first, 1, 1), attention.view(plan, second, 0, 0)]
+    rows = [attention.row_metadata(plan, first, 1, 1), attention.row_metadata(plan, second, 0, 0)]
     query, key, value = torch.randn(3, 2, 4, 2, 12, generator=torch.Generator().manual_seed(1))
     attention.on(rows)(1, query, key, value)
     assert torch.equal(first.value[1, 1, 1], value[0]) and first.key[1, 1, 1].any()
@@ -228,7 +228,7 @@ def test_what_leaves_the_ring_is_folded_into_the_sink(spare: int) -> None:
             key_gone, value_gone = past[gone]
             sink = (keep * sink[0] + 0.1 * key_gone, keep * sink[1] + 0.1 * value_gone)
         for fold in (keep, None):  # once per chunk, whatever its later steps write
-            view = attention.view(plan, state, 0, chunk, fold=fold)
+            view = attention.row_metadata(plan, state, 0, chunk, fold=fold)
             got = attention.on([view])(1, query[None], key[None], value[None])
         seen = [sink, *(past[c] for c in range(max(1, chunk - 2), chunk + 1))] if chunk else [sink]
         table = rope.table(torch.arange(len(seen)), 2, 2, 12)
@@ -240,9 +240,9 @@ def test_what_leaves_the_ring_is_folded_into_the_sink(spare: int) -> None:
 def test_what_was_flushed_is_not_folded_in() -> None:
     plan = CacheGeometry(1, 3)
     state, attention = allocate(plan), RollingAttention(1, 2, 2, 12, CPU)
-    assert attention.view(plan, state, 0, 6, visible_from_chunk=4, fold=0.9).shape.fold is not None
-    assert attention.view(plan, state, 0, 6, visible_from_chunk=5, fold=0.9).shape.fold is None
-    assert attention.view(plan, state, 0, 2, fold=0.9).shape.fold is None, "nothing leaves yet"
+    assert attention.row_metadata(plan, state, 0, 6, visible_from_chunk=4, fold=0.9).shape.fold is not None
+    assert attention.row_metadata(plan, state, 0, 6, visible_from_chunk=5, fold=0.9).shape.fold is None
+    assert attention.row_metadata(plan, state, 0, 2, fold=0.9).shape.fold is None, "nothing leaves yet"
 
 
 def test_folding_rounds_once() -> None:
@@ -262,7 +262,7 @@ def test_after_some_chunks_no_index_is_made_any_more(sink: int, spare: int) -> N
     attention = RollingAttention(1, 2, 2, 12, CPU)
     made = []
     for chunk in range(200):
-        attention.view(plan, state, 0, chunk)
+        attention.row_metadata(plan, state, 0, chunk)
         made.append(attention._index.cache_info().misses)
     assert made[50] == made[-1] <= 4 * plan.slots
     assert made[0] > 0
@@ -273,7 +273,7 @@ def test_a_full_window_lies_in_few_ranges_that_come_again(sink: int, spare: int)
     """In one where no slot is spare. A captured graph is made for each."""
     plan = CacheGeometry(sink, 4, spare)
     state, attention = allocate(plan), RollingAttention(1, 2, 2, 12, CPU)
-    full = [attention.view(plan, state, 0, chunk).shape for chunk in range(plan.slots, 100)]
+    full = [attention.row_metadata(plan, state, 0, chunk).shape for chunk in range(plan.slots, 100)]
     assert max(len(shape.ranges) for shape in full) == (1 if spare == 0 else 2)
     assert len(set(full)) == (1 if spare == 0 else plan.slots - plan.pinned)
     assert all(sum(b - a for a, b in shape.ranges) == plan.window for shape in full)
@@ -317,7 +317,7 @@ def test_nothing_copies_the_window(spare: int, chunk: int, sink: int, window: in
 
     def run(number: int, since: int = 0) -> Reads:
         with torch.inference_mode(), Reads(state) as reads:
-            rows = attention.on([attention.view(plan, state, 0, number, since)])
+            rows = attention.on([attention.row_metadata(plan, state, 0, number, since)])
             for layer in range(2):
                 rows(layer, *given)
         return reads

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, PreallocatedCaches, RankMemory, free_bytes
 from streamdiff.pipeline.planner.model_sizes import read_sizes
@@ -72,7 +72,7 @@ def test_room_is_what_is_given_or_a_share_of_what_is_free() -> None:
 def test_the_runtime_asks_before_it_opens() -> None:
     values = SIZES.cache_values(SIZES.blocks, steps=4, kv_context="clean") + SIZES.decoder.remembered
     config = ModelConfig(memory_gb=1e-9 * 4 * values * 1.01)
-    runtime = load_runtime(config)
+    runtime = build_pipeline(config)
     text = runtime.text.encode(runtime.text.examples[0])
     epochs = count(1)
 
@@ -91,7 +91,7 @@ def test_the_runtime_asks_before_it_opens() -> None:
 
 @pytest.mark.slow
 def test_what_is_counted_is_what_is_allocated() -> None:
-    runtime = load_runtime(ModelConfig())
+    runtime = build_pipeline(ModelConfig())
     text = runtime.text.encode(runtime.text.examples[0])
     for session, kv_context in enumerate(("clean", "staircase", "matched")):
         runtime.open(session, text, seed=0, epoch=1, steps=4, kv_context=kv_context)
@@ -122,7 +122,7 @@ def test_sessions_have_what_a_limit_of_the_device_leaves() -> None:
     demand = loader.demand(split_evenly(loader.sizes.blocks, 1))
     session = demand.total(0) - demand.without_sessions(0)
     limit = demand.without_sessions(0) + 3 * session + session // 2
-    runtime = load_runtime(ModelConfig(device_memory_gb=limit / 1e9))
+    runtime = build_pipeline(ModelConfig(device_memory_gb=limit / 1e9))
     assert runtime.sessions_fit() == 3
     runtime.close()
 

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from streamdiff.config import ModelConfig
 from streamdiff.engine.process import private_folder
 from streamdiff.pipeline import rank_loader, worker_main
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, Texts
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -60,7 +60,7 @@ def watch() -> None:
 def play(config: ModelConfig) -> dict[str, list[torch.Tensor]]:
     """Frames `[n, H, W, 3]` and latents of the stream. Its prompt changes when nothing more can run, for want of
     room, so the same works enter the ring in the same order however long each takes."""
-    runtime = load_runtime(config)
+    runtime = build_pipeline(config)
     info, frames, latents = runtime.info, list[torch.Tensor](), list[torch.Tensor]()
     advance = runtime.ring.sampler.advance
 

@@ -15,7 +15,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import WanDenoiser
-from streamdiff.pipeline.build import load_runtime
+from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.load_plan import plan_load, plan_rank
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.runner.block_offload import BUFFERS, CopyAhead, offload, slab_blocks
@@ -251,7 +251,7 @@ def test_pinned_memory_is_hardly_more_than_the_weights(blocks: int, nbytes: int)
 @pytest.mark.slow
 def test_a_stream_of_an_offloaded_model_has_the_same_pictures() -> None:
     def pictures(config: ModelConfig) -> list[Tensor]:
-        runtime = load_runtime(config)
+        runtime = build_pipeline(config)
         runtime.open(0, runtime.text.encode(RED), seed=3, epoch=0, steps=2, kv_context="clean")
         found: list[Tensor] = []
         while len(found) < 3:

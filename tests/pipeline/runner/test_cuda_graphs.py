@@ -25,7 +25,7 @@ from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
 from streamdiff.pipeline.runner import compiled_stage
 from streamdiff.pipeline.runner.compiled_stage import Key
-from streamdiff.pipeline.runner.cuda_graphs import Captured, Inputs, Recorded, Run
+from streamdiff.pipeline.runner.cuda_graphs import Graph, GraphCache, Inputs, Run
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -59,7 +59,7 @@ RESULTS: dict[torch.Size, Tensor] = {}
 as they share memory."""
 
 
-def record(run: Run, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensors]:
+def record(run: Run, inputs: Inputs, warm_up: bool) -> tuple[Graph, Tensors]:
     caches = [layer for pair in inputs.caches for each in pair for layer in each]
     before = [layer.clone() for layer in caches]
     result = tuple(RESULTS.setdefault(each.shape, torch.empty_like(each)) for each in run(inputs))
@@ -70,7 +70,7 @@ def record(run: Run, inputs: Inputs, warm_up: bool) -> tuple[Recorded, Tensors]:
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compiled_stage, "captured_on", lambda device: Captured(record))
+    monkeypatch.setattr(compiled_stage, "graph_cache_on", lambda device: GraphCache(record))
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -92,8 +92,8 @@ def stages_of(ring: RingExecutor) -> list[ModelRunner]:
 
 
 def graphs_of(stage: ModelRunner) -> dict[Any, Any]:
-    assert stage.compiled is not None and stage.compiled._captured is not None
-    return dict(stage.compiled._captured.graphs)
+    assert stage.compiled is not None and stage.compiled._graph_cache is not None
+    return dict(stage.compiled._graph_cache.graphs)
 
 
 def alike(got: dict[int, list[Tensor]], expected: dict[int, list[Tensor]]) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from streamdiff.pipeline.decode.captured_step import CapturedStep, capture_on
-from streamdiff.pipeline.runner.cuda_graphs import captured_on
+from streamdiff.pipeline.runner.cuda_graphs import graph_cache_on
 from tests.small import CPU
 
 CUDA = torch.device("cuda")
@@ -50,11 +50,11 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, Stream]]:
 
 def test_the_transformer_s_graphs_go_before_the_decoder_s(captures: list[tuple[object, Stream]]) -> None:
     """Kernels in a graph keep the priority of the stream that they were captured on; smaller numbers go first."""
-    stage: Any = captured_on(CUDA)
+    stage: Any = graph_cache_on(CUDA)
     for _ in range(2):
-        stage._record(lambda inputs: (), None, True)
+        stage._graph_capture(lambda inputs: (), None, True)
     decode: Any = capture_on(CUDA)
-    CapturedStep(lambda piece, past: (piece, past), torch.zeros(1), {}, decode.keywords["record"])
+    CapturedStep(lambda piece, past: (piece, past), torch.zeros(1), {}, decode.keywords["capture"])
     (pool, stream), (again, same), (own_pool, decoder) = captures
     assert stream.priority < decoder.priority == Stream().priority, "decoding has that of any stream, the lowest"
     assert pool is again and stream is same, "or memory of the pool would not be used again"
@@ -62,4 +62,4 @@ def test_the_transformer_s_graphs_go_before_the_decoder_s(captures: list[tuple[o
 
 
 def test_a_cpu_captures_nothing() -> None:
-    assert captured_on(CPU) is None and capture_on(CPU) is None
+    assert graph_cache_on(CPU) is None and capture_on(CPU) is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS, Anchors
-from streamdiff.pipeline.scheduler.row_limit import Places, RowLimit, RowsNow
+from streamdiff.pipeline.scheduler.row_limit import RingSlots, RowLimit, RowsNow
 from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep, differing_field, shared_fields
@@ -59,24 +59,24 @@ def test_what_the_scheduler_refuses_is_what_the_field_says_and_is_counted() -> N
 def test_rows_are_spread_over_the_places_of_the_ring() -> None:
     """Four clean sessions on four stages take a place each: as rows of one forward three stages would be idle."""
     scheduler = opened(4, stages=4)
-    sizes = [len(scheduler.next(places=Places(5 - taken, 5 - taken, 5))) for taken in range(5)]
+    sizes = [len(scheduler.next(slots=RingSlots(5 - taken, 5 - taken, 5))) for taken in range(5)]
     assert sizes == [1, 1, 1, 1, 0]
     assert scheduler.counts.alone == {"ring": 3, "none_ready": 1}
     scheduler = opened(16, stages=4, max_rows=8)
-    sizes = [len(scheduler.next(places=Places(5 - taken, 5 - taken, 5))) for taken in range(5)]
+    sizes = [len(scheduler.next(slots=RingSlots(5 - taken, 5 - taken, 5))) for taken in range(5)]
     assert sizes == [3, 3, 3, 3, 3]
     assert scheduler.counts.rows == {3: 5}
 
 
 def test_forwards_are_equally_long_rather_than_full() -> None:
-    assert [len(opened(5).next(places=Places(1, 1, 1))) for _ in range(1)] == [3]
+    assert [len(opened(5).next(slots=RingSlots(1, 1, 1))) for _ in range(1)] == [3]
 
 
 def test_a_job_changes_nothing_for_live_rows() -> None:
     alone, beside = opened(2, stages=2), opened(2, stages=2, jobs=6)
-    for places in (Places(3, 3, 3), Places(1, 2, 3)):
-        rows = alone.next(places=Places(places.free_of_live, places.free_of_live, places.all))
-        assert beside.next(places=places) == rows
+    for slots in (RingSlots(3, 3, 3), RingSlots(1, 2, 3)):
+        rows = alone.next(slots=RingSlots(slots.free_of_live, slots.free_of_live, slots.all))
+        assert beside.next(slots=slots) == rows
 
 
 def run(stages: int, streams: tuple[Stream, ...], max_rows: int, marginal: float) -> Figures:
@@ -129,13 +129,13 @@ def test_rings_that_were_once_worse_off(
 
 
 def test_rows_that_cost_in_full_stay_apart_and_say_so() -> None:
-    scheduler, places = opened(8), Places(1, 1, 1)
+    scheduler, slots = opened(8), RingSlots(1, 1, 1)
     scheduler.set_row_costs([1.0, 2.0, 3.0, 4.0])
-    assert [len(scheduler.next(places=places)) for _ in range(8)] == [1] * 8
+    assert [len(scheduler.next(slots=slots)) for _ in range(8)] == [1] * 8
     assert scheduler.counts.alone == {"cost": 8}
     scheduler = opened(8)
     scheduler.set_row_costs([1.0, 1.5, 2.0, 2.5])
-    assert [len(scheduler.next(places=places)) for _ in range(2)] == [4, 4]
+    assert [len(scheduler.next(slots=slots)) for _ in range(2)] == [4, 4]
 
 
 def test_of_rows_that_pay_so_many_share_a_forward_that_nobody_waits_longer() -> None:

@@ -223,14 +223,14 @@ def spec_of(record: SessionRecord, ready: Ready) -> SessionSpec:
     picture: Pictures | None = None
     if data is not None and len(data) == ready.height * ready.width * 3:
         picture = np.frombuffer(data, np.uint8).reshape(1, ready.height, ready.width, 3)
-    asked = record.prompt, record.seed, record.fps, record.steps, record.kv_context
-    return SessionSpec(*asked, picture, record.given(), record.adaptive)
+    start = record.prompt, record.seed, record.fps, record.steps, record.kv_context
+    return SessionSpec(*start, picture, record.given(), record.adaptive)
 
 
 def record_of(session: LiveSession) -> SessionRecord:
     """A session as the next server has to know it."""
     tokens, now_s = session.tokens or Tokens(), clock.monotonic_s()
-    asked = session.asked(now_s)
+    demand = session.demand(now_s)
     return SessionRecord(
         id=session.id,
         view_token=tokens.view,
@@ -238,9 +238,9 @@ def record_of(session: LiveSession) -> SessionRecord:
         prompt=session.prompt,
         text=session.text,
         seed=session.seed,
-        fps=asked.fps,
-        steps=asked.steps,
-        adaptive=asked.adaptive,
+        fps=demand.fps,
+        steps=demand.steps,
+        adaptive=demand.adaptive,
         kv_context=session.kv_context,
         image=encoded_picture(None if session.image is None else session.image.tobytes()),
         paused=session.paused,

@@ -18,7 +18,7 @@ from streamdiff.engine.messages import Command, Data, FrameBatch, Ready
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load.capacity import Lifetime
-from streamdiff.server.load.load_policy import UNLIMITED, Asked, LoadLimit
+from streamdiff.server.load.load_policy import UNLIMITED, LoadLimit, SessionDemand
 from streamdiff.server.logging_setup import log_fields, prompt_log
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.sessions import control
@@ -27,7 +27,7 @@ from streamdiff.server.sessions.engine_status import EngineStatus, Opening, Snap
 from streamdiff.server.sessions.playback import Playback
 from streamdiff.server.sessions.receipts import LOAD, Mailbox, Receipt, RequestTracker, SessionEnded, Subscribers
 from streamdiff.server.sessions.session_input import SessionInput
-from streamdiff.server.sessions.session_spec import SessionSpec, asked_after, is_more, what_is_left
+from streamdiff.server.sessions.session_spec import SessionSpec, demand_after, is_more, load_limited_fields
 from streamdiff.server.sessions.stats import SessionStats, ShowsState
 
 _Answer = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | messages.Closed
@@ -45,7 +45,7 @@ class LiveSession(ShowsState):
         ready: Ready,
         send: Callable[[Command], Awaitable[None]],
         metrics: Metrics,
-        may_play: Callable[[Asked], str] = lambda asked: "",
+        may_play: Callable[[SessionDemand], str] = lambda demand: "",
         occupancy: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         """`send` hands a command to the engine; `may_play` says why the session cannot have what it asks for, or "" if
@@ -56,7 +56,7 @@ class LiveSession(ShowsState):
         self.steps = ready.steps if spec.steps is None else spec.steps
         self.limit = UNLIMITED
         self._sent_steps = self.steps
-        self._asked = Asked(self.steps, spec.fps, spec.adaptive)
+        self._demand = SessionDemand(self.steps, spec.fps, spec.adaptive)
         self._ready = ready
         self.kv_context = ready.kv_context if spec.kv_context is None else spec.kv_context
         self.tokens: Tokens | None = None
@@ -94,9 +94,9 @@ class LiveSession(ShowsState):
         """Frames shown per second."""
         return self.playback.fps
 
-    def asked(self, now_s: float) -> Asked:
-        """What its viewers asked for."""
-        return replace(self._asked, plays=self.plays(now_s))
+    def demand(self, now_s: float) -> SessionDemand:
+        """What its viewers requested, with `plays` as of `now_s`."""
+        return replace(self._demand, plays=self.plays(now_s))
 
     @property
     def watched(self) -> bool:
@@ -133,7 +133,7 @@ class LiveSession(ShowsState):
         if self.closed:
             return
         playback, self._last_active, self.place = self.playback, None, "device"
-        self.steps = self._sent_steps = self.limit.steps_of(self._asked.steps)
+        self.steps = self._sent_steps = self.limit.steps_of(self._demand.steps)
         if self.epoch < 0:
             self._log(self.prompt)
             self._stats.opening(clock.monotonic_s())
@@ -207,7 +207,7 @@ class LiveSession(ShowsState):
                 self.opening.end(RequestError(event.field, event.reason, event.code))
             case messages.Refused():
                 if isinstance(self._requests.find(event.request), control.StepsMessage):
-                    self._asked = replace(self._asked, steps=self.steps)
+                    self._demand = replace(self._demand, steps=self.steps)
                     self._sent_steps = self.steps
                 self.subscribers.deliver(self._requests.refused(event.request, event.field, event.reason, now_s))
             case messages.InputUsed():
@@ -266,8 +266,8 @@ class LiveSession(ShowsState):
         self._check_capacity(message)
         if isinstance(message, control.PromptMessage) and message.switch is None:
             message = message.model_copy(update={"switch": self.switches[0]})
-        self._asked = asked_after(self._asked, message)
-        request = self._requests.begin(message, owner, clock.monotonic_s(), **what_is_left(message, self.limit))
+        self._demand = demand_after(self._demand, message)
+        request = self._requests.begin(message, owner, clock.monotonic_s(), **load_limited_fields(message, self.limit))
         self.rev += isinstance(message, control.ChangeMessage)
         match message:
             case control.PromptMessage(prompt=prompt, switch=switch):
@@ -298,16 +298,16 @@ class LiveSession(ShowsState):
         return request
 
     async def limit_to(self, limit: LoadLimit) -> None:
-        """Make and show what load leaves of what was asked for, and tell everybody. Mutates: self.
+        """Apply a load limit: send the engine its steps, play at its frame rate, broadcast the state. Mutates: self.
 
         Raises:
             EngineFailure: the engine has ended.
         """
         slower, self.limit = limit.rate != self.limit.rate, limit
-        steps = limit.steps_of(self._asked.steps)
+        steps = limit.steps_of(self._demand.steps)
         if steps != self._sent_steps:
-            asked = control.StepsMessage(type="steps", steps=steps)
-            request = self._requests.begin(asked, LOAD, clock.monotonic_s(), steps=steps, reason=LOAD)
+            message = control.StepsMessage(type="steps", steps=steps)
+            request = self._requests.begin(message, LOAD, clock.monotonic_s(), steps=steps, reason=LOAD)
             await self._send_steps(steps, request)
         if slower:
             await self._show_fps()
@@ -317,7 +317,7 @@ class LiveSession(ShowsState):
         await self._send(messages.SetSteps(self.id, steps, request))
 
     async def _show_fps(self) -> None:
-        self.playback.show_fps(self.limit.fps_of(self._asked.fps))
+        self.playback.show_fps(self.limit.fps_of(self._demand.fps))
         await self._send(messages.SetMaxAhead(self.id, self.playback.ahead_frames))
         self._send_state()
 
@@ -327,8 +327,8 @@ class LiveSession(ShowsState):
             raise ControlError("out_of_range", why, "steps", message.id)
         if isinstance(message, control.StrengthMessage) and self.input.source is None:
             raise ControlError("no_input", "No video feeds the session; send one by WHIP.", "strength", message.id)
-        wish = asked_after(self._asked, message)
-        if is_more(wish, self._asked) and (why := self._may_play(wish)):
+        demand = demand_after(self._demand, message)
+        if is_more(demand, self._demand) and (why := self._may_play(demand)):
             raise ControlError("no_capacity", why, message.type, message.id)
 
     async def control_and_wait(self, message: ControlMessage, owner: str, timeout_s: float) -> Receipt:

@@ -35,7 +35,7 @@ from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load.capacity import Lifetime
-from streamdiff.server.load.load_policy import Asked
+from streamdiff.server.load.load_policy import SessionDemand
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.sessions.engine_load import EngineLoad
@@ -176,7 +176,7 @@ class SessionManager:
         if self.draining:
             raise SessionUnavailable("draining", "The server is about to end and opens no more sessions.", 5)
         steps = self.ready.steps if spec.steps is None else spec.steps
-        if why := self.load.refusal(Asked(steps, spec.fps, spec.adaptive)):
+        if why := self.load.refusal(SessionDemand(steps, spec.fps, spec.adaptive)):
             raise SessionUnavailable("time", why, self.retry_after_s())
         # Nothing is awaited between the look at the shares and this, which takes one.
         session = self._add(f"{self._prefix}{secrets.token_urlsafe(9)}", spec)
@@ -248,7 +248,7 @@ class SessionManager:
     def _add(self, id: str, spec: SessionSpec) -> LiveSession:
         session = LiveSession(
             id, spec, self._config, self.ready, self._connection.send, self._metrics,
-            lambda asked: self.load.refusal(asked, excluding=id), lambda: self.load.occupancy,
+            lambda demand: self.load.refusal(demand, excluding=id), lambda: self.load.occupancy,
         )  # fmt: skip
         self._sessions[id] = session
         return session

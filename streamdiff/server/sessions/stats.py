@@ -10,7 +10,7 @@ from prometheus_client import Gauge
 from streamdiff import clock
 from streamdiff.engine.features import Features
 from streamdiff.engine.messages import Ready
-from streamdiff.server.load.load_policy import Asked, LoadLimit
+from streamdiff.server.load.load_policy import LoadLimit, SessionDemand
 from streamdiff.server.media.playout import Progress
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.rate_limit import Rate
@@ -128,7 +128,7 @@ class ShowsState:
     engine: EngineStatus
     playback: Playback
     input: SessionInput
-    _asked: Asked
+    _demand: SessionDemand
     _ready: Ready
     _stats: SessionStats
     _requests: RequestTracker
@@ -155,7 +155,7 @@ class ShowsState:
         encoding = playback.fanout.waiting
         self._stats.update(
             playback.pacer.progress(), unanswered=self._requests.unanswered, encoding=encoding,
-            steps=(self.steps, self._asked.steps), fps=(self.playback.fps, self._asked.fps),
+            steps=(self.steps, self._demand.steps), fps=(self.playback.fps, self._demand.fps),
         )  # fmt: skip
 
     def state(self, may_control: bool) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class ShowsState:
             "input": self.input.state(may_control),
             "engine": self.engine.state,
             "engine_reason": self.engine.reason_for(may_control),
-            **state_of(self._asked, self.limit, self.steps),
+            **state_of(self._demand, self.limit, self.steps),
             "steps_known": list(self._ready.steps_known),
             "switches": list(self.switches),
             "native_fps": self._ready.native_fps,

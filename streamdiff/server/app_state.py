@@ -112,8 +112,8 @@ class AppState:
         for session in self.manager.sessions:
             session.update_metrics()
         self.metrics.sessions.set(len(self.manager.sessions))
-        for place, count in self.manager.places().items():
-            self.metrics.sessions_at.labels(place).set(count)
+        for location, count in self.manager.sessions_by_location().items():
+            self.metrics.sessions_at.labels(location).set(count)
         self.viewers.update_metrics()
         free = self.manager.load.free_sessions()
         self.metrics.free_sessions.set(float("nan") if free is None else free)

@@ -73,7 +73,7 @@ class EngineServer:
         there or `wake_fd` says so).
 
         Raises:
-            WireError: something that is not a command.
+            SerializationError: something that is not a command.
         """
         commands: list[Command] = []
         ready = dict(self._poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000))))
@@ -115,7 +115,7 @@ class EngineClient:
         _limit(self._socket)
         self._socket.bind(endpoint)
         self._sending = asyncio.Lock()
-        self._told_failure = False
+        self._failure_delivered = False
         self.heard = 0
         """How many messages have come: while it goes up, the engine lives."""
         self._end: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
@@ -139,7 +139,7 @@ class EngineClient:
         If the engine ended without being asked to, the last event is `Failed`, also when the engine could not send it.
 
         Raises:
-            WireError: something that is not an event.
+            SerializationError: something that is not an event.
         """
         while not self._end.done():
             receiving = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
@@ -153,14 +153,14 @@ class EngineClient:
             if not isinstance(event, Alive):
                 yield event
         failure = self._end.result()
-        if failure is not None and not self._told_failure:
-            self._told_failure = True
+        if failure is not None and not self._failure_delivered:
+            self._failure_delivered = True
             yield failure
 
     def _received(self, parts: list[zmq.Frame]) -> Event:
         event = serializer.decode_event([frame.buffer for frame in parts])
         self.heard += 1
-        self._told_failure = self._told_failure or isinstance(event, Failed)
+        self._failure_delivered = self._failure_delivered or isinstance(event, Failed)
         return event
 
     async def _before_end(self, work: Awaitable[object]) -> bool:

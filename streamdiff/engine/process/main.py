@@ -37,7 +37,7 @@ _IDLE_WAIT_S = 0.5
 # How often a busy engine says that it lives; an idle one does whenever it looks.
 _ALIVE_S = 0.25
 # A launcher that lost a rank ends the others at once; what happened may be known a moment later.
-_TOLD_WHY_S = 1.0
+_FAILURE_GRACE_S = 1.0
 # What takes the seconds of a start: torch, and all that loads a pipeline.
 _HEAVY = "streamdiff.pipeline.build"
 EventHook = Callable[[Engine, Event], None]
@@ -121,7 +121,7 @@ def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: EventHook) -> 
         for event in engine.step(_DECODE_WAIT_S):
             server.send(event)
             tap(engine, event)
-    engine.check(_TOLD_WHY_S)
+    engine.check(_FAILURE_GRACE_S)
 
 
 def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pipeline] = _load_runtime) -> int:

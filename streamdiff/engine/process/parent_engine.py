@@ -23,7 +23,7 @@ class ParentEngine(EngineHandle):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._client: EngineClient | None = None
+        self._ipc: EngineClient | None = None
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -43,26 +43,26 @@ class ParentEngine(EngineHandle):
         Raises:
             EngineFailure: it ended.
         """
-        client = self._client = EngineClient(self._folder)
-        self._watching = asyncio.create_task(self._watch(client))
-        async with contextlib.aclosing(client.events()) as events:
+        ipc = self._ipc = EngineClient(self._folder)
+        self._watching = asyncio.create_task(self._watch(ipc))
+        async with contextlib.aclosing(ipc.events()) as events:
             event = await anext(events, None)
         if not isinstance(event, Ready):
             raise EngineFailure(event.reason if isinstance(event, Failed) else "the engine ended before it was ready")
         self._ready = event
-        return client
+        return ipc
 
     async def stop(self) -> None:
         """Tell the engine to end, if it has not."""
         if self._watching is not None:
             self._watching.cancel()
-        if self._client is not None:
+        if self._ipc is not None:
             if self._ready is not None:
                 with contextlib.suppress(EngineFailure):  # it has ended
-                    await self._client.send(Shutdown())
-            self._client.close()
+                    await self._ipc.send(Shutdown())
+            self._ipc.close()
 
-    async def _watch(self, client: EngineClient) -> None:
+    async def _watch(self, ipc: EngineClient) -> None:
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
@@ -73,4 +73,4 @@ class ParentEngine(EngineHandle):
             transport.close()
         if said == BYE:
             os.kill(os.getpid(), signal.SIGTERM)  # the server then ends in order
-        client.end(None if said == BYE else Failed("the engine ended without a word"))
+        ipc.end(None if said == BYE else Failed("the engine ended without a word"))

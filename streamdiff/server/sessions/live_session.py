@@ -28,13 +28,13 @@ from streamdiff.server.sessions.playback import Playback
 from streamdiff.server.sessions.receipts import LOAD, Mailbox, Receipt, RequestTracker, SessionEnded, Subscribers
 from streamdiff.server.sessions.session_input import SessionInput
 from streamdiff.server.sessions.session_spec import SessionSpec, demand_after, is_more, load_limited_fields
-from streamdiff.server.sessions.stats import SessionStats, ShowsState
+from streamdiff.server.sessions.stats import SessionStateMixin, SessionStats
 
 _Answer = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | messages.Closed
 SessionEvent = _Answer | FrameBatch | messages.InputUsed | messages.Saved | messages.Swapped
 
 
-class LiveSession(ShowsState):
+class LiveSession(SessionStateMixin):
     """An open session. Lives on the event loop."""
 
     def __init__(
@@ -168,7 +168,7 @@ class LiveSession(ShowsState):
         self.subscribers.fail_pending(lambda: self._unavailable(None))
         self.snapshots.fail(lambda: EngineFailure(engine.reason))
         self.opening.end(EngineFailure(engine.reason))
-        self.opening.again()
+        self.opening.reset()
         why = engine.message(may_control=True, consequence=", and this was not taken before")
         carried = self.epoch + 1 if engine.state == "restarting" else None
         made_frames = self.playback.made_frames
@@ -273,7 +273,7 @@ class LiveSession(ShowsState):
             case control.PromptMessage(prompt=prompt, switch=switch):
                 self._log(prompt)
                 # Video is shown as it came in, or was given: frames that are skipped would be missing at its end.
-                follows = self.input.source is not None or self.features.video_latents is not None
+                follows = self.input.video_input is not None or self.features.video_latents is not None
                 skip = switch != "reset" and not follows and self.playback.may_skip()
                 await self._send(messages.SetPrompt(self.id, prompt, request, switch or "", skip))
             case control.ResetMessage(seed=seed):
@@ -325,7 +325,7 @@ class LiveSession(ShowsState):
         """Raises ControlError for steps that the model does not have, or for more work than there is time for."""
         if isinstance(message, control.StepsMessage) and (why := control.steps_refusal(message.steps, self._ready)):
             raise ControlError("out_of_range", why, "steps", message.id)
-        if isinstance(message, control.StrengthMessage) and self.input.source is None:
+        if isinstance(message, control.StrengthMessage) and self.input.video_input is None:
             raise ControlError("no_input", "No video feeds the session; send one by WHIP.", "strength", message.id)
         demand = demand_after(self._demand, message)
         if is_more(demand, self._demand) and (why := self._may_play(demand)):

@@ -158,9 +158,9 @@ class SessionManager:
         """How many more sessions could be opened and play; None: no session was measured yet."""
         return 0 if self.draining or not self.engine.running else self.load.free_sessions()
 
-    def places(self) -> dict[str, int]:
+    def sessions_by_location(self) -> dict[str, int]:
         """How many sessions have their caches on the device, in host memory and on disk."""
-        return {place: sum(each.place == place for each in self.sessions) for place in ("device", "host", "disk")}
+        return {where: sum(each.place == where for each in self.sessions) for where in ("device", "host", "disk")}
 
     # ---- open and end -------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class SessionManager:
         except RequestError as error:
             if error.code != "memory" or self.make_room is None or not await self.make_room():
                 raise
-            session.opening.again()
+            session.opening.reset()
             await session.ask_open(snapshot)
             await session.opening.wait(OPEN_TIMEOUT_S)
         if snapshot is not None:  # which may have been paused

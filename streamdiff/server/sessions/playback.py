@@ -67,7 +67,7 @@ class Playback:
         self.made_frames = 0
         self._chunk, self._dry = (-1, -1), 0
         self._skips_to_prompts, self._skip_s, self._skipped = config.playback.skip_to_prompt, -math.inf, False
-        self._told_ahead = self.ahead_frames
+        self._sent_ahead = self.ahead_frames
         self._begun_frames = 0  # made, and shown or lost, before this playback
         self._reporting = asyncio.create_task(self._report_progress(), name=f"shown-{session}")
 
@@ -135,7 +135,7 @@ class Playback:
         """Show frames at another rate from now on, by the encoders that there are; the lead is measured afresh, and
         `ahead_frames` is for the caller to tell. Mutates: self."""
         self.fps, self.lead = fps, PlayoutLead(self._chunk_frames / fps, self._most_ahead_s)
-        self._told_ahead = self.ahead_frames
+        self._sent_ahead = self.ahead_frames
         self.pacer.set_fps(fps)
 
     def look(self) -> None:
@@ -165,8 +165,8 @@ class Playback:
             passed, ahead = self.pacer.progress().passed, self.ahead_frames
             try:
                 await self._on_watched()
-                if ahead != self._told_ahead:
-                    self._told_ahead = ahead
+                if ahead != self._sent_ahead:
+                    self._sent_ahead = ahead
                     await self._send(SetMaxAhead(self._session, ahead))
                 if passed > reported:
                     reported = passed

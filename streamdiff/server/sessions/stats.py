@@ -1,4 +1,4 @@
-"""State and statistics of one session, for the page and for Prometheus. Knows nothing about viewers or pictures."""
+"""State and statistics of one session, for the page and for Prometheus. Independent of viewers and frames."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from streamdiff.server.sessions.session_input import SessionInput
 from streamdiff.server.sessions.session_spec import state_of
 
 STALLED_S = 2.0
-_TOLD = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context")  # of a session, as they are
+_STATE_FIELDS = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context")
+"""Attributes of a session that its state has under the same name."""
 
 
 class SessionStats:
@@ -115,8 +116,8 @@ class SessionStats:
             figure.remove(self._session)
 
 
-class ShowsState:
-    """What `LiveSession` inherits to tell what it is and how it does."""
+class SessionStateMixin:
+    """State and statistics of a `LiveSession`."""
 
     id: str
     paused: bool
@@ -164,7 +165,7 @@ class ShowsState:
         return {
             "type": "state",
             "session": self.id,
-            **{name: getattr(self, name) for name in _TOLD},
+            **{name: getattr(self, name) for name in _STATE_FIELDS},
             "image": self.begins_with_image,
             "features": list(self.features.names),
             "input": self.input.state(may_control),

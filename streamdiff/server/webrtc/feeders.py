@@ -40,7 +40,7 @@ class Feeder:
 
     id: str
     session: LiveSession
-    source: VideoInput
+    video_input: VideoInput
     receiver: VideoReceiver
     address: str
     username: str | None
@@ -82,12 +82,12 @@ class Feeders:
         self._offers.check(address, "connections", clock.monotonic_s())
         if (refusal := self._slots.refusal(address)) is not None:
             raise refusal
-        source = _taken(session)
+        video_input = _taken(session)
         self._slots.take(address)
         ice = [RTCIceServer(each.url, each.username, each.credential) for each in self._ice.issue()]
-        receiver = VideoReceiver(ice, source.push, lambda end: self._end_soon(feeder, end), source.leave_out)
+        receiver = VideoReceiver(ice, video_input.push, lambda end: self._end_soon(feeder, end), video_input.leave_out)
         name = sdp.username_of(checked)
-        feeder = Feeder(secrets.token_urlsafe(24), session, source, receiver, address, name, ends_session)
+        feeder = Feeder(secrets.token_urlsafe(24), session, video_input, receiver, address, name, ends_session)
         try:
             answer = await self._answer(feeder, checked)
             if session.closed:
@@ -98,11 +98,11 @@ class Feeders:
                 raise _ended(session)
         except BaseException:
             await receiver.close(CLOSE_S)
-            await session.input.give_back(source)
+            await session.input.give_back(video_input)
             self._slots.release(address)
             raise
         self._feeders[feeder.id] = feeder
-        source.on_fault = lambda: self._end_soon(feeder, "encoder")
+        video_input.on_fault = lambda: self._end_soon(feeder, "encoder")
         feeder.watching = asyncio.create_task(self._watch(feeder), name="watch-feeder")
         logger.info("Video comes in for session %s.", session.id, extra=log_fields(session=session.id))
         return feeder.id, answer
@@ -179,7 +179,7 @@ class Feeders:
         self._slots.release(feeder.address)
         fields = log_fields(session=feeder.session.id, reason=end)
         logger.info("Video for session %s has ended: %s.", feeder.session.id, end, extra=fields)
-        await feeder.session.input.give_back(feeder.source)
+        await feeder.session.input.give_back(feeder.video_input)
         await feeder.receiver.close(CLOSE_S)
         if feeder.ends_session and end not in ("session_ended", "shutdown", "connect_timeout"):
             await self._end_its_session(feeder.session.id, "input_ended")

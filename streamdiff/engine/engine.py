@@ -83,11 +83,11 @@ class Engine(EngineSnapshotMixin):
         pipeline.on_fault = self._failures.note
 
     def ready(self) -> Ready:
-        """What the pipeline is, for whoever connects."""
+        """The `Ready` event: model, sizes, defaults and capacity of the pipeline."""
         return reports.ready(self._pipeline, self._swapping.sessions_away())
 
     def handle(self, command: Command) -> list[Event]:
-        """Carry out one command. What cannot be done is answered by `Refused`, and changes nothing."""
+        """Carry out one command; returns its events. An invalid command changes nothing and returns `Refused`."""
         try:
             if isinstance(command, Open):
                 return self._open(command)
@@ -101,9 +101,8 @@ class Engine(EngineSnapshotMixin):
             return [refused(command, error)]
 
     def step(self, wait_s: float = 0.0) -> list[Event]:
-        """Carry out what had to wait for its text or its session, give new prompts and steps to the pipeline, let it
-        work once, number what came out, and end sessions that failed. With nothing to do but wait, waits up to
-        `wait_s`."""
+        """Carry out queued requests that are ready, apply new prompts and steps, step the pipeline once, and end
+        sessions that failed; returns all events. Where there is nothing to do but wait, waits up to `wait_s`."""
         if self._prompt_queue and not self._pipeline.busy:
             futures.wait(self._prompt_queue.encodings(), wait_s, futures.FIRST_COMPLETED)
         events = self._swap() + self.settle() + self._turn_saves()
@@ -133,7 +132,7 @@ class Engine(EngineSnapshotMixin):
         return next(slot for slot in range(len(self._slots) + 1) if slot not in self._sessions)
 
     def settle(self) -> list[Event]:
-        """Carry out what waited for its text, picture or features and is ready."""
+        """Carry out the requests whose text, picture and features are encoded by now."""
         return [event for pending in self._prompt_queue.turn() for event in self._answer(pending)]
 
     def encodings(self) -> list[futures.Future[Any]]:
@@ -185,7 +184,7 @@ class Engine(EngineSnapshotMixin):
             return self._go_on(command, reading, made.start)
         slot = self._free_slot()
         try:
-            session, events = self._swapping.with_room(lambda: self._start(slot, command, reading, made))
+            session, events = self._swapping.retry_after_swap_out(lambda: self._start(slot, command, reading, made))
         except SESSION_ERRORS as error:
             self._texts.pop(command.session, None)
             raise bad_value(error, "session") from error
@@ -287,8 +286,8 @@ class Engine(EngineSnapshotMixin):
                 self._swapping.set_active(slot, request)
             case SetPrompt():
                 self._pipeline.check_switch(slot, request.switch)
-                asked = request.request, request.switch, request.skip
-                return session.set_prompt(pending.text, pending.notice, *asked)
+                change = request.request, request.switch, request.skip
+                return session.set_prompt(pending.text, pending.notice, *change)
             case SetSteps():
                 self._pipeline.check_steps(slot, request.steps)
                 min_ahead_frames = self._min_ahead_frames(request.steps, session.kv_context)
@@ -317,10 +316,10 @@ class Engine(EngineSnapshotMixin):
         opening = name in self._prompt_queue.opening()
         if not opening:
             self._find(Close(name))
-        gone = RequestError("session", f"session {name!r} was closed before this was done")
-        asked = self._prompt_queue.drop(name) + self._swapping.forget(self._slots.get(name, -1))
-        events: list[Event] = [refused(pending.request, gone) for pending in asked if expects_answer(pending)]
-        events += [refused(command, gone) for command in self._saves.forget(name)]
+        closed = RequestError("session", f"session {name!r} was closed before this was done")
+        dropped = self._prompt_queue.drop(name) + self._swapping.forget(self._slots.get(name, -1))
+        events: list[Event] = [refused(pending.request, closed) for pending in dropped if expects_answer(pending)]
+        events += [refused(command, closed) for command in self._saves.forget(name)]
         self._texts.pop(name, None)
         if opening:
             return [*events, Closed(name)]
@@ -340,7 +339,7 @@ class Engine(EngineSnapshotMixin):
         return events
 
     def _find(self, command: Request | Close) -> Session | None:
-        """Its session; None for what has no answer and crossed with the session's end."""
+        """The session of a command; None for commands without an answer to a session that has ended."""
         slot = self._slots.get(command.session)
         if slot is not None:
             return self._sessions[slot]
@@ -360,7 +359,7 @@ class Engine(EngineSnapshotMixin):
         return self.settle()
 
     def _answer(self, pending: PendingRequest) -> list[Event]:
-        """Carry out a request that waited, or say why its text could not be encoded."""
+        """Carry out a request whose parts are encoded, or refuse it with the error of encoding."""
         error = pending.error
         if error is not None and not isinstance(error, SESSION_ERRORS):
             raise error
@@ -381,7 +380,7 @@ class Engine(EngineSnapshotMixin):
             return [refused(pending.request, refusal)] if expects_answer(pending) else []
 
     def _encoded(self, name: str, text: str) -> Any:
-        """The conditioning of a session's text. Slow texts have been encoded already: a session takes none before."""
+        """The conditioning of a session's text, cached; slow texts were encoded by the prompt queue before."""
         kept = self._texts.get(name)
         if kept is None or kept[0] != text:
             kept = self._texts[name] = text, self._text(text)

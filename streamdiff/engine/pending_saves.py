@@ -32,12 +32,12 @@ class PendingSaves:
 
     def forget(self, session: str) -> list[Save]:
         """The session has ended; returns its requests, which remain unanswered. Mutates: self."""
-        gone = [command for command in self._queue if command.session == session]
-        if gone and gone[0] is self._queue[0] and self._ticket is not None:
+        removed = [command for command in self._queue if command.session == session]
+        if removed and removed[0] is self._queue[0] and self._ticket is not None:
             self._dropped.add(self._ticket)
             self._ticket = None
         self._queue = deque(command for command in self._queue if command.session != session)
-        return gone
+        return removed
 
     def turn(
         self, pipeline: SavingPipeline, slot_of: Callable[[str], int], about: Callable[[str], Callable[[Any], Any]]

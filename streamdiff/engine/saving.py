@@ -123,7 +123,7 @@ class EngineSnapshotMixin(ABC):
         start, embeddings = snapshot.given()
         if not session.text and embeddings is None:
             raise RequestError("snapshot", "about.session.text is empty in the snapshot, and it has no prompt_embeds")
-        frames = self._swapping.with_room(lambda: self._saving().load(slot, snapshot))
+        frames = self._swapping.retry_after_swap_out(lambda: self._saving().load(slot, snapshot))
         session.start, session.embeddings = start, embeddings
         self._slots[name], self._sessions[slot] = slot, session
         return session, [event for made in frames for event in self._number(made)]

@@ -210,7 +210,7 @@ class Session:
             (self._pending_steps, self._apply_steps),
             (self._pending_input, self._apply_input),
         )
-        for _, apply in sorted(((wish[0], apply) for wish, apply in pending if wish is not None), key=itemgetter(0)):
+        for _, apply in sorted(((each[0], apply) for each, apply in pending if each is not None), key=itemgetter(0)):
             apply()
 
     def _apply_switch(self) -> None:

@@ -52,7 +52,7 @@ class Swapping:
         self._locations.pop(slot, None)
         return self._put_off.pop(slot, [])
 
-    def with_room(self, call: Callable[[], _T], returning: int | None = None) -> _T:
+    def retry_after_swap_out(self, call: Callable[[], _T], returning: int | None = None) -> _T:
         """Run `call`, which takes memory for a new session or the one `returning`; while there is too little, swap
         out the longest idle session and retry.
 
@@ -63,7 +63,7 @@ class Swapping:
             try:
                 return call()
             except RequestError as error:
-                if error.code != "memory" or not self._make_room(returning):
+                if error.code != "memory" or not self._swap_out_longest_idle(returning):
                     raise
 
     def put_off(self, slot: int, pending: PendingRequest) -> bool:
@@ -76,16 +76,17 @@ class Swapping:
         pipeline = self._pipeline
         if pipeline is None or not pipeline.is_away(slot):
             return False
-        asked = pending.request
-        if not (_resets(asked) or (slot in self._put_off and isinstance(asked, SetPrompt | SetSteps))):
+        request = pending.request
+        if not (_resets(request) or (slot in self._put_off and isinstance(request, SetPrompt | SetSteps))):
             return False
-        self.with_room(lambda: pipeline.swap_in(slot), slot)
+        self.retry_after_swap_out(lambda: pipeline.swap_in(slot), slot)
         self._called.pop(slot, None)
         self._put_off.setdefault(slot, []).append(pending)
         return True
 
     def turn(self) -> list[PendingRequest]:
-        """Let sessions come and go; requests of those that are back, in their order. Mutates: self, pipeline."""
+        """Swap sessions in and out; returns the put-off requests of those that are back, in their order. Mutates: self,
+        pipeline."""
         pipeline = self._pipeline
         if pipeline is None:
             return []
@@ -116,12 +117,12 @@ class Swapping:
 
     def _try_in(self, slot: int, pipeline: SwappingPipeline) -> bool:
         try:
-            self.with_room(lambda: pipeline.swap_in(slot), slot)
+            self.retry_after_swap_out(lambda: pipeline.swap_in(slot), slot)
         except RequestError:
             return False  # all that fit are needed; it waits
         return True
 
-    def _make_room(self, returning: int | None) -> bool:
+    def _swap_out_longest_idle(self, returning: int | None) -> bool:
         """Swap out the session that has been idle longest; whether there was one. Mutates: self, pipeline."""
         pipeline = self._pipeline
         for slot in self._idle:

@@ -30,7 +30,7 @@ from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models.defaults import may_compile
 
 output_log = logging.getLogger("streamdiff.engine.output")
-"""What the engine writes, where the log is JSON; else it goes on to our own standard error as it is."""
+"""Output of the engine process where the log is JSON; otherwise it is copied to our standard error."""
 
 _LAST_LINES = 20
 _LINE_END = re.compile(r"[\r\n]")  # bars of progress end with the one, lines with the other
@@ -73,7 +73,7 @@ class EngineHandle(Protocol):
 
     @property
     def ready(self) -> Ready:
-        """What the engine said of itself; after `start`."""
+        """The engine's `Ready` event; after `start`."""
         assert self._ready is not None, "start the engine first"
         return self._ready
 
@@ -82,7 +82,7 @@ class EngineHandle(Protocol):
         """Whether there is a process; after `prepare`."""
 
     async def prepare(self) -> None:
-        """Do, before `start`, what takes time and needs no model, if there is anything; may be left out."""
+        """Optional step before `start`: imports that take time and need no model."""
         return
 
     async def ended(self) -> str:
@@ -141,7 +141,7 @@ class EngineProcess(EngineHandle):
         return self._process is not None and self._process.returncode is None
 
     async def prepare(self) -> None:
-        """Start a process that only imports what it needs, and begins with `start`."""
+        """Start a standby process, which only imports modules until `start` is called."""
         self._folder = private_folder.make()
         try:
             self._start_pipe = standby.open_pipe(self._folder)
@@ -151,7 +151,7 @@ class EngineProcess(EngineHandle):
             raise
 
     async def start(self) -> EngineClient:
-        """Start the engine and wait until it is warm. The client's `events` begin after `Ready`.
+        """Start the engine and wait until it is warm. The returned `EngineClient`'s `events` begin after `Ready`.
 
         Raises:
             ConfigError: the engine refuses the configuration (an unknown model, for example).
@@ -220,7 +220,7 @@ class EngineProcess(EngineHandle):
         return event, 0 if isinstance(event, Ready) else await self.wait()
 
     async def _watch(self, process: Process) -> int:
-        """Pass on what the engine writes, then say why it ended."""
+        """Forward the engine's output until the process ends, then mark the IPC socket as ended, with the reason."""
         assert process.stdout is not None
         assert self._ipc is not None
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -246,7 +246,7 @@ class EngineProcess(EngineHandle):
         return f"the engine ended {name_exit(code)}{self._last_output()}"
 
     async def _kill_when_silent(self, process: Process, ipc: EngineClient) -> None:
-        """End an engine that says nothing any more."""
+        """Kill the engine once no message has come from it for `hang_s`."""
         await _until_silent(self._hang_s, lambda: ipc.heard)
         self._hung = True
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
@@ -259,7 +259,7 @@ class EngineProcess(EngineHandle):
                 sys.stderr.flush()
 
     def _keep_lines(self, lines: list[str]) -> None:
-        """Keep whole lines for a last word, and put them into a log of JSON. Mutates: self."""
+        """Keep the last lines of output for the failure reason, and log them where the log is JSON. Mutates: self."""
         for line in filter(str.strip, lines):
             self._last_lines.append(line)
             if self._config.serve.log_format == "json":

@@ -1,4 +1,4 @@
-"""The web process of an engine that has started it, instead of the other way round: what `rank0_server.host` runs."""
+"""The engine as seen from a web process that it has started itself (`rank0_server.host`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import EngineFailure
 
 BYE = b"bye"
-"""What the engine writes to standard input when it ends in order."""
+"""Written by the engine to this process's standard input when it ends in order."""
 
 
 class ParentEngine(EngineHandle):
@@ -38,7 +38,7 @@ class ParentEngine(EngineHandle):
         return "without a word"
 
     async def start(self) -> EngineClient:
-        """Wait until the engine is warm, however long it loads: what it says meanwhile is seen where it was started.
+        """Wait until the engine is warm, without a time limit; its output goes to the terminal it was started from.
 
         Raises:
             EngineFailure: it ended.
@@ -53,7 +53,7 @@ class ParentEngine(EngineHandle):
         return ipc
 
     async def stop(self) -> None:
-        """Tell the engine to end, if it has not."""
+        """Send `Shutdown` to the engine unless it has ended, and close the socket."""
         if self._watching is not None:
             self._watching.cancel()
         if self._ipc is not None:
@@ -68,9 +68,9 @@ class ParentEngine(EngineHandle):
             lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
         )
         try:
-            said = await reader.read()
+            data = await reader.read()
         finally:
             transport.close()
-        if said == BYE:
+        if data == BYE:
             os.kill(os.getpid(), signal.SIGTERM)  # the server then ends in order
-        ipc.end(None if said == BYE else Failed("the engine ended without a word"))
+        ipc.end(None if data == BYE else Failed("the engine ended without a word"))

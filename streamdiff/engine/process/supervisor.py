@@ -1,6 +1,6 @@
-"""Keeps an engine running: starts it, and starts another when it fails, within bounds. Torch-free, asyncio.
+"""Starts an engine process, and restarts it on failure, within limits. Torch-free, asyncio.
 
-Knows nothing about sessions: who reads `events` opens them again on the new engine when it hears `Ready`.
+Independent of sessions: the reader of `events` opens them again on the new engine at its `Ready`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class EngineSupervisor:
         self._start_times_s: dict[bool, float] = {}
         """How long the last start took, by whether it was a spare's."""
         self.gave_up = False
-        """Whether it failed once more than it is started again."""
+        """Whether it failed more often than `restarts` allows."""
 
     @property
     def ready(self) -> Ready:
-        """What the engine said of itself; after `start`."""
+        """The running engine's `Ready` event; after `start`."""
         return self._engine.ready
 
     async def start(self) -> None:
@@ -188,7 +188,7 @@ class EngineSupervisor:
 
 
 def _first_line(reason: str) -> str:
-    """The first line of a reason, without a word on what the engine wrote."""
+    """The first line of a failure reason, without its remark on the engine's output."""
     return reason.split("\n", 1)[0].removesuffix("; the last it wrote:").removesuffix("; it wrote nothing")
 
 

@@ -158,13 +158,13 @@ class JobRunner:
         return await self._stored(partial(self._store.page, after=after, limit=limit, order=order))  # type: ignore[arg-type]
 
     async def delete(self, id: str) -> bool:
-        """Forget a job and its file, and stop making it; False if there is none."""
-        gone = False
+        """Delete a job and its file, and stop making it; False if there is none."""
+        deleted = False
         for _ in range(2):  # it may be begun while the store's thread is on its way to delete it
             await self._cancel([task for task, run in self._runs.items() if run.job.id == id])
-            gone = await self._stored(self._store.delete, id) or gone
+            deleted = await self._stored(self._store.delete, id) or deleted
         self._wake.set()
-        return gone
+        return deleted
 
     async def _cancel(self, tasks: list[asyncio.Task[None]]) -> None:
         """End these runs, and wait until they have."""
@@ -395,5 +395,5 @@ class JobRunner:
                 await self._send(Close(session))
             run.in_engine = False
         while not writing.done():
-            if isinstance(said := await run.inbox.get(), int):
-                run.encoded = max(run.encoded, said)
+            if isinstance(encoded_frames := await run.inbox.get(), int):
+                run.encoded = max(run.encoded, encoded_frames)

@@ -1,1 +1,1 @@
-"""How much an engine can play at once, and what sessions give up where they ask for more."""
+"""Capacity of an engine, and load limits of sessions that demand more."""

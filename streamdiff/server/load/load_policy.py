@@ -182,8 +182,8 @@ class LoadPolicy:
         ]
 
     def _lower(self, share: Share, now_s: float) -> None:
-        """Lower sessions until they ask for no more than they may, and of those with the most left all that are late;
-        in any case one. Mutates: self."""
+        """Lower at least one session, until the load is within the ceiling and no late one is in the highest tier.
+        Mutates: self."""
         self._changed_s, self._last_was_raise = now_s, False
         lowered = False
         while can := self._candidates(lower=True):
@@ -199,7 +199,7 @@ class LoadPolicy:
             state.late, state.calm_from_s = 0, now_s + SETTLE_S
 
     def _raise(self, share: Share, now_s: float) -> None:
-        """Give back what fits. Mutates: self."""
+        """Raise the ceiling if it was lowered, and then sessions as far as the load fits. Mutates: self."""
         if self._ceiling < self.limit:
             self._ceiling, self._changed_s = min(self.limit, self._ceiling * GROW), now_s
         elif not self._candidates(lower=False):

@@ -59,21 +59,21 @@ class EngineLoad:
         return max(0, min(free, most))
 
     def share(self, fps: float, steps: int | None = None) -> float:
-        """The share of the engine's time that a session takes while it plays."""
+        """The share of the engine's time, 0 to 1, that a session takes while it plays."""
         return self.capacity.share(fps, clock.monotonic_s(), steps)
 
     def shares(self) -> list[float]:
-        """The share of the engine's time that each session takes; 0 where nobody watches."""
+        """The share of the engine's time that each session takes; 0 for one that does not play."""
         now_s = clock.monotonic_s()
         return [self.share(each.fps, each.steps) if each.plays(now_s) else 0.0 for each in self._sessions()]
 
     def refusal(self, demand: SessionDemand, excluding: str | None = None) -> str:
-        """Why a session that asks for this cannot play beside all but `excluding`, though adaptive ones give up all
-        they can; "": it can."""
+        """Why a session of this demand cannot play beside all others but `excluding`, with adaptive ones at their
+        strictest limit; "" if it can."""
         return self.capacity.refusal(self._least_shares(excluding), self._least_share(demand))
 
     def _least_shares(self, excluding: str | None = None) -> list[float]:
-        """The least share that each session but `excluding` could take; 0 where nobody watches."""
+        """The share of each session but `excluding` at its strictest limit; 0 for one that does not play."""
         now_s = clock.monotonic_s()
         others = [session.demand(now_s) for session in self._sessions() if session.id != excluding]
         return [self._least_share(demand) if demand.plays else 0.0 for demand in others]
@@ -84,11 +84,11 @@ class EngineLoad:
     # ---- news ---------------------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """A session has come or asks for something else. Mutates: self."""
+        """A session was opened, or its demand has changed. Mutates: self."""
         self._changed.set()
 
     def restart(self, ready: Ready) -> None:
-        """Another engine is there. Mutates: self."""
+        """The engine was restarted. Mutates: self."""
         self._ready = ready
         self.capacity.restart(ready.work_s)
 
@@ -99,7 +99,7 @@ class EngineLoad:
             self._policy.chunk(session.id, slack_s, chunk_s, clock.monotonic_s())
 
     def measured(self, measured: Measured) -> None:
-        """The engine has measured. Mutates: self, the metrics."""
+        """Take a `Measured` event of the engine. Mutates: self, the metrics."""
         self.capacity.measured(measured.work_s, clock.monotonic_s())
         self._changed.set()
         self.occupancy = measured.occupancy
@@ -116,11 +116,11 @@ class EngineLoad:
         for reason, count in self.batching["alone"].items():
             self._metrics.alone.labels(reason).inc(self._forwards[reason].increase(count))
 
-    # ---- what is given up ---------------------------------------------------------------------------------------
+    # ---- load limits --------------------------------------------------------------------------------------------
 
     async def follow(self, running: Callable[[], bool]) -> None:
-        """Have adaptive sessions give up what is too much, and give it back: at every news, and every second, while the
-        engine is `running`; until cancelled."""
+        """Update the load limits of adaptive sessions at every change and every second while the engine is `running`;
+        until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):

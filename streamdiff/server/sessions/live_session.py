@@ -60,18 +60,16 @@ class LiveSession(SessionStateMixin):
         self._ready = ready
         self.kv_context = ready.kv_context if spec.kv_context is None else spec.kv_context
         self.tokens: Tokens | None = None
-        """Who may watch and control it; None: the server's rules hold."""
+        """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
         self.lifetime = Lifetime(clock.monotonic_s())
         self.reserved_until_s = float("-inf")
-        """Until then it keeps its share of the engine's time though nobody watches."""
+        """Until then it counts as playing, although it has no viewers."""
         self.rev = 0  # of the state: goes up with every request
         self.text, self.notice, self.switches = "", "", PROMPT_POLICIES
         self.paused = False
         self.place = "device"
         """Where its caches lie: on the device, in host memory or on disk."""
-        self._last_active: tuple[bool, bool] | None = (
-            None  # active, and whether to be swapped out, as the engine was told
-        )
+        self._last_active: tuple[bool, bool] | None = None  # active, and whether to be swapped out, as sent last
         self.opened = self.closed = False  # closed: or about to be, nobody may join
         self.engine = EngineStatus()
         self.epoch = -1
@@ -100,21 +98,21 @@ class LiveSession(SessionStateMixin):
 
     @property
     def watched(self) -> bool:
-        """Whether somebody receives the video."""
+        """Whether it has viewers or outputs that receive the video."""
         return bool(self.playback.fanout.codecs)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is shown and so nothing made, when as many frames wait as may: paused, or nobody watches."""
+        """Whether the media clock is held, as it is paused or has no viewers: no further frames are needed."""
         return self.playback.pacer.held
 
     def plays(self, now_s: float) -> bool:
-        """Whether the engine makes frames for it, or is about to: a session that nobody watches takes memory only."""
+        """Whether it takes engine time: watched, not yet idle, or reserved. Others take memory only."""
         return self.watched or not self.idle or now_s < self.reserved_until_s
 
     async def tell_active(self) -> None:
-        """Tell the engine, where that has changed, whether somebody needs the next chunk, and whether nobody has for
-        `serve.grace_s`, so that the caches are swapped out. Does nothing before the engine has opened it."""
+        """Send `SetActive` where it has changed: active unless idle, to be swapped out if idle for `serve.grace_s`.
+        Does nothing before the engine has opened the session."""
         now_s, active = clock.monotonic_s(), not self.idle
         self.lifetime.watch(self.watched, now_s)
         since_s = self.lifetime.idle_since_s
@@ -124,8 +122,8 @@ class LiveSession(SessionStateMixin):
             await self._send(messages.SetActive(self.id, *wanted))
 
     async def ask_open(self, snapshot: Data | None = None) -> None:
-        """Ask the engine for the session; a new engine, where it takes up what the one before has left, or goes on from
-        `snapshot`. Does nothing once the session has ended.
+        """Send `Open` to the engine, with epoch and frame numbers that continue those of an engine before, and with
+        `snapshot` to resume from it. Does nothing once the session has ended.
 
         Raises:
             EngineFailure: the engine has ended.
@@ -151,7 +149,7 @@ class LiveSession(SessionStateMixin):
         await self.input.tell()
 
     async def tell_paused(self) -> None:
-        """Tell the engine whether it is paused: a snapshot may have it otherwise."""
+        """Send `Pause` or `Resume`, as a snapshot may have the other state."""
         with suppress(EngineFailure):  # the next engine is told
             await self._send(messages.Pause(self.id) if self.paused else messages.Resume(self.id))
 

@@ -1,4 +1,4 @@
-"""What feeds a session with video: at most one source at a time, how it does, and its strength."""
+"""Video input of a session: at most one source at a time, its state and figures, and its strength."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SessionInput:
         self._task: asyncio.Task[None] | None = None
 
     def take(self, kind: str) -> VideoInput:
-        """A new source, which is called `kind`. The engine is still to be told. Mutates: self.
+        """A new input, called `kind` in messages. `begin` starts it; `tell` announces it to the engine. Mutates: self.
 
         Raises:
             ControlError: there is another.
@@ -65,7 +65,8 @@ class SessionInput:
         self._on_change()
 
     async def give_back(self, video_input: VideoInput) -> None:
-        """A source has ended: the session goes on from its prompt alone. Does nothing for one before. Mutates: self."""
+        """Remove an input that has ended: the session continues with its prompt only. Does nothing for an earlier one.
+        Mutates: self."""
         if video_input is not self.video_input:
             return
         self.video_input, began = None, self._task is not None
@@ -76,12 +77,12 @@ class SessionInput:
             self._on_change()
 
     async def tell(self) -> None:
-        """Tell a new engine of the source there is."""
+        """Announce the present input, if any, to a new engine."""
         if self._task is not None:
             await self._send(SetInput(self.session, self.strength))
 
     def used(self, event: InputUsed) -> None:
-        """The engine tells how the input does; where that has failed, the source is to end. Mutates: self."""
+        """Take the engine's report on the input; at a fault, `on_fault` of the input is called. Mutates: self."""
         self._used = event
         if event.fault and self.video_input is not None and not self._fault:
             self._fault = event.fault
@@ -95,14 +96,14 @@ class SessionInput:
         return self.video_input is not None and self.video_input.holds
 
     def state(self, may_control: bool) -> dict[str, Any] | None:
-        """What a caller is told that may control the session, or may not; None without a source."""
+        """JSON-able state, with the reason of a fault only for callers that `may_control`; None without an input."""
         if self.video_input is None:
             return None
         fault = self._fault if may_control or not self._fault else "failed"
         return {"kind": self._kind, "strength": self.strength, "fault": fault}
 
     def figures(self) -> dict[str, Any] | None:
-        """How the source does; None without one."""
+        """JSON-able statistics of the input; None without one."""
         if self.video_input is None:
             return None
         video_input, used = self.video_input, self._used
@@ -168,7 +169,7 @@ class FileFeed:
         video_input.on_fault = on_fault
         self._input.begin()
         self._task = asyncio.create_task(self._run(video_input, playing), name="input-file-end")
-        self._input.strength = self._strength  # that an engine which is started again is told
+        self._input.strength = self._strength  # for an engine that is restarted
         message = StrengthMessage(type="strength", strength=self._strength)
         try:
             receipt = await self._ask(message, "file", _ANSWER_S)
@@ -179,7 +180,7 @@ class FileFeed:
             raise ConfigError(f"session.input: {receipt.reason}")
 
     async def _run(self, video_input: VideoInput, playing: asyncio.Task[None]) -> None:
-        """Wait for the file's end, and do what was asked for then."""
+        """Wait for the file's end; then end the session if `session.input_end` is `end`."""
         session = self._input.session
         try:
             await asyncio.wait({playing})
@@ -193,7 +194,7 @@ class FileFeed:
             await self._end(session, "input_ended")
 
     async def stop(self) -> None:
-        """Feed no more; nothing is said to the engine."""
+        """Stop feeding, without a command to the engine."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -38,7 +38,7 @@ class SessionStats:
         self._ended = False
 
     def opening(self, now_s: float) -> None:
-        """The engine is asked to open it. Mutates: self."""
+        """`Open` was sent at `now_s`. Mutates: self."""
         self._opening_s = now_s
 
     def made(self, frames: int, chunk_s: float | None, now_s: float) -> None:
@@ -61,7 +61,7 @@ class SessionStats:
             self._metrics.shown.labels(self._session).inc()
 
     def receipt(self, receipt: Receipt) -> None:
-        """Count how far somebody's request has come, and how long that took. Mutates: self."""
+        """Count a receipt by kind and stage, and its lag. Mutates: self."""
         if receipt.owner == LOAD:
             return
         kind, stage, lag_s = receipt.kind, receipt.stage, receipt.lag_s
@@ -87,8 +87,8 @@ class SessionStats:
     def update(
         self, progress: Progress, *, unanswered: int, encoding: int, steps: tuple[int, int], fps: tuple[float, float]
     ) -> None:
-        """Bring figures of other objects into the metrics: frames so far; requests and pictures that wait; steps and
-        frames per second that hold, and that were asked for.
+        """Copy figures of other objects to the metrics: frames so far; pending requests and pictures; steps and frames
+        per second, each as in force and as requested.
 
         Mutates: self.
         """

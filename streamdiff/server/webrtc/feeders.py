@@ -66,8 +66,8 @@ class Feeders:
     async def create(
         self, session: LiveSession, offer: str, address: str, strength: float | None, ends_session: bool = False
     ) -> tuple[str, str]:
-        """Connect who is to feed a session, which goes on from its prompt alone when that ends, or `ends_session`;
-        returns its id and the SDP answer.
+        """Connect a video sender to a session, which continues with its prompt only when that ends, or ends too if
+        `ends_session`; returns its id and the SDP answer.
 
         Raises:
             Problem: 400 or 422 for the offer, or where the model takes no video; 409, another feeds it; 410; 429 and
@@ -129,7 +129,7 @@ class Feeders:
         await self._end(self._find(session, id), "delete")
 
     async def end_session(self, session: LiveSession) -> None:
-        """Close the connection of who feeds a session that ends."""
+        """Close the connection that feeds a session that ends."""
         for feeder in [each for each in self._feeders.values() if each.session is session]:
             await self._end(feeder, "session_ended")
 

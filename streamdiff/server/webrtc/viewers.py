@@ -165,13 +165,13 @@ class Viewers:
             raise Problem(404, "There is no such viewer.")
 
     async def end_session(self, session: LiveSession, reason: str) -> None:
-        """Close the connections of all who watch a session that ends."""
+        """Close all connections that watch a session that ends."""
         theirs = [viewer for viewer in self._viewers.values() if viewer.session is session]
         await asyncio.sleep(0)  # lets the data channels send what they were given
         await asyncio.gather(*(self._end(viewer, "session_ended") for viewer in theirs))
 
     async def stop(self) -> None:
-        """Say good-bye and close every connection."""
+        """Close every connection, with a notice to its peer."""
         for viewer in list(self._viewers.values()):
             if viewer.channel is not None:
                 viewer.channel.send({"type": "bye", "reason": "shutdown", "retry_after_s": 2})
@@ -308,7 +308,7 @@ def _fields_of(viewer: Viewer, **more: object) -> dict[str, Any]:
 
 
 def _network(viewer: Viewer) -> str:
-    """How the viewer's own estimate of its line compares to what it is sent: unknown, poor or good."""
+    """The viewer's bandwidth estimate compared to the bit rate it is sent: unknown, poor or good."""
     line_bps, codec = viewer.sender.track.line_bps(clock.monotonic_s()), viewer.sender.codec
     if line_bps is None or codec is None:
         return "unknown"

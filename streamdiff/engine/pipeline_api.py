@@ -150,7 +150,7 @@ class FeaturesPipeline(Protocol):
 
     def video_of(self, latents: NDArray[np.float32], strength: float, motion: NDArray[np.float64] | None) -> Any:
         """Latents `[n, C, F, h, w]` that chunks start from, as `open` takes them as `video`; `motion` `[n]` is how far
-        the pixels of each move, None where nobody knows."""
+        the pixels of each move, None if unknown."""
 
 
 @runtime_checkable

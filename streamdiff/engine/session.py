@@ -140,10 +140,10 @@ class Session:
         return saved | {name: saved[name] - self._epoch_shift for name in ("epoch", "_applied_epoch", "_oldest_epoch")}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `saved` told of a session whose stream the pipeline has loaded. Mutates: self.
+        """Restore the state that `saved` has of a session whose stream the pipeline has loaded. Mutates: self.
 
         Raises:
-            RequestError: it tells other things than this version would, or of other types.
+            RequestError: its fields are not those of this version, or of other types.
         """
         try:
             typed.check_plain(saved, Session, "about.session")
@@ -231,9 +231,9 @@ class Session:
             self._pipeline.set_input(self._slot, strength, epoch=epoch - self._epoch_shift)
 
     def reset(self, seed: int | None, request: str) -> list[Event]:
-        """Begin again, with the latest prompt and steps, and from `start`. A paused stream stays paused.
+        """Restart the stream, with the latest prompt and steps, and from `start`. A paused stream stays paused.
 
-        Frames made so far count as shown: who asked for a reset drops the others.
+        Frames made so far count as shown: the web process drops those that were not.
         """
         self.seed = self.seed if seed is None else seed
         self.epoch += 1

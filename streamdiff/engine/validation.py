@@ -72,7 +72,7 @@ def feeding(pipeline: Pipeline, strength: float | None) -> FeedingPipeline:
 
 
 def check_frames(command: InputFrames, info: ModelInfo) -> None:
-    """Frames of the model's size: whoever sends them has fitted them."""
+    """Raises RequestError unless the frames are `[n, H, W, 3]` of the model's size."""
     shape = command.pictures.shape
     if len(shape) != 4 or shape[1:] != (info.height, info.width, 3):
         raise RequestError(

@@ -42,7 +42,7 @@ DRAIN_POLL_S = 0.1
 FETCHED_PERCENT = 5
 """Of a file, after which progress is logged again."""
 GOODBYE_S = 0.3
-"""How long viewers are given to hear that the engine ended."""
+"""Time for the message that the engine has ended to reach viewers, before connections are closed."""
 
 Fetch = Callable[[ModelConfig, Callable[[Progress], None]], Awaitable[None]]
 

@@ -21,7 +21,7 @@ def address_of(connection: HTTPConnection) -> str:
 
 
 def group_of(address: str) -> str:
-    """An IPv4 address as it is, the /64 network of an IPv6 one, since whoever has one address there has all of it."""
+    """The key for limits of an address: an IPv4 address itself, or the /64 network of an IPv6 address."""
     parsed = parse_address(address.partition("%")[0])
     if not isinstance(parsed, IPv6Address):
         return str(parsed or address)

@@ -1,6 +1,6 @@
-"""Whoever feeds a session with video over WHIP (RFC 9725): from an offer to frames, and to its end.
+"""Peer connections that feed sessions with video over WHIP (RFC 9725), from the offer to the end.
 
-Knows nothing about the engine; HTTP enters only as statuses of `Problem`.
+Independent of the engine; of HTTP it uses only the statuses of `Problem`.
 """
 
 from __future__ import annotations

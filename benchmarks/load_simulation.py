@@ -23,7 +23,7 @@ from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.server.jobs.runner import AHEAD_CHUNKS
 from streamdiff.server.load.capacity import Capacity
-from streamdiff.server.load.load_policy import UNLIMITED, Asked, LoadLimit, LoadPolicy, least_share
+from streamdiff.server.load.load_policy import UNLIMITED, LoadLimit, LoadPolicy, SessionDemand, least_share
 from streamdiff.server.media.playout import PlayoutBuffer, PlayoutSlot
 
 _DECIDE_S = 1.0
@@ -145,7 +145,7 @@ class LoadSimulation:
     # ---- who comes and goes -------------------------------------------------------------------------------------
 
     def _come(self, visitor: Visitor, visit: Visit) -> None:
-        share = least_share(self._asked, self._times.steps_known, self._share)
+        share = least_share(self._demand, self._times.steps_known, self._share)
         if self._capacity.refusal([share] * len(self._live), share):
             visit.refused = "time"
             return
@@ -156,17 +156,17 @@ class LoadSimulation:
         self._at(visitor.leaves_s, partial(self._leave, slot))
 
     @property
-    def _asked(self) -> Asked:
+    def _demand(self) -> SessionDemand:
         """What every session asks for."""
-        return Asked(self._times.steps, self._settings.fps, self._settings.adaptive)
+        return SessionDemand(self._times.steps, self._settings.fps, self._settings.adaptive)
 
     def _share(self, fps: float, steps: int) -> float:
         return self._capacity.share(fps, self.now_s, steps)
 
     def _decide(self) -> None:
         """Ask the policy every second, as the server does, and let sessions have what it says."""
-        asked = {str(slot): self._asked for slot in self._live}
-        for name, limit in self._policy.decide(asked, self._share, self.now_s).items():
+        demands = {str(slot): self._demand for slot in self._live}
+        for name, limit in self._policy.decide(demands, self._share, self.now_s).items():
             live, steps = self._live[int(name)], self._times.steps
             if live.limit.rate != limit.rate:
                 live.playout.set_fps(limit.fps_of(self._settings.fps))

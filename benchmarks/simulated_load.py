@@ -23,7 +23,7 @@ from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.server.load.capacity import Capacity
-from streamdiff.server.load.load_policy import UNLIMITED, Asked, LoadLimit, LoadPolicy
+from streamdiff.server.load.load_policy import UNLIMITED, LoadLimit, LoadPolicy, SessionDemand
 
 LOOK_S = 1.0
 """How often the policy is asked where no chunk is finished."""
@@ -143,9 +143,9 @@ class _Site:
     def _decide(self) -> None:
         """Ask the policy, and do what it says. Mutates: self."""
         visits = {str(number): each.visit for number, each in self.open.items()}
-        asked = {name: Asked(visit.steps, visit.fps, visit.adaptive) for name, visit in visits.items()}
+        demands = {name: SessionDemand(visit.steps, visit.fps, visit.adaptive) for name, visit in visits.items()}
         share = partial(_share, self.capacity, self.now_s)
-        for name, limit in self.policy.decide(asked, share, self.now_s).items():
+        for name, limit in self.policy.decide(demands, share, self.now_s).items():
             watched = self.open[int(name)]
             unshown, steps = watched.unshown(self.now_s), watched.limit.steps_of(watched.visit.steps)
             watched.limit = limit

@@ -38,7 +38,7 @@ from streamdiff.engine.pending_saves import PendingSaves
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import Encoded, PendingRequest, PromptQueue, Request, begins_with, has_picture
 from streamdiff.engine.reports import Counted
-from streamdiff.engine.saving import NOTHING, SavesSessions
+from streamdiff.engine.saving import NOTHING, EngineSnapshotMixin
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.swapping import Swapping
 from streamdiff.engine.validation import (
@@ -60,7 +60,7 @@ from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.pipeline.output import Frames
 
 
-class Engine(SavesSessions):
+class Engine(EngineSnapshotMixin):
     """Sessions by name, each in a slot of `pipeline`."""
 
     def __init__(self, pipeline: Pipeline, max_ahead_frames: int) -> None:
@@ -75,7 +75,7 @@ class Engine(SavesSessions):
         self._swapping = Swapping(pipeline)
         self._saves = PendingSaves()
         self._text, self._picture = Counted(pipeline.text.encode), Counted(partial(encode_picture, pipeline))
-        self._waiting = PromptQueue(self._text, self._picture, partial(read_features, pipeline))
+        self._prompt_queue = PromptQueue(self._text, self._picture, partial(read_features, pipeline))
         self._texts: dict[str, tuple[str, Any]] = {}  # by session: the text that was encoded last, and what came of it
         # A slot's next session starts above all epochs of the one before: frames are never taken for its own.
         self._next_epoch: dict[int, int] = {}
@@ -83,16 +83,16 @@ class Engine(SavesSessions):
         pipeline.on_fault = self._failures.note
 
     def ready(self) -> Ready:
-        """What the pipeline is, for whoever connects."""
+        """The `Ready` event: model, sizes, defaults and capacity of the pipeline."""
         return reports.ready(self._pipeline, self._swapping.sessions_away())
 
     def handle(self, command: Command) -> list[Event]:
-        """Carry out one command. What cannot be done is answered by `Refused`, and changes nothing."""
+        """Carry out one command; returns its events. An invalid command changes nothing and returns `Refused`."""
         try:
             if isinstance(command, Open):
                 return self._open(command)
             if isinstance(command, Shutdown):
-                names = [*self._slots, *self._waiting.opening()]
+                names = [*self._slots, *self._prompt_queue.opening()]
                 return [event for name in names for event in self._close(name)]
             if isinstance(command, Save):
                 return self._save(command)
@@ -101,11 +101,10 @@ class Engine(SavesSessions):
             return [refused(command, error)]
 
     def step(self, wait_s: float = 0.0) -> list[Event]:
-        """Carry out what had to wait for its text or its session, give new prompts and steps to the pipeline, let it
-        work once, number what came out, and end sessions that failed. With nothing to do but wait, waits up to
-        `wait_s`."""
-        if self._waiting and not self._pipeline.busy:
-            futures.wait(self._waiting.encodings(), wait_s, futures.FIRST_COMPLETED)
+        """Carry out queued requests that are ready, apply new prompts and steps, step the pipeline once, and end
+        sessions that failed; returns all events. Where there is nothing to do but wait, waits up to `wait_s`."""
+        if self._prompt_queue and not self._pipeline.busy:
+            futures.wait(self._prompt_queue.encodings(), wait_s, futures.FIRST_COMPLETED)
         events = self._swap() + self.settle() + self._turn_saves()
         for slot, session in self._sessions.items():
             try:
@@ -121,30 +120,30 @@ class Engine(SavesSessions):
         return events + (reports.measured(self._pipeline, self._text.calls, self._picture.calls) if finished else [])
 
     def _swap(self) -> list[Event]:
-        """Let sessions come and go, and tell where they are."""
+        """Swap sessions in and out; returns events of those whose location has changed."""
         events = [event for pending in self._swapping.turn() for event in self._answer(pending)]
-        return events + [Swapped(self._sessions[slot].name, place) for slot, place in self._swapping.moved()]
+        return events + [Swapped(self._sessions[slot].name, location) for slot, location in self._swapping.moved()]
 
     def _begin_lost(self) -> list[Event]:
-        """Streams whose caches are lost begin afresh."""
+        """Reset streams whose caches are lost."""
         return [event for slot in self._swapping.lost() for event in self._sessions[slot].reset(None, "")]
 
     def _free_slot(self) -> int:
         return next(slot for slot in range(len(self._slots) + 1) if slot not in self._sessions)
 
     def settle(self) -> list[Event]:
-        """Carry out what waited for its text, picture or features and is ready."""
-        return [event for pending in self._waiting.turn() for event in self._answer(pending)]
+        """Carry out the requests whose text, picture and features are encoded by now."""
+        return [event for pending in self._prompt_queue.turn() for event in self._answer(pending)]
 
     def encodings(self) -> list[futures.Future[Any]]:
         """Encodings in progress: one that is done lets `settle` do something."""
-        return self._waiting.encodings()
+        return self._prompt_queue.encodings()
 
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do, or to wait for, before the next command."""
         changes = any(session.input_changes for session in self._sessions.values())
-        return self._pipeline.busy or bool(self._waiting or self._saves) or changes
+        return self._pipeline.busy or bool(self._prompt_queue or self._saves) or changes
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the EngineFailure that ends the pipeline, if there is one or comes within `wait_s`."""
@@ -163,14 +162,14 @@ class Engine(SavesSessions):
         self._slots.clear()
         self._sessions.clear()
         self._texts.clear()
-        self._waiting.close()
+        self._prompt_queue.close()
         self._pipeline.close()
 
     # ---- commands ----------------------------------------------------------------------------------------------
 
     def _open(self, command: Open) -> list[Event]:
         check_open(command, self._pipeline.info)
-        if command.session in self._slots or command.session in self._waiting:
+        if command.session in self._slots or command.session in self._prompt_queue:
             raise RequestError("session", f"session {command.session!r} is open already; close it or use another id")
         if command.snapshot is not None:
             return self._open_saved(command)
@@ -185,7 +184,7 @@ class Engine(SavesSessions):
             return self._go_on(command, reading, made.start)
         slot = self._free_slot()
         try:
-            session, events = self._swapping.with_room(lambda: self._start(slot, command, reading, made))
+            session, events = self._swapping.retry_after_swap_out(lambda: self._start(slot, command, reading, made))
         except SESSION_ERRORS as error:
             self._texts.pop(command.session, None)
             raise bad_value(error, "session") from error
@@ -241,7 +240,7 @@ class Engine(SavesSessions):
     def _control(self, command: Request | Close) -> list[Event]:
         if isinstance(command, Close):
             return self._close(command.session)
-        opening = command.session in self._waiting.opening()
+        opening = command.session in self._prompt_queue.opening()
         if opening and isinstance(command, InputFrames):
             return []  # others follow, and are newer
         session = None if opening else self._find(command)
@@ -250,13 +249,13 @@ class Engine(SavesSessions):
         if isinstance(command, SetPrompt):
             if session is not None:
                 self._pipeline.check_switch(self._slots[command.session], command.switch)
-            previous = self._waiting.latest_text(command.session) or (session.text if session else "") or None
+            previous = self._prompt_queue.latest_text(command.session) or (session.text if session else "") or None
             reading = self._read(command.prompt, previous)
-            if self._pipeline.text.slow or command.session in self._waiting:
+            if self._pipeline.text.slow or command.session in self._prompt_queue:
                 return self._wait(PendingRequest(command, reading.text, reading.notice))
             return self._carry_out(PendingRequest(command, reading.text, reading.notice))
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
-        if opening or (isinstance(command, Reset) and (has_picture(command) or command.session in self._waiting)):
+        if opening or (isinstance(command, Reset) and (has_picture(command) or command.session in self._prompt_queue)):
             return self._wait(PendingRequest(command))
         return self._carry_out(PendingRequest(command))
 
@@ -287,8 +286,8 @@ class Engine(SavesSessions):
                 self._swapping.set_active(slot, request)
             case SetPrompt():
                 self._pipeline.check_switch(slot, request.switch)
-                asked = request.request, request.switch, request.skip
-                return session.set_prompt(pending.text, pending.notice, *asked)
+                change = request.request, request.switch, request.skip
+                return session.set_prompt(pending.text, pending.notice, *change)
             case SetSteps():
                 self._pipeline.check_steps(slot, request.steps)
                 min_ahead_frames = self._min_ahead_frames(request.steps, session.kv_context)
@@ -314,13 +313,13 @@ class Engine(SavesSessions):
         return []
 
     def _close(self, name: str) -> list[Event]:
-        opening = name in self._waiting.opening()
+        opening = name in self._prompt_queue.opening()
         if not opening:
             self._find(Close(name))
-        gone = RequestError("session", f"session {name!r} was closed before this was done")
-        asked = self._waiting.drop(name) + self._swapping.forget(self._slots.get(name, -1))
-        events: list[Event] = [refused(pending.request, gone) for pending in asked if expects_answer(pending)]
-        events += [refused(command, gone) for command in self._saves.forget(name)]
+        closed = RequestError("session", f"session {name!r} was closed before this was done")
+        dropped = self._prompt_queue.drop(name) + self._swapping.forget(self._slots.get(name, -1))
+        events: list[Event] = [refused(pending.request, closed) for pending in dropped if expects_answer(pending)]
+        events += [refused(command, closed) for command in self._saves.forget(name)]
         self._texts.pop(name, None)
         if opening:
             return [*events, Closed(name)]
@@ -340,7 +339,7 @@ class Engine(SavesSessions):
         return events
 
     def _find(self, command: Request | Close) -> Session | None:
-        """Its session; None for what has no answer and crossed with the session's end."""
+        """The session of a command; None for commands without an answer to a session that has ended."""
         slot = self._slots.get(command.session)
         if slot is not None:
             return self._sessions[slot]
@@ -356,11 +355,11 @@ class Engine(SavesSessions):
     # ---- texts --------------------------------------------------------------------------------------------------
 
     def _wait(self, pending: PendingRequest) -> list[Event]:
-        self._waiting.ask(pending)
+        self._prompt_queue.ask(pending)
         return self.settle()
 
     def _answer(self, pending: PendingRequest) -> list[Event]:
-        """Carry out a request that waited, or say why its text could not be encoded."""
+        """Carry out a request whose parts are encoded, or refuse it with the error of encoding."""
         error = pending.error
         if error is not None and not isinstance(error, SESSION_ERRORS):
             raise error
@@ -381,7 +380,7 @@ class Engine(SavesSessions):
             return [refused(pending.request, refusal)] if expects_answer(pending) else []
 
     def _encoded(self, name: str, text: str) -> Any:
-        """The conditioning of a session's text. Slow texts have been encoded already: a session takes none before."""
+        """The conditioning of a session's text, cached; slow texts were encoded by the prompt queue before."""
         kept = self._texts.get(name)
         if kept is None or kept[0] != text:
             kept = self._texts[name] = text, self._text(text)

@@ -96,13 +96,13 @@ class Pause(SessionMessage):
 
 @dataclass(frozen=True)
 class Resume(SessionMessage):
-    """Make chunks again."""
+    """Admit chunks of the session again, after `Pause`."""
 
 
 @dataclass(frozen=True)
 class Reset(SessionMessage):
-    """Start the stream afresh (chunk 0, frame numbers go on) with `seed`, or the session's present one when None; from
-    `image`, see `Open`, or the session's present one when None, or with `no_image` from none."""
+    """Restart the stream at chunk 0; frame numbers go on. `seed`: None keeps the session's; `image`: see `Open`, None
+    keeps the session's, unless `no_image`, which removes it."""
 
     seed: int | None = None
     request: str = ""
@@ -146,9 +146,9 @@ class SetMaxAhead(SessionMessage):
 
 @dataclass(frozen=True)
 class SetActive(SessionMessage):
-    """Whether somebody needs the session's next chunk; a new session is active. An inactive one may be swapped out if
-    another needs its memory, and with `swap_out` as soon as nothing of it is under way; it comes back when active.
-    Has no answer, but `Swapped` tells where it is."""
+    """Whether the session's next chunk is needed; a new session is active. An inactive one may be swapped out if
+    another needs its memory, and with `swap_out` as soon as none of its chunks is in flight; it is swapped in when
+    active. Has no answer, but `Swapped` follows when its location changes."""
 
     active: bool
     swap_out: bool = False
@@ -220,7 +220,7 @@ class Opened(SessionMessage):
 
 @dataclass(frozen=True)
 class Saved(SessionMessage):
-    """The session as it was after the frames that came before this: `data` is a snapshot's whole file."""
+    """A snapshot of the session after the frames of the events before this. `data`: the content of its file."""
 
     request: str
     data: Data = field(repr=False)
@@ -278,8 +278,9 @@ class FrameBatch(SessionMessage):
 
 @dataclass(frozen=True)
 class InputUsed(SessionMessage):
-    """Told with every finished chunk of a session that has, or had, an input: the noise level of the latest chunk that
-    started from it; frames that were used and that came too fast since it began; why it has ended, where it failed."""
+    """Sent with every finished chunk of a session that has, or had, an input. `level`: noise level of the latest chunk
+    that started from it; `used`, `dropped`: frames used, and frames that came too fast, since it began; `fault`: why
+    it failed, else empty."""
 
     level: float | None
     used: int
@@ -289,24 +290,24 @@ class InputUsed(SessionMessage):
 
 @dataclass(frozen=True)
 class Swapped(SessionMessage):
-    """Where the session lies now: `device`, `host` (memory) or `disk`."""
+    """The session's caches have moved. `place`: where they are now, `device`, `host` (memory) or `disk`."""
 
     place: str
 
 
 @dataclass(frozen=True)
 class Closed(SessionMessage):
-    """The session has ended; no event of it follows. `reason`: what failed, where nobody asked for its end."""
+    """The session has ended; no event of it follows. `reason`: what failed; empty where its end was requested."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Told with every finished chunk: seconds of work in a chunk of late, as for the default number of steps, the share
-    of the time each rank was at work (none with one rank), and the seconds of it since its
-    process began (one per rank). `forwards`: how many there were since then of 1 row, 2 rows, and so on; `alone`: the
-    reasons why those of one row had no more (see `ForwardCounts`), and `alone_forwards`, how many had each.
+    """Sent with every finished chunk. `work_s`: seconds of work per chunk of the default number of steps, of late;
+    `occupancy`: share of the time each rank was at work (empty with one rank); `busy_s`: seconds of work of each rank
+    since its process began. `forwards`: their number since then with 1 row, 2 rows, and so on; `alone`: the reasons why
+    those of one row had no more (see `ForwardCounts`), and `alone_forwards`, how many had each.
     `encodings`: how many texts, pictures and pieces of video were encoded since its process began."""
 
     work_s: float
@@ -320,7 +321,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Alive:
-    """Told twice a second and more: the engine's loop turns. Goes no further than `process.ipc`."""
+    """Heartbeat of the engine loop, at least twice a second. Consumed by `process.ipc`."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Pipeline(Protocol):
         Of several such changes that wait, the latest holds; it holds after a reset too."""
 
     def reset(self, session: int, conditioning: Any, *, seed: int, epoch: int, start: Any = None) -> None:
-        """Drop what is in flight and start afresh at chunk 0; `start` as in `open`."""
+        """Drop chunks in flight and restart at chunk 0; `start` as in `open`."""
 
     def set_paused(self, session: int, paused: bool) -> None:
         """While paused, admit no chunk."""
@@ -83,7 +83,7 @@ class Pipeline(Protocol):
         """Free the session's state."""
 
     def step(self, wait_s: float = 0.0) -> Sequence[Frames]:
-        """Do one piece of work and return what is decoded; with nothing to do but wait for a decode, wait."""
+        """Do one piece of work; returns the frames decoded by now. Waits up to `wait_s` if only decoding is pending."""
 
     @property
     def busy(self) -> bool:
@@ -102,11 +102,11 @@ class Pipeline(Protocol):
         """Forwards so far, by their rows, and why rows went alone."""
 
     def work_s(self) -> float | None:
-        """Seconds of work in a chunk in the default number of steps, as the latest ones tell, where the most work is
-        done; None before the first."""
+        """Seconds of work in a chunk of the default number of steps, averaged over the latest chunks, of the rank with
+        the most work; None before the first chunk."""
 
     def sessions_fit(self) -> int | None:
-        """How many sessions of the default kind the memory holds; None: nobody counts."""
+        """How many sessions with default settings fit in memory; None: unknown."""
 
     def close(self) -> None:
         """Free everything."""
@@ -128,7 +128,7 @@ class SavingPipeline(Protocol):
         ConfigError for one that cannot be saved, which goes on."""
 
     def take_saved(self) -> list[tuple[int, Any]]:
-        """What `finish` has given, by ticket, or a ConfigError. Told once."""
+        """Results of `finish`, or a ConfigError, with their tickets. Each is returned once."""
 
     def read_snapshot(self, data: Data) -> Any:
         """The snapshot in a file's content. Raises ConfigError for what is none."""
@@ -150,7 +150,7 @@ class FeaturesPipeline(Protocol):
 
     def video_of(self, latents: NDArray[np.float32], strength: float, motion: NDArray[np.float64] | None) -> Any:
         """Latents `[n, C, F, h, w]` that chunks start from, as `open` takes them as `video`; `motion` `[n]` is how far
-        the pixels of each move, None where nobody knows."""
+        the pixels of each move, None if unknown."""
 
 
 @runtime_checkable
@@ -180,25 +180,25 @@ class SwappingPipeline(Protocol):
     """A `Pipeline` that can swap sessions out of device memory and in again."""
 
     def sessions_away(self) -> int | None:
-        """How many sessions of the default kind may be swapped out; None: as many as one likes."""
+        """How many sessions with default settings may be swapped out; None: no limit."""
 
     def at_rest(self, session: int) -> bool:
-        """Whether nothing of it is under way or may begin."""
+        """Whether no chunk of it is in flight or may be admitted."""
 
     def can_swap_out(self, session: int, returning: int | None = None) -> bool:
         """Whether host memory or disk has room for it once `returning` is back."""
 
     def swap_out(self, session: int) -> None:
-        """Give its memory back; it makes nothing until it is back."""
+        """Free its device memory; no chunk of it is made until it is swapped in."""
 
     def swap_in(self, session: int) -> None:
-        """Let it come back. Raises RequestError, code "memory", where there is no room now."""
+        """Swap it in. Raises RequestError, code "memory", where device memory is too short now."""
 
     def is_away(self, session: int) -> bool:
-        """Whether it is swapped out, or not yet wholly back."""
+        """Whether it is swapped out, or still being swapped in."""
 
     def place(self, session: int) -> str:
-        """`device`, `host` or `disk`."""
+        """Where its caches are: `device`, `host` (memory) or `disk`."""
 
     def take_lost(self) -> list[int]:
-        """Sessions that came back without what they were, and make nothing before `reset`. Told once."""
+        """Sessions that were swapped in without their caches; `reset` is to follow. Each is returned once."""

@@ -1,4 +1,4 @@
-"""What an engine tells of its pipeline and its sessions."""
+"""Events with the properties and measurements of an engine's pipeline and sessions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Given = TypeVar("_Given")
 
 
 def ready(pipeline: Pipeline, sessions_away: int | None) -> Ready:
-    """What the pipeline is, for whoever connects; `sessions_away`: see `Ready`."""
+    """The `Ready` event of a pipeline; `sessions_away`: see `Ready`."""
     return Ready(
         **asdict(pipeline.info),
         examples=tuple(pipeline.text.examples),
@@ -41,7 +41,7 @@ class Counted(Generic[_Given]):
 
 
 def measured(pipeline: Pipeline, texts: int, pictures: int) -> list[Event]:
-    """What was measured by now, and how many texts and pictures were encoded; nothing before the first chunk."""
+    """The `Measured` event, with counts of encoded texts and pictures; empty before the first chunk."""
     work_s = pipeline.work_s()
     if work_s is None:
         return []

@@ -1,4 +1,4 @@
-"""Saving an engine's sessions, and opening sessions that go on from what was saved."""
+"""Saving an engine's sessions, and opening sessions from snapshots."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from streamdiff.pipeline.output import Frames
 NOTHING = Encoded()
 
 
-class SavesSessions(ABC):
-    """`Engine`'s saving and loading."""
+class EngineSnapshotMixin(ABC):
+    """Saving and loading of sessions, for `Engine`."""
 
     _pipeline: Pipeline
     _max_ahead_frames: int
     _slots: dict[str, int]
     _sessions: dict[int, Session]
-    _waiting: PromptQueue
+    _prompt_queue: PromptQueue
     _swapping: Swapping
     _texts: dict[str, tuple[str, Any]]
     _saves: PendingSaves
 
     @abstractmethod
     def _find(self, command: Request | Close) -> Session | None:
-        """Its session."""
+        """The session that a command is for."""
 
     @abstractmethod
     def _read(self, prompt: str, previous: str | None) -> ParsedPrompt:
-        """How a prompt is understood."""
+        """Read a prompt; `previous`: the session's text before it, if any."""
 
     @abstractmethod
     def _wait(self, pending: PendingRequest) -> list[Event]:
-        """Encode what a request has first."""
+        """Queue a request whose prompt or picture must be encoded first."""
 
     @abstractmethod
     def _number(self, made: Frames) -> list[Event]:
@@ -90,7 +90,7 @@ class SavesSessions(ABC):
         """A session that can be saved now. Raises RequestError."""
         session = self._find(Close(name))
         assert session is not None, "`_find` raises"
-        if name in self._waiting:
+        if name in self._prompt_queue:
             why = f"a prompt of session {name!r} is being encoded; save it when it is accepted"
             raise RequestError("session", why, "encoding")
         return session
@@ -106,7 +106,7 @@ class SavesSessions(ABC):
 
     def _load(self, name: str, snapshot: Any, max_ahead_frames: int) -> tuple[Session, list[Event]]:
         """A session that goes on from a snapshot, with no frames allowed yet, and what others made meanwhile."""
-        if name in self._slots or name in self._waiting:
+        if name in self._slots or name in self._prompt_queue:
             raise RequestError("session", f"session {name!r} is open already; close it or use another id")
         saved, opened = snapshot.about.get("session"), snapshot.session
         if not isinstance(saved, dict):
@@ -124,20 +124,20 @@ class SavesSessions(ABC):
         start, embeddings = snapshot.given()
         if not session.text and embeddings is None:
             raise RequestError("snapshot", "about.session.text is empty in the snapshot, and it has no prompt_embeds")
-        frames = self._swapping.with_room(lambda: self._saving().load(slot, snapshot))
+        frames = self._swapping.retry_after_swap_out(lambda: self._saving().load(slot, snapshot))
         session.start, session.embeddings = start, embeddings
         self._slots[name], self._sessions[slot] = slot, session
         return session, [event for made in frames for event in self._number(made)]
 
     def _save(self, command: Save) -> list[Event]:
-        """`_turn_saves` answers."""
+        """Queue a save, which `_turn_saves` answers."""
         self._check_saved(command.session)
         self._saving()
         self._saves.ask(command)
         return []
 
     def _turn_saves(self) -> list[Event]:
-        """Go on with sessions that are being saved; answers to those that are."""
+        """Advance pending saves; returns the answers of those that are finished."""
         if not self._saves:
             return []
         done = self._saves.turn(self._saving(), lambda name: self._slots[name], self._file_of)

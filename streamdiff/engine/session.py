@@ -140,10 +140,10 @@ class Session:
         return saved | {name: saved[name] - self._epoch_shift for name in ("epoch", "_applied_epoch", "_oldest_epoch")}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `saved` told of a session whose stream the pipeline has loaded. Mutates: self.
+        """Restore the state that `saved` has of a session whose stream the pipeline has loaded. Mutates: self.
 
         Raises:
-            RequestError: it tells other things than this version would, or of other types.
+            RequestError: its fields are not those of this version, or of other types.
         """
         try:
             typed.check_plain(saved, Session, "about.session")
@@ -210,7 +210,7 @@ class Session:
             (self._pending_steps, self._apply_steps),
             (self._pending_input, self._apply_input),
         )
-        for _, apply in sorted(((wish[0], apply) for wish, apply in pending if wish is not None), key=itemgetter(0)):
+        for _, apply in sorted(((each[0], apply) for each, apply in pending if each is not None), key=itemgetter(0)):
             apply()
 
     def _apply_switch(self) -> None:
@@ -231,9 +231,9 @@ class Session:
             self._pipeline.set_input(self._slot, strength, epoch=epoch - self._epoch_shift)
 
     def reset(self, seed: int | None, request: str) -> list[Event]:
-        """Begin again, with the latest prompt and steps, and from `start`. A paused stream stays paused.
+        """Restart the stream, with the latest prompt and steps, and from `start`. A paused stream stays paused.
 
-        Frames made so far count as shown: who asked for a reset drops the others.
+        Frames made so far count as shown: the web process drops those that were not.
         """
         self.seed = self.seed if seed is None else seed
         self.epoch += 1

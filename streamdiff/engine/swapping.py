@@ -1,6 +1,6 @@
-"""Which sessions have their caches on the device: those that somebody needs, and others while there is room.
+"""Which sessions have their caches on the device: the active ones, and idle ones while there is memory.
 
-Sans-IO, and without a clock: whoever watches sessions tells which are active (`SetActive`).
+Sans-IO, and without a clock: the web process says which sessions are active (`SetActive`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Swapping:
         self._idle: dict[int, bool] = {}  # those that nobody needs, longest first; whether to be swapped out at once
         self._called: dict[int, None] = {}  # those that are to come back, longest first
         self._put_off: dict[int, list[PendingRequest]] = {}
-        self._places: dict[int, str] = {}  # as told last; of those that are not on the device
+        self._locations: dict[int, str] = {}  # as returned by `moved` last; of those that are not on the device
 
     def sessions_away(self) -> int | None:
         """See `SwappingPipeline`."""
@@ -35,7 +35,7 @@ class Swapping:
         return self._pipeline is not None and self._pipeline.is_away(slot)
 
     def set_active(self, slot: int, message: SetActive) -> None:
-        """Note whether somebody needs a session; it comes back, or goes, with `turn`. Mutates: self."""
+        """Note whether a session is active; `turn` swaps it in or out. Mutates: self."""
         if not message.active:
             self._idle[slot] = message.swap_out
             if slot not in self._put_off:
@@ -46,13 +46,13 @@ class Swapping:
                 self._called[slot] = None
 
     def forget(self, slot: int) -> list[PendingRequest]:
-        """The session has ended; returns what it was still to be asked. Mutates: self."""
+        """The session has ended; returns its requests that were put off. Mutates: self."""
         self._idle.pop(slot, None)
         self._called.pop(slot, None)
-        self._places.pop(slot, None)
+        self._locations.pop(slot, None)
         return self._put_off.pop(slot, [])
 
-    def with_room(self, call: Callable[[], _T], returning: int | None = None) -> _T:
+    def retry_after_swap_out(self, call: Callable[[], _T], returning: int | None = None) -> _T:
         """Run `call`, which takes memory for a new session or the one `returning`; while there is too little, swap
         out the longest idle session and retry.
 
@@ -63,7 +63,7 @@ class Swapping:
             try:
                 return call()
             except RequestError as error:
-                if error.code != "memory" or not self._make_room(returning):
+                if error.code != "memory" or not self._swap_out_longest_idle(returning):
                     raise
 
     def put_off(self, slot: int, pending: PendingRequest) -> bool:
@@ -71,21 +71,22 @@ class Swapping:
         or a prompt or steps after one. Mutates: self.
 
         Raises:
-            RequestError: no room, code "memory".
+            RequestError: no memory for it, code "memory".
         """
         pipeline = self._pipeline
         if pipeline is None or not pipeline.is_away(slot):
             return False
-        asked = pending.request
-        if not (_resets(asked) or (slot in self._put_off and isinstance(asked, SetPrompt | SetSteps))):
+        request = pending.request
+        if not (_resets(request) or (slot in self._put_off and isinstance(request, SetPrompt | SetSteps))):
             return False
-        self.with_room(lambda: pipeline.swap_in(slot), slot)
+        self.retry_after_swap_out(lambda: pipeline.swap_in(slot), slot)
         self._called.pop(slot, None)
         self._put_off.setdefault(slot, []).append(pending)
         return True
 
     def turn(self) -> list[PendingRequest]:
-        """Let sessions come and go; requests of those that are back, in their order. Mutates: self, pipeline."""
+        """Swap sessions in and out; returns the put-off requests of those that are back, in their order. Mutates: self,
+        pipeline."""
         pipeline = self._pipeline
         if pipeline is None:
             return []
@@ -100,28 +101,29 @@ class Swapping:
         return [request for slot in back for request in self._put_off.pop(slot)]
 
     def lost(self) -> list[int]:
-        """Sessions that have come back without what they were, and have to begin afresh. Told once."""
+        """Sessions that were swapped in without their caches and must be reset. Each is returned once."""
         return [] if self._pipeline is None else self._pipeline.take_lost()
 
     def moved(self) -> list[tuple[int, str]]:
-        """Sessions that lie elsewhere than was told last, and where. Mutates: self."""
+        """Sessions whose caches have moved since the last call, and their location: device, host or disk. Mutates:
+        self."""
         pipeline = self._pipeline
         if pipeline is None:
             return []
-        now = {slot: pipeline.place(slot) for slot in {*self._idle, *self._places}}
-        moved = [(slot, place) for slot, place in now.items() if place != self._places.get(slot, "device")]
-        self._places = {slot: place for slot, place in now.items() if place != "device"}
+        now = {slot: pipeline.place(slot) for slot in {*self._idle, *self._locations}}
+        moved = [(slot, location) for slot, location in now.items() if location != self._locations.get(slot, "device")]
+        self._locations = {slot: location for slot, location in now.items() if location != "device"}
         return moved
 
     def _try_in(self, slot: int, pipeline: SwappingPipeline) -> bool:
         try:
-            self.with_room(lambda: pipeline.swap_in(slot), slot)
+            self.retry_after_swap_out(lambda: pipeline.swap_in(slot), slot)
         except RequestError:
             return False  # all that fit are needed; it waits
         return True
 
-    def _make_room(self, returning: int | None) -> bool:
-        """Swap out whom nobody needs longest; whether there was one. Mutates: self, pipeline."""
+    def _swap_out_longest_idle(self, returning: int | None) -> bool:
+        """Swap out the session that has been idle longest; whether there was one. Mutates: self, pipeline."""
         pipeline = self._pipeline
         for slot in self._idle:
             if pipeline is not None and slot not in self._put_off and pipeline.can_swap_out(slot, returning):
@@ -131,5 +133,5 @@ class Swapping:
 
 
 def _resets(request: Request) -> bool:
-    """Whether a request lets the stream begin afresh."""
+    """Whether a request resets the stream."""
     return isinstance(request, Reset) or (isinstance(request, SetPrompt) and request.switch == "reset")

@@ -24,8 +24,7 @@ from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.pipeline.output import ModelInfo
 
 SESSION_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
-"""What can go wrong with one session's text, picture or memory, and ends nothing else. Others are faults of a
-program."""
+"""Errors of one session's text, picture or memory, which end that session only. Others are bugs and end the engine."""
 MAX_PROMPT_CHARACTERS = 2000
 MAX_SEED = 2**31 - 1
 
@@ -53,7 +52,7 @@ def check_open(command: Open, info: ModelInfo) -> None:
 
 
 def check_begin(command: Open | Reset, info: ModelInfo) -> None:
-    """A seed that there is, and a picture of the model's size: whoever sends one has fitted it."""
+    """Raises RequestError unless the seed is in range and the picture, if any, `[1, H, W, 3]` of the model's size."""
     seed, image = command.seed, command.image
     if seed is not None and not 0 <= seed <= MAX_SEED:
         raise RequestError("seed", f"the seed is {seed}; it must be a whole number from 0 to {MAX_SEED}")
@@ -73,7 +72,7 @@ def feeding(pipeline: Pipeline, strength: float | None) -> FeedingPipeline:
 
 
 def check_frames(command: InputFrames, info: ModelInfo) -> None:
-    """Frames of the model's size: whoever sends them has fitted them."""
+    """Raises RequestError unless the frames are `[n, H, W, 3]` of the model's size."""
     shape = command.pictures.shape
     if len(shape) != 4 or shape[1:] != (info.height, info.width, 3):
         raise RequestError(

@@ -90,7 +90,7 @@ class AppState:
             await self.file_feed.start()
 
     async def _session_ends(self, session: LiveSession, reason: str) -> None:
-        """End what takes a session's video, and what feeds it."""
+        """Close a session's viewers, outputs and inputs."""
         if session.id == DEFAULT_SESSION and self.file_feed is not None and reason != "input_ended":
             await self.file_feed.stop()  # with `input_ended` this is its own task
         await self.feeders.end_session(session)
@@ -98,7 +98,7 @@ class AppState:
         await self.session_outputs.end_session(session)
 
     def _make_jobs(self, store: JobStore, connection: EngineConnection) -> JobRunner:
-        """The runner of the server's jobs, told of what the engine says. Mutates: manager."""
+        """The runner of the server's jobs, connected to the manager's events. Mutates: manager."""
         # A `clean` session has one step in the ring at most, so it takes one for each stage to leave none idle.
         stages = self.config.model.stages if self.config.model.kv_context == "clean" else 1
         runner = JobRunner(
@@ -112,8 +112,8 @@ class AppState:
         for session in self.manager.sessions:
             session.update_metrics()
         self.metrics.sessions.set(len(self.manager.sessions))
-        for place, count in self.manager.places().items():
-            self.metrics.sessions_at.labels(place).set(count)
+        for location, count in self.manager.sessions_by_location().items():
+            self.metrics.sessions_at.labels(location).set(count)
         self.viewers.update_metrics()
         free = self.manager.load.free_sessions()
         self.metrics.free_sessions.set(float("nan") if free is None else free)
@@ -121,7 +121,7 @@ class AppState:
         self.metrics.sockets.set(self.sockets.count)
 
     def role(self, request: HTTPConnection, session: LiveSession | None = None) -> Role:
-        """What a caller may do with a session, or with the server."""
+        """Role of a caller for a session, or for the server where that is None."""
         return role_of(_token_of(request), self._tokens, session.tokens if session else None)
 
     def require(self, request: HTTPConnection, needed: Role, session: LiveSession | None = None) -> None:
@@ -129,8 +129,8 @@ class AppState:
         self._require(request, needed, self.role(request, session))
 
     def require_for_jobs(self, request: HTTPConnection, needed: Role) -> None:
-        """The same for jobs, which are nobody's default session: where the server has a token, all of it takes one.
-        Where it has none, any is as good: clients of OpenAI's API always show a key."""
+        """`require` for jobs: the server's token is needed for them where it has one. Where it has none, any is
+        accepted, as clients of OpenAI's API always send a key."""
         if self._tokens != Tokens():
             self._require(request, needed, role_of(_token_of(request), self._tokens, Tokens()))
 

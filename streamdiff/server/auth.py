@@ -91,7 +91,7 @@ def _read(path: str | None, key: str) -> str | None:
 
 
 def role_of(token: str | None, server: Tokens, session: Tokens | None = None) -> Role:
-    """What a caller with `token` may do with a session that has tokens `session` (None: the default session).
+    """Role of a caller with `token` for a session that has tokens `session` (None: the default session).
 
     The tokens of `server` open every session. Without a token everybody may steer the default session where the server
     has no token, and watch it where it has none to watch. A session with tokens of its own may be watched by everybody

@@ -15,11 +15,11 @@ from typing import Any, TextIO
 from streamdiff.config import ServeConfig
 
 console = logging.getLogger("streamdiff.console")
-"""For the person who started the server: where it listens, that it ends. Text goes to standard output."""
+"""Messages to the operator: the server's address, its end. As text they go to standard output."""
 fatal = logging.getLogger("streamdiff.fatal")
 """Why the server cannot go on."""
 prompt_log = logging.getLogger("streamdiff.prompts")
-"""Where prompts are written, if that is asked for."""
+"""Logger of prompts, used if `serve.log_prompts` is set."""
 
 
 def log_fields(**values: object) -> dict[str, Any]:

@@ -42,7 +42,7 @@ DRAIN_POLL_S = 0.1
 FETCHED_PERCENT = 5
 """Of a file, after which progress is logged again."""
 GOODBYE_S = 0.3
-"""How long viewers are given to hear that the engine ended."""
+"""Time for the message that the engine has ended to reach viewers, before connections are closed."""
 
 Fetch = Callable[[ModelConfig, Callable[[Progress], None]], Awaitable[None]]
 
@@ -204,7 +204,7 @@ async def _unless_shut_down(starting: Coroutine[Any, Any, None], shutdown: Shutd
 async def _serve_engine(
     config: Config, state: AppState, engine: EngineSupervisor, serving: asyncio.Task[None], shutdown: ShutdownRequest
 ) -> int:
-    """Serve a warm engine until somebody asks to end, or the engine does and is never started again."""
+    """Serve a warm engine until the server is asked to end, or the engine has failed for good."""
     requested, ended = (asyncio.create_task(event.wait()) for event in (shutdown.requested, state.manager.ended))
     try:
         await asyncio.wait({serving, requested, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -227,14 +227,14 @@ async def _serve_engine(
 
 
 async def _serve_without_engine(failed: str, *ends: asyncio.Task[Any]) -> None:
-    """Answer that there is no engine any more, until somebody ends the server."""
+    """Keep answering, without an engine, until the server is asked to end."""
     fatal.error("%s", failed)
     fatal.error("the server stays to say so, /readyz answers 503 (Ctrl-C ends)")
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _drain(state: AppState, limit_s: float, shutdown: ShutdownRequest) -> None:
-    """Open no more sessions, and wait until nobody watches, for `limit_s` at the most, or until asked to end now."""
+    """Open no more sessions, and wait until no viewers are left, at most `limit_s`, or until asked to end now."""
     state.manager.draining = True
     end_s = clock.monotonic_s() + limit_s
     if state.viewers.count and limit_s > 0 and not shutdown.immediate.is_set():

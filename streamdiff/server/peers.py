@@ -21,7 +21,7 @@ def address_of(connection: HTTPConnection) -> str:
 
 
 def group_of(address: str) -> str:
-    """An IPv4 address as it is, the /64 network of an IPv6 one, since whoever has one address there has all of it."""
+    """The key for limits of an address: an IPv4 address itself, or the /64 network of an IPv6 address."""
     parsed = parse_address(address.partition("%")[0])
     if not isinstance(parsed, IPv6Address):
         return str(parsed or address)
@@ -59,14 +59,14 @@ class SlotPool:
 
     def refusal(self, address: str) -> Problem | None:
         """Why an address can have no slot now, 503 or 429; None: it can."""
-        again = {"Retry-After": str(RETRY_AFTER_S)}
+        retry_after = {"Retry-After": str(RETRY_AFTER_S)}
         if self.count >= self._limit:
             message = f"All {self._limit} places are taken ({self._setting}). Try again in a moment."
-            return Problem(503, message, again, code=self._code)
+            return Problem(503, message, retry_after, code=self._code)
         if self._held[address] >= self._per_address:
             message = f"One address may hold {self._per_address} of {self._limit} places ({self._setting}), and yours "
             return Problem(
-                429, message + "does: close another page, or raise serve.address_share.", again, code="address"
+                429, message + "does: close another page, or raise serve.address_share.", retry_after, code="address"
             )
         return None
 

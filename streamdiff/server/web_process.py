@@ -1,4 +1,4 @@
-"""`python -m streamdiff.server.web_process`: the web server of an engine that runs already and started it
+"""`python -m streamdiff.server.web_process`: the web server of a running engine, started by the engine process
 (`engine.process.rank0_server`)."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m streamdiff.server.web_process", description="a running engine's web side"
     )
-    parser.add_argument("--address", type=Path, required=True, help="private folder: bridge's socket, configuration")
+    parser.add_argument("--address", type=Path, required=True, help="private folder: IPC socket, configuration")
     options = parser.parse_args()
     config = private_folder.read_config(options.address)
     # The engine is this process's parent, and takes it along: whoever started the engine starts both again.

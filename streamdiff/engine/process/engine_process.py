@@ -30,7 +30,7 @@ from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models.defaults import may_compile
 
 output_log = logging.getLogger("streamdiff.engine.output")
-"""What the engine writes, where the log is JSON; else it goes on to our own standard error as it is."""
+"""Output of the engine process where the log is JSON; otherwise it is copied to our standard error."""
 
 _LAST_LINES = 20
 _LINE_END = re.compile(r"[\r\n]")  # bars of progress end with the one, lines with the other
@@ -73,7 +73,7 @@ class EngineHandle(Protocol):
 
     @property
     def ready(self) -> Ready:
-        """What the engine said of itself; after `start`."""
+        """The engine's `Ready` event; after `start`."""
         assert self._ready is not None, "start the engine first"
         return self._ready
 
@@ -82,7 +82,7 @@ class EngineHandle(Protocol):
         """Whether there is a process; after `prepare`."""
 
     async def prepare(self) -> None:
-        """Do, before `start`, what takes time and needs no model, if there is anything; may be left out."""
+        """Optional step before `start`: imports that take time and need no model."""
         return
 
     async def ended(self) -> str:
@@ -119,7 +119,7 @@ class EngineProcess(EngineHandle):
         self._module = module
         self._folder: Path | None = None
         self._process: Process | None = None
-        self._client: EngineClient | None = None
+        self._ipc: EngineClient | None = None
         self._watching: asyncio.Task[int] | None = None
         self._silence_watch: asyncio.Task[None] | None = None
         self._hang_s = config.model.hang_s + (0.0 if config.model.ranks == 1 else _RANKS_HANG_S)
@@ -141,7 +141,7 @@ class EngineProcess(EngineHandle):
         return self._process is not None and self._process.returncode is None
 
     async def prepare(self) -> None:
-        """Start a process that only imports what it needs, and begins with `start`."""
+        """Start a standby process, which only imports modules until `start` is called."""
         self._folder = private_folder.make()
         try:
             self._start_pipe = standby.open_pipe(self._folder)
@@ -151,7 +151,7 @@ class EngineProcess(EngineHandle):
             raise
 
     async def start(self) -> EngineClient:
-        """Start the engine and wait until it is warm. The client's `events` begin after `Ready`.
+        """Start the engine and wait until it is warm. The returned `EngineClient`'s `events` begin after `Ready`.
 
         Raises:
             ConfigError: the engine refuses the configuration (an unknown model, for example).
@@ -164,20 +164,20 @@ class EngineProcess(EngineHandle):
             else:
                 self._folder = private_folder.make()
                 await self._launch()
-            assert self._process is not None and self._client is not None
-            await self._wait_until_ready(self._client)
+            assert self._process is not None and self._ipc is not None
+            await self._wait_until_ready(self._ipc)
             self._silence_watch = asyncio.create_task(
-                self._kill_when_silent(self._process, self._client), name="engine-listen"
+                self._kill_when_silent(self._process, self._ipc), name="engine-listen"
             )
         except BaseException:
             await self.stop()
             raise
-        return self._client
+        return self._ipc
 
     async def _launch(self, *more: str) -> None:
         assert self._folder is not None
         private_folder.write_config(self._folder, self._config)
-        self._client = EngineClient(self._folder)
+        self._ipc = EngineClient(self._folder)
         launcher = ("streamdiff.engine.process.launcher", "--module") if self._config.model.ranks > 1 else ()
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", *launcher, self._module),
@@ -193,9 +193,9 @@ class EngineProcess(EngineHandle):
         )
         self._watching = asyncio.create_task(self._watch(self._process), name="engine-watch")
 
-    async def _wait_until_ready(self, client: EngineClient) -> None:
-        waiting = asyncio.create_task(self._first_event(client), name="engine-first-word")
-        silent = asyncio.create_task(_until_silent(self._start_limit_s, lambda: (client.heard, self._written)))
+    async def _wait_until_ready(self, ipc: EngineClient) -> None:
+        waiting = asyncio.create_task(self._first_event(ipc), name="engine-first-word")
+        silent = asyncio.create_task(_until_silent(self._start_limit_s, lambda: (ipc.heard, self._written)))
         try:
             done, _ = await asyncio.wait({waiting, silent}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -213,16 +213,16 @@ class EngineProcess(EngineHandle):
         reason = event.reason if isinstance(event, Failed) else f"the engine sent {event!r:.80} before Ready"
         raise EngineFailure(f"the engine did not start: {reason}")
 
-    async def _first_event(self, client: EngineClient) -> tuple[Event | None, int]:
+    async def _first_event(self, ipc: EngineClient) -> tuple[Event | None, int]:
         """The engine's first event, and how the process ended where that is not `Ready`."""
-        async with aclosing(client.events()) as events:
+        async with aclosing(ipc.events()) as events:
             event = await anext(events, None)
         return event, 0 if isinstance(event, Ready) else await self.wait()
 
     async def _watch(self, process: Process) -> int:
-        """Pass on what the engine writes, then say why it ended."""
+        """Forward the engine's output until the process ends, then mark the IPC socket as ended, with the reason."""
         assert process.stdout is not None
-        assert self._client is not None
+        assert self._ipc is not None
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         rest = ""
         while data := await process.stdout.read(8192):
@@ -234,7 +234,7 @@ class EngineProcess(EngineHandle):
             rest = rest[-_LINE_CHARACTERS:]
         self._keep_lines([rest])
         code = await process.wait()
-        self._client.end(None if self._stopping else Failed(self._end_reason(code)))
+        self._ipc.end(None if self._stopping else Failed(self._end_reason(code)))
         return code
 
     def _end_reason(self, code: int) -> str:
@@ -245,9 +245,9 @@ class EngineProcess(EngineHandle):
             )
         return f"the engine ended {name_exit(code)}{self._last_output()}"
 
-    async def _kill_when_silent(self, process: Process, client: EngineClient) -> None:
-        """End an engine that says nothing any more."""
-        await _until_silent(self._hang_s, lambda: client.heard)
+    async def _kill_when_silent(self, process: Process, ipc: EngineClient) -> None:
+        """Kill the engine once no message has come from it for `hang_s`."""
+        await _until_silent(self._hang_s, lambda: ipc.heard)
         self._hung = True
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             process.kill()
@@ -259,7 +259,7 @@ class EngineProcess(EngineHandle):
                 sys.stderr.flush()
 
     def _keep_lines(self, lines: list[str]) -> None:
-        """Keep whole lines for a last word, and put them into a log of JSON. Mutates: self."""
+        """Keep the last lines of output for the failure reason, and log them where the log is JSON. Mutates: self."""
         for line in filter(str.strip, lines):
             self._last_lines.append(line)
             if self._config.serve.log_format == "json":
@@ -288,12 +288,12 @@ class EngineProcess(EngineHandle):
             # Ends a spare that nobody told, which may have outlived its launcher and then holds our pipes open.
             os.close(self._start_pipe)
             self._start_pipe = None
-        process, client = self._process, self._client
+        process, ipc = self._process, self._ipc
         if process is not None and self._watching is not None:
             try:
                 async with asyncio.timeout(self._stop_limit_s):
-                    if self._ready is not None and client is not None and process.returncode is None:
-                        await client.send(Shutdown())
+                    if self._ready is not None and ipc is not None and process.returncode is None:
+                        await ipc.send(Shutdown())
                     elif process.returncode is None:
                         process.terminate()
                     await self.wait()
@@ -301,8 +301,8 @@ class EngineProcess(EngineHandle):
                 if process.returncode is None:
                     process.kill()
                 await self.wait()
-        if client is not None:
-            client.close()
+        if ipc is not None:
+            ipc.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

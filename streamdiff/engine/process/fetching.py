@@ -24,12 +24,12 @@ __all__ = ["Progress", "fetch"]
 
 
 async def fetch(config: ModelConfig, tell: Callable[[Progress], None]) -> None:
-    """Fetch what is missing; `tell` hears how far it is, several times a second. Nothing is started for a model that
-    needs nothing published. Ends the process when it is cancelled.
+    """Download missing files of a model, in a process of its own; `tell` is called with the progress several times a
+    second. Starts nothing for a model without published files. Ends the process when cancelled.
 
     Raises:
         ConfigError: no such model, or something cannot be had.
-        EngineFailure: the process ended without a word.
+        EngineFailure: the process ended without a message.
     """
     if not resolve.to_fetch(config):
         return

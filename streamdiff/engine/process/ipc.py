@@ -1,6 +1,6 @@
-"""The bridge between the web process and the engine process: one pyzmq PAIR over ipc in a private folder.
+"""The IPC socket between the web process and the engine process: a pyzmq PAIR over ipc in a private folder.
 
-Knows nothing about sessions or pictures' meaning; `serializer` turns messages into bytes.
+Independent of what messages mean; `serializer` turns them into bytes.
 
 Nothing here can pile up without limit. Both directions hold at most `HIGH_WATER` messages per side; then the web
 side's `send` waits (its callers are held back), and the engine's `send` waits up to `stall_s` and then gives up,
@@ -47,7 +47,7 @@ def _limit(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> None:
 
 
 class EngineServer:
-    """The engine's end, synchronous. For one thread."""
+    """The engine's end of the IPC socket, synchronous. For one thread."""
 
     def __init__(self, folder: Path, *, wake_fd: int | None = None, stall_s: float = 30.0) -> None:
         """Connect to the web process's end in `folder`.
@@ -73,7 +73,7 @@ class EngineServer:
         there or `wake_fd` says so).
 
         Raises:
-            WireError: something that is not a command.
+            SerializationError: something that is not a command.
         """
         commands: list[Command] = []
         ready = dict(self._poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000))))
@@ -87,7 +87,7 @@ class EngineServer:
         return commands
 
     def send(self, event: Event) -> None:
-        """Hand `event` to the web process; its pictures may be written again afterwards.
+        """Send `event` to the web process; the buffers of its pictures may be reused afterwards.
 
         Raises:
             EngineFailure: the web process has not read anything for `stall_s`.
@@ -99,13 +99,13 @@ class EngineServer:
             raise EngineFailure(message) from error
 
     def close(self, *, linger_s: float = 1.0) -> None:
-        """Close, giving what was sent `linger_s` to arrive."""
+        """Close the socket, after waiting up to `linger_s` for sent messages to be delivered."""
         self._socket.close(linger=round(linger_s * 1000))
         self._context.term()
 
 
 class EngineClient:
-    """The web process's end, asyncio. Created before the engine starts; ends with it and never before."""
+    """The web process's end of the IPC socket, asyncio. Created before the engine starts; ends with it."""
 
     def __init__(self, folder: Path) -> None:
         """Listen in `folder`, which should be private to the user (mode 0700)."""
@@ -115,9 +115,9 @@ class EngineClient:
         _limit(self._socket)
         self._socket.bind(endpoint)
         self._sending = asyncio.Lock()
-        self._told_failure = False
+        self._failure_delivered = False
         self.heard = 0
-        """How many messages have come: while it goes up, the engine lives."""
+        """Messages received so far: while it increases, the engine is alive."""
         self._end: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
 
     async def send(self, command: Command) -> None:
@@ -139,7 +139,7 @@ class EngineClient:
         If the engine ended without being asked to, the last event is `Failed`, also when the engine could not send it.
 
         Raises:
-            WireError: something that is not an event.
+            SerializationError: something that is not an event.
         """
         while not self._end.done():
             receiving = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
@@ -153,14 +153,14 @@ class EngineClient:
             if not isinstance(event, Alive):
                 yield event
         failure = self._end.result()
-        if failure is not None and not self._told_failure:
-            self._told_failure = True
+        if failure is not None and not self._failure_delivered:
+            self._failure_delivered = True
             yield failure
 
     def _received(self, parts: list[zmq.Frame]) -> Event:
         event = serializer.decode_event([frame.buffer for frame in parts])
         self.heard += 1
-        self._told_failure = self._told_failure or isinstance(event, Failed)
+        self._failure_delivered = self._failure_delivered or isinstance(event, Failed)
         return event
 
     async def _before_end(self, work: Awaitable[object]) -> bool:
@@ -185,7 +185,7 @@ class EngineClient:
         return not polling.cancelled() and bool(polling.result())  # cancelled: `close` came in between
 
     def end(self, failure: Failed | None) -> None:
-        """Say that the engine has ended (the supervisor does); `failure` is None when it was asked to."""
+        """Mark the engine as ended (its `EngineHandle` does); `failure`: None if the end was requested."""
         if not self._end.done():
             self._end.set_result(failure)
 

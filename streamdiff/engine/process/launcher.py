@@ -31,7 +31,7 @@ with heavy_import():
 
 EXIT_FAILED = 1
 _ELASTIC = "torch.distributed.elastic"
-"""Logger of what is told here, or by the ranks, in words of our own."""
+"""Logger of torch's launcher, which is silenced: this module and the ranks report failures themselves."""
 _HOST = "127.0.0.1"
 _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 _LOOK_S = 0.1
@@ -72,7 +72,7 @@ def open_store() -> TCPStore:
 
 
 def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What tells a process that it is this rank, as torchrun does; and where to listen for its neighbours."""
+    """Environment variables of a rank's process: those that torchrun sets, and the network interface to use."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -88,7 +88,7 @@ def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _exit_code(result: RunProcsResult | None) -> int:
-    """Of ranks that have all ended; says on standard error how those did that failed."""
+    """Exit code of the launcher once all ranks have ended; prints to standard error how failed ranks ended."""
     codes = {rank: failure.exitcode for rank, failure in sorted(result.failures.items())} if result is not None else {}
     if not codes:
         return 0

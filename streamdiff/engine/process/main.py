@@ -1,4 +1,4 @@
-"""The engine process: loads the pipeline, says `Ready`, then serves the IPC socket until it is told to end.
+"""The engine process: loads the pipeline, sends `Ready`, then serves the IPC socket until it is stopped.
 
 It ends on `Shutdown`, on SIGTERM, and when its parent is gone: the parent holds the other end of its standard input,
 so end of file there means the parent died, however it died. Knows nothing about viewers or HTTP.
@@ -36,8 +36,8 @@ _DECODE_WAIT_S = 0.01
 _IDLE_WAIT_S = 0.5
 # How often a busy engine says that it lives; an idle one does whenever it looks.
 _ALIVE_S = 0.25
-# A launcher that lost a rank ends the others at once; what happened may be known a moment later.
-_TOLD_WHY_S = 1.0
+# A launcher that lost a rank ends the others at once. How long to wait then for the pipeline's own failure.
+_FAILURE_GRACE_S = 1.0
 # What takes the seconds of a start: torch, and all that loads a pipeline.
 _HEAVY = "streamdiff.pipeline.build"
 EventHook = Callable[[Engine, Event], None]
@@ -46,7 +46,7 @@ _ORPHAN_LIMIT_S = 5.0
 
 
 class Stop:
-    """Whether the process was told to end, from a signal or by its parent's death; and a descriptor that says so."""
+    """Stop request of the process, by a signal or its parent's death, with a file descriptor to poll for it."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` is that of the IPC socket, removed here once the parent, whose it is, is gone."""
@@ -59,7 +59,7 @@ class Stop:
 
     @property
     def fd(self) -> int:
-        """Readable as soon as the process was told to end."""
+        """File descriptor that is readable once a stop was requested."""
         return self._reader.fileno()
 
     def listen(self) -> None:
@@ -69,7 +69,7 @@ class Stop:
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
     def watch_parent(self) -> None:
-        """Take the end of standard input for the parent's end."""
+        """Request a stop at end of file on standard input, which means that the parent has died."""
         threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -106,7 +106,7 @@ def max_ahead_frames(config: Config) -> int:
 
 
 def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: EventHook) -> None:
-    """The loop: take commands, work, tell. Waits in `poll` when there is nothing to do."""
+    """The engine loop: handle commands, step the engine, send events. Waits in `poll` when the engine is idle."""
     alive_s = clock.monotonic_s()
     while not stop.requested:
         if clock.monotonic_s() >= alive_s:
@@ -121,7 +121,7 @@ def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: EventHook) -> 
         for event in engine.step(_DECODE_WAIT_S):
             server.send(event)
             tap(engine, event)
-    engine.check(_TOLD_WHY_S)
+    engine.check(_FAILURE_GRACE_S)
 
 
 def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pipeline] = _load_runtime) -> int:
@@ -147,9 +147,11 @@ def run(
     load: Callable[[ModelConfig], Pipeline] = _load_runtime,
     tap: EventHook = lambda engine, event: None,
 ) -> int:
-    """Be the engine of the web process whose bridge and configuration are in the folder `address`, until `stop` or the
-    web process says so; returns the exit code. `tap` sees all that the stream brings, after the web process was sent
-    it."""
+    """Run the engine loop on the IPC socket and configuration in folder `address`; returns the exit code.
+
+    Ends when `stop` is requested or the web process sends `Shutdown`. `tap` is called with every event of the loop
+    after it was sent to the web process.
+    """
     server = EngineServer(address, wake_fd=stop.fd)
     engine: Engine | None = None
     try:
@@ -176,7 +178,7 @@ def run(
 
 
 def run_as_worker(config: ModelConfig) -> int:
-    """Work for rank 0, which says what is wrong with the configuration; returns the exit code."""
+    """Run a rank other than 0; returns the exit code. Rank 0 reports errors of the configuration."""
     with heavy_import():
         from streamdiff.pipeline.worker_main import run_worker  # torch takes seconds to import
 
@@ -184,7 +186,7 @@ def run_as_worker(config: ModelConfig) -> int:
 
 
 def work_for_rank_0(work: Callable[[], None]) -> int:
-    """`work`, and the exit code: where it raises ConfigError rank 0 does so too, says what is wrong, and ends all."""
+    """Run `work`; returns the exit code. On ConfigError it first waits for rank 0, which reports the same error."""
     try:
         work()
     except ConfigError:
@@ -210,7 +212,7 @@ def main_and_end(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Tell of what nobody caught, as Python does, and end."""
+    """`sys.excepthook`: print an uncaught exception, and exit with code 1."""
     sys.__excepthook__(kind, error, trace)
     _leave(1)
 

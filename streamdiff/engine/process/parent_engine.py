@@ -1,4 +1,4 @@
-"""The web process of an engine that has started it, instead of the other way round: what `rank0_server.host` runs."""
+"""The engine as seen from a web process that it has started itself (`rank0_server.host`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import EngineFailure
 
 BYE = b"bye"
-"""What the engine writes to standard input when it ends in order."""
+"""Written by the engine to this process's standard input when it ends in order."""
 
 
 class ParentEngine(EngineHandle):
@@ -23,7 +23,7 @@ class ParentEngine(EngineHandle):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._client: EngineClient | None = None
+        self._ipc: EngineClient | None = None
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -38,39 +38,39 @@ class ParentEngine(EngineHandle):
         return "without a word"
 
     async def start(self) -> EngineClient:
-        """Wait until the engine is warm, however long it loads: what it says meanwhile is seen where it was started.
+        """Wait until the engine is warm, without a time limit; its output goes to the terminal it was started from.
 
         Raises:
             EngineFailure: it ended.
         """
-        client = self._client = EngineClient(self._folder)
-        self._watching = asyncio.create_task(self._watch(client))
-        async with contextlib.aclosing(client.events()) as events:
+        ipc = self._ipc = EngineClient(self._folder)
+        self._watching = asyncio.create_task(self._watch(ipc))
+        async with contextlib.aclosing(ipc.events()) as events:
             event = await anext(events, None)
         if not isinstance(event, Ready):
             raise EngineFailure(event.reason if isinstance(event, Failed) else "the engine ended before it was ready")
         self._ready = event
-        return client
+        return ipc
 
     async def stop(self) -> None:
-        """Tell the engine to end, if it has not."""
+        """Send `Shutdown` to the engine unless it has ended, and close the socket."""
         if self._watching is not None:
             self._watching.cancel()
-        if self._client is not None:
+        if self._ipc is not None:
             if self._ready is not None:
                 with contextlib.suppress(EngineFailure):  # it has ended
-                    await self._client.send(Shutdown())
-            self._client.close()
+                    await self._ipc.send(Shutdown())
+            self._ipc.close()
 
-    async def _watch(self, client: EngineClient) -> None:
+    async def _watch(self, ipc: EngineClient) -> None:
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
         )
         try:
-            said = await reader.read()
+            data = await reader.read()
         finally:
             transport.close()
-        if said == BYE:
+        if data == BYE:
             os.kill(os.getpid(), signal.SIGTERM)  # the server then ends in order
-        client.end(None if said == BYE else Failed("the engine ended without a word"))
+        ipc.end(None if data == BYE else Failed("the engine ended without a word"))

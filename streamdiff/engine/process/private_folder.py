@@ -1,4 +1,4 @@
-"""The folder that a web process shares with its engine, and nobody else: the IPC socket, and the configuration.
+"""The private folder that a web process shares with its engine: the IPC socket, and the configuration.
 
 A configuration holds secrets (stream keys, TURN credentials), so it is never an argument of a process: everybody on the
 machine can read those. Torch-free.

@@ -29,7 +29,7 @@ _OPTIONAL = Pictures | None
 _DATA = (Data, Data | None)
 
 
-class WireError(StreamdiffError):
+class SerializationError(StreamdiffError):
     """Bytes that are not one of our messages: the two processes run different versions, or one has a fault."""
 
 
@@ -57,7 +57,7 @@ def _fits(value: object, hint: object) -> bool:
 
 def _check(kind: type, name: str, value: object, hint: object) -> object:
     if not _fits(value, hint):
-        raise WireError(f"{kind.__name__}.{name} is {value!r:.80}, expected {hint}")
+        raise SerializationError(f"{kind.__name__}.{name} is {value!r:.80}, expected {hint}")
     return _frozen(value)
 
 
@@ -70,7 +70,7 @@ def encode(message: Command | Event) -> list[Part]:
     """Bytes of a message: one part, and one more for each field that has pictures or data: a view, not a copy.
 
     Raises:
-        WireError: a field that has not the declared type.
+        SerializationError: a field that has not the declared type.
     """
     kind: type = type(message)
     header: dict[str, object] = {_KIND: kind.__name__}
@@ -83,7 +83,7 @@ def encode(message: Command | Event) -> list[Part]:
             parts.append(np.ascontiguousarray(pictures).data.cast("B"))
         elif hint in _DATA and value is not None:
             if not isinstance(value, bytes | memoryview):
-                raise WireError(f"{kind.__name__}.{name} is {type(value).__name__}, expected bytes")
+                raise SerializationError(f"{kind.__name__}.{name} is {type(value).__name__}, expected bytes")
             header[name] = len(value)
             parts.append(value)
         else:
@@ -94,50 +94,50 @@ def encode(message: Command | Event) -> list[Part]:
 def _checked_pictures(kind: type, name: str, value: object) -> Pictures:
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8:
         what = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
-        raise WireError(f"{kind.__name__}.{name} is {what}, expected uint8 [count, ...]")
+        raise SerializationError(f"{kind.__name__}.{name} is {what}, expected uint8 [count, ...]")
     _check_shape(f"{kind.__name__}.{name}", list(value.shape))
     return value
 
 
 def _check_shape(name: str, shape: list[int]) -> None:
-    """Raises WireError unless `shape` is that of one or more pictures of a kind that there is."""
+    """Raises SerializationError unless `shape` is that of one or more pictures of a kind that there is."""
     try:
         kind_of(shape[1:])
     except ValueError as error:
-        raise WireError(f"{name} has shape {shape}: {error}") from error
+        raise SerializationError(f"{name} has shape {shape}: {error}") from error
     if 0 in shape:
-        raise WireError(f"{name} has no pictures: its shape is {shape}")
+        raise SerializationError(f"{name} has no pictures: its shape is {shape}")
 
 
 def _header(data: Part) -> dict[str, Any]:
     try:
         header = json.loads(bytes(data))
     except (ValueError, RecursionError) as error:
-        raise WireError(f"a header of {len(data)} bytes is not JSON: {error}") from error
+        raise SerializationError(f"a header of {len(data)} bytes is not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise WireError(f"a header is {type(header).__name__}, expected an object")
+        raise SerializationError(f"a header is {type(header).__name__}, expected an object")
     return header
 
 
 def _decode(parts: Sequence[Part], kinds: tuple[type, ...]) -> Any:
     if not parts:
-        raise WireError("a message without parts")
+        raise SerializationError("a message without parts")
     header = _header(parts[0])
     name = header.pop(_KIND, None)
     kind = next((kind for kind in kinds if kind.__name__ == name), None)
     if kind is None:
-        raise WireError(f"unknown kind {name!r:.80}; expected {', '.join(kind.__name__ for kind in kinds)}")
+        raise SerializationError(f"unknown kind {name!r:.80}; expected {', '.join(kind.__name__ for kind in kinds)}")
     schema = _schema(kind)
     if header.keys() != schema.keys():
         unknown, missing = sorted(header.keys() - schema.keys()), sorted(schema.keys() - header.keys())
-        raise WireError(f"{name}: unknown fields {unknown}, missing fields {missing}")
+        raise SerializationError(f"{name}: unknown fields {unknown}, missing fields {missing}")
     raw = list(parts[1:])
     values = {
         field: _value(kind, field, value, hint, raw)
         for (field, hint), value in ((item, header[item[0]]) for item in schema.items())
     }
     if raw:
-        raise WireError(f"{name}: {len(raw)} raw parts too many")
+        raise SerializationError(f"{name}: {len(raw)} raw parts too many")
     return kind(**values)
 
 
@@ -147,7 +147,7 @@ def _value(kind: type, field: str, value: object, hint: object, raw: list[Part])
         return None
     if hint in _DATA:
         if not raw or value != len(raw[0]) or isinstance(value, bool):
-            raise WireError(f"{kind.__name__}.{field}: {value!r:.80} bytes, with {len(raw)} raw parts")
+            raise SerializationError(f"{kind.__name__}.{field}: {value!r:.80} bytes, with {len(raw)} raw parts")
         return raw.pop(0)
     return _pictures(kind, value, raw) if hint in (Pictures, _OPTIONAL) else _check(kind, field, value, hint)
 
@@ -155,22 +155,22 @@ def _value(kind: type, field: str, value: object, hint: object, raw: list[Part])
 def _pictures(kind: type, shape: object, raw: list[Part]) -> Pictures:
     valid = isinstance(shape, list) and len(shape) in (3, 4) and all(_fits(n, int) and n > 0 for n in shape)
     if not isinstance(shape, list) or not valid or not raw:
-        raise WireError(f"{kind.__name__}: pictures of shape {shape!r:.80} with {len(raw)} raw parts")
+        raise SerializationError(f"{kind.__name__}: pictures of shape {shape!r:.80} with {len(raw)} raw parts")
     data = raw.pop(0)
     _check_shape(f"{kind.__name__}.pictures", shape)
     if len(data) != math.prod(shape):
-        raise WireError(f"{kind.__name__}: {len(data)} bytes for pictures of shape {shape}")
+        raise SerializationError(f"{kind.__name__}: {len(data)} bytes for pictures of shape {shape}")
     return np.frombuffer(memoryview(data).toreadonly(), dtype=np.uint8).reshape(shape)
 
 
 def decode_command(parts: Sequence[Part]) -> Command:
-    """The command in `parts`. Raises WireError for anything else."""
+    """The command in `parts`. Raises SerializationError for anything else."""
     command: Command = _decode(parts, COMMANDS)
     return command
 
 
 def decode_event(parts: Sequence[Part]) -> Event:
-    """The event in `parts`; pictures are a read-only view of their part, and data is the part itself. Raises WireError
-    for anything else."""
+    """The event in `parts`; pictures are a read-only view of their part, and data is the part itself. Raises
+    SerializationError for anything else."""
     event: Event = _decode(parts, EVENTS)
     return event

@@ -26,19 +26,19 @@ _NICE = 10
 
 
 def open_pipe(folder: Path) -> int:
-    """Make the pipe; returns its descriptor, for `tell` and to close when the process is stopped. Never waits."""
+    """Make the pipe; returns its descriptor, for `tell` and to close when the process is stopped. Never blocks."""
     os.mkfifo(folder / _PIPE, 0o600)
     return os.open(folder / _PIPE, os.O_RDWR | os.O_NONBLOCK)
 
 
 def tell(descriptor: int) -> None:
-    """Let every process that waits at the pipe, now or later, go on."""
+    """Wake every process that waits at the pipe, now or later."""
     os.write(descriptor, _EVERYBODY)
 
 
 def wait(folder: Path, module: str) -> None:
-    """Import `module` soon, and wait for `tell`, which cuts that short. Ends the process, and removes `folder`,
-    when nobody is left to tell."""
+    """Wait for `tell`, and import `module` after `_SETTLE_S` if it has not come by then. Ends the process, and removes
+    `folder`, when the web process has died."""
     try:
         pipe = os.open(folder / _PIPE, os.O_RDONLY | os.O_NONBLOCK)  # or it waits for one who writes, who may be gone
     except FileNotFoundError:
@@ -47,8 +47,8 @@ def wait(folder: Path, module: str) -> None:
     try:
         byte = os.read(pipe, 1)  # empty: the web process is gone already, which `select` would not say
     except BlockingIOError:
-        news, _, _ = select.select([pipe], [], [], _SETTLE_S)
-        if not news:
+        readable, _, _ = select.select([pipe], [], [], _SETTLE_S)
+        if not readable:
             importing = threading.Thread(target=_import, args=(module,), name="import", daemon=True)
             importing.start()
         os.set_blocking(pipe, True)

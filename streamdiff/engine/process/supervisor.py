@@ -1,6 +1,6 @@
-"""Keeps an engine running: starts it, and starts another when it fails, within bounds. Torch-free, asyncio.
+"""Starts an engine process, and restarts it on failure, within limits. Torch-free, asyncio.
 
-Knows nothing about sessions: who reads `events` opens them again on the new engine when it hears `Ready`.
+Independent of sessions: the reader of `events` opens them again on the new engine at its `Ready`.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class EngineSupervisor:
         self._keep_standby = spare and restarts.most > 0
         self._standby: EngineHandle | None = None
         self._standby_watch: asyncio.Task[None] | None = None
-        self._client: EngineClient | None = None
+        self._ipc: EngineClient | None = None
         self._down_reason = "it has not been started"
         self._start_times_s: dict[bool, float] = {}
         """How long the last start took, by whether it was a spare's."""
         self.gave_up = False
-        """Whether it failed once more than it is started again."""
+        """Whether it failed more often than `restarts` allows."""
 
     @property
     def ready(self) -> Ready:
-        """What the engine said of itself; after `start`."""
+        """The running engine's `Ready` event; after `start`."""
         return self._engine.ready
 
     async def start(self) -> None:
@@ -69,7 +69,7 @@ class EngineSupervisor:
             ConfigError, EngineFailure: see `EngineHandle.start`.
         """
         begun_s = clock.monotonic_s()
-        self._client = await self._engine.start()
+        self._ipc = await self._engine.start()
         self._start_times_s[False] = clock.monotonic_s() - begun_s
         await self._start_standby()
 
@@ -85,22 +85,22 @@ class EngineSupervisor:
         Raises:
             EngineFailure: none does.
         """
-        if self._client is None:
+        if self._ipc is None:
             raise EngineFailure(self._down_reason)
-        await self._client.send(command)
+        await self._ipc.send(command)
 
     async def events(self) -> AsyncGenerator[Event | Restarting, None]:
         """Every event of every engine in order: after a failure `Restarting`, once or several times, then the new
         engine's `Ready`, or `Failed` as the last. Ends when the engine is asked to end. For one reader."""
-        while self._client is not None:
+        while self._ipc is not None:
             reason: str | None = None
-            async with aclosing(self._client.events()) as events:
+            async with aclosing(self._ipc.events()) as events:
                 async for event in events:
                     if isinstance(event, Failed):
                         reason = event.reason
                         break
                     yield event
-            self._client = None
+            self._ipc = None
             if reason is not None:
                 async for word in self._restart(reason):
                     yield word
@@ -108,7 +108,7 @@ class EngineSupervisor:
     async def _restart(self, reason: str) -> AsyncGenerator[Ready | Failed | Restarting, None]:
         """Start engines until one runs or the restart limit is reached."""
         failed_s, known = clock.monotonic_s(), self._engine.ready
-        while self._client is None:
+        while self._ipc is None:
             self._down_reason = reason
             wait_s = self._restarts.fault(clock.monotonic_s())
             if wait_s is None:
@@ -126,12 +126,12 @@ class EngineSupervisor:
             self._engine, was_standby = await self._next_engine()
             begun_s = clock.monotonic_s()
             try:
-                client = await self._engine.start()
+                ipc = await self._engine.start()
                 _check_same_model(known, self._engine.ready)
             except (EngineFailure, ConfigError) as error:
                 reason = str(error)
             else:
-                self._client = client
+                self._ipc = ipc
                 self._start_times_s[was_standby] = clock.monotonic_s() - begun_s
         logger.warning("The engine runs again after %.1f s.", clock.monotonic_s() - failed_s)
         await self._start_standby()
@@ -190,7 +190,7 @@ class EngineSupervisor:
 
 
 def _first_line(reason: str) -> str:
-    """The first line of a reason, without a word on what the engine wrote."""
+    """The first line of a failure reason, without its remark on the engine's output."""
     return reason.split("\n", 1)[0].removesuffix("; the last it wrote:").removesuffix("; it wrote nothing")
 
 

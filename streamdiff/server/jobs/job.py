@@ -1,4 +1,4 @@
-"""A video to make, and what has become of it. Knows nothing about HTTP, SQLite or the engine."""
+"""Video jobs: request, status and times. Independent of HTTP, SQLite and the engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ENDED: tuple[Status, ...] = ("completed", "failed")
 
 @dataclass(frozen=True)
 class VideoRequest:
-    """What to make; everything is said. `frames` at `fps` per second, of `width` x `height` pixels; with `image` from
-    the picture that the store keeps beside it, and with the `features` there, of these names, see `Features`."""
+    """Parameters of a video. `frames` at `fps` per second, of `width` x `height` pixels. `image`: whether it begins
+    with the picture that the store keeps with it; `features`: names of the feature files there, see `Features`."""
 
     model: str
     prompt: str

@@ -1,7 +1,7 @@
-"""Has the running engine make the jobs of a store: each is a session of lowest rank, without viewer or deadline.
+"""Runs the video jobs of a store on the running engine: each is a session of lowest priority, without viewers.
 
-Its frames are encoded while they come, and the engine is told of each that is: so it is never far ahead of the encoder.
-Knows nothing about HTTP.
+Frames are encoded as they arrive, and encoded frames are reported to the engine as shown, so it is never far ahead of
+the encoder. Independent of HTTP.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class JobLimitReached(StreamdiffError):
         self.code, self.retry_after_s = code, retry_after_s
 
 
-class _Again(Exception):
-    """A job has to wait for its next turn. `attempt`: the engine failed while it ran."""
+class _RequeueJob(Exception):
+    """A job returns to the queue. `attempt`: the engine failed while it ran; `wait_s`: no job begins for so long."""
 
     def __init__(self, *, attempt: bool = False, wait_s: float = 0.0) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _Run:
     in_engine: bool = False
     preempted: bool = False
     end: str = "aborted"
-    """What became of it, in a word."""
+    """How it ended: completed, failed, put_back or aborted; label of a metric."""
 
 
 class JobRunner:
@@ -158,13 +158,13 @@ class JobRunner:
         return await self._stored(partial(self._store.page, after=after, limit=limit, order=order))  # type: ignore[arg-type]
 
     async def delete(self, id: str) -> bool:
-        """Forget a job and its file, and stop making it; False if there is none."""
-        gone = False
+        """Delete a job and its file, and stop making it; False if there is none."""
+        deleted = False
         for _ in range(2):  # it may be begun while the store's thread is on its way to delete it
             await self._cancel([task for task, run in self._runs.items() if run.job.id == id])
-            gone = await self._stored(self._store.delete, id) or gone
+            deleted = await self._stored(self._store.delete, id) or deleted
         self._wake.set()
-        return gone
+        return deleted
 
     async def _cancel(self, tasks: list[asyncio.Task[None]]) -> None:
         """End these runs, and wait until they have."""
@@ -180,14 +180,14 @@ class JobRunner:
         return min(99, 100 * encoded // job.request.frames)
 
     async def video(self, job: Job) -> Path | None:
-        """Where a completed job's video is; None where somebody took it away."""
+        """Path of a completed job's video; None if the file is missing."""
         path = self._store.path(job.id)
         return path if await self._stored(path.is_file) else None
 
     # ---- for the session manager --------------------------------------------------------------------------------
 
     def take(self, event: Event | Restarting) -> None:
-        """Hear an event of the engine. Mutates: self."""
+        """Take an event of the engine. Mutates: self."""
         if isinstance(event, Restarting | Failed):
             self._engine_runs = False
             for run in self._runs.values():
@@ -213,7 +213,7 @@ class JobRunner:
     # ---- life ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin with what the last server left."""
+        """Recover the jobs of the last server, and start to run jobs."""
         waiting = await self._stored(self._store.recover, clock.wall_s() + self._config.jobs_keep_s)
         if waiting:
             logger.info("%d jobs of an earlier run begin again.", waiting)
@@ -230,7 +230,7 @@ class JobRunner:
         self._disk.shutdown()
 
     async def _dispatch(self) -> None:
-        """Begin jobs while there is place for them."""
+        """Begin queued jobs while fewer than `at_once` run."""
         while True:
             self._wake.clear()
             try:
@@ -279,22 +279,22 @@ class JobRunner:
             await asyncio.sleep(period_s)
 
     async def _stored(self, call: Callable[..., _T], *given: object) -> _T:
-        """Have the store do something, on its thread."""
+        """Call a method of the store on its thread."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, partial(call, *given))
 
     # ---- one job ------------------------------------------------------------------------------------------------
 
     async def _run(self, run: _Run) -> None:
-        """Make a job, and note what became of it. Mutates: self."""
+        """Make a job, and store its result. Mutates: self."""
         job = run.job
         try:
             await self._make(run)
             await self._keep(partial(self._store.complete, job.id))
             run.end = "completed"
-        except _Again as again:
-            await self._put_back(run, again)
+        except _RequeueJob as requeue:
+            await self._put_back(run, requeue)
         except EngineFailure:
-            await self._put_back(run, _Again(wait_s=ENGINE_RETRY_S))
+            await self._put_back(run, _RequeueJob(wait_s=ENGINE_RETRY_S))
         except RequestError as error:
             await self._fail(run, str(error))
         except (StreamdiffError, OSError, ValueError, FFmpegError) as error:
@@ -305,10 +305,10 @@ class JobRunner:
         except asyncio.CancelledError:
             if not run.preempted:
                 raise
-            await self._put_back(run, _Again())
+            await self._put_back(run, _RequeueJob())
 
     async def _keep(self, note: Callable[[float, float], None]) -> None:
-        """Note a job's end, from which on it is kept for so long."""
+        """Store a job's end now, and its expiry `serve.jobs_keep_s` later, by `note(now_s, expires_s)`."""
         now_s = clock.wall_s()
         await self._stored(note, now_s, now_s + self._config.jobs_keep_s)
 
@@ -316,21 +316,21 @@ class JobRunner:
         await self._keep(partial(self._store.fail, run.job.id, why))
         run.end = "failed"
 
-    async def _put_back(self, run: _Run, again: _Again) -> None:
-        if again.attempt and run.job.attempts + 1 >= ATTEMPTS:
+    async def _put_back(self, run: _Run, requeue: _RequeueJob) -> None:
+        if requeue.attempt and run.job.attempts + 1 >= ATTEMPTS:
             await self._fail(run, f"the engine failed {ATTEMPTS} times while this was made")
             return
-        if again.wait_s:
-            self._not_before_s = clock.monotonic_s() + again.wait_s
-        await self._stored(partial(self._store.put_back, run.job.id, attempt=again.attempt))
+        if requeue.wait_s:
+            self._not_before_s = clock.monotonic_s() + requeue.wait_s
+        await self._stored(partial(self._store.put_back, run.job.id, attempt=requeue.attempt))
         run.end = "put_back"
 
     async def _make(self, run: _Run) -> None:
-        """From the engine's frames to a complete file.
+        """Open the job's session, and encode its frames to a complete file.
 
         Raises:
             RequestError: the engine refuses it for good.
-            _Again: it has no memory for it now, or ended meanwhile. EngineFailure: it has ended.
+            _RequeueJob: the engine has no memory for it now, or ended meanwhile. EngineFailure: it has ended.
             OSError, FFmpegError: the file cannot be written.
         """
         loop, request = asyncio.get_running_loop(), run.job.request
@@ -378,15 +378,15 @@ class JobRunner:
                         if shown > 0 and encoded % chunk_frames == 0:
                             await self._send(Shown(session, shown))
                     case Refused(code="memory"):
-                        raise _Again(wait_s=NO_MEMORY_RETRY_S)
+                        raise _RequeueJob(wait_s=NO_MEMORY_RETRY_S)
                     case Refused() as refused:
                         raise RequestError(refused.field, refused.reason, refused.code)
                     case Closed(reason=why):
                         raise RequestError("session", f"the engine could not go on with it: {why}")
                     case Restarting():
-                        raise _Again(attempt=True)
+                        raise _RequeueJob(attempt=True)
                     case Failed():
-                        raise _Again
+                        raise _RequeueJob
                     case _:
                         pass
         finally:
@@ -394,5 +394,5 @@ class JobRunner:
                 await self._send(Close(session))
             run.in_engine = False
         while not writing.done():
-            if isinstance(said := await run.inbox.get(), int):
-                run.encoded = max(run.encoded, said)
+            if isinstance(encoded_frames := await run.inbox.get(), int):
+                run.encoded = max(run.encoded, encoded_frames)

@@ -117,27 +117,29 @@ class JobStore:
         return self.folder / f"{id}{PICTURE_SUFFIX}"
 
     def recover(self, expires_s: float = math.inf) -> int:
-        """Have what was running when the last server ended begin again, and remove files that belong to no completed
-        job; a completed job whose file somebody took away is made again. A job that was asked of a later version, with
-        fields unknown here, has failed, and is kept until `expires_s`. Returns how many jobs wait."""
+        """Requeue jobs that were in progress when the last server ended, and completed jobs whose file is missing;
+        remove own files that belong to no job. Jobs with fields unknown here, of a later version, have failed, and are
+        kept until `expires_s`. Returns the number of queued jobs."""
         with self._transaction():
             self._database.execute("UPDATE jobs SET status = 'queued', started_s = NULL WHERE status = 'in_progress'")
-            whole = {self.path(id).name: id for (id,) in self._select("SELECT id FROM jobs WHERE status = 'completed'")}
+            complete = {
+                self.path(id).name: id for (id,) in self._select("SELECT id FROM jobs WHERE status = 'completed'")
+            }
             found = {entry.name for entry in self.folder.iterdir()}
             known = [id for (id,) in self._select("SELECT id FROM jobs")]
             given = {self._picture_path(id).name for id in known}
             given |= {self._feature_path(id, name).name for id in known for name in NAMES}
-            for name in whole.keys() - found:
+            for name in complete.keys() - found:
                 self._database.execute(
                     "UPDATE jobs SET status = 'queued', started_s = NULL, ended_s = NULL, expires_s = NULL, bytes = ? "
                     "WHERE id = ?",
-                    (self._given_bytes(whole[name]), whole[name]),
+                    (self._given_bytes(complete[name]), complete[name]),
                 )
             waiting = self._select("SELECT id, request, created_s FROM jobs WHERE status = 'queued'")
         for id, text, created_s in waiting:
             if unknown := sorted(json.loads(text).keys() - _FIELDS):
                 self.fail(id, f"this version of streamdiff does not know {', '.join(unknown)}", created_s, expires_s)
-        for name in found - whole.keys() - given:
+        for name in found - complete.keys() - given:
             # Whatever else lies there is somebody's own: the folder may be one of videos.
             if re.fullmatch(_OWN_FILE, name):
                 (self.folder / name).unlink(missing_ok=True)
@@ -185,7 +187,7 @@ class JobStore:
         return self.get(row[0])
 
     def put_back(self, id: str, *, attempt: bool) -> None:
-        """A job that was in progress waits again, in its old place; `attempt`: the engine failed while it ran."""
+        """Return a job in progress to its position in the queue; `attempt`: the engine failed while it ran."""
         self._database.execute(
             "UPDATE jobs SET status = 'queued', started_s = NULL, attempts = attempts + ? WHERE id = ?", (attempt, id)
         )
@@ -209,9 +211,9 @@ class JobStore:
 
     def delete(self, id: str) -> bool:
         """Forget a job and its file; False if there is none."""
-        gone = self._database.execute("DELETE FROM jobs WHERE id = ?", (id,)).rowcount
+        deleted = self._database.execute("DELETE FROM jobs WHERE id = ?", (id,)).rowcount
         self._remove_files(id)
-        return bool(gone)
+        return bool(deleted)
 
     def _remove_files(self, id: str) -> None:
         for path in (self.path(id), *self._given_paths(id)):
@@ -266,7 +268,7 @@ class JobStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """What is done inside is done whole, or not at all."""
+        """Context manager: a database transaction, rolled back on an exception."""
         self._database.execute("BEGIN IMMEDIATE")
         try:
             yield

@@ -1,4 +1,4 @@
-"""Tells a load balancer how many sessions could still play: HAProxy's agent check, one line for every connection."""
+"""HAProxy's agent check: reports how many more sessions could play, one line for every connection."""
 
 from __future__ import annotations
 

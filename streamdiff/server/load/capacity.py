@@ -93,20 +93,20 @@ class Lifetime:
     idle_limit_s: float | None = None
     limit_s: float | None = None
     idle_since_s: float | None = field(init=False)
-    """Since when nobody watches; None while somebody does."""
+    """Time since which it has no viewers; None while it has some."""
 
     def __post_init__(self) -> None:
         self.idle_since_s = self.opened_s
 
     def watch(self, watched: bool, now_s: float) -> None:
-        """Note whether somebody watches now. Mutates: self."""
+        """Update whether it has viewers. Mutates: self."""
         if watched:
             self.idle_since_s = None
         elif self.idle_since_s is None:
             self.idle_since_s = now_s
 
     def end(self) -> tuple[float, EndReason] | None:
-        """When it ends as things are, and why; None: never."""
+        """Time at which it will end by a limit unless something changes, and the reason; None: never."""
         ends: list[tuple[float, EndReason]] = []
         if self.idle_limit_s is not None and self.idle_since_s is not None:
             ends.append((self.idle_since_s + self.idle_limit_s, "idle"))

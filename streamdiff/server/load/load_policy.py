@@ -1,6 +1,6 @@
-"""What adaptive sessions give up while there is too much to do, and when they get it back. Pure: no clock, no I/O.
+"""Lowers steps and frame rates of adaptive sessions under overload, and restores them. Pure: no clock, no I/O.
 
-Events in (`chunk`: how much slack a finished chunk had), decisions out (`decide`: what holds for whom from now on). The
+Events in (`chunk`: how much slack a finished chunk had), decisions out (`decide`: the changed limit per session). The
 same object runs in the server and, under virtual time with the real scheduler, in `benchmarks/simulated_load.py`.
 """
 
@@ -11,27 +11,28 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 RATES = (Fraction(3, 4), Fraction(1, 2))
-"""Shares of the frame rate that was asked for, which a session in the fewest steps can be lowered to."""
+"""Shares of the requested frame rate that a session in the fewest steps can be lowered to."""
 LATE = 1 / 8
 """A chunk has little slack if it comes when less than this share of a chunk is left to be shown. Two such in a row are
 late."""
 CUT = 0.85
-"""After late chunks the sessions may ask for this share of what they asked for when that happened."""
+"""After late chunks the load ceiling is set to this share of the load at that time."""
 GROW = 1.25
-"""How much more they may ask for after each calm `_hold_s`, until it is the limit again."""
+"""Factor by which the ceiling rises after each `_hold_s` without late chunks, up to the configured limit."""
 RAISED_SHARE, FULL_S = 0.9, 30.0
-"""What was given up comes back only where the sessions then ask for no more than this share of what they may; for all
-of it after so many calm seconds."""
+"""A session is raised only if the resulting load is at most `RAISED_SHARE` of the ceiling; after `FULL_S` seconds
+without a change, if it is at most the ceiling."""
 SETTLE_S = 2.0
-"""After a change slack is not looked at: chunks in flight are still the old ones."""
+"""Seconds after a change in which slack is ignored, as chunks in flight were begun before it."""
 HOLD_S, LONGEST_HOLD_S = 5.0, 80.0
-"""How long nothing may have been late, or too much, before something comes back. Twice as long after each time that
-this made chunks late; as at first, when all have had what they asked for that long."""
+"""Seconds without late chunks or overload before a level is raised. Doubles, up to `LONGEST_HOLD_S`, each time that
+raising made chunks late; reset to `HOLD_S` when all sessions have had their full demand for that long."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a session's viewers asked for, and whether frames are made for it now."""
+class SessionDemand:
+    """Steps and frame rate that a session's viewers requested. `adaptive`: whether load may reduce them; `plays`:
+    whether frames are made for it now."""
 
     steps: int
     fps: float
@@ -41,85 +42,86 @@ class Asked:
 
 @dataclass(frozen=True)
 class LoadLimit:
-    """What load leaves a session: at most so many steps (None: all it asked for), a share `rate` of its frame rate."""
+    """Limit of a session under load: at most `steps` steps (None: as requested), and a share `rate` of its requested
+    frame rate."""
 
     steps: int | None = None
     rate: Fraction = Fraction(1)
 
-    def steps_of(self, asked: int) -> int:
-        """Steps of a chunk where `asked` were asked for."""
-        return asked if self.steps is None else min(asked, self.steps)
+    def steps_of(self, requested: int) -> int:
+        """Steps of a chunk under this limit where `requested` were requested."""
+        return requested if self.steps is None else min(requested, self.steps)
 
-    def fps_of(self, asked: float) -> float:
-        """Frames per second where `asked` were asked for."""
-        return float(asked * self.rate)
+    def fps_of(self, requested: float) -> float:
+        """Frames per second under this limit where `requested` were requested."""
+        return float(requested * self.rate)
 
 
 UNLIMITED = LoadLimit()
 Share = Callable[[float, int], float]
-"""The share of the engine's time that so many frames per second take, made in so many steps."""
+"""(frames per second, steps of a chunk) -> share of the engine's time that they take, 0 to 1."""
 
 
-def ladder(asked: Asked, steps_known: tuple[int, ...]) -> list[LoadLimit]:
-    """What a session can be limited to, from nothing given up to everything: first its steps, then its frame rate."""
-    if not asked.adaptive:
+def degradation_levels(demand: SessionDemand, steps_known: tuple[int, ...]) -> list[LoadLimit]:
+    """Limits of a session from none to the strictest: first fewer steps, then lower frame rates."""
+    if not demand.adaptive:
         return [UNLIMITED]
-    fewer = [LoadLimit(steps) for steps in sorted(steps_known, reverse=True) if steps < asked.steps]
+    fewer = [LoadLimit(steps) for steps in sorted(steps_known, reverse=True) if steps < demand.steps]
     fewest = fewer[-1].steps if fewer else None
     return [UNLIMITED, *fewer, *(LoadLimit(fewest, rate) for rate in RATES)]
 
 
-def least_share(asked: Asked, steps_known: tuple[int, ...], share: Share) -> float:
-    """What a session takes of the engine's time when it has given up all that it can."""
-    last = ladder(asked, steps_known)[-1]
-    return share(last.fps_of(asked.fps), last.steps_of(asked.steps))
+def least_share(demand: SessionDemand, steps_known: tuple[int, ...], share: Share) -> float:
+    """Share of the engine's time that a session takes under its strictest limit."""
+    last = degradation_levels(demand, steps_known)[-1]
+    return share(last.fps_of(demand.fps), last.steps_of(demand.steps))
 
 
 @dataclass
 class _Session:
-    asked: Asked
-    ladder: list[LoadLimit]
+    demand: SessionDemand
+    levels: list[LoadLimit]
     level: int = 0
     late: int = 0
     """Chunks in a row that had little slack."""
     calm_from_s: float = 0.0
-    """Until then slack is not looked at."""
+    """Until then slack is ignored."""
 
     @property
     def limit(self) -> LoadLimit:
-        return self.ladder[self.level]
+        return self.levels[self.level]
 
     def share(self, share: Share, level: int | None = None) -> float:
-        """What it takes of the engine's time, at another level where one is given."""
-        limit = self.limit if level is None else self.ladder[level]
-        return share(limit.fps_of(self.asked.fps), limit.steps_of(self.asked.steps)) if self.asked.plays else 0.0
+        """Its share of the engine's time at `level` (None: its current one); 0 while it does not play."""
+        limit = self.limit if level is None else self.levels[level]
+        return share(limit.fps_of(self.demand.fps), limit.steps_of(self.demand.steps)) if self.demand.plays else 0.0
 
     def tier(self, level: int) -> tuple[Fraction, int]:
-        """How much of it is left at a level; sessions with more give first. Frame rates weigh more than steps."""
-        limit = self.ladder[level]
-        return limit.rate, limit.steps_of(self.asked.steps)
+        """Sort key of a level: rate, then steps. Sessions with the highest are lowered first."""
+        limit = self.levels[level]
+        return limit.rate, limit.steps_of(self.demand.steps)
 
 
 @dataclass
 class LoadPolicy:
     """Steps and frame rates of adaptive sessions under load, for a model that has `steps_known`.
 
-    All together may ask for `limit` of the engine's time, as measured. Where they ask for more, sessions give up a step
-    of their ladder, one after the other, until they do not: those with the most left first, of equals the one that was
-    opened last; no one's frame rate while another adaptive one has more than the fewest steps. Where chunks come late
-    all the same, as a measured cost is an average and a machine has other work, they may ask for less. It comes back in
-    the opposite order when nothing was late for `HOLD_S` and it fits with room to spare.
+    All sessions together may take `limit` of the engine's time, as measured. While they take more, sessions are lowered
+    by one of their degradation levels each, one after the other: those with the highest rate and steps first, of equals
+    the one that was opened last; no frame rate while another adaptive session has more than the fewest steps. Where
+    chunks come late nevertheless, as a measured cost is an average and the machine has other work, the ceiling falls.
+    Levels are raised in the opposite order when nothing was late for `HOLD_S` and the load fits with a margin.
     """
 
     steps_known: tuple[int, ...]
     limit: float
     _ceiling: float = field(init=False)
-    """What the sessions may ask for: `limit`, or less after late chunks."""
+    """Share of the engine's time that all sessions may take: `limit`, or less after late chunks."""
     _hold_s: float = field(default_factory=lambda: HOLD_S, init=False)
     _changed_s: float = field(default=float("-inf"), init=False)
-    """When there was too much to do last, or something came back."""
-    _came_back: bool = field(default=False, init=False)
-    """Whether the latest change gave something back."""
+    """Time of the last overload, or of the last raise."""
+    _last_was_raise: bool = field(default=False, init=False)
+    """Whether the latest change was a raise."""
     _sessions: dict[str, _Session] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -133,16 +135,16 @@ class LoadPolicy:
             return
         state.late = state.late + 1 if slack_s < LATE * chunk_s else 0
 
-    def decide(self, asked: Mapping[str, Asked], share: Share, now_s: float) -> dict[str, LoadLimit]:
-        """The limits that change now, by session. `asked` has all open sessions, oldest first. Mutates: self."""
+    def decide(self, demands: Mapping[str, SessionDemand], share: Share, now_s: float) -> dict[str, LoadLimit]:
+        """The limits that change now, by session. `demands` has all open sessions, oldest first. Mutates: self."""
         before = {name: state.limit for name, state in self._sessions.items()}
-        self._take(asked, now_s)
+        self._update_sessions(demands, now_s)
         load = sum(state.share(share) for state in self._sessions.values())
         late = [state for state in self._sessions.values() if state.late >= 2]
         if late and self._candidates(lower=True):
             if load > 0:  # else what a chunk costs is not known yet
                 self._ceiling = min(self._ceiling, load) * CUT
-            if self._came_back:
+            if self._last_was_raise:
                 self._hold_s = min(2 * self._hold_s, LONGEST_HOLD_S)
         if late or load > self._ceiling:
             self._lower(share, now_s)
@@ -151,23 +153,23 @@ class LoadPolicy:
         now = {name: state.limit for name, state in self._sessions.items()}
         return {name: limit for name, limit in now.items() if limit != before.get(name, UNLIMITED)}
 
-    def _take(self, asked: Mapping[str, Asked], now_s: float) -> None:
-        """Note who is open and what they ask for; a session whose wish has changed keeps what it has given up, as far
-        as that is still less than its wish. Mutates: self."""
+    def _update_sessions(self, demands: Mapping[str, SessionDemand], now_s: float) -> None:
+        """Update the open sessions and their demands. A session whose demand has changed stays at the first level
+        whose steps and rate do not exceed those of its current limit, level 0 if there is none. Mutates: self."""
         known = self._sessions
         self._sessions = {}
-        for name, wish in asked.items():
+        for name, demand in demands.items():
             state = known.get(name)
             if state is None:
-                state = _Session(wish, ladder(wish, self.steps_known), calm_from_s=now_s + SETTLE_S)
-            elif state.asked != wish:
-                steps, rate = state.limit.steps_of(wish.steps), state.limit.rate
-                rungs = ladder(wish, self.steps_known)
+                state = _Session(demand, degradation_levels(demand, self.steps_known), calm_from_s=now_s + SETTLE_S)
+            elif state.demand != demand:
+                steps, rate = state.limit.steps_of(demand.steps), state.limit.rate
+                levels = degradation_levels(demand, self.steps_known)
                 kept = (
-                    level for level, rung in enumerate(rungs)
-                    if rung.steps_of(wish.steps) <= steps and rung.rate <= rate
+                    level for level, each in enumerate(levels)
+                    if each.steps_of(demand.steps) <= steps and each.rate <= rate
                 )  # fmt: skip
-                state = _Session(wish, rungs, next(kept, 0), calm_from_s=now_s + SETTLE_S)
+                state = _Session(demand, levels, next(kept, 0), calm_from_s=now_s + SETTLE_S)
             self._sessions[name] = state
 
     def _candidates(self, *, lower: bool) -> list[_Session]:
@@ -176,13 +178,13 @@ class LoadPolicy:
         return [
             state
             for state in self._sessions.values()
-            if (lower and state.asked.plays and state.level + 1 < len(state.ladder)) or (not lower and state.level > 0)
+            if (lower and state.demand.plays and state.level + 1 < len(state.levels)) or (not lower and state.level > 0)
         ]
 
     def _lower(self, share: Share, now_s: float) -> None:
-        """Lower sessions until they ask for no more than they may, and of those with the most left all that are late;
-        in any case one. Mutates: self."""
-        self._changed_s, self._came_back = now_s, False
+        """Lower at least one session, until the load is within the ceiling and no late one is in the highest tier.
+        Mutates: self."""
+        self._changed_s, self._last_was_raise = now_s, False
         lowered = False
         while can := self._candidates(lower=True):
             most = max(state.tier(state.level) for state in can)
@@ -197,7 +199,7 @@ class LoadPolicy:
             state.late, state.calm_from_s = 0, now_s + SETTLE_S
 
     def _raise(self, share: Share, now_s: float) -> None:
-        """Give back what fits. Mutates: self."""
+        """Raise the ceiling if it was lowered, and then sessions as far as the load fits. Mutates: self."""
         if self._ceiling < self.limit:
             self._ceiling, self._changed_s = min(self.limit, self._ceiling * GROW), now_s
         elif not self._candidates(lower=False):
@@ -210,7 +212,7 @@ class LoadPolicy:
             if others + first.share(share, first.level - 1) > allowed * self._ceiling:
                 return
             self._set(first, first.level - 1, now_s)
-            self._changed_s, self._came_back = now_s, True
+            self._changed_s, self._last_was_raise = now_s, True
 
     def _set(self, state: _Session, level: int, now_s: float) -> None:
         state.level, state.late, state.calm_from_s = level, 0, now_s + SETTLE_S

@@ -33,7 +33,7 @@ class Receiver(Protocol):
 
 
 class _Stream:
-    """The encoder of one codec, who receives its packets, and what was sent."""
+    """The encoder of one codec, the receivers of its packets, and counts of what was sent."""
 
     def __init__(self, encoder: EncoderThread, fmt: Format) -> None:
         self.receivers: set[Receiver] = set()

@@ -14,7 +14,7 @@ from streamdiff.server.media.video_input import MAX_PIXELS
 from streamdiff.video.reader import upright
 
 _LOOK_S = 0.1
-"""How often a file that nobody watches looks whether somebody does."""
+"""Polling interval of a file input whose frames are not wanted."""
 _USUAL_RATE = 25.0
 
 

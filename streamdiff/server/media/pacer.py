@@ -152,7 +152,7 @@ class Pacer:
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _hold(self) -> None:
-        """Hold the media clock unless somebody watches a stream that plays."""
+        """Hold the media clock while the stream is paused or has no viewers."""
         now_s = clock.monotonic_s()
         if self._paused or not (self._encoders or now_s < self._until_s):
             self._playout.pause(now_s)

@@ -107,7 +107,7 @@ class PlayoutBuffer:
             raise ValueError(f"start_wait_s {start_wait_s} and catch_up_s {catch_up_s} must not be negative")
         self._progress = Progress()
         self.latest: PlayoutSlot | None = None
-        """The last slot handed out, to show to who joins."""
+        """The last slot handed out, for new viewers."""
         self._catch_up_s = catch_up_s
         self._set_rate(fps)
         self._pts_base = 0  # presentation time of slot 0, since the rate was set
@@ -172,7 +172,7 @@ class PlayoutBuffer:
         return self._pts_base + MEDIA_CLOCK_HZ * slot * self._per_s // self._slots
 
     def set_fps(self, fps: float) -> None:
-        """Show frames at another rate from the next slot on, which keeps its time; slots are counted from it afresh.
+        """Show frames at another rate from the next slot on, which keeps its time and is the first of a new count.
 
         Raises:
             ValueError: a rate that cannot be.
@@ -256,7 +256,7 @@ class PlayoutBuffer:
             self._slot += late_slots
 
     def _begin_cycle(self, speed: float) -> None:
-        """Count afresh, showing a new frame in a share of `speed` of the slots."""
+        """Reset the counters, and show a new frame in a share `speed` of the slots from now on."""
         self._speed = min(1.0, speed)
         self._cycle_slots = self._cycle_shown = self._dry_slots = 0
         self._watched, self._lowest, self._plenty_slots = 0, self._capacity_frames, 0

@@ -52,7 +52,7 @@ class VideoInput:
         self.source_size: tuple[int, int] | None = None
         self.left_out = 0
         self.on_fault: Callable[[], None] = lambda: None
-        """Called when the engine takes no more of it, for whoever made the source to end it."""
+        """Called when the engine can take no more of it; the creator of the input ends it then."""
 
     @property
     def holds(self) -> bool:
@@ -117,6 +117,6 @@ def fit_frame(frame: av.VideoFrame, width: int, height: int) -> Frames:
     wide, high = max(width, round(frame.width * scale)), max(height, round(frame.height * scale))
     if wide * high > MAX_PIXELS:
         raise ValueError(f"a frame of {frame.width} x {frame.height} is too narrow for {width} x {height}")
-    whole = frame.reformat(wide, high, "rgb24").to_ndarray()
+    scaled = frame.reformat(wide, high, "rgb24").to_ndarray()
     top, left = (high - height) // 2, (wide - width) // 2
-    return np.ascontiguousarray(whole[top : top + height, left : left + width])
+    return np.ascontiguousarray(scaled[top : top + height, left : left + width])

@@ -30,9 +30,9 @@ QUEUE_PACKETS = 80
 """Encoded frames that may wait for one output, 2 s at 40 FPS; beyond that it goes on at the next key frame."""
 BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 STUCK_S = 15.0
-"""A writer that takes nothing for so long is ended and started again."""
+"""A writer that reads nothing for so many seconds is restarted."""
 KEY_S = 2.0
-"""An address is sent a key frame this often: who joins there cannot ask for one."""
+"""Interval of key frames sent to an address, as receivers there cannot request one."""
 POLL_S = 1.0
 EXIT_S = 3.0
 

@@ -271,7 +271,7 @@ def _capacity(state: AppState) -> schemas.CapacityInfo:
         occupancy=[round(share, 3) for share in manager.load.occupancy],
         sessions_fit=ready.sessions_fit,
         sessions_away=ready.sessions_away,
-        places=manager.places(),
+        places=manager.sessions_by_location(),
         size=f"{ready.width}x{ready.height}",
         steps=list(ready.steps_known),
         native_fps=ready.native_fps,

@@ -25,7 +25,7 @@ from streamdiff.server.sessions.receipts import SessionEnded
 OCTETS = "application/octet-stream"
 SAVE_TIMEOUT_S = 60.0
 SEND_LIMIT_S = 10.0
-"""Whoever takes no piece of a file for so long is given up: others wait for the place."""
+"""A download that reads nothing for so many seconds is aborted, as others wait for its slot."""
 _PIECE = 1 << 18
 Headers = dict[str, str]
 _FIXED = ("seed", "kv_context", "image")

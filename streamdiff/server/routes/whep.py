@@ -23,16 +23,17 @@ from streamdiff.server.webrtc.sdp import MAX_SDP_BYTES
 
 SDP_TYPE = "application/sdp"
 TRICKLE_TYPE = "application/trickle-ice-sdpfrag"
-CLIENT = re.compile(r"[A-Za-z0-9_-]{8,64}")
+CLIENT_ID = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _TEXT = {"type": "string"}
 ViewerId = Annotated[str, Field(description="the viewer")]
 
 _Codec = Annotated[str | None, Query(description="only this one", json_schema_extra={"enum": ["h264", "vp8"]})]
-_Client = Annotated[
+_ClientId = Annotated[
     str | None,
     Query(
+        alias="client",
         description="the same whenever one program comes back: its dead connection makes room where all is taken",
-        json_schema_extra={"pattern": f"^{CLIENT.pattern}$"},
+        json_schema_extra={"pattern": f"^{CLIENT_ID.pattern}$"},
     ),
 ]
 _ANSWER: Responses = answer("The answer; Location: the viewer, to PATCH and DELETE", SDP_TYPE, status=201)
@@ -63,16 +64,20 @@ async def describe(session: SessionId = DEFAULT_SESSION) -> Response:
 
 
 async def watch(
-    request: Request, state: State, session: SessionId = DEFAULT_SESSION, codec: _Codec = None, client: _Client = None
+    request: Request,
+    state: State,
+    session: SessionId = DEFAULT_SESSION,
+    codec: _Codec = None,
+    client_id: _ClientId = None,
 ) -> Response:
     with count_refusals(state.metrics.viewers_refused):
         offer = await read_offer(request)
         live = state.running_session(request)
-        _check_client(client)
+        _check_client_id(client_id)
         if why := state.manager.refuse_viewer(live):
             raise Problem(503, why, {"Retry-After": str(state.manager.retry_after_s())}, code="memory")
         may_control = state.may_control(request, live)
-        id, answer = await state.viewers.create(live, offer, address_of(request), codec, may_control, client)
+        id, answer = await state.viewers.create(live, offer, address_of(request), codec, may_control, client_id)
     headers = {"Location": f"/whep/{quote(live.id, safe='')}/{id}"}
     return with_links(Response(answer, 201, headers, media_type=SDP_TYPE), state.ice_servers.issue())
 
@@ -122,10 +127,12 @@ async def stop_watching(request: Request, state: State, session: SessionId, id: 
     return Response()
 
 
-def _check_client(client: str | None) -> None:
-    """Raises Problem 422 for what is no name of a program."""
-    if client is not None and not CLIENT.fullmatch(client):
-        message = f"`client` is {client[:40]!r}; it is 8 to 64 letters, digits, - or _. Leave it out, or draw it once."
+def _check_client_id(client_id: str | None) -> None:
+    """Raises Problem 422 unless `client_id` is None or matches `CLIENT_ID`."""
+    if client_id is not None and not CLIENT_ID.fullmatch(client_id):
+        message = (
+            f"`client` is {client_id[:40]!r}; it is 8 to 64 letters, digits, - or _. Leave it out, or draw it once."
+        )
         raise Problem(422, message, code="client", field="client")
 
 

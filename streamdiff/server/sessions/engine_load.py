@@ -1,4 +1,4 @@
-"""What the open sessions take of the engine, what is left of it, and what adaptive ones give up."""
+"""Compute share of each open session, spare capacity, and load limits for adaptive sessions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamdiff.config import Config
 from streamdiff.engine.messages import FrameBatch, Measured, Ready
 from streamdiff.errors import EngineFailure
 from streamdiff.server.load.capacity import Capacity
-from streamdiff.server.load.load_policy import Asked, LoadPolicy, least_share
+from streamdiff.server.load.load_policy import LoadPolicy, SessionDemand, least_share
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.sessions.live_session import LiveSession
@@ -48,7 +48,7 @@ class EngineLoad:
     def free_sessions(self) -> int | None:
         """How many more sessions of the default kind could play, with all that adaptive ones can give up; None: not
         measured yet."""
-        default = Asked(self._ready.steps, self._config.playback.fps, self._config.serve.adaptive)
+        default = SessionDemand(self._ready.steps, self._config.playback.fps, self._config.serve.adaptive)
         free = self.capacity.free_sessions(self._least_shares(), self._least_share(default))
         by_memory, away, sessions = self._ready.sessions_fit, self._ready.sessions_away, self._sessions()
         if free is None or by_memory is None:
@@ -59,36 +59,36 @@ class EngineLoad:
         return max(0, min(free, most))
 
     def share(self, fps: float, steps: int | None = None) -> float:
-        """The share of the engine's time that a session takes while it plays."""
+        """The share of the engine's time, 0 to 1, that a session takes while it plays."""
         return self.capacity.share(fps, clock.monotonic_s(), steps)
 
     def shares(self) -> list[float]:
-        """The share of the engine's time that each session takes; 0 where nobody watches."""
+        """The share of the engine's time that each session takes; 0 for one that does not play."""
         now_s = clock.monotonic_s()
         return [self.share(each.fps, each.steps) if each.plays(now_s) else 0.0 for each in self._sessions()]
 
-    def refusal(self, asked: Asked, excluding: str | None = None) -> str:
-        """Why a session that asks for this cannot play beside all but `excluding`, though adaptive ones give up all
-        they can; "": it can."""
-        return self.capacity.refusal(self._least_shares(excluding), self._least_share(asked))
+    def refusal(self, demand: SessionDemand, excluding: str | None = None) -> str:
+        """Why a session of this demand cannot play beside all others but `excluding`, with adaptive ones at their
+        strictest limit; "" if it can."""
+        return self.capacity.refusal(self._least_shares(excluding), self._least_share(demand))
 
     def _least_shares(self, excluding: str | None = None) -> list[float]:
-        """The least share that each session but `excluding` could take; 0 where nobody watches."""
+        """The share of each session but `excluding` at its strictest limit; 0 for one that does not play."""
         now_s = clock.monotonic_s()
-        others = [session.asked(now_s) for session in self._sessions() if session.id != excluding]
-        return [self._least_share(asked) if asked.plays else 0.0 for asked in others]
+        others = [session.demand(now_s) for session in self._sessions() if session.id != excluding]
+        return [self._least_share(demand) if demand.plays else 0.0 for demand in others]
 
-    def _least_share(self, asked: Asked) -> float:
-        return least_share(asked, self._ready.steps_known, self.share)
+    def _least_share(self, demand: SessionDemand) -> float:
+        return least_share(demand, self._ready.steps_known, self.share)
 
     # ---- news ---------------------------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """A session has come or asks for something else. Mutates: self."""
+        """A session was opened, or its demand has changed. Mutates: self."""
         self._changed.set()
 
     def restart(self, ready: Ready) -> None:
-        """Another engine is there. Mutates: self."""
+        """The engine was restarted. Mutates: self."""
         self._ready = ready
         self.capacity.restart(ready.work_s)
 
@@ -99,7 +99,7 @@ class EngineLoad:
             self._policy.chunk(session.id, slack_s, chunk_s, clock.monotonic_s())
 
     def measured(self, measured: Measured) -> None:
-        """The engine has measured. Mutates: self, the metrics."""
+        """Take a `Measured` event of the engine. Mutates: self, the metrics."""
         self.capacity.measured(measured.work_s, clock.monotonic_s())
         self._changed.set()
         self.occupancy = measured.occupancy
@@ -116,11 +116,11 @@ class EngineLoad:
         for reason, count in self.batching["alone"].items():
             self._metrics.alone.labels(reason).inc(self._forwards[reason].increase(count))
 
-    # ---- what is given up ---------------------------------------------------------------------------------------
+    # ---- load limits --------------------------------------------------------------------------------------------
 
     async def follow(self, running: Callable[[], bool]) -> None:
-        """Have adaptive sessions give up what is too much, and give it back: at every news, and every second, while the
-        engine is `running`; until cancelled."""
+        """Update the load limits of adaptive sessions at every change and every second while the engine is `running`;
+        until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
@@ -132,9 +132,9 @@ class EngineLoad:
     async def _limit_sessions(self) -> None:
         now_s = clock.monotonic_s()
         sessions = {each.id: each for each in self._sessions()}
-        asked = {id: each.asked(now_s) for id, each in sessions.items()}
-        for id, limit in self._policy.decide(asked, self.share, now_s).items():
-            session, steps, fps = sessions[id], limit.steps_of(asked[id].steps), limit.fps_of(asked[id].fps)
+        demands = {id: each.demand(now_s) for id, each in sessions.items()}
+        for id, limit in self._policy.decide(demands, self.share, now_s).items():
+            session, steps, fps = sessions[id], limit.steps_of(demands[id].steps), limit.fps_of(demands[id].fps)
             if session.closed:
                 continue
             down = steps < session.steps or fps < session.fps

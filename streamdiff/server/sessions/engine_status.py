@@ -46,13 +46,13 @@ class EngineStatus:
 
 
 class Opening:
-    """Whether the engine has opened a session that it was asked for. Lives on the event loop."""
+    """The engine's answer to the latest `Open` of a session. Lives on the event loop."""
 
     def __init__(self) -> None:
-        self.again()
+        self.reset()
 
-    def again(self) -> None:
-        """Wait for another answer than the last: the session is asked for once more. Mutates: self."""
+    def reset(self) -> None:
+        """Forget the last answer, before the session is opened again. Mutates: self."""
         self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -77,16 +77,16 @@ class Opening:
             self._answer.set_result(None)
         else:
             self._answer.set_exception(error)
-            self._answer.exception()  # nobody need wait for it
+            self._answer.exception()  # marks it retrieved: there may be no waiter
 
 
 class SnapshotRequests:
-    """Asks the engine for snapshots of a session, and hands its answers to whom they are for. On the event loop."""
+    """Requests snapshots of a session from the engine, and matches answers to requests. Lives on the event loop."""
 
     def __init__(self, session: str, send: Callable[[Command], Awaitable[None]]) -> None:
         self._session, self._send = session, send
         self._numbers = count(1)
-        self._asked: dict[str, asyncio.Future[Data]] = {}
+        self._pending: dict[str, asyncio.Future[Data]] = {}
 
     async def save(self, timeout_s: float) -> Data:
         """A snapshot's file as it would be on disk, taken now; the session goes on.
@@ -98,18 +98,18 @@ class SnapshotRequests:
         """
         request = f"save {next(self._numbers)}"
         answer: asyncio.Future[Data] = asyncio.get_running_loop().create_future()
-        self._asked[request] = answer
+        self._pending[request] = answer
         try:
             async with asyncio.timeout(timeout_s):
                 await self._send(Save(self._session, request))
                 return await answer
         finally:
-            del self._asked[request]
+            del self._pending[request]
 
     def take(self, event: Saved | Refused) -> bool:
-        """Whether the event was an answer that somebody has waited for here. Mutates: self."""
-        if (answer := self._asked.get(event.request)) is None:
-            return isinstance(event, Saved)  # who asked has gone
+        """Take the answer to a request made here; False if it is the answer to another one. Mutates: self."""
+        if (answer := self._pending.get(event.request)) is None:
+            return isinstance(event, Saved)  # of a request that was given up
         if not answer.done():
             if isinstance(event, Saved):
                 answer.set_result(event.data)
@@ -118,7 +118,7 @@ class SnapshotRequests:
         return True
 
     def fail(self, error: Callable[[], Exception]) -> None:
-        """Raise an error in all who wait. Mutates: self."""
-        for answer in self._asked.values():
+        """Fail all pending requests with an error. Mutates: self."""
+        for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(error())

@@ -112,7 +112,7 @@ class SessionKeeper:
     # ---- going on -----------------------------------------------------------------------------------------------
 
     async def snapshot(self, session: LiveSession) -> Data | None:
-        """What a session goes on from; None: it begins afresh. Mutates: self."""
+        """The snapshot that a session resumes from; None: there is none. Mutates: self."""
         if (found := self._found.get(session.id)) is not None:
             return found.snapshot
         kept = self._kept.get(session.id)
@@ -140,7 +140,7 @@ class SessionKeeper:
         return lost_s
 
     def refused(self, session: LiveSession, why: str) -> bool:
-        """The engine refused a session's snapshot. Returns whether it may begin afresh: not if it was found in a
+        """The engine refused a session's snapshot. Returns whether the session may be reset: not if it was found in a
         folder, where its file is then renamed to `*.refused`. Mutates: self."""
         if (found := self._found.pop(session.id, None)) is not None:
             found.folder.set_aside(session.id, why)
@@ -151,7 +151,7 @@ class SessionKeeper:
         return True
 
     def forget(self, id: str) -> None:
-        """Keep nothing of a session any more. Mutates: self, the folder."""
+        """Remove everything kept of a session. Mutates: self, the folder."""
         self._next_s.pop(id, None)
         if (found := self._found.pop(id, None)) is not None:
             found.folder.remove(id)
@@ -159,7 +159,7 @@ class SessionKeeper:
             self._folder.remove(id)
 
     async def end(self) -> None:
-        """The server ends as it was asked to, and its sessions with it. Mutates: self, the folder."""
+        """Remove all kept sessions, as the server was asked to end. Mutates: self, the folder."""
         self._keep_s = None
         async with self._keeping:  # a file that is being written is whole then
             for id in list(self._kept):
@@ -168,7 +168,7 @@ class SessionKeeper:
     # ---- from one server to the next ----------------------------------------------------------------------------
 
     def take_up(self, found: FoundSession, session: LiveSession, serve: ServeConfig) -> None:
-        """Put what a folder had of a session into one that was just made. Mutates: self, session."""
+        """Restore a new session's tokens, age and state from its file's record. Mutates: self, session."""
         record, now_s = found.record, clock.monotonic_s()
         self._found[record.id] = found
         if record.control_token is not None:
@@ -182,7 +182,8 @@ class SessionKeeper:
             session.playback.pacer.set_paused(True)
 
     async def hand_over(self, sessions: Sequence[LiveSession]) -> None:
-        """Leave all sessions for the next server, as they are, or as they were kept last. Mutates: the folder."""
+        """Write all sessions for the next server, with a snapshot taken now or else the last one. Mutates: the
+        folder."""
         assert self.handover is not None
         for session in sessions:
             data = await _saved(session)
@@ -237,14 +238,14 @@ def spec_of(record: SessionRecord, ready: Ready) -> SessionSpec:
     picture: Pictures | None = None
     if data is not None and len(data) == ready.height * ready.width * 3:
         picture = np.frombuffer(data, np.uint8).reshape(1, ready.height, ready.width, 3)
-    asked = record.prompt, record.seed, record.fps, record.steps, record.kv_context
-    return SessionSpec(*asked, picture, record.given(), record.adaptive)
+    start = record.prompt, record.seed, record.fps, record.steps, record.kv_context
+    return SessionSpec(*start, picture, record.given(), record.adaptive)
 
 
 def record_of(session: LiveSession) -> SessionRecord:
-    """A session as the next server has to know it."""
+    """The record of a session, for the next server."""
     tokens, now_s = session.tokens or Tokens(), clock.monotonic_s()
-    asked = session.asked(now_s)
+    demand = session.demand(now_s)
     return SessionRecord(
         id=session.id,
         view_token=tokens.view,
@@ -252,9 +253,9 @@ def record_of(session: LiveSession) -> SessionRecord:
         prompt=session.prompt,
         text=session.text,
         seed=session.seed,
-        fps=asked.fps,
-        steps=asked.steps,
-        adaptive=asked.adaptive,
+        fps=demand.fps,
+        steps=demand.steps,
+        adaptive=demand.adaptive,
         kv_context=session.kv_context,
         image=encoded_picture(None if session.image is None else session.image.tobytes()),
         paused=session.paused,

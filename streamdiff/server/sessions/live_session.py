@@ -18,7 +18,7 @@ from streamdiff.engine.messages import Command, Data, FrameBatch, Ready
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load.capacity import Lifetime
-from streamdiff.server.load.load_policy import UNLIMITED, Asked, LoadLimit
+from streamdiff.server.load.load_policy import UNLIMITED, LoadLimit, SessionDemand
 from streamdiff.server.logging_setup import log_fields, prompt_log
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.sessions import control
@@ -27,14 +27,14 @@ from streamdiff.server.sessions.engine_status import EngineStatus, Opening, Snap
 from streamdiff.server.sessions.playback import Playback
 from streamdiff.server.sessions.receipts import LOAD, Mailbox, Receipt, RequestTracker, SessionEnded, Subscribers
 from streamdiff.server.sessions.session_input import SessionInput
-from streamdiff.server.sessions.session_spec import SessionSpec, asked_after, is_more, what_is_left
-from streamdiff.server.sessions.stats import SessionStats, ShowsState
+from streamdiff.server.sessions.session_spec import SessionSpec, demand_after, is_more, load_limited_fields
+from streamdiff.server.sessions.stats import SessionStateMixin, SessionStats
 
 _Answer = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | messages.Closed
 SessionEvent = _Answer | FrameBatch | messages.InputUsed | messages.Saved | messages.Swapped
 
 
-class LiveSession(ShowsState):
+class LiveSession(SessionStateMixin):
     """An open session. Lives on the event loop."""
 
     def __init__(
@@ -45,7 +45,7 @@ class LiveSession(ShowsState):
         ready: Ready,
         send: Callable[[Command], Awaitable[None]],
         metrics: Metrics,
-        may_play: Callable[[Asked], str] = lambda asked: "",
+        may_play: Callable[[SessionDemand], str] = lambda demand: "",
         occupancy: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         """`send` hands a command to the engine; `may_play` says why the session cannot have what it asks for, or "" if
@@ -56,22 +56,20 @@ class LiveSession(ShowsState):
         self.steps = ready.steps if spec.steps is None else spec.steps
         self.limit = UNLIMITED
         self._sent_steps = self.steps
-        self._asked = Asked(self.steps, spec.fps, spec.adaptive)
+        self._demand = SessionDemand(self.steps, spec.fps, spec.adaptive)
         self._ready = ready
         self.kv_context = ready.kv_context if spec.kv_context is None else spec.kv_context
         self.tokens: Tokens | None = None
-        """Who may watch and control it; None: the server's rules hold."""
+        """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
         self.lifetime = Lifetime(clock.monotonic_s())
         self.reserved_until_s = float("-inf")
-        """Until then it keeps its share of the engine's time though nobody watches."""
+        """Until then it counts as playing, although it has no viewers."""
         self.rev = 0  # of the state: goes up with every request
         self.text, self.notice, self.switches = "", "", PROMPT_POLICIES
         self.paused = False
         self.place = "device"
         """Where its caches lie: on the device, in host memory or on disk."""
-        self._last_active: tuple[bool, bool] | None = (
-            None  # active, and whether to be swapped out, as the engine was told
-        )
+        self._last_active: tuple[bool, bool] | None = None  # active, and whether to be swapped out, as sent last
         self.opened = self.closed = False  # closed: or about to be, nobody may join
         self.engine = EngineStatus()
         self.epoch = -1
@@ -94,27 +92,27 @@ class LiveSession(ShowsState):
         """Frames shown per second."""
         return self.playback.fps
 
-    def asked(self, now_s: float) -> Asked:
-        """What its viewers asked for."""
-        return replace(self._asked, plays=self.plays(now_s))
+    def demand(self, now_s: float) -> SessionDemand:
+        """What its viewers requested, with `plays` as of `now_s`."""
+        return replace(self._demand, plays=self.plays(now_s))
 
     @property
     def watched(self) -> bool:
-        """Whether somebody receives the video."""
+        """Whether it has viewers or outputs that receive the video."""
         return bool(self.playback.fanout.codecs)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is shown and so nothing made, when as many frames wait as may: paused, or nobody watches."""
+        """Whether the media clock is held, as it is paused or has no viewers: no further frames are needed."""
         return self.playback.pacer.held
 
     def plays(self, now_s: float) -> bool:
-        """Whether the engine makes frames for it, or is about to: a session that nobody watches takes memory only."""
+        """Whether it takes engine time: watched, not yet idle, or reserved. Others take memory only."""
         return self.watched or not self.idle or now_s < self.reserved_until_s
 
     async def tell_active(self) -> None:
-        """Tell the engine, where that has changed, whether somebody needs the next chunk, and whether nobody has for
-        `serve.grace_s`, so that the caches are swapped out. Does nothing before the engine has opened it."""
+        """Send `SetActive` where it has changed: active unless idle, to be swapped out if idle for `serve.grace_s`.
+        Does nothing before the engine has opened the session."""
         now_s, active = clock.monotonic_s(), not self.idle
         self.lifetime.watch(self.watched, now_s)
         since_s = self.lifetime.idle_since_s
@@ -124,8 +122,8 @@ class LiveSession(ShowsState):
             await self._send(messages.SetActive(self.id, *wanted))
 
     async def ask_open(self, snapshot: Data | None = None) -> None:
-        """Ask the engine for the session; a new engine, where it takes up what the one before has left, or goes on from
-        `snapshot`. Does nothing once the session has ended.
+        """Send `Open` to the engine, with epoch and frame numbers that continue those of an engine before, and with
+        `snapshot` to resume from it. Does nothing once the session has ended.
 
         Raises:
             EngineFailure: the engine has ended.
@@ -133,7 +131,7 @@ class LiveSession(ShowsState):
         if self.closed:
             return
         playback, self._last_active, self.place = self.playback, None, "device"
-        self.steps = self._sent_steps = self.limit.steps_of(self._asked.steps)
+        self.steps = self._sent_steps = self.limit.steps_of(self._demand.steps)
         if self.epoch < 0:
             self._log(self.prompt)
             self._stats.opening(clock.monotonic_s())
@@ -151,7 +149,7 @@ class LiveSession(ShowsState):
         await self.input.tell()
 
     async def tell_paused(self) -> None:
-        """Tell the engine whether it is paused: a snapshot may have it otherwise."""
+        """Send `Pause` or `Resume`, as a snapshot may have the other state."""
         with suppress(EngineFailure):  # the next engine is told
             await self._send(messages.Pause(self.id) if self.paused else messages.Resume(self.id))
 
@@ -168,7 +166,7 @@ class LiveSession(ShowsState):
         self.subscribers.fail_pending(lambda: self._unavailable(None))
         self.snapshots.fail(lambda: EngineFailure(engine.reason))
         self.opening.end(EngineFailure(engine.reason))
-        self.opening.again()
+        self.opening.reset()
         why = engine.message(may_control=True, consequence=", and this was not taken before")
         carried = self.epoch + 1 if engine.state == "restarting" else None
         made_frames = self.playback.made_frames
@@ -207,7 +205,7 @@ class LiveSession(ShowsState):
                 self.opening.end(RequestError(event.field, event.reason, event.code))
             case messages.Refused():
                 if isinstance(self._requests.find(event.request), control.StepsMessage):
-                    self._asked = replace(self._asked, steps=self.steps)
+                    self._demand = replace(self._demand, steps=self.steps)
                     self._sent_steps = self.steps
                 self.subscribers.deliver(self._requests.refused(event.request, event.field, event.reason, now_s))
             case messages.InputUsed():
@@ -266,14 +264,14 @@ class LiveSession(ShowsState):
         self._check_capacity(message)
         if isinstance(message, control.PromptMessage) and message.switch is None:
             message = message.model_copy(update={"switch": self.switches[0]})
-        self._asked = asked_after(self._asked, message)
-        request = self._requests.begin(message, owner, clock.monotonic_s(), **what_is_left(message, self.limit))
+        self._demand = demand_after(self._demand, message)
+        request = self._requests.begin(message, owner, clock.monotonic_s(), **load_limited_fields(message, self.limit))
         self.rev += isinstance(message, control.ChangeMessage)
         match message:
             case control.PromptMessage(prompt=prompt, switch=switch):
                 self._log(prompt)
                 # Video is shown as it came in, or was given: frames that are skipped would be missing at its end.
-                follows = self.input.source is not None or self.features.video_latents is not None
+                follows = self.input.video_input is not None or self.features.video_latents is not None
                 skip = switch != "reset" and not follows and self.playback.may_skip()
                 await self._send(messages.SetPrompt(self.id, prompt, request, switch or "", skip))
             case control.ResetMessage(seed=seed):
@@ -298,16 +296,16 @@ class LiveSession(ShowsState):
         return request
 
     async def limit_to(self, limit: LoadLimit) -> None:
-        """Make and show what load leaves of what was asked for, and tell everybody. Mutates: self.
+        """Apply a load limit: send the engine its steps, play at its frame rate, broadcast the state. Mutates: self.
 
         Raises:
             EngineFailure: the engine has ended.
         """
         slower, self.limit = limit.rate != self.limit.rate, limit
-        steps = limit.steps_of(self._asked.steps)
+        steps = limit.steps_of(self._demand.steps)
         if steps != self._sent_steps:
-            asked = control.StepsMessage(type="steps", steps=steps)
-            request = self._requests.begin(asked, LOAD, clock.monotonic_s(), steps=steps, reason=LOAD)
+            message = control.StepsMessage(type="steps", steps=steps)
+            request = self._requests.begin(message, LOAD, clock.monotonic_s(), steps=steps, reason=LOAD)
             await self._send_steps(steps, request)
         if slower:
             await self._show_fps()
@@ -317,7 +315,7 @@ class LiveSession(ShowsState):
         await self._send(messages.SetSteps(self.id, steps, request))
 
     async def _show_fps(self) -> None:
-        self.playback.show_fps(self.limit.fps_of(self._asked.fps))
+        self.playback.show_fps(self.limit.fps_of(self._demand.fps))
         await self._send(messages.SetMaxAhead(self.id, self.playback.ahead_frames))
         self._send_state()
 
@@ -325,10 +323,10 @@ class LiveSession(ShowsState):
         """Raises ControlError for steps that the model does not have, or for more work than there is time for."""
         if isinstance(message, control.StepsMessage) and (why := control.steps_refusal(message.steps, self._ready)):
             raise ControlError("out_of_range", why, "steps", message.id)
-        if isinstance(message, control.StrengthMessage) and self.input.source is None:
+        if isinstance(message, control.StrengthMessage) and self.input.video_input is None:
             raise ControlError("no_input", "No video feeds the session; send one by WHIP.", "strength", message.id)
-        wish = asked_after(self._asked, message)
-        if is_more(wish, self._asked) and (why := self._may_play(wish)):
+        demand = demand_after(self._demand, message)
+        if is_more(demand, self._demand) and (why := self._may_play(demand)):
             raise ControlError("no_capacity", why, message.type, message.id)
 
     async def control_and_wait(self, message: ControlMessage, owner: str, timeout_s: float) -> Receipt:

@@ -35,7 +35,7 @@ from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load.capacity import Lifetime
-from streamdiff.server.load.load_policy import Asked
+from streamdiff.server.load.load_policy import SessionDemand
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.sessions.engine_load import EngineLoad
@@ -60,7 +60,7 @@ REMEMBERED = 1024
 
 
 class EngineConnection(Protocol):
-    """The web side's end of the bridge to the engine."""
+    """The web process's end of the IPC socket to the engine."""
 
     async def send(self, command: Command) -> None:
         """Hand a command to the engine."""
@@ -90,7 +90,7 @@ class SessionManager:
         keeper: SessionKeeper | None = None,
         found: Sequence[FoundSession] = (),
     ) -> None:
-        """`found` are sessions that a server before has left; they go on here. Without `keeper` none is kept."""
+        """`found`: sessions of a previous server to resume. Without `keeper` no session is kept on disk."""
         self.ready = ready
         self.engine = EngineStatus()
         self.draining = False
@@ -98,9 +98,9 @@ class SessionManager:
         self.on_end: Callable[[LiveSession, str], Awaitable[None]] | None = None
         """Called when a session ends, before its threads do: closes the connections of its viewers."""
         self.on_event: Callable[[Event | Restarting], None] = lambda event: None
-        """Called with everything that the engine says, after the sessions have heard it."""
+        """Called with every event of the engine, after the sessions have handled it."""
         self.make_room: Callable[[], Awaitable[bool]] | None = None
-        """Has who can wait give back memory that a new session needs; says whether there was anything."""
+        """Frees memory for a new session by preempting video jobs; returns whether any ran."""
         self.load = EngineLoad(config, ready, metrics, lambda: self.sessions)
         self._config, self._connection, self._metrics = config, connection, metrics
         self._prefix = "s-" if config.serve.name is None else f"s-{config.serve.name}-"
@@ -108,7 +108,7 @@ class SessionManager:
         self._end_reasons: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._keeper = SessionKeeper(config.serve, (None, None)) if keeper is None else keeper
-        self._going_on: dict[str, Data] = {}  # by session, what the engine has been asked to go on from
+        self._going_on: dict[str, Data] = {}  # by session, the snapshot that `Open` was sent with
         start = config.session
         image = None if start.image is None else fit_picture(start.image, ready.width, ready.height, start.fit)[None]
         spec = SessionSpec(start.prompt, start.seed, config.playback.fps, image=image, adaptive=config.serve.adaptive)
@@ -158,9 +158,9 @@ class SessionManager:
         """How many more sessions could be opened and play; None: no session was measured yet."""
         return 0 if self.draining or not self.engine.running else self.load.free_sessions()
 
-    def places(self) -> dict[str, int]:
-        """How many sessions have their caches on the device, in host memory and on disk."""
-        return {place: sum(each.place == place for each in self.sessions) for place in ("device", "host", "disk")}
+    def sessions_by_location(self) -> dict[str, int]:
+        """Number of open sessions by location of their caches: `device`, `host` and `disk`."""
+        return {where: sum(each.place == where for each in self.sessions) for where in ("device", "host", "disk")}
 
     # ---- open and end -------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class SessionManager:
         if self.draining:
             raise SessionUnavailable("draining", "The server is about to end and opens no more sessions.", 5)
         steps = self.ready.steps if spec.steps is None else spec.steps
-        if why := self.load.refusal(Asked(steps, spec.fps, spec.adaptive)):
+        if why := self.load.refusal(SessionDemand(steps, spec.fps, spec.adaptive)):
             raise SessionUnavailable("time", why, self.retry_after_s())
         # Nothing is awaited between the look at the shares and this, which takes one.
         session = self._add(f"{self._prefix}{secrets.token_urlsafe(9)}", spec)
@@ -202,7 +202,7 @@ class SessionManager:
         return session
 
     async def _open_on_engine(self, session: LiveSession, snapshot: Data | None) -> None:
-        """Ask the engine for a session; once more where what can wait has given back memory. Mutates: session."""
+        """Open a session on the engine, if memory is short once more after `make_room`. Mutates: session."""
         if snapshot is not None:
             session.playback.go_on((await asyncio.to_thread(read_saved_session, snapshot)).made_frames)
         try:
@@ -211,15 +211,15 @@ class SessionManager:
         except RequestError as error:
             if error.code != "memory" or self.make_room is None or not await self.make_room():
                 raise
-            session.opening.again()
+            session.opening.reset()
             await session.ask_open(snapshot)
             await session.opening.wait(OPEN_TIMEOUT_S)
         if snapshot is not None:  # which may have been paused
             await session.tell_paused()
 
     async def end(self, id: str, reason: str, why: str = "") -> None:
-        """End a session and all who watch it; `reason` is a short code, `why` what the engine said, which only those
-        who may control are told. Does nothing for one that has ended."""
+        """End a session and disconnect its viewers; `reason` is a short code, `why` the engine's message, which only
+        controllers receive. Does nothing for one that has ended."""
         session = self.get(id)
         if session is None:
             return
@@ -248,13 +248,13 @@ class SessionManager:
     def _add(self, id: str, spec: SessionSpec) -> LiveSession:
         session = LiveSession(
             id, spec, self._config, self.ready, self._connection.send, self._metrics,
-            lambda asked: self.load.refusal(asked, excluding=id), lambda: self.load.occupancy,
+            lambda demand: self.load.refusal(demand, excluding=id), lambda: self.load.occupancy,
         )  # fmt: skip
         self._sessions[id] = session
         return session
 
     async def _drop(self, session: LiveSession) -> None:
-        """Forget a session and end what belongs to it. Mutates: self, session."""
+        """Remove a session, and close its connections, threads and tasks. Mutates: self, session."""
         # Before anything is awaited: a viewer that is just being connected sees it and is refused.
         session.closed = True
         self._sessions.pop(session.id, None)
@@ -266,7 +266,7 @@ class SessionManager:
     # ---- life ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Ask for the default session and begin to read events."""
+        """Start the background tasks, and open all sessions on the engine."""
         reader = asyncio.create_task(self._read_events(), name="engine-events")
         reader.add_done_callback(self._events_ended)
         self._tasks = [
@@ -278,7 +278,7 @@ class SessionManager:
         await self._ask_open()
 
     async def _ask_open(self) -> None:
-        """Open all sessions on the engine, from what is kept of them."""
+        """Open all sessions on the engine, from their snapshots where there are any."""
         for session in self.sessions:
             snapshot = await self._keeper.snapshot(session)
             if snapshot is None and session.id == DEFAULT_SESSION:
@@ -294,7 +294,7 @@ class SessionManager:
         await self._keeper.hand_over(self.sessions)
 
     async def end_keeping(self) -> None:
-        """The server ends as it was asked to: nobody goes on from what it has kept."""
+        """Remove all kept sessions: the server was asked to end, and they are not resumed."""
         await self._keeper.end()
 
     async def stop(self) -> None:
@@ -306,7 +306,7 @@ class SessionManager:
             await session.close()
 
     async def _end_expired(self) -> None:
-        """End sessions that nobody watches, or that have lasted as long as they may."""
+        """End sessions that exceed `serve.idle_s` or `serve.lifetime_s`."""
         limits = [limit for limit in (self._config.serve.idle_s, self._config.serve.lifetime_s) if limit is not None]
         while True:
             await asyncio.sleep(min([HOUSEKEEPING_S, *(limit / 4 for limit in limits)]))
@@ -319,7 +319,7 @@ class SessionManager:
                     await self.end(session.id, end[1])
 
     async def _read_events(self) -> None:
-        """Pass events on until there are no more, and note why."""
+        """Dispatch the engine's events until it ends for good, and keep the reason."""
         reason = "it ended"
         async for event in self._connection.events():
             match event:
@@ -336,7 +336,7 @@ class SessionManager:
                     self.ready, self.engine = event, EngineStatus()
                     self.load.restart(event)
                     await self._ask_open()
-                case Alive():  # for the bridge
+                case Alive():  # for the IPC socket
                     pass
                 case Refused() if self._is_fatal(event):
                     reason = f"it refused to open the session: {event.reason}"
@@ -376,7 +376,7 @@ class SessionManager:
             session.handle(event)
 
     async def _begin_afresh(self, session: LiveSession, why: str) -> None:
-        """The engine has refused to go on with a session: it begins afresh, or ends where it came with a file."""
+        """Reset a session whose snapshot the engine has refused, or end it if that came from a folder."""
         if not self._keeper.refused(session, why) and session.id != DEFAULT_SESSION:
             await self.end(session.id, "restart")
             return

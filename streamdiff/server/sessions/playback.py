@@ -1,5 +1,4 @@
-"""The media side of one session: frames from the engine to the encoders at an even rate, and
-reports of what was shown."""
+"""The media side of one session: frames from the engine to the encoders at an even rate, and progress reports."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from streamdiff.server.media.snapshot import Snapshot
 from streamdiff.server.metrics import Metrics
 
 SKIP_EVERY_S = 0.5
-"""Frames are skipped for a new prompt at most this often, or who writes prompts without end would see only first
-chunks, and take the engine's time from others."""
+"""Least seconds between two skips of frames for a new prompt. Without it, a viewer who sends prompts continuously would
+see only first chunks, and take engine time from others."""
 
 
 class Playback:
@@ -67,7 +66,7 @@ class Playback:
         self.made_frames = 0
         self._chunk, self._dry = (-1, -1), 0
         self._skips_to_prompts, self._skip_s, self._skipped = config.playback.skip_to_prompt, -math.inf, False
-        self._told_ahead = self.ahead_frames
+        self._sent_ahead = self.ahead_frames
         self._begun_frames = 0  # made, and shown or lost, before this playback
         self._reporting = asyncio.create_task(self._report_progress(), name=f"shown-{session}")
 
@@ -87,12 +86,12 @@ class Playback:
         return max(self.pacer.progress().passed, self._begun_frames)
 
     def go_on(self, made_frames: int) -> None:
-        """Begin with frame number `made_frames`, of a stream that another playback has shown before. Mutates: self."""
+        """Resume a stream of an earlier playback at frame number `made_frames`. Mutates: self."""
         self.made_frames = self._begun_frames = made_frames
 
     def may_skip(self) -> bool:
-        """Whether frames may be skipped for a prompt that comes now: not where time stands still, as nobody watches.
-        Mutates: self."""
+        """Whether frames may be skipped for a prompt that comes now: not while the media clock is held, nor within
+        `SKIP_EVERY_S` of the last skip. Mutates: self."""
         now_s = clock.monotonic_s()
         if not self._skips_to_prompts or self.pacer.held or now_s < self._skip_s + SKIP_EVERY_S:
             return False
@@ -132,10 +131,10 @@ class Playback:
         self.fanout.set_format(self.format)
 
     def show_fps(self, fps: float) -> None:
-        """Show frames at another rate from now on, by the encoders that there are; the lead is measured afresh, and
-        `ahead_frames` is for the caller to tell. Mutates: self."""
+        """Show frames at another rate from now on, with the present encoders. The lead is measured from the start, and
+        the caller sends the new `ahead_frames`. Mutates: self."""
         self.fps, self.lead = fps, PlayoutLead(self._chunk_frames / fps, self._most_ahead_s)
-        self._told_ahead = self.ahead_frames
+        self._sent_ahead = self.ahead_frames
         self.pacer.set_fps(fps)
 
     def look(self) -> None:
@@ -165,8 +164,8 @@ class Playback:
             passed, ahead = self.pacer.progress().passed, self.ahead_frames
             try:
                 await self._on_watched()
-                if ahead != self._told_ahead:
-                    self._told_ahead = ahead
+                if ahead != self._sent_ahead:
+                    self._sent_ahead = ahead
                     await self._send(SetMaxAhead(self._session, ahead))
                 if passed > reported:
                     reported = passed

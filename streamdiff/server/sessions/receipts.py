@@ -14,11 +14,11 @@ from streamdiff.server.sessions.control import ControlMessage, Id, Kind, PromptM
 Stage = Literal["asked", "accepted", "applied", "shown", "superseded", "refused"]
 Mailbox = Callable[[dict[str, Any]], None]
 LOAD = "load"
-"""Owner of the requests that nobody made: load did. All peers get their receipts. Also the reason that these have."""
+"""Owner of requests that are made by the load limits, whose receipts go to all peers; also their reason."""
 
 
 class SessionEnded(StreamdiffError):
-    """The session ended while somebody waited for it."""
+    """The session ended before it answered."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class RequestTracker:
         self._count = 0
 
     def begin(self, control: ControlMessage, owner: str, now_s: float, **less: Any) -> str:
-        """Register a request and name it; `less` is what its receipts say where it gets less than it asks for.
-        Mutates: self."""
+        """Register a request; returns its name. `less`: receipt fields where load reduces what it requests. Mutates:
+        self."""
         self._count += 1
         name = f"r{self._count}"
         if len(self._open) >= self._limit:
@@ -196,7 +196,8 @@ class Subscribers:
 
     @contextlib.contextmanager
     def answer_to(self, owner: str) -> Iterator[asyncio.Future[Receipt]]:
-        """Context manager: a future of the first answer to what `owner` requests. Mutates: self."""
+        """Context manager: a future of the first receipt, accepted or refused, of a request of `owner`. Mutates:
+        self."""
         self._answers[owner] = asyncio.get_running_loop().create_future()
         try:
             yield self._answers[owner]
@@ -204,13 +205,13 @@ class Subscribers:
             del self._answers[owner]
 
     def fail_pending(self, error: Callable[[], Exception]) -> None:
-        """Raise an error in all who wait for an answer. Mutates: self."""
+        """Fail all pending answers with an error. Mutates: self."""
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(error())
 
     def broadcast(self, message: dict[str, Any], to_viewers: dict[str, Any] | None = None) -> None:
-        """Send a message to all; `to_viewers`: another one for those who may not control."""
+        """Send a message to all peers; `to_viewers`: instead of it, to those that may not control."""
         for mailbox, may_control in list(self._mailboxes.values()):
             mailbox(message if to_viewers is None or may_control else to_viewers)
 

@@ -1,4 +1,4 @@
-"""What feeds a session with video: at most one source at a time, how it does, and its strength."""
+"""Video input of a session: at most one source at a time, its state and figures, and its strength."""
 
 from __future__ import annotations
 
@@ -40,35 +40,36 @@ class SessionInput:
         self.session, self._size, self._send = session, (ready.width, ready.height), send
         self._fps, self.wanted, self._on_change = fps, wanted, on_change
         self.strength = DEFAULT_STRENGTH
-        self.source: VideoInput | None = None
+        self.video_input: VideoInput | None = None
         self._kind, self._fault = "", ""
         self._used: InputUsed | None = None
         self._task: asyncio.Task[None] | None = None
 
     def take(self, kind: str) -> VideoInput:
-        """A new source, which is called `kind`. The engine is still to be told. Mutates: self.
+        """A new input, called `kind` in messages. `begin` starts it; `tell` announces it to the engine. Mutates: self.
 
         Raises:
             ControlError: there is another.
         """
-        if self.source is not None:
+        if self.video_input is not None:
             message = f"The session is fed already, by a {self._kind}; end that first, or open a session of your own."
             raise ControlError("fed", message, "input")
-        self.source = VideoInput(*self._size, self._fps, self._feed, self.wanted)
+        self.video_input = VideoInput(*self._size, self._fps, self._feed, self.wanted)
         self._kind, self._fault, self._used = kind, "", None
-        return self.source
+        return self.video_input
 
     def begin(self) -> None:
         """Hand its frames on. Mutates: self."""
-        assert self.source is not None
-        self._task = asyncio.create_task(self.source.run(), name=f"input-{self.session}")
+        assert self.video_input is not None
+        self._task = asyncio.create_task(self.video_input.run(), name=f"input-{self.session}")
         self._on_change()
 
-    async def give_back(self, source: VideoInput) -> None:
-        """A source has ended: the session goes on from its prompt alone. Does nothing for one before. Mutates: self."""
-        if source is not self.source:
+    async def give_back(self, video_input: VideoInput) -> None:
+        """Remove an input that has ended: the session continues with its prompt only. Does nothing for an earlier one.
+        Mutates: self."""
+        if video_input is not self.video_input:
             return
-        self.source, began = None, self._task is not None
+        self.video_input, began = None, self._task is not None
         await self._stop()
         if began:
             with suppress(EngineFailure):  # the next one is told of no input
@@ -76,42 +77,42 @@ class SessionInput:
             self._on_change()
 
     async def tell(self) -> None:
-        """Tell a new engine of the source there is."""
+        """Announce the present input, if any, to a new engine."""
         if self._task is not None:
             await self._send(SetInput(self.session, self.strength))
 
     def used(self, event: InputUsed) -> None:
-        """The engine tells how the input does; where that has failed, the source is to end. Mutates: self."""
+        """Take the engine's report on the input; at a fault, `on_fault` of the input is called. Mutates: self."""
         self._used = event
-        if event.fault and self.source is not None and not self._fault:
+        if event.fault and self.video_input is not None and not self._fault:
             self._fault = event.fault
             logger.warning("The video for session %s cannot be encoded: %s.", self.session, event.fault)
             self._on_change()
-            self.source.on_fault()
+            self.video_input.on_fault()
 
     @property
     def holds(self) -> bool:
         """Whether the stream waits for its source."""
-        return self.source is not None and self.source.holds
+        return self.video_input is not None and self.video_input.holds
 
     def state(self, may_control: bool) -> dict[str, Any] | None:
-        """What a caller is told that may control the session, or may not; None without a source."""
-        if self.source is None:
+        """JSON-able state, with the reason of a fault only for callers that `may_control`; None without an input."""
+        if self.video_input is None:
             return None
         fault = self._fault if may_control or not self._fault else "failed"
         return {"kind": self._kind, "strength": self.strength, "fault": fault}
 
     def figures(self) -> dict[str, Any] | None:
-        """How the source does; None without one."""
-        if self.source is None:
+        """JSON-able statistics of the input; None without one."""
+        if self.video_input is None:
             return None
-        source, used = self.source, self._used
+        video_input, used = self.video_input, self._used
         level = used.level if used is not None else None
         return {
-            "fps": round(source.rate, 1),
-            "size": None if source.source_size is None else list(source.source_size),
-            "holds": source.holds,
-            "left_out": source.left_out,
+            "fps": round(video_input.rate, 1),
+            "size": None if video_input.source_size is None else list(video_input.source_size),
+            "holds": video_input.holds,
+            "left_out": video_input.left_out,
             "level": None if level is None else round(level, 3),
             "used": used.used if used is not None else 0,
             "dropped": used.dropped if used is not None else 0,
@@ -119,7 +120,7 @@ class SessionInput:
 
     async def close(self) -> None:
         """End the task."""
-        self.source = None
+        self.video_input = None
         await self._stop()
 
     async def _stop(self) -> None:
@@ -155,20 +156,20 @@ class FileFeed:
         Raises:
             ConfigError: the model takes no video.
         """
-        source = self._input.take("file")
+        video_input = self._input.take("file")
         playing = asyncio.create_task(
             file_input.play(
-                self._path, loop=self._then == "loop", push=source.push, wanted=self._input.wanted
+                self._path, loop=self._then == "loop", push=video_input.push, wanted=self._input.wanted
             ), name="input-file",
         )  # fmt: skip
 
         def on_fault() -> None:
             playing.cancel()
 
-        source.on_fault = on_fault
+        video_input.on_fault = on_fault
         self._input.begin()
-        self._task = asyncio.create_task(self._run(source, playing), name="input-file-end")
-        self._input.strength = self._strength  # that an engine which is started again is told
+        self._task = asyncio.create_task(self._run(video_input, playing), name="input-file-end")
+        self._input.strength = self._strength  # for an engine that is restarted
         message = StrengthMessage(type="strength", strength=self._strength)
         try:
             receipt = await self._ask(message, "file", _ANSWER_S)
@@ -178,8 +179,8 @@ class FileFeed:
             await self.stop()
             raise ConfigError(f"session.input: {receipt.reason}")
 
-    async def _run(self, source: VideoInput, playing: asyncio.Task[None]) -> None:
-        """Wait for the file's end, and do what was asked for then."""
+    async def _run(self, video_input: VideoInput, playing: asyncio.Task[None]) -> None:
+        """Wait for the file's end; then end the session if `session.input_end` is `end`."""
         session = self._input.session
         try:
             await asyncio.wait({playing})
@@ -188,12 +189,12 @@ class FileFeed:
         if not playing.cancelled() and (error := playing.exception()) is not None:
             fields = log_fields(session=session)
             logger.error("The video for session %s has ended: %s", session, error, extra=fields)
-        await self._input.give_back(source)
+        await self._input.give_back(video_input)
         if self._then == "end":
             await self._end(session, "input_ended")
 
     async def stop(self) -> None:
-        """Feed no more; nothing is said to the engine."""
+        """Stop feeding, without a command to the engine."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""What a session's viewers ask for, and how they are told where load leaves less of it. Pure."""
+"""How a session starts, what its viewers demand, and the message fields that report load limits. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import Pictures
-from streamdiff.server.load.load_policy import Asked, LoadLimit
+from streamdiff.server.load.load_policy import LoadLimit, SessionDemand
 from streamdiff.server.sessions.control import AdaptiveMessage, ControlMessage, FpsMessage, StepsMessage
 from streamdiff.server.sessions.receipts import LOAD
 
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """How a session starts; None means the engine's default. `fps`: frames shown per second. `image`: the picture that
-    it begins with, see `messages.Open`. `features` stand for it, for the prompt, or for a video. `adaptive`: whether it
-    gives up steps and frame rate under load."""
+    """Initial settings of a session; None means the engine's default. `fps`: frames shown per second. `image`: the
+    picture that it begins with, see `messages.Open`. `features` replace the image, the prompt, or a video. `adaptive`:
+    whether its steps and frame rate are reduced under load."""
 
     prompt: str
     seed: int
@@ -28,41 +28,42 @@ class SessionSpec:
     adaptive: bool = False
 
 
-def asked_after(asked: Asked, message: ControlMessage) -> Asked:
-    """What is asked for with a message that is carried out."""
+def demand_after(demand: SessionDemand, message: ControlMessage) -> SessionDemand:
+    """The session's demand after `message` is carried out; unchanged by messages other than steps, fps, adaptive."""
     match message:
         case StepsMessage(steps=steps):
-            return replace(asked, steps=steps)
+            return replace(demand, steps=steps)
         case FpsMessage(fps=fps):
-            return replace(asked, fps=fps)
+            return replace(demand, fps=fps)
         case AdaptiveMessage(adaptive=adaptive):
-            return replace(asked, adaptive=adaptive)
-    return asked
+            return replace(demand, adaptive=adaptive)
+    return demand
 
 
-def is_more(asked: Asked, before: Asked) -> bool:
-    """Whether more of the engine's time may be needed than before."""
-    return asked.fps > before.fps or asked.steps > before.steps or asked.adaptive < before.adaptive
+def is_more(demand: SessionDemand, before: SessionDemand) -> bool:
+    """Whether `demand` may need more engine time than `before`."""
+    return demand.fps > before.fps or demand.steps > before.steps or demand.adaptive < before.adaptive
 
 
-def what_is_left(message: ControlMessage, limit: LoadLimit) -> dict[str, Any]:
-    """What a request's receipts say where load leaves less than it asks for."""
+def load_limited_fields(message: ControlMessage, limit: LoadLimit) -> dict[str, Any]:
+    """Additional receipt fields of a request that the load limit reduces: the value in force and reason `load`; else
+    empty."""
     match message:
-        case StepsMessage(steps=asked) if (steps := limit.steps_of(asked)) < asked:
+        case StepsMessage(steps=requested) if (steps := limit.steps_of(requested)) < requested:
             return {"steps": steps, "reason": LOAD}
-        case FpsMessage(fps=asked) if (fps := limit.fps_of(asked)) < asked:
+        case FpsMessage(fps=requested) if (fps := limit.fps_of(requested)) < requested:
             return {"fps": fps, "reason": LOAD}
     return {}
 
 
-def state_of(asked: Asked, limit: LoadLimit, steps: int) -> dict[str, Any]:
-    """What everybody is told of a session whose chunks have `steps` steps now."""
-    fps = limit.fps_of(asked.fps)
+def state_of(demand: SessionDemand, limit: LoadLimit, steps: int) -> dict[str, Any]:
+    """State fields on steps, frame rate and load of a session whose chunks have `steps` steps now."""
+    fps = limit.fps_of(demand.fps)
     return {
-        "adaptive": asked.adaptive,
-        "reason": LOAD if limit.steps_of(asked.steps) < asked.steps or fps < asked.fps else "",
+        "adaptive": demand.adaptive,
+        "reason": LOAD if limit.steps_of(demand.steps) < demand.steps or fps < demand.fps else "",
         "steps": steps,
-        "asked_steps": asked.steps,
+        "asked_steps": demand.steps,
         "fps": fps,
-        "asked_fps": asked.fps,
+        "asked_fps": demand.fps,
     }

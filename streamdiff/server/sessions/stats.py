@@ -1,4 +1,4 @@
-"""State and statistics of one session, for the page and for Prometheus. Knows nothing about viewers or pictures."""
+"""State and statistics of one session, for the page and for Prometheus. Independent of viewers and frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client import Gauge
 from streamdiff import clock
 from streamdiff.engine.features import Features
 from streamdiff.engine.messages import Ready
-from streamdiff.server.load.load_policy import Asked, LoadLimit
+from streamdiff.server.load.load_policy import LoadLimit, SessionDemand
 from streamdiff.server.media.playout import Progress
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.rate_limit import Rate
@@ -21,7 +21,8 @@ from streamdiff.server.sessions.session_input import SessionInput
 from streamdiff.server.sessions.session_spec import state_of
 
 STALLED_S = 2.0
-_TOLD = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context")  # of a session, as they are
+_STATE_FIELDS = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context")
+"""Attributes of a session that its state has under the same name."""
 
 
 class SessionStats:
@@ -37,7 +38,7 @@ class SessionStats:
         self._ended = False
 
     def opening(self, now_s: float) -> None:
-        """The engine is asked to open it. Mutates: self."""
+        """`Open` was sent at `now_s`. Mutates: self."""
         self._opening_s = now_s
 
     def made(self, frames: int, chunk_s: float | None, now_s: float) -> None:
@@ -60,7 +61,7 @@ class SessionStats:
             self._metrics.shown.labels(self._session).inc()
 
     def receipt(self, receipt: Receipt) -> None:
-        """Count how far somebody's request has come, and how long that took. Mutates: self."""
+        """Count a receipt by kind and stage, and its lag. Mutates: self."""
         if receipt.owner == LOAD:
             return
         kind, stage, lag_s = receipt.kind, receipt.stage, receipt.lag_s
@@ -86,8 +87,8 @@ class SessionStats:
     def update(
         self, progress: Progress, *, unanswered: int, encoding: int, steps: tuple[int, int], fps: tuple[float, float]
     ) -> None:
-        """Bring figures of other objects into the metrics: frames so far; requests and pictures that wait; steps and
-        frames per second that hold, and that were asked for.
+        """Copy figures of other objects to the metrics: frames so far; pending requests and pictures; steps and frames
+        per second, each as in force and as requested.
 
         Mutates: self.
         """
@@ -115,8 +116,8 @@ class SessionStats:
             figure.remove(self._session)
 
 
-class ShowsState:
-    """What `LiveSession` inherits to tell what it is and how it does."""
+class SessionStateMixin:
+    """State and statistics of a `LiveSession`."""
 
     id: str
     paused: bool
@@ -128,7 +129,7 @@ class ShowsState:
     engine: EngineStatus
     playback: Playback
     input: SessionInput
-    _asked: Asked
+    _demand: SessionDemand
     _ready: Ready
     _stats: SessionStats
     _requests: RequestTracker
@@ -155,7 +156,7 @@ class ShowsState:
         encoding = playback.fanout.waiting
         self._stats.update(
             playback.pacer.progress(), unanswered=self._requests.unanswered, encoding=encoding,
-            steps=(self.steps, self._asked.steps), fps=(self.playback.fps, self._asked.fps),
+            steps=(self.steps, self._demand.steps), fps=(self.playback.fps, self._demand.fps),
         )  # fmt: skip
 
     def state(self, may_control: bool) -> dict[str, Any]:
@@ -164,13 +165,13 @@ class ShowsState:
         return {
             "type": "state",
             "session": self.id,
-            **{name: getattr(self, name) for name in _TOLD},
+            **{name: getattr(self, name) for name in _STATE_FIELDS},
             "image": self.begins_with_image,
             "features": list(self.features.names),
             "input": self.input.state(may_control),
             "engine": self.engine.state,
             "engine_reason": self.engine.reason_for(may_control),
-            **state_of(self._asked, self.limit, self.steps),
+            **state_of(self._demand, self.limit, self.steps),
             "steps_known": list(self._ready.steps_known),
             "switches": list(self.switches),
             "native_fps": self._ready.native_fps,

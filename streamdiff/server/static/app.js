@@ -1,4 +1,4 @@
-// The page: draws the state of the stream and passes on what the visitor asks for.
+// The viewer page that the server serves at `/`: plays the video, draws the session's state, sends control messages.
 
 import { drawInput, drawInputError, startCamera } from "./camera.js";
 import { StreamClient } from "./client.js";

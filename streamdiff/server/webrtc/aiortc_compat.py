@@ -222,7 +222,7 @@ class DecoderQueue(Queue[Any]):
         super().put(item, block, timeout)
 
     async def join_decoder(self, limit_s: float) -> None:
-        """Wait until the decoder has ended, where it has been told to, beside the event loop."""
+        """Wait up to `limit_s` for the decoder thread to end, without blocking the event loop."""
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, limit_s)
 

@@ -1,6 +1,6 @@
-"""Whoever feeds a session with video over WHIP (RFC 9725): from an offer to frames, and to its end.
+"""Peer connections that feed sessions with video over WHIP (RFC 9725), from the offer to the end.
 
-Knows nothing about the engine; HTTP enters only as statuses of `Problem`.
+Independent of the engine; of HTTP it uses only the statuses of `Problem`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Feeder:
 
     id: str
     session: LiveSession
-    source: VideoInput
+    video_input: VideoInput
     receiver: VideoReceiver
     address: str
     username: str | None
@@ -66,8 +66,8 @@ class Feeders:
     async def create(
         self, session: LiveSession, offer: str, address: str, strength: float | None, ends_session: bool = False
     ) -> tuple[str, str]:
-        """Connect who is to feed a session, which goes on from its prompt alone when that ends, or `ends_session`;
-        returns its id and the SDP answer.
+        """Connect a video sender to a session, which continues with its prompt only when that ends, or ends too if
+        `ends_session`; returns its id and the SDP answer.
 
         Raises:
             Problem: 400 or 422 for the offer, or where the model takes no video; 409, another feeds it; 410; 429 and
@@ -82,12 +82,12 @@ class Feeders:
         self._offers.check(address, "connections", clock.monotonic_s())
         if (refusal := self._slots.refusal(address)) is not None:
             raise refusal
-        source = _taken(session)
+        video_input = _taken(session)
         self._slots.take(address)
         ice = [RTCIceServer(each.url, each.username, each.credential) for each in self._ice.issue()]
-        receiver = VideoReceiver(ice, source.push, lambda end: self._end_soon(feeder, end), source.leave_out)
+        receiver = VideoReceiver(ice, video_input.push, lambda end: self._end_soon(feeder, end), video_input.leave_out)
         name = sdp.username_of(checked)
-        feeder = Feeder(secrets.token_urlsafe(24), session, source, receiver, address, name, ends_session)
+        feeder = Feeder(secrets.token_urlsafe(24), session, video_input, receiver, address, name, ends_session)
         try:
             answer = await self._answer(feeder, checked)
             if session.closed:
@@ -98,11 +98,11 @@ class Feeders:
                 raise _ended(session)
         except BaseException:
             await receiver.close(CLOSE_S)
-            await session.input.give_back(source)
+            await session.input.give_back(video_input)
             self._slots.release(address)
             raise
         self._feeders[feeder.id] = feeder
-        source.on_fault = lambda: self._end_soon(feeder, "encoder")
+        video_input.on_fault = lambda: self._end_soon(feeder, "encoder")
         feeder.watching = asyncio.create_task(self._watch(feeder), name="watch-feeder")
         logger.info("Video comes in for session %s.", session.id, extra=log_fields(session=session.id))
         return feeder.id, answer
@@ -129,7 +129,7 @@ class Feeders:
         await self._end(self._find(session, id), "delete")
 
     async def end_session(self, session: LiveSession) -> None:
-        """Close the connection of who feeds a session that ends."""
+        """Close the connection that feeds a session that ends."""
         for feeder in [each for each in self._feeders.values() if each.session is session]:
             await self._end(feeder, "session_ended")
 
@@ -179,7 +179,7 @@ class Feeders:
         self._slots.release(feeder.address)
         fields = log_fields(session=feeder.session.id, reason=end)
         logger.info("Video for session %s has ended: %s.", feeder.session.id, end, extra=fields)
-        await feeder.session.input.give_back(feeder.source)
+        await feeder.session.input.give_back(feeder.video_input)
         await feeder.receiver.close(CLOSE_S)
         if feeder.ends_session and end not in ("session_ended", "shutdown", "connect_timeout"):
             await self._end_its_session(feeder.session.id, "input_ended")

@@ -1,4 +1,4 @@
-"""STUN and TURN servers as they are told to viewers, with credentials of their own where a TURN server checks them.
+"""STUN and TURN servers that are sent to viewers, with credentials of their own where a TURN server checks them.
 
 The credentials are those of draft-uberti-behave-turn-rest, which coturn calls `use-auth-secret`: the user name is the
 time at which they expire, the password its HMAC under a secret that only the two servers have.

@@ -1,4 +1,4 @@
-"""The receiving side of one peer connection: video that somebody sends to a session (WHIP).
+"""The receiving side of one peer connection: video that is sent to a session (WHIP).
 
 Knows nothing about HTTP or sessions.
 """

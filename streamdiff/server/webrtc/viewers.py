@@ -50,7 +50,7 @@ class Viewer:
     session: LiveSession
     sender: VideoSender
     may_control: bool = True
-    client: str | None = None
+    client_id: str | None = None
     username: str | None = None
     address: str = ""
     candidates: int = 0
@@ -91,12 +91,12 @@ class Viewers:
         address: str,
         codec: str | None,
         may_control: bool = True,
-        client: str | None = None,
+        client_id: str | None = None,
     ) -> tuple[str, str]:
         """Connect a viewer; returns its id and the SDP answer.
 
-        `may_control`: whether its data channel may steer. `client`: what the caller calls itself, the same whenever it
-        comes back; where all slots are taken, a dead connection of that name is ended for it.
+        `may_control`: whether its data channel may steer. `client_id`: chosen by the client, the same at every
+        connection; where all slots are taken, a dead connection of the same id is ended for it.
 
         Raises:
             Problem: 400 or 422 for the offer, 429 and 503 with Retry-After.
@@ -110,7 +110,7 @@ class Viewers:
             names = " or ".join(codec.upper() for codec in wanted)
             raise Problem(422, f"The offer has no video codec that is sent here: offer {names}.", code="codec")
         refusal = self._slots.refusal(address)
-        ghost = self._ghost_of(client) if refusal is not None else None
+        ghost = self._ghost_of(client_id) if refusal is not None else None
         if refusal is not None and ghost is None:
             raise refusal
         self._offers.check(address, "connections", clock.monotonic_s())
@@ -123,7 +123,7 @@ class Viewers:
             ice = [RTCIceServer(each.url, each.username, each.credential) for each in self._ice.issue()]
             sender = VideoSender(fanout, ice, on_first=on_first, on_key_request=self._count_key_request)
             name = sdp.username_of(checked)
-            viewer = Viewer(secrets.token_urlsafe(24), session, sender, may_control, client, name, address)
+            viewer = Viewer(secrets.token_urlsafe(24), session, sender, may_control, client_id, name, address)
             return viewer.id, await self._connect(viewer, checked, wanted)
         except BaseException:
             self._slots.release(address)
@@ -165,13 +165,13 @@ class Viewers:
             raise Problem(404, "There is no such viewer.")
 
     async def end_session(self, session: LiveSession, reason: str) -> None:
-        """Close the connections of all who watch a session that ends."""
+        """Close all connections that watch a session that ends."""
         theirs = [viewer for viewer in self._viewers.values() if viewer.session is session]
         await asyncio.sleep(0)  # lets the data channels send what they were given
         await asyncio.gather(*(self._end(viewer, "session_ended") for viewer in theirs))
 
     async def stop(self) -> None:
-        """Say good-bye and close every connection."""
+        """Close every connection, with a notice to its peer."""
         for viewer in list(self._viewers.values()):
             if viewer.channel is not None:
                 viewer.channel.send({"type": "bye", "reason": "shutdown", "retry_after_s": 2})
@@ -290,12 +290,12 @@ class Viewers:
             raise Problem(422, f"The codec {codec[:20]!r} is not offered; this server has {known}.", code="codec")
         return found
 
-    def _ghost_of(self, client: str | None) -> Viewer | None:
-        """The oldest connection of `client` that is dead or never connected. Clients choose their names, so one that
+    def _ghost_of(self, client_id: str | None) -> Viewer | None:
+        """The oldest connection of `client_id` that is dead or never connected. Clients choose their ids, so one that
         still reports is left alone."""
         now_s = clock.monotonic_s()
-        theirs = (viewer for viewer in self._viewers.values() if client is not None and viewer.client == client)
-        return next((viewer for viewer in theirs if _is_dead(viewer, now_s)), None)
+        same = (each for each in self._viewers.values() if client_id is not None and each.client_id == client_id)
+        return next((viewer for viewer in same if _is_dead(viewer, now_s)), None)
 
 
 def _is_dead(viewer: Viewer, now_s: float) -> bool:
@@ -308,7 +308,7 @@ def _fields_of(viewer: Viewer, **more: object) -> dict[str, Any]:
 
 
 def _network(viewer: Viewer) -> str:
-    """How the viewer's own estimate of its line compares to what it is sent: unknown, poor or good."""
+    """The viewer's bandwidth estimate compared to the bit rate it is sent: unknown, poor or good."""
     line_bps, codec = viewer.sender.track.line_bps(clock.monotonic_s()), viewer.sender.codec
     if line_bps is None or codec is None:
         return "unknown"

@@ -13,7 +13,7 @@ import zmq
 
 from streamdiff.engine.messages import Closed, Failed, FrameBatch, Pause, SetPrompt, Shown
 from streamdiff.engine.process.ipc import HIGH_WATER, EngineClient, EngineServer
-from streamdiff.engine.process.serializer import WireError
+from streamdiff.engine.process.serializer import SerializationError
 from streamdiff.errors import EngineFailure
 
 LIMIT_S = 20.0
@@ -174,7 +174,7 @@ async def test_bytes_that_are_not_a_command(tmp_path: Path, server: EngineServer
     stranger = context.socket(zmq.PAIR)
     stranger.bind(f"ipc://{tmp_path}/engine")
     stranger.send_multipart([b'{"kind":"Reboot"}'])
-    with pytest.raises(WireError, match="Reboot"):
+    with pytest.raises(SerializationError, match="Reboot"):
         await poll(server)
     stranger.close(linger=0)
     context.term()

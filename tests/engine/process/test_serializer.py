@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streamdiff.engine import messages
 from streamdiff.engine.process import serializer
-from streamdiff.engine.process.serializer import WireError
+from streamdiff.engine.process.serializer import SerializationError
 
 PICTURES = np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)
 MESSAGES = [
@@ -132,20 +132,20 @@ BATCH = {"kind": "FrameBatch", "session": "a", "epoch": 0, "chunk": 0, "first": 
     ],
 )
 def test_what_is_not_a_command_is_refused(header: object, message: str) -> None:
-    with pytest.raises(WireError, match=message):
+    with pytest.raises(SerializationError, match=message):
         serializer.decode_command([json.dumps(header).encode()])
 
 
 @pytest.mark.parametrize("raw", [[], [b"1234"], [b"12345", b"more"]])
 def test_a_snapshot_of_another_size_than_told_is_refused(raw: list[bytes]) -> None:
     header = {"kind": "Saved", "session": "a", "request": "r", "data": 5}
-    with pytest.raises(WireError, match="Saved"):
+    with pytest.raises(SerializationError, match="Saved"):
         serializer.decode_event([json.dumps(header).encode(), *raw])
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"{", b"[" * 100_000])
 def test_what_is_not_json_is_refused(data: bytes) -> None:
-    with pytest.raises(WireError, match="is not JSON"):
+    with pytest.raises(SerializationError, match="is not JSON"):
         serializer.decode_event([data])
 
 
@@ -166,7 +166,7 @@ def test_what_is_not_json_is_refused(data: bytes) -> None:
     ],
 )
 def test_pictures_that_do_not_fit_their_shape_are_refused(shape: object, raw: list[bytes]) -> None:
-    with pytest.raises(WireError):
+    with pytest.raises(SerializationError):
         serializer.decode_event([json.dumps({**BATCH, "pictures": shape}).encode(), *raw])
 
 
@@ -174,7 +174,7 @@ def test_pictures_that_do_not_fit_their_shape_are_refused(shape: object, raw: li
     "pictures", [PICTURES.astype(np.float32), PICTURES[0], PICTURES[:0], PICTURES[..., :2], PICTURES.tolist(), None]
 )
 def test_a_sender_with_a_fault_is_told_at_once(pictures: object) -> None:
-    with pytest.raises(WireError, match=r"FrameBatch\.pictures"):
+    with pytest.raises(SerializationError, match=r"FrameBatch\.pictures"):
         serializer.encode(messages.FrameBatch("a", 0, 0, 0, None, pictures))  # type: ignore[arg-type]
-    with pytest.raises(WireError, match=r"Shown\.frames"):
+    with pytest.raises(SerializationError, match=r"Shown\.frames"):
         serializer.encode(messages.Shown("a", "many"))  # type: ignore[arg-type]

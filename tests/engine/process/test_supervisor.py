@@ -18,7 +18,7 @@ from zmq import ZMQError
 
 from streamdiff.config import Config, ModelConfig
 from streamdiff.engine.messages import Applied, Event, Failed, FrameBatch, Open, Opened, Pause, Ready, Shutdown
-from streamdiff.engine.process import supervisor as keeper
+from streamdiff.engine.process import supervisor
 from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.supervisor import EngineSupervisor, Restarting, RestartPolicy
 from streamdiff.errors import EngineFailure
@@ -40,7 +40,7 @@ class NoSpare(EngineProcess):
 
 
 class Kept:
-    """A keeper of engines that paint, and all its events as they come."""
+    """A supervisor of engines that paint, and all its events as they come."""
 
     def __init__(self, most: int = 3, hang_s: float = LIMIT_S, spare: bool = False) -> None:
         self.model = "painted"
@@ -48,8 +48,8 @@ class Kept:
         self.no_spare: OSError | None = None
         """Why no further spare can be started."""
         self._hang_s = hang_s
-        self.keeper = EngineSupervisor(self._make, RestartPolicy(most, window_s=600.0, wait_s=0.01), spare=spare)
-        self.events = self.keeper.events()
+        self.supervisor = EngineSupervisor(self._make, RestartPolicy(most, window_s=600.0, wait_s=0.01), spare=spare)
+        self.events = self.supervisor.events()
 
     def _make(self) -> EngineProcess:
         config = Config(model=ModelConfig(name=self.model, hang_s=self._hang_s))
@@ -69,12 +69,12 @@ class Kept:
 @asynccontextmanager
 async def kept(most: int = 3, hang_s: float = LIMIT_S, spare: bool = False) -> AsyncIterator[Kept]:
     run = Kept(most, hang_s, spare)
-    await run.keeper.start()
+    await run.supervisor.start()
     try:
         yield run
     finally:
         await run.events.aclose()
-        await run.keeper.stop()
+        await run.supervisor.stop()
     assert not any(psutil.pid_exists(engine.pid) for engine in run.made if not isinstance(engine, NoSpare))
 
 
@@ -88,7 +88,7 @@ def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 async def test_a_killed_engine_is_followed_by_another_that_takes_the_session_up() -> None:
     async with kept() as run:
-        await run.keeper.send(Open("a", "red", 3))
+        await run.supervisor.send(Open("a", "red", 3))
         await run.until(FrameBatch)
         os.kill(run.made[0].pid, signal.SIGKILL)
         restarting = await run.until(Restarting)
@@ -96,9 +96,9 @@ async def test_a_killed_engine_is_followed_by_another_that_takes_the_session_up(
         assert restarting.reason == "the engine ended by signal SIGKILL (often: out of memory)"
         assert restarting.retry_after_s >= 1
         with pytest.raises(EngineFailure, match="SIGKILL"):
-            await run.keeper.send(Pause("a"))
-        assert await run.until(Ready) == run.keeper.ready
-        await run.keeper.send(Open("a", "blue", 4, epoch=7, made_frames=50, shown_frames=40))
+            await run.supervisor.send(Pause("a"))
+        assert await run.until(Ready) == run.supervisor.ready
+        await run.supervisor.send(Open("a", "blue", 4, epoch=7, made_frames=50, shown_frames=40))
         assert await run.until(Opened) == Opened("a", 7, "blue")
         assert await run.until(Applied) == Applied("a", 7, 0, 50)
         batch = await run.until(FrameBatch)
@@ -117,12 +117,12 @@ async def test_a_killed_engine_is_followed_by_another_that_takes_the_session_up(
 )
 async def test_an_engine_that_raises_leaves_or_hangs_is_followed_by_another(prompt: str, words: str) -> None:
     async with kept(hang_s=3.0) as run:
-        await run.keeper.send(Open("a", prompt))
+        await run.supervisor.send(Open("a", prompt))
         restarting = await run.until(Restarting)
         assert isinstance(restarting, Restarting)
         assert restarting.reason.startswith(words)
         await run.until(Ready)
-        await run.keeper.send(Open("a", "red"))
+        await run.supervisor.send(Open("a", "red"))
         await run.until(FrameBatch)
 
 
@@ -145,7 +145,7 @@ async def test_an_engine_that_cannot_start_again_is_tried_until_the_bound_and_th
         assert isinstance(last, Failed)
         assert "failed again after 2 restarts within 600 s" in last.reason
         assert "serve.restarts" in last.reason and "the weights are sour" in last.reason
-        assert run.keeper.gave_up
+        assert run.supervisor.gave_up
         assert await anext(run.events, None) is None, "nothing comes after it"
         assert len(run.made) == 3
 
@@ -157,7 +157,7 @@ async def test_a_spare_takes_over_and_another_waits() -> None:
         os.kill(first.pid, signal.SIGKILL)
         assert await run.until(Ready) == second.ready
         assert len(run.made) == 3 and run.made[2].alive
-        await run.keeper.send(Open("a", "red"))
+        await run.supervisor.send(Open("a", "red"))
         await run.until(FrameBatch)
         assert second.alive
 
@@ -174,7 +174,7 @@ async def test_a_spare_that_has_died_is_passed_over() -> None:
 async def test_a_spare_that_dies_while_it_waits_is_followed_by_another(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "SPARE_AGAIN_S", 0.01)
+    monkeypatch.setattr(supervisor, "SPARE_AGAIN_S", 0.01)
     async with kept(most=1, spare=True) as run:
         first, second = run.made
         os.kill(second.pid, signal.SIGKILL)
@@ -192,7 +192,7 @@ async def test_no_spare_waits_for_an_engine_that_is_given_up() -> None:
         for _ in range(2):
             os.kill(run.made[-2].pid, signal.SIGKILL)
             last = await run.until(Ready, Failed)
-        assert isinstance(last, Failed) and run.keeper.gave_up
+        assert isinstance(last, Failed) and run.supervisor.gave_up
         assert await anext(run.events, None) is None
         assert len(run.made) == 3 and not run.made[2].alive
 
@@ -212,14 +212,14 @@ async def test_an_engine_runs_where_no_spare_can_be_had(
 
 
 async def test_a_spare_whose_launcher_was_killed_is_ended() -> None:
-    supervisor = EngineProcess(Config(), module="tests.engine.process.launching")
-    await supervisor.prepare()
-    launcher = psutil.Process(supervisor.pid)
+    engine = EngineProcess(Config(), module="tests.engine.process.launching")
+    await engine.prepare()
+    launcher = psutil.Process(engine.pid)
     async with asyncio.timeout(LIMIT_S):
         while not (ranks := launcher.children()):
             await asyncio.sleep(0.01)
         launcher.kill()
-        await supervisor.stop()
+        await engine.stop()
         while ranks[0].is_running() and ranks[0].status() != psutil.STATUS_ZOMBIE:
             await asyncio.sleep(0.01)
 
@@ -234,14 +234,14 @@ async def test_an_engine_that_is_never_started_again_is_told_as_it_was() -> None
         os.kill(run.made[0].pid, signal.SIGKILL)
         failed = await run.until(Restarting, Failed)
         assert isinstance(failed, Failed) and failed.reason.startswith("the engine ended by signal SIGKILL")
-        assert not run.keeper.gave_up
+        assert not run.supervisor.gave_up
 
 
 async def test_an_engine_that_is_told_to_end_is_not_started_again() -> None:
     async with kept() as run:
-        stopping = asyncio.create_task(run.keeper.stop())
+        stopping = asyncio.create_task(run.supervisor.stop())
         assert await anext(run.events, None) is None
         await stopping
         assert len(run.made) == 1
         with pytest.raises(EngineFailure):
-            await run.keeper.send(Shutdown())
+            await run.supervisor.send(Shutdown())

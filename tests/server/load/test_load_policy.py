@@ -16,10 +16,10 @@ from streamdiff.server.load.load_policy import (
     HOLD_S,
     SETTLE_S,
     UNLIMITED,
-    Asked,
     LoadLimit,
     LoadPolicy,
-    ladder,
+    SessionDemand,
+    degradation_levels,
     least_share,
 )
 
@@ -32,8 +32,10 @@ def _share(fps: float, steps: int) -> float:
     return 0.5 * fps / 40 * (steps + 1) / 5
 
 
-def _asked(count: int, **changes: object) -> dict[str, Asked]:
-    return {f"s{number}": Asked(**{"steps": 4, "fps": 40.0, "adaptive": True, **changes}) for number in range(count)}  # type: ignore[arg-type]
+def _demand(count: int, **changes: object) -> dict[str, SessionDemand]:
+    return {
+        f"s{number}": SessionDemand(**{"steps": 4, "fps": 40.0, "adaptive": True, **changes}) for number in range(count)
+    }  # type: ignore[arg-type]
 
 
 def _late(policy: LoadPolicy, session: str, now_s: float) -> None:
@@ -42,59 +44,61 @@ def _late(policy: LoadPolicy, session: str, now_s: float) -> None:
 
 
 def test_steps_go_before_frame_rate_and_what_cannot_give_keeps_all() -> None:
-    assert ladder(Asked(4, 40.0, True), (8, 4, 2, 1)) == [
+    assert degradation_levels(SessionDemand(4, 40.0, True), (8, 4, 2, 1)) == [
         UNLIMITED, LoadLimit(2), LoadLimit(1), LoadLimit(1, Fraction(3, 4)), LoadLimit(1, Fraction(1, 2)),
     ]  # fmt: skip
-    assert ladder(Asked(2, 40.0, True), KNOWN)[1] == LoadLimit(None, Fraction(3, 4)), "it has the fewest already"
-    assert ladder(Asked(4, 40.0, False), KNOWN) == [UNLIMITED]
-    assert least_share(Asked(4, 40.0, True), KNOWN, _share) == pytest.approx(0.5 * 0.6 / 2)
-    assert least_share(Asked(4, 40.0, False), KNOWN, _share) == 0.5
+    assert degradation_levels(SessionDemand(2, 40.0, True), KNOWN)[1] == LoadLimit(None, Fraction(3, 4)), (
+        "it has the fewest already"
+    )
+    assert degradation_levels(SessionDemand(4, 40.0, False), KNOWN) == [UNLIMITED]
+    assert least_share(SessionDemand(4, 40.0, True), KNOWN, _share) == pytest.approx(0.5 * 0.6 / 2)
+    assert least_share(SessionDemand(4, 40.0, False), KNOWN, _share) == 0.5
 
 
 def test_no_more_is_taken_than_load_needs_and_the_last_to_come_gives_first() -> None:
     policy = LoadPolicy(KNOWN, limit=0.99)
-    assert policy.decide(_asked(1), _share, 0.0) == {}
-    assert policy.decide(_asked(2), _share, 1.0) == {"s1": LoadLimit(2)}
-    assert policy.decide(_asked(3), _share, 2.0) == {"s0": LoadLimit(2), "s2": LoadLimit(2)}
-    assert policy.decide(_asked(4), _share, 3.0) == {
+    assert policy.decide(_demand(1), _share, 0.0) == {}
+    assert policy.decide(_demand(2), _share, 1.0) == {"s1": LoadLimit(2)}
+    assert policy.decide(_demand(3), _share, 2.0) == {"s0": LoadLimit(2), "s2": LoadLimit(2)}
+    assert policy.decide(_demand(4), _share, 3.0) == {
         "s1": LoadLimit(2, Fraction(3, 4)), "s2": LoadLimit(2, Fraction(3, 4)), "s3": LoadLimit(2, Fraction(3, 4)),
     }  # fmt: skip
 
 
 def test_it_comes_back_in_the_opposite_order_after_a_while() -> None:
     policy = LoadPolicy(KNOWN, limit=0.9)
-    policy.decide(_asked(4), _share, 0.0)
-    assert policy.decide(_asked(2), _share, HOLD_S - 1) == {}, "it may be too much again soon"
-    assert policy.decide(_asked(2), _share, HOLD_S + 1) == {"s0": UNLIMITED, "s1": LoadLimit(2)}
-    assert policy.decide(_asked(1), _share, HOLD_S + 2) == {}
+    policy.decide(_demand(4), _share, 0.0)
+    assert policy.decide(_demand(2), _share, HOLD_S - 1) == {}, "it may be too much again soon"
+    assert policy.decide(_demand(2), _share, HOLD_S + 1) == {"s0": UNLIMITED, "s1": LoadLimit(2)}
+    assert policy.decide(_demand(1), _share, HOLD_S + 2) == {}
 
 
 def test_what_fits_only_just_comes_back_after_a_long_while() -> None:
     policy = LoadPolicy(KNOWN, limit=1.0)
-    policy.decide(_asked(3), _share, 0.0)
-    assert policy.decide(_asked(2), _share, FULL_S - 1) == {"s0": UNLIMITED}
-    assert policy.decide(_asked(2), _share, 2 * FULL_S - 2) == {}
-    assert policy.decide(_asked(2), _share, 2 * FULL_S) == {"s1": UNLIMITED}
+    policy.decide(_demand(3), _share, 0.0)
+    assert policy.decide(_demand(2), _share, FULL_S - 1) == {"s0": UNLIMITED}
+    assert policy.decide(_demand(2), _share, 2 * FULL_S - 2) == {}
+    assert policy.decide(_demand(2), _share, 2 * FULL_S) == {"s1": UNLIMITED}
 
 
 def test_chunks_that_come_late_take_more_than_the_measured_load() -> None:
-    policy, asked = LoadPolicy(KNOWN, limit=2.0), _asked(3)
-    policy.decide(asked, _share, 0.0)
+    policy, demands = LoadPolicy(KNOWN, limit=2.0), _demand(3)
+    policy.decide(demands, _share, 0.0)
     _late(policy, "s1", SETTLE_S / 2)
-    assert policy.decide(asked, _share, SETTLE_S / 2) == {}, "what is opened settles first"
+    assert policy.decide(demands, _share, SETTLE_S / 2) == {}, "what is opened settles first"
     policy.chunk("s1", -0.1, CHUNK_S, SETTLE_S)
     policy.chunk("s1", 0.2, CHUNK_S, SETTLE_S)
     policy.chunk("s1", -0.1, CHUNK_S, SETTLE_S)
-    assert policy.decide(asked, _share, SETTLE_S) == {}, "not two in a row"
+    assert policy.decide(demands, _share, SETTLE_S) == {}, "not two in a row"
     policy.chunk("s1", 0.01, CHUNK_S, SETTLE_S)
-    assert policy.decide(asked, _share, SETTLE_S) == {"s1": LoadLimit(2), "s2": LoadLimit(2)}, "the late one first"
+    assert policy.decide(demands, _share, SETTLE_S) == {"s1": LoadLimit(2), "s2": LoadLimit(2)}, "the late one first"
 
 
 def test_what_made_chunks_late_comes_back_later_each_time() -> None:
-    policy, asked = LoadPolicy(KNOWN, limit=2.0), _asked(1)
+    policy, demands = LoadPolicy(KNOWN, limit=2.0), _demand(1)
     now_s, backs = 0.0, []
     while now_s < 600:
-        for limit in policy.decide(asked, _share, now_s).values():
+        for limit in policy.decide(demands, _share, now_s).values():
             if limit == UNLIMITED:
                 backs.append(now_s)
         if not policy._sessions["s0"].level:
@@ -106,17 +110,21 @@ def test_what_made_chunks_late_comes_back_later_each_time() -> None:
 
 def test_a_changed_wish_keeps_what_is_given_up_as_far_as_it_is_less() -> None:
     policy = LoadPolicy(KNOWN, limit=0.4)
-    assert policy.decide(_asked(1), _share, 0.0) == {"s0": LoadLimit(2)}
-    assert policy.decide(_asked(1, steps=2), _share, 1.0) == {"s0": UNLIMITED}, "2 was asked for, and is given"
-    assert policy.decide(_asked(1), _share, 2.0) == {"s0": LoadLimit(2)}
-    assert policy.decide(_asked(1, adaptive=False), _share, 3.0) == {"s0": UNLIMITED}
+    assert policy.decide(_demand(1), _share, 0.0) == {"s0": LoadLimit(2)}
+    assert policy.decide(_demand(1, steps=2), _share, 1.0) == {"s0": UNLIMITED}, "2 was asked for, and is given"
+    assert policy.decide(_demand(1), _share, 2.0) == {"s0": LoadLimit(2)}
+    assert policy.decide(_demand(1, adaptive=False), _share, 3.0) == {"s0": UNLIMITED}
     assert policy.decide({}, _share, 4.0) == {}
 
 
 def test_who_is_not_watched_gives_nothing_and_who_may_not_either() -> None:
     policy = LoadPolicy(KNOWN, limit=0.9)
-    asked = {"stays": Asked(4, 40.0, False), "idle": Asked(4, 40.0, True, plays=False), "gives": Asked(4, 40.0, True)}
-    assert policy.decide(asked, _share, 0.0) == {"gives": LoadLimit(2)}
+    demands = {
+        "stays": SessionDemand(4, 40.0, False),
+        "idle": SessionDemand(4, 40.0, True, plays=False),
+        "gives": SessionDemand(4, 40.0, True),
+    }
+    assert policy.decide(demands, _share, 0.0) == {"gives": LoadLimit(2)}
 
 
 def _stalls(seen: list[Viewing], at_least_s: float = 0.1) -> int:

@@ -177,7 +177,7 @@ def test_strength_changes_live_with_receipts_and_is_refused_where_nothing_feeds(
             assert told["input"] == {"kind": "WHIP sender", "strength": 0.5, "fault": ""}
             viewer.channel.send('{"type": "strength", "strength": 1.5, "id": 3}')
             assert (await viewer.message({"id": 3}))["code"] == "out_of_range"
-        await site.until(lambda: site.state.manager.sessions[0].input.source is None)
+        await site.until(lambda: site.state.manager.sessions[0].input.video_input is None)
         refused = await site.http.patch(session, json={"strength": 0.5, "fps": 20})
         assert (refused.status_code, refused.json()["field"]) == (422, "strength")
         assert (await site.http.get(session)).json()["fps"] == 30.0, "nothing of it was changed"
@@ -227,7 +227,7 @@ def test_a_sender_that_goes_without_a_word_leaves_its_place() -> None:
             await used(site)
         live = site.state.manager.get("default")
         assert live is not None
-        await site.until(lambda: live.input.source is None)
+        await site.until(lambda: live.input.video_input is None)
         assert site.state.viewers.count == 1, "the viewer's"
 
     run(scene)
@@ -244,7 +244,7 @@ def test_video_that_never_began_ends_no_session(monkeypatch: pytest.MonkeyPatch)
         assert answer.status_code == 201, answer.text
         live = site.state.manager.get("default")
         assert live is not None
-        await site.until(lambda: live.input.source is None and not site.state.feeders._closing)
+        await site.until(lambda: live.input.video_input is None and not site.state.feeders._closing)
         assert not live.closed and site.state.manager.end_reason("default") is None
         await sender.pc.close()
 
@@ -403,7 +403,7 @@ def test_video_that_cannot_be_encoded_ends_the_connection_and_not_the_stream() -
             await site.client.inject(InputUsed("default", None, 0, 0, "no memory"))
             live = site.state.manager.get("default")
             assert live is not None
-            await site.until(lambda: live.input.source is None)
+            await site.until(lambda: live.input.video_input is None)
             await viewer.frame()
 
     run(scene)

@@ -41,7 +41,7 @@ def test_a_new_engine_is_told_of_the_source_there_is_and_of_none() -> None:
         told = Told()
         await told.input.tell()
         assert told.sent == []
-        source = told.input.take("camera")
+        video_input = told.input.take("camera")
         await told.input.tell()
         assert told.sent == [], "nobody has taken it yet"
         told.input.strength = 0.4
@@ -51,11 +51,11 @@ def test_a_new_engine_is_told_of_the_source_there_is_and_of_none() -> None:
         with pytest.raises(ControlError, match="fed already, by a camera") as refused:
             told.input.take("file")
         assert refused.value.code == "fed"
-        await told.input.give_back(source)
+        await told.input.give_back(video_input)
         assert told.sent[-1] == SetInput("a", None) and told.input.state(True) is None
         other = told.input.take("file")
-        await told.input.give_back(source)
-        assert told.input.source is other, "one of before says nothing of it"
+        await told.input.give_back(video_input)
+        assert told.input.video_input is other, "one of before says nothing of it"
         await told.input.close()
 
     asyncio.run(main())
@@ -64,11 +64,11 @@ def test_a_new_engine_is_told_of_the_source_there_is_and_of_none() -> None:
 def test_frames_go_on_in_pieces_and_what_cannot_be_used_is_counted() -> None:
     async def main() -> None:
         told = Told()
-        source = told.input.take("camera")
+        video_input = told.input.take("camera")
         told.input.begin()
-        source.push(frame(8000, 4000))
-        assert source.left_out == 1 and told.input.figures()["left_out"] == 1  # type: ignore[index]
-        source.push(frame(50, 30))
+        video_input.push(frame(8000, 4000))
+        assert video_input.left_out == 1 and told.input.figures()["left_out"] == 1  # type: ignore[index]
+        video_input.push(frame(50, 30))
         await asyncio.wait_for(told.came.wait(), 30)
         [handed] = [each for each in told.sent[:1] if isinstance(each, InputFrames)]
         assert handed.pictures.shape == (4, SIZE, SIZE, 3)
@@ -81,10 +81,10 @@ def test_frames_go_on_in_pieces_and_what_cannot_be_used_is_counted() -> None:
 def test_nothing_is_handed_on_that_nobody_wants() -> None:
     async def main() -> None:
         told = Told(wanted=False)
-        source = told.input.take("camera")
+        video_input = told.input.take("camera")
         told.input.begin()
         for _ in range(20):
-            source.push(frame(32, 32))
+            video_input.push(frame(32, 32))
             await asyncio.sleep(0)
         assert told.sent == []
         await told.input.close()
@@ -95,8 +95,8 @@ def test_nothing_is_handed_on_that_nobody_wants() -> None:
 def test_viewers_are_told_that_it_failed_and_who_steers_why() -> None:
     async def main() -> None:
         told, ended = Told(), []
-        source = told.input.take("camera")
-        source.on_fault = lambda: ended.append(True)
+        video_input = told.input.take("camera")
+        video_input.on_fault = lambda: ended.append(True)
         told.input.begin()
         for _ in range(2):
             told.input.used(InputUsed("a", None, 0, 0, "no memory for /home/x"))
@@ -122,14 +122,14 @@ def test_a_frame_so_narrow_that_it_would_be_huge_is_refused() -> None:
 def test_of_a_thousand_frames_in_a_second_the_newest_is_used() -> None:
     async def main() -> None:
         told = Told()
-        source = told.input.take("camera")
+        video_input = told.input.take("camera")
         for number in range(1000):
-            source.push(frame(32, 24, number % 200))
+            video_input.push(frame(32, 24, number % 200))
         told.input.begin()
         await asyncio.wait_for(told.came.wait(), 30)
         [handed] = [each for each in told.sent[:1] if isinstance(each, InputFrames)]
         assert np.abs(handed.pictures.astype(int) - 999 % 200).max() <= 2
-        assert source.left_out == 0
+        assert video_input.left_out == 0
         await told.input.close()
 
     asyncio.run(main())
@@ -138,13 +138,13 @@ def test_of_a_thousand_frames_in_a_second_the_newest_is_used() -> None:
 def test_a_size_that_changes_on_the_way_changes_nothing_of_what_is_handed_on() -> None:
     async def main() -> None:
         told = Told()
-        source = told.input.take("camera")
+        video_input = told.input.take("camera")
         told.input.begin()
         for size in ((640, 480), (33, 71), (1920, 1080)):
             told.came.clear()
-            source.push(frame(*size))
+            video_input.push(frame(*size))
             await asyncio.wait_for(told.came.wait(), 30)
-            source.push(frame(*size))
+            video_input.push(frame(*size))
         handed = [each for each in told.sent if isinstance(each, InputFrames)]
         assert {each.pictures.shape[1:] for each in handed} == {(SIZE, SIZE, 3)}
         await told.input.close()

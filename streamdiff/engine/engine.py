@@ -255,8 +255,10 @@ class Engine(EngineSnapshotMixin):
                 return self._wait(PendingRequest(command, reading.text, reading.notice))
             return self._carry_out(PendingRequest(command, reading.text, reading.notice))
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
-        if opening or (isinstance(command, Reset) and (has_picture(command) or command.session in self._prompt_queue)):
-            return self._wait(PendingRequest(command))
+        text = self._text_to_encode(session) if isinstance(command, Reset) else ""
+        queued = command.session in self._prompt_queue
+        if opening or text or (isinstance(command, Reset) and (has_picture(command) or queued)):
+            return self._wait(PendingRequest(command, text))
         return self._carry_out(PendingRequest(command))
 
     def _carry_out(self, pending: PendingRequest) -> list[Event]:

@@ -40,10 +40,15 @@ class PendingSaves:
         return removed
 
     def turn(
-        self, pipeline: SavingPipeline, slot_of: Callable[[str], int], about: Callable[[str], Callable[[Any], Any]]
+        self,
+        pipeline: SavingPipeline,
+        slot_of: Callable[[str], int],
+        may_begin: Callable[[str], bool],
+        about: Callable[[str], Callable[[Any], Any]],
     ) -> list[Done]:
-        """Advance the queue; returns finished saves. `about(session)`, called while it is at rest, returns the function
-        that makes a file's content of its snapshot, on another thread. Mutates: self, pipeline."""
+        """Advance the queue; returns finished saves. None begins before `may_begin(session)`. `about(session)`, called
+        while it is at rest, returns the function that makes a file's content of its snapshot, on another thread.
+        Mutates: self, pipeline."""
         done: list[Done] = []
         for ticket, made in pipeline.take_saved():
             self._dropped.discard(ticket)
@@ -53,7 +58,7 @@ class PendingSaves:
         if self._queue and self._ticket is None:
             command = self._queue[0]
             slot = slot_of(command.session)
-            if pipeline.comes_to_rest(slot):
+            if may_begin(command.session) and pipeline.comes_to_rest(slot):
                 try:
                     self._ticket = pipeline.begin_save(slot, about(command.session))
                 except ConfigError as error:

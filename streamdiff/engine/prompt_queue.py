@@ -83,7 +83,7 @@ class _Line:
                 break
             if self.encoding is not None:
                 ready += self._encoded(self.encoding)
-            elif _has_text(self.pending[0].request) or begins_with(self.pending[0].request):
+            elif _has_text(self.pending[0]) or begins_with(self.pending[0].request):
                 self.target = self._latest()
                 self.encoding = submit(self.target)
             else:
@@ -182,7 +182,7 @@ class PromptQueue:
         made = self._read(request) if has_features(request) else Encoded()
         if has_picture(request):
             made = made._replace(start=self._encode_picture(request.image[0]))
-        if _has_text(request) and pending.text and made.conditioning is None:
+        if _has_text(pending) and pending.text and made.conditioning is None:
             made = made._replace(conditioning=self._encode_text(pending.text))
         return made
 
@@ -202,5 +202,6 @@ def begins_with(request: object) -> bool:
     return has_picture(request) or has_features(request)
 
 
-def _has_text(request: object) -> bool:
-    return isinstance(request, Open | SetPrompt)
+def _has_text(pending: PendingRequest) -> bool:
+    """Whether a text goes with a request; with a reset, where that of the session is still to be encoded."""
+    return isinstance(pending.request, Open | SetPrompt) or (isinstance(pending.request, Reset) and bool(pending.text))

@@ -80,6 +80,9 @@ class EngineSnapshotMixin(ABC):
             ConfigError: its noise was given as tensors.
         """
         session = self._check_saved(name)
+        if self._swapping.away(self._slots[name]) and session.changes:
+            why = f"session {name!r} is swapped out with changes that are not applied; let it play, then save it"
+            raise RequestError("session", why)
         session.apply_pending()
         snapshot, frames = self._saving().save(self._slots[name])
         events = [event for made in frames for event in self._number(made)]
@@ -129,6 +132,13 @@ class EngineSnapshotMixin(ABC):
         self._slots[name], self._sessions[slot] = slot, session
         return session, [event for made in frames for event in self._number(made)]
 
+    def _text_to_encode(self, session: Session | None) -> str:
+        """A session's text, if encoding is slow and nothing has encoded it yet, as after a snapshot; else empty."""
+        if session is None or session.embeddings is not None or session.name in self._prompt_queue:
+            return ""
+        encoded = self._texts.get(session.name, ("",))[0] == session.text
+        return session.text if self._pipeline.text.slow and not encoded else ""
+
     def _save(self, command: Save) -> list[Event]:
         """Queue a save, which `_turn_saves` answers."""
         self._check_saved(command.session)
@@ -140,13 +150,24 @@ class EngineSnapshotMixin(ABC):
         """Advance pending saves; returns the answers of those that are finished."""
         if not self._saves:
             return []
-        done = self._saves.turn(self._saving(), lambda name: self._slots[name], self._file_of)
+        done = self._saves.turn(self._saving(), lambda name: self._slots[name], self._may_begin_save, self._file_of)
+        for command, _ in done:
+            self._swapping.release(self._slots[command.session])
         return [
             refused(command, RequestError("session", str(made)))
             if isinstance(made, ConfigError)
             else Saved(command.session, command.request, made)
             for command, made in done
         ]
+
+    def _may_begin_save(self, name: str) -> bool:
+        """Whether all that was accepted is applied, or can be at once. A session that is swapped out with changes to
+        apply comes back first: its stages have none of it. Mutates: self."""
+        slot = self._slots[name]
+        if self._swapping.away(slot) and self._sessions[slot].changes:
+            self._swapping.hold(slot)
+            return False
+        return True
 
     def _file_of(self, name: str) -> Callable[[Any], bytes]:
         """What makes a file's content of the snapshot of a session that is at rest. Mutates: the session."""

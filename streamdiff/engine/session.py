@@ -134,8 +134,7 @@ class Session:
 
     def saved(self) -> dict[str, Any]:
         """How far it is, as JSON has it; to be called with nothing pending."""
-        pending = (self._pending_switch, self._pending_steps, self._pending_input)
-        assert pending == (None, None, None), "apply_pending comes first"
+        assert not self.changes, "apply_pending comes first"
         saved = {name: getattr(self, name) for name in fields_of(Session, STATE, KEPT)}
         return saved | {name: saved[name] - self._epoch_shift for name in ("epoch", "_applied_epoch", "_oldest_epoch")}
 
@@ -196,6 +195,11 @@ class Session:
         self.epoch += 1
         self._pending_input = self.epoch, strength
         return [Accepted(self.name, request, self.epoch, "")]
+
+    @property
+    def changes(self) -> bool:
+        """Whether something that was accepted is not applied yet."""
+        return (self._pending_switch, self._pending_steps, self._pending_input) != (None, None, None)
 
     @property
     def input_changes(self) -> bool:

@@ -24,6 +24,7 @@ class Swapping:
         self._idle: dict[int, bool] = {}  # those that nobody needs, longest first; whether to be swapped out at once
         self._called: dict[int, None] = {}  # those that are to come back, longest first
         self._put_off: dict[int, list[PendingRequest]] = {}
+        self._held: set[int] = set()
         self._locations: dict[int, str] = {}  # as returned by `moved` last; of those that are not on the device
 
     def sessions_away(self) -> int | None:
@@ -38,7 +39,7 @@ class Swapping:
         """Note whether a session is active; `turn` swaps it in or out. Mutates: self."""
         if not message.active:
             self._idle[slot] = message.swap_out
-            if slot not in self._put_off:
+            if slot not in self._put_off and slot not in self._held:
                 self._called.pop(slot, None)
         else:
             self._idle.pop(slot, None)
@@ -50,7 +51,18 @@ class Swapping:
         self._idle.pop(slot, None)
         self._called.pop(slot, None)
         self._locations.pop(slot, None)
+        self._held.discard(slot)
         return self._put_off.pop(slot, [])
+
+    def hold(self, slot: int) -> None:
+        """Have an idle session swapped in, and keep it on the device until `release`. Mutates: self."""
+        self._held.add(slot)
+        if self.away(slot):
+            self._called[slot] = None
+
+    def release(self, slot: int) -> None:
+        """Undo `hold`. Mutates: self."""
+        self._held.discard(slot)
 
     def retry_after_swap_out(self, call: Callable[[], _T], returning: int | None = None) -> _T:
         """Run `call`, which takes memory for a new session or the one `returning`; while there is too little, swap
@@ -95,7 +107,7 @@ class Swapping:
                 break
             del self._called[slot]
         for slot, at_once in self._idle.items():
-            if at_once and slot not in self._put_off and pipeline.at_rest(slot) and pipeline.can_swap_out(slot):
+            if at_once and not self._stays(slot) and pipeline.at_rest(slot) and pipeline.can_swap_out(slot):
                 pipeline.swap_out(slot)
         back = [slot for slot in self._put_off if not pipeline.is_away(slot)]
         return [request for slot in back for request in self._put_off.pop(slot)]
@@ -126,10 +138,14 @@ class Swapping:
         """Swap out the session that has been idle longest; whether there was one. Mutates: self, pipeline."""
         pipeline = self._pipeline
         for slot in self._idle:
-            if pipeline is not None and slot not in self._put_off and pipeline.can_swap_out(slot, returning):
+            if pipeline is not None and not self._stays(slot) and pipeline.can_swap_out(slot, returning):
                 pipeline.swap_out(slot)
                 return True
         return False
+
+    def _stays(self, slot: int) -> bool:
+        """Whether a session is to be on the device, or to come back, although it is idle."""
+        return slot in self._put_off or slot in self._held
 
 
 def _resets(request: Request) -> bool:

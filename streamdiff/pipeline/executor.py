@@ -249,7 +249,8 @@ class RingExecutor:
 
     def _new_epoch(self, session: int, epoch: int, steps: int) -> None:
         """Chunks admitted from now on belong to `epoch`, with the steps and the text that hold. Mutates: self."""
-        self.tell(MessageKind.STEPS, SessionUpdate(session, epoch, steps=steps))
+        oldest = min(self.scheduler.oldest_epoch(session), epoch)
+        self.tell(MessageKind.STEPS, SessionUpdate(session, epoch, oldest, steps=steps))
         self.scheduler.set_epoch(session, epoch)
 
     def reset(

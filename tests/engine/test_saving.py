@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from streamdiff.engine.messages import (
     Accepted,
     Applied,
     Close,
+    Closed,
     Command,
     Event,
     FrameBatch,
@@ -22,9 +25,11 @@ from streamdiff.engine.messages import (
     Opened,
     Pause,
     Refused,
+    Reset,
     Resume,
     Save,
     Saved,
+    SetActive,
     SetPrompt,
     SetSteps,
     Shown,
@@ -36,7 +41,7 @@ from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.engine.painted import PaintedPipeline
-from tests.small import BLUE, RED
+from tests.small import BLUE, CPU, RED, small_model
 
 CHUNK = 12
 
@@ -207,3 +212,73 @@ def test_a_pipeline_that_cannot_save_says_so() -> None:
     assert "cannot save sessions" in refused.reason
     with pytest.raises(ConfigError, match="not a safetensors file"):
         read_saved_session(b"x" * 100)
+
+
+def test_a_session_is_saved_with_the_prompt_that_came_while_it_was_swapped_out() -> None:
+    """Its stages have nothing of it meanwhile, so it comes back first."""
+    model = small_model(4, layers=4, sink=2)
+    pipeline = StreamingPipeline(model, CPU)
+    engine = Engine(pipeline, 4 * model.spec.chunk_frames)
+    try:
+        engine.handle(Open("a", RED, 1))
+        events: list[Event] = []
+
+        def until(condition: Callable[[], bool]) -> None:
+            while not condition():
+                events.extend(engine.step(0.01))
+
+        until(lambda: any(isinstance(each, FrameBatch) for each in events))
+        engine.handle(Pause("a"))
+        engine.handle(SetActive("a", False, True))
+        until(lambda: pipeline.is_away(0))
+        engine.handle(SetPrompt("a", BLUE, "prompt", "keep"))
+        engine.handle(Save("a", "save"))
+        until(lambda: any(isinstance(each, Saved | Refused) for each in events))
+        [saved] = [each for each in events if isinstance(each, Saved | Refused)]
+        assert isinstance(saved, Saved) and read_saved_session(saved.data).text == BLUE
+        until(lambda: pipeline.is_away(0))
+        events.clear()
+        engine.handle(SetActive("a", True))
+        engine.handle(Resume("a"))
+        engine.handle(Shown("a", 10**6))
+        until(lambda: any(isinstance(each, FrameBatch | Closed) for each in events))
+        assert not [each for each in events if isinstance(each, Closed)]
+    finally:
+        pipeline.close()
+
+
+def test_a_reset_of_a_stream_from_a_snapshot_has_its_slow_text_encoded_beside_the_others() -> None:
+    model = small_model(4, layers=4, sink=2)
+    pipeline = StreamingPipeline(model, CPU)
+    engine = Engine(pipeline, 4 * model.spec.chunk_frames)
+    try:
+        engine.handle(Open("a", RED, 1))
+        snapshot, _ = engine.save("a")
+        engine.handle(Close("a"))
+        engine.load("b", snapshot)
+        plain, threads = pipeline.text.encode, list[str]()
+
+        def encode(text: str) -> object:
+            threads.append(threading.current_thread().name)
+            return plain(text)
+
+        pipeline.text = SlowText(pipeline.text)
+        engine._text._call = encode
+        events = engine.handle(Reset("b", None, "reset"))
+        while not any(isinstance(each, Accepted) for each in events):
+            events += engine.step(0.01)
+        assert [name.split("_")[0] for name in threads] == ["text"]
+    finally:
+        pipeline.close()
+
+
+class SlowText:
+    """A text encoder that is not to be waited for."""
+
+    slow = True
+
+    def __init__(self, text: Any) -> None:
+        self._text = text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._text, name)

@@ -3,8 +3,10 @@ come too fast, not at all, or cannot be encoded."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import InputFigures
-from streamdiff.pipeline.runner.init_latents import FULL_MOTION, REACH, STANDING, InitLatents, LiveLatents
+from streamdiff.pipeline.runner.init_latents import FULL_MOTION, REACH, STANDING, GivenVideo, InitLatents, LiveLatents
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.video_input.feeding import MAX_UNENCODED
 from tests.small import CPU, RED, small_encoder, small_model
@@ -268,15 +270,16 @@ def test_more_motion_less_noise_and_no_later_step_adds_more_than_the_first() -> 
         live.add(still, motion)
         assert live.take(chunk, schedule) and live.take(chunk, schedule)
         levels.append(live.level)
-        sigmas = [live.sigma(chunk, step) for step in range(3)]
-        assert sigmas == pytest.approx([live.level, 0.9 * live.level, 0.6 * live.level])  # type: ignore[operator]
-        assert [live.timestep(chunk, step) for step in range(3)] == pytest.approx([1000 * s for s in sigmas])  # type: ignore[operator]
+        assert live.level is not None
+        sigmas, timesteps = live.levels_of(chunk)
+        assert sigmas == pytest.approx((live.level, 0.9 * live.level, 0.6 * live.level))
+        assert timesteps == pytest.approx([1000 * sigma for sigma in sigmas])
     after = 0.9 * (0.8 - REACH) + 0.1 * 0.8
     last = 0.9 * (0.8 - REACH) + 0.1 * after
     assert levels == pytest.approx([0.8, 0.8, after, last, 0.9 * (0.8 - REACH / 2) + 0.1 * last])
     assert not live.take(9, schedule)
     live.forget(0)
-    assert live.sigma(0, 0) is None
+    assert not live.take(0, schedule), "it is over"
 
 
 def test_what_cannot_be_is_refused(pipeline: Fed) -> None:
@@ -292,3 +295,59 @@ def test_what_cannot_be_is_refused(pipeline: Fed) -> None:
         without.close()
     pipeline.feed(0, clip(1))  # to nobody
     assert pipeline.input_figures(0) is None
+
+
+def test_changes_of_strength_leave_nothing_behind(pipeline: Fed) -> None:
+    pipeline.begin()
+    for epoch in range(1, 30):
+        pipeline.set_input(0, 0.3 + 0.01 * epoch, epoch=epoch)
+        pipeline.turn()
+    stage = pipeline.ring.stage.sessions[0]
+    assert set(stage.text) == set(stage.visible_from_chunk) == {28, 29}
+
+
+@pytest.mark.parametrize("entered", [0, 1, 2])
+def test_a_chunk_that_began_from_given_video_ends_so_when_another_input_comes(pipeline: Fed, entered: int) -> None:
+    latents = torch.randn(4, *SPEC.chunk_shape, generator=torch.Generator().manual_seed(0))
+
+    def first_chunk(made: Fed, changes: bool) -> Tensor:
+        video = GivenVideo(latents, (0.3,) * 4)
+        made.open(0, made.text.encode(RED), seed=3, epoch=0, steps=4, kv_context="clean", video=video)
+        while not made.made.get(0):
+            chunks = made.ring.scheduler.session(0).chunks
+            if changes and chunks and chunks[0].entered == entered:
+                made.set_input(0, 0.6, epoch=1)
+                changes = False
+            made.turn()
+        assert not changes
+        return made.made[0][0]
+
+    plain = Fed()
+    try:
+        assert torch.equal(first_chunk(pipeline, True), first_chunk(plain, False))
+    finally:
+        plain.close()
+
+
+@pytest.mark.parametrize("kv_context", ["clean", "anchored"])
+def test_a_snapshot_has_the_levels_of_a_chunk_that_began_from_video(pipeline: Fed, kv_context: str) -> None:
+    pipeline.begin(kv_context)
+    pipeline.set_input(0, 0.5, epoch=1)
+    pipeline.feed(0, clip(1))
+    while not (chunks := pipeline.ring.scheduler.session(0).chunks) or chunks[0].entered < 1:
+        pipeline.turn()
+    snapshot, _ = pipeline.save(0)
+    loaded = Fed()
+    try:
+        loaded.load(0, snapshot)
+        for each in (pipeline, loaded):
+            while not each.made.get(0):
+                each.turn()
+        assert torch.equal(pipeline.made[0][0], loaded.made[0][0])
+        head = snapshot.trees["head"]["fields"]["sampler"]["fields"]["video_levels"]
+        assert "0.5" in json.dumps(head)
+        spoilt = json.loads(json.dumps(snapshot.trees).replace("500.0", "5000.0"))
+        with pytest.raises(RequestError, match=r"video_levels\[0\]\.timesteps"):
+            loaded.load(1, replace(snapshot, trees=spoilt))
+    finally:
+        loaded.close()

@@ -15,7 +15,7 @@ import torch
 from streamdiff.engine.session import Session
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import taehv, taehv_codec, wan
-from streamdiff.pipeline.runner.init_latents import InitLatents
+from streamdiff.pipeline.runner.init_latents import ChunkLevels, InitLatents
 from streamdiff.pipeline.runner.noise import SeededNoise, TensorNoise
 from streamdiff.pipeline.runner.sampler import PendingSteps
 from streamdiff.pipeline.runner.step_levels import StepLevels
@@ -57,7 +57,11 @@ def examples() -> dict[str, Any]:
             wan.Memory([None, "Rep", torch.ones(1, 2, 1, 2, 2)], (1, 2, 2)),
             taehv_codec.EncodeMemory(decoding),
         ),
-        *(PendingSteps(1, schedule), InitLatents.steady(torch.ones(1, 2, 2, 2, 2), 0.5, 500.0)),
+        *(
+            PendingSteps(1, schedule),
+            ChunkLevels((0.5, 0.25), (500.0, 250.0)),
+            InitLatents.steady(torch.ones(1, 2, 2, 2, 2), 0.5, 500.0),
+        ),
         StepLevels(torch.ones(1, 2, 2), torch.ones(1, 2, 2)),
         TensorNoise(torch.ones(1, 2, 2, 2, 2), None, schedule, SeededNoise((2, 2, 2, 2), 1)),
     ]

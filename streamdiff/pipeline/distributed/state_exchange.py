@@ -18,6 +18,11 @@ _LONGEST_TEXT = 2000  # characters
 _LOOK_S, _LOOKS = 0.002, 150_000
 
 
+def stage_key(stage: int, share: int) -> str:
+    """Exchange key of rank `share` of those that share a stage."""
+    return f"stage {stage}, share {share}"
+
+
 class StateExchange(Protocol):
     """Passes states from one rank to another, under a name that only the two use, one state at a time."""
 

@@ -29,6 +29,14 @@ STANDING = 8
 """Chunks that begin one after the other while another waits: what always waits makes the video late for nothing."""
 
 
+@session_value("chunk-levels")
+class ChunkLevels(NamedTuple):
+    """Of a chunk that starts from video: noise level and timestep of each of its steps."""
+
+    sigmas: tuple[float, ...]
+    timesteps: tuple[float, ...]
+
+
 @session_value("init-latents")
 @dataclass(frozen=True)
 class InitLatents:
@@ -110,21 +118,9 @@ class GivenVideo:
         latents = self.latents[chunk].to(noise.device, noise.dtype, non_blocking=True)
         return add_noise(latents, noise, self.levels[chunk])
 
-    def sigma(self, chunk: int, step: int, schedule: Schedule) -> float | None:
-        """The noise level of a chunk at one of its steps; None: the schedule's."""
-        return _lowered(self.levels[chunk], schedule)[0][step] if self.covers(chunk) else None
-
-    def timestep(self, chunk: int, step: int, schedule: Schedule) -> float | None:
-        """What the model is told at one of its steps; None: the schedule's."""
-        return _lowered(self.levels[chunk], schedule)[1][step] if self.covers(chunk) else None
-
-
-class _LiveChunk(NamedTuple):
-    """What a chunk starts from, and what its steps have: noise levels, and timesteps that the model is told."""
-
-    latents: Tensor
-    sigmas: tuple[float, ...]
-    timesteps: tuple[float, ...]
+    def levels_of(self, chunk: int, schedule: Schedule) -> ChunkLevels:
+        """Those of a chunk that it covers."""
+        return _lowered(self.levels[chunk], schedule)
 
 
 @dataclass
@@ -148,7 +144,7 @@ class LiveLatents:
     dropped: int = 0
     standing: int = 0
     """Chunks in a row that began while another waited behind theirs."""
-    _begun: dict[int, _LiveChunk] = field(default_factory=dict)
+    _begun: dict[int, tuple[Tensor, ChunkLevels]] = field(default_factory=dict)
 
     def add(self, latents: Tensor, motion: float) -> None:
         """What a later chunk starts from. Mutates: self."""
@@ -173,25 +169,19 @@ class LiveLatents:
         wanted = self.strength - REACH * min(1.0, motion / FULL_MOTION)
         level = self.strength if self.level is None else _SMOOTHING * wanted + (1 - _SMOOTHING) * self.level
         self.level = level = min(1.0, max(LOWEST, level))
-        self._begun[chunk] = _LiveChunk(latents, *_lowered(level, schedule))
+        self._begun[chunk] = latents, _lowered(level, schedule)
         self.used += 1
         return True
 
     def begin(self, chunk: int, noise: Tensor) -> Tensor:
         """Input of the first step of a chunk that has taken latents: `noise` `[C, F, h, w]` mixed in."""
-        begun = self._begun[chunk]
-        latents = begun.latents.to(noise.device, noise.dtype, non_blocking=True)
-        return add_noise(latents, noise, begun.sigmas[0])
+        latents, levels = self._begun[chunk]
+        latents = latents.to(noise.device, noise.dtype, non_blocking=True)
+        return add_noise(latents, noise, levels.sigmas[0])
 
-    def sigma(self, chunk: int, step: int) -> float | None:
-        """The noise level of a chunk at one of its steps; None: the chunk has no input."""
-        begun = self._begun.get(chunk)
-        return None if begun is None else begun.sigmas[step]
-
-    def timestep(self, chunk: int, step: int) -> float | None:
-        """What the model is told at one of its steps; None: the chunk has no input."""
-        begun = self._begun.get(chunk)
-        return None if begun is None else begun.timesteps[step]
+    def levels_of(self, chunk: int) -> ChunkLevels:
+        """Those of a chunk that has taken latents."""
+        return self._begun[chunk][1]
 
     def forget(self, chunk: int) -> None:
         """The chunk is finished. Mutates: self."""
@@ -208,13 +198,13 @@ class LiveLatents:
         self.level, self.standing = None, 0
 
 
-def _lowered(level: float, schedule: Schedule) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _lowered(level: float, schedule: Schedule) -> ChunkLevels:
     """Noise levels and timesteps of the steps of a chunk that starts from video with noise of `level` mixed in: where
     it lies below the schedule's first, the later ones are lowered in proportion."""
     share = min(1.0, level / schedule.sigmas[0])
     sigmas = [share * sigma for sigma in schedule.sigmas]
     times = schedule.timesteps if share == 1 else [sigma * TIMESTEPS for sigma in sigmas]
-    return (level, *sigmas[1:]), (level * TIMESTEPS, *times[1:])
+    return ChunkLevels((level, *sigmas[1:]), (level * TIMESTEPS, *times[1:]))
 
 
 def levels_of(timesteps: Tensor, schedule: Schedule) -> Tensor:

@@ -20,7 +20,7 @@ from streamdiff.models.transformer.weights_digest import weights_digest
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.stage_saving import StageSaving, readiness, swapped
-from streamdiff.pipeline.distributed.state_exchange import LocalExchange, StateExchange
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, StateExchange, stage_key
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
 from streamdiff.pipeline.kv_cache.cache import CachePool, CacheSizes, KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
@@ -55,6 +55,11 @@ class RunnerSession:
     """The newest chunk that has written; read only if not `matched`."""
     text: dict[int, list[KeyValue]] = field(default_factory=dict, metadata=BY_LAYER)
     visible_from_chunk: dict[int, int] = field(default_factory=dict, metadata=STATE)
+
+    def forget_epochs(self, oldest: int) -> None:
+        """Drop epochs before `oldest`. Mutates: self."""
+        for epoch in [each for each in self.text if each < oldest]:
+            del self.text[epoch], self.visible_from_chunk[epoch]
 
 
 class ModelRunner:
@@ -115,7 +120,7 @@ class ModelRunner:
             case MessageKind.RESET:
                 self.reset(update.session)
             case MessageKind.STEPS:
-                self.set_steps(update.session, update.epoch, update.steps)
+                self.set_steps(update.session, update.epoch, update.steps, update.oldest)
             case MessageKind.CLOSE:
                 self.close(update.session)
             case MessageKind.SAVE:
@@ -195,17 +200,17 @@ class ModelRunner:
         kept = self.sessions[session]
         kept.text[epoch] = self.denoiser.text(embeddings[None].to(self.device, self.denoiser.dtype))
         kept.visible_from_chunk[epoch] = visible_from_chunk
-        for epoch_gone in [e for e in kept.text if e < oldest]:
-            del kept.text[epoch_gone], kept.visible_from_chunk[epoch_gone]
+        kept.forget_epochs(oldest)
 
     @torch.inference_mode()
-    def set_steps(self, session: int, epoch: int, steps: int) -> None:
+    def set_steps(self, session: int, epoch: int, steps: int, oldest: int) -> None:
         """Chunks from now on have `steps` of the model's own steps, and belong to `epoch`, which begins with the text
-        of the one before if it has none. Mutates: self."""
+        of the one before if it has none; epochs before `oldest` are dropped. Mutates: self."""
         kept = self.sessions[session]
         for latest in sorted(kept.text)[-1:]:  # none where what it was is lost, before it begins afresh
             kept.text.setdefault(epoch, kept.text[latest])
             kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
+        kept.forget_epochs(oldest)
         kept.steps = steps
 
     def follow_copies(self, session: int) -> None:
@@ -392,8 +397,3 @@ class ModelRunner:
         return self.attention.row_metadata(
             session.geometry, session.state, cache, row.chunk, visible_from, adapt, fold, later, before, clean=clean
         )
-
-
-def stage_key(stage: int, share: int) -> str:
-    """Exchange key of rank `share` of those that share a stage."""
-    return f"stage {stage}, share {share}"

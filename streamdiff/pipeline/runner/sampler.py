@@ -19,7 +19,7 @@ from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
-from streamdiff.pipeline.runner.init_latents import GivenVideo, InitLatents, LiveLatents, levels_of
+from streamdiff.pipeline.runner.init_latents import ChunkLevels, GivenVideo, InitLatents, LiveLatents, levels_of
 from streamdiff.pipeline.runner.noise import Noise, PrefetchedNoise
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
@@ -77,6 +77,8 @@ class SamplerSession:
     """Video that comes in while the stream runs. Whoever goes on from a snapshot feeds it anew."""
     video: GivenVideo | None = field(default=None, metadata=DERIVED)
     """Encoded video that it was opened with. A snapshot has it among its tensors."""
+    video_levels: dict[int, ChunkLevels] = field(default_factory=dict, metadata=STATE)
+    """By chunk in flight that started from one of both."""
     begin_times: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
     """By chunk that begins next: the time embedding `[F, D]` of its first step, where that is not the schedule's."""
     pictures: Any = field(default=None, metadata=STATE)
@@ -231,6 +233,7 @@ class LatentSampler:
                 x0 = session.given_latents[row.chunk]
             if row.last:
                 finished.append(Finished(row, x0))
+                session.video_levels.pop(row.chunk, None)
                 if session.live is not None:
                     session.live.forget(row.chunk)
                 if session.clean_pass:
@@ -244,17 +247,20 @@ class LatentSampler:
         return finished
 
     def _begin(self, row: MicroStep) -> Tensor:
-        """Input of a chunk's first step: noise, or latents that are given with noise mixed in."""
+        """Input of a chunk's first step: noise, or latents that are given with noise mixed in. Mutates: the session."""
         session, noise = self.sessions[row.session], self._noise(row)
+        schedule = session.schedule.of(row.chunk)
         if row.chunk in session.given_latents:
             return sampling.add_noise(session.given_latents[row.chunk], noise, self._sigma(row, 0))
-        if session.live is not None and session.live.take(row.chunk, session.schedule.of(row.chunk)):
+        if session.live is not None and session.live.take(row.chunk, schedule):
+            session.video_levels[row.chunk] = session.live.levels_of(row.chunk)
             return session.live.begin(row.chunk, noise)
         if session.video is not None and session.video.covers(row.chunk):
+            session.video_levels[row.chunk] = session.video.levels_of(row.chunk, schedule)
             return session.video.begin(row.chunk, noise)
         if session.source is not None:
             return session.source.begin(row.chunk, noise)
-        scale = session.schedule.of(row.chunk).noise_scale
+        scale = schedule.noise_scale
         return noise if scale == 1 or session.noise.is_unscaled(row.chunk) else noise * scale
 
     def _time(self, row: MicroStep) -> Tensor:
@@ -271,11 +277,8 @@ class LatentSampler:
 
     def _own_timesteps(self, session: SamplerSession, chunk: int, step: int) -> Tensor | None:
         """The timesteps `[F]` of a denoise step of a chunk, where they are not the schedule's."""
-        own = None if session.live is None else session.live.timestep(chunk, step)
-        if own is None and session.video is not None:
-            own = session.video.timestep(chunk, step, session.schedule.of(chunk))
-        if own is not None:
-            return torch.full((self.spec.chunk_latents,), own, device=self.device)
+        if (video := session.video_levels.get(chunk)) is not None:
+            return torch.full((self.spec.chunk_latents,), video.timesteps[step], device=self.device)
         if session.levels is not None and (each := session.levels.timestep(chunk, step)) is not None:
             return each
         if step == 0 and session.source is not None:
@@ -298,12 +301,8 @@ class LatentSampler:
         """The noise level of the row's chunk at one of its steps, as `StepLevels.sigma`, or one for all its latent
         frames; at the first an input may have its own."""
         session = self.sessions[row.session]
-        if session.live is not None and (live := session.live.sigma(row.chunk, step)) is not None:
-            return live
-        if session.video is not None:
-            given = session.video.sigma(row.chunk, step, session.schedule.of(row.chunk))
-            if given is not None:
-                return given
+        if (video := session.video_levels.get(row.chunk)) is not None:
+            return video.sigmas[step]
         if session.levels is not None and (own := session.levels.sigma(row.chunk, step)) is not None:
             return own
         if step == 0 and session.source is not None and session.source_levels is not None:

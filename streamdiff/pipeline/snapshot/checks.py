@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.sampling import TIMESTEPS
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
 from streamdiff.pipeline.output import StreamProgress
+from streamdiff.pipeline.runner.init_latents import ChunkLevels
 from streamdiff.pipeline.runner.model_runner import RunnerSession
 from streamdiff.pipeline.runner.noise import SeededNoise
 from streamdiff.pipeline.runner.sampler import PendingSteps, SamplerSession
@@ -196,6 +198,10 @@ def _check_sampler(head: HeadState, opened: Opened) -> None:
         for number in _numbers(scheduled, chunk.number)
     }
     _must(set(new.latents) == in_flight, f"{where}.latents", sorted(new.latents), f"of {sorted(in_flight)}")
+    for key, levels in new.video_levels.items():
+        _check_levels(levels, new.schedule.of(key).steps, f"{where}.video_levels[{key}]")
+    beginning = {number for number, _ in in_flight}
+    _must(set(new.video_levels) <= beginning, f"{where}.video_levels", sorted(new.video_levels), f"of {beginning}")
     given = set(new.given_latents)
     _must(all(0 <= key <= _MOST for key in given), f"{where}.given_latents", sorted(given), "of chunks from 0")
     if new.clean_pass:
@@ -211,6 +217,12 @@ def _check_sampler(head: HeadState, opened: Opened) -> None:
     if memory not in opened.pictures:
         place, theirs, ours = walk.difference(memory, opened.pictures[-1], f"{where}.pictures") or ("", memory, None)
         raise ConfigError(_unlike(place, theirs, ours))
+
+
+def _check_levels(levels: ChunkLevels, steps: int, where: str) -> None:
+    for name, values, most in (("sigmas", levels.sigmas, 1.0), ("timesteps", levels.timesteps, TIMESTEPS)):
+        well = len(values) == steps and all(0 <= value <= most for value in values)
+        _must(well, f"{where}.{name}", values, f"{steps} numbers from 0 to {most:g}")
 
 
 def _check_stages(new: RunnerSession, opened: Opened, scheduled: ScheduledSession) -> None:

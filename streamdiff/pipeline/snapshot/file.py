@@ -22,7 +22,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, TensorEntry
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.runner.init_latents import GivenVideo
-from streamdiff.pipeline.snapshot.header import FORMAT, KIND, read_entries
+from streamdiff.pipeline.snapshot.header import FORMAT, KIND, MAX_HEADER_BYTES, read_entries
 from streamdiff.session_state.walk import META, described
 from streamdiff.version import __version__
 
@@ -198,8 +198,11 @@ class Snapshot:
                 raise ConfigError(f"{path} cannot be written: {error}") from error
 
     def to_bytes(self) -> bytes:
-        """What `write` writes."""
-        return save(dict(self.tensors), self._metadata())
+        """What `write` writes. Raises ConfigError where no reader would take its header."""
+        data = save(dict(self.tensors), self._metadata())
+        if (length := int.from_bytes(data[:LENGTH_BYTES], "little")) > MAX_HEADER_BYTES:
+            raise ConfigError(f"the snapshot's header has {length:,} bytes; it can have at most {MAX_HEADER_BYTES:,}")
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, name: str = "the snapshot") -> Snapshot:

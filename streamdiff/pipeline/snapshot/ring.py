@@ -11,10 +11,10 @@ import torch
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import memory_outlines
 from streamdiff.models.model import Model
-from streamdiff.pipeline.distributed.state_exchange import State, ticket_key
+from streamdiff.pipeline.distributed.state_exchange import State, stage_key, ticket_key
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import StreamProgress
-from streamdiff.pipeline.runner.model_runner import RunnerSession, stage_key
+from streamdiff.pipeline.runner.model_runner import RunnerSession
 from streamdiff.pipeline.runner.sampler import PendingSteps
 from streamdiff.pipeline.snapshot.checks import (
     HeadState,

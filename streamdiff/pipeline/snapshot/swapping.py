@@ -31,6 +31,7 @@ class _Away:
     asked: bool = False
     stages: Outcome = Outcome.NOT_YET
     decoder: Outcome = Outcome.NOT_YET
+    lost: bool = False
 
 
 class SwapMixin(ABC):
@@ -121,6 +122,8 @@ class SwapMixin(ABC):
             away = self._away.get(answer.session)
             if away is not None and away.coming and away.ticket == answer.epoch:
                 away.asked, away.stages = False, answer.outcome
+                if answer.outcome is Outcome.LOST:  # another stage may not be ready: asked once more, it says so
+                    away.lost, away.stages = True, Outcome.NOT_YET
         for session, away in list(self._away.items()):
             if not away.coming:
                 self._swap_decoder_out(session, away)
@@ -132,7 +135,7 @@ class SwapMixin(ABC):
                 away.decoder = self._decoding.swap_in(number) if away.decoder_out else Outcome.DONE
             if Outcome.NOT_YET not in (away.stages, away.decoder):
                 del self._away[session]
-                if Outcome.LOST in (away.stages, away.decoder):
+                if away.lost or away.decoder is Outcome.LOST:
                     self._lost.add(session)
                 else:
                     self.ring.scheduler.hold(session, False)

@@ -390,6 +390,7 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(tmp_path: Path, monkeypatc
         (PlanJob(dtype="int8"), "--dtype is 'int8'"),
         (PlanJob(trace=Path("nowhere/t.json")), "lies in nowhere, which is no folder"),
         (PlanJob(trace=Path(".")), "is a folder"),
+        (PlanJob(trace=Path("plan.svg"), plot=Path("./plan.svg")), "--trace and --plot are both 'plan.svg'; give each"),
         (PlanJob(plot=Path("plan.bmp")), "must end in .png, .svg, .pdf"),
     ],
 )

@@ -19,6 +19,8 @@ from streamdiff.cli import options, parser, reference_options
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from streamdiff.config import Config
 
 _JobT = TypeVar("_JobT")
@@ -151,6 +153,7 @@ def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     _check_stages(config)
     from streamdiff.commands import generate
 
+    generate.check_start(config.session)  # here too, before ranks are started
     changes = tuple(sorted(parse_change(text) for text in arguments.prompt_at or ()))
     job = _job(generate.GenerateJob, arguments, changes=changes)
     if config.model.ranks == 1:
@@ -170,6 +173,7 @@ def _generate_list(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     job = _job(prompt_list.PromptListJob, arguments)
     config = _config(arguments)
     _check_stages(config)
+    generate.check_start(config.session)
     run = partial(prompt_list.run, config, job)
     # With nothing left to make no rank is needed.
     if config.model.ranks == 1 or not prompt_list.pending(job):
@@ -177,19 +181,36 @@ def _generate_list(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     return generate.run_as_ranks(config, partial(prompt_list.pending, job), run, argv)
 
 
-def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    for flag, is_given, instead in (
+def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
+    """Raises ConfigError for what was typed, or stands in the configuration, that options by chunks would ignore."""
+    given = [
         ("--prompts", arguments.prompts is not None, "one command for each prompt"),
         ("--seconds", arguments.seconds is not None, "--chunks"),
         ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
-        ("--image", getattr(arguments, "session.image") is not None, "--given-latents"),
-        ("--decode", getattr(arguments, "model.decode") is not None, "rank 0, which decodes there, or --seconds"),
-        ("--profile", getattr(arguments, "model.trace") is not None, "--seconds instead of them"),
-        ("--profile-chunks", getattr(arguments, "model.trace_chunks") is not None, "--seconds instead of them"),
+        ("--resume", bool(arguments.resume), "it with --prompts instead of them"),
+    ]
+    flags = {option.key: option.flag for option in options.GENERATE}
+    for key, instead in (
+        ("session.image", "--given-latents"),
+        ("session.fit", "--given-latents"),
+        ("session.strength", "--strength, with --video-latents"),
+        ("model.decode", "rank 0, which decodes there, or --seconds"),
+        ("model.trace", "--seconds instead of them"),
+        ("model.trace_chunks", "--seconds instead of them"),
     ):
+        section, name = key.split(".")
+        settings: BaseModel = getattr(config, section)
+        differs = getattr(settings, name) != type(settings).model_fields[name].default
+        is_typed = getattr(arguments, key, None) is not None
+        given.append((flags[key] if is_typed else key, differs, instead))
+    for what, is_given, instead in given:
         if is_given:
-            raise ConfigError(f"{flag} does not go with the options that say everything by chunks; use {instead}")
+            raise ConfigError(f"{what} does not go with the options that say everything by chunks; use {instead}")
+
+
+def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     config = _config(arguments)
+    _check_by_chunks(arguments, config)
     for name, refused, plain in (
         ("compile", "on", "off"),
         ("clean_pass", "with-next", "alone"),
@@ -202,9 +223,10 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             )
     # Rank 0 decodes what is finished, in turns with the ring.
     config = config.model_copy(update={"model": config.model.model_copy(update={"decode": "head"})})
-    from streamdiff.commands import reference
+    from streamdiff.commands import generate, reference, reference_ring
     from streamdiff.commands.reference_model import ReferenceJob
 
+    generate.check_start(config.session)
     job = _job(
         ReferenceJob,
         arguments,
@@ -218,8 +240,6 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     )
     if not job.processes:
         return reference.run(job)
-    from streamdiff.commands import generate, reference_ring
-
     check, run = partial(reference.prepare, job), partial(reference.run, job)
     return generate.run_as_ranks(config, check, run, argv, partial(reference_ring.follow, job))
 

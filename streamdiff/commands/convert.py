@@ -7,7 +7,6 @@ Knows nothing about the command line, codecs or networks: `models/autoencoder/au
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -234,7 +233,8 @@ def _encode(encoder: VideoEncoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]
 def _check(job: ConvertJob) -> None:
     if job.chunk_latents is not None and job.chunk_latents < 1:
         raise ConfigError(f"--chunk-frames is {job.chunk_latents}, but must be 1 or more")
-    if job.fps is not None and not (math.isfinite(job.fps) and 0 < job.fps <= 1000):
-        raise ConfigError(f"--fps is {job.fps:g}, but must be above 0 and at most 1000")
+    if job.fps is not None and not writer.LOWEST_FPS <= job.fps <= writer.HIGHEST_FPS:
+        limits = f"at least {writer.LOWEST_FPS} and at most {writer.HIGHEST_FPS}"
+        raise ConfigError(f"--fps is {job.fps:g}, but must be {limits}")
     if job.out.exists() and job.source.exists() and job.out.samefile(job.source):
         raise ConfigError(f"--out is {job.out}, which is what is read; name another file")

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from streamdiff import api
 from streamdiff.atomic_write import exit_on_sigterm
-from streamdiff.config import Config
+from streamdiff.config import Config, SessionConfig
 from streamdiff.engine.process.main import run_as_worker, work_for_rank_0
 from streamdiff.engine.validation import check_prompt
 from streamdiff.errors import ConfigError
@@ -70,9 +70,8 @@ def run(config: Config, job: GenerateJob) -> int:
     Raises:
         ConfigError, RequestError: what was asked for cannot be made; nothing is written then.
     """
+    check_start(config.session)
     output, start = check(job), config.session
-    if start.snapshot is not None:
-        raise ConfigError("session.snapshot is for `serve`; in a program, streamdiff.load goes on from it")
     image = None if start.image is None else picture.read_bytes(start.image)
     begin = partial(api.StreamSession, seed=start.seed, image=image, fit=start.fit)
     with exit_on_sigterm(), begin(api.load(config.model), start.prompt) as session:
@@ -84,6 +83,16 @@ def run(config: Config, job: GenerateJob) -> int:
             write_video(output, _frames(session, job, fps, total, bar), fps)
     print(f"{output}: {total} frames, {total / fps:g} s at {fps:g} per second, {session.width} x {session.height}")
     return 0
+
+
+def check_start(start: SessionConfig) -> None:
+    """Raises ConfigError for a beginning that only `serve` has; it would be ignored."""
+    for name, value, instead in (
+        ("snapshot", start.snapshot, "streamdiff.load goes on from it"),
+        ("input", start.input, "StreamSession.video and feed follow it"),
+    ):
+        if value is not None:
+            raise ConfigError(f"session.{name} is {value!r}, but is for `serve`; in a program, {instead}")
 
 
 def check(job: GenerateJob) -> Path:

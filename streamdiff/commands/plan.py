@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from streamdiff.atomic_write import check_parent, exit_on_sigterm
 from streamdiff.commands import plan_forecast, plan_parallel
 from streamdiff.commands.models import aligned
 from streamdiff.commands.plan_forecast import GpuForecast
@@ -99,10 +100,11 @@ def run(model: ModelConfig, job: PlanJob) -> int:
         print(json.dumps(tree, indent=2) if job.as_json else "\n".join(lines))
         return 0
     outcome = make(model, job)
-    if job.trace is not None:
-        trace.write_trace(job.trace, outcome.run.spans, outcome.load.stages)
-    if job.plot is not None:
-        trace.write_plot(job.plot, outcome.run.spans, outcome.load.stages)
+    with exit_on_sigterm():
+        if job.trace is not None:
+            trace.write_trace(job.trace, outcome.run.spans, outcome.load.stages)
+        if job.plot is not None:
+            trace.write_plot(job.plot, outcome.run.spans, outcome.load.stages)
     print(json.dumps(as_tree(outcome), indent=2) if job.as_json else "\n".join(as_text(outcome)))
     return 0
 
@@ -200,8 +202,12 @@ def _check(job: PlanJob) -> None:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"
             raise ConfigError(f"{name} is {str(path)!r}, which {problem}; give a file's name in a folder that exists")
+        if path is not None and (path.is_file() or not path.exists()):  # not /dev/stdout, which is written to as it is
+            check_parent(path.resolve())
     if job.plot is not None:
         trace.check_plot(job.plot)
+        if job.trace is not None and job.trace.resolve() == job.plot.resolve():
+            raise ConfigError(f"--trace and --plot are both {str(job.plot)!r}; give each a file of its own")
 
 
 def _ceilings(job: PlanJob) -> tuple[tuple[str, float | None], ...]:

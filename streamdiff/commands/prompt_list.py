@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from streamdiff import api
 from streamdiff.atomic_write import exit_on_sigterm
+from streamdiff.commands.generate import check_start
 from streamdiff.config import Config, SessionConfig
 from streamdiff.errors import ConfigError, EngineFailure, RequestError, StreamdiffError
 from streamdiff.video.writer import check_target, write_video
@@ -88,6 +89,8 @@ def pending(job: PromptListJob) -> list[PlannedVideo]:
         where = f"{job.prompts}:{video.number}"
         if video.output.suffix.lower() not in _KINDS:
             raise ConfigError(f"{where}: output is {video.output.name!r}; it ends in .mp4 or .webm, or is a folder")
+        if "\0" in str(video.output):
+            raise ConfigError(f"{where}: output is {video.output.name!r}, but no file's name has a NUL; leave it out")
         first = by_output.setdefault(video.output.resolve(), video.number)
         if first != video.number:
             raise ConfigError(f"{where}: output {video.output.name!r} is that of line {first} too; name another")
@@ -117,8 +120,13 @@ def _read(path: Path) -> Iterator[tuple[int, PromptLine]]:
 def _parsed(line: str, where: str) -> PromptLine:
     try:
         fields = json.loads(line)
-        if not isinstance(fields, dict):
-            raise ConfigError(f'{where}: a line is a JSON object, for example {{"prompt": "a blue star", "seed": 1}}')
+    except (ValueError, RecursionError) as error:
+        too_much = "a number has too many digits, or brackets are nested too deep"
+        why = error.msg if isinstance(error, json.JSONDecodeError) else too_much
+        raise ConfigError(f"{where}: it is not JSON: {why}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f'{where}: a line is a JSON object, for example {{"prompt": "a blue star", "seed": 1}}')
+    try:
         return PromptLine.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -128,8 +136,6 @@ def _parsed(line: str, where: str) -> PromptLine:
             f"is not known; fields are {known}" if first["type"] == "extra_forbidden" else f"cannot be: {first['msg']}"
         )
         raise ConfigError(f"{where}: {name!r} {why}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: it is not JSON: {error.msg}") from error
 
 
 def run(config: Config, job: PromptListJob) -> int:
@@ -137,8 +143,10 @@ def run(config: Config, job: PromptListJob) -> int:
     is named at the end. Each is what `generate` makes of its prompt and seed alone.
 
     Raises:
-        ConfigError: see `pending`; nothing is made then. EngineFailure: the engine ended; what is made stays.
+        ConfigError: see `pending` and `generate.check_start`; nothing is made then.
+        EngineFailure: the engine ended; what is made stays.
     """
+    check_start(config.session)
     videos = pending(job)
     if job.resume:
         print(f"{job.prompts}: {len(videos)} videos to make, the others are there")

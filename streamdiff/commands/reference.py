@@ -247,6 +247,6 @@ def _switch(text: str, spec: ModelSpec) -> PromptSwitch:
         if not Path(name).exists() and ":" in name:
             policies = ", ".join(PROMPT_POLICIES)
             raise ConfigError(f"--prompt-switch is {text!r}; there is no file {name}, and POLICY can be {policies}")
-    if not number.isdigit() or not name:
+    if not (number.isascii() and number.isdecimal()) or not name:
         raise ConfigError(f"--prompt-switch is {text!r}; it must be CHUNK:FILE or CHUNK:FILE:POLICY")
     return PromptSwitch(int(number), tensor_file.read_rows(Path(name), spec.text_shape), policy)

@@ -6,7 +6,6 @@ the way leaves nothing. Knows nothing about sessions or models.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,8 @@ from PIL import Image
 from streamdiff import atomic_write
 from streamdiff.errors import ConfigError
 
+LOWEST_FPS, HIGHEST_FPS = 0.001, 1000
+"""A rate is written as a fraction whose denominator is at most 1001: one much lower would be 0."""
 Frame = NDArray[np.uint8]
 
 _VIDEO: dict[str, tuple[str, dict[str, str]]] = {
@@ -56,14 +57,14 @@ def write_video(path: str | Path, frames: Iterable[Frame], fps: float) -> None:
 
     Args:
         frames: uint8 `[H, W, 3]`, RGB, all of one size, at least one.
-        fps: frames per second, above 0; PNG pictures do not use it.
+        fps: frames per second, `LOWEST_FPS` to `HIGHEST_FPS`; PNG pictures do not use it.
 
     Raises:
         ConfigError: a target that cannot be written, or an fps that cannot be; raised before a frame is taken.
         ValueError: no frames, or frames that are not as above.
     """
-    if not (math.isfinite(fps) and 0 < fps <= 1000):
-        raise ConfigError(f"fps is {fps}; it must be above 0 and at most 1000")
+    if not LOWEST_FPS <= fps <= HIGHEST_FPS:
+        raise ConfigError(f"fps is {fps}; it must be at least {LOWEST_FPS} and at most {HIGHEST_FPS}")
     target, plan = _target(path)
     with atomic_write.temporary_sibling(target) as temporary:
         plan.write(temporary, _checked(frames), Fraction(fps).limit_denominator(1001))

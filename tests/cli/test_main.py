@@ -79,6 +79,11 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("serve --decode split", "decode is split, but each stage has one rank"),
         ("generate --output x.mp4 --decode split --stages 2", "decode is split, but each stage has one rank"),
         ("generate --parallel 1x2 --decode split --chunks 2 --output x.mp4", "--decode does not go with the options"),
+        ("generate --chunks 2 --latents-out x.safetensors --resume", "--resume does not go with the options that say"),
+        (
+            "generate --chunks 2 --latents-out x.safetensors --fit contain",
+            "--fit does not go with the options that say",
+        ),
         ("serve --parallel 2x2 --stages 4", "stages is 4, but parallel is 2x2"),
         ("plan --stages 5", "stages is 5, but must be 1 to 4: every stage needs a block"),
         ("plan --stage-times 0.1,0.2", "--stage-times is '0.1,0.2', but must be 4 times in seconds"),

@@ -243,7 +243,8 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
         (f"{DECODE}nan.safetensors", "got nan at [3, 1, 0, 0] (4 of 128 are not finite)"),
         (f"{DECODE}four.safetensors", "`latents` has 4 channels, but vae.pth takes 16"),
         (f"{DECODE}latents.safetensors --chunk-frames 0", "--chunk-frames is 0, but must be 1 or more"),
-        (f"{DECODE}latents.safetensors --fps 0", "--fps is 0, but must be above 0"),
+        (f"{DECODE}latents.safetensors --fps 0", "--fps is 0, but must be at least 0.001 and at most 1000"),
+        (f"{DECODE}latents.safetensors --fps 0.0001", "--fps is 0.0001, but must be at least 0.001"),
         (
             f"{DECODE}latents.safetensors --dtype float8",
             "--dtype is float8, but must be auto, float32 or bfloat16",

@@ -215,6 +215,7 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--averaged-sink", "0.9", "--adaptive-sink", "0", "--window", "9", "--sink", "3"], "two ways to change"),
         (["--dtype", "int8"], "--dtype is 'int8', but must be one of auto, float32, bfloat16"),
         (["--prompt-switch", "soon"], "--prompt-switch is 'soon'; it must be CHUNK:FILE"),
+        (["--prompt-switch", "²:text.safetensors"], "--prompt-switch is '²:text.safetensors'; it must be CHUNK:FILE"),
         (["--prompt-switch", "2:/nowhere:forget"], "POLICY can be keep, recache, recache-causal, flush, reset"),
         (["--chunks", "7"], "initial"),
         (["--chunks", "0"], "--chunks is 0; at least 1"),

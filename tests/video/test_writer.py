@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -132,10 +133,16 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
         write_video(tmp_path / "a.mp4", paint(1), 10)
 
 
-@pytest.mark.parametrize("fps", [0, -1, float("nan"), float("inf"), 5000])
+@pytest.mark.parametrize("fps", [0, -1, 1e-4, float("nan"), float("inf"), 5000])
 def test_an_fps_that_cannot_be(tmp_path: Path, fps: float) -> None:
-    with pytest.raises(ConfigError, match="fps"):
+    with pytest.raises(ConfigError, match=r"it must be at least 0\.001 and at most 1000"):
         write_video(tmp_path / "a.mp4", paint(1), fps)
+
+
+def test_the_lowest_fps_is_written(tmp_path: Path) -> None:
+    write_video(tmp_path / "a.mp4", paint(2), 0.001)
+    _, stream, times = read(tmp_path / "a.mp4")
+    assert times == [0, 1000] and stream.average_rate == Fraction(1, 1000)
 
 
 def test_no_frames(tmp_path: Path) -> None:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from streamdiff.atomic_write import temporary_sibling
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner.simulator import Span
 
@@ -75,8 +78,9 @@ def chrome_trace(spans: Sequence[Span], stages: int) -> dict[str, object]:
 
 
 def write_trace(path: Path, spans: Sequence[Span], stages: int) -> None:
-    """Write `chrome_trace` to `path`. Raises OSError."""
-    path.write_text(json.dumps(chrome_trace(spans, stages)) + "\n", encoding="utf-8")
+    """Write `chrome_trace` to `path`, which is replaced only by a complete file. Raises OSError."""
+    with _replacing(path) as place:
+        place.write_text(json.dumps(chrome_trace(spans, stages)) + "\n", encoding="utf-8")
 
 
 def check_plot(path: Path) -> None:
@@ -87,8 +91,22 @@ def check_plot(path: Path) -> None:
         raise ConfigError("--plot needs matplotlib, which is not installed; try: pip install 'streamdiff[plot]'")
 
 
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Where to write what takes the place of `path` once it is whole; `path` itself where that is no file that could be
+    replaced, as /dev/stdout. A link goes on pointing to where it does."""
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    target = path.resolve()
+    with temporary_sibling(target) as temporary:
+        yield temporary
+        os.replace(temporary, target)
+
+
 def write_plot(path: Path, spans: Sequence[Span], stages: int) -> None:
-    """Draw the first chunks of a run to `path`: one line per track, one colour per chunk, the step's number inside.
+    """Draw the first chunks of a run to `path`: one line per track, one colour per chunk, the step's number inside. It
+    is replaced only by a complete file.
 
     Raises:
         OSError: the file cannot be written.
@@ -115,4 +133,5 @@ def write_plot(path: Path, spans: Sequence[Span], stages: int) -> None:
     axes.set_ylim(stages + 0.5, -0.5)  # the first stage on top
     axes.set_xlim(0, end_s)
     axes.set_xlabel(f"seconds; chunks 0 to {_PLOTTED_CHUNKS - 1}, a colour per chunk, the step's number inside")
-    figure.savefig(path)
+    with _replacing(path) as place:
+        figure.savefig(place, format=path.suffix[1:])

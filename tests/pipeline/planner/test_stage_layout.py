@@ -215,6 +215,8 @@ def test_a_profile_is_read_row_by_row(sizes: ModelSizes, tmp_path: Path) -> None
         ({"block_s": [0.1, "x", 0.1, 0.1]}, r'block_s\[1\] is "x"'),
         ({"decode_s": -1}, "decode_s is -1, but must be seconds of 0 or more"),
         ({"decode_s": True}, "decode_s is true"),
+        ({"link_s": 10**400}, "link_s is 10{59}, but must be seconds of 0 or more"),
+        ({"block_s": [0.1, [10**400, 1], 0.1, 0.1]}, r"block_s\[1\]\[0\] is 10{59}, but must be seconds above 0"),
         ({"embed_s": [0.1]}, "embed_s has 1 entries, but --max-rows is 2"),
     ],
 )
@@ -388,6 +390,7 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(tmp_path: Path, monkeypatc
         (PlanJob(dtype="int8"), "--dtype is 'int8'"),
         (PlanJob(trace=Path("nowhere/t.json")), "lies in nowhere, which is no folder"),
         (PlanJob(trace=Path(".")), "is a folder"),
+        (PlanJob(trace=Path("plan.svg"), plot=Path("./plan.svg")), "--trace and --plot are both 'plan.svg'; give each"),
         (PlanJob(plot=Path("plan.bmp")), "must end in .png, .svg, .pdf"),
     ],
 )

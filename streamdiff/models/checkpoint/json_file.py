@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def read_object(path: Path) -> dict[str, Any]:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are both
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are the first
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must hold a JSON object with keys, but holds {type(tree).__name__}")
@@ -55,7 +56,8 @@ class Table:
 
     def number(self, key: str) -> float:
         value = self._get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        # An int may be larger than any float.
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise self._wrong(key, value, "a number above 0")
         return float(value)
 

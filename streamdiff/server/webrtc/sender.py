@@ -22,7 +22,7 @@ KEY_REQUESTS_PER_S, KEY_REQUEST_BURST = 1.0, 5.0
 RESENT_PER_S, RESEND_BURST = 2000.0, 1024.0
 """Packets that one peer is sent again (NACK): a few bytes ask for each. The burst is all that is kept for it."""
 STUCK_S = 10.0
-"""A peer whose packets do not get away for so long is given up."""
+"""A peer whose packets do not get away for so long is given up, and so is one whose codec's encoder fails so long."""
 SILENT_S = 30.0
 """So is one that is sent video and sends no report about it."""
 
@@ -83,10 +83,13 @@ class VideoSender:
         if self.codec is not None:
             self._fanout.request_key(self.codec)
 
-    def fault(self, now_s: float) -> Literal["stuck", "silent"] | None:
-        """Why the peer should be given up: it takes or reports nothing any more; None: it should not."""
+    def fault(self, now_s: float) -> Literal["stuck", "silent", "encoder"] | None:
+        """Why the peer should be given up: it takes or reports nothing any more, or there is nothing to send, as the
+        codec cannot be encoded; None: it should not."""
         if self.track.stuck_s(now_s) > STUCK_S:
             return "stuck"
+        if self.codec is not None and self._fanout.failing_s(self.codec, now_s) > STUCK_S:
+            return "encoder"
         return "silent" if self.track.silent_s(now_s) > SILENT_S else None
 
     async def close(self, limit_s: float) -> bool:

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aioice.ice
+import av
 import httpx
 import psutil
 import pytest
@@ -20,6 +21,8 @@ from aiortc import RTCConfiguration, RTCPeerConnection
 
 from streamdiff import clock
 from streamdiff.config import Config, IceServer, ServeConfig
+from streamdiff.server.media import encoder
+from streamdiff.server.media.codecs import Codec, Format
 from streamdiff.server.media.packets import QUEUE_PACKETS
 from streamdiff.server.webrtc import sender, viewers
 from tests.server.conftest import Peer, Site, in_slots, run_scene
@@ -318,6 +321,21 @@ def test_a_viewer_whose_packets_do_not_get_away_is_given_up(monkeypatch: pytest.
         assert len(viewer.sender.track._queue) <= QUEUE_PACKETS
         for _ in range(40):
             await stays.frame()
+
+    run_scene(scene)
+
+
+def test_a_viewer_whose_codec_cannot_be_encoded_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(codec: Codec, fmt: Format) -> av.VideoCodecContext:
+        raise av.FFmpegError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(encoder, "open_context", fails)
+    monkeypatch.setattr(sender, "STUCK_S", 1.0)
+
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await site.until(lambda: b'viewers_ended_total{end="encoder"} 1.0' in site.state.metrics.text())
+        await site.until(lambda: peer.pc.connectionState == "closed")
 
     run_scene(scene)
 

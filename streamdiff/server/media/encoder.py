@@ -29,8 +29,9 @@ KEY_INTERVAL_S = 0.3
 """Key frame requests that come closer together than this share one key frame."""
 YUV_COLOURS = "ITU709"
 """The colours of a YUV420 picture."""
-RETRY_S = 1.0
-"""Between attempts to open a codec that fails again and again."""
+REOPEN_S = 1.0
+"""Between openings of a codec that fails again and again, or whose format is changed so: each takes up to tens of
+milliseconds in which no other thread runs Python, as PyAV holds the interpreter's lock."""
 QUEUE_PICTURES = 4
 """Pictures that may wait for the encoder, 0.1 s at 40 FPS; the oldest goes first."""
 
@@ -122,8 +123,8 @@ class EncoderThread:
     """One codec's encoder on its own thread. `deliver` is called there with each packet.
 
     Pictures never wait long: at most `QUEUE_PICTURES` do, then the oldest is dropped and counted. The codec is opened,
-    and opened again for another format, on the thread: that takes tens of milliseconds. Where it cannot be opened the
-    old one goes on; without one, pictures are dropped until it can.
+    and opened again for another format, on the thread. Where it cannot be opened the old one goes on; without one,
+    pictures are dropped until it can.
     """
 
     def __init__(self, codec: Codec, fmt: Format, deliver: Callable[[EncodedFrame], None]) -> None:
@@ -210,10 +211,10 @@ class EncoderThread:
         except (av.FFmpegError, ValueError):
             self._failed("cannot be opened", now_s)
             return False
-        # Libraries differ in what they take while open; a new one begins with a key frame anyway. So changes that
-        # follow each other closely share one, as requests for key frames do.
+        # Libraries differ in what they take while open; a new one begins with a key frame anyway. Changes that follow
+        # each other closely share one.
         if self._encoder is not None:
-            self._next_s = now_s + KEY_INTERVAL_S
+            self._next_s = now_s + REOPEN_S
         self._encoder, self._opened = encoder, fmt
         self.counters.bitrate_bps = fmt.bitrate_bps
         return True
@@ -237,7 +238,7 @@ class EncoderThread:
         """Say so once, and try again: with the next picture the first time. Mutates: self."""
         if not self._is_told:
             logger.exception("The %s encoder %s. It is opened again.", self.codec, how)
-        self._next_s = now_s + (RETRY_S if self._is_told else 0.0)
+        self._next_s = now_s + (REOPEN_S if self._is_told else 0.0)
         self._is_told = True
         if self._encoder is None and self.failing_since_s is None:
             self.failing_since_s = now_s

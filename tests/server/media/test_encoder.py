@@ -17,7 +17,7 @@ from streamdiff.server.media import encoder
 from streamdiff.server.media.codecs import Codec, Format
 from streamdiff.server.media.encoder import (
     KEY_INTERVAL_S,
-    RETRY_S,
+    REOPEN_S,
     EncoderThread,
     KeyframeLimiter,
     PictureEncoder,
@@ -209,7 +209,7 @@ def test_a_codec_that_cannot_be_opened_for_another_rate_goes_on_with_the_old_one
         assert len(library.threads) == 3, "at the next picture again, then once a second"
         assert (fed.thread.counters.bitrate_bps, fed.thread.failing_since_s) == (1_000_000, None)
         library.opens = True
-        library.now_s += RETRY_S
+        library.now_s += REOPEN_S
         assert [each.key for each in fed.give()] == [True]
         assert fed.thread.counters.bitrate_bps == 500_000
     finally:
@@ -234,7 +234,7 @@ def test_a_codec_that_fails_is_opened_again_once_a_second_until_it_works(
         assert fed.thread.failing_since_s == 100.0
         library.opens = True
         assert fed.give() == []
-        library.now_s += RETRY_S
+        library.now_s += REOPEN_S
         assert [each.key for each in fed.give()] == [True]
         assert fed.thread.failing_since_s is None
         assert fed.thread.counters.dropped == 9
@@ -251,7 +251,7 @@ def test_a_codec_that_cannot_be_opened_at_first_is_when_it_can(codec: Codec, mon
     try:
         assert fed.give() == []
         library.opens = True
-        library.now_s += RETRY_S
+        library.now_s += REOPEN_S
         assert [each.key for each in fed.give()] == [True]
     finally:
         fed.thread.stop()
@@ -271,11 +271,11 @@ def test_changes_of_the_format_that_follow_each_other_closely_share_a_key_frame(
                 fed.thread.set_format(Format(64, 64, fps))
             keys += [each.key for each in fed.give()]
         assert keys == [True] + 19 * [False]
-        library.now_s += KEY_INTERVAL_S
+        library.now_s += REOPEN_S
         assert [each.key for each in fed.give()] == [True], "the latest"
         assert fed.thread._opened.fps == 31.0
         fed.thread.set_format(Format(64, 64, 31.0))
-        library.now_s += 1.0
+        library.now_s += REOPEN_S
         assert [each.key for each in fed.give()] == [False], "no other format"
     finally:
         fed.thread.stop()

@@ -24,6 +24,7 @@ from streamdiff.config import Config, IceServer, ServeConfig
 from streamdiff.server.media import encoder
 from streamdiff.server.media.codecs import Codec, Format
 from streamdiff.server.media.packets import QUEUE_PACKETS
+from streamdiff.server.problem import Problem
 from streamdiff.server.webrtc import sender, viewers
 from tests.server.conftest import Peer, Site, in_slots, run_scene
 
@@ -268,6 +269,31 @@ def test_a_connection_that_never_lived_makes_room_for_the_next_of_its_client_and
         assert site.state.viewers.count == 2
 
     run_scene(scene, Config(serve=ServeConfig(max_viewers=2, address_share=1.0)))
+
+
+def test_a_dead_connection_at_another_address_makes_no_room_above_the_share_of_one_address() -> None:
+    async def scene(site: Site) -> None:
+        offer = (await site.offer()).pc.localDescription.sdp
+        session = site.state.manager.get("default")
+
+        async def create(address: str, client: str | None = None) -> str:
+            """The refusal's code; "" where there is none."""
+            try:
+                await site.state.viewers.create(session, offer, address, None, client_id=client)
+            except Problem as problem:
+                return str(problem.code)
+            return ""
+
+        assert [await create("192.0.2.1") for _ in range(3)] == ["", "", "address"]
+        assert await create("192.0.2.2", "tab-one-1") == ""
+        assert await create("192.0.2.1", "tab-one-1") == "address", "that of the other is no room here"
+        assert await create("192.0.2.2") == ""
+        assert await create("192.0.2.1", "tab-one-1") == "viewers", "nor where all is full"
+        assert await create("192.0.2.2", "tab-one-1") == "", "its own is"
+        assert await create("192.0.2.3", "tab-one-1") == "", "so is another's where only the total is reached"
+        assert site.state.viewers.count == 4
+
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=4, address_share=0.5)))
 
 
 @pytest.mark.parametrize("client", ["", "short", "x" * 65, "tab one one", "tab-one-\u00e9"])

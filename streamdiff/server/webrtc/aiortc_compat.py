@@ -348,7 +348,7 @@ def host_addresses(use_ipv4: bool, use_ipv6: bool) -> list[str]:
     return found or (["127.0.0.1"] if use_ipv4 else [])
 
 
-_handle_rtcp_data = getattr(RTCDtlsTransport, "_handle_rtcp_data", None)
+_handle_rtcp_data: Any = getattr(RTCDtlsTransport, "_handle_rtcp_data", None)
 
 
 async def _read_rtcp(self: Any, data: bytes) -> None:

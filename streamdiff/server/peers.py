@@ -58,7 +58,7 @@ class SlotPool:
         return self._held.total()
 
     def refusal(self, address: str, freed: str | None = None) -> Problem | None:
-        """Why an address can have no slot now, 503 or 429; None: it can. `freed`: the address of one that goes first."""
+        """Why an address can have no slot now, 503 or 429; None: it can. `freed`: the address of one that goes."""
         retry_after = {"Retry-After": str(RETRY_AFTER_S)}
         if self.count - (freed is not None) >= self._limit:
             message = f"All {self._limit} places are taken ({self._setting}). Try again in a moment."

@@ -57,13 +57,13 @@ class SlotPool:
         """Slots that are taken."""
         return self._held.total()
 
-    def refusal(self, address: str) -> Problem | None:
-        """Why an address can have no slot now, 503 or 429; None: it can."""
+    def refusal(self, address: str, freed: str | None = None) -> Problem | None:
+        """Why an address can have no slot now, 503 or 429; None: it can. `freed`: the address of one that goes."""
         retry_after = {"Retry-After": str(RETRY_AFTER_S)}
-        if self.count >= self._limit:
+        if self.count - (freed is not None) >= self._limit:
             message = f"All {self._limit} places are taken ({self._setting}). Try again in a moment."
             return Problem(503, message, retry_after, code=self._code)
-        if self._held[address] >= self._per_address:
+        if self._held[address] - (freed == address) >= self._per_address:
             message = f"One address may hold {self._per_address} of {self._limit} places ({self._setting}), and yours "
             return Problem(
                 429, message + "does: close another page, or raise serve.address_share.", retry_after, code="address"

@@ -1,4 +1,4 @@
-"""The page's client, run by Node: what it makes of the server's `Link` header."""
+"""Parts of the page, run by Node: what its client makes of the server's `Link` header, and a camera that is stopped."""
 
 from __future__ import annotations
 
@@ -20,6 +20,45 @@ import { readFileSync } from "node:fs";
 const source = readFileSync(process.argv[1], "utf8");
 const client = await import(`data:text/javascript,${encodeURIComponent(source)}`);
 console.log(JSON.stringify(client.parseIceServers(process.argv[2])));
+"""
+
+STOPPED = """
+const elements = {}, asked = [];
+const element = () => ({ dataset: {}, handlers: {}, textContent: "", valueAsNumber: 0.4, classList: { toggle() {} },
+  addEventListener(type, handler) { this.handlers[type] = handler; }, setAttribute() {}, play: async () => {} });
+globalThis.document = { getElementById: (id) => elements[id] ??= element(), baseURI: "http://page/" };
+globalThis.addEventListener = () => {};
+const track = { stopped: false, stop() { this.stopped = true; } };
+const media = { getTracks: () => [track], getVideoTracks: () => [track] };
+const turn = () => new Promise((resolve) => setTimeout(resolve));
+let reached, proceed;
+const stage = (name) => name === process.argv[2] && new Promise((resolve) => { proceed = resolve; reached(); });
+Object.defineProperty(globalThis, "navigator", { configurable: true,
+  value: { mediaDevices: { getUserMedia: async () => { await stage("media"); return media; } } } });
+globalThis.RTCPeerConnection = class {
+  localDescription = { sdp: "" };
+  addTransceiver() {}
+  setLocalDescription() { return stage("local"); }
+  setRemoteDescription() { return stage("remote"); }
+  close() {}
+};
+globalThis.fetch = async (url, { method }) => {
+  asked.push(`${method} ${new URL(url).pathname}`);
+  if (method === "POST") await stage("post");
+  return { ok: true, headers: { get: () => "/whip/default/x" }, text: async () => (await stage("text"), "") };
+};
+const { startCamera } = await import(process.argv[1]);
+startCamera({ address: () => "whip/default", headers: {}, strength() {}, size: () => ({ width: 1, height: 1 }),
+  iceServers: async () => (await stage("servers"), []) });
+const there = new Promise((resolve) => { reached = resolve; });
+elements["camera-camera"].handlers.click();
+await there;
+elements["camera-stop"].handlers.click();
+await turn();
+proceed();
+await turn();
+const { hidden, srcObject } = elements["camera-preview"];
+console.log(JSON.stringify([asked, elements["camera-error"].textContent, hidden, srcObject, track.stopped]));
 """
 
 
@@ -47,3 +86,13 @@ def test_no_servers_and_other_links_are_no_servers() -> None:
     assert "Link" not in with_links(Response(), []).headers
     assert _parsed("") == []
     assert _parsed('<https://example.org/>; rel="help"') == []
+
+
+@pytest.mark.parametrize("stage", ["media", "servers", "local", "post", "text", "remote"])
+def test_a_camera_that_is_stopped_while_the_connection_is_made_is_off_and_given_up(stage: str) -> None:
+    words = ["node", "--input-type=module", "-e", STOPPED, "--", CLIENT.with_name("camera.js").as_uri(), stage]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+    asked, error, hidden, shown, stopped = json.loads(done.stdout)
+    posted = stage in ("post", "text", "remote")
+    assert asked == (["POST /whip/default", "DELETE /whip/default/x"] if posted else [])
+    assert (error, hidden, shown, stopped) == ("", True, None, True)

@@ -29,6 +29,9 @@ KEY_INTERVAL_S = 0.3
 """Key frame requests that come closer together than this share one key frame."""
 YUV_COLOURS = "ITU709"
 """The colours of a YUV420 picture."""
+REOPEN_S = 1.0
+"""Between openings of a codec that fails again and again, or whose format is changed so: each takes up to tens of
+milliseconds in which no other thread runs Python, as PyAV holds the interpreter's lock."""
 QUEUE_PICTURES = 4
 """Pictures that may wait for the encoder, 0.1 s at 40 FPS; the oldest goes first."""
 
@@ -119,15 +122,21 @@ class EncoderCounters:
 class EncoderThread:
     """One codec's encoder on its own thread. `deliver` is called there with each packet.
 
-    Pictures never wait long: at most `QUEUE_PICTURES` do, then the oldest is dropped and counted.
+    Pictures never wait long: at most `QUEUE_PICTURES` do, then the oldest is dropped and counted. The codec is opened,
+    and opened again for another format, on the thread. Where it cannot be opened the old one goes on; without one,
+    pictures are dropped until it can.
     """
 
     def __init__(self, codec: Codec, fmt: Format, deliver: Callable[[EncodedFrame], None]) -> None:
         self.codec: Codec = codec
         self.counters = EncoderCounters(bitrate_bps=fmt.bitrate_bps)
-        self._format = fmt
+        self.failing_since_s: float | None = None
+        """Since when the codec has made nothing of the pictures, by the monotonic clock; None while it works."""
+        self._format = self._opened = fmt
         self._deliver = deliver
-        self._encoder = PictureEncoder(codec, fmt)
+        self._encoder: PictureEncoder | None = None
+        self._next_s = float("-inf")  # when the codec may be opened again
+        self._is_told = False  # that it fails
         self._key_limiter = KeyframeLimiter()
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Picture, int]] = deque()
@@ -154,8 +163,13 @@ class EncoderThread:
         with self._changed:
             self._key_limiter.request()
 
+    def set_format(self, fmt: Format) -> None:
+        """Encode in another format from one of the next pictures on, which becomes a key frame."""
+        with self._changed:
+            self._format = fmt
+
     def set_bitrate(self, bitrate_bps: int) -> None:
-        """Encode at this rate from the next picture on, which becomes a key frame."""
+        """Encode at this rate from one of the next pictures on, which becomes a key frame."""
         with self._changed:
             self._format = replace(self._format, bitrate=bitrate_bps)
 
@@ -172,29 +186,59 @@ class EncoderThread:
         self._thread.join()
 
     def _run(self) -> None:
+        self._renew(self._format, clock.monotonic_s())
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._stopping)
                 if self._stopping:
                     return
                 picture, pts = self._waiting.popleft()
-                key = self._key_limiter.take(clock.monotonic_s())
+                now_s = clock.monotonic_s()
+                key = self._key_limiter.take(now_s)
                 fmt = self._format
-            if fmt.bitrate_bps != self.counters.bitrate_bps:
-                # Libraries differ in what they take while open; a new one begins with a key frame anyway.
-                self._encoder = PictureEncoder(self.codec, fmt)
-                self.counters.bitrate_bps, key = fmt.bitrate_bps, True
-            packets = self._encode(picture, pts, key)
+            if (self._encoder is None or fmt != self._opened) and now_s >= self._next_s:
+                key = self._renew(fmt, now_s) or key
+            packets = self._encode(picture, pts, key, now_s)
             self.counters.pictures += 1
             for packet in packets:
                 self.counters.key_frames += packet.key
                 self._deliver(packet)
 
-    def _encode(self, picture: Picture, pts: int, key: bool) -> list[EncodedFrame]:
-        """One picture; when the codec library fails, the stream goes on with a fresh encoder and a key frame."""
+    def _renew(self, fmt: Format, now_s: float) -> bool:
+        """Open the codec for `fmt`; whether it could be. Mutates: self."""
         try:
-            return self._encoder.encode(picture, pts, key)
-        except av.FFmpegError:
-            logger.exception("The %s encoder failed and is opened again.", self.codec)
-            self._encoder = PictureEncoder(self.codec, self._format)
+            encoder = PictureEncoder(self.codec, fmt)
+        except (av.FFmpegError, ValueError):
+            self._failed("cannot be opened", now_s)
+            return False
+        # Libraries differ in what they take while open; a new one begins with a key frame anyway. Changes that follow
+        # each other closely share one.
+        if self._encoder is not None:
+            self._next_s = now_s + REOPEN_S
+        self._encoder, self._opened = encoder, fmt
+        self.counters.bitrate_bps = fmt.bitrate_bps
+        return True
+
+    def _encode(self, picture: Picture, pts: int, key: bool, now_s: float) -> list[EncodedFrame]:
+        """One picture; when the codec library fails, the stream goes on with a fresh encoder and a key frame."""
+        if self._encoder is None:
+            self.counters.dropped += 1
             return []
+        try:
+            packets = self._encoder.encode(picture, pts, key)
+        except av.FFmpegError:
+            self._encoder = None
+            self._failed("failed", now_s)
+            return []
+        self.failing_since_s = None
+        self._is_told = self._is_told and self._opened != self._format
+        return packets
+
+    def _failed(self, how: str, now_s: float) -> None:
+        """Say so once, and try again: with the next picture the first time. Mutates: self."""
+        if not self._is_told:
+            logger.exception("The %s encoder %s. It is opened again.", self.codec, how)
+        self._next_s = now_s + (REOPEN_S if self._is_told else 0.0)
+        self._is_told = True
+        if self._encoder is None and self.failing_since_s is None:
+            self.failing_since_s = now_s

@@ -38,10 +38,6 @@ class _Stream:
     def __init__(self, encoder: EncoderThread, fmt: Format) -> None:
         self.receivers: set[Receiver] = set()
         self.bits = Rate()
-        self.start(encoder, fmt)
-
-    def start(self, encoder: EncoderThread, fmt: Format) -> None:
-        """Go on with another encoder. Mutates: self."""
         self.encoder, self.dropped = encoder, CounterDelta()
         self.bitrate = BitrateController(fmt.bitrate_bps)
 
@@ -89,14 +85,13 @@ class Fanout:
             stream.encoder.stop()
 
     def set_format(self, fmt: Format) -> None:
-        """Encode in another format from now on: new encoders, which begin with a key frame. Mutates: self."""
+        """Encode in another format soon, from a key frame on; the present one changes nothing. Mutates: self."""
+        if fmt == self._format:
+            return
         self._format = fmt
-        old = [stream.encoder for stream in self._streams.values()]
-        for codec, stream in self._streams.items():
-            stream.start(self._new_encoder(codec), fmt)
-        self._set_encoders()
-        for encoder in old:
-            encoder.stop()
+        for stream in self._streams.values():
+            stream.encoder.set_format(fmt)
+            stream.bitrate = BitrateController(fmt.bitrate_bps)
 
     def _new_encoder(self, codec: Codec) -> EncoderThread:
         def deliver(encoded: EncodedFrame) -> None:  # on the encoder's thread
@@ -117,6 +112,11 @@ class Fanout:
     def counters(self) -> dict[Codec, EncoderCounters]:
         """What each running encoder has done."""
         return {codec: stream.encoder.counters for codec, stream in self._streams.items()}
+
+    def failing_s(self, codec: Codec, now_s: float) -> float:
+        """Seconds since the encoder of `codec` has failed to make anything; 0 while it works."""
+        since_s = self._streams[codec].encoder.failing_since_s if codec in self._streams else None
+        return 0.0 if since_s is None else now_s - since_s
 
     def sent_bps(self, codec: Codec) -> float:
         """Bit/s that each receiver of `codec` is sent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,6 +11,8 @@ import av
 
 Packet: TypeAlias = "av.Packet[av.VideoStream]"
 
+_IDR = re.compile(rb"\x00\x00\x01[\x05\x25\x45\x65]")
+"""What begins a key frame of H.264."""
 
 QUEUE_PACKETS = 40
 """Encoded frames that may wait for one viewer, 1 s at 40 FPS. A viewer further behind skips to a key frame.
@@ -63,3 +66,10 @@ class PacketQueue:
     def get(self) -> EncodedFrame | None:
         """The oldest packet that waits. Mutates: self."""
         return self._waiting.popleft() if self._waiting else None
+
+
+def is_key_frame(codec: str, data: bytes) -> bool:
+    """Whether an encoded frame can be decoded without those before it. `codec`: as SDP names it."""
+    if codec == "VP8":
+        return bool(data) and not data[0] & 1
+    return _IDR.search(data) is not None

@@ -125,14 +125,18 @@ class Playback:
         return slack_s + spare_s if slack_s > 0 else slack_s
 
     def set_fps(self, fps: float) -> None:
-        """Show frames at another rate from now on, and encode for it. Mutates: self."""
+        """Show frames at another rate from now on, and encode for it; nothing for the present one. Mutates: self."""
+        if fps == self.format.fps:
+            return
         self.format = replace(self.format, fps=fps)
         self.show_fps(fps)
         self.fanout.set_format(self.format)
 
     def show_fps(self, fps: float) -> None:
         """Show frames at another rate from now on, with the present encoders. The lead is measured from the start, and
-        the caller sends the new `ahead_frames`. Mutates: self."""
+        the caller sends the new `ahead_frames`; the present rate changes nothing. Mutates: self."""
+        if fps == self.fps:
+            return
         self.fps, self.lead = fps, PlayoutLead(self._chunk_frames / fps, self._most_ahead_s)
         self._sent_ahead = self.ahead_frames
         self.pacer.set_fps(fps)

@@ -36,6 +36,7 @@ export function startCamera({ address, headers, strength, iceServers, size }) {
       }
       await send(kind);
     } catch (error) {
+      if (!sending.kind) return; // ended meanwhile, which has said why
       await end();
       drawInputError(SAID[error.name] ?? error.message);
     } finally {
@@ -43,37 +44,49 @@ export function startCamera({ address, headers, strength, iceServers, size }) {
     }
   }
 
+  /** Connects; returns without a word where `end` was called meanwhile, which has closed what there was by then. */
   async function send(kind) {
     sending.kind = kind;
     const video = wanted(size());
-    sending.media = kind === "screen"
+    const ended = () => !sending.kind;
+    const media = kind === "screen"
       ? await navigator.mediaDevices.getDisplayMedia({ video })
       : await navigator.mediaDevices.getUserMedia({ video });
-    const [track] = sending.media.getVideoTracks();
+    if (ended()) return stop(media);
+    sending.media = media;
+    const [track] = media.getVideoTracks();
     track.contentHint = "motion";
     track.onended = end; // the visitor has stopped it in the browser's own bar
     const servers = await iceServers();
-    sending.pc = new RTCPeerConnection({ iceServers: servers });
-    sending.pc.addTransceiver(track, { direction: "sendonly", streams: [sending.media] });
-    sending.pc.onconnectionstatechange = () => {
-      if (["failed", "closed"].includes(sending.pc?.connectionState)) end("The connection that the video went over has ended.");
+    if (ended()) return;
+    const pc = new RTCPeerConnection({ iceServers: servers });
+    sending.pc = pc;
+    pc.addTransceiver(track, { direction: "sendonly", streams: [media] });
+    pc.onconnectionstatechange = () => {
+      if (sending.pc === pc && ["failed", "closed"].includes(pc.connectionState)) end("The connection that the video went over has ended.");
     };
     const found = []; // candidates, before the server has named the connection that they are for
     const tell = ({ candidate }) => {
       if (candidate?.candidate) found.push(candidate);
-      if (sending.resource) for (const each of found.splice(0)) sendCandidate(sending.resource, each, headers);
+      if (sending.pc === pc && sending.resource) for (const each of found.splice(0)) sendCandidate(sending.resource, each, headers);
     };
-    if (servers.length) sending.pc.onicecandidate = tell;
-    await sending.pc.setLocalDescription();
+    if (servers.length) pc.onicecandidate = tell;
+    await pc.setLocalDescription();
+    if (ended()) return;
     const url = new URL(address(), document.baseURI);
     url.searchParams.set("strength", $("strength").value);
-    const response = await fetch(url, { method: "POST", headers: { "Content-Type": "application/sdp", ...headers }, body: sending.pc.localDescription.sdp });
+    const response = await fetch(url, { method: "POST", headers: { "Content-Type": "application/sdp", ...headers }, body: pc.localDescription.sdp });
     if (!response.ok) throw new Error((await response.json().catch(() => ({}))).detail ?? `The server answered ${response.status}.`);
-    sending.resource = new URL(response.headers.get("Location"), url);
+    const resource = new URL(response.headers.get("Location"), url);
+    if (ended()) return giveUp(resource);
+    sending.resource = resource;
     tell({});
-    await sending.pc.setRemoteDescription({ type: "answer", sdp: await response.text() });
+    const answer = await response.text();
+    if (ended()) return;
+    await pc.setRemoteDescription({ type: "answer", sdp: answer });
+    if (ended()) return;
     const preview = $("camera-preview");
-    preview.srcObject = sending.media;
+    preview.srcObject = media;
     preview.classList.toggle("mirrored", kind === "camera"); // as in a mirror; what is sent is not
     preview.hidden = false;
     preview.play().catch(() => {});
@@ -83,14 +96,16 @@ export function startCamera({ address, headers, strength, iceServers, size }) {
   async function end(why) {
     const { pc, media, resource } = sending;
     Object.assign(sending, { pc: null, media: null, resource: null, kind: "" });
-    for (const track of media?.getTracks() ?? []) track.stop();
+    if (media) stop(media);
     $("camera-preview").hidden = true;
     $("camera-preview").srcObject = null;
     draw();
     if (typeof why === "string") drawInputError(why);
-    if (resource) await fetch(resource, { method: "DELETE", headers, keepalive: true }).catch(() => {});
+    if (resource) await giveUp(resource);
     pc?.close(); // after it is given up by name: a server that saw it end would answer 404
   }
+
+  const giveUp = (resource) => fetch(resource, { method: "DELETE", headers, keepalive: true }).catch(() => {});
 
   function draw() {
     $("camera-stop").hidden = !sending.media;
@@ -106,6 +121,10 @@ export function startCamera({ address, headers, strength, iceServers, size }) {
   $("camera-form").addEventListener("submit", (event) => event.preventDefault());
   addEventListener("pagehide", () => end());
   return { ended: () => sending.resource && end("The server takes no more of the video.") };
+}
+
+function stop(media) {
+  for (const track of media.getTracks()) track.stop();
 }
 
 function drawStrength() {

@@ -2,8 +2,8 @@
 
 aiortc sends packets that are encoded already (`recv()` may return an `av.Packet`), but on that path it drops what a
 viewer asks for: requests for a key frame and the bandwidth estimate. Two hooks repair it. Others bound what a peer's
-data channels may take, how much of a peer's video waits to be decoded, and how long closing a connection takes; aiortc
-bounds none of them. Knows nothing about sessions, sources of frames or HTTP.
+data channels may take, what it is sent again, how much of its video waits to be decoded, and how long closing takes;
+aiortc bounds none of them. Knows nothing about sessions, sources of frames or HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import importlib.metadata
 import inspect
 import logging
-import re
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -28,13 +27,15 @@ import aioice.turn
 import aiortc
 import aiortc.rtcrtpsender
 import av
-from aiortc import RTCIceTransport, RTCPeerConnection, RTCRtpSender, RTCRtpTransceiver, RTCSctpTransport
+from aiortc import RTCDtlsTransport, RTCPeerConnection, RTCRtpSender, RTCRtpTransceiver, RTCSctpTransport
 from aiortc.codecs import get_encoder
 from aiortc.exceptions import InternalError, InvalidAccessError, InvalidStateError, OperationError
 from aiortc.rtcsctptransport import WEBRTC_BINARY, WEBRTC_STRING, RTCSctpCapabilities, SackChunk
+from aiortc.rtp import RTCP_RTPFB_NACK, RtcpRtpfbPacket
 
 from streamdiff import clock
 from streamdiff.errors import StreamdiffError
+from streamdiff.server.media.packets import is_key_frame
 from streamdiff.server.rate_limit import TokenBucket
 
 logger = logging.getLogger(__name__)
@@ -63,14 +64,13 @@ ACKNOWLEDGED_CHUNKS = 4096
 
 HELD_FRAMES = 30
 """A peer's encoded frames that may wait to be decoded: a second of them."""
-_IDR = re.compile(rb"\x00\x00\x01[\x05\x25\x45\x65]")
-"""What begins a key frame of H.264."""
 
 CANCEL_ROUNDS = 50
 """Turns of the event loop that the tasks of a closed connection get to end in. Some catch a cancellation to send a
 good-bye and want a second one; those that wait for others take a few turns."""
 
 _ENCODER_ATTRIBUTE, _TRANSPORTS_ATTRIBUTE = "_RTCRtpSender__encoder", "_RTCPeerConnection__dtlsTransports"
+_SCTP_METHODS = ("_handle_data", "_receive_chunk", "_receive")
 _DECODER_QUEUE, _DECODER_THREAD, _DECODER_ERROR = (
     f"_RTCRtpReceiver__decoder_{name}" for name in ("queue", "thread", "error")
 )
@@ -112,8 +112,10 @@ def hook_sender(
     on_key_request: Callable[[], None],
     on_estimate: Callable[[int], None],
     on_report: Callable[[], None],
+    may_resend: Callable[[], bool],
 ) -> None:
-    """Make `sender` pack what its track hands out, and report PLI / FIR, REMB, and every RTCP packet of its peer.
+    """Make `sender` pack what its track hands out, and report PLI / FIR, REMB, and every RTCP packet of its peer;
+    `may_resend`, asked for every packet that the peer misses (NACK), decides whether that is sent again.
 
     Mutates: sender.
     """
@@ -123,6 +125,8 @@ def hook_sender(
 
     async def listen(packet: Any) -> None:
         on_report()
+        if isinstance(packet, RtcpRtpfbPacket) and packet.fmt == RTCP_RTPFB_NACK:
+            packet.lost = [number for number in dict.fromkeys(packet.lost) if may_resend()]
         await handle(packet)
 
     setattr(sender, "_handle_rtcp_packet", listen)  # noqa: B010
@@ -176,15 +180,9 @@ def bound_data(sctp: RTCSctpTransport, max_message_bytes: int, on_misuse: Callab
         broken = protocol == WEBRTC_STRING and not _is_utf8(data)
         await deliver(stream_id, WEBRTC_BINARY if broken else protocol, data)
 
-    sctp._advertised_rwnd = RECEIVE_WINDOW_BYTES
-    hooks: dict[str, Any] = {
-        "_handle_data": handle_data,
-        "_receive_chunk": receive_bounded,
-        "_receive": deliver_text,
-        "getCapabilities": lambda: RTCSctpCapabilities(maxMessageSize=max_message_bytes),
-    }
-    for name, hook in hooks.items():
-        setattr(sctp, name, hook)
+    capabilities = RTCSctpCapabilities(maxMessageSize=max_message_bytes)
+    vars(sctp).update(_handle_data=handle_data, _receive_chunk=receive_bounded, _receive=deliver_text)
+    vars(sctp).update(_advertised_rwnd=RECEIVE_WINDOW_BYTES, getCapabilities=lambda: capabilities)
 
 
 class DecoderQueue(Queue[Any]):
@@ -210,7 +208,7 @@ class DecoderQueue(Queue[Any]):
             # Whom aiortc joins next, on the event loop.
             setattr(self._receiver, _DECODER_THREAD, SimpleNamespace(join=lambda: None))
         elif self._dropped or self.qsize() >= HELD_FRAMES:
-            is_key = _is_key_frame(*item)
+            is_key = is_key_frame(item[0].name, item[1].data)
             dropped = self._drop_all() + (not is_key)
             self._on_dropped(dropped)
             if not is_key:
@@ -233,13 +231,6 @@ class DecoderQueue(Queue[Any]):
                 self.get_nowait()
                 count += 1
         return count
-
-
-def _is_key_frame(codec: Any, frame: Any) -> bool:
-    """Whether an encoded frame can be decoded without those before it."""
-    if codec.name == "VP8":
-        return bool(frame.data) and not frame.data[0] & 1
-    return _IDR.search(frame.data) is not None
 
 
 def take_requests_as_consent(pc: RTCPeerConnection) -> None:
@@ -357,6 +348,17 @@ def host_addresses(use_ipv4: bool, use_ipv6: bool) -> list[str]:
     return found or (["127.0.0.1"] if use_ipv4 else [])
 
 
+_handle_rtcp_data: Any = getattr(RTCDtlsTransport, "_handle_rtcp_data", None)
+
+
+async def _read_rtcp(self: Any, data: bytes) -> None:
+    """`RTCDtlsTransport._handle_rtcp_data`, where RTCP that aiortc cannot read does not end the connection."""
+    try:
+        await _handle_rtcp_data(self, data)
+    except (ValueError, IndexError, struct.error) as error:
+        logger.debug("RTCP of a peer cannot be read: %s: %s", type(error).__name__, error)
+
+
 def check() -> None:
     """Check that the installed aiortc has the private names used here.
 
@@ -370,24 +372,21 @@ def check() -> None:
     if not TESTED[0] <= major_minor < TESTED[1]:
         raise StreamdiffError(f"aiortc {installed} is installed. {wanted}")
     probes = (
-        hasattr(RTCRtpSender, "_send_keyframe"),
-        hasattr(RTCRtpSender, "_next_encoded_frame"),
+        hasattr(RTCRtpSender, "_send_keyframe") and hasattr(RTCRtpSender, "_next_encoded_frame"),
         inspect.iscoroutinefunction(getattr(RTCRtpSender, "_handle_rtcp_packet", None)),
         "_codecs" in RTCRtpTransceiver.__init__.__code__.co_names,
-        hasattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE"),
-        hasattr(aioice.ice, "get_host_addresses"),
+        hasattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE") and hasattr(aioice.ice, "get_host_addresses"),
         _ENCODER_ATTRIBUTE in RTCRtpSender._next_encoded_frame.__code__.co_names,
         {_DECODER_QUEUE, _DECODER_THREAD, _DECODER_ERROR} <= set(aiortc.RTCRtpReceiver.__init__.__code__.co_names),
         hasattr(RTCPeerConnection, "addIceCandidate"),
         _TRANSPORTS_ATTRIBUTE in RTCPeerConnection.__init__.__code__.co_names,
         "_TurnTransport__inner_protocol" in aioice.turn.TurnTransport.__init__.__code__.co_names,
-        "_connection" in RTCIceTransport.__init__.__code__.co_names,
+        "_connection" in aiortc.RTCIceTransport.__init__.__code__.co_names,
         {"_protocols", "_nominated", "_query_consent_task"} <= set(aioice.Connection.__init__.__code__.co_names),
         inspect.iscoroutinefunction(getattr(aioice.Connection, "query_consent", None)),
         hasattr(aioice.Connection, "check_incoming") and hasattr(aioice.ice, "CONSENT_FAILURES"),
-        inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_handle_data", None)),
-        inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_receive_chunk", None)),
-        inspect.iscoroutinefunction(getattr(RTCSctpTransport, "_receive", None)),
+        inspect.iscoroutinefunction(_handle_rtcp_data),
+        *(inspect.iscoroutinefunction(vars(RTCSctpTransport).get(name)) for name in _SCTP_METHODS),
         {"_advertised_rwnd", "_inbound_streams", "_sack_misordered"}
         <= set(RTCSctpTransport.__init__.__code__.co_names),
     )
@@ -398,3 +397,4 @@ def check() -> None:
 check()
 extend_history()
 aioice.ice.get_host_addresses = host_addresses
+setattr(RTCDtlsTransport, "_handle_rtcp_data", _read_rtcp)  # noqa: B010

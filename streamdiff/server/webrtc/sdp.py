@@ -74,6 +74,11 @@ def check_offer(text: str, peer: Literal["viewer", "sender"] = "viewer") -> str:
     session, sections = _split(text)
     kinds = [_check_section(number, section, session) for number, section in enumerate(sections)]
     wanted = [_direction(section) for kind, section in zip(kinds, sections, strict=True) if kind == "video"]
+    # aiortc takes two of one name for one, and then has no transport for it.
+    named = [line for section in sections for line in section.lines if line.startswith("a=mid:")]
+    if len(set(named)) < len(named):
+        twice = next(line for line in named if named.count(line) > 1)
+        raise SdpError(f"The offer has the line {twice[:60]!r} twice; each media section has one of its own.")
     bundled = set((session.value("group") or "").split()[1:])
     if not bundled <= {section.value("mid") for section in sections}:
         raise SdpError("The offer's a=group:BUNDLE names a section that is not there.")

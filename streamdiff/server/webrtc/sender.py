@@ -19,8 +19,10 @@ from streamdiff.server.webrtc.track import ViewerTrack
 
 KEY_REQUESTS_PER_S, KEY_REQUEST_BURST = 1.0, 5.0
 """Key frame requests (PLI, FIR) of one peer that are met: every key frame costs all the others bits."""
+RESENT_PER_S, RESEND_BURST = 2000.0, 1024.0
+"""Packets that one peer is sent again (NACK): a few bytes ask for each. The burst is all that is kept for it."""
 STUCK_S = 10.0
-"""A peer whose packets do not get away for so long is given up."""
+"""A peer whose packets do not get away for so long is given up, and so is one whose codec's encoder fails so long."""
 SILENT_S = 30.0
 """So is one that is sent video and sends no report about it."""
 
@@ -51,6 +53,7 @@ class VideoSender:
         self.track = ViewerTrack(self._attach, self.request_key, on_first)
         self._fanout, self._on_key_request, self._adapts_bitrate = fanout, on_key_request, adapts_bitrate
         self._key_requests = TokenBucket(KEY_REQUESTS_PER_S, KEY_REQUEST_BURST)
+        self._resends = TokenBucket(RESENT_PER_S, RESEND_BURST)
         self._closed = False
 
     def add_transceiver(self, codecs: Sequence[Codec]) -> RTCRtpTransceiver:
@@ -71,9 +74,8 @@ class VideoSender:
         self.codec = _codec_of(negotiated) if negotiated is not None else None
         if self.codec is None:
             return False
-        aiortc_compat.hook_sender(
-            transceiver.sender, negotiated, self._key_requested, self._take_estimate, self._take_report
-        )
+        hooks = (self._key_requested, self._take_estimate, self._take_report, self._may_resend)
+        aiortc_compat.hook_sender(transceiver.sender, negotiated, *hooks)
         return True
 
     def request_key(self) -> None:
@@ -81,10 +83,13 @@ class VideoSender:
         if self.codec is not None:
             self._fanout.request_key(self.codec)
 
-    def fault(self, now_s: float) -> Literal["stuck", "silent"] | None:
-        """Why the peer should be given up: it takes or reports nothing any more; None: it should not."""
+    def fault(self, now_s: float) -> Literal["stuck", "silent", "encoder"] | None:
+        """Why the peer should be given up: it takes or reports nothing any more, or there is nothing to send, as the
+        codec cannot be encoded; None: it should not."""
         if self.track.stuck_s(now_s) > STUCK_S:
             return "stuck"
+        if self.codec is not None and self._fanout.failing_s(self.codec, now_s) > STUCK_S:
+            return "encoder"
         return "silent" if self.track.silent_s(now_s) > SILENT_S else None
 
     async def close(self, limit_s: float) -> bool:
@@ -104,6 +109,9 @@ class VideoSender:
         self._on_key_request(is_met)
         if is_met:
             self.request_key()
+
+    def _may_resend(self) -> bool:
+        return self._resends.take(clock.monotonic_s())
 
     def _take_estimate(self, bitrate_bps: int) -> None:
         if self._adapts_bitrate:

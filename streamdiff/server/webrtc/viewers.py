@@ -110,7 +110,7 @@ class Viewers:
             names = " or ".join(codec.upper() for codec in wanted)
             raise Problem(422, f"The offer has no video codec that is sent here: offer {names}.", code="codec")
         refusal = self._slots.refusal(address)
-        ghost = self._ghost_of(client_id) if refusal is not None else None
+        ghost = self._ghost_of(client_id, address) if refusal is not None else None
         if refusal is not None and ghost is None:
             raise refusal
         self._offers.check(address, "connections", clock.monotonic_s())
@@ -290,12 +290,13 @@ class Viewers:
             raise Problem(422, f"The codec {codec[:20]!r} is not offered; this server has {known}.", code="codec")
         return found
 
-    def _ghost_of(self, client_id: str | None) -> Viewer | None:
-        """The oldest connection of `client_id` that is dead or never connected. Clients choose their ids, so one that
-        still reports is left alone."""
+    def _ghost_of(self, client_id: str | None, address: str) -> Viewer | None:
+        """The oldest connection of `client_id` that is dead or never connected, and without which `address` may have a
+        slot. Clients choose their ids, so one that still reports is left alone."""
         now_s = clock.monotonic_s()
         same = (each for each in self._viewers.values() if client_id is not None and each.client_id == client_id)
-        return next((viewer for viewer in same if _is_dead(viewer, now_s)), None)
+        dead = (viewer for viewer in same if _is_dead(viewer, now_s))
+        return next((viewer for viewer in dead if self._slots.refusal(address, viewer.address) is None), None)
 
 
 def _is_dead(viewer: Viewer, now_s: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from queue import Queue
 from typing import Any
 
 import av
@@ -10,9 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from streamdiff import clock
 from streamdiff.models.autoencoder.picture_decoder import yuv420p
+from streamdiff.server.media import encoder
 from streamdiff.server.media.codecs import Codec, Format
-from streamdiff.server.media.encoder import KEY_INTERVAL_S, EncoderThread, KeyframeLimiter, PictureEncoder, as_rgb
+from streamdiff.server.media.encoder import (
+    KEY_INTERVAL_S,
+    REOPEN_S,
+    EncoderThread,
+    KeyframeLimiter,
+    PictureEncoder,
+    as_rgb,
+)
 from streamdiff.server.media.packets import EncodedFrame
 from streamdiff.video.pixel_format import shape_of
 
@@ -134,6 +144,142 @@ def test_another_bit_rate_holds_from_a_key_frame_on(codec: Codec) -> None:
     before, after = (sum(encoded.packet.size for encoded in part) for part in (out[20:60], out[80:120]))
     assert after < before / 2
     assert thread.counters.bitrate_bps == 500_000
+
+
+class _Works:
+    """The codec library: opened so often, on these threads, and whether it fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: list[str] = []
+        self.opens, self.encodes = True, True
+        self.now_s = 100.0
+        open_context, encode = encoder.open_context, PictureEncoder.encode
+
+        def opened(codec: Codec, fmt: Format) -> av.VideoCodecContext:
+            self.threads.append(threading.current_thread().name)
+            if not self.opens:
+                raise av.FFmpegError(12, "Cannot allocate memory")
+            return open_context(codec, fmt)
+
+        def encoded(self_: PictureEncoder, picture: np.ndarray, pts: int, key: bool) -> list[EncodedFrame]:
+            if not self.encodes:
+                raise av.FFmpegError(5, "Input/output error")
+            return encode(self_, picture, pts, key)
+
+        monkeypatch.setattr(encoder, "open_context", opened)
+        monkeypatch.setattr(PictureEncoder, "encode", encoded)
+        monkeypatch.setattr(clock, "monotonic_s", lambda: self.now_s)
+
+
+class _Fed:
+    """An encoder thread that is given one picture after the other."""
+
+    def __init__(self, codec: Codec, fmt: Format) -> None:
+        self.thread = EncoderThread(codec, fmt, lambda encoded: None)
+        self._given = 0
+        self._made: Queue[list[EncodedFrame]] = Queue()
+        encode = self.thread._encode
+
+        def noted(*picture: Any) -> list[EncodedFrame]:
+            packets = encode(*picture)
+            self._made.put(packets)
+            return packets
+
+        self.thread._encode = noted  # type: ignore[method-assign]
+
+    def give(self) -> list[EncodedFrame]:
+        """What becomes of the next picture."""
+        self.thread.submit(_flat(COLOURS[self._given % 6]), self._given * 2250)
+        self._given += 1
+        return self._made.get(timeout=20)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_codec_that_cannot_be_opened_for_another_rate_goes_on_with_the_old_one(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = _Works(monkeypatch)
+    fed = _Fed(codec, Format(64, 64, 40.0, 1, 1_000_000))
+    try:
+        assert [each.key for each in fed.give()] == [True]
+        library.opens = False
+        fed.thread.set_bitrate(500_000)
+        for _ in range(8):
+            assert [each.key for each in fed.give()] == [False]
+        assert len(library.threads) == 3, "at the next picture again, then once a second"
+        assert (fed.thread.counters.bitrate_bps, fed.thread.failing_since_s) == (1_000_000, None)
+        library.opens = True
+        library.now_s += REOPEN_S
+        assert [each.key for each in fed.give()] == [True]
+        assert fed.thread.counters.bitrate_bps == 500_000
+    finally:
+        fed.thread.stop()
+    assert caplog.text.count("cannot be opened") == 1
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_codec_that_fails_is_opened_again_once_a_second_until_it_works(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = _Works(monkeypatch)
+    fed = _Fed(codec, Format(64, 64, 40.0))
+    try:
+        assert fed.give()
+        library.encodes = False
+        assert fed.give() == []
+        library.encodes, library.opens = True, False
+        for _ in range(8):
+            assert fed.give() == []
+        assert len(library.threads) == 2
+        assert fed.thread.failing_since_s == 100.0
+        library.opens = True
+        assert fed.give() == []
+        library.now_s += REOPEN_S
+        assert [each.key for each in fed.give()] == [True]
+        assert fed.thread.failing_since_s is None
+        assert fed.thread.counters.dropped == 9
+    finally:
+        fed.thread.stop()
+    assert caplog.text.count("It is opened again") == 1
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_codec_that_cannot_be_opened_at_first_is_when_it_can(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = _Works(monkeypatch)
+    library.opens = False
+    fed = _Fed(codec, Format(64, 64, 40.0))
+    try:
+        assert fed.give() == []
+        library.opens = True
+        library.now_s += REOPEN_S
+        assert [each.key for each in fed.give()] == [True]
+    finally:
+        fed.thread.stop()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_changes_of_the_format_that_follow_each_other_closely_share_a_key_frame(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = _Works(monkeypatch)
+    fed = _Fed(codec, Format(64, 64, 40.0))
+    try:
+        assert [each.key for each in fed.give()] == [True]
+        keys = []
+        for number in range(20):
+            for fps in (10.0, 20.0, 30.0 + number % 2):
+                fed.thread.set_format(Format(64, 64, fps))
+            keys += [each.key for each in fed.give()]
+        assert keys == [True] + 19 * [False]
+        library.now_s += REOPEN_S
+        assert [each.key for each in fed.give()] == [True], "the latest"
+        assert fed.thread._opened.fps == 31.0
+        fed.thread.set_format(Format(64, 64, 31.0))
+        library.now_s += REOPEN_S
+        assert [each.key for each in fed.give()] == [False], "no other format"
+    finally:
+        fed.thread.stop()
+    assert library.threads == 3 * [f"encoder-{codec}"]
 
 
 def _smooth(width: int = 64, height: int = 48) -> np.ndarray:

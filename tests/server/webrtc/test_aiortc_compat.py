@@ -6,15 +6,20 @@ import asyncio
 import importlib.metadata
 import inspect
 import re
+import struct
 from pathlib import Path
+from unittest.mock import Mock
 
 import aioice
 import aiortc.rtcrtpsender
 import pytest
-from aiortc import RTCConfiguration, RTCPeerConnection, RTCRtpSender, RTCSessionDescription
+from aiortc import RTCConfiguration, RTCPeerConnection, RTCRtpSender, RTCRtpTransceiver, RTCSessionDescription
+from aiortc.rtp import RTCP_PSFB, RTCP_PSFB_APP, RTCP_RTPFB_NACK, RtcpRtpfbPacket, pack_rtcp_packet
 
+from streamdiff import clock
 from streamdiff.errors import StreamdiffError
 from streamdiff.server.webrtc import aiortc_compat
+from streamdiff.server.webrtc.sender import RESEND_BURST, RESENT_PER_S, VideoSender
 
 
 def test_the_installed_aiortc_is_fine() -> None:
@@ -67,3 +72,57 @@ def test_the_ports_of_viewers_are_the_kernel_s_choice() -> None:
     found = set(asyncio.run(answered()))
     assert found and all(low <= port <= high for _, port in found)
     assert len({host for host, _ in found}) == len(found), "one socket for each address, video and control share it"
+
+
+async def _bound_sender() -> tuple[VideoSender, RTCRtpTransceiver]:
+    """The sending side of a connection that was offered and is not made."""
+    peer = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+    peer.addTransceiver("video", direction="recvonly")
+    offer = await peer.createOffer()
+    sender = VideoSender(Mock())
+    transceiver = sender.add_transceiver(("vp8",))
+    await sender.pc.setRemoteDescription(offer)
+    assert sender.bind(transceiver)
+    await peer.close()
+    return sender, transceiver
+
+
+def test_a_peer_is_sent_a_lost_packet_once_for_a_request_and_so_many_in_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[int] = []
+
+    async def retransmit(number: int) -> None:
+        sent.append(number)
+
+    async def scene() -> None:
+        sender, transceiver = await _bound_sender()
+        transceiver.sender._retransmit = retransmit  # type: ignore[method-assign]
+        now_s = [clock.monotonic_s()]
+        monkeypatch.setattr(clock, "monotonic_s", lambda: now_s[0])
+
+        async def ask(lost: list[int]) -> list[int]:
+            sent.clear()
+            await transceiver.sender._handle_rtcp_packet(RtcpRtpfbPacket(RTCP_RTPFB_NACK, 1, 2, lost))
+            return list(sent)
+
+        assert await ask([7, 9, 7, 7, 9, 8]) == [7, 9, 8]
+        most = int(RESEND_BURST) - 3
+        assert await ask(list(range(5000))) == list(range(most))
+        assert await ask([1]) == []
+        now_s[0] += 10 / RESENT_PER_S
+        assert len(await ask(list(range(100)))) in (9, 10), "rounding"
+        assert await sender.close(5.0)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("body", [b"REMB\xff\x00\x00\x00", b"REMB", b""])
+def test_rtcp_that_cannot_be_read_leaves_the_connection_alone(body: bytes) -> None:
+    async def scene() -> None:
+        sender, transceiver = await _bound_sender()
+        packet = pack_rtcp_packet(RTCP_PSFB, RTCP_PSFB_APP, struct.pack("!LL", 1, 0) + body)
+        await transceiver.sender.transport._handle_rtcp_data(packet)
+        assert await sender.close(5.0)
+
+    asyncio.run(scene())

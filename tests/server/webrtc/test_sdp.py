@@ -141,6 +141,14 @@ def test_nine_sections_are_too_many(offer: str) -> None:
         check_offer(offer + video * 8)
 
 
+def test_two_sections_of_one_name_are_malformed(offer: str) -> None:
+    video = offer[offer.index("m=video") : offer.index("m=application")]
+    for damaged in (offer + video, offer.replace("a=mid:0\r\n", "a=mid:0\r\na=mid:1\r\n")):
+        with pytest.raises(SdpError, match="twice") as raised:
+            check_offer(damaged)
+        assert not raised.value.unsatisfiable
+
+
 def test_an_answer_keeps_the_candidates_that_can_be_used_and_all_else() -> None:
     useful = "v=0\r\na=candidate:1 1 udp 2130706431 192.0.2.2 50000 typ host\r\na=end-of-candidates\r\n"
     useless = "a=candidate:2 1 tcp 1015022079 192.0.2.2 9 typ host tcptype active\r\n"

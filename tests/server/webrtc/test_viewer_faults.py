@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aioice.ice
+import av
 import httpx
 import psutil
 import pytest
@@ -20,7 +21,10 @@ from aiortc import RTCConfiguration, RTCPeerConnection
 
 from streamdiff import clock
 from streamdiff.config import Config, IceServer, ServeConfig
+from streamdiff.server.media import encoder
+from streamdiff.server.media.codecs import Codec, Format
 from streamdiff.server.media.packets import QUEUE_PACKETS
+from streamdiff.server.problem import Problem
 from streamdiff.server.webrtc import sender, viewers
 from tests.server.conftest import Peer, Site, in_slots, run_scene
 
@@ -267,6 +271,31 @@ def test_a_connection_that_never_lived_makes_room_for_the_next_of_its_client_and
     run_scene(scene, Config(serve=ServeConfig(max_viewers=2, address_share=1.0)))
 
 
+def test_a_dead_connection_at_another_address_makes_no_room_above_the_share_of_one_address() -> None:
+    async def scene(site: Site) -> None:
+        offer = (await site.offer()).pc.localDescription.sdp
+        session = site.state.manager.get("default")
+
+        async def create(address: str, client: str | None = None) -> str:
+            """The refusal's code; "" where there is none."""
+            try:
+                await site.state.viewers.create(session, offer, address, None, client_id=client)
+            except Problem as problem:
+                return str(problem.code)
+            return ""
+
+        assert [await create("192.0.2.1") for _ in range(3)] == ["", "", "address"]
+        assert await create("192.0.2.2", "tab-one-1") == ""
+        assert await create("192.0.2.1", "tab-one-1") == "address", "that of the other is no room here"
+        assert await create("192.0.2.2") == ""
+        assert await create("192.0.2.1", "tab-one-1") == "viewers", "nor where all is full"
+        assert await create("192.0.2.2", "tab-one-1") == "", "its own is"
+        assert await create("192.0.2.3", "tab-one-1") == "", "so is another's where only the total is reached"
+        assert site.state.viewers.count == 4
+
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=4, address_share=0.5)))
+
+
 @pytest.mark.parametrize("client", ["", "short", "x" * 65, "tab one one", "tab-one-\u00e9"])
 def test_what_a_client_may_call_itself(client: str) -> None:
     async def scene(site: Site) -> None:
@@ -318,6 +347,21 @@ def test_a_viewer_whose_packets_do_not_get_away_is_given_up(monkeypatch: pytest.
         assert len(viewer.sender.track._queue) <= QUEUE_PACKETS
         for _ in range(40):
             await stays.frame()
+
+    run_scene(scene)
+
+
+def test_a_viewer_whose_codec_cannot_be_encoded_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(codec: Codec, fmt: Format) -> av.VideoCodecContext:
+        raise av.FFmpegError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(encoder, "open_context", fails)
+    monkeypatch.setattr(sender, "STUCK_S", 1.0)
+
+    async def scene(site: Site) -> None:
+        peer = await site.watch()
+        await site.until(lambda: b'viewers_ended_total{end="encoder"} 1.0' in site.state.metrics.text())
+        await site.until(lambda: peer.pc.connectionState == "closed")
 
     run_scene(scene)
 

@@ -214,62 +214,64 @@ def test_a_pipeline_that_cannot_save_says_so() -> None:
         read_saved_session(b"x" * 100)
 
 
-def test_a_session_is_saved_with_the_prompt_that_came_while_it_was_swapped_out() -> None:
+Small = tuple[StreamingPipeline, Engine]
+
+
+@pytest.fixture
+def small() -> Iterator[Small]:
+    """A small model's pipeline, and an engine that may make four chunks ahead."""
+    model = small_model(4, layers=4, sink=2)
+    pipeline = StreamingPipeline(model, CPU)
+    yield pipeline, Engine(pipeline, 4 * model.spec.chunk_frames)
+    pipeline.close()
+
+
+def test_a_session_is_saved_with_the_prompt_that_came_while_it_was_swapped_out(small: Small) -> None:
     """Its stages have nothing of it meanwhile, so it comes back first."""
-    model = small_model(4, layers=4, sink=2)
-    pipeline = StreamingPipeline(model, CPU)
-    engine = Engine(pipeline, 4 * model.spec.chunk_frames)
-    try:
-        engine.handle(Open("a", RED, 1))
-        events: list[Event] = []
+    pipeline, engine = small
+    engine.handle(Open("a", RED, 1))
+    events: list[Event] = []
 
-        def until(condition: Callable[[], bool]) -> None:
-            while not condition():
-                events.extend(engine.step(0.01))
+    def until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            events.extend(engine.step(0.01))
 
-        until(lambda: any(isinstance(each, FrameBatch) for each in events))
-        engine.handle(Pause("a"))
-        engine.handle(SetActive("a", False, True))
-        until(lambda: pipeline.is_away(0))
-        engine.handle(SetPrompt("a", BLUE, "prompt", "keep"))
-        engine.handle(Save("a", "save"))
-        until(lambda: any(isinstance(each, Saved | Refused) for each in events))
-        [saved] = [each for each in events if isinstance(each, Saved | Refused)]
-        assert isinstance(saved, Saved) and read_saved_session(saved.data).text == BLUE
-        until(lambda: pipeline.is_away(0))
-        events.clear()
-        engine.handle(SetActive("a", True))
-        engine.handle(Resume("a"))
-        engine.handle(Shown("a", 10**6))
-        until(lambda: any(isinstance(each, FrameBatch | Closed) for each in events))
-        assert not [each for each in events if isinstance(each, Closed)]
-    finally:
-        pipeline.close()
+    until(lambda: any(isinstance(each, FrameBatch) for each in events))
+    engine.handle(Pause("a"))
+    engine.handle(SetActive("a", False, True))
+    until(lambda: pipeline.is_away(0))
+    engine.handle(SetPrompt("a", BLUE, "prompt", "keep"))
+    engine.handle(Save("a", "save"))
+    until(lambda: any(isinstance(each, Saved | Refused) for each in events))
+    [saved] = [each for each in events if isinstance(each, Saved | Refused)]
+    assert isinstance(saved, Saved) and read_saved_session(saved.data).text == BLUE
+    until(lambda: pipeline.is_away(0))
+    events.clear()
+    engine.handle(SetActive("a", True))
+    engine.handle(Resume("a"))
+    engine.handle(Shown("a", 10**6))
+    until(lambda: any(isinstance(each, FrameBatch | Closed) for each in events))
+    assert not [each for each in events if isinstance(each, Closed)]
 
 
-def test_a_reset_of_a_stream_from_a_snapshot_has_its_slow_text_encoded_beside_the_others() -> None:
-    model = small_model(4, layers=4, sink=2)
-    pipeline = StreamingPipeline(model, CPU)
-    engine = Engine(pipeline, 4 * model.spec.chunk_frames)
-    try:
-        engine.handle(Open("a", RED, 1))
-        snapshot, _ = engine.save("a")
-        engine.handle(Close("a"))
-        engine.load("b", snapshot)
-        plain, threads = pipeline.text.encode, list[str]()
+def test_a_reset_of_a_stream_from_a_snapshot_has_its_slow_text_encoded_beside_the_others(small: Small) -> None:
+    pipeline, engine = small
+    engine.handle(Open("a", RED, 1))
+    snapshot, _ = engine.save("a")
+    engine.handle(Close("a"))
+    engine.load("b", snapshot)
+    plain, threads = pipeline.text.encode, list[str]()
 
-        def encode(text: str) -> object:
-            threads.append(threading.current_thread().name)
-            return plain(text)
+    def encode(text: str) -> object:
+        threads.append(threading.current_thread().name)
+        return plain(text)
 
-        pipeline.text = SlowText(pipeline.text)
-        engine._text._call = encode
-        events = engine.handle(Reset("b", None, "reset"))
-        while not any(isinstance(each, Accepted) for each in events):
-            events += engine.step(0.01)
-        assert [name.split("_")[0] for name in threads] == ["text"]
-    finally:
-        pipeline.close()
+    pipeline.text = SlowText(pipeline.text)
+    engine._text._call = encode
+    events = engine.handle(Reset("b", None, "reset"))
+    while not any(isinstance(each, Accepted) for each in events):
+        events += engine.step(0.01)
+    assert [name.split("_")[0] for name in threads] == ["text"]
 
 
 class SlowText:

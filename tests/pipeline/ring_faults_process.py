@@ -6,16 +6,14 @@ Rank 0 writes latents, sessions that were lost and why, and forwards by rows to 
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from streamdiff.models.model import Model
 from streamdiff.pipeline.distributed.state_exchange import StoreExchange
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
-from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
+from tests.pipeline.distributed.rendezvous_backend import join_ring
 from tests.pipeline.failing import ONCE, play_failing, spoil
 from tests.small import CPU, small_model
 
@@ -35,9 +33,7 @@ def contexts() -> dict[int, str]:
 
 def main(rank: int, stages: int, port: int, out: str) -> None:
     torch.set_num_threads(1)
-    use_rendezvous()
-    store = dist.TCPStore("127.0.0.1", port, stages, rank == 0, timeout=timedelta(seconds=120))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
+    store = join_ring(rank, stages, port)
     model = small()
     topology = StageTopology(rank, stages, rows=4)
     part = model.part(*split_evenly(model.blocks, stages)[rank])

@@ -6,18 +6,16 @@ All ranks play the cases in turn; rank 0 writes the latents of each to OUT.
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from streamdiff.models.model import Model
 from streamdiff.pipeline import topology
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
-from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
+from tests.pipeline.distributed.rendezvous_backend import join_ring
 from tests.pipeline.distributed.rough import BROKEN, LANES, LINKS
 from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, OTHER_STEPS, THREE, play
 from tests.small import CPU, small_model
@@ -57,9 +55,7 @@ class Case(NamedTuple):
 
 def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
-    use_rendezvous()
-    store = dist.TCPStore("127.0.0.1", port, stages, rank == 0, timeout=timedelta(seconds=120))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
+    join_ring(rank, stages, port)
     results = {}
     for number, text in enumerate(cases):
         case = Case.of(text)

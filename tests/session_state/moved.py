@@ -8,12 +8,10 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from streamdiff.models.model import Model
@@ -26,7 +24,7 @@ from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.noise import SeededNoise
 from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
 from streamdiff.session_state import walk
-from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
+from tests.pipeline.distributed.rendezvous_backend import join_ring
 from tests.pipeline.playing import Order
 from tests.small import BLUE, CPU, RED, WHITE
 
@@ -163,9 +161,7 @@ def play(ring: RingExecutor, model: Model, moved: bool) -> Streams:
 
 def main(rank: int, stages: int, port: int, out: str) -> None:
     torch.set_num_threads(1)
-    use_rendezvous()
-    store = dist.TCPStore("127.0.0.1", port, stages, rank == 0, timeout=timedelta(seconds=120))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
+    join_ring(rank, stages, port)
     model, topology = embedded(), StageTopology(rank, stages, 0, 1, "gloo")
     part = model.part(*split_evenly(model.blocks, stages)[rank])
     if rank:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from streamdiff.models.model import Model
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.topology import Link, StageTopology, connect_head, join_edges, stage_worker
-from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
+from tests.pipeline.distributed.rendezvous_backend import join_ring
 from tests.pipeline.playing import THREE, Order, play
 from tests.small import CPU, RED, WHITE, small_model
 
@@ -56,9 +54,7 @@ class Case(NamedTuple):
 
 def main(rank: int, ranks: int, port: int, out: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
-    use_rendezvous()
-    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=120))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(days=3650))
+    join_ring(rank, ranks, port)
     results = {}
     for number, text in enumerate(cases):
         case = Case.of(text)

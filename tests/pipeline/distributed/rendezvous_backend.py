@@ -279,6 +279,14 @@ def _create(options: Any, _: object) -> Backend:
 dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
+def join_ring(rank: int, ranks: int, port: int) -> dist.Store:
+    """Join the gloo group of a test's processes, after `use_rendezvous`. Returns its store, at `port` of rank 0."""
+    use_rendezvous()
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(days=3650))
+    return store
+
+
 def use_rendezvous() -> None:
     """Have the product make its groups and streams of the stand-ins. Mutates: the product's modules."""
     topology.edge_groups = partial(nccl.edge_groups, backend=NAME)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from streamdiff.models.model import Model
 from streamdiff.pipeline import topology
@@ -20,7 +18,7 @@ from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.runner.worker import Worker
-from tests.pipeline.distributed.rendezvous_backend import Backend, Locked, Point, use_rendezvous
+from tests.pipeline.distributed.rendezvous_backend import Backend, Locked, Point, join_ring
 from tests.pipeline.distributed.scenarios import all_receive_first, all_send_first, connect_often
 from tests.pipeline.playing import same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
@@ -124,9 +122,7 @@ class Ring:
 
 def main(rank: int, stages: int, port: int) -> None:
     torch.set_num_threads(1)
-    use_rendezvous()
-    store = dist.TCPStore("127.0.0.1", port, stages, rank == 0, timeout=timedelta(seconds=120))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
+    join_ring(rank, stages, port)
     Backend.capacity = 0
     connect_often(rank, stages, CPU, 4)
     ring = Ring(rank, stages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -230,19 +229,13 @@ def read(model: type[BodyT], body: bytes | Mapping[str, str]) -> BodyT:
     Raises:
         Problem: 400 for what is no JSON, 422 with the first field at fault and all of them in `errors`.
     """
-    fields: object = body
-    if not isinstance(body, Mapping):
-        with contextlib.suppress(ValueError):  # what is no JSON is refused below
-            fields = from_json(body or b"{}")
-    _check_known(model, fields)
+    is_form = isinstance(body, Mapping)
+    given = body if isinstance(body, Mapping) else _object(body)
+    _check_known(model, given)
     try:
-        if isinstance(body, Mapping):
-            return model.model_validate(body, strict=False)
-        return model.model_validate_json(body or b"{}")
+        return model.model_validate(given, strict=False if is_form else None)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
-    if any(each["type"] == "json_invalid" for each in problems):
-        raise Problem(400, f"The body is not JSON: {problems[0]['msg'][:120]}.", code="bad_json")
     # What is wrong with the fields together has no place, but a type that is a field's name.
     together = [each["type"] if each["type"] in model.model_fields else "" for each in problems]
     fields = [".".join(map(str, each["loc"])) or name for each, name in zip(problems, together, strict=True)]
@@ -252,10 +245,20 @@ def read(model: type[BodyT], body: bytes | Mapping[str, str]) -> BodyT:
     raise Problem(422, detail, code="invalid", field=first["field"][:40], errors=errors[:20])
 
 
-def _check_known(model: type[BaseModel], fields: object) -> None:
+def _object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body; an empty one is an object without fields. Raises Problem: 400, 422."""
+    try:
+        given = from_json(body or b"{}")
+    except ValueError as error:
+        raise Problem(400, f"The body is not JSON: {str(error)[:120]}.", code="bad_json") from error
+    if not isinstance(given, dict):
+        raise Problem(422, "The body is JSON, but no object with fields.", code="invalid")
+    return given
+
+
+def _check_known(model: type[BaseModel], fields: Mapping[str, object]) -> None:
     """Raises Problem 422 for fields that there are not. Pydantic would write of each of a million that it is wrong."""
-    unknown = [name for name in fields if name not in model.model_fields] if isinstance(fields, Mapping) else []
-    if unknown:
+    if unknown := [name for name in fields if name not in model.model_fields]:
         errors = [{"field": name[:40], "message": "Extra inputs are not permitted"} for name in unknown[:20]]
         detail = f"There is no field {unknown[0][:40]!r}; known: {', '.join(model.model_fields)}."
         raise Problem(422, detail, code="invalid", field=unknown[0][:40], errors=errors)

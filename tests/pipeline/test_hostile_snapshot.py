@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,7 +248,7 @@ def test_a_key_that_is_a_list_and_a_text_that_is_no_text_are_refused() -> None:
     place.engine.close()
 
 
-def test_a_header_is_looked_at_before_anything_is_read() -> None:
+def test_a_header_is_looked_at_first_and_one_that_is_refused_is_not_written(tmp_path: Path) -> None:
     header, tensors = parts(taken("staircase"))
     for text in ("[" * 100_000, "[]", '{"model": NaN}', '{"a": ' + "9" * 5000 + "}", json.dumps(header | {"trees": 3})):
         with pytest.raises(ConfigError, match="header"):
@@ -256,6 +257,11 @@ def test_a_header_is_looked_at_before_anything_is_read() -> None:
         Snapshot.from_bytes(whole(header | {"more": "x" * MAX_HEADER_BYTES}, tensors))
     with pytest.raises(ConfigError, match="not a safetensors file, or cut off"):
         Snapshot.from_bytes(whole(header, tensors)[:50])
+    large = replace(Snapshot.from_bytes(taken("staircase")), about={"more": "x" * MAX_HEADER_BYTES})
+    for write in (large.to_bytes, lambda: large.write(tmp_path / "a.safetensors")):
+        with pytest.raises(ConfigError, match="it can have at most 1,048,576"):
+            write()
+    assert list(tmp_path.iterdir()) == []
     whole_file = whole(header, tensors)
     with pytest.raises(ConfigError, match="of tensors, but"):
         Snapshot.from_bytes(whole_file[:-8])

@@ -34,6 +34,12 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
            "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
 
 
+def _check_header(start: bytes) -> None:
+    """Raises ConfigError where a file that begins so has a header that `read_entries` refuses."""
+    if (length := int.from_bytes(start, "little")) > MAX_HEADER_BYTES:
+        raise ConfigError(f"the snapshot's header has {length:,} bytes; it can have at most {MAX_HEADER_BYTES:,}")
+
+
 class FileTensors(Mapping[str, Tensor]):
     """The tensors in a file's content, each read when it is asked for, into memory of its own."""
 
@@ -187,21 +193,23 @@ class Snapshot:
         """Write it whole, or nothing.
 
         Raises:
-            ConfigError: the folder is not there or cannot be written to, the disk is full, or `path` is a folder.
+            ConfigError: the folder is not there or cannot be written to, the disk is full, or `path` is a folder; or
+                the header is one that no reader takes.
         """
         check_parent(path)
         with temporary_sibling(path) as temporary:
             try:
                 save_file(dict(self.tensors), temporary, self._metadata())
+                with temporary.open("rb") as file:
+                    _check_header(file.read(LENGTH_BYTES))
                 temporary.replace(path)
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path} cannot be written: {error}") from error
 
     def to_bytes(self) -> bytes:
-        """What `write` writes. Raises ConfigError where no reader would take its header."""
+        """What `write` writes. Raises ConfigError for a header that no reader takes."""
         data = save(dict(self.tensors), self._metadata())
-        if (length := int.from_bytes(data[:LENGTH_BYTES], "little")) > MAX_HEADER_BYTES:
-            raise ConfigError(f"the snapshot's header has {length:,} bytes; it can have at most {MAX_HEADER_BYTES:,}")
+        _check_header(data[:LENGTH_BYTES])
         return data
 
     @classmethod

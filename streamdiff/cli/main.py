@@ -202,7 +202,7 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
         settings: BaseModel = getattr(config, section)
         differs = getattr(settings, name) != type(settings).model_fields[name].default
         is_typed = getattr(arguments, key, None) is not None
-        given.append((flags[key] if is_typed else key, differs, instead))
+        given.append((flags[key] if is_typed else key, is_typed or differs, instead))
     for what, is_given, instead in given:
         if is_given:
             raise ConfigError(f"{what} does not go with the options that say everything by chunks; use {instead}")

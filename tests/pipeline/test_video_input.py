@@ -271,7 +271,7 @@ def test_more_motion_less_noise_and_no_later_step_adds_more_than_the_first() -> 
         assert live.take(chunk, schedule) and live.take(chunk, schedule)
         levels.append(live.level)
         assert live.level is not None
-        sigmas, timesteps = live.levels_of(chunk)
+        sigmas, timesteps = live.chunk_levels(chunk)
         assert sigmas == pytest.approx((live.level, 0.9 * live.level, 0.6 * live.level))
         assert timesteps == pytest.approx([1000 * sigma for sigma in sigmas])
     after = 0.9 * (0.8 - REACH) + 0.1 * 0.8

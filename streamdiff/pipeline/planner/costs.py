@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -296,11 +297,9 @@ def _rows(path: Path, key: str, value: object, max_rows: int, above: bool = Fals
 
 
 def _time(path: Path, key: str, value: object, above: bool = False) -> float:
-    try:
-        number = -1.0 if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
-    except OverflowError:  # JSON has whole numbers of any length
-        number = math.inf
-    if not 0 <= number < math.inf or (above and number == 0):
+    # JSON has whole numbers that are larger than any float.
+    number: float = -1.0 if isinstance(value, bool) or not isinstance(value, int | float) else value
+    if not 0 <= number <= sys.float_info.max or (above and number == 0):
         limit = "above 0" if above else "of 0 or more"
         raise ConfigError(f"--profile {path}: {key} is {json.dumps(value)[:60]}, but must be seconds {limit}")
-    return number
+    return float(number)

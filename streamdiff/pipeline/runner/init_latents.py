@@ -118,7 +118,7 @@ class GivenVideo:
         latents = self.latents[chunk].to(noise.device, noise.dtype, non_blocking=True)
         return add_noise(latents, noise, self.levels[chunk])
 
-    def levels_of(self, chunk: int, schedule: Schedule) -> ChunkLevels:
+    def chunk_levels(self, chunk: int, schedule: Schedule) -> ChunkLevels:
         """Those of a chunk that it covers."""
         return _lowered(self.levels[chunk], schedule)
 
@@ -179,7 +179,7 @@ class LiveLatents:
         latents = latents.to(noise.device, noise.dtype, non_blocking=True)
         return add_noise(latents, noise, levels.sigmas[0])
 
-    def levels_of(self, chunk: int) -> ChunkLevels:
+    def chunk_levels(self, chunk: int) -> ChunkLevels:
         """Those of a chunk that has taken latents."""
         return self._begun[chunk][1]
 

@@ -253,10 +253,10 @@ class LatentSampler:
         if row.chunk in session.given_latents:
             return sampling.add_noise(session.given_latents[row.chunk], noise, self._sigma(row, 0))
         if session.live is not None and session.live.take(row.chunk, schedule):
-            session.video_levels[row.chunk] = session.live.levels_of(row.chunk)
+            session.video_levels[row.chunk] = session.live.chunk_levels(row.chunk)
             return session.live.begin(row.chunk, noise)
         if session.video is not None and session.video.covers(row.chunk):
-            session.video_levels[row.chunk] = session.video.levels_of(row.chunk, schedule)
+            session.video_levels[row.chunk] = session.video.chunk_levels(row.chunk, schedule)
             return session.video.begin(row.chunk, noise)
         if session.source is not None:
             return session.source.begin(row.chunk, noise)
@@ -288,7 +288,7 @@ class LatentSampler:
     def _prepare_begin(self, session: SamplerSession, chunk: int) -> None:
         """Have noise and time embedding of a chunk's first step ready before it may enter. Mutates: session."""
         session.noise.prefetch(chunk, 0, 1)
-        # Not of given video: its timesteps follow the schedule, which may be another one when the chunk enters.
+        # Given video says the timesteps when the chunk begins: the schedule may be another one by then.
         if session.video is None and (own := self._own_timesteps(session, chunk, 0)) is not None:
             session.begin_times[chunk] = self._embedded(own)
 

@@ -70,8 +70,9 @@ class Publication:
         if state != "connected" and now_s - self._opened_s > CONNECT_S:
             return f"no connection to the media server within {CONNECT_S:g} s"
         if (fault := self._sender.fault(now_s)) is not None:
-            encoder = f"{self._codec.upper()} cannot be encoded"
-            return encoder if fault == "encoder" else "the media server takes nothing any more"
+            if fault == "encoder":
+                return f"{self._codec.upper()} cannot be encoded"
+            return "the media server takes nothing any more"
         return None
 
     async def close(self) -> None:

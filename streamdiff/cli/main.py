@@ -91,7 +91,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         from streamdiff.video.picture import fit_picture
 
         fit_picture(config.session.image, 16, 16)  # what is wrong with it is said before anything is loaded
-    _check_input(config)
+    _check_files(config)
     if config.session.input is not None:
         from streamdiff.server.media.file_input import check_video
 
@@ -106,11 +106,15 @@ def _serve(arguments: argparse.Namespace) -> int:
     return server.run(_at_native_rate(config))
 
 
-def _check_input(config: Config) -> None:
-    """Raises ConfigError for settings of a video file where there is none."""
-    given = {"input_end", "strength"} & config.session.model_fields_set
-    if config.session.input is None and given:
-        raise ConfigError(f"session.{min(given)} is of a video file; name it too: --input FILE (session.input)")
+def _check_files(config: Config) -> None:
+    """Raises ConfigError for settings of a video file, or of a picture, where there is none."""
+    for file, what, flag, settings in (
+        ("input", "a video file", "--input FILE", {"input_end", "strength"}),
+        ("image", "a picture", "--image FILE", {"fit"}),
+    ):
+        given = settings & config.session.model_fields_set
+        if getattr(config.session, file) is None and given:
+            raise ConfigError(f"session.{min(given)} is of {what}; name it too: {flag} (session.{file})")
 
 
 def _at_native_rate(config: Config) -> Config:
@@ -151,6 +155,7 @@ def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         raise ConfigError("--resume goes with --prompts FILE: it skips the lines whose videos are there")
     config = _config(arguments)
     _check_stages(config)
+    _check_files(config)
     from streamdiff.commands import generate
 
     generate.check_start(config.session)  # here too, before ranks are started
@@ -173,6 +178,7 @@ def _generate_list(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     job = _job(prompt_list.PromptListJob, arguments)
     config = _config(arguments)
     _check_stages(config)
+    _check_files(config)
     generate.check_start(config.session)
     run = partial(prompt_list.run, config, job)
     # With nothing left to make no rank is needed.

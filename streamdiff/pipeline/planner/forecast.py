@@ -5,23 +5,16 @@ The ring is simulated with estimated costs (`costs.estimate`, `simulator`), memo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from streamdiff.pipeline.planner import gpus
 from streamdiff.pipeline.planner.costs import Costs, estimate, split_decode
 from streamdiff.pipeline.planner.fit import Demand
 from streamdiff.pipeline.planner.gpus import UNKNOWN_HOST_GBPS, Gpu
-from streamdiff.pipeline.planner.memory import (
-    LIBRARIES_BYTES,
-    Memory,
-    Storage,
-    memory,
-    offloaded_bytes,
-)
+from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage, memory, offloaded_bytes
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 from streamdiff.pipeline.planner.simulator import Setup, Stream, simulate
-from streamdiff.pipeline.planner.stage_layout import Layout, Workload, choose_layout
+from streamdiff.pipeline.planner.stage_layout import Layout, Workload, choose_layout, decode_stage
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS
 
 DTYPES = {4: "float32", 2: "bfloat16"}
@@ -145,7 +138,7 @@ def expect(question: Question, kv_context: str, sessions: int, chunks: int = _CH
     links = link_times(costs, load.stages)
     figures = simulate(ring_setup(sizes, load, layout, links, costs.decoding_s(layout.decode), chunks)).figures
     rate = figures.chunks_per_s * sizes.spec.chunk_frames / sessions
-    taken = _fullest(memory(sizes, layout, load, question.storage))
+    taken = max(row.total for row in memory(sizes, layout, load, question.storage)) + LIBRARIES_BYTES
     return Expected(
         kv_context,
         sessions,
@@ -169,7 +162,7 @@ def ring_setup(
         streams=(stream,) * load.sessions,
         link_s=links if load.stages > 1 else (),
         decode_s=decode_s,
-        decode_stage=layout.decode_stage,
+        decode_stage=decode_stage(layout.decode, load.stages),
         max_rows=load.max_rows,
         chunks=chunks,
     )
@@ -193,7 +186,3 @@ def most_sessions(question: Question, kv_context: str) -> int:
         if (each := full.total - empty.total) > 0:
             counts.append(left // each)
     return min(counts)
-
-
-def _fullest(rows: Sequence[Memory]) -> int:
-    return max(row.total for row in rows) + LIBRARIES_BYTES

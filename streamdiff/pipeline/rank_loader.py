@@ -117,10 +117,8 @@ def compile_stage(plan: LoadPlan, stage: ModelRunner, memory: RankMemory, progre
     if (kept := plan.preallocated) is not None:
         keep_compiled_code()
         stage.compile(
-            steps=kept.steps,
-            kv_context=kept.kv_context,
+            kept,
             clean_with_next=plan.config.clean_with_next,
-            kept=kept,
             memory=memory,
             max_rows=plan.batching.max_rows,
             on_progress=progress.report,

@@ -281,28 +281,26 @@ class ModelRunner:
     @torch.inference_mode()
     def compile(
         self,
+        kept: PreallocatedCaches,
         *,
-        steps: int,
-        kv_context: str,
         clean_with_next: bool = False,
-        kept: PreallocatedCaches | None = None,
         memory: RankMemory | None = None,
         max_rows: int = 1,
         on_progress: Callable[[int, int], None] = lambda made, of: None,
     ) -> None:
-        """Make graphs for the forwards that a session of this kind meets for ever once its window is full: of a chunk
-        alone, if asked of one that takes the next chunk's first step with it, and of 2 to `max_rows` sessions. Until
-        then, and after a `flush`, it runs the plain path. Takes from seconds to minutes; `on_progress` is called with
-        the number of kinds of forward whose graphs are made, and how many there are.
+        """Make graphs for the forwards that a session of the kind of `kept` meets for ever once its window is full: of
+        a chunk alone, if asked of one that takes the next chunk's first step with it, and of 2 to `max_rows` sessions.
+        Until then, and after a `flush`, it runs the plain path. Takes from seconds to minutes; `on_progress` is called
+        with the number of kinds of forward whose graphs are made, and how many there are.
 
         On CUDA graphs are captured, for a pool of caches: of as many sessions as `kept` wants and fit into `memory`, at
         least one. Mutates: self.
         """
-        steps = most_steps(steps, self.spec.steps)
+        kept = kept._replace(steps=most_steps(kept.steps, self.spec.steps))
+        steps, kv_context = kept.steps, kept.kv_context
         self.compiled = CompiledStage(self._forward, self.device)
         self.attention.rotate_sinks = self.compiled.rotate_sinks
-        kept = kept or PreallocatedCaches(1, steps, kv_context)
-        trials = self._try_out(kept._replace(steps=steps), memory, max_rows)
+        trials = self._try_out(kept, memory, max_rows)
         # From here on every chunk takes the slot of another. Where slots are spare, what is seen lies otherwise with
         # each of them.
         geometry = self.sessions[_TRIAL].geometry

@@ -89,11 +89,6 @@ class CompiledStage:
         self.learning = False
 
     @property
-    def keys(self) -> frozenset[Key]:
-        """Keys of the compiled forwards."""
-        return frozenset(self._graphs)
-
-    @property
     def captures(self) -> bool:
         """Whether forwards are captured, which needs a pool."""
         return self._graph_cache is not None

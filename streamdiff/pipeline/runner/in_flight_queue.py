@@ -164,7 +164,7 @@ class InFlightQueue:
             return
         fault, session = self._pop_text(fault_key(row.session, row.epoch)), self.sampler.sessions[row.session]
         behind = [replace(entered.bare, rows=entered.rows[row_index + 1 :]), *self.in_ring]
-        may_repeat = self.sampler.repeats and not row.recaches
+        may_repeat = self.sampler.spec.repeats and not row.recaches
         if may_repeat and self.returned.should_retry(row, fault, behind, session.kv_context):
             tensors = tuple(tensor[row_index : row_index + 1] for tensor in entered.tensors)
             self.queued.appendleft(StageMessage(MessageKind.ROWS, (row,), None, tensors))

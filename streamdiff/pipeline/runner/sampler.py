@@ -108,7 +108,6 @@ class LatentSampler:
         self.dtype, self.spec, self.device = model.denoiser.dtype, model.spec, device
         self.reencoder = model.first_frame_reencoder
         self.sessions: dict[int, SamplerSession] = {}
-        self.repeats = model.spec.repeats
         self._embed = model.denoiser.time_embedding
         self._zeros = torch.zeros(model.spec.chunk_latents, device=device)
         self._thread = ThreadPoolExecutor(1, "noise")

@@ -70,7 +70,7 @@ def check_traced(folder: object, chunks: int | None) -> None:
 
 
 class Profiler:
-    """Traces `chunks` chunks of a pipeline: its `StepHook`."""
+    """Traces `chunks` chunks of a pipeline, whose `hook` it is."""
 
     def __init__(self, pipeline: StreamingPipeline, folder: Path, chunks: int = CHUNKS) -> None:
         """Raises ConfigError as `check_folder`. Mutates: the pipeline's `hook`; removes from `folder` what an earlier
@@ -87,7 +87,7 @@ class Profiler:
         pipeline.hook = self
 
     def around_step(self) -> AbstractContextManager[object]:
-        """See `StepHook`."""
+        """Entered for each step of the pipeline: names it in the trace."""
         return nullcontext() if self._profile is None else record_function(_STEP)
 
     def after_step(self, frames: Sequence[Frames]) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,18 +36,8 @@ from streamdiff.pipeline.video_input.feeding import VideoInputMixin
 from streamdiff.pipeline.video_input.given import FeaturesMixin
 from streamdiff.pipeline.worker_group import WorkerGroup
 
-
-class StepHook(Protocol):
-    """Watches the steps of a pipeline whose `hook` it is."""
-
-    def around_step(self) -> AbstractContextManager[object]:
-        """Entered for each step."""
-
-    def after_step(self, frames: Sequence[Frames]) -> None:
-        """Gets a step's frames."""
-
-    def close(self) -> None:
-        """The pipeline is about to close."""
+if TYPE_CHECKING:
+    from streamdiff.pipeline.profiler import Profiler
 
 
 class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineFigures):
@@ -80,7 +68,8 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         super().__init__()
         spec = model.spec
         self.model, self.text = model, model.text
-        self.hook: StepHook | None = None
+        self.hook: Profiler | None = None
+        """Watches the steps."""
         self.info = ModelInfo(
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,

@@ -191,17 +191,17 @@ def link_of(config: ModelConfig, device: torch.device) -> Link:
     return link
 
 
-def pick_link(wanted: str, device: torch.device, shared_device: bool = False) -> Link:
-    """The kind of link for `wanted` (`auto`, `gloo` or `nccl`) between ranks on devices like `device`.
+def pick_link(wanted: Link | Literal["auto"], device: torch.device, shared_device: bool = False) -> Link:
+    """The kind of link for `wanted` between ranks on devices like `device`.
 
     `auto` is NCCL between CUDA devices where torch has it, unless ranks share a device (`shared_device`), which NCCL
     refuses before 2.30; else gloo.
 
     Raises:
-        ConfigError: NCCL is asked for and cannot be, or `wanted` is something else.
+        ConfigError: NCCL is asked for and cannot be.
     """
-    if wanted not in ("auto", "gloo", "nccl"):
-        raise ConfigError(f"the link is {wanted!r}; it can be `auto`, `gloo` or `nccl`")
+    if wanted == "auto":
+        return "nccl" if device.type == "cuda" and dist.is_nccl_available() and not shared_device else "gloo"
     if wanted == "nccl" and device.type != "cuda":
         raise ConfigError(
             f"the link is nccl, but the device is {device.type}: NCCL moves data between CUDA devices only; "
@@ -212,9 +212,7 @@ def pick_link(wanted: str, device: torch.device, shared_device: bool = False) ->
             "the link is nccl, but this build of torch has no NCCL; use `auto` or `gloo`, or install torch for CUDA on "
             "Linux"
         )
-    if wanted == "auto":
-        return "nccl" if device.type == "cuda" and dist.is_nccl_available() and not shared_device else "gloo"
-    return "nccl" if wanted == "nccl" else "gloo"
+    return wanted
 
 
 def connect_head(

@@ -59,7 +59,7 @@ RESULTS: dict[torch.Size, Tensor] = {}
 as they share memory."""
 
 
-def record(run: Run, inputs: Inputs, warm_up: bool) -> tuple[Graph, Tensors]:
+def record(run: Run, inputs: Inputs) -> tuple[Graph, Tensors]:
     caches = [layer for pair in inputs.caches for each in pair for layer in each]
     before = [layer.clone() for layer in caches]
     result = tuple(RESULTS.setdefault(each.shape, torch.empty_like(each)) for each in run(inputs))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -214,8 +214,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     if (facts := models.folder_facts) is not None:
         sizes = folder_sizes(facts, spec)
     else:
-        sizes = sizes_from(models.architecture, spec)
-        sizes = replace(sizes, decoder=decoder_sizes(spec, models.model.autoencoder, config.vae))
+        sizes = sizes_from(models.architecture, spec, decoder_sizes(spec, models.model.autoencoder, config.vae))
     check_ranks(config, sizes)
     steps = settled.config.steps or spec.steps[0]
     if config.profile is not None and config.ranks > 1:
@@ -247,8 +246,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
         if config.offload != "none":
             card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
             notes.append(offload_note(plan.demand(plan.runs), card, graphs=config.compile != "off"))
-        for note in filter(None, notes):
-            print(f"streamdiff: note: {note}", file=sys.stderr)
+        _tell(filter(None, notes), "note: ")
     return RankPlan(**vars(plan), rank=rank, limits=limits, kernels=kernels)
 
 
@@ -316,6 +314,6 @@ def _device_limits(config: ModelConfig, device: torch.device) -> Limits:
     return tuple(found)
 
 
-def _tell(choices: Iterable[str], before: str) -> None:
-    for choice in choices:
-        print(f"streamdiff: {before}{choice}", file=sys.stderr)
+def _tell(texts: Iterable[str], before: str) -> None:
+    for text in texts:
+        print(f"streamdiff: {before}{text}", file=sys.stderr)

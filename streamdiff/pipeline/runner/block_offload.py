@@ -85,7 +85,7 @@ class OffloadedBlocks:
         layouts = [{name: (each.shape, each.dtype) for name, each in tensors_of(own).items()} for own in blocks]
         if any(layout != layouts[0] for layout in layouts):
             raise ConfigError("blocks of different shapes cannot be offloaded; leave --offload out")
-        self.block_bytes = _layout_bytes(tensors_of(blocks[0]))
+        self.block_bytes = sum(_aligned(each.nbytes) for each in tensors_of(blocks[0]).values())
         self._blocks, self._device = blocks, device
         self._streams = streams or (CudaStreams(device) if device.type == "cuda" else HostStreams())
         self._host = self._to_slabs(pinned=device.type == "cuda")
@@ -201,10 +201,6 @@ def tensors_of(weights: BlockWeights) -> dict[str, Tensor]:
             del named[f"attn1.{name}.weight"], named[f"attn1.{name}.bias"]
         named |= {f"fused.{name}": each for name, each in weights.fused._asdict().items()}
     return named
-
-
-def _layout_bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(_aligned(each.nbytes) for each in tensors.values())
 
 
 def _aligned(nbytes: int) -> int:

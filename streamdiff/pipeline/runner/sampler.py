@@ -281,7 +281,7 @@ class LatentSampler:
         if session.levels is not None and (each := session.levels.timestep(chunk, step)) is not None:
             return each
         if step == 0 and session.source is not None:
-            return session.source.timestep_of(chunk).expand(self.spec.chunk_latents)
+            return session.source.of_chunk(session.source.timestep, chunk).expand(self.spec.chunk_latents)
         return None
 
     def _prepare_begin(self, session: SamplerSession, chunk: int) -> None:

@@ -27,7 +27,7 @@ from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.row_faults.errors import Streak, fault_key
 from streamdiff.pipeline.row_faults.returned import OnFault, fail_all
 from streamdiff.pipeline.runner.init_latents import GivenVideo
-from streamdiff.pipeline.runner.sampler import Finished
+from streamdiff.pipeline.runner.sampler import Finished, StreamInputs
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.sessions import SnapshotMixin
@@ -122,7 +122,7 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         need = self._budget.need(steps=steps, kv_context=kv_context) if self._budget is not None else []
         self.ring.open(
             session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context,
-            background=background, given_latents=start, video=video,
+            background=background, given=StreamInputs(given_latents=start, video=video),
         )  # fmt: skip
         if self._budget is not None:
             self._budget.take(session, need)
@@ -155,7 +155,7 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         self._forget_swapped(session)
         self._forget_saving(session)
         self.ring.scheduler.hold(session, False)
-        self.ring.reset(session, conditioning, seed=seed, epoch=epoch, given_latents=start)
+        self.ring.reset(session, conditioning, seed=seed, epoch=epoch, given=StreamInputs(given_latents=start))
         self._begin(session, self._streams[session].background, epoch)
 
     def check_steps(self, session: int, steps: int) -> None:

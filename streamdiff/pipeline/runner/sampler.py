@@ -20,7 +20,7 @@ from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.runner.init_latents import ChunkLevels, GivenVideo, InitLatents, LiveLatents, levels_of
-from streamdiff.pipeline.runner.noise import Noise, PrefetchedNoise
+from streamdiff.pipeline.runner.noise import Noise, PrefetchedNoise, SeededNoise
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -40,6 +40,24 @@ class PendingSteps(NamedTuple):
 
     epoch: int
     schedule: Schedule
+
+
+@dataclass(frozen=True)
+class StreamInputs:
+    """What a stream may be given beside its prompt and its seed.
+
+    noise: in place of the seed's.
+    source: encoded input that its chunks start from.
+    levels: timesteps and noise levels that go before the schedule's.
+    given_latents: `[n, C, F, h, w]`, finished latents of its first n chunks: with a clean pass, that is all they get.
+    video: encoded video that its chunks start from.
+    """
+
+    noise: Noise | None = None
+    source: InitLatents | None = None
+    levels: StepLevels | None = None
+    given_latents: Tensor | None = None
+    video: GivenVideo | None = None
 
 
 @session_state("head")
@@ -112,37 +130,26 @@ class LatentSampler:
         self._zeros = torch.zeros(model.spec.chunk_latents, device=device)
         self._thread = ThreadPoolExecutor(1, "noise")
 
-    def prepare(
-        self,
-        *,
-        noise: Noise,
-        schedule: Schedule,
-        kv_context: str,
-        source: InitLatents | None = None,
-        levels: StepLevels | None = None,
-        given_latents: Tensor | None = None,
-        video: GivenVideo | None = None,
-    ) -> SamplerSession:
-        """State of a new stream, which starts once it is put into `sessions`. `given_latents` `[n, C, F, h, w]` are
-        those of its first n chunks, which are finished; its chunks start from `video`.
+    def prepare(self, seed: int, schedule: Schedule, kv_context: str, given: StreamInputs) -> SamplerSession:
+        """State of a new stream, which starts once it is put into `sessions`.
 
         Raises:
-            ValueError: some, but not all, of those that are made together are given.
+            ValueError: some, but not all, of the chunks that are made together are given.
         """
-        if given_latents is not None and 0 < len(given_latents) < self.spec.first_chunks:
-            raise ValueError(
-                f"{len(given_latents)} chunks are given; the first {self.spec.first_chunks} are made together"
-            )
+        latents, count = given.given_latents, self.spec.first_chunks
+        if latents is not None and 0 < len(latents) < count:
+            raise ValueError(f"{len(latents)} chunks are given; the first {count} are made together")
         geometry = cache_geometry(self.spec, kv_context, steps=schedule.steps)
+        noise = given.noise or SeededNoise(self.spec.chunk_shape, seed)
         times, drawn = self._times(schedule), self._prefetched(noise, schedule)
-        state = SamplerSession(noise, drawn, schedule, kv_context, geometry, times, video=video)
-        if source is not None:
-            state.source = source.on(self.device)
-            state.source_levels = levels_of(source.timestep, schedule).to(self.device)
-        if levels is not None:
-            state.levels = levels.to(self.device)
-        if given_latents is not None:
-            state.given_latents = dict(enumerate(given_latents.to(self.device, torch.float32)))
+        state = SamplerSession(noise, drawn, schedule, kv_context, geometry, times, video=given.video)
+        if given.source is not None:
+            state.source = given.source.on(self.device)
+            state.source_levels = levels_of(given.source.timestep, schedule).to(self.device)
+        if given.levels is not None:
+            state.levels = given.levels.to(self.device)
+        if latents is not None:
+            state.given_latents = dict(enumerate(latents.to(self.device, torch.float32)))
         self._prepare_begin(state, 0)
         return state
 

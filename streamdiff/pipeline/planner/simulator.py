@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from statistics import linear_regression
 
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, Anchors, min_ahead_frames
@@ -307,9 +308,7 @@ def _figures(setup: Setup, spans: Sequence[Span], done: Sequence[Done]) -> Figur
 def _rate(times: Sequence[float]) -> float:
     """Chunks per second: the least-squares slope of the count over time. A plain count over a window would depend on
     where its edges fall among chunks that finish in bursts."""
-    count = len(times)
-    time, number = sum(times) / count, (count - 1) / 2
-    return sum((at - time) * (n - number) for n, at in enumerate(times)) / sum((at - time) ** 2 for at in times)
+    return linear_regression(times, range(len(times))).slope
 
 
 def _gaps(times: Sequence[float], window_s: float) -> Gaps:

@@ -95,7 +95,7 @@ def test_a_checkpoint_says_what_the_catalogue_says() -> None:
 
 def test_another_picture_has_other_tokens() -> None:
     entry = entries.find("self-forcing")
-    assert entry_sizes(entry, height=512, width=512).tokens == 3 * 1024
+    assert entry_sizes(entry, (512, 512)).tokens == 3 * 1024
 
 
 @pytest.mark.slow

@@ -86,17 +86,15 @@ class LoadPlan:
             ConfigError: the server wants YUV420 of a size that has none.
         """
         wanted = self.config.pictures if isinstance(self.config, ServedModel) else "rgb"
-        if wanted == "rgb" or (wanted == "auto" and self.device.type == "cpu"):
-            return "rgb"
         spec = self.spec
-        if spec.height % 2 == 0 and spec.width % 2 == 0:
-            return "yuv420"
-        if wanted == "auto":
-            return "rgb"
-        raise ConfigError(
-            f"serve.pictures is yuv420, but pictures of {spec.width} x {spec.height} have none, as both sides must be "
-            "even; use rgb, or leave it out"
-        )
+        even = spec.height % 2 == 0 and spec.width % 2 == 0
+        if wanted == "yuv420" and not even:
+            raise ConfigError(
+                f"serve.pictures is yuv420, but pictures of {spec.width} x {spec.height} have none, as both sides must "
+                "be even; use rgb, or leave it out"
+            )
+        on_gpu = wanted == "auto" and self.device.type != "cpu" and even
+        return "yuv420" if wanted == "yuv420" or on_gpu else "rgb"
 
     @property
     def preallocated(self) -> PreallocatedCaches | None:

@@ -104,8 +104,10 @@ class ModelRunner:
     def carry_out(self, message: StageMessage) -> StageMessage:
         """Execute a stage message; returns the message for the next rank. Mutates: self."""
         update = message.update
-        for session in {row.session for row in message.rows} if update is None else {update.session}:
-            self._arrive(session)
+        sessions = {row.session for row in message.rows} if update is None else {update.session}
+        if self._arriving & sessions:  # what follows uses their caches: on the device it waits for what comes back
+            self._arriving -= sessions
+            self.swaps.follow()
         if update is None:
             return StageMessage(message.kind, message.rows, None, self.guard.forward(message.rows, message.tensors))
         return self.guard.apply_update(message)
@@ -241,12 +243,6 @@ class ModelRunner:
             self.swaps.take(name, self.sessions[session])
             self._arriving.add(session)
         return outcome
-
-    def _arrive(self, session: int) -> None:
-        """What follows uses the session's caches: on the device it waits for what comes back. Mutates: self."""
-        if session in self._arriving:
-            self._arriving.discard(session)
-            self.swaps.follow()
 
     @cached_property
     def weights(self) -> list[str]:

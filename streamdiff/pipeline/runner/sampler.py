@@ -219,38 +219,33 @@ class LatentSampler:
                 self._prepare_begin(self.sessions[session], chunk + 1)
 
     @torch.inference_mode()
-    def advance(self, rows: Sequence[MicroStep], flows: Tensor) -> list[Finished]:
-        """Apply the sampler to the flows `[R, C, F, h, w]` that came back. Mutates: self.
-
-        Rows of sessions that were closed or reset while they were on their way are ignored.
-        """
-        finished = []
-        for row, flow in zip(rows, flows.unbind(), strict=True):
-            session, key = self.sessions.get(row.session), (row.chunk, row.epoch)
-            if session is None or key not in session.latents:
-                continue
-            x_t = session.latents.pop(key)
-            if row.clean:
-                if not session.clean_pass:  # then nothing runs it again
-                    del session.kept[row.chunk]
-                continue
-            x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), self._sigma(row, row.step))
-            if row.chunk in session.given_latents:  # known already: the step was run for what it leaves in its cache
-                x0 = session.given_latents[row.chunk]
-            if row.last:
-                finished.append(Finished(row, x0))
-                session.video_levels.pop(row.chunk, None)
-                if session.live is not None:
-                    session.live.forget(row.chunk)
-                if session.clean_pass:
-                    session.keep(row, self._remembered(session, row.chunk, x0))
-                    session.latents[key] = x0
-                elif session.gets_clean_pass(row.chunk):
-                    session.kept[row.chunk], session.latents[key] = (x0, row.steps), x0
-            else:
-                fresh = self._noise(row, row.step + 1)
-                session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1))
-        return finished
+    def advance(self, row: MicroStep, flow: Tensor) -> Finished | None:
+        """Apply the sampler to a row's flow `[C, F, h, w]` that came back; returns its chunk if that is finished. A row
+        of a session that was closed or reset while it was on its way is ignored. Mutates: self."""
+        session, key = self.sessions.get(row.session), (row.chunk, row.epoch)
+        if session is None or key not in session.latents:
+            return None
+        x_t = session.latents.pop(key)
+        if row.clean:
+            if not session.clean_pass:  # then nothing runs it again
+                del session.kept[row.chunk]
+            return None
+        x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), self._sigma(row, row.step))
+        if row.chunk in session.given_latents:  # known already: the step was run for what it leaves in its cache
+            x0 = session.given_latents[row.chunk]
+        if not row.last:
+            fresh = self._noise(row, row.step + 1)
+            session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1))
+            return None
+        session.video_levels.pop(row.chunk, None)
+        if session.live is not None:
+            session.live.forget(row.chunk)
+        if session.clean_pass:
+            session.keep(row, self._remembered(session, row.chunk, x0))
+            session.latents[key] = x0
+        elif session.gets_clean_pass(row.chunk):
+            session.kept[row.chunk], session.latents[key] = (x0, row.steps), x0
+        return Finished(row, x0)
 
     def _begin(self, row: MicroStep) -> Tensor:
         """Input of a chunk's first step: noise, or latents that are given with noise mixed in. Mutates: the session."""

@@ -64,9 +64,9 @@ def play(config: ModelConfig) -> dict[str, list[torch.Tensor]]:
     info, frames, latents = runtime.info, list[torch.Tensor](), list[torch.Tensor]()
     advance = runtime.ring.sampler.advance
 
-    def kept(rows: Sequence[MicroStep], flows: torch.Tensor) -> list[Finished]:
-        finished = advance(rows, flows)
-        latents.extend(each.latents.clone() for each in finished)
+    def kept(row: MicroStep, flow: torch.Tensor) -> Finished | None:
+        finished = advance(row, flow)
+        latents.extend([] if finished is None else [finished.latents.clone()])
         return finished
 
     runtime.ring.sampler.advance = kept  # type: ignore[method-assign]

@@ -75,10 +75,8 @@ class RingExecutor:
         """One micro-step through this rank: the rows that entered the ring (none when nothing may), the chunks that
         came back finished. Waits up to `wait_s` for something to come back when nothing may enter."""
         finished = self._take_back(0.0)
-        message = self._enter()
-        while message is not None and message.kind is not MessageKind.ROWS:  # updates go on at once
+        while (message := self._enter()) is not None and message.kind is not MessageKind.ROWS:  # updates go on at once
             finished += self._take_back(0.0)
-            message = self._enter()
         finished += self._take_back(wait_s if message is None and not finished else 0.0)
         return list(message.rows) if message else [], finished
 
@@ -199,12 +197,11 @@ class RingExecutor:
     def check_steps(self, session: int, steps: int) -> None:
         """Raises what `set_steps` would."""
         spec = self.sampler.spec
-        known = ", ".join(map(str, spec.steps)) or "none of its own"
+        has = f"model {spec.name} has {', '.join(map(str, spec.steps)) or 'none of its own'}"
         if steps not in spec.steps:
-            raise RequestError("steps", f"steps is {steps}; model {spec.name} has {known}")
+            raise RequestError("steps", f"steps is {steps}; {has}")
         now = self.sampler.sessions[session].schedule
         if now.steps not in spec.steps or now != spec.schedule(now.steps):
-            has = f"model {spec.name} has {known}"
             raise RequestError("steps", f"the session has a schedule of its own, and keeps it; {has}")
 
     def set_steps(self, session: int, epoch: int, steps: int) -> None:

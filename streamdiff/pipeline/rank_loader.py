@@ -53,9 +53,8 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
         # After a trial torch would free what it keeps, and so wait for all that the device does, live streams included.
         getattr(torch._C, "_cudnn_set_conv_benchmark_empty_cache", bool)(False)  # a build without CUDA has none
     model, runs = None, plan.runs
-    rows = None
-    if config.decode == "split":  # all ranks make the group
-        rows = make_row_group(config.shares, spec.latent_height, device)
+    # All ranks make the group.
+    rows = make_row_group(config.shares, spec.latent_height, device) if config.decode == "split" else None
     decoder = _load_decoder(plan, rows) if plan.rank in config.decode_ranks else None
     text = reencoder = None
     if plan.kernels is not None:

@@ -231,8 +231,7 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
-        waiting = self._given or self._put_off or self._came or self.coming or self.saving
-        waiting = waiting or self.encoding_video
+        waiting = self._given or self._put_off or self._came or self.coming or self.saving or self.encoding_video
         return self.ring.has_work or self._pending > 0 or bool(waiting) or not self._ready.empty()
 
     def unfinished(self) -> set[tuple[int, int, int]]:
@@ -270,19 +269,15 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         self._decoding.submit(stream, chunk, latents)
 
     def _turn(self) -> tuple[list[MicroStep], list[Finished]]:
-        if self._workers is None:
-            self._check_device()
+        if self._workers is None:  # in a ring each rank's monitor checks its device
+            if (stuck := self.ring.worker.timer.stuck(clock.monotonic_s(), self._hang_s)) is not None:
+                raise EngineFailure(f"rank 0 hangs: {stuck}; in the ring: {self.ring.contents}")
             return self.ring.turn()
         self._workers.check()
         try:
             return self.ring.turn()
         except LinkClosed as error:
             raise self._workers.broken(error) from error
-
-    def _check_device(self) -> None:
-        """Raise EngineFailure if the device of a single rank hangs; in a ring each rank's monitor checks that."""
-        if (stuck := self.ring.worker.timer.stuck(clock.monotonic_s(), self._hang_s)) is not None:
-            raise EngineFailure(f"rank 0 hangs: {stuck}; in the ring: {self.ring.contents}")
 
     def _wake(self) -> None:
         """Wake a waiting `step`. From any thread."""

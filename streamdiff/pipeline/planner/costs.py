@@ -155,10 +155,8 @@ def estimate(
     message = max_rows * value_bytes / (ceilings.link_gbps * 1e9)
     flow_s = _LINK_FLOOR_S + sizes.flow_values * message
     # The head hands the others what it begins with; of the last stage each gathers the flow.
-    hand_on, gather = (0.0, 0.0)
-    if shares > 1:
-        hand_on = flow_s
-        gather = ceilings.exchange.seconds(max_rows * value_bytes * sizes.flow_values, shares)
+    hand_on = flow_s if shares > 1 else 0.0
+    gather = ceilings.exchange.seconds(max_rows * value_bytes * sizes.flow_values, shares) if shares > 1 else 0.0
     embed = part(sizes.embed_values, 2.0 * tokens * sizes.embed_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4)
     own = tokens / shares
     head = part(sizes.output_values, 2.0 * own * sizes.output_values, 2 * own * width, _BLOCK_FLOOR_S / 4)

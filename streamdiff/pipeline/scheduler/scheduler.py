@@ -292,14 +292,15 @@ class StreamBatchScheduler:
             if self._choice(state) is not None and (first is not None or background or not state.background)
         ]
         open_sessions = Counter(state.background for state in self._sessions.values())
-        in_forward = Counter(row.session for row in taken)
+        in_forward, written = Counter(row.session for row in taken), {(row.session, row.chunk) for row in taken}
         for state in sorted(
             waiting, key=lambda state: self._rank(state, open_sessions[state.background], in_forward[state.name], most)
         ):
             choice = state.choice
             assert choice is not None
             rows = state.rows(choice)
-            apart = not any(_same_chunk(row, other) for row in rows for other in taken) and not _recaches(rows)
+            # Rows of a chunk write the same keys; a clean pass and its rerun could meet in a forward.
+            apart = written.isdisjoint((row.session, row.chunk) for row in rows) and not _recaches(rows)
             # What an anchor's clean pass writes is handed to all caches after its forward.
             apart &= state.kv_context != "anchored" or not any(row.clean and row.session == state.name for row in taken)
             differs = first and (differing_field(first, state) or differing_field(taken[0], rows[0]))
@@ -348,8 +349,3 @@ class StreamBatchScheduler:
 def _recaches(rows: Sequence[MicroStep]) -> bool:
     """Whether these rows are a window that is run again, whose forward is its own."""
     return bool(rows) and rows[0].recaches
-
-
-def _same_chunk(row: MicroStep, other: MicroStep) -> bool:
-    """Whether both write the same keys; a clean pass and its rerun could meet in a forward."""
-    return (row.session, row.chunk) == (other.session, other.chunk)

@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -227,12 +228,11 @@ def _own_times(events: list[Event], own: set[Any]) -> tuple[list[tuple[tuple[str
 
 
 def _largest(times: Iterable[tuple[tuple[str, str], float]]) -> tuple[Cost, ...]:
-    calls: Counter[tuple[str, str]] = Counter()
-    sums: Counter[tuple[str, str]] = Counter()
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for key, self_us in times:
-        calls[key] += 1
-        sums[key] += self_us  # type: ignore[assignment]
-    return tuple(Cost(name, calls[name, where], us, where) for (name, where), us in sums.most_common(_TOP))
+        found[key].append(self_us)
+    costs = (Cost(name, len(each), sum(each), where) for (name, where), each in found.items())
+    return tuple(nlargest(_TOP, costs, key=lambda cost: cost.self_us))
 
 
 def describe(summary: Summary, *, title: str, chunks: int, micro_steps: int) -> str:

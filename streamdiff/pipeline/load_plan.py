@@ -192,11 +192,6 @@ class RankPlan(LoadPlan):
     limits: Limits
     kernels: Kernels | None
 
-    @property
-    def stage(self) -> int:
-        """The stage that the rank is of, if it computes."""
-        return self.rank // self.config.shares
-
 
 def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     """The plan of `config` on `device`. Fetches published files that are not there, and reads no weights.

@@ -89,7 +89,7 @@ def _load_stage(
 ) -> tuple[StageModel, Blocks]:
     """The rank's run of the transformer's blocks, and the runs of all. Without a profile each stage of a ring measures
     the even share that it has loaded; where its share then turns out to be another, that one is loaded instead."""
-    config, runs, stage = plan.config, plan.runs, plan.stage
+    config, runs, stage = plan.config, plan.runs, plan.rank // plan.config.shares
     even = context is not None and config.profile is None
     host = torch.device("cpu") if config.offload != "none" else None
     while True:

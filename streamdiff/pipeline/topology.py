@@ -75,10 +75,6 @@ class StageTopology:
             shares=config.shares,
         )
 
-    def carried(self, spec: ModelSpec) -> int:
-        """Rows that the edges have to carry."""
-        return rows_carried(spec, self.rows, self.clean_with_next)
-
     @property
     def stage(self) -> int:
         return self.rank // self.shares
@@ -90,7 +86,7 @@ class StageTopology:
 
     def layout(self, edge: int, model: StageModel) -> MessageLayout:
         """What an edge carries."""
-        receiver, carried = self.edges[edge][1], self.carried(model.spec)
+        receiver, carried = self.edges[edge][1], rows_carried(model.spec, self.rows, self.clean_with_next)
         if receiver == 0:
             return MessageLayout.back_to_head(model, carried)
         if receiver < self.shares:

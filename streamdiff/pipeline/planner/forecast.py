@@ -74,7 +74,7 @@ def costs_on(gpu: Gpu, sizes: ModelSizes, load: Workload, storage: Storage, link
         kv_context=load.kv_context,
         max_rows=load.max_rows,
         value_bytes=storage.value_bytes,
-        block_copy_s=_copied(sizes, storage, load) / blocks / (gpu.host_gbps * 1e9),
+        block_copy_s=offloaded_bytes(sizes, blocks, storage) / blocks / (gpu.host_gbps * 1e9),
         shares=load.shares,
     )
     if not (sizes.decoder.flops and 1 < load.shares <= sizes.spec.latent_height):
@@ -89,7 +89,8 @@ def offload_words(sizes: ModelSizes, storage: Storage, load: Workload, gpu: Gpu 
     None where it is not in the table. None without offload."""
     if storage.offload == "none":
         return None
-    blocks, copied = -(-sizes.blocks // load.stages), _copied(sizes, storage, load)
+    blocks = -(-sizes.blocks // load.stages)
+    copied = offloaded_bytes(sizes, blocks, storage)
     if copied == 0:
         return f"offload: {blocks} blocks all have a buffer on the device, so nothing is copied"
     rate = gpu.host_gbps if gpu is not None else UNKNOWN_HOST_GBPS
@@ -103,11 +104,6 @@ def offload_words(sizes: ModelSizes, storage: Storage, load: Workload, gpu: Gpu 
         f"offload: {copied / 1e9:.3g} GB per step and stage from host memory at {rate:.3g} GB/s take {copying_s:.3g} "
         f"s, {beside}: at most {frames:.3g} frames/s of all sessions together; estimated"
     )
-
-
-def _copied(sizes: ModelSizes, storage: Storage, load: Workload) -> int:
-    """Bytes per step and stage that come from host memory; 0 without offload."""
-    return 0 if storage.offload == "none" else offloaded_bytes(sizes, -(-sizes.blocks // load.stages), storage)
 
 
 def offload_note(demand: Demand, card: str | None, graphs: bool) -> str:

@@ -83,9 +83,10 @@ def block_weights(sizes: ModelSizes, storage: Storage) -> int:
 
 
 def offloaded_bytes(sizes: ModelSizes, blocks: int, storage: Storage) -> int:
-    """What every forward copies from host memory to the device where `blocks` blocks are offloaded; 0 where they all
-    have a buffer."""
-    return blocks * block_weights(sizes, storage) if blocks > OFFLOAD_BUFFERS else 0
+    """What every forward of `blocks` blocks copies from host memory to the device; 0 where they all have a buffer, and
+    without offload."""
+    copies = storage.offload != "none" and blocks > OFFLOAD_BUFFERS
+    return blocks * block_weights(sizes, storage) if copies else 0
 
 
 def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) -> tuple[Memory, ...]:

@@ -80,13 +80,12 @@ class ModelRunner:
         spec, patch = model.spec, model.denoiser.patch
         if patch[0] != 1:
             raise ValueError(f"a patch has {patch[0]} latent frames; it must have 1, as windows count latent frames")
-        self.frames = spec.chunk_latents
-        self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
+        grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
         self.shares, share = (1, 0) if group is None else (group.size, group.index)
         self.heads, self.exchange_key = self.denoiser.heads // self.shares, stage_key(index, share)
         all_heads = None if group is None else group.all_heads
         self.attention = RollingAttention(
-            self.frames, *self.grid, self.denoiser.head_dim, device, self.denoiser.attend_parts(), all_heads
+            spec.chunk_latents, *grid, self.denoiser.head_dim, device, self.denoiser.attend_parts(), all_heads
         )
         self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1, group)
         self.compiled: CompiledStage | None = None
@@ -174,7 +173,7 @@ class ModelRunner:
     def _cache_sizes(self, device: torch.device) -> CacheSizes:
         return {
             "layers": len(self.denoiser.blocks),
-            "tokens": self.frames * self.grid[0] * self.grid[1],
+            "tokens": self.denoiser.tokens(self._forward.grid),
             "heads": self.heads,
             "head_dim": self.denoiser.head_dim,
             "like": torch.empty(0, dtype=self.denoiser.dtype, device=device),  # weights may be quantised

@@ -24,6 +24,7 @@ from streamdiff.device import pick_device
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.load_plan import plan_load, plan_rank
+from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.rank_loader import load_rank
 
 SUMMARY = "Seconds per chunk of each fast path beside the plain one, taking turns."
@@ -42,7 +43,7 @@ class Run:
         self.ring = RingExecutor(model, device, clean_with_next=with_next)
         begun_s = clock.monotonic_s()
         if compiled:
-            self.ring.stage.compile(steps=steps, kv_context="clean", clean_with_next=with_next)
+            self.ring.stage.compile(PreallocatedCaches(1, steps, "clean"), clean_with_next=with_next)
         self.compile_s = clock.monotonic_s() - begun_s
         text = model.text.encode(model.text.examples[0])
         self.ring.open(0, text, seed=1, epoch=0, steps=steps, kv_context="clean")

@@ -37,7 +37,7 @@ from streamdiff.models.model import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.costs import Ceilings
-from streamdiff.pipeline.planner.memory import Storage, block_weights, cache_bytes
+from streamdiff.pipeline.planner.memory import Storage, block_weights
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_sizes, sizes_of
 from streamdiff.pipeline.planner.partition import check_stages, split_blocks, split_evenly
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -208,7 +208,7 @@ def compare(windows: Sequence[Sequence[float]], blocks: int, least_gain: float) 
 
 def block_bytes(sizes: ModelSizes, sessions: int) -> int:
     """Weights of a block, and its caches of so many sessions, which move together."""
-    caches = cache_bytes(sizes, 1, steps=STEPS, kv_context="clean", value_bytes=VALUE_BYTES)
+    caches = VALUE_BYTES * sizes.cache_values(1, steps=STEPS, kv_context="clean")
     return block_weights(sizes, Storage(VALUE_BYTES)) + sessions * caches
 
 

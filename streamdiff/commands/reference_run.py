@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from streamdiff.models.sampling import TIMESTEPS, Schedule
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise, TensorNoise
+from streamdiff.pipeline.runner.sampler import StreamInputs
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 
@@ -29,14 +29,6 @@ MIXED = ("keep", *RECACHES)
 """Policies of a prompt that may come little by little: the others forget what was before it."""
 _NAME = 0
 _WAIT_S = 1.0  # for ranks that are other processes, between two looks whether all is well
-
-
-class StreamInputs(TypedDict):
-    """Keyword arguments of `RingExecutor.open` and `reset`: noise, video latents and step levels of a stream."""
-
-    noise: Noise
-    source: InitLatents | None
-    levels: StepLevels | None
 
 
 @dataclass(frozen=True)
@@ -131,13 +123,13 @@ class ReferenceRun:
 
     def inputs_from(self, model: Model, first: int) -> StreamInputs:
         """Noise and input of the stream that begins at chunk `first`: the noise is its own seed's, or what is given
-        from there on."""
+        from there on; finished latents are given to the first stream alone."""
         noise: Noise = SeededNoise(model.spec.chunk_shape, self.seed)
         if self.initial is not None:
             renoise = None if self.renoise is None else self.renoise[first:]
             noise = TensorNoise(self.initial[first:], renoise, self.schedule, noise)
         levels = None if self.levels is None else self.levels.starting_at(first)
-        return {"noise": noise, "source": self._source(model, first), "levels": levels}
+        return StreamInputs(noise, self._source(model, first), levels, self.given_latents if first == 0 else None)
 
     def _source(self, model: Model, first: int) -> InitLatents | None:
         """The encoded input of the stream that begins at chunk `first`."""
@@ -245,12 +237,11 @@ def run_reference(
                 epoch=0,
                 steps=run.schedule,
                 kv_context=run.kv_context,
-                given_latents=run.given_latents,
-                **inputs,
+                given=inputs,
             )
             known = ring.scheduler.next_chunk(_NAME)
         else:
-            ring.reset(_NAME, begin.embeddings, epoch=next(epochs), **inputs)
+            ring.reset(_NAME, begin.embeddings, epoch=next(epochs), given=inputs)
         for chunk in range(known):
             assert run.given_latents is not None
             yield run.given_latents[chunk], chunk == 0

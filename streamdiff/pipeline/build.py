@@ -64,9 +64,8 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
         _measure_rows(ring, model, plan, memory)
     blocks = [last - first for first, last in loaded.runs for _ in range(config.shares)]
     blocks += [0] * (config.ranks - config.stage_ranks)
-    dtype = model.denoiser.dtype
     preallocated = plan.preallocated if device.type == "cuda" and config.shares == 1 else None  # shared: no pool
-    budget = KVCacheBudget(plan.sizes, memories, blocks, dtype.itemsize, preallocated, config.shares)
+    budget = KVCacheBudget(plan.sizes, memories, blocks, model.denoiser.dtype.itemsize, preallocated, config.shares)
     pipeline = StreamingPipeline(
         model, device, config.steps, config.kv_context, workers, budget, ring, plan.decode_latents, config.hang_s,
         plan.models.picture_encoder(model.spec),

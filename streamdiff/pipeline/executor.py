@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,11 +25,8 @@ from streamdiff.pipeline.planner.batching import rows_carried
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.row_faults.returned import ReturnedRows
 from streamdiff.pipeline.runner.in_flight_queue import InFlightQueue
-from streamdiff.pipeline.runner.init_latents import GivenVideo, InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.noise import Noise, SeededNoise
-from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, PendingSteps, SamplerSession
-from streamdiff.pipeline.runner.step_levels import StepLevels
+from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, PendingSteps, SamplerSession, StreamInputs
 from streamdiff.pipeline.runner.worker import LEAVE_S, Worker
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -77,10 +75,8 @@ class RingExecutor:
         """One micro-step through this rank: the rows that entered the ring (none when nothing may), the chunks that
         came back finished. Waits up to `wait_s` for something to come back when nothing may enter."""
         finished = self._take_back(0.0)
-        message = self._enter()
-        while message is not None and message.kind is not MessageKind.ROWS:  # updates go on at once
+        while (message := self._enter()) is not None and message.kind is not MessageKind.ROWS:  # updates go on at once
             finished += self._take_back(0.0)
-            message = self._enter()
         finished += self._take_back(wait_s if message is None and not finished else 0.0)
         return list(message.rows) if message else [], finished
 
@@ -148,30 +144,21 @@ class RingExecutor:
         epoch: int,
         steps: int | Schedule,
         kv_context: str,
-        noise: Noise | None = None,
-        source: InitLatents | None = None,
-        levels: StepLevels | None = None,
-        given_latents: Tensor | None = None,
-        video: GivenVideo | None = None,
+        given: StreamInputs | None = None,
         background: bool = False,
     ) -> None:
         """Open a session on scheduler, sampler and all stages; ValueError on bad values. Where it raises, nothing of
         the session is open. Mutates: self.
 
-        `steps`: a schedule, or a number of the model's own; `noise` takes the place of the seed's; with a `source`
-        chunks start from input. `levels` go before the schedule's. `given_latents` `[n, C, F, h, w]` are those of its
-        first n chunks: with a clean pass, that is all they get. Its chunks start from `video`, and do so again after a
-        reset. With `background` it takes what others leave.
+        `steps`: a schedule, or a number of the model's own. Its chunks start from the video that is `given`, and do so
+        again after a reset. With `background` it takes what others leave.
         """
         schedule = self.sampler.spec.schedule(steps) if isinstance(steps, int) else steps
         steps, first = schedule.steps, schedule.of(0).steps
         if first > steps and self.sampler.spec.first_chunks > 1:
             raise ValueError("a first chunk of another length that also has more steps is not built")
         # All that can fail comes before anybody knows of the session: a slot that is half open could never be used.
-        state = self.sampler.prepare(
-            noise=noise or self._seeded(seed), schedule=schedule, kv_context=kv_context,
-            source=source, levels=levels, given_latents=given_latents, video=video,
-        )  # fmt: skip
+        state = self.sampler.prepare(seed, schedule, kv_context, given or StreamInputs())
         self.scheduler.open(
             session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch, background=background,
             anchors=state.geometry.anchors,
@@ -210,12 +197,11 @@ class RingExecutor:
     def check_steps(self, session: int, steps: int) -> None:
         """Raises what `set_steps` would."""
         spec = self.sampler.spec
-        known = ", ".join(map(str, spec.steps)) or "none of its own"
+        has = f"model {spec.name} has {', '.join(map(str, spec.steps)) or 'none of its own'}"
         if steps not in spec.steps:
-            raise RequestError("steps", f"steps is {steps}; model {spec.name} has {known}")
+            raise RequestError("steps", f"steps is {steps}; {has}")
         now = self.sampler.sessions[session].schedule
         if now.steps not in spec.steps or now != spec.schedule(now.steps):
-            has = f"model {spec.name} has {known}"
             raise RequestError("steps", f"the session has a schedule of its own, and keeps it; {has}")
 
     def set_steps(self, session: int, epoch: int, steps: int) -> None:
@@ -254,19 +240,16 @@ class RingExecutor:
         self.scheduler.set_epoch(session, epoch)
 
     def reset(
-        self, session: int, embeddings: Tensor, *, seed: int = 0, epoch: int, noise: Noise | None = None,
-        source: InitLatents | None = None, levels: StepLevels | None = None, given_latents: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self, session: int, embeddings: Tensor, *, seed: int = 0, epoch: int, given: StreamInputs | None = None
+    ) -> None:
         """Drop what is in flight and start afresh at chunk 0, or from what is given as in `open`. `epoch` is one the
         slot never had. Mutates: self."""
         old, change = self.sampler.sessions[session], self.changes.get(session)
-        schedule, noise = change.schedule if change else old.schedule, noise or self._seeded(seed)
+        schedule = change.schedule if change else old.schedule
+        given = given or StreamInputs()
+        given = replace(given, video=old.video if given.given_latents is None else None)
         # What can fail comes first, as in `open`: else the scheduler would begin a stream that nobody else has.
-        state = self.sampler.prepare(
-            noise=noise, schedule=schedule, kv_context=old.kv_context,
-            source=source, levels=levels, given_latents=given_latents,
-            video=old.video if given_latents is None else None,
-        )  # fmt: skip
+        state = self.sampler.prepare(seed, schedule, old.kv_context, given)
         self.scheduler.reset(session, epoch)
         self._admission.forget(session)
         self._change_steps()
@@ -325,9 +308,6 @@ class RingExecutor:
         in the ring that the last stage can always send, and the others take what comes."""
         while self.worker.sending:
             self.worker.turn()
-
-    def _seeded(self, seed: int) -> Noise:
-        return SeededNoise(self.sampler.spec.chunk_shape, seed)
 
     def tell(self, kind: MessageKind, update: SessionUpdate, *tensors: Tensor) -> None:
         """Queue an update for all stages, ahead of all forwards that are scheduled later. Mutates: self."""

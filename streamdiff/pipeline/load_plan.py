@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -86,17 +86,15 @@ class LoadPlan:
             ConfigError: the server wants YUV420 of a size that has none.
         """
         wanted = self.config.pictures if isinstance(self.config, ServedModel) else "rgb"
-        if wanted == "rgb" or (wanted == "auto" and self.device.type == "cpu"):
-            return "rgb"
         spec = self.spec
-        if spec.height % 2 == 0 and spec.width % 2 == 0:
-            return "yuv420"
-        if wanted == "auto":
-            return "rgb"
-        raise ConfigError(
-            f"serve.pictures is yuv420, but pictures of {spec.width} x {spec.height} have none, as both sides must be "
-            "even; use rgb, or leave it out"
-        )
+        even = spec.height % 2 == 0 and spec.width % 2 == 0
+        if wanted == "yuv420" and not even:
+            raise ConfigError(
+                f"serve.pictures is yuv420, but pictures of {spec.width} x {spec.height} have none, as both sides must "
+                "be even; use rgb, or leave it out"
+            )
+        on_gpu = wanted == "auto" and self.device.type != "cpu" and even
+        return "yuv420" if wanted == "yuv420" or on_gpu else "rgb"
 
     @property
     def preallocated(self) -> PreallocatedCaches | None:
@@ -194,11 +192,6 @@ class RankPlan(LoadPlan):
     limits: Limits
     kernels: Kernels | None
 
-    @property
-    def stage(self) -> int:
-        """The stage that the rank is of, if it computes."""
-        return self.rank // self.config.shares
-
 
 def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     """The plan of `config` on `device`. Fetches published files that are not there, and reads no weights.
@@ -214,8 +207,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     if (facts := models.folder_facts) is not None:
         sizes = folder_sizes(facts, spec)
     else:
-        sizes = sizes_from(models.architecture, spec)
-        sizes = replace(sizes, decoder=decoder_sizes(spec, models.model.autoencoder, config.vae))
+        sizes = sizes_from(models.architecture, spec, decoder_sizes(spec, models.model.autoencoder, config.vae))
     check_ranks(config, sizes)
     steps = settled.config.steps or spec.steps[0]
     if config.profile is not None and config.ranks > 1:
@@ -247,8 +239,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
         if config.offload != "none":
             card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
             notes.append(offload_note(plan.demand(plan.runs), card, graphs=config.compile != "off"))
-        for note in filter(None, notes):
-            print(f"streamdiff: note: {note}", file=sys.stderr)
+        _tell(filter(None, notes), "note: ")
     return RankPlan(**vars(plan), rank=rank, limits=limits, kernels=kernels)
 
 
@@ -316,6 +307,6 @@ def _device_limits(config: ModelConfig, device: torch.device) -> Limits:
     return tuple(found)
 
 
-def _tell(choices: Iterable[str], before: str) -> None:
-    for choice in choices:
-        print(f"streamdiff: {before}{choice}", file=sys.stderr)
+def _tell(texts: Iterable[str], before: str) -> None:
+    for text in texts:
+        print(f"streamdiff: {before}{text}", file=sys.stderr)

@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def check_traced(folder: object, chunks: int | None) -> None:
 
 
 class Profiler:
-    """Traces `chunks` chunks of a pipeline: its `StepHook`."""
+    """Traces `chunks` chunks of a pipeline, whose `hook` it is."""
 
     def __init__(self, pipeline: StreamingPipeline, folder: Path, chunks: int = CHUNKS) -> None:
         """Raises ConfigError as `check_folder`. Mutates: the pipeline's `hook`; removes from `folder` what an earlier
@@ -87,7 +88,7 @@ class Profiler:
         pipeline.hook = self
 
     def around_step(self) -> AbstractContextManager[object]:
-        """See `StepHook`."""
+        """Entered for each step of the pipeline: names it in the trace."""
         return nullcontext() if self._profile is None else record_function(_STEP)
 
     def after_step(self, frames: Sequence[Frames]) -> None:
@@ -135,11 +136,9 @@ class Profiler:
         info = self._pipeline.info
         title = f"{info.model} on {info.device}, {info.width}x{info.height}, {info.steps} steps, {info.kv_context}"
         with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=self.folder) as name:
-            plain, trace, summary = Path(name) / "trace.json", Path(name) / TRACE, Path(name) / SUMMARY
-            traced.export_chrome_trace(str(plain))
-            with plain.open("rb") as source, gzip.open(trace, "wb") as packed:
-                shutil.copyfileobj(source, packed)
-            found = summarise(json.loads(plain.read_bytes())["traceEvents"])
+            trace, summary = Path(name) / TRACE, Path(name) / SUMMARY
+            traced.export_chrome_trace(str(trace))
+            found = summarise(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
             text = describe(found, title=title, chunks=self._seen, micro_steps=micro_steps)
             summary.write_text(text, encoding="utf-8")
             for whole in (trace, summary):
@@ -229,12 +228,11 @@ def _own_times(events: list[Event], own: set[Any]) -> tuple[list[tuple[tuple[str
 
 
 def _largest(times: Iterable[tuple[tuple[str, str], float]]) -> tuple[Cost, ...]:
-    calls: Counter[tuple[str, str]] = Counter()
-    sums: Counter[tuple[str, str]] = Counter()
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for key, self_us in times:
-        calls[key] += 1
-        sums[key] += self_us  # type: ignore[assignment]
-    return tuple(Cost(name, calls[name, where], us, where) for (name, where), us in sums.most_common(_TOP))
+        found[key].append(self_us)
+    costs = (Cost(name, len(each), sum(each), where) for (name, where), each in found.items())
+    return tuple(nlargest(_TOP, costs, key=lambda cost: cost.self_us))
 
 
 def describe(summary: Summary, *, title: str, chunks: int, micro_steps: int) -> str:

@@ -53,9 +53,8 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
         # After a trial torch would free what it keeps, and so wait for all that the device does, live streams included.
         getattr(torch._C, "_cudnn_set_conv_benchmark_empty_cache", bool)(False)  # a build without CUDA has none
     model, runs = None, plan.runs
-    rows = None
-    if config.decode == "split":  # all ranks make the group
-        rows = make_row_group(config.shares, spec.latent_height, device)
+    # All ranks make the group.
+    rows = make_row_group(config.shares, spec.latent_height, device) if config.decode == "split" else None
     decoder = _load_decoder(plan, rows) if plan.rank in config.decode_ranks else None
     text = reencoder = None
     if plan.kernels is not None:
@@ -90,7 +89,7 @@ def _load_stage(
 ) -> tuple[StageModel, Blocks]:
     """The rank's run of the transformer's blocks, and the runs of all. Without a profile each stage of a ring measures
     the even share that it has loaded; where its share then turns out to be another, that one is loaded instead."""
-    config, runs, stage = plan.config, plan.runs, plan.stage
+    config, runs, stage = plan.config, plan.runs, plan.rank // plan.config.shares
     even = context is not None and config.profile is None
     host = torch.device("cpu") if config.offload != "none" else None
     while True:
@@ -117,10 +116,8 @@ def compile_stage(plan: LoadPlan, stage: ModelRunner, memory: RankMemory, progre
     if (kept := plan.preallocated) is not None:
         keep_compiled_code()
         stage.compile(
-            steps=kept.steps,
-            kv_context=kept.kv_context,
+            kept,
             clean_with_next=plan.config.clean_with_next,
-            kept=kept,
             memory=memory,
             max_rows=plan.batching.max_rows,
             on_progress=progress.report,

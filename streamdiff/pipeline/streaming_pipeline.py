@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,7 +27,7 @@ from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.row_faults.errors import Streak, fault_key
 from streamdiff.pipeline.row_faults.returned import OnFault, fail_all
 from streamdiff.pipeline.runner.init_latents import GivenVideo
-from streamdiff.pipeline.runner.sampler import Finished
+from streamdiff.pipeline.runner.sampler import Finished, StreamInputs
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.sessions import SnapshotMixin
@@ -38,18 +36,8 @@ from streamdiff.pipeline.video_input.feeding import VideoInputMixin
 from streamdiff.pipeline.video_input.given import FeaturesMixin
 from streamdiff.pipeline.worker_group import WorkerGroup
 
-
-class StepHook(Protocol):
-    """Watches the steps of a pipeline whose `hook` it is."""
-
-    def around_step(self) -> AbstractContextManager[object]:
-        """Entered for each step."""
-
-    def after_step(self, frames: Sequence[Frames]) -> None:
-        """Gets a step's frames."""
-
-    def close(self) -> None:
-        """The pipeline is about to close."""
+if TYPE_CHECKING:
+    from streamdiff.pipeline.profiler import Profiler
 
 
 class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineFigures):
@@ -80,7 +68,8 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         super().__init__()
         spec = model.spec
         self.model, self.text = model, model.text
-        self.hook: StepHook | None = None
+        self.hook: Profiler | None = None
+        """Watches the steps."""
         self.info = ModelInfo(
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
@@ -133,7 +122,7 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         need = self._budget.need(steps=steps, kv_context=kv_context) if self._budget is not None else []
         self.ring.open(
             session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context,
-            background=background, given_latents=start, video=video,
+            background=background, given=StreamInputs(given_latents=start, video=video),
         )  # fmt: skip
         if self._budget is not None:
             self._budget.take(session, need)
@@ -166,7 +155,7 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         self._forget_swapped(session)
         self._forget_saving(session)
         self.ring.scheduler.hold(session, False)
-        self.ring.reset(session, conditioning, seed=seed, epoch=epoch, given_latents=start)
+        self.ring.reset(session, conditioning, seed=seed, epoch=epoch, given=StreamInputs(given_latents=start))
         self._begin(session, self._streams[session].background, epoch)
 
     def check_steps(self, session: int, steps: int) -> None:
@@ -242,8 +231,7 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
-        waiting = self._given or self._put_off or self._came or self.coming or self.saving
-        waiting = waiting or self.encoding_video
+        waiting = self._given or self._put_off or self._came or self.coming or self.saving or self.encoding_video
         return self.ring.has_work or self._pending > 0 or bool(waiting) or not self._ready.empty()
 
     def unfinished(self) -> set[tuple[int, int, int]]:
@@ -281,19 +269,15 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         self._decoding.submit(stream, chunk, latents)
 
     def _turn(self) -> tuple[list[MicroStep], list[Finished]]:
-        if self._workers is None:
-            self._check_device()
+        if self._workers is None:  # in a ring each rank's monitor checks its device
+            if (stuck := self.ring.worker.timer.stuck(clock.monotonic_s(), self._hang_s)) is not None:
+                raise EngineFailure(f"rank 0 hangs: {stuck}; in the ring: {self.ring.contents}")
             return self.ring.turn()
         self._workers.check()
         try:
             return self.ring.turn()
         except LinkClosed as error:
             raise self._workers.broken(error) from error
-
-    def _check_device(self) -> None:
-        """Raise EngineFailure if the device of a single rank hangs; in a ring each rank's monitor checks that."""
-        if (stuck := self.ring.worker.timer.stuck(clock.monotonic_s(), self._hang_s)) is not None:
-            raise EngineFailure(f"rank 0 hangs: {stuck}; in the ring: {self.ring.contents}")
 
     def _wake(self) -> None:
         """Wake a waiting `step`. From any thread."""

@@ -75,18 +75,9 @@ class StageTopology:
             shares=config.shares,
         )
 
-    def carried(self, spec: ModelSpec) -> int:
-        """Rows that the edges have to carry."""
-        return rows_carried(spec, self.rows, self.clean_with_next)
-
     @property
     def stage(self) -> int:
         return self.rank // self.shares
-
-    @property
-    def share(self) -> int:
-        """Index of this rank among those of its stage."""
-        return self.rank % self.shares
 
     @property
     def edges(self) -> list[tuple[int, int]]:
@@ -95,7 +86,7 @@ class StageTopology:
 
     def layout(self, edge: int, model: StageModel) -> MessageLayout:
         """What an edge carries."""
-        receiver, carried = self.edges[edge][1], self.carried(model.spec)
+        receiver, carried = self.edges[edge][1], rows_carried(model.spec, self.rows, self.clean_with_next)
         if receiver == 0:
             return MessageLayout.back_to_head(model, carried)
         if receiver < self.shares:
@@ -107,21 +98,17 @@ class StageTopology:
 
 
 def connect(
-    model: StageModel,
-    topology: StageTopology,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    on_edge: OnEdge = _ignore,
+    model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore
 ) -> tuple[Sender, Receiver]:
     """This rank's ends of its edges; where it has none that leads on, what it sends goes nowhere, or on the head comes
-    back. `group` is one of gloo, the default one when it is None. With `nccl` all ranks of the default group have to
-    call this or `join_edges`, it returns when all have, and `on_edge` is told which edge is next."""
+    back. With `nccl` all ranks of the default group, which is one of gloo, have to call this or `join_edges`, it
+    returns when all have, and `on_edge` is told which edge is next."""
     senders: Mapping[int, Sender]
     receivers: Mapping[int, Receiver]
     if topology.link == "nccl":
-        senders, receivers = _connect_nccl(model, topology, device, group, on_edge)
+        senders, receivers = _connect_nccl(model, topology, device, on_edge)
     else:
-        senders, receivers = _connect_tcp(model, topology, device, group)
+        senders, receivers = _connect_tcp(model, topology, device)
     loop = NoLink()
     others = [sender for edge, sender in senders.items() if 0 < topology.edges[edge][1] < topology.shares]
     onward = [sender for sender in senders.values() if sender not in others]
@@ -131,25 +118,21 @@ def connect(
 
 
 def _connect_tcp(
-    model: StageModel, topology: StageTopology, device: torch.device, group: dist.ProcessGroup | None
+    model: StageModel, topology: StageTopology, device: torch.device
 ) -> tuple[dict[int, Sender], dict[int, Receiver]]:
     """Ends of edges by their numbers, those that receive made before those that wait for these."""
     receivers, senders = dict[int, Receiver](), dict[int, Sender]()
     for edge, (source, target) in enumerate(topology.edges):
         if target == topology.rank:
-            receivers[edge] = TcpReceiver(topology.layout(edge, model), source, topology.tag(edge), device, group)
+            receivers[edge] = TcpReceiver(topology.layout(edge, model), source, topology.tag(edge), device)
     for edge, (source, target) in enumerate(topology.edges):
         if source == topology.rank:
-            senders[edge] = TcpSender(topology.layout(edge, model), target, topology.tag(edge), group)
+            senders[edge] = TcpSender(topology.layout(edge, model), target, topology.tag(edge))
     return senders, receivers
 
 
 def _connect_nccl(
-    model: StageModel,
-    topology: StageTopology,
-    device: torch.device,
-    records: dist.ProcessGroup | None,
-    on_edge: OnEdge,
+    model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge
 ) -> tuple[dict[int, NcclSender], dict[int, NcclReceiver]]:
     """Communicators of all edges, this rank's ends, and a message over every edge before anything depends on one."""
     groups = edge_groups(topology.stages, device, on_edge=partial(on_edge, "communicators"), shares=topology.shares)
@@ -157,7 +140,7 @@ def _connect_nccl(
     def end(edge: int, peer: int) -> NcclEnd:
         group = groups[edge]
         assert group is not None
-        return NcclEnd(topology.layout(edge, model), peer, topology.tag(edge), device, group, records)
+        return NcclEnd(topology.layout(edge, model), peer, topology.tag(edge), device, group)
 
     edges, rank = topology.edges, topology.rank
     receivers = {
@@ -166,7 +149,7 @@ def _connect_nccl(
     senders = {edge: NcclSender(end(edge, ends[1])) for edge, ends in enumerate(edges) if ends[0] == rank}
     warm_up({**senders, **receivers}, partial(on_edge, "first transfers"))
     on_edge("graphs", 0)
-    dist.barrier(records)
+    dist.barrier()
     return senders, receivers
 
 
@@ -204,17 +187,17 @@ def link_of(config: ModelConfig, device: torch.device) -> Link:
     return link
 
 
-def pick_link(wanted: str, device: torch.device, shared_device: bool = False) -> Link:
-    """The kind of link for `wanted` (`auto`, `gloo` or `nccl`) between ranks on devices like `device`.
+def pick_link(wanted: Link | Literal["auto"], device: torch.device, shared_device: bool = False) -> Link:
+    """The kind of link for `wanted` between ranks on devices like `device`.
 
     `auto` is NCCL between CUDA devices where torch has it, unless ranks share a device (`shared_device`), which NCCL
     refuses before 2.30; else gloo.
 
     Raises:
-        ConfigError: NCCL is asked for and cannot be, or `wanted` is something else.
+        ConfigError: NCCL is asked for and cannot be.
     """
-    if wanted not in ("auto", "gloo", "nccl"):
-        raise ConfigError(f"the link is {wanted!r}; it can be `auto`, `gloo` or `nccl`")
+    if wanted == "auto":
+        return "nccl" if device.type == "cuda" and dist.is_nccl_available() and not shared_device else "gloo"
     if wanted == "nccl" and device.type != "cuda":
         raise ConfigError(
             f"the link is nccl, but the device is {device.type}: NCCL moves data between CUDA devices only; "
@@ -225,9 +208,7 @@ def pick_link(wanted: str, device: torch.device, shared_device: bool = False) ->
             "the link is nccl, but this build of torch has no NCCL; use `auto` or `gloo`, or install torch for CUDA on "
             "Linux"
         )
-    if wanted == "auto":
-        return "nccl" if device.type == "cuda" and dist.is_nccl_available() and not shared_device else "gloo"
-    return "nccl" if wanted == "nccl" else "gloo"
+    return wanted
 
 
 def connect_head(
@@ -235,7 +216,7 @@ def connect_head(
 ) -> RingExecutor:
     """The ring, for rank 0. `model` has the blocks of rank 0 only."""
     group = share_stages(topology, model.spec, device)
-    links = connect(model, topology, device, None, on_edge) if topology.stages * topology.shares > 1 else None
+    links = connect(model, topology, device, on_edge) if topology.stages * topology.shares > 1 else None
     stage = ModelRunner(model, device, topology.stage, topology.stages, group)
     ring = RingExecutor(
         model, device, topology.rows, stage=stage, links=links, clean_with_next=topology.clean_with_next,
@@ -249,34 +230,29 @@ def connect_head(
 def stage_worker(model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> Worker:
     """The `Worker` of a stage on any rank but 0. `model` has this rank's blocks only."""
     group = share_stages(topology, model.spec, device)
-    sender, receiver = connect(model, topology, device, None, on_edge)
+    sender, receiver = connect(model, topology, device, on_edge)
     return Worker(receiver, ModelRunner(model, device, topology.stage, topology.stages, group), sender)
 
 
-def row_senders(spec: ModelSpec, config: ModelConfig, group: dist.ProcessGroup | None = None) -> tuple[TcpSender, ...]:
+def row_senders(spec: ModelSpec, config: ModelConfig) -> tuple[TcpSender, ...]:
     """The head's ends of the edges to the ranks that share its pictures, if any; waits for each."""
     others = config.decode_ranks[1:] if config.decode == "split" else ()
-    return tuple(TcpSender(latents_layout(spec), other, _LATENTS_TAG, group) for other in others)
+    return tuple(TcpSender(latents_layout(spec), other, _LATENTS_TAG) for other in others)
 
 
-def row_receiver(spec: ModelSpec, device: torch.device, group: dist.ProcessGroup | None = None) -> TcpReceiver:
+def row_receiver(spec: ModelSpec, device: torch.device) -> TcpReceiver:
     """The other end, on one of these ranks. Does not wait."""
-    return TcpReceiver(latents_layout(spec), 0, _LATENTS_TAG, device, group)
+    return TcpReceiver(latents_layout(spec), 0, _LATENTS_TAG, device)
 
 
 def decode_links(
-    spec: ModelSpec,
-    rank: int,
-    decode_rank: int,
-    device: torch.device,
-    kind: PictureKind = "rgb",
-    group: dist.ProcessGroup | None = None,
+    spec: ModelSpec, rank: int, decode_rank: int, device: torch.device, kind: PictureKind
 ) -> tuple[TcpSender, TcpReceiver]:
     """The ends, on the head or on the rank that decodes, of the edges between the two: latents there, pictures of
     `kind` back."""
     there, back = latents_layout(spec), pictures_layout(spec, kind)
     if rank == 0:
-        receiver = TcpReceiver(back, decode_rank, _PICTURES_TAG, torch.device("cpu"), group)
-        return TcpSender(there, decode_rank, _LATENTS_TAG, group), receiver
-    receiver = TcpReceiver(there, 0, _LATENTS_TAG, device, group)
-    return TcpSender(back, 0, _PICTURES_TAG, group), receiver
+        receiver = TcpReceiver(back, decode_rank, _PICTURES_TAG, torch.device("cpu"))
+        return TcpSender(there, decode_rank, _LATENTS_TAG), receiver
+    receiver = TcpReceiver(there, 0, _LATENTS_TAG, device)
+    return TcpSender(back, 0, _PICTURES_TAG), receiver

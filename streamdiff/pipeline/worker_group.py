@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -122,5 +121,4 @@ class WorkerGroup:
         if self.ring.worker.now is not None:  # the main thread may be what hangs, and nobody else can end this process
             threading.Event().wait(_STUCK_S)
             if self.ring.worker.now is not None:
-                print(f"streamdiff: rank {self.context.rank} ends: {fault}", file=sys.stderr)
-                exit_now()
+                exit_now(f"rank {self.context.rank} ends: {fault}")

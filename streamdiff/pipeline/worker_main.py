@@ -144,10 +144,8 @@ def link_fault(
 ) -> str:
     """The fault that a closed link means, as `rank` reports it. Where an exchange among several ranks ended it is asked
     which of them still say something."""
-    if isinstance(error, GroupBroken):
-        gone = ", ".join(map(str, monitor.silent(error.peers) or error.peers))
-        return f"rank {gone} is gone ({error}); rank {rank} noticed it {worker.where()}"
-    return f"rank {error.peer} is gone ({error}); rank {rank} noticed it {worker.where()}"
+    peers = monitor.silent(error.peers) or error.peers if isinstance(error, GroupBroken) else (error.peer,)
+    return f"rank {', '.join(map(str, peers))} is gone ({error}); rank {rank} noticed it {worker.where()}"
 
 
 def exit_now(message: str | None = None) -> None:

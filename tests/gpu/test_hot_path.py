@@ -61,7 +61,7 @@ def no_host_sync() -> Iterator[None]:
 def test_graphs_make_the_plain_stream_and_are_never_made_again(model: Model, kv_context: str) -> None:
     device, order = torch.device("cuda"), {0: ORDERS[kv_context]}
     plain, graphs = RingExecutor(model, device), RingExecutor(model, device)
-    graphs.stage.compile(steps=4, kv_context=kv_context)
+    graphs.stage.compile(PreallocatedCaches(1, 4, kv_context))
     assert graphs.stage.compiled is not None and graphs.stage.compiled._graph_cache is not None
     captured = set(graphs.stage.compiled._graph_cache.graphs)
     assert len(captured) == (4 if kv_context == "matched" else 1), "of a full window, by cache"
@@ -75,7 +75,7 @@ def test_graphs_make_the_plain_stream_and_are_never_made_again(model: Model, kv_
 def test_two_sessions_at_once_are_both_captured(model: Model) -> None:
     device, orders = torch.device("cuda"), {0: Order(RED, 5, 4, "clean"), 1: Order(WHITE, 6, 4, "clean")}
     plain, graphs = RingExecutor(model, device), RingExecutor(model, device)
-    graphs.stage.compile(steps=4, kv_context="clean", kept=PreallocatedCaches(2, 4, "clean"))
+    graphs.stage.compile(PreallocatedCaches(2, 4, "clean"))
     with torch.compiler.set_stance("fail_on_recompile"):
         got = play(graphs, model, orders, CHUNKS_LONG)
     expected = play(plain, model, orders, CHUNKS_LONG)
@@ -90,7 +90,7 @@ def test_a_micro_step_makes_no_host_sync(model: Model, kv_context: str, compiled
     """After one chunk, on which first calls and first uploads fall."""
     ring = RingExecutor(model, torch.device("cuda"))
     if compiled:
-        ring.stage.compile(steps=4, kv_context=kv_context)
+        ring.stage.compile(PreallocatedCaches(1, 4, kv_context))
     ring.open(0, model.text.encode(RED), seed=1, epoch=0, steps=4, kv_context=kv_context)
     frames, done = ring.scheduler.chunk_frames, 0
     while done < 6:

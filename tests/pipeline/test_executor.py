@@ -10,6 +10,7 @@ import torch
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.init_latents import InitLatents
+from streamdiff.pipeline.runner.sampler import StreamInputs
 from tests.pipeline.playing import THREE, play, same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -89,7 +90,9 @@ def test_what_cannot_be_opened_leaves_nothing_open() -> None:
     ring, order = LocalRing(MODEL, CPU, 2), THREE[1]
     lost = Lost.steady(torch.zeros(1, *MODEL.spec.chunk_shape), 0.5, 500.0)
     with pytest.raises(torch.OutOfMemoryError):
-        ring.open(0, MODEL.text.encode(order.text), epoch=0, steps=4, kv_context="clean", source=lost)
+        ring.open(
+            0, MODEL.text.encode(order.text), epoch=0, steps=4, kv_context="clean", given=StreamInputs(source=lost)
+        )
     assert not ring.has_work, "no stage is told of it"
     assert same(play(ring, MODEL, {0: order})[0], play(RingExecutor(MODEL, CPU), MODEL, {0: order})[0])
 
@@ -107,7 +110,7 @@ def test_what_cannot_be_reset_goes_on() -> None:
             latents += [done.latents for done in each.turn()[1]]
         if each is ring:
             with pytest.raises(torch.OutOfMemoryError):
-                each.reset(0, MODEL.text.encode(BLUE), seed=2, epoch=1, source=lost)
+                each.reset(0, MODEL.text.encode(BLUE), seed=2, epoch=1, given=StreamInputs(source=lost))
         while each.has_work:
             latents += [done.latents for done in each.turn()[1]]
         made.append(latents)

@@ -20,6 +20,7 @@ from streamdiff.models.model import Model
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.init_latents import InitLatents
+from streamdiff.pipeline.runner.sampler import StreamInputs
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 CHUNKS = 6  # windows of four
@@ -95,7 +96,7 @@ def stream(ring: RingExecutor, waits: Waits, kv_context: str, source: InitLatent
     """Chunks of one session; opening it may wait. Mutates: all."""
     spec = ring.sampler.spec
     text = torch.zeros(spec.text_shape)
-    ring.open(0, text, epoch=0, steps=STEPS, kv_context=kv_context, source=source)
+    ring.open(0, text, epoch=0, steps=STEPS, kv_context=kv_context, given=StreamInputs(source=source))
     while ring.has_work:
         ring.turn()
     made = 0

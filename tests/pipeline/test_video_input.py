@@ -21,6 +21,7 @@ from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import InputFigures
 from streamdiff.pipeline.runner.init_latents import FULL_MOTION, REACH, STANDING, GivenVideo, InitLatents, LiveLatents
+from streamdiff.pipeline.runner.sampler import StreamInputs
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.video_input.feeding import MAX_UNENCODED
 from tests.small import CPU, RED, small_encoder, small_model
@@ -120,7 +121,7 @@ def test_it_is_what_a_file_of_the_same_video_becomes(pipeline: Fed) -> None:
     latents = torch.stack(encoder.encode(pixels, encoder.new_memory())[0].split(SPEC.chunk_latents, 1))
     conditioning = pipeline.text.encode(RED)
     source = InitLatents.steady(latents, 1.0, 1000.0)
-    pipeline.ring.open(1, conditioning, seed=3, epoch=0, steps=4, kv_context="clean", source=source)
+    pipeline.ring.open(1, conditioning, seed=3, epoch=0, steps=4, kv_context="clean", given=StreamInputs(source=source))
     pipeline._begin(1, False, 0)
     while len(pipeline.made.get(1, [])) < 1:
         pipeline.turn(1)

@@ -21,7 +21,7 @@ from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.noise import SeededNoise
+from streamdiff.pipeline.runner.sampler import StreamInputs
 from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
 from streamdiff.session_state import walk
 from tests.pipeline.distributed.rendezvous_backend import join_ring
@@ -108,8 +108,7 @@ def move_head(ring: RingExecutor, name: int, mover: Mover) -> set[str]:
     moments |= {"two of its own"} if sum(under_way) >= 2 else set()
 
     def prepared(old: Any = sampler.sessions[name]) -> Any:
-        noise = SeededNoise(sampler.spec.chunk_shape, order.seed)
-        return sampler.prepare(noise=noise, schedule=old.schedule, kv_context=order.kv_context)
+        return sampler.prepare(order.seed, old.schedule, order.kv_context, StreamInputs())
 
     def opened() -> Any:
         scheduler.close(name)
@@ -135,7 +134,7 @@ def play(ring: RingExecutor, model: Model, moved: bool) -> Streams:
     for name, order in ORDERS.items():
         ring.open(
             name, model.text.encode(order.text), seed=order.seed, epoch=0, steps=order.steps,
-            kv_context=order.kv_context, source=source if order.kv_context == "matched" else None,
+            kv_context=order.kv_context, given=StreamInputs(source=source if order.kv_context == "matched" else None),
         )  # fmt: skip
     while any(len(latents) < CHUNKS for latents in made.latents.values()):
         for name, order in ORDERS.items():

@@ -18,7 +18,7 @@ class StepCapture(Protocol):
     tensors."""
 
     def __call__(
-        self, step: Callable[[tuple[Tensor, DecoderState]], Any], given: tuple[Tensor, DecoderState], warm_up: bool
+        self, step: Callable[[tuple[Tensor, DecoderState]], Any], given: tuple[Tensor, DecoderState]
     ) -> tuple[Graph, Any]: ...
 
 
@@ -29,9 +29,7 @@ class CapturedStep:
     def __init__(self, step: Step, piece: Tensor, past: DecoderState, capture: StepCapture) -> None:
         """Of tensors like these, which are not kept."""
         self._piece, self._past = piece.clone(), _cloned(past)
-        self._graph, (self._pictures, self._after) = capture(
-            lambda given: step(*given), (self._piece, self._past), True
-        )
+        self._graph, (self._pictures, self._after) = capture(lambda given: step(*given), (self._piece, self._past))
 
     def __call__(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
         """See `Step`."""

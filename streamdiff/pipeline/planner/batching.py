@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from streamdiff.config import BatchingConfig, BatchingRule, ModelConfig, ServedModel
+from streamdiff.config import BatchingRule, ModelConfig, ServedModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.planner.costs import row_gflop
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
@@ -23,37 +22,13 @@ ALONE = Batching()
 """Every row has a forward of its own."""
 
 
-@dataclass(frozen=True)
-class RowFacts:
-    """What rules ask for: the model's name, its picture's size as WIDTHxHEIGHT, tokens of a row, and 10^9 operations of
-    a row in all blocks."""
-
-    model: str
-    size: str
-    tokens: int
-    gflop: float
-
-
 def batching_of(config: ModelConfig, sizes: ModelSizes) -> Batching:
-    """That of a configuration and its model, the same on all ranks; only a server's sessions share forwards."""
-    if not isinstance(config, ServedModel):
+    """That of a configuration and its model, the same on all ranks. Only a server's sessions share forwards, and with
+    mode `off` none do; a rule can lower what is configured, not raise it."""
+    if not isinstance(config, ServedModel) or config.batching.mode == "off":
         return ALONE
-    spec, cost = sizes.spec, row_gflop(sizes, config.kv_context)
-    return resolve(config.batching, RowFacts(spec.name, f"{spec.width}x{spec.height}", sizes.tokens, cost))
-
-
-def rows_carried(spec: ModelSpec, max_rows: int, clean_with_next: bool) -> int:
-    """Most rows of a forward, which the ring's links must be able to carry."""
-    return max(max_rows, 2 if clean_with_next else 1, spec.first_chunks)
-
-
-def resolve(config: BatchingConfig, row: RowFacts) -> Batching:
-    """What holds for a model: with mode `off` no row shares a forward; a rule can lower what is configured, not raise
-    it."""
-    if config.mode == "off":
-        return ALONE
-    max_rows, wait_ms = config.most_rows, config.wait_ms
-    rule = next((rule for rule in config.rules if _applies(rule, row)), None)
+    max_rows, wait_ms = config.batching.most_rows, config.batching.wait_ms
+    rule = next((rule for rule in config.batching.rules if _applies(rule, sizes, config.kv_context)), None)
     if rule is not None and rule.max_rows is not None:
         max_rows = min(max_rows, rule.max_rows)
     if rule is not None and rule.wait_ms is not None:
@@ -61,11 +36,17 @@ def resolve(config: BatchingConfig, row: RowFacts) -> Batching:
     return Batching(max_rows, wait_ms / 1000 if max_rows > 1 else 0.0)
 
 
-def _applies(rule: BatchingRule, row: RowFacts) -> bool:
-    """Whether all conditions that a rule has are met."""
+def rows_carried(spec: ModelSpec, max_rows: int, clean_with_next: bool) -> int:
+    """Most rows of a forward, which the ring's links must be able to carry."""
+    return max(max_rows, 2 if clean_with_next else 1, spec.first_chunks)
+
+
+def _applies(rule: BatchingRule, sizes: ModelSizes, kv_context: str) -> bool:
+    """Whether all conditions that a rule has are met by a row of the model in this KV context."""
+    spec = sizes.spec
     return (
-        (rule.model is None or fnmatchcase(row.model, rule.model))
-        and (rule.size is None or rule.size == row.size)
-        and (rule.min_tokens is None or row.tokens >= rule.min_tokens)
-        and (rule.min_gflop is None or row.gflop >= rule.min_gflop)
+        (rule.model is None or fnmatchcase(spec.name, rule.model))
+        and (rule.size is None or rule.size == f"{spec.width}x{spec.height}")
+        and (rule.min_tokens is None or sizes.tokens >= rule.min_tokens)
+        and (rule.min_gflop is None or row_gflop(sizes, kv_context) >= rule.min_gflop)
     )

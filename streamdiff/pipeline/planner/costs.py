@@ -15,7 +15,6 @@ from pathlib import Path
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
-from streamdiff.pipeline.planner.partition import check_split_decode
 
 PROFILE_KEYS = {
     "block_s": "seconds of each block, in order",
@@ -156,10 +155,8 @@ def estimate(
     message = max_rows * value_bytes / (ceilings.link_gbps * 1e9)
     flow_s = _LINK_FLOOR_S + sizes.flow_values * message
     # The head hands the others what it begins with; of the last stage each gathers the flow.
-    hand_on, gather = (0.0, 0.0)
-    if shares > 1:
-        hand_on = flow_s
-        gather = ceilings.exchange.seconds(max_rows * value_bytes * sizes.flow_values, shares)
+    hand_on = flow_s if shares > 1 else 0.0
+    gather = ceilings.exchange.seconds(max_rows * value_bytes * sizes.flow_values, shares) if shares > 1 else 0.0
     embed = part(sizes.embed_values, 2.0 * tokens * sizes.embed_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4)
     own = tokens / shares
     head = part(sizes.output_values, 2.0 * own * sizes.output_values, 2 * own * width, _BLOCK_FLOOR_S / 4)
@@ -187,27 +184,21 @@ class SplitDecode:
     nbytes: int
 
 
-def split_decode(
-    sizes: ModelSizes, ceilings: Ceilings, ranks: int, value_bytes: int, latents: int | None = None
-) -> SplitDecode:
-    """Both ways by their operations, and bytes over a link; `latents` latent frames are decoded by a call (None: a
-    chunk). Every exchange takes `_EXCHANGE_S` and its bytes at the link's rate; nothing is hidden behind computing.
-
-    Raises:
-        ConfigError: as `check_split_decode`.
-    """
+def split_decode(sizes: ModelSizes, ceilings: Ceilings, ranks: int, value_bytes: int) -> SplitDecode:
+    """Both ways by their operations, and bytes over a link, where a call decodes a chunk and each of `ranks`, at least
+    two, has a row of it. Every exchange takes `_EXCHANGE_S` and its bytes at the link's rate; nothing is hidden behind
+    computing."""
     spec, decoder = sizes.spec, sizes.decoder
-    check_split_decode("split", ranks, spec.latent_height)
     chunk = spec.chunk_latents
-    calls, share = -(-chunk // (latents or chunk)), -(-spec.latent_height // ranks) / spec.latent_height
+    share = -(-spec.latent_height // ranks) / spec.latent_height
     rate = (ceilings.decode_tflops or ceilings.tflops) * 1e12
     flops = chunk * (share * (decoder.flops - decoder.attention_flops) + decoder.attention_flops)
     borders = min(2, ranks - 1)
-    halo = borders * (chunk * decoder.halo + calls * decoder.kept_halo)
+    halo = borders * (chunk * decoder.halo + decoder.kept_halo)
     pictures = 4 * 3 * chunk * spec.frames_per_latent * spec.height * spec.width  # in float32, to the first rank
     sent = value_bytes * (halo + share * chunk * decoder.attended) + share * pictures
     received = value_bytes * (halo + (1 - share) * chunk * decoder.attended) + (1 - share) * pictures
-    exchanges = calls * (decoder.halos + (decoder.attended > 0) + 1)
+    exchanges = decoder.halos + (decoder.attended > 0) + 1
     moving_s = max(sent, received) / (ceilings.link_gbps * 1e9)
     return SplitDecode(
         ranks, chunk * decoder.flops / rate, flops / rate + exchanges * _EXCHANGE_S + moving_s, exchanges, round(sent)

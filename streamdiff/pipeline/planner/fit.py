@@ -150,12 +150,11 @@ def _largest(choices: Iterator[Remedy] | tuple[()], rank: int, free: int) -> Ite
 def _windows(demand: Demand) -> Iterator[Remedy]:
     """Shorter windows, chunk by chunk, down to the sink and two chunks: what a chunk sees of the past is one then."""
     sizes, spec = demand.sizes, demand.sizes.spec
-    window = spec.window(demand.load.kv_context) - spec.chunk_latents
+    longest = spec.window(demand.load.kv_context) - spec.chunk_latents
     least = max(spec.sink_latents + 2 * spec.chunk_latents, spec.first_chunks * spec.chunk_latents)
-    while window >= least:
+    for window in range(longest, least - 1, -spec.chunk_latents):
         shorter = with_window(spec, window, None, None)
         yield Remedy(f"--window {window}", replace(demand, sizes=replace(sizes, spec=shorter)))
-        window -= spec.chunk_latents
 
 
 def _pictures(demand: Demand) -> Iterator[Remedy]:

@@ -5,23 +5,16 @@ The ring is simulated with estimated costs (`costs.estimate`, `simulator`), memo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from streamdiff.pipeline.planner import gpus
 from streamdiff.pipeline.planner.costs import Costs, estimate, split_decode
 from streamdiff.pipeline.planner.fit import Demand
 from streamdiff.pipeline.planner.gpus import UNKNOWN_HOST_GBPS, Gpu
-from streamdiff.pipeline.planner.memory import (
-    LIBRARIES_BYTES,
-    Memory,
-    Storage,
-    memory,
-    offloaded_bytes,
-)
+from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage, memory, offloaded_bytes
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 from streamdiff.pipeline.planner.simulator import Setup, Stream, simulate
-from streamdiff.pipeline.planner.stage_layout import Layout, Workload, choose_layout
+from streamdiff.pipeline.planner.stage_layout import Layout, Workload, choose_layout, decode_stage
 from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS
 
 DTYPES = {4: "float32", 2: "bfloat16"}
@@ -81,7 +74,7 @@ def costs_on(gpu: Gpu, sizes: ModelSizes, load: Workload, storage: Storage, link
         kv_context=load.kv_context,
         max_rows=load.max_rows,
         value_bytes=storage.value_bytes,
-        block_copy_s=_copied(sizes, storage, load) / blocks / (gpu.host_gbps * 1e9),
+        block_copy_s=offloaded_bytes(sizes, blocks, storage) / blocks / (gpu.host_gbps * 1e9),
         shares=load.shares,
     )
     if not (sizes.decoder.flops and 1 < load.shares <= sizes.spec.latent_height):
@@ -96,7 +89,8 @@ def offload_words(sizes: ModelSizes, storage: Storage, load: Workload, gpu: Gpu 
     None where it is not in the table. None without offload."""
     if storage.offload == "none":
         return None
-    blocks, copied = -(-sizes.blocks // load.stages), _copied(sizes, storage, load)
+    blocks = -(-sizes.blocks // load.stages)
+    copied = offloaded_bytes(sizes, blocks, storage)
     if copied == 0:
         return f"offload: {blocks} blocks all have a buffer on the device, so nothing is copied"
     rate = gpu.host_gbps if gpu is not None else UNKNOWN_HOST_GBPS
@@ -110,11 +104,6 @@ def offload_words(sizes: ModelSizes, storage: Storage, load: Workload, gpu: Gpu 
         f"offload: {copied / 1e9:.3g} GB per step and stage from host memory at {rate:.3g} GB/s take {copying_s:.3g} "
         f"s, {beside}: at most {frames:.3g} frames/s of all sessions together; estimated"
     )
-
-
-def _copied(sizes: ModelSizes, storage: Storage, load: Workload) -> int:
-    """Bytes per step and stage that come from host memory; 0 without offload."""
-    return 0 if storage.offload == "none" else offloaded_bytes(sizes, -(-sizes.blocks // load.stages), storage)
 
 
 def offload_note(demand: Demand, card: str | None, graphs: bool) -> str:
@@ -145,7 +134,7 @@ def expect(question: Question, kv_context: str, sessions: int, chunks: int = _CH
     links = link_times(costs, load.stages)
     figures = simulate(ring_setup(sizes, load, layout, links, costs.decoding_s(layout.decode), chunks)).figures
     rate = figures.chunks_per_s * sizes.spec.chunk_frames / sessions
-    taken = _fullest(memory(sizes, layout, load, question.storage))
+    taken = max(row.total for row in memory(sizes, layout, load, question.storage)) + LIBRARIES_BYTES
     return Expected(
         kv_context,
         sessions,
@@ -169,7 +158,7 @@ def ring_setup(
         streams=(stream,) * load.sessions,
         link_s=links if load.stages > 1 else (),
         decode_s=decode_s,
-        decode_stage=layout.decode_stage,
+        decode_stage=decode_stage(layout.decode, load.stages),
         max_rows=load.max_rows,
         chunks=chunks,
     )
@@ -193,7 +182,3 @@ def most_sessions(question: Question, kv_context: str) -> int:
         if (each := full.total - empty.total) > 0:
             counts.append(left // each)
     return min(counts)
-
-
-def _fullest(rows: Sequence[Memory]) -> int:
-    return max(row.total for row in rows) + LIBRARIES_BYTES

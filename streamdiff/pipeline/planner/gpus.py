@@ -6,7 +6,7 @@ measured by this project; tests/pipeline/planner/test_gpus.py compares what come
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner.costs import Ceilings, Exchange
@@ -103,35 +103,32 @@ _GEFORCE = (
     "(SageAttention's paper); a tenth is taken off, an assumption"
 )
 
+_H100 = Gpu(
+    "h100",
+    "NVIDIA H100 SXM",
+    {"float32": 66.9, "bfloat16": 989.4, "fp8": 1978.9},
+    memory_gib=80,
+    memory_gbps=3350,
+    link_gbps=450,
+    pcie_gbps=64,
+    source="NVIDIA H100 Tensor Core GPU data sheet: SXM, NVLink 900 GB/s both ways, PCIe 5.0 x16",
+    matrix_share=0.65,
+    attention_share=0.63,
+    shares_from=_HOPPER,
+)
+_H200 = replace(
+    _H100,
+    name="h200",
+    title="NVIDIA H200 SXM",
+    memory_gib=140,
+    memory_gbps=4800,
+    source="NVIDIA H200 Tensor Core GPU data sheet: SXM, 141 GB, NVLink 900 GB/s both ways, PCIe 5.0 x16",
+)
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu(
-            "h100",
-            "NVIDIA H100 SXM",
-            {"float32": 66.9, "bfloat16": 989.4, "fp8": 1978.9},
-            memory_gib=80,
-            memory_gbps=3350,
-            link_gbps=450,
-            pcie_gbps=64,
-            source="NVIDIA H100 Tensor Core GPU data sheet: SXM, NVLink 900 GB/s both ways, PCIe 5.0 x16",
-            matrix_share=0.65,
-            attention_share=0.63,
-            shares_from=_HOPPER,
-        ),
-        Gpu(
-            "h200",
-            "NVIDIA H200 SXM",
-            {"float32": 66.9, "bfloat16": 989.4, "fp8": 1978.9},
-            memory_gib=140,
-            memory_gbps=4800,
-            link_gbps=450,
-            pcie_gbps=64,
-            source="NVIDIA H200 Tensor Core GPU data sheet: SXM, 141 GB, NVLink 900 GB/s both ways, PCIe 5.0 x16",
-            matrix_share=0.65,
-            attention_share=0.63,
-            shares_from=_HOPPER,
-        ),
+        _H100,
+        _H200,
         Gpu(
             "b200",
             "NVIDIA B200 SXM",

@@ -1,13 +1,13 @@
 """Memory of every rank, counted from shapes before anything is loaded: weights, text encoder, caches, what a forward
 and a call of the decoder take, what the decoder remembers. Pure: sizes in, bytes out.
 
-Everybody who asks for memory asks here: `streamdiff plan` and `models`, the check before loading (`fit`), the budget of
-running sessions (`kv_budget`).
+`streamdiff plan` and `models` ask here, and the check before loading (`fit`). The budget of running sessions
+(`kv_budget`) counts caches by the same `ModelSizes.cache_values`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from streamdiff.models.catalogue.schema import CatalogueEntry
 from streamdiff.pipeline.planner.model_sizes import BFLOAT16, ModelSizes, entry_sizes
@@ -74,13 +74,6 @@ class Memory:
         return self.activations + self.decode_work
 
 
-def cache_bytes(
-    sizes: ModelSizes, blocks: int, *, steps: int, kv_context: str, value_bytes: int, shares: int = 1
-) -> int:
-    """Keys and values of one session on a rank of a stage of `blocks` blocks, which `shares` ranks share."""
-    return value_bytes * sizes.cache_values(blocks, steps=steps, kv_context=kv_context, shares=shares)
-
-
 def block_weights(sizes: ModelSizes, storage: Storage) -> int:
     """Bytes of one block's weights."""
     saved = 0
@@ -90,9 +83,10 @@ def block_weights(sizes: ModelSizes, storage: Storage) -> int:
 
 
 def offloaded_bytes(sizes: ModelSizes, blocks: int, storage: Storage) -> int:
-    """What every forward copies from host memory to the device where `blocks` blocks are offloaded; 0 where they all
-    have a buffer."""
-    return blocks * block_weights(sizes, storage) if blocks > OFFLOAD_BUFFERS else 0
+    """What every forward of `blocks` blocks copies from host memory to the device; 0 where they all have a buffer, and
+    without offload."""
+    copies = storage.offload != "none" and blocks > OFFLOAD_BUFFERS
+    return blocks * block_weights(sizes, storage) if copies else 0
 
 
 def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) -> tuple[Memory, ...]:
@@ -122,9 +116,7 @@ def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) 
             for word, here in (("head", rank == 0), ("output", stage == last), ("decode", rank in decoders))
             if here
         )
-        caches = cache_bytes(
-            sizes, count, steps=load.steps, kv_context=load.kv_context, value_bytes=values, shares=load.shares
-        )
+        caches = sizes.cache_values(count, steps=load.steps, kv_context=load.kv_context, shares=load.shares)
         decoding = decoder if rank in decoders else (0, 0, 0)
         found.append(
             Memory(
@@ -132,7 +124,7 @@ def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) 
                 role,
                 weights + decoding[0],
                 storage.text_bytes if rank == 0 else 0,
-                load.sessions * caches,
+                values * load.sessions * caches,
                 values * load.max_rows * _activations(sizes, stage, load),
                 *decoding[1:],
             )
@@ -185,17 +177,7 @@ def stage_memory(entry: CatalogueEntry, stages: int, quantize: str = "none") -> 
     whole = memory(sizes, Layout(blocks, (), "head", 0.0), load, Storage(BFLOAT16, quantize))
     decoder = BFLOAT16 * sizes.decoder.weights if entry.weights is not None else 0
     return tuple(
-        Memory(
-            each.rank,
-            each.role,
-            each.weights - (decoder if each.rank == 0 else 0),
-            0,
-            each.caches,
-            each.activations,
-            each.decoding,
-            0,
-        )
-        for each in whole
+        replace(each, weights=each.weights - (decoder if each.rank == 0 else 0), decode_work=0) for each in whole
     )
 
 

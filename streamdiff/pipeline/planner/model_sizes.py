@@ -193,15 +193,12 @@ def sizes_of(model: ModelConfig) -> ModelSizes:
         if model.size is not None:
             raise ConfigError(f"the size of {model.name} is fixed; leave --size out")
         return read_sizes(model.name)
-    width, height = parse_size(model.size) if model.size is not None else (None, None)
-    return entry_sizes(entry, height=height, width=width, vae=model.vae)
+    return entry_sizes(entry, None if model.size is None else parse_size(model.size), model.vae)
 
 
-def entry_sizes(
-    entry: CatalogueEntry, *, height: int | None = None, width: int | None = None, vae: str | None = None
-) -> ModelSizes:
-    """Sizes of the model at `height` x `width` pixels, by default its own picture, with the autoencoder `vae`, see
-    `decoder_sizes`.
+def entry_sizes(entry: CatalogueEntry, size: tuple[int, int] | None = None, vae: str | None = None) -> ModelSizes:
+    """Sizes of the model with pictures of `size` (width, height) in pixels, by default its own, and with the
+    autoencoder `vae`, see `decoder_sizes`.
 
     A model that makes whole clips counts as a chunk of one latent frame that sees itself.
     """
@@ -209,7 +206,8 @@ def entry_sizes(
         return read_sizes(entry.name)
     architecture = entries.transformer_arguments(entry)
     spec = entries.make_spec(entry.name, entry, architecture)
-    spec = with_size(spec, width or spec.width, height or spec.height)
+    if size is not None:
+        spec = with_size(spec, *size)
     if entry.stream is None:
         spec = replace(spec, chunk_latents=1, window_latents=1)
     return sizes_from(architecture, spec, decoder_sizes(spec, entry.autoencoder, vae))

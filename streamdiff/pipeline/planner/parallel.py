@@ -13,6 +13,7 @@ from streamdiff.pipeline.planner.forecast import Expected, Question, costs_on, e
 from streamdiff.pipeline.planner.gpus import Gpu
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage, memory
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
+from streamdiff.pipeline.planner.partition import possible_shares
 from streamdiff.pipeline.planner.stage_layout import Workload, choose_layout
 
 GPUS_AT_MOST = 16
@@ -100,7 +101,7 @@ def compare(
     """
     splits = list(_splits(machine.count, sizes, decode))
     if not splits:
-        ways = ", ".join(map(str, _shares(sizes)))
+        ways = ", ".join(map(str, possible_shares(sizes)))
         shared = ", with two or more to share decoding" if decode == "split" else ""
         raise ConfigError(
             f"--gpus is {machine.count}: {sizes.spec.name} has {sizes.blocks} blocks, and every stage needs one; of "
@@ -117,21 +118,15 @@ def compare(
 def _splits(count: int, sizes: ModelSizes, decode: str) -> Iterator[tuple[int, int, str]]:
     """(stages, shares, decode's place): all ranks compute, or one of them decodes; where shares do not divide what is
     left then, a GPU stays idle."""
-    for shares in _shares(sizes):
+    for shares in possible_shares(sizes):
         fits = count % shares == 0 and count // shares <= sizes.blocks
         if fits and decode != "own-rank" and (decode != "split" or 1 < shares <= sizes.spec.latent_height):
             yield count // shares, shares, decode
     if decode == "own-rank" or (decode == "auto" and sizes.decoder.flops):
-        for shares in _shares(sizes):
+        for shares in possible_shares(sizes):
             stages, idle = divmod(count - 1, shares)
             if idle <= 1 and 1 <= stages <= sizes.blocks:
                 yield stages, shares, "own-rank"
-
-
-def _shares(sizes: ModelSizes) -> list[int]:
-    """Ranks that can share a stage; see `partition.check_shares`."""
-    most = math.gcd(sizes.heads, sizes.tokens // sizes.spec.chunk_latents)
-    return [count for count in range(1, most + 1) if most % count == 0]
 
 
 def _case(machine: Machine, sizes: ModelSizes, load: Workload, storage: Storage, decode: str, chunks: int) -> Case:

@@ -68,7 +68,6 @@ def split_evenly(blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
     Raises:
         ConfigError: a stage would have no block.
     """
-    check_stages(stages, blocks)
     return split_blocks([1.0] * blocks, [0.0] * stages)
 
 
@@ -78,21 +77,25 @@ def check_ranks(config: ModelConfig, sizes: ModelSizes) -> None:
     check_offload(config.offload, config.quantize)
     check_parallel(config.parallel, config.stages)
     check_stages(config.stages, sizes.blocks)
-    if config.shares > 1:
-        check_shares(config.shares, sizes.heads, sizes.tokens // sizes.spec.chunk_latents)
+    check_shares(config.shares, sizes)
     check_split_decode(config.decode, config.shares, sizes.spec.latent_height)
 
 
-def check_shares(shares: int, heads: int, tokens: int) -> None:
-    """Raises ConfigError unless so many ranks can share a stage of a model with `heads` heads and `tokens` tokens in a
-    latent frame."""
-    most = math.gcd(heads, tokens)
-    if shares < 1 or most % shares:
-        fitting = [str(count) for count in range(2, most + 1) if most % count == 0]
-        ways = f"{', '.join(fitting)} ranks can share one, or 1 has it alone" if fitting else "give each stage one rank"
+def possible_shares(sizes: ModelSizes) -> list[int]:
+    """Numbers of ranks that can share a stage: they share its heads and the tokens of a latent frame evenly."""
+    most = math.gcd(sizes.heads, sizes.tokens // sizes.spec.chunk_latents)
+    return [count for count in range(1, most + 1) if most % count == 0]
+
+
+def check_shares(shares: int, sizes: ModelSizes) -> None:
+    """Raises ConfigError unless so many ranks can share a stage of a model of these sizes."""
+    if shares not in (possible := possible_shares(sizes)):
+        fitting = ", ".join(map(str, possible[1:]))
+        ways = f"{fitting} ranks can share one, or 1 has it alone" if fitting else "give each stage one rank"
         raise ConfigError(
             f"{shares} ranks are to share a stage (model.parallel), but they share heads and the tokens of a latent "
-            f"frame evenly, and the model has {heads} heads and {tokens} tokens: {ways}"
+            f"frame evenly, and the model has {sizes.heads} heads and {sizes.tokens // sizes.spec.chunk_latents} "
+            f"tokens: {ways}"
         )
 
 

@@ -55,11 +55,6 @@ class Layout:
     decode: str
     slowest_s: float
 
-    @property
-    def decode_stage(self) -> int | None:
-        """The stage that decoding keeps busy, or None where it runs beside the stages."""
-        return decode_stage(self.decode, len(self.blocks))
-
 
 def decode_stage(place: str, stages: int) -> int | None:
     """The stage that decoding at `place` keeps busy; None where it runs beside the stages."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from streamdiff.atomic_write import temporary_sibling
@@ -43,22 +43,18 @@ class Bar:
 
 def bars(spans: Sequence[Span], stages: int) -> list[Bar]:
     """The jobs of a run, in order of track and begin: tracks 0 to `stages` - 1, then decoding."""
-    return sorted(_bars(spans, stages), key=lambda bar: (bar.track, bar.begin_s))
-
-
-def _bars(spans: Sequence[Span], stages: int) -> Iterator[Bar]:
-    decodes = [span for span in spans if span.step is None]
-    forwards = sorted(
-        (span for span in spans if span.step is not None),
-        key=lambda span: (span.forward, span.stage),
-    )
-    for (_, stage), rows in groupby(forwards, key=lambda span: (span.forward, span.stage)):
-        row = list(rows)
-        assert stage is not None, "only a decode runs beside the stages"
-        yield Bar(stage, row[0].begin_s, row[0].end_s, tuple((r.session, r.chunk, r.step) for r in row))
-    for span in decodes:
+    forwards: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    found = []
+    for span in spans:
+        if span.step is not None:
+            assert span.stage is not None, "only a decode runs beside the stages"
+            forwards[span.stage, span.forward].append(span)
+            continue
         for track in {stages, stages if span.stage is None else span.stage}:
-            yield Bar(track, span.begin_s, span.end_s, ((span.session, span.chunk, None),))
+            found.append(Bar(track, span.begin_s, span.end_s, ((span.session, span.chunk, None),)))
+    for (stage, _), rows in forwards.items():
+        found.append(Bar(stage, rows[0].begin_s, rows[0].end_s, tuple((r.session, r.chunk, r.step) for r in rows)))
+    return sorted(found, key=lambda bar: (bar.track, bar.begin_s))
 
 
 def chrome_trace(spans: Sequence[Span], stages: int) -> dict[str, object]:

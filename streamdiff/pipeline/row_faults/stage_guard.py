@@ -9,48 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate, StageMessage
-from streamdiff.pipeline.distributed.stage_saving import StageSaving
-from streamdiff.pipeline.distributed.state_exchange import StateExchange
+from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
 from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, at, check_own, describe, fault_key
 from streamdiff.pipeline.scheduler.step import MicroStep
 
-Tensors = tuple[Tensor, ...]
-
-
-class GuardedStage(Protocol):
-    """`ModelRunner`, as the guard sees it."""
-
-    spec: ModelSpec
-    index: int
-    exchange: StateExchange
-    saving: StageSaving
-
-    @property
-    def shared(self) -> bool:
-        """Whether other ranks take part in each forward: what one of them alone leaves out would stop the others."""
-
-    def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors: ...
-
-    def nothing(self, rows: int, given: Tensors) -> Tensors:
-        """What `forward` would return for so many rows, with NaN for numbers."""
-
-    def forget_sinks(self, session: int) -> None:
-        """Have a session's sink rotated anew: it may be half done."""
-
-    def apply_update(self, kind: MessageKind, update: SessionUpdate, tensors: Tensors) -> SessionUpdate: ...
+if TYPE_CHECKING:
+    from streamdiff.pipeline.runner.model_runner import ModelRunner
+    from streamdiff.pipeline.runner.stage_forward import Tensors
 
 
 class StageGuard:
     """Has a stage carry out messages. `broken`: the sessions that it cannot run any more, and why."""
 
-    def __init__(self, stage: GuardedStage) -> None:
+    def __init__(self, stage: ModelRunner) -> None:
         self._stage = stage
         self.broken: dict[int, str] = {}
 
@@ -72,7 +47,7 @@ class StageGuard:
                 parts = [(runnable, part)]
         except ROW_ERRORS as error:
             check_own(error)
-            if self._stage.shared or not self._stage.spec.repeats:
+            if self._stage.shared or not self._stage.spec.repeats:  # what one rank leaves out would stop the others
                 raise
             parts = self._each_session(rows, given, runnable)
         return self._put_together(rows, given, parts)
@@ -110,7 +85,7 @@ class StageGuard:
         sessions = list(dict.fromkeys(rows[index].session for index in runnable))
         for session in sessions:
             own = [index for index in runnable if rows[index].session == session]
-            self._stage.forget_sinks(session)
+            self._stage.forget_sinks(session)  # one may be half done
             try:
                 part = self._stage.forward([rows[index] for index in own], _of(given, own, len(rows)))
             except ROW_ERRORS as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from copy import deepcopy
+from copy import copy, deepcopy
 from itertools import chain
 from math import prod
 from typing import Any
@@ -85,14 +85,11 @@ class OffloadedBlocks:
         layouts = [{name: (each.shape, each.dtype) for name, each in tensors_of(own).items()} for own in blocks]
         if any(layout != layouts[0] for layout in layouts):
             raise ConfigError("blocks of different shapes cannot be offloaded; leave --offload out")
-        self.block_bytes = _layout_bytes(tensors_of(blocks[0]))
-        self._blocks = blocks
+        self.block_bytes = sum(_aligned(each.nbytes) for each in tensors_of(blocks[0]).values())
+        self._blocks, self._device = blocks, device
         self._streams = streams or (CudaStreams(device) if device.type == "cuda" else HostStreams())
         self._host = self._to_slabs(pinned=device.type == "cuda")
-        self._buffers = [torch.empty(self.block_bytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-        like = tensors_of(blocks[0])
-        self._resident = [_with_tensors(blocks[0], _views(buffer, like)) for buffer in self._buffers]
-        self._ahead = CopyAhead(len(blocks), self._streams, self._copy)
+        self._make_buffers()
 
     def weights(self, layer: int) -> BlockWeights:
         """Those of block `layer` on the device, for what the current stream is given until the next call. Mutates:
@@ -101,14 +98,17 @@ class OffloadedBlocks:
 
     def part(self, first: int, last: int) -> OffloadedBlocks:
         """Blocks `first` to `last` (exclusive) with buffers of their own; host memory is shared."""
-        part = object.__new__(OffloadedBlocks)
-        part.__dict__.update(self.__dict__)
+        part = copy(self)
         part._blocks, part._host = self._blocks[first:last], self._host[first:last]
-        part._buffers = [torch.empty_like(each) for each in self._buffers]
-        like = tensors_of(self._blocks[0])
-        part._resident = [_with_tensors(self._blocks[0], _views(each, like)) for each in part._buffers]
-        part._ahead = CopyAhead(len(part._host), self._streams, part._copy)
+        part._make_buffers()
         return part
+
+    def _make_buffers(self) -> None:
+        """Buffers on the device for these blocks, and the order of copies into them. Mutates: self."""
+        like = tensors_of(self._blocks[0])
+        self._buffers = [torch.empty(self.block_bytes, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
+        self._resident = [_with_tensors(self._blocks[0], _views(buffer, like)) for buffer in self._buffers]
+        self._ahead = CopyAhead(len(self._blocks), self._streams, self._copy)
 
     def _copy(self, layer: int, slot: int) -> None:
         self._buffers[slot].copy_(self._host[layer], non_blocking=True)
@@ -201,10 +201,6 @@ def tensors_of(weights: BlockWeights) -> dict[str, Tensor]:
             del named[f"attn1.{name}.weight"], named[f"attn1.{name}.bias"]
         named |= {f"fused.{name}": each for name, each in weights.fused._asdict().items()}
     return named
-
-
-def _layout_bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(_aligned(each.nbytes) for each in tensors.values())
 
 
 def _aligned(nbytes: int) -> int:

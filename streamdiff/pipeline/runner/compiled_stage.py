@@ -89,11 +89,6 @@ class CompiledStage:
         self.learning = False
 
     @property
-    def keys(self) -> frozenset[Key]:
-        """Keys of the compiled forwards."""
-        return frozenset(self._graphs)
-
-    @property
     def captures(self) -> bool:
         """Whether forwards are captured, which needs a pool."""
         return self._graph_cache is not None
@@ -200,7 +195,8 @@ def run_parts(
     ]
     weights = [denoiser.weights(layer) for layer in range(len(denoiser.blocks))]
     ropes = tuple(row.query_rope for row in inputs.rows)
-    given = tuple(map(_as_inference_tensor, inputs.given))
+    # Links deliver other tensors than inference ones, which would compile to another graph.
+    given = tuple(tensor if tensor.is_inference() else tensor.clone() for tensor in inputs.given)
     made = parts.begin(ropes, weights[0], given)
     hidden, (modulation, *projected) = (made[0], made[1:]) if forward.first else (given[0], made)
     time, last = given[1], len(weights) - 1
@@ -269,11 +265,6 @@ def _split(given: Tensors, texts: Texts, metadata: Sequence[AttentionMetadata]) 
 
 def _fresh_view(tensor: Tensor) -> Tensor:
     return tensor.view(tensor.shape)
-
-
-def _as_inference_tensor(tensor: Tensor) -> Tensor:
-    """`tensor` as an inference tensor: links deliver others, which would compile to another graph."""
-    return tensor if tensor.is_inference() else tensor.clone()
 
 
 def forward_variants(

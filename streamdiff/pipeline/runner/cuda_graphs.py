@@ -54,9 +54,9 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-GraphCapture = Callable[[Run, Inputs, bool], tuple[Graph, Tensors]]
-"""Captures `run(inputs)` without executing it; returns the graph and its output tensors. If the last argument is true,
-`run` is first executed outside the capture, so that all kernels are compiled and loaded."""
+GraphCapture = Callable[[Run, Inputs], tuple[Graph, Tensors]]
+"""Captures `run(inputs)` without executing it; returns the graph and its output tensors. Before that `run` is executed
+outside the capture, so that all kernels are compiled and loaded."""
 
 
 class CudaGraphCapture:
@@ -69,14 +69,13 @@ class CudaGraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(priority=priority)  # one: memory of the pool is used again by stream
 
-    def __call__(self, run: Run, inputs: Inputs, warm_up: bool) -> tuple[Graph, Tensors]:
-        if warm_up:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    run(inputs)
-            torch.cuda.current_stream().wait_stream(stream)
+    def __call__(self, run: Run, inputs: Inputs) -> tuple[Graph, Tensors]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # The thread that decodes goes on meanwhile: what it allocates and waits for is no fault of this capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -149,7 +148,7 @@ class GraphCache:
         given = tuple(self._static_buffer(index, tensor) for index, tensor in enumerate(inputs.given))
         texts = tuple(self._text(row, text) for row, text in enumerate(inputs.texts))
         static = Inputs(given, tuple(text.layers for text in texts), inputs.caches, rows)
-        graph, result = self._graph_capture(run, static, True)
+        graph, result = self._graph_capture(run, static)
         return CapturedGraph(graph, static, texts, result)
 
     def _static_buffer(self, index: int, tensor: Tensor) -> Tensor:

@@ -54,20 +54,18 @@ class InFlightQueue:
         """The next message that may enter, or None; never waits. Mutates: self, scheduler, sampler."""
         if len(self.in_ring) >= self.limit:
             return None
-        if self.queued:
-            message = self.queued.popleft()
-        elif self.stopping or self.held_s() > 0 or (made := self._next_message()) is None:
+        message = self.queued.popleft() if self.queued else self._next_message()
+        if message is None:
             return None
-        else:
-            message = made
         self.in_ring.append(message if message.kind is MessageKind.ROWS else message.bare)
         self._streams.append([self.sampler.sessions.get(row.session) for row in message.rows])
         return message
 
     def _next_message(self) -> StageMessage | None:
         """What the scheduler hands out, with its inputs; None: nothing. Mutates: self, scheduler, sampler."""
-        if not (rows := self._next_rows()):
+        if self.stopping or self.held_s() > 0 or not (rows := self._next_rows()):
             return None
+        self._held_since_s = None
         with self._timed.work(StageMessage(MessageKind.ROWS, tuple(rows))):
             rows, tensors = self._inputs(rows)
         self.sampler.look_ahead(rows)
@@ -110,10 +108,7 @@ class InFlightQueue:
         if self.scheduler.max_rows > 1:
             live = sum(not self.scheduler.is_background(each.rows) for each in self.in_ring)
             slots = RingSlots(self.limit - taken, self.limit - live, self.limit)
-        rows = self.scheduler.next(background=taken < self.scheduler.stages, slots=slots)
-        if rows:
-            self._held_since_s = None
-        return rows
+        return self.scheduler.next(background=taken < self.scheduler.stages, slots=slots)
 
     def notify(self, call: Callable[[], None]) -> None:
         """Does nothing: no other rank sends to this queue."""
@@ -136,7 +131,7 @@ class InFlightQueue:
         finished: list[Finished] = []
         with self._timed.work(entered.bare):
             for row, flow, ok in zip(
-                message.rows, message.tensors[0].split(1), self.returned.rows_ok(message), strict=True
+                message.rows, message.tensors[0].unbind(), self.returned.rows_ok(message), strict=True
             ):
                 row_index = entered.rows.index(row)
                 if ok:
@@ -146,15 +141,15 @@ class InFlightQueue:
         return finished
 
     def _advance(self, row: MicroStep, flow: Tensor) -> list[Finished]:
-        """Take over a row's flow `[1, C, F, h, w]`. Mutates: self, scheduler, sampler."""
+        """Take over a row's flow `[C, F, h, w]`. Mutates: self, scheduler, sampler."""
         try:
-            finished = self.sampler.advance((row,), flow)
+            finished = self.sampler.advance(row, flow)
         except ROW_ERRORS as error:
             check_own(error)
             self.returned.fail_session(row.session, row, describe(error, f"{at(row)} could not be taken over"))
             return []
         self.scheduler.returned(row)
-        return finished
+        return [] if finished is None else [finished]
 
     def _failed(self, entered: StageMessage, row_index: int) -> None:
         """Handle a row that came back as NaN, of a stream that goes on: queue it once more, alone and before anything
@@ -164,7 +159,7 @@ class InFlightQueue:
             return
         fault, session = self._pop_text(fault_key(row.session, row.epoch)), self.sampler.sessions[row.session]
         behind = [replace(entered.bare, rows=entered.rows[row_index + 1 :]), *self.in_ring]
-        may_repeat = self.sampler.repeats and not row.recaches
+        may_repeat = self.sampler.spec.repeats and not row.recaches
         if may_repeat and self.returned.should_retry(row, fault, behind, session.kv_context):
             tensors = tuple(tensor[row_index : row_index + 1] for tensor in entered.tensors)
             self.queued.appendleft(StageMessage(MessageKind.ROWS, (row,), None, tensors))

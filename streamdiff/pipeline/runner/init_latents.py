@@ -76,21 +76,13 @@ class InitLatents:
 
     def begin(self, chunk: int, noise: Tensor) -> Tensor:
         """Input of the first step of `chunk`: latents with `noise` mixed in, both `[C, F, h, w]`."""
-        at = self._at(chunk)
-        level = self.noise_level[at]
-        latents = self.latents[at].to(noise.device, noise.dtype, non_blocking=True)
+        level = self.of_chunk(self.noise_level, chunk)
+        latents = self.of_chunk(self.latents, chunk).to(noise.device, noise.dtype, non_blocking=True)
         return add_noise(latents, noise, level[:, None, None] if level.ndim else level)
 
-    def timestep_of(self, chunk: int) -> Tensor:
-        """The timestep that the model is given at the first step of `chunk`, without dimensions."""
-        return self.timestep[self._at(chunk)]
-
     def of_chunk(self, values: Tensor, chunk: int) -> Tensor:
-        """That of `chunk` among `values` `[n]`, without dimensions."""
-        return values[self._at(chunk)]
-
-    def _at(self, chunk: int) -> int:
-        return min(chunk, len(self.latents) - 1)
+        """That of `chunk` among `values` `[n, ...]`."""
+        return values[min(chunk, len(self.latents) - 1)]
 
 
 @dataclass(frozen=True)

@@ -80,13 +80,12 @@ class ModelRunner:
         spec, patch = model.spec, model.denoiser.patch
         if patch[0] != 1:
             raise ValueError(f"a patch has {patch[0]} latent frames; it must have 1, as windows count latent frames")
-        self.frames = spec.chunk_latents
-        self.grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
+        grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
         self.shares, share = (1, 0) if group is None else (group.size, group.index)
         self.heads, self.exchange_key = self.denoiser.heads // self.shares, stage_key(index, share)
         all_heads = None if group is None else group.all_heads
         self.attention = RollingAttention(
-            self.frames, *self.grid, self.denoiser.head_dim, device, self.denoiser.attend_parts(), all_heads
+            spec.chunk_latents, *grid, self.denoiser.head_dim, device, self.denoiser.attend_parts(), all_heads
         )
         self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], index == 0, index == stages - 1, group)
         self.compiled: CompiledStage | None = None
@@ -104,8 +103,10 @@ class ModelRunner:
     def carry_out(self, message: StageMessage) -> StageMessage:
         """Execute a stage message; returns the message for the next rank. Mutates: self."""
         update = message.update
-        for session in {row.session for row in message.rows} if update is None else {update.session}:
-            self._arrive(session)
+        sessions = {row.session for row in message.rows} if update is None else {update.session}
+        if self._arriving & sessions:  # what follows uses their caches: on the device it waits for what comes back
+            self._arriving -= sessions
+            self.swaps.follow()
         if update is None:
             return StageMessage(message.kind, message.rows, None, self.guard.forward(message.rows, message.tensors))
         return self.guard.apply_update(message)
@@ -172,7 +173,7 @@ class ModelRunner:
     def _cache_sizes(self, device: torch.device) -> CacheSizes:
         return {
             "layers": len(self.denoiser.blocks),
-            "tokens": self.frames * self.grid[0] * self.grid[1],
+            "tokens": self.denoiser.tokens(self._forward.grid),
             "heads": self.heads,
             "head_dim": self.denoiser.head_dim,
             "like": torch.empty(0, dtype=self.denoiser.dtype, device=device),  # weights may be quantised
@@ -242,12 +243,6 @@ class ModelRunner:
             self._arriving.add(session)
         return outcome
 
-    def _arrive(self, session: int) -> None:
-        """What follows uses the session's caches: on the device it waits for what comes back. Mutates: self."""
-        if session in self._arriving:
-            self._arriving.discard(session)
-            self.swaps.follow()
-
     @cached_property
     def weights(self) -> list[str]:
         """Digests of its blocks."""
@@ -281,28 +276,26 @@ class ModelRunner:
     @torch.inference_mode()
     def compile(
         self,
+        kept: PreallocatedCaches,
         *,
-        steps: int,
-        kv_context: str,
         clean_with_next: bool = False,
-        kept: PreallocatedCaches | None = None,
         memory: RankMemory | None = None,
         max_rows: int = 1,
         on_progress: Callable[[int, int], None] = lambda made, of: None,
     ) -> None:
-        """Make graphs for the forwards that a session of this kind meets for ever once its window is full: of a chunk
-        alone, if asked of one that takes the next chunk's first step with it, and of 2 to `max_rows` sessions. Until
-        then, and after a `flush`, it runs the plain path. Takes from seconds to minutes; `on_progress` is called with
-        the number of kinds of forward whose graphs are made, and how many there are.
+        """Make graphs for the forwards that a session of the kind of `kept` meets for ever once its window is full: of
+        a chunk alone, if asked of one that takes the next chunk's first step with it, and of 2 to `max_rows` sessions.
+        Until then, and after a `flush`, it runs the plain path. Takes from seconds to minutes; `on_progress` is called
+        with the number of kinds of forward whose graphs are made, and how many there are.
 
         On CUDA graphs are captured, for a pool of caches: of as many sessions as `kept` wants and fit into `memory`, at
         least one. Mutates: self.
         """
-        steps = most_steps(steps, self.spec.steps)
+        kept = kept._replace(steps=most_steps(kept.steps, self.spec.steps))
+        steps, kv_context = kept.steps, kept.kv_context
         self.compiled = CompiledStage(self._forward, self.device)
         self.attention.rotate_sinks = self.compiled.rotate_sinks
-        kept = kept or PreallocatedCaches(1, steps, kv_context)
-        trials = self._try_out(kept._replace(steps=steps), memory, max_rows)
+        trials = self._try_out(kept, memory, max_rows)
         # From here on every chunk takes the slot of another. Where slots are spare, what is seen lies otherwise with
         # each of them.
         geometry = self.sessions[_TRIAL].geometry

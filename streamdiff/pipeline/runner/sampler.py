@@ -20,7 +20,7 @@ from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.runner.init_latents import ChunkLevels, GivenVideo, InitLatents, LiveLatents, levels_of
-from streamdiff.pipeline.runner.noise import Noise, PrefetchedNoise
+from streamdiff.pipeline.runner.noise import Noise, PrefetchedNoise, SeededNoise
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -40,6 +40,24 @@ class PendingSteps(NamedTuple):
 
     epoch: int
     schedule: Schedule
+
+
+@dataclass(frozen=True)
+class StreamInputs:
+    """What a stream may be given beside its prompt and its seed.
+
+    noise: in place of the seed's.
+    source: encoded input that its chunks start from.
+    levels: timesteps and noise levels that go before the schedule's.
+    given_latents: `[n, C, F, h, w]`, finished latents of its first n chunks: with a clean pass, that is all they get.
+    video: encoded video that its chunks start from.
+    """
+
+    noise: Noise | None = None
+    source: InitLatents | None = None
+    levels: StepLevels | None = None
+    given_latents: Tensor | None = None
+    video: GivenVideo | None = None
 
 
 @session_state("head")
@@ -108,42 +126,30 @@ class LatentSampler:
         self.dtype, self.spec, self.device = model.denoiser.dtype, model.spec, device
         self.reencoder = model.first_frame_reencoder
         self.sessions: dict[int, SamplerSession] = {}
-        self.repeats = model.spec.repeats
         self._embed = model.denoiser.time_embedding
         self._zeros = torch.zeros(model.spec.chunk_latents, device=device)
         self._thread = ThreadPoolExecutor(1, "noise")
 
-    def prepare(
-        self,
-        *,
-        noise: Noise,
-        schedule: Schedule,
-        kv_context: str,
-        source: InitLatents | None = None,
-        levels: StepLevels | None = None,
-        given_latents: Tensor | None = None,
-        video: GivenVideo | None = None,
-    ) -> SamplerSession:
-        """State of a new stream, which starts once it is put into `sessions`. `given_latents` `[n, C, F, h, w]` are
-        those of its first n chunks, which are finished; its chunks start from `video`.
+    def prepare(self, seed: int, schedule: Schedule, kv_context: str, given: StreamInputs) -> SamplerSession:
+        """State of a new stream, which starts once it is put into `sessions`.
 
         Raises:
-            ValueError: some, but not all, of those that are made together are given.
+            ValueError: some, but not all, of the chunks that are made together are given.
         """
-        if given_latents is not None and 0 < len(given_latents) < self.spec.first_chunks:
-            raise ValueError(
-                f"{len(given_latents)} chunks are given; the first {self.spec.first_chunks} are made together"
-            )
+        latents, count = given.given_latents, self.spec.first_chunks
+        if latents is not None and 0 < len(latents) < count:
+            raise ValueError(f"{len(latents)} chunks are given; the first {count} are made together")
         geometry = cache_geometry(self.spec, kv_context, steps=schedule.steps)
+        noise = given.noise or SeededNoise(self.spec.chunk_shape, seed)
         times, drawn = self._times(schedule), self._prefetched(noise, schedule)
-        state = SamplerSession(noise, drawn, schedule, kv_context, geometry, times, video=video)
-        if source is not None:
-            state.source = source.on(self.device)
-            state.source_levels = levels_of(source.timestep, schedule).to(self.device)
-        if levels is not None:
-            state.levels = levels.to(self.device)
-        if given_latents is not None:
-            state.given_latents = dict(enumerate(given_latents.to(self.device, torch.float32)))
+        state = SamplerSession(noise, drawn, schedule, kv_context, geometry, times, video=given.video)
+        if given.source is not None:
+            state.source = given.source.on(self.device)
+            state.source_levels = levels_of(given.source.timestep, schedule).to(self.device)
+        if given.levels is not None:
+            state.levels = given.levels.to(self.device)
+        if latents is not None:
+            state.given_latents = dict(enumerate(latents.to(self.device, torch.float32)))
         self._prepare_begin(state, 0)
         return state
 
@@ -213,38 +219,33 @@ class LatentSampler:
                 self._prepare_begin(self.sessions[session], chunk + 1)
 
     @torch.inference_mode()
-    def advance(self, rows: Sequence[MicroStep], flows: Tensor) -> list[Finished]:
-        """Apply the sampler to the flows `[R, C, F, h, w]` that came back. Mutates: self.
-
-        Rows of sessions that were closed or reset while they were on their way are ignored.
-        """
-        finished = []
-        for row, flow in zip(rows, flows.unbind(), strict=True):
-            session, key = self.sessions.get(row.session), (row.chunk, row.epoch)
-            if session is None or key not in session.latents:
-                continue
-            x_t = session.latents.pop(key)
-            if row.clean:
-                if not session.clean_pass:  # then nothing runs it again
-                    del session.kept[row.chunk]
-                continue
-            x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), self._sigma(row, row.step))
-            if row.chunk in session.given_latents:  # known already: the step was run for what it leaves in its cache
-                x0 = session.given_latents[row.chunk]
-            if row.last:
-                finished.append(Finished(row, x0))
-                session.video_levels.pop(row.chunk, None)
-                if session.live is not None:
-                    session.live.forget(row.chunk)
-                if session.clean_pass:
-                    session.keep(row, self._remembered(session, row.chunk, x0))
-                    session.latents[key] = x0
-                elif session.gets_clean_pass(row.chunk):
-                    session.kept[row.chunk], session.latents[key] = (x0, row.steps), x0
-            else:
-                fresh = self._noise(row, row.step + 1)
-                session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1))
-        return finished
+    def advance(self, row: MicroStep, flow: Tensor) -> Finished | None:
+        """Apply the sampler to a row's flow `[C, F, h, w]` that came back; returns its chunk if that is finished. A row
+        of a session that was closed or reset while it was on its way is ignored. Mutates: self."""
+        session, key = self.sessions.get(row.session), (row.chunk, row.epoch)
+        if session is None or key not in session.latents:
+            return None
+        x_t = session.latents.pop(key)
+        if row.clean:
+            if not session.clean_pass:  # then nothing runs it again
+                del session.kept[row.chunk]
+            return None
+        x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), self._sigma(row, row.step))
+        if row.chunk in session.given_latents:  # known already: the step was run for what it leaves in its cache
+            x0 = session.given_latents[row.chunk]
+        if not row.last:
+            fresh = self._noise(row, row.step + 1)
+            session.latents[key] = sampling.add_noise(x0, fresh, self._sigma(row, row.step + 1))
+            return None
+        session.video_levels.pop(row.chunk, None)
+        if session.live is not None:
+            session.live.forget(row.chunk)
+        if session.clean_pass:
+            session.keep(row, self._remembered(session, row.chunk, x0))
+            session.latents[key] = x0
+        elif session.gets_clean_pass(row.chunk):
+            session.kept[row.chunk], session.latents[key] = (x0, row.steps), x0
+        return Finished(row, x0)
 
     def _begin(self, row: MicroStep) -> Tensor:
         """Input of a chunk's first step: noise, or latents that are given with noise mixed in. Mutates: the session."""
@@ -282,7 +283,7 @@ class LatentSampler:
         if session.levels is not None and (each := session.levels.timestep(chunk, step)) is not None:
             return each
         if step == 0 and session.source is not None:
-            return session.source.timestep_of(chunk).expand(self.spec.chunk_latents)
+            return session.source.of_chunk(session.source.timestep, chunk).expand(self.spec.chunk_latents)
         return None
 
     def _prepare_begin(self, session: SamplerSession, chunk: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class StageForward:
             else `Tokens`.
         """
         if self.group is not None:
-            attention = SharedAttention(self.group, attention)
+            attention = partial(shared_attention, self.group, attention)
         return self.leave(self.denoiser.run_blocks(self.enter(given), text, attention))
 
     def enter(self, given: Tensors) -> Tokens:
@@ -76,12 +77,8 @@ class StageForward:
         return like.new_zeros(rows, tokens, denoiser.width), time
 
 
-@dataclass(frozen=True)
-class SharedAttention:
+def shared_attention(
+    group: ContextGroup, attention: SelfAttention, layer: int, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
     """A `SelfAttention` over this rank's tokens: all-to-all, `attention` over all tokens of own heads, back."""
-
-    group: ContextGroup
-    attention: SelfAttention
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self.group.to_tokens(self.attention(layer, *self.group.to_heads(query, key, value)))
+    return group.to_tokens(attention(layer, *group.to_heads(query, key, value)))

@@ -72,7 +72,8 @@ class Worker:
             with self._timed.work(whole.bare):
                 result = self.stage.carry_out(whole)
             self.now, self.last = None, whole
-            first, *rest = self._as_sent(result)
+            last = self.stage.index == self.stage.stages - 1
+            first, *rest = result.as_sent[-1:] if last else result.as_sent
             self._rest.extend(rest)
             self.sender.send(first)
         return message
@@ -89,11 +90,6 @@ class Worker:
         received, self._received_rows = self._received_rows, []
         tensors = tuple(torch.cat(parts) for parts in zip(*(each.tensors for each in received), strict=True))
         return replace(message, rows=tuple(row for each in received for row in each.rows), tensors=tensors)
-
-    def _as_sent(self, result: StageMessage) -> list[StageMessage]:
-        """The messages that a result travels as."""
-        last = self.stage.index == self.stage.stages - 1
-        return result.as_sent[-1:] if last else result.as_sent
 
     def run(self) -> None:
         """Loop until the ring is stopped, then close the links. Mutates: everything."""

@@ -140,7 +140,7 @@ class ScheduledSession:
         if self.rerun and all(chunk.entered == self.passes - 1 for chunk in self.chunks):
             return RERUN  # whatever could read the old keys has gone ahead
         if self.kv_context in PER_STEP:
-            if may_admit and self._nothing_stands_before(self._tick_of_next()) and self._behind(count, 0):
+            if may_admit and self._nothing_stands_before(self._tick_of(self.next_chunk)) and self._behind(count, 0):
                 return count
             ready = [index for index in range(count) if self._ready(index)]
             return min(ready, key=lambda index: self.next_tick(self.chunks[index]), default=None)
@@ -179,12 +179,11 @@ class ScheduledSession:
             self.choice, self.stale = None, True
             return
         if choice == len(self.chunks):
-            extra = self.extra(self.next_chunk)
-            self.chunks.append(
-                ChunkInFlight(self.next_chunk, self.epoch, extra, -1 - extra, -1 - extra, self._tick_of_next())
-            )
-            self.frame_credit -= self.chunk_frames * self.together(self.next_chunk)
-            self.next_chunk += self.together(self.next_chunk)
+            number = self.next_chunk
+            extra = self.extra(number)
+            self.chunks.append(ChunkInFlight(number, self.epoch, extra, -1 - extra, -1 - extra, self._tick_of(number)))
+            self.frame_credit -= self.chunk_frames * self.together(number)
+            self.next_chunk += self.together(number)
         self.chunks[choice].entered += 1
         self.choice, self.stale = None, True
 
@@ -199,9 +198,6 @@ class ScheduledSession:
         chunk.back, self.stale = step, True
         while self.chunks and self.chunks[0].back == self.last_pass(self.chunks[0].number):
             del self.chunks[0]
-
-    def _tick_of_next(self) -> int:
-        return self._tick_of(self.next_chunk)
 
     def _tick_of(self, chunk: int) -> int:
         return timetable_tick(chunk, stages=self.stages, passes=self.passes)

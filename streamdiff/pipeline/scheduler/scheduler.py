@@ -56,9 +56,6 @@ class StreamBatchScheduler:
         max_rows: micro-steps that may share a forward.
         clean_with_next: whether a clean pass takes the next chunk's first step with it, as a row beyond `max_rows`
             where that is 1.
-
-    Raises:
-        ValueError: one of them is below 1.
     """
 
     def __init__(
@@ -70,10 +67,6 @@ class StreamBatchScheduler:
         clean_with_next: bool = False,
         first_chunks: int = 1,
     ) -> None:
-        given = {"stages": stages, "chunk_frames": chunk_frames, "max_rows": max_rows, "first_chunks": first_chunks}
-        for name, value in given.items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; at least 1 is needed")
         self.stages, self.chunk_frames, self.max_rows = stages, chunk_frames, max_rows
         self.clean_with_next, self.first_chunks = clean_with_next, first_chunks
         self._sessions: dict[int, ScheduledSession] = {}
@@ -104,11 +97,11 @@ class StreamBatchScheduler:
         others leave. `anchors` are those of KV context `anchored`.
 
         Raises:
-            ValueError: the session is open already, or a value is out of range.
+            ValueError: the session is open already, or its KV context is not known.
         """
         if session in self._sessions:
             raise ValueError(f"session {session} is open already; close it first")
-        extra, limit = _extra(steps, first_steps), self._limit(kv_context, steps)
+        extra, limit = (first_steps or steps) - steps, self._limit(kv_context, steps)
         self._sessions[session] = ScheduledSession(
             session, steps, extra, kv_context, epoch, self.stages, self.chunk_frames, limit,
             self._forwards, self.first_chunks, background,
@@ -166,13 +159,13 @@ class StreamBatchScheduler:
         """Chunks admitted from now on have `steps` steps, a first one `first_steps`; ends `drain`.
 
         Raises:
-            ValueError: chunks with other steps are in flight, or a value is out of range.
+            ValueError: chunks with other steps are in flight.
         """
         if not self.drained(session):
             raise ValueError(f"session {session} has chunks in flight; drain it before its steps change")
         state = self._sessions[session]
-        extra, limit = _extra(steps, first_steps), self._limit(state.kv_context, steps)
-        state.steps, state.first_extra, state.in_flight_limit = steps, extra, limit
+        state.steps, state.first_extra = steps, (first_steps or steps) - steps
+        state.in_flight_limit = self._limit(state.kv_context, steps)
         state.draining, state.stale = False, True
 
     def next_chunk(self, session: int) -> int:
@@ -299,14 +292,15 @@ class StreamBatchScheduler:
             if self._choice(state) is not None and (first is not None or background or not state.background)
         ]
         open_sessions = Counter(state.background for state in self._sessions.values())
-        in_forward = Counter(row.session for row in taken)
+        in_forward, written = Counter(row.session for row in taken), {(row.session, row.chunk) for row in taken}
         for state in sorted(
             waiting, key=lambda state: self._rank(state, open_sessions[state.background], in_forward[state.name], most)
         ):
             choice = state.choice
             assert choice is not None
             rows = state.rows(choice)
-            apart = not any(_same_chunk(row, other) for row in rows for other in taken) and not _recaches(rows)
+            # Rows of a chunk write the same keys; a clean pass and its rerun could meet in a forward.
+            apart = written.isdisjoint((row.session, row.chunk) for row in rows) and not _recaches(rows)
             # What an anchor's clean pass writes is handed to all caches after its forward.
             apart &= state.kv_context != "anchored" or not any(row.clean and row.session == state.name for row in taken)
             differs = first and (differing_field(first, state) or differing_field(taken[0], rows[0]))
@@ -352,20 +346,6 @@ class StreamBatchScheduler:
         return state.choice
 
 
-def _extra(steps: int, first_steps: int | None) -> int:
-    """How many more steps a first chunk has. Raises ValueError for numbers that cannot be."""
-    if steps < 1:
-        raise ValueError(f"steps is {steps}; at least 1 is needed")
-    if first_steps is not None and first_steps < steps:
-        raise ValueError(f"first_steps is {first_steps}, but a first chunk has at least as many as the others, {steps}")
-    return 0 if first_steps is None else first_steps - steps
-
-
 def _recaches(rows: Sequence[MicroStep]) -> bool:
     """Whether these rows are a window that is run again, whose forward is its own."""
     return bool(rows) and rows[0].recaches
-
-
-def _same_chunk(row: MicroStep, other: MicroStep) -> bool:
-    """Whether both write the same keys; a clean pass and its rerun could meet in a forward."""
-    return (row.session, row.chunk) == (other.session, other.chunk)

@@ -18,7 +18,6 @@ SHARED: dict[str, str] = {"in_a_forward": "shared"}
 PER_ROW: dict[str, str] = {"in_a_forward": "per_row"}
 """Metadata of a field that each row of a forward has for itself: the model takes a vector of it."""
 
-_LEAST, _MOST = -(2**63), 2**63 - 1
 _HEAD = 2  # sequence number and count go before the rows
 
 
@@ -91,16 +90,13 @@ def pack(rows: Sequence[MicroStep], max_rows: int, sequence: int) -> list[int]:
     """The record of a forward: sequence number, count, each row's fields in order, zeros up to `record_length`.
 
     Raises:
-        ValueError: more rows than `max_rows`, or a value that is no integer of 64 bits.
+        ValueError: more rows than `max_rows`.
     """
     if len(rows) > max_rows:
         raise ValueError(f"there are {len(rows)} rows; a record for max_rows {max_rows} holds at most {max_rows}")
     record = [sequence, len(rows)]
     for row in rows:
         record += _VALUES(row)
-    for place, value in enumerate(record):
-        if not isinstance(value, int) or not _LEAST <= value <= _MOST:
-            raise ValueError(f"{_name(place)} is {value!r}; a record holds integers from -2^63 to 2^63 - 1")
     return record + [0] * (record_length(max_rows) - len(record))
 
 
@@ -121,11 +117,3 @@ def unpack(record: Sequence[int], max_rows: int) -> tuple[int, list[MicroStep]]:
     if any(record[end:]):
         raise ValueError(f"a record of {count} rows has something other than zeros behind them: {list(record[end:])}")
     return sequence, [MicroStep(*record[at : at + _FIELDS]) for at in range(_HEAD, end, _FIELDS)]
-
-
-def _name(place: int) -> str:
-    """Name of the value at an index of a record, for error messages."""
-    if place < _HEAD:
-        return ("the sequence number", "the count")[place]
-    row, index = divmod(place - _HEAD, _FIELDS)
-    return f"{fields(MicroStep)[index].name} of row {row}"

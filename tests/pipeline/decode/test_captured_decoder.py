@@ -46,8 +46,7 @@ class StandIns:
 
     made: list[StandIn] = field(default_factory=list)
 
-    def record(self, step: Callable[[Given], Given], given: Given, warm_up: bool) -> tuple[StandIn, Given]:
-        assert warm_up
+    def record(self, step: Callable[[Given], Given], given: Given) -> tuple[StandIn, Given]:
         frames, past = step(given)
         result = frames.clone(), {k: v.clone() if isinstance(v, Tensor) else v for k, v in past.items()}
         self.made.append(StandIn(step, given, result))

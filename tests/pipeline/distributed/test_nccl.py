@@ -59,7 +59,6 @@ def test_which_link(
     [
         ("nccl", CPU, True, "the device is cpu.*use `auto` or `gloo`, or a CUDA device"),
         ("nccl", CUDA, False, "no NCCL; use `auto` or `gloo`, or install"),
-        ("mpi", CUDA, True, "'mpi'; it can be `auto`, `gloo` or `nccl`"),
     ],
 )
 def test_a_link_that_cannot_be_says_the_way_out(

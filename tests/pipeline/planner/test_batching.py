@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from streamdiff.config import BatchingConfig, BatchingRule, Config, ModelConfig
-from streamdiff.pipeline.planner.batching import ALONE, Batching, RowFacts, batching_of, resolve
-from streamdiff.pipeline.planner.model_sizes import read_sizes
+from streamdiff.pipeline.planner.batching import ALONE, Batching, batching_of
+from streamdiff.pipeline.planner.model_sizes import read_sizes, sizes_of
 
-ROW = RowFacts("wan2.1-t2v-1.3b", "832x480", 4680, 1500.0)
+SIZES = sizes_of(ModelConfig(name="self-forcing"))
+"""832x480 pixels; a row has 4,680 tokens, and takes 40,405 * 10^9 operations with its window full."""
 
 
 @pytest.mark.parametrize(
@@ -17,15 +18,15 @@ ROW = RowFacts("wan2.1-t2v-1.3b", "832x480", 4680, 1500.0)
         ([], (8, 0.02)),
         ([{"max_rows": 2}], (2, 0.02)),
         ([{"max_rows": 16, "wait_ms": 900.0}], (8, 0.02)),
-        ([{"model": "wan2.1-*", "max_rows": 3}, {"max_rows": 2}], (3, 0.02)),
-        ([{"model": "self-forcing", "max_rows": 3}, {"max_rows": 2}], (2, 0.02)),
+        ([{"model": "self-*", "max_rows": 3}, {"max_rows": 2}], (3, 0.02)),
+        ([{"model": "longlive-*", "max_rows": 3}, {"max_rows": 2}], (2, 0.02)),
         ([{"size": "480x832", "max_rows": 2}], (8, 0.02)),
         ([{"size": "832x480", "max_rows": 2, "wait_ms": 5.0}], (2, 0.005)),
         ([{"min_tokens": 4680, "wait_ms": 0.0}], (8, 0.0)),
         ([{"min_tokens": 4681, "max_rows": 1}], (8, 0.02)),
-        ([{"min_gflop": 1500.0, "max_rows": 4}], (4, 0.02)),
-        ([{"min_gflop": 1500.5, "max_rows": 4}], (8, 0.02)),
-        ([{"min_tokens": 1, "min_gflop": 9000.0, "max_rows": 1}], (8, 0.02)),
+        ([{"min_gflop": 40405.0, "max_rows": 4}], (4, 0.02)),
+        ([{"min_gflop": 40405.5, "max_rows": 4}], (8, 0.02)),
+        ([{"min_tokens": 1, "min_gflop": 90000.0, "max_rows": 1}], (8, 0.02)),
         ([{"max_rows": 1}], (1, 0.0)),
     ],
 )
@@ -33,8 +34,8 @@ def test_the_first_rule_that_applies_lowers_what_is_configured(
     rules: list[dict[str, object]], expected: tuple[int, float]
 ) -> None:
     given = tuple(BatchingRule.model_validate(rule) for rule in rules)
-    config = BatchingConfig(mode="dynamic", max_rows=8, wait_ms=20.0, rules=given)
-    assert resolve(config, ROW) == expected
+    told = Config(batching=BatchingConfig(mode="dynamic", max_rows=8, wait_ms=20.0, rules=given))
+    assert batching_of(told.served_model(), SIZES) == expected
 
 
 def test_a_server_of_the_embedded_model_has_what_it_was_told() -> None:

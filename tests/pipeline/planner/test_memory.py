@@ -95,7 +95,7 @@ def test_a_checkpoint_says_what_the_catalogue_says() -> None:
 
 def test_another_picture_has_other_tokens() -> None:
     entry = entries.find("self-forcing")
-    assert entry_sizes(entry, height=512, width=512).tokens == 3 * 1024
+    assert entry_sizes(entry, (512, 512)).tokens == 3 * 1024
 
 
 @pytest.mark.slow
@@ -140,5 +140,5 @@ def test_offloaded_blocks_leave_two_of_them_on_the_device() -> None:
     whole, offloaded = (memory(sizes, layout, load, Storage(2, offload=each))[0] for each in ("none", "blocks"))
     assert whole.weights - offloaded.weights == 38 * 2 * sizes.block_values
     assert offloaded.weights < 2.4e9 < 28e9 < whole.weights
-    assert offloaded_bytes(sizes, 40, Storage(2)) == 40 * 2 * sizes.block_values
-    assert offloaded_bytes(sizes, 2, Storage(2)) == 0, "both have a buffer"
+    assert offloaded_bytes(sizes, 40, Storage(2, offload="blocks")) == 40 * 2 * sizes.block_values
+    assert offloaded_bytes(sizes, 2, Storage(2, offload="blocks")) == 0, "both have a buffer"

@@ -27,7 +27,7 @@ from streamdiff.pipeline.planner.costs import Ceilings, Costs, estimate, in_prop
 from streamdiff.pipeline.planner.memory import Storage, memory
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_sizes
 from streamdiff.pipeline.planner.simulator import Setup, Stream, simulate
-from streamdiff.pipeline.planner.stage_layout import Layout, Workload, choose_layout
+from streamdiff.pipeline.planner.stage_layout import Layout, Workload, choose_layout, decode_stage
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from streamdiff.session_state import walk
@@ -62,9 +62,9 @@ def test_decode_goes_where_it_costs_least_and_blocks_make_room_for_it() -> None:
     busy_head = choose_layout(costs(12, embed=2.0, decode=8.0), load)
     assert (busy_head.decode, busy_head.slowest_s) == ("last", 4.0)
     busy_last = choose_layout(costs(12, head=2.0, decode=8.0), load)
-    assert (busy_last.decode, busy_last.decode_stage, busy_last.slowest_s) == ("head", 0, 4.0)
+    assert (busy_last.decode, decode_stage(busy_last.decode, 4), busy_last.slowest_s) == ("head", 0, 4.0)
     alone = choose_layout(costs(12, decode=8.0), load, "own-rank")
-    assert (alone.decode_stage, alone.slowest_s) == (None, 3.0)
+    assert (decode_stage(alone.decode, 4), alone.slowest_s) == (None, 3.0)
     assert alone.blocks == ((0, 3), (3, 6), (6, 9), (9, 12))
     on_last = choose_layout(costs(10, decode=8.0), load, "last")
     assert [last - first for first, last in on_last.blocks] == [3, 3, 3, 1]

@@ -47,10 +47,10 @@ def watch() -> None:
     """Note what happens to this rank's stage. Mutates: the classes."""
     compile_stage = ModelRunner.compile
 
-    def compiled_once(stage: ModelRunner, **options: object) -> None:
-        compile_stage(stage, **options)  # type: ignore[arg-type]
+    def compiled_once(stage: ModelRunner, *kind: object, **options: object) -> None:
+        compile_stage(stage, *kind, **options)  # type: ignore[arg-type]
         assert stage.compiled is not None
-        graphs.append(len(stage.compiled.keys))
+        graphs.append(len(stage.compiled._graphs))
         torch.compiler.set_stance("fail_on_recompile")
 
     ModelRunner.compile = compiled_once  # type: ignore[method-assign]
@@ -64,9 +64,9 @@ def play(config: ModelConfig) -> dict[str, list[torch.Tensor]]:
     info, frames, latents = runtime.info, list[torch.Tensor](), list[torch.Tensor]()
     advance = runtime.ring.sampler.advance
 
-    def kept(rows: Sequence[MicroStep], flows: torch.Tensor) -> list[Finished]:
-        finished = advance(rows, flows)
-        latents.extend(each.latents.clone() for each in finished)
+    def kept(row: MicroStep, flow: torch.Tensor) -> Finished | None:
+        finished = advance(row, flow)
+        latents.extend([] if finished is None else [finished.latents.clone()])
         return finished
 
     runtime.ring.sampler.advance = kept  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata
+from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, Texts
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
@@ -52,7 +53,7 @@ def ring(request: pytest.FixtureRequest) -> LocalRing:
     ring = LocalRing(MODEL, CPU, 2)
     with compiled_by(request.param):
         for stage in stages(ring):
-            stage.compile(steps=4, kv_context="clean")
+            stage.compile(PreallocatedCaches(1, 4, "clean"))
     return ring
 
 
@@ -72,7 +73,7 @@ def worst(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 def test_there_are_graphs_without_breaks_for_a_full_window(ring: LocalRing) -> None:
     for stage in stages(ring):
         assert stage.compiled is not None
-        assert [[(s.sink, s.window_frames) for s in key.shapes] for key in stage.compiled.keys] == [[(2, 4)]]
+        assert [[(s.sink, s.window_frames) for s in key.shapes] for key in stage.compiled._graphs] == [[(2, 4)]]
     assert not counters["graph_break"]
 
 
@@ -102,7 +103,7 @@ def test_neither_blocks_nor_the_window_make_more_graphs(
         ring = RingExecutor(small_model(3, layers=layers, window=window, sink=sink), CPU, clean_with_next=with_next)
         before = counters["stats"]["unique_graphs"]
         with compiled_by("eager"):  # graphs are found, no code is made
-            ring.stage.compile(steps=4, kv_context=kv_context, clean_with_next=with_next)
+            ring.stage.compile(PreallocatedCaches(1, 4, kv_context), clean_with_next=with_next)
         kinds, graphs = 2 if with_next else 1, 2 if layers == 1 else 3
         extra = (sink > 0) + (kv_context == "staircase")
         assert counters["stats"]["unique_graphs"] - before == kinds * graphs + extra
@@ -123,7 +124,7 @@ def compile_last() -> None:
     torch.set_num_threads(1)
     stage = ModelRunner(MODEL.part(1, 2), CPU, 1, 2)
     keep_compiled_code()
-    stage.compile(steps=4, kv_context="clean")
+    stage.compile(PreallocatedCaches(1, 4, "clean"))
     found = counters["inductor"]
     told = {
         "graphs": counters["stats"]["unique_graphs"],
@@ -221,7 +222,7 @@ def test_a_chosen_attention_kernel_is_in_the_graph_too(backend: str) -> None:
     part.denoiser.attention = "math"
     plain, compiled = ModelRunner(part, CPU, 1, 2), ModelRunner(part, CPU, 1, 2)
     with compiled_by(backend):
-        compiled.compile(steps=4, kv_context="matched")
+        compiled.compile(PreallocatedCaches(1, 4, "matched"))
     given = tokens(1)
     results = []
     for stage in (plain, compiled):
@@ -250,7 +251,7 @@ def test_what_is_compiled_is_the_plain_path_to_the_bit(
         stage = ModelRunner(model.part(0, 2), CPU)
         if compiles:
             with compiled_by(TRACED):
-                stage.compile(steps=4, kv_context=kv_context)
+                stage.compile(PreallocatedCaches(1, 4, kv_context))
         stage.open(0, steps=4, kv_context=kv_context)
         stage.set_text(0, 0, model.text.encode(RED), 0)
         generator = torch.Generator().manual_seed(1)
@@ -273,7 +274,7 @@ def test_rows_of_one_session_share_its_caches_in_a_graph_too(backend: str) -> No
     """Two chunks in a forward: the second sees what the first has just written."""
     plain, compiled = (ModelRunner(MODEL.part(1, 2), CPU, 1, 2) for _ in range(2))
     with compiled_by(backend):
-        compiled.compile(steps=4, kv_context="clean", clean_with_next=True)
+        compiled.compile(PreallocatedCaches(1, 4, "clean"), clean_with_next=True)
     assert compiled.compiled is not None
     given = tokens(2)
     rows = [MicroStep(0, 4, 4, 4, 0), MicroStep(0, 5, 0, 4, 1)]
@@ -287,7 +288,7 @@ def test_rows_of_one_session_share_its_caches_in_a_graph_too(backend: str) -> No
             results.append(stage.forward(rows, given)[0])
     assert worst([results[1]], [results[0]]) <= TOLERANCE
     assert worst([compiled.sessions[0].state.key], [plain.sessions[0].state.key]) <= TOLERANCE
-    assert any(key.sessions == (0, 0) for key in compiled.compiled.keys)
+    assert any(key.sessions == (0, 0) for key in compiled.compiled._graphs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -295,7 +296,7 @@ def test_rows_of_several_sessions_run_compiled_whosever_they_are(backend: str) -
     """Of sessions that no graph was made with, at different chunks; while one's window fills the plain path runs."""
     plain, compiled = (ModelRunner(MODEL.part(1, 2), CPU, 1, 2) for _ in range(2))
     with compiled_by(backend):
-        compiled.compile(steps=4, kv_context="clean", max_rows=2)
+        compiled.compile(PreallocatedCaches(1, 4, "clean"), max_rows=2)
     ran_a_graph: list[bool] = []
     compiled.compiled.run = told(compiled.compiled, ran_a_graph)  # type: ignore[method-assign, union-attr]
     given, results = tokens(2), list[torch.Tensor]()
@@ -321,7 +322,7 @@ def test_averaged_sinks_and_windows_that_cut_chunks_have_graphs_too(
     model = replace(model, spec=replace(model.spec, averaged_sink=keep))
     ring = RingExecutor(model, CPU)
     with compiled_by(backend):
-        ring.stage.compile(steps=2, kv_context="clean")
+        ring.stage.compile(PreallocatedCaches(1, 2, "clean"))
     order = Order(RED, 5, 2, "clean")
     ran_a_graph: list[bool] = []
     with pytest.MonkeyPatch.context() as patch, nothing_compiled():
@@ -337,7 +338,7 @@ def test_after_chunks_that_are_made_together_graphs_run(kv_context: str, backend
     model = replace(MODEL, spec=replace(MODEL.spec, first_chunks=2))
     ring = RingExecutor(model, CPU)
     with compiled_by(backend):
-        ring.stage.compile(steps=2, kv_context=kv_context)
+        ring.stage.compile(PreallocatedCaches(1, 2, kv_context))
     ran_a_graph: list[bool] = []
     ring.stage.compiled.run = told(ring.stage.compiled, ran_a_graph)  # type: ignore[method-assign, union-attr]
     order = {0: Order(RED, 5, 2, kv_context)}

@@ -59,7 +59,7 @@ RESULTS: dict[torch.Size, Tensor] = {}
 as they share memory."""
 
 
-def record(run: Run, inputs: Inputs, warm_up: bool) -> tuple[Graph, Tensors]:
+def record(run: Run, inputs: Inputs) -> tuple[Graph, Tensors]:
     caches = [layer for pair in inputs.caches for each in pair for layer in each]
     before = [layer.clone() for layer in caches]
     result = tuple(RESULTS.setdefault(each.shape, torch.empty_like(each)) for each in run(inputs))
@@ -81,9 +81,7 @@ def compiled(
     """A ring whose stages have graphs, for a pool of so many sessions."""
     ring = LocalRing(model, CPU, stages, max_rows) if stages > 1 else RingExecutor(model, CPU, max_rows)
     for stage in stages_of(ring):
-        stage.compile(
-            steps=4, kv_context=kv_context, kept=PreallocatedCaches(sessions, 4, kv_context), max_rows=max_rows
-        )
+        stage.compile(PreallocatedCaches(sessions, 4, kv_context), max_rows=max_rows)
     return ring
 
 
@@ -160,7 +158,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch, stages: int, orders: dict[int, Or
         return result
 
     for stage in [ring.stage, *(worker.stage for worker in ring.others)]:
-        stage.compile(steps=4, kv_context="clean", kept=PreallocatedCaches(len(orders), 4, "clean"))
+        stage.compile(PreallocatedCaches(len(orders), 4, "clean"))
         monkeypatch.setattr(stage, "forward", partial(note, stage.forward))
     play(ring, MODEL, orders, 6)
     return noted
@@ -305,5 +303,5 @@ def test_the_pool_is_for_as_many_sessions_as_have_room(room: RankMemory | None, 
     unit = walk.nbytes(stage.sessions[0].state) / 100
     given = None if room is None else RankMemory(int(room.free * unit), int(room.decoding * unit))
     kept = PreallocatedCaches(3, 4, "clean", 6)
-    stage.compile(steps=4, kv_context="clean", kept=kept, memory=given)
+    stage.compile(kept, memory=given)
     assert stage._pool is not None and stage._pool.sessions == expected

@@ -52,7 +52,7 @@ def test_the_transformer_s_graphs_go_before_the_decoder_s(captures: list[tuple[o
     """Kernels in a graph keep the priority of the stream that they were captured on; smaller numbers go first."""
     stage: Any = graph_cache_on(CUDA)
     for _ in range(2):
-        stage._graph_capture(lambda inputs: (), None, True)
+        stage._graph_capture(lambda inputs: (), None)
     decode: Any = capture_on(CUDA)
     CapturedStep(lambda piece, past: (piece, past), torch.zeros(1), {}, decode.keywords["capture"])
     (pool, stream), (again, same), (own_pool, decoder) = captures

@@ -13,6 +13,7 @@ import torch
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.noise import PrefetchedNoise, SeededNoise
+from streamdiff.pipeline.runner.sampler import StreamInputs
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from tests.pipeline.playing import THREE, play, same
 from tests.small import CPU, RED, small_model
@@ -116,7 +117,7 @@ def test_what_a_micro_step_needs_is_ready_before_it_can_enter(
     hurry("advance")
     source = InitLatents.steady(torch.zeros(9, *model.spec.chunk_shape), 0.8, 700.0) if video else None
     noise = Watched(model.spec.chunk_shape, 3)
-    ring.open(0, model.text.encode(RED), epoch=0, steps=4, kv_context=kv_context, noise=noise, source=source)
+    ring.open(0, model.text.encode(RED), epoch=0, steps=4, kv_context=kv_context, given=StreamInputs(noise, source))
     made = 0
     while made < 6:
         ring.scheduler.set_frame_credit(0, 6 * model.spec.chunk_frames)

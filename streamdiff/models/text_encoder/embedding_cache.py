@@ -6,7 +6,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,31 +24,15 @@ class TextKey(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
-class CacheCounts:
-    """`hits` were answered without encoding, also by waiting for somebody else's encoding; `misses` were encoded.
-    `evictions` were dropped for room. `entries` and `bytes` are kept now."""
-
-    hits: int
-    misses: int
-    evictions: int
-    entries: int
-    bytes: int
-
-
 class EmbeddingCache:
     """Embeddings by key; the least recently used go first. One cache may serve several encoders."""
 
     def __init__(self, max_bytes: int) -> None:
         """`max_bytes` of embeddings are kept at most; larger ones, and with 0 all, are handed out and not kept."""
-        if max_bytes < 0:
-            raise ValueError(f"max_bytes is {max_bytes}; it must be at least 0")
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._entries: OrderedDict[TextKey, Tensor] = OrderedDict()
         self._under_way: dict[TextKey, Future[Tensor]] = {}
-        self._bytes = 0
-        self._hits = self._misses = self._evictions = 0
 
     def get(self, key: TextKey, encode: Callable[[], Tensor]) -> Tensor:
         """The embeddings of `key`, encoded now if they are not kept; if another thread is encoding them, its result.
@@ -60,25 +43,10 @@ class EmbeddingCache:
         with self._lock:
             if (kept := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)
-                self._hits += 1
                 return kept
             if (theirs := self._under_way.get(key)) is None:
                 ours = self._under_way[key] = Future()
-                self._misses += 1
-            else:
-                self._hits += 1
         return self._encode(key, encode, ours) if theirs is None else theirs.result()
-
-    def counts(self) -> CacheCounts:
-        """How the cache has done so far."""
-        with self._lock:
-            return CacheCounts(self._hits, self._misses, self._evictions, len(self._entries), self._bytes)
-
-    def clear(self) -> None:
-        """Keep nothing; counts stay. Mutates: self."""
-        with self._lock:
-            self._entries.clear()
-            self._bytes = 0
 
     def _encode(self, key: TextKey, encode: Callable[[], Tensor], ours: Future[Tensor]) -> Tensor:
         try:
@@ -95,15 +63,11 @@ class EmbeddingCache:
         return embeddings
 
     def _keep(self, key: TextKey, embeddings: Tensor) -> None:
-        size = _held_bytes(embeddings)
-        if size > self.max_bytes:
+        if _held_bytes(embeddings) > self.max_bytes:
             return
-        while self._bytes + size > self.max_bytes:
-            _, oldest = self._entries.popitem(last=False)
-            self._bytes -= _held_bytes(oldest)
-            self._evictions += 1
         self._entries[key] = embeddings
-        self._bytes += size
+        while sum(map(_held_bytes, self._entries.values())) > self.max_bytes:
+            self._entries.popitem(last=False)
 
 
 class Kept(Protocol):

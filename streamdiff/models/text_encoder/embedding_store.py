@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from streamdiff.atomic_write import temporary_sibling
 from streamdiff.models.text_encoder.embedding_cache import TextKey
 
 MAX_BYTES = 512 * 2**20
@@ -65,13 +65,10 @@ class EmbeddingFolder:
             return
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, part = tempfile.mkstemp(".part", dir=self.folder)  # mode 0600
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(data)
-                os.replace(part, self._path(key))
-            finally:
-                Path(part).unlink(missing_ok=True)
+            with temporary_sibling(self._path(key)) as part:
+                part.touch(mode=0o600)
+                part.write_bytes(data)
+                part.replace(self._path(key))
             self._drop()
         except OSError as error:
             self._writable = False

@@ -110,7 +110,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _mapped(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file by name, memory-mapped, and its metadata."""
     try:
-        file = safe_open(path, framework="pt", device="cpu")  # not closed: the mapping lives as long as a tensor of it
+        # Not closed by hand: the mapping lives as long as a tensor of it.
+        file: Any = safe_open(path, framework="pt", device="cpu")
         return {name: file.get_tensor(name) for name in sorted(file.keys())}, file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}{pointer_hint(path)}") from None

@@ -186,7 +186,7 @@ def _moved(decoder: Any, device: torch.device) -> Any:
         autoencoder.decoder.to(device)
         autoencoder.post_quant_conv.to(device)
         return autoencoder
-    decoder.model.autoencoder.to(device)
+    decoder.autoencoder.to(device)
     return decoder.model
 
 

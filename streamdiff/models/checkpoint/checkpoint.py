@@ -18,14 +18,13 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.torch_file import pointer_hint, unpickle
+from streamdiff.models.checkpoint.weight_files import INDEX, PICKLES, SAFETENSORS, USUAL_STEMS, weights_file
 
-SAFETENSORS, INDEX, PICKLES = ".safetensors", ".safetensors.index.json", (".pt", ".pth", ".bin")
 CONTAINERS = ("generator_ema", "generator", "model", "state_dict", "module")
 """Names of what holds the tensors in a file, the preferred first. Which one is right is a fact of the file that its
 catalogue entry states; this order is for files without one."""
 LORA_CONTAINERS = ("generator_lora", *CONTAINERS)
 _ALSO_PREFIXES = ("model", "module")
-_USUAL = "diffusion_pytorch_model"
 
 
 @dataclass
@@ -55,7 +54,7 @@ def open_checkpoint(
     container: str | None = None,
     *,
     order: Sequence[str] = CONTAINERS,
-    names: Sequence[str] = (_USUAL,),
+    names: Sequence[str] = USUAL_STEMS,
     old: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint: a file (`.safetensors`, `.pt`, `.pth`, `.bin`), the index of several
@@ -74,7 +73,7 @@ def open_checkpoint(
             refuses, no such container, or several and none of them known.
     """
     in_folder = path.is_dir()
-    path = _weights_file(path, names) if in_folder else path
+    path = weights_file(path, names) if in_folder else path
     if not path.is_file():
         raise ConfigError(f"{path}: no such file or folder")
     way, metadata = list[str](), dict[str, str]()
@@ -150,31 +149,6 @@ class _Shards(Mapping[str, Tensor]):
         if name not in self._open[path]:
             raise ConfigError(f"{path}: has no tensor {name}, though its index says so")
         return self._open[path][name]
-
-
-# ---- folders -------------------------------------------------------------------------------------------------------
-
-
-def _weights_file(folder: Path, stems: Sequence[str]) -> Path:
-    """The file to open of those in a folder, or in `transformer` in it."""
-    if not _weight_files(folder) and (folder / "transformer").is_dir():
-        folder = folder / "transformer"
-    files = _weight_files(folder)
-    for stem in stems:
-        for ending in (INDEX, SAFETENSORS, *PICKLES):
-            if folder / (stem + ending) in files:
-                return folder / (stem + ending)
-    for endings in ((INDEX,), (SAFETENSORS,), PICKLES):
-        if found := [path for path in files if path.name.endswith(endings)]:
-            if len(found) == 1:
-                return found[0]
-            some = ", ".join(path.name for path in found[:4])
-            raise ConfigError(f"{folder}: has {len(found)} files that could be meant ({some}); name one of them")
-    raise ConfigError(f"{folder}: has no weights ({SAFETENSORS}, {INDEX} or {', '.join(PICKLES)})")
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.name.endswith((SAFETENSORS, INDEX, *PICKLES)))
 
 
 # ---- containers ----------------------------------------------------------------------------------------------------

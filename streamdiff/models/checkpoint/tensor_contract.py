@@ -13,6 +13,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.safetensors_header import ITEM_BYTES, Header, TensorEntry
 
 FLOATS = ("F32", "BF16", "F16", "F64")
+"""Dtypes of a file's tensors, by safetensors' names."""
 MAX_BYTES = 8 * 2**30
 """Size limit of a file whose number of chunks is open."""
 MAX_VIDEO_BYTES = 64 * 2**30
@@ -49,11 +50,10 @@ Shape = tuple[int | FreeDim, ...]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a contract: any of `shapes`, any of `dtypes` (safetensors' names)."""
+    """One tensor of a contract: any of `shapes`, any of `FLOATS`."""
 
     name: str
     shapes: tuple[Shape, ...]
-    dtypes: tuple[str, ...] = FLOATS
     required: bool = True
 
     def describe(self, bound: dict[str, int] | None = None) -> str:
@@ -160,8 +160,8 @@ def check(contract: FileSpec, header: Header) -> dict[str, int]:
 
 def _check_tensor(place: str, wanted: TensorSpec, entry: TensorEntry, bound: dict[str, int]) -> None:
     """Mutates: bound, with the free dimensions of this tensor."""
-    if entry.dtype not in wanted.dtypes:
-        raise ConfigError(f"{place}: {wanted.name}: expected dtype {' or '.join(wanted.dtypes)}, got {entry.dtype}")
+    if entry.dtype not in FLOATS:
+        raise ConfigError(f"{place}: {wanted.name}: expected dtype {' or '.join(FLOATS)}, got {entry.dtype}")
     for shape in wanted.shapes:
         if (found := _match(shape, entry.shape, bound)) is not None:
             bound.update(found)

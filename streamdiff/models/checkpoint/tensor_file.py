@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from streamdiff.atomic_write import check_parent, temporary_sibling
@@ -49,12 +50,9 @@ def read(path: Path, contract: FileSpec) -> dict[str, Tensor]:
         raise ConfigError(f"{path} does not exist; expected {contract.what}, a safetensors file: {contract.describe()}")
     header = parse_header(path, contract.max_bytes)
     check(contract, header)
-    found: dict[str, Tensor] = {}
     try:
-        with safe_open(path, "pt") as file:
-            for name in header.entries:
-                # A copy: the file's own pages would change, or vanish, with the file.
-                found[name] = file.get_tensor(name).to(torch.float32, copy=True)
+        # A copy: the file's own pages would change, or vanish, with the file.
+        found = {name: tensor.to(torch.float32, copy=True) for name, tensor in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     for name, tensor in found.items():

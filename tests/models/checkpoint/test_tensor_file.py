@@ -179,7 +179,7 @@ def test_a_header_that_does_not_fit_is_refused(
     def touched(*_: object) -> None:
         raise AssertionError("the numbers were touched")
 
-    monkeypatch.setattr(tensor_file, "safe_open", touched)
+    monkeypatch.setattr(tensor_file, "load_file", touched)
     with pytest.raises(ConfigError, match=message):
         tensor_file.read(path, contract)
 
@@ -213,16 +213,16 @@ def read_latents_at_most(path: Path, max_bytes: int) -> None:
 def test_a_contract_of_ones_own() -> None:
     """A companion, and a size that two tensors share."""
     frames = FreeDim("frames", 1, 9)
-    contract = FileSpec("camera", (TensorSpec("rays", ((frames, 6),)), TensorSpec("mask", ((frames,),), ("BOOL",))))
+    contract = FileSpec("camera", (TensorSpec("rays", ((frames, 6),)), TensorSpec("mask", ((frames,),))))
     header = safetensors_header.Header(
         Path("x"), 10, {"rays": safetensors_header.TensorEntry("F32", (3, 6), 0, 72)}, {}
     )
     with pytest.raises(ConfigError, match=r"x: camera: mask is missing; expected rays \[frames, 6\] \(frames 1 to 9\)"):
         check(contract, header)
-    header.entries["mask"] = safetensors_header.TensorEntry("BOOL", (2,), 72, 74)
+    header.entries["mask"] = safetensors_header.TensorEntry("F32", (2,), 72, 80)
     with pytest.raises(ConfigError, match=r"mask: expected shape \[frames=3\], got \[2\]"):
         check(contract, header)
-    header.entries["mask"] = safetensors_header.TensorEntry("BOOL", (3,), 72, 75)
+    header.entries["mask"] = safetensors_header.TensorEntry("F32", (3,), 72, 84)
     assert check(contract, header) == {"frames": 3}
 
 

@@ -6,22 +6,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from streamdiff.models.interfaces import ParsedPrompt, TextEncoder
-
-
-class TextKey(NamedTuple):
-    """What embeddings depend on: which encoder (its number format included), which revision of it, the text length in
-    tokens, and the text."""
-
-    encoder: str
-    revision: str
-    length: int
-    text: str
+from streamdiff.models.text_encoder.embedding_store import EmbeddingFolder, TextKey
 
 
 class EmbeddingCache:
@@ -70,14 +60,6 @@ class EmbeddingCache:
             self._entries.popitem(last=False)
 
 
-class Kept(Protocol):
-    """Embeddings that outlive the process, on the CPU (`EmbeddingFolder`)."""
-
-    def get(self, key: TextKey) -> Tensor | None: ...
-
-    def put(self, key: TextKey, embeddings: Tensor) -> None: ...
-
-
 class CachedText:
     """A `TextEncoder` (models/interfaces.py) that asks `encoder` only for texts that neither `cache` nor `kept`
     holds."""
@@ -90,7 +72,7 @@ class CachedText:
         identity: str,
         revision: str,
         length: int,
-        kept: Kept | None = None,
+        kept: EmbeddingFolder | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         """`identity`, `revision` and `length` tell this encoder's entries from others' in the same cache: `TextKey`.

@@ -8,6 +8,7 @@ import hashlib
 import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,10 +16,19 @@ from safetensors.torch import save
 from torch import Tensor
 
 from streamdiff.atomic_write import temporary_sibling
-from streamdiff.models.text_encoder.embedding_cache import TextKey
 
 MAX_BYTES = 512 * 2**20
 _TENSOR, _ROWS, _SUFFIX = "embeddings", "rows", ".safetensors"
+
+
+class TextKey(NamedTuple):
+    """What embeddings depend on: which encoder (its number format included), which revision of it, the text length in
+    tokens, and the text."""
+
+    encoder: str
+    revision: str
+    length: int
+    text: str
 
 
 class EmbeddingFolder:

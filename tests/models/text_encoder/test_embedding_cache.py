@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from streamdiff.models.interfaces import ParsedPrompt
-from streamdiff.models.text_encoder.embedding_cache import CachedText, EmbeddingCache, TextKey
+from streamdiff.models.text_encoder.embedding_cache import CachedText, EmbeddingCache
+from streamdiff.models.text_encoder.embedding_store import TextKey
 from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.tiny.text_encoder import TinyText
 

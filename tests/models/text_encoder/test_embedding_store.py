@@ -16,8 +16,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.models.catalogue import entries
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.text_encoder import wan_files
-from streamdiff.models.text_encoder.embedding_cache import TextKey
-from streamdiff.models.text_encoder.embedding_store import EmbeddingFolder
+from streamdiff.models.text_encoder.embedding_store import EmbeddingFolder, TextKey
 from streamdiff.models.text_encoder.wan_files import choose_device, find
 from streamdiff.models.text_loader import load_text_encoder
 from tests.models.text_encoder import umt5

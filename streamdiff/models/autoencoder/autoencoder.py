@@ -159,11 +159,6 @@ def native_fps(path: str | Path) -> float:
     return float(tree.get("stream", {}).get("native_fps", WAN_FPS))
 
 
-def names() -> list[str]:
-    """Of autoencoders that need no path."""
-    return [EMBEDDED, *entries.autoencoders()]
-
-
 def locate(path: Location) -> Path:
     """The folder that has the autoencoder's config.json, or its file, which is fetched if it is published; need not be
     there.
@@ -187,19 +182,17 @@ def _load(
     path: Location, half: Half, device: torch.device, dtype: torch.dtype, latent_space: str | None
 ) -> tuple[Any, Normalisation | None]:
     """See `build`."""
-    place, drawn = locate(path), str(path) in _RANDOM
-    config = None if drawn else _read_config(place)
-    if drawn:
+    place = locate(path)
+    if str(path) in _RANDOM:
         with torch.device("meta"):
             module = _RANDOM[str(path)]()
         needed = ("",) if isinstance(module, TAEHV) else wan_weights.PREFIXES[half]
-        tensors, latent_space = draw(module, needed, device, dtype), "normalised"
-    else:
-        tensors = read_tensors(place / FILE if place.is_dir() else place)
-        taehv = place.is_file() and is_taehv(tensors)
-        if latent_space is not None and not taehv:
-            raise ConfigError(f"--latent-space is for TAEHV files; {place} says itself which latents it takes")
-        config = None if taehv else config
+        return build(place, draw(module, needed, device, dtype), None, half, "normalised", device, dtype)
+    config, tensors = _read_config(place), read_tensors(place / FILE if place.is_dir() else place)
+    if place.is_file() and is_taehv(tensors):
+        config = None
+    elif latent_space is not None:
+        raise ConfigError(f"--latent-space is for TAEHV files; {place} says itself which latents it takes")
     return build(place, tensors, config, half, latent_space, device, dtype)
 
 
@@ -243,8 +236,9 @@ def _read_config(place: Path) -> dict[str, Any] | None:
     """The configuration in a folder, or beside a file. None where that is another model's: the original repositories
     keep the transformer's beside the autoencoder."""
     if not place.exists():
+        names = ", ".join([EMBEDDED, *entries.autoencoders()])
         raise ConfigError(
-            f"there is no autoencoder at {place}; it can be {', '.join(names())}, a folder with config.json and "
+            f"there is no autoencoder at {place}; it can be {names}, a folder with config.json and "
             f"{FILE}, or a .safetensors or .pth file"
         )
     path = (place if place.is_dir() else place.parent) / "config.json"

@@ -45,11 +45,6 @@ class Memory:
     size: tuple[int, int, int] | None = field(default=None, metadata=STATE)
     pending: Tensor | None = field(default=None, metadata=STATE)
 
-    @property
-    def begun(self) -> bool:
-        """Whether anything has been computed yet."""
-        return bool(self.features)
-
 
 class _Half:
     """Base of decoder and encoder: sizes, device, dtype and normalisation."""
@@ -243,7 +238,7 @@ class WanEncoder(_Half):
         size = batch, height, width = _check("frames", video, 3, memory)
         if height % self.spatial or width % self.spatial:
             raise ValueError(f"frames are {width} x {height}; both sides must be multiples of {self.spatial}")
-        features, first = self._features(memory), 0 if memory.begun else 1
+        features, first = self._features(memory), 0 if memory.features else 1
         whole, pending = split_whole(memory.pending, video.to(self.dtype), first, self.temporal)
         whole = patchify(whole, self.patch_size)  # type: ignore[no-untyped-call]
         parts = [

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.normalisation import WAN_CHANNELS, WAN_MEAN, WAN_STD, Normalisation, split_whole
+from streamdiff.models.autoencoder.normalisation import (
+    WAN_CHANNELS,
+    WAN_MEAN,
+    WAN_STD,
+    Normalisation,
+    check_shape,
+    split_whole,
+)
 from streamdiff.models.autoencoder.picture_decoder import DecoderState
 from streamdiff.models.autoencoder.taehv import TAEHV, Memory, TaehvConfig
 from streamdiff.session_state.fields import STATE, session_state
@@ -76,7 +83,7 @@ class TaehvDecoder(_Half):
         Raises:
             ValueError: latents of another shape than that, or than the stream began with.
         """
-        self._check(latents)
+        check_shape("latents", latents, self.latent_channels)
         frames = self.autoencoder.decode(self._taken(latents), memory).float().clamp(0, 1)
         return frames.transpose(1, 2) * 2 - 1
 
@@ -86,7 +93,7 @@ class TaehvDecoder(_Half):
 
     def past(self, latents: Tensor, memory: Memory) -> DecoderState:
         """See `VideoDecoder`: a stream that has not begun remembers zeros, so that all its steps are alike."""
-        self._check(latents)
+        check_shape("latents", latents, self.latent_channels)
         return memory.past or self.autoencoder.blank(latents.to(self.dtype).transpose(1, 2))
 
     def pieces(self, latents: Tensor, past: DecoderState) -> tuple[Tensor]:
@@ -99,10 +106,6 @@ class TaehvDecoder(_Half):
     def remember(self, latents: Tensor, memory: Memory, past: DecoderState) -> int:
         memory.past = cast(dict[int, Tensor], past)
         return self.autoencoder.trim(memory)
-
-    def _check(self, latents: Tensor) -> None:
-        if latents.ndim != 5 or latents.shape[1] != self.latent_channels or 0 in latents.shape:
-            raise ValueError(f"latents are {list(latents.shape)}; expected [B, {self.latent_channels}, F, h, w]")
 
     def _taken(self, latents: Tensor) -> Tensor:
         """Normalised latents `[B, C, F, h, w]` as the network takes them: `[B, F, C, h, w]`, in its dtype."""
@@ -139,11 +142,7 @@ class TaehvEncoder(_Half):
         Raises:
             ValueError: frames of another shape; sides that are no multiple of `spatial`.
         """
-        if video.ndim != 5 or video.shape[1] != 3 or 0 in video.shape:
-            raise ValueError(f"frames are {list(video.shape)}; expected [B, 3, n, H, W], n at least 1")
-        batch, _, _, height, width = video.shape
-        if height % self.spatial or width % self.spatial:
-            raise ValueError(f"frames are {width} x {height}; both sides must be multiples of {self.spatial}")
+        batch, height, width = check_shape("frames", video, 3, self.spatial)
         whole, memory.pending = split_whole(memory.pending, video, self.temporal, self.temporal)
         if not whole.shape[2]:
             shape = (batch, self.latent_channels, 0, height // self.spatial, width // self.spatial)

@@ -292,13 +292,13 @@ def test_what_is_wrong_with_the_tensors_is_listed(
 @pytest.mark.parametrize("shape", [(1, 15, 1, 2, 3), (1, 16, 0, 2, 3), (16, 1, 2, 3)])
 def test_latents_of_another_shape_are_refused(weights: dict[str, Tensor], shape: tuple[int, ...]) -> None:
     half = decoder(weights)
-    with pytest.raises(ValueError, match=r"expected \[B, 16, F, h, w\]"):
+    with pytest.raises(ValueError, match=r"expected \[B, 16, n, height, width\]"):
         PictureDecoder(half).decode(torch.zeros(shape), half.new_memory())
 
 
 def test_frames_of_another_shape_are_refused(weights: dict[str, Tensor]) -> None:
     half = encoder(weights)
-    with pytest.raises(ValueError, match=r"expected \[B, 3, n, H, W\]"):
+    with pytest.raises(ValueError, match=r"expected \[B, 3, n, height, width\]"):
         half.encode(torch.zeros(1, 4, 1, 8, 8), half.new_memory())
     with pytest.raises(ValueError, match="frames are 12 x 8; both sides must be multiples of 8"):
         half.encode(torch.zeros(1, 3, 1, 8, 12), half.new_memory())

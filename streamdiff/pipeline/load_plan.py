@@ -214,7 +214,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     if (facts := models.folder_facts) is not None:
         sizes = folder_sizes(facts, spec)
     else:
-        sizes = sizes_from(models.architecture, spec)
+        sizes = sizes_from(models.checkpoint.architecture, spec)
         sizes = replace(sizes, decoder=decoder_sizes(spec, models.model.autoencoder, config.vae))
     check_ranks(config, sizes)
     steps = settled.config.steps or spec.steps[0]

@@ -65,16 +65,16 @@ def test_prompt_embeddings_are_read_as_their_file_has_them(
 def test_noise_is_read_with_its_companion(save: Save) -> None:
     initial, renoise = torch.randn(5, *CHUNK), torch.randn(5, 3, *CHUNK)
     path = save({"from": "elsewhere"}, initial=initial, renoise=renoise)
-    noise = read_noise(path, CHUNK, steps=4, chunks=5)
-    assert torch.equal(noise.initial, initial) and torch.equal(noise.renoise, renoise)
+    read = read_noise(path, CHUNK, steps=4, chunks=5)
+    assert torch.equal(read[0], initial) and torch.equal(read[1], renoise)
     assert check(noise_contract(CHUNK, steps=4), parse_header(path)) == {"chunks": 5}
 
 
 @pytest.mark.parametrize("given_too", [True, False])
 def test_one_step_needs_no_noise_between_steps(save: Save, given_too: bool) -> None:
     more = {"renoise": torch.zeros(2, 0, *CHUNK)} if given_too else {}
-    noise = read_noise(save(initial=torch.ones(2, *CHUNK), **more), CHUNK, steps=1)
-    assert noise.initial.shape == (2, *CHUNK) and noise.renoise.shape == (2, 0, *CHUNK)
+    initial, renoise = read_noise(save(initial=torch.ones(2, *CHUNK), **more), CHUNK, steps=1)
+    assert initial.shape == (2, *CHUNK) and renoise.shape == (2, 0, *CHUNK)
 
 
 def test_latents_may_have_free_sizes(save: Save) -> None:

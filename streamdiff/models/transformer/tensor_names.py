@@ -118,8 +118,12 @@ class Names:
     clashes: list[tuple[str, str, str]] = field(default_factory=list)
 
     def spell(self, name: str) -> str:
-        """diffusers' name `name` as this file's layout would write it."""
-        return name if self.layout is Layout.DIFFUSERS else original(name)
+        """diffusers' name `name` as this file's layout would write it; one that the layout has not stays as it is."""
+        if self.layout is Layout.DIFFUSERS:
+            return name
+        if match := _IN_BLOCK.fullmatch(name):
+            return f"blocks.{match[1]}.{_BLOCK_ORIGINAL.get(match[2], match[2])}"
+        return _TOP_ORIGINAL.get(name, name)
 
 
 def bare(name: str) -> str:
@@ -130,22 +134,9 @@ def bare(name: str) -> str:
     return ".".join(parts)
 
 
-def original(name: str) -> str:
-    """The original Wan name of a tensor that diffusers calls `name`; one that Wan has not stays as it is."""
-    if match := _IN_BLOCK.fullmatch(name):
-        return f"blocks.{match[1]}.{_BLOCK_ORIGINAL.get(match[2], match[2])}"
-    return _TOP_ORIGINAL.get(name, name)
-
-
-def block_of(name: str) -> int | None:
-    """The number of the block that a (bare) name belongs to; None for what stands outside of blocks."""
-    match = _IN_BLOCK.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 def block_count(names: Iterable[str]) -> int:
     """How many blocks (bare) names speak of: one more than the highest number."""
-    return max((number + 1 for name in names if (number := block_of(name)) is not None), default=0)
+    return max((int(match[1]) + 1 for name in names if (match := _IN_BLOCK.fullmatch(name))), default=0)
 
 
 def recognise(stored: Iterable[str]) -> Layout | None:

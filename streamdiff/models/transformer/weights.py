@@ -37,14 +37,6 @@ _BLOCK = "blocks."
 _LOW = (torch.bfloat16, torch.float16)
 
 
-class Target(NamedTuple):
-    """Device, dtype and quantisation to load weights to."""
-
-    device: torch.device
-    dtype: torch.dtype
-    quantize: str
-
-
 Blocks = tuple[int, int]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -128,7 +120,7 @@ def load_transformer(
     adapters = [open_lora(lora, whole) for lora in loras]
     places = {_renumbered(name, -first): name for name in wanted}
     sizes = {name: tensor.nbytes // names.sources[name].parts for name, tensor in stored.items()}
-    found = _read(file, sizes, wanted, adapters, Target(device, dtype, quantize))
+    found = _read(file, sizes, wanted, adapters, device, dtype, quantize)
     model.load_state_dict({place: found.pop(name) for place, name in places.items()}, strict=False, assign=True)
     model.eval()
     return model
@@ -196,7 +188,9 @@ def _read(
     sizes: Mapping[str, int],
     wanted: Shapes,
     adapters: Sequence[Adapter],
-    target: Target,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: str,
 ) -> dict[str, Tensor]:
     """The wanted tensors, of `sizes` in bytes, each brought to its place and form before the next is read."""
     checkpoint, names, _ = file
@@ -214,23 +208,23 @@ def _read(
         leave=False,
     ) as bar:
         for name, shape in wanted.items():
-            source, dtype = names.sources[name], kept_dtype(name, target.dtype)
+            source = names.sources[name]
             tensor = checkpoint.read(source.name).chunk(source.parts)[source.part].reshape(shape)
             for adapter in adapters:
-                if (change := adapter.change(name, target.device)) is not None:
+                if (change := adapter.change(name, device)) is not None:
                     # Never in place: the tensor is the file.
-                    tensor = tensor.to(target.device, torch.float32) + change.reshape(shape)
-            tensor = tensor.to(target.device, dtype)
+                    tensor = tensor.to(device, torch.float32) + change.reshape(shape)
+            tensor = tensor.to(device, kept_dtype(name, dtype))
             if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
                 broken.append(source.name)
-            elif target.quantize != "none" and quantization.is_quantized(name, shape):
-                tensor = quantization.quantize(tensor, target.quantize, source.name)
+            elif quantize != "none" and quantization.is_quantized(name, shape):
+                tensor = quantization.quantize(tensor, quantize, source.name)
             found[name] = tensor
             bar.update(sizes[name])
     if broken:
         raise ConfigError(
             f"{checkpoint}: {_count(broken, 'holds', 'hold')} values that are not finite in "
-            f"{str(target.dtype).removeprefix('torch.')}, for example {some(broken)}. Nothing was loaded"
+            f"{str(dtype).removeprefix('torch.')}, for example {some(broken)}. Nothing was loaded"
         )
     return found
 

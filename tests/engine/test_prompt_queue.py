@@ -480,9 +480,7 @@ def test_the_real_model_streams_with_wans_text_encoder(tmp_path: Path) -> None:
     encoder, encoded = WanText(tmp_path, length=length, width=width, keep=False), list[str]()
     encode = encoder.encode
     encoder.encode = lambda text: (encoded.append(text), encode(text))[1]  # type: ignore[method-assign]
-    pipeline.text = CachedText(
-        encoder, EmbeddingCache(2**20), identity=encoder.identity, revision=encoder.revision, length=encoder.length
-    )
+    pipeline.text = CachedText(encoder, EmbeddingCache(2**20))
     with StreamSession(pipeline, "a red fox", seed=3) as session:
         frames = iter(session)
         size = session.chunk_frames

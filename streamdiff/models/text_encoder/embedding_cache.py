@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 
-import torch
 from torch import Tensor
 
-from streamdiff.models.interfaces import ParsedPrompt, TextEncoder
+from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.models.text_encoder.embedding_store import EmbeddingFolder, TextKey
+from streamdiff.models.text_encoder.wan import WanText
 
 
 class EmbeddingCache:
@@ -64,36 +64,22 @@ class CachedText:
     """A `TextEncoder` (models/interfaces.py) that asks `encoder` only for texts that neither `cache` nor `kept`
     holds."""
 
-    def __init__(
-        self,
-        encoder: TextEncoder,
-        cache: EmbeddingCache,
-        *,
-        identity: str,
-        revision: str,
-        length: int,
-        kept: EmbeddingFolder | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """`identity`, `revision` and `length` tell this encoder's entries from others' in the same cache: `TextKey`.
-        `device` is where the encoder puts embeddings, and so where those of `kept` go."""
+    def __init__(self, encoder: WanText, cache: EmbeddingCache, kept: EmbeddingFolder | None = None) -> None:
         self.examples, self.suggestions = encoder.examples, encoder.suggestions
         self.vocabulary, self.slow = encoder.vocabulary, encoder.slow
-        self.encoder, self.cache = encoder, cache
-        self._identity, self._revision, self._length = identity, revision, length
-        self._kept, self._device = kept, torch.device(device)
+        self.encoder, self.cache, self._kept = encoder, cache, kept
 
     def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         return self.encoder.read(prompt, previous)
 
     def encode(self, text: str) -> Tensor:
         """Embeddings `[T, text_dim]`, shared: not to be written to."""
-        key = TextKey(self._identity, self._revision, self._length, text)
+        key = self.encoder.key(text)
         return self.cache.get(key, lambda: self._find(key))
 
     def _find(self, key: TextKey) -> Tensor:
         if self._kept is not None and (found := self._kept.get(key)) is not None:
-            return found.to(self._device)
+            return found.to(self.encoder.output)
         embeddings = self.encoder.encode(key.text)
         if self._kept is not None:
             self._kept.put(key, embeddings)

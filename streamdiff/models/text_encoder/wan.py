@@ -1,6 +1,6 @@
 """Wan's text encoder: UMT5 and its tokenizer, from a diffusers folder or the original file (`wan_files`), with
-embeddings as diffusers' WanPipeline has them: a fixed number of rows, zero beyond the text. Knows nothing about
-caches, files given by a user, or sessions."""
+embeddings as diffusers' WanPipeline has them: a fixed number of rows, zero beyond the text. Keeps no
+embeddings; knows nothing about files given by a user, or sessions."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 from streamdiff.device import pick_dtype
 from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.models.text_encoder import wan_files
+from streamdiff.models.text_encoder.embedding_store import TextKey
 
 TEXT_TOKENS = 512
 EXAMPLES = (
@@ -73,8 +74,7 @@ class WanText:
         self.output = torch.device(output or device or "cpu")
         self.device = wan_files.choose_device(self._files, self.output) if device is None else torch.device(device)
         self.dtype = pick_dtype("auto", self.device)
-        self.identity = f"{path.resolve()} {self.dtype}"
-        """With `revision`, what tells its embeddings from other encoders'."""
+        self._identity = f"{path.resolve()} {self.dtype}"
         self.revision = wan_files.revision(self._files)
         self._tokenizer = wan_files.load_tokenizer(self._files.tokenizer, words)
         # Padding and truncation are settings of the tokenizer's own, so two threads must not use it at once.
@@ -85,6 +85,10 @@ class WanText:
     def loaded(self) -> bool:
         """Whether the weights are in memory."""
         return self._encoder is not None
+
+    def key(self, text: str) -> TextKey:
+        """What tells the embeddings of `text` from others."""
+        return TextKey(self._identity, self.revision, self.length, text)
 
     def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         """The prompt as it is; the notice says where it is cut if it is too long."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -74,11 +74,6 @@ class TextFiles:
     def values(self) -> int:
         """How many numbers the encoder's weights are; ConfigError as `shapes`."""
         return sum(map(prod, self.shapes.values()))
-
-    def paths(self) -> Iterator[Path]:
-        """Every file."""
-        yield from [self.weights] if self.original else self.weights.glob("*")
-        yield from self.tokenizer.glob("*")
 
 
 def find(path: Path) -> TextFiles:
@@ -238,8 +233,8 @@ def choose_device(files: TextFiles, device: torch.device) -> torch.device:
 
 def revision(files: TextFiles) -> str:
     """Of the files as they are now; weights are not read."""
-    digest = hashlib.sha256()
-    for path in sorted(files.paths()):
+    digest, weights = hashlib.sha256(), [files.weights] if files.original else files.weights.glob("*")
+    for path in sorted([*weights, *files.tokenizer.glob("*")]):
         state = path.stat()
         digest.update(f"{path.name} {state.st_size} {state.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from hypothesis import given
@@ -182,11 +184,12 @@ def test_what_was_not_kept_is_still_shared_with_those_who_wait() -> None:
     assert gate.calls == 1 and answers[0] is answers[1]
 
 
-def test_it_goes_around_any_text_encoder() -> None:
-    encoder = TinyText.load(WEIGHTS)
+def test_it_goes_around_a_text_encoder() -> None:
+    encoder: Any = TinyText.load(WEIGHTS)
+    changed: Any = TinyText.load(WEIGHTS)
+    encoder.key, changed.key = partial(key, revision="1"), partial(key, revision="2")
     cache = EmbeddingCache(2**20)
-    text = CachedText(encoder, cache, identity="tiny", revision="1", length=16)
-    other = CachedText(encoder, cache, identity="tiny", revision="2", length=16)
+    text, other = CachedText(encoder, cache), CachedText(changed, cache)
     reading = text.read("a red circle moving left", None)
     assert reading == encoder.read("a red circle moving left", None) and isinstance(reading, ParsedPrompt)
     assert (text.examples, text.vocabulary) == (encoder.examples, encoder.vocabulary)

@@ -185,7 +185,7 @@ def test_a_failed_encoding_keeps_nothing_that_was_to_be_freed(
 def test_the_number_format_is_that_of_the_device(text: WanText, folder: Path) -> None:
     half = WanText(folder, length=LENGTH, device="cuda")  # nothing is loaded yet, so no GPU is needed
     assert (text.dtype, half.dtype) == (torch.float32, torch.bfloat16)
-    assert half.identity != text.identity and half.revision == text.revision
+    assert half.key(FOX).encoder != text.key(FOX).encoder and half.revision == text.revision
 
 
 def test_embeddings_may_be_written_to(text: WanText) -> None:

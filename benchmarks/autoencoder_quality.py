@@ -44,7 +44,7 @@ def load_weights(path: Path) -> TAEHV:
     if path.is_dir():
         decoder = load_decoder(path, torch.device("cpu"))
         assert isinstance(decoder, TaehvDecoder)
-        return decoder.model.autoencoder
+        return decoder.autoencoder
     if path.suffix == ".pt" and path.is_file():
         model = TAEHV(AUTOENCODER)
         model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["model"])

@@ -34,6 +34,8 @@ from benchmarks.stream_case import CONTEXTS, DECODERS
 from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
+from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
+from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.transformer.wan import Tokens, WanDenoiser, attend
 from streamdiff.models.transformer.weights import kept_dtype
@@ -152,7 +154,7 @@ def decoder_as_cpu(name: str, device: torch.device) -> str:
     own: Any = load_decoder(DECODERS[name], CPU)
     latents = torch.randn(1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(0))
     expected = PictureDecoder(own).decode(latents, own.new_memory())
-    moved = type(own)(_moved(own, device))
+    moved = _moved(own, device)
     got = PictureDecoder(moved).decode(latents.to(device), moved.new_memory()).cpu()
     off = int((got.int() - expected.int()).abs().max())
     return _held(off, _PICTURES_OFF, "levels of 255")
@@ -180,14 +182,13 @@ def decoder_graphs(name: str, device: torch.device) -> str:
 
 
 def _moved(decoder: Any, device: torch.device) -> Any:
-    """What the decoder's class is made from, on the device."""
-    if hasattr(decoder, "autoencoder"):
-        autoencoder = decoder.autoencoder
-        autoencoder.decoder.to(device)
-        autoencoder.post_quant_conv.to(device)
-        return autoencoder
-    decoder.model.autoencoder.to(device)
-    return decoder.model
+    """The decoder, its network on the device."""
+    network = decoder.autoencoder
+    if isinstance(decoder, WanDecoder):
+        network.decoder.to(device)
+        network.post_quant_conv.to(device)
+        return WanDecoder(network)
+    return TaehvDecoder(network.to(device), decoder.normalisation)
 
 
 def blocks_as_cpu(dtype_name: str, device: torch.device) -> str:

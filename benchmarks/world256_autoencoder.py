@@ -47,7 +47,7 @@ def load_weights(path: Path) -> TAEHV:
     if (path / "vae").is_dir():
         decoder = load_decoder(path, torch.device("cpu"))
         assert isinstance(decoder, TaehvDecoder)
-        return decoder.model.autoencoder
+        return decoder.autoencoder
     file = path / "autoencoder.pt" if path.is_dir() else path
     if file.suffix == ".pt" and file.is_file():
         model = TAEHV(AUTOENCODER)

@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
-from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvDecoder, TaehvEncoder
+from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, TaehvEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.tiny import model as tiny
@@ -104,14 +104,14 @@ def small_parts(seed: int, *, layers: int = 2, heads: int = 2, head_dim: int = 1
 
 def small_decoder(autoencoder: TAEHV, mean: torch.Tensor, std: torch.Tensor) -> TaehvDecoder:
     """The decoder half, with these statistics of its latents `[C]`."""
-    return TaehvDecoder(StreamingTaehv(autoencoder, Normalisation(mean.tolist(), std.tolist(), CPU)))
+    return TaehvDecoder(autoencoder, Normalisation(mean.tolist(), std.tolist(), CPU))
 
 
 def small_encoder(seed: int = 0) -> TaehvEncoder:
     """The encoder that goes with `small_model`."""
     parts = small_parts(seed)
     normalisation = Normalisation(parts.mean.tolist(), parts.std.tolist(), CPU)
-    return TaehvEncoder(StreamingTaehv(parts.autoencoder, normalisation))
+    return TaehvEncoder(parts.autoencoder, normalisation)
 
 
 def small_model(

@@ -23,7 +23,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
 from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import Files
-from streamdiff.models.checkpoint.checkpoint import PICKLES, SAFETENSORS
+from streamdiff.models.checkpoint.weight_files import PICKLES, SAFETENSORS
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.planner import model_sizes
 from streamdiff.version import __version__

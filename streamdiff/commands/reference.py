@@ -164,9 +164,11 @@ def _read_inputs(job: ReferenceJob, found: Found) -> ReferenceRun:
     """Inputs of the run: reads the files, and checks them against the model."""
     assert job.chunks is not None
     spec, schedule = found.spec, found.schedule
-    noise = None
+    initial = renoise = None
     if job.noise is not None:
-        noise = tensor_file.read_noise(job.noise, spec.chunk_shape, steps=schedule.of(0).steps, chunks=job.chunks)
+        initial, renoise = tensor_file.read_noise(
+            job.noise, spec.chunk_shape, steps=schedule.of(0).steps, chunks=job.chunks
+        )
     embeddings = torch.zeros(spec.text_shape)
     if job.prompt_embeds is not None:
         embeddings = tensor_file.read_rows(job.prompt_embeds, spec.text_shape)
@@ -177,8 +179,8 @@ def _read_inputs(job: ReferenceJob, found: Found) -> ReferenceRun:
         schedule,
         kv_context=job.model.kv_context,
         seed=job.seed,
-        initial=None if noise is None else noise.initial,
-        renoise=None if noise is None else noise.renoise,
+        initial=initial,
+        renoise=renoise,
         switches=tuple(_switch(text, spec) for text in job.prompt_switch),
         video=None if job.video_latents is None else _read_chunks(job.video_latents, spec),
         strength=job.strength,

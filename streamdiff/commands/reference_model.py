@@ -90,7 +90,7 @@ class Found:
     @property
     def blocks(self) -> int:
         """Of its transformer."""
-        return int(self.loader.architecture["num_layers"])
+        return int(self.loader.checkpoint.architecture["num_layers"])
 
     @property
     def raw_files(self) -> list[Path]:
@@ -158,7 +158,7 @@ def find(job: ReferenceJob) -> Found:
     found = Found(job, spec, schedule, loader)
     for path in found.raw_files:
         _check_raw(loader.model, path)
-    check_ranks(config, sizes_from(loader.architecture, spec))
+    check_ranks(config, sizes_from(loader.checkpoint.architecture, spec))
     return found
 
 

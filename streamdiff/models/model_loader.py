@@ -78,11 +78,6 @@ class ModelLoader:
         sizes = entries.transformer_arguments(entries.find(model.name))
         return open_transformer(random_weights.transformer(model.name, sizes, self.device, self.dtype))
 
-    @property
-    def architecture(self) -> dict[str, Any]:
-        """Arguments of diffusers' `WanTransformer3DModel`; ConfigError as `checkpoint`."""
-        return self.checkpoint.architecture
-
     @cached_property
     def folder_facts(self) -> FolderFacts | None:
         """Facts in the folder of an embedded kind of model; None for other models. ConfigError as `read_folder`."""
@@ -96,11 +91,11 @@ class ModelLoader:
         """The model's spec, from its folder or the catalogue; usual values for an unknown checkpoint.
 
         Raises:
-            ConfigError: as `architecture`; or a size, where the model has one of its own.
+            ConfigError: as `checkpoint`; or a size, where the model has one of its own.
         """
         facts = self.folder_facts
         if facts is None:
-            spec = entries.make_spec(self.model.name, self.model.entry, self.architecture)
+            spec = entries.make_spec(self.model.name, self.model.entry, self.checkpoint.architecture)
             return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
@@ -180,7 +175,7 @@ class ModelLoader:
             ConfigError: weights that do not fit, a model that is told more than latents and text, a kernel that cannot
                 run here or is wrong, or weights that cannot be quantised so here.
         """
-        model, device, dtype, sizes = self.model, self.device, self.dtype, self.architecture
+        model, device, dtype, sizes = self.model, self.device, self.dtype, self.checkpoint.architecture
         heads, head_dim = sizes["num_attention_heads"], sizes["attention_head_dim"]
         attention, quantize = kernels or Kernels(self.config.attention, self.config.quantize)
         attention_backend.probe(attention, device, dtype, heads, head_dim)

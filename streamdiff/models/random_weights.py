@@ -19,7 +19,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
-from streamdiff.models.checkpoint.checkpoint import Checkpoint, StoredTensor
+from streamdiff.models.checkpoint.checkpoint import Checkpoint
 from streamdiff.models.interfaces import ParsedPrompt
 
 
@@ -28,36 +28,34 @@ def transformer(name: str, architecture: Mapping[str, Any], device: torch.device
     `WanTransformer3DModel`), drawn on `device`, each when it is asked for."""
     with torch.device("meta"):
         module = WanTransformer3DModel.from_config(architecture)
-    drawn = RandomTensors(module, device, dtype)
-    return Checkpoint(Path(name), drawn.entries, drawn.read, tuple(drawn.entries), config=architecture)
+    entries = {key: each.to(dtype) for key, each in module.state_dict().items()}
+
+    def read(key: str) -> Tensor:
+        return _drawn(key, entries[key].shape, device, dtype)
+
+    return Checkpoint(Path(name), entries, read, tuple(entries), config=architecture)
 
 
 def draw(module: nn.Module, wanted: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights for `module`, drawn on `device` where their names begin with one of `wanted`; the others as they are in
     it."""
-    drawn = RandomTensors(module, device, dtype)
-    return {name: drawn.read(name) if name.startswith(wanted) else each for name, each in module.state_dict().items()}
+    return {
+        name: _drawn(name, each.shape, device, dtype) if name.startswith(wanted) else each
+        for name, each in module.state_dict().items()
+    }
 
 
-class RandomTensors:
-    """Random tensors in place of a checkpoint's: matrices and convolutions keep the scale of their input, norms are 1,
+def _drawn(name: str, shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A random tensor in place of a checkpoint's: matrices and convolutions keep the scale of their input, norms are 1,
     biases 0."""
-
-    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        """Names and shapes are those of `module`, which may lie on the meta device."""
-        self.entries = {name: StoredTensor(tuple(each.shape), dtype) for name, each in module.state_dict().items()}
-        self._device = device
-
-    def read(self, name: str) -> Tensor:
-        shape, dtype = self.entries[name]
-        tensor = torch.empty(shape, device=self._device, dtype=dtype)
-        if name.endswith("bias"):
-            return tensor.zero_()
-        if len(shape) < 2 or name.endswith("gamma"):
-            return tensor.fill_(1)
-        fan_in = shape[-1] if name.endswith("scale_shift_table") else prod(shape[1:])
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
-        return tensor.normal_(0.0, fan_in**-0.5, generator=generator)
+    tensor = torch.empty(shape, device=device, dtype=dtype)
+    if name.endswith("bias"):
+        return tensor.zero_()
+    if len(shape) < 2 or name.endswith("gamma"):
+        return tensor.fill_(1)
+    fan_in = shape[-1] if name.endswith("scale_shift_table") else prod(shape[1:])
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return tensor.normal_(0.0, fan_in**-0.5, generator=generator)
 
 
 class RandomText:

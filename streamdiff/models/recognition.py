@@ -9,6 +9,7 @@ import pickle
 import pickletools
 import zipfile
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from streamdiff.errors import ConfigError
@@ -16,9 +17,9 @@ from streamdiff.models.catalogue import entries as catalogue
 from streamdiff.models.catalogue.schema import CatalogueEntry
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.safetensors_header import parse_header
+from streamdiff.models.checkpoint.weight_files import INDEX, SAFETENSORS, weights_file
 from streamdiff.models.transformer.tensor_names import block_count, recognise, translate
 
-_INDEX, _SAFETENSORS = ".safetensors.index.json", ".safetensors"
 _CONTAINERS = ("generator_ema", "generator")  # that entries of the catalogue name
 _MOST_BYTES = 64 * 2**20  # of the pickle in a torch file, which holds names and shapes alone
 
@@ -27,9 +28,10 @@ def entry_of(weights: Path) -> CatalogueEntry:
     """The model whose transformer this file holds; `weights` may be a folder with one.
 
     Raises:
-        ConfigError: it is no Wan transformer, or could be that of several models, which are named, or of none.
+        ConfigError: it is no Wan transformer, or could be that of several models, which are named, or of none; or which
+            file of a folder is meant cannot be told.
     """
-    names = _names(_file(weights))
+    names = _names(weights_file(weights) if weights.is_dir() else weights)
     layout = recognise(names)
     if layout is None:
         raise ConfigError(f"{weights}: holds no transformer of a kind that is known; say whose it is with --model NAME")
@@ -69,33 +71,18 @@ def _by_file_name(entries: Sequence[CatalogueEntry], weights: Path) -> list[Cata
 
 def _alike(one: Path, other: Path) -> int:
     """How many parts at the end of two paths are the same, but for the file's ending."""
-    count = 0
-    for mine, theirs in zip(reversed(one.with_suffix("").parts), reversed(other.with_suffix("").parts), strict=False):
-        if mine != theirs:
-            break
-        count += 1
-    return count
+    pairs = zip(reversed(one.with_suffix("").parts), reversed(other.with_suffix("").parts), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 # ---- names of tensors ----------------------------------------------------------------------------------------------
 
 
-def _file(path: Path) -> Path:
-    """The file of a folder with one checkpoint, possibly in `transformer`."""
-    if not path.is_dir():
-        return path
-    for folder in (path, path / "transformer"):
-        for ending in (_INDEX, _SAFETENSORS, ".pt", ".pth", ".bin"):
-            if len(found := sorted(folder.glob(f"*{ending}"))) == 1:
-                return found[0]
-    raise ConfigError(f"{path}: which checkpoint in it is meant cannot be told; name the file, or say --model NAME")
-
-
 def _names(path: Path) -> list[str]:
     """Names of the tensors in a file; for a torch file, all strings of its pickle."""
-    if path.name.endswith(_INDEX):
+    if path.name.endswith(INDEX):
         return list(read_object(path).get("weight_map", {}))
-    if path.suffix == _SAFETENSORS:
+    if path.suffix == SAFETENSORS:
         return list(parse_header(path).entries)
     try:
         with zipfile.ZipFile(path) as archive:

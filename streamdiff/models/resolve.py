@@ -18,12 +18,13 @@ from streamdiff.models.catalogue import entries
 from streamdiff.models.catalogue.schema import CatalogueEntry, Files
 from streamdiff.models.checkpoint import hub
 from streamdiff.models.checkpoint.json_file import read_object
+from streamdiff.models.checkpoint.weight_files import PICKLES, SAFETENSORS
 
 if TYPE_CHECKING:
     from streamdiff.models.transformer.lora import Lora
 
 EMBEDDED_WEIGHTS = Path(__file__).parent / "tiny" / "weights"
-_FILES = (".safetensors", ".pt", ".pth", ".bin", ".json")
+_FILES = (SAFETENSORS, *PICKLES, ".json")
 _FOLDERS = ("transformer", "vae", "text_encoder")
 
 

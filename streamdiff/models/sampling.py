@@ -106,8 +106,7 @@ def from_timesteps(timesteps: Sequence[float], sigmas: Sequence[float] | None = 
         ConfigError: see `Schedule`.
     """
     if sigmas is None:
-        steps = without_end(timesteps)
-        return Schedule(steps, tuple(step / TIMESTEPS for step in steps))
+        return published(timesteps)
     levels = without_end(sigmas)
     kept = len(levels) == len(timesteps)
     return Schedule(tuple(map(float, timesteps)) if kept else without_end(timesteps), levels)

@@ -14,20 +14,6 @@ _PICTURE_UNIT = 16
 """Pixels of a patch each way: of two latent pixels, each of eight pixels, in every Wan2.1 model."""
 
 
-def window(kv_context: str, window_latents: int, clean_window_latents: int | None) -> int:
-    """Latent frames that a chunk sees, sink and itself included.
-
-    `clean_window_latents` is the window of KV context `clean` where that may be shorter: its past is finished, and one
-    finished chunk says more than several noisy ones.
-    """
-    return (clean_window_latents if kv_context == "clean" else None) or window_latents
-
-
-def window_chunks(window: int, sink: int, chunk: int) -> int:
-    """Chunks that have to be kept for a window of that many latent frames, the sink's and the chunk itself included."""
-    return -(-sink // chunk) - (sink - window) // chunk
-
-
 def choose_steps(wanted: int | None, known: tuple[int, ...], model: str) -> int:
     """Denoise steps per chunk: `wanted`, or (None) what `model` was made for, the first of those `known`.
 
@@ -94,12 +80,14 @@ class ModelSpec:
         )
 
     def window(self, kv_context: str) -> int:
-        """Latent frames that a chunk sees, sink and itself included."""
-        return window(kv_context, self.window_latents, self.clean_window_latents)
+        """Latent frames that a chunk sees, sink and itself included. They may be fewer in KV context `clean`: its past
+        is finished, and one finished chunk says more than several noisy ones."""
+        return (self.clean_window_latents if kv_context == "clean" else None) or self.window_latents
 
     def window_chunks(self, kv_context: str) -> int:
         """Chunks that are kept for a window, the sink's and the chunk itself included."""
-        return window_chunks(self.window(kv_context), self.sink_latents, self.chunk_latents)
+        sink, chunk = self.sink_latents, self.chunk_latents
+        return -(-sink // chunk) - (sink - self.window(kv_context)) // chunk
 
     def adaptive_ring(self, kv_context: str) -> bool:
         """Whether the adaptive sink is as StreamDiffusionV2 published it, in its KV context and positions: a chunk that

@@ -53,22 +53,12 @@ def load_text_encoder(
     home = None if config.text_device is None else pick_device(config.text_device, "--text-device")
     length, width = text_shape
     encoder = WanText(path, length=length, width=width, device=home, output=device, keep=config.keep_text_encoder)
-    kept = EmbeddingFolder() if config.keep_embeddings else None
-    return CachedText(
-        encoder,
-        EmbeddingCache(_CACHE_BYTES),
-        identity=encoder.identity,
-        revision=encoder.revision,
-        length=length,
-        kept=kept,
-        device=device,
-    )
+    return CachedText(encoder, EmbeddingCache(_CACHE_BYTES), EmbeddingFolder() if config.keep_embeddings else None)
 
 
 def awaited_bytes(text: TextEncoder, device: torch.device) -> int:
     """Bytes that a text encoder's weights will take on `device` once the first text loads them."""
-    encoder = text.encoder if isinstance(text, CachedText) else text
-    return encoder.awaited_bytes(device) if isinstance(encoder, WanText) else 0
+    return text.encoder.awaited_bytes(device) if isinstance(text, CachedText) else 0
 
 
 def expected_bytes(model: ResolvedModel) -> int:

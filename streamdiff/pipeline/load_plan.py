@@ -207,7 +207,8 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     if (facts := models.folder_facts) is not None:
         sizes = folder_sizes(facts, spec)
     else:
-        sizes = sizes_from(models.architecture, spec, decoder_sizes(spec, models.model.autoencoder, config.vae))
+        decoder = decoder_sizes(spec, models.model.autoencoder, config.vae)
+        sizes = sizes_from(models.checkpoint.architecture, spec, decoder)
     check_ranks(config, sizes)
     steps = settled.config.steps or spec.steps[0]
     if config.profile is not None and config.ranks > 1:

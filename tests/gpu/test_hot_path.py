@@ -16,7 +16,7 @@ import torch
 
 from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.autoencoder.picture_decoder import Layout, PictureDecoder, VideoDecoder, rgb24, yuv420p
-from streamdiff.models.autoencoder.taehv_codec import StreamingTaehv, TaehvDecoder
+from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.models.model import Model
 from streamdiff.pipeline.decode.captured_step import capture_on
@@ -109,10 +109,10 @@ def test_pictures_decoded_on_a_stream_of_their_own_are_the_same_while_the_device
     assert model.decoder is not None
     network = model.decoder.network
     assert isinstance(network, TaehvDecoder)
-    network.model.autoencoder.to(device)
-    statistics = network.model.normalisation
+    network.autoencoder.to(device)
+    statistics = network.normalisation
     assert statistics is not None
-    decoder = PictureDecoder(TaehvDecoder(StreamingTaehv(network.model.autoencoder, on(statistics, device))))
+    decoder = PictureDecoder(TaehvDecoder(network.autoencoder, on(statistics, device)))
     chunks = [torch.randn(model.spec.chunk_shape, device=device) for _ in range(20)]
     memory = decoder.new_memory()
     expected = torch.cat([decoder.decode(chunk[None], memory) for chunk in chunks]).cpu().numpy()
@@ -131,7 +131,7 @@ def test_pictures_decoded_on_a_stream_of_their_own_are_the_same_while_the_device
 
 def tiny_kind() -> tuple[VideoDecoder, tuple[int, ...]]:
     autoencoder = small_autoencoder(3).to("cuda")
-    return TaehvDecoder(StreamingTaehv(autoencoder, None)), (4, 3, 4, 4)
+    return TaehvDecoder(autoencoder, None), (4, 3, 4, 4)
 
 
 def wan_kind() -> tuple[VideoDecoder, tuple[int, ...]]:

@@ -102,7 +102,7 @@ def test_what_cannot_be_read_is_asked_about(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=name):
             recognition.entry_of(tmp_path / name)
     (folder := tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="name the file, or say --model"):
+    with pytest.raises(ConfigError, match=r"empty: has no weights \(\.safetensors, "):
         recognition.entry_of(folder)
 
 

@@ -231,11 +231,11 @@ def test_a_session_that_cannot_be_decoded_is_told_and_one_after_the_other_ends_t
     runtime.set_frame_credit(0, 4 * CHUNK)
     while not lost:
         runtime.step(1.0)
-    assert "decoding chunk 0: ValueError" in lost[0] and "expected [B, 5, F, h, w]" in lost[0]
+    assert "decoding chunk 0: ValueError" in lost[0] and "expected [B, 5, n, height, width]" in lost[0]
     for _ in range(3):
         runtime.step(1.0)
     assert list(lost) == [0], "once"
-    with pytest.raises(EngineFailure, match=r"one session after the other fails.*expected \[B, 5, F, h, w\]"):
+    with pytest.raises(EngineFailure, match=r"one session after the other fails.*expected \[B, 5, n, height, width\]"):
         for session in range(1, MOST_IN_A_ROW + 1):
             runtime.close_session(session - 1)
             open_session(runtime, session)

@@ -17,14 +17,7 @@ from streamdiff.models.autoencoder import wan_weights
 from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.autoencoder.picture_decoder import VideoDecoder
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
-from streamdiff.models.autoencoder.taehv_codec import (
-    TAEHV_CLASS,
-    StreamingTaehv,
-    TaehvDecoder,
-    TaehvEncoder,
-    is_taehv,
-    read_taehv,
-)
+from streamdiff.models.autoencoder.taehv_codec import TAEHV_CLASS, TaehvDecoder, TaehvEncoder, is_taehv, read_taehv
 from streamdiff.models.autoencoder.wan import WanDecoder, WanEncoder
 from streamdiff.models.autoencoder.wan_weights import Half
 from streamdiff.models.catalogue import entries
@@ -91,16 +84,16 @@ def load_decoder(
     Raises:
         ConfigError: nothing there, nothing known, or weights that do not fit (listed).
     """
-    model = _load(path, "decoder", device, dtype, latent_space)
-    return TaehvDecoder(model) if isinstance(model, StreamingTaehv) else WanDecoder(model)
+    network, normalisation = _load(path, "decoder", device, dtype, latent_space)
+    return TaehvDecoder(network, normalisation) if isinstance(network, TAEHV) else WanDecoder(network)
 
 
 def load_encoder(
     path: Location, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
 ) -> VideoEncoder:
     """The encoder half of the autoencoder at `path`; as `load_decoder`."""
-    model = _load(path, "encoder", device, dtype, latent_space)
-    return TaehvEncoder(model) if isinstance(model, StreamingTaehv) else WanEncoder(model)
+    network, normalisation = _load(path, "encoder", device, dtype, latent_space)
+    return TaehvEncoder(network, normalisation) if isinstance(network, TAEHV) else WanEncoder(network)
 
 
 @dataclass(frozen=True)
@@ -117,10 +110,10 @@ class FirstFrameReencoder:
     @classmethod
     def load(cls, path: Location, device: torch.device, dtype: torch.dtype = torch.float32) -> FirstFrameReencoder:
         """With both halves of the autoencoder at `path`; see `load_decoder`."""
-        model = _load(path, "both", device, dtype, None)
-        if isinstance(model, StreamingTaehv):
-            return cls(TaehvDecoder(model), TaehvEncoder(model))
-        return cls(WanDecoder(model), WanEncoder(model))
+        network, normalisation = _load(path, "both", device, dtype, None)
+        if isinstance(network, TAEHV):
+            return cls(TaehvDecoder(network, normalisation), TaehvEncoder(network, normalisation))
+        return cls(WanDecoder(network), WanEncoder(network))
 
     def new_memory(self) -> Any:
         """The memory of a stream that has not begun."""
@@ -166,11 +159,6 @@ def native_fps(path: str | Path) -> float:
     return float(tree.get("stream", {}).get("native_fps", WAN_FPS))
 
 
-def names() -> list[str]:
-    """Of autoencoders that need no path."""
-    return [EMBEDDED, *entries.autoencoders()]
-
-
 def locate(path: Location) -> Path:
     """The folder that has the autoencoder's config.json, or its file, which is fetched if it is published; need not be
     there.
@@ -192,21 +180,19 @@ def locate(path: Location) -> Path:
 
 def _load(
     path: Location, half: Half, device: torch.device, dtype: torch.dtype, latent_space: str | None
-) -> StreamingTaehv | Any:
-    """The network; Wan's has weights for this `half` alone."""
-    place, drawn = locate(path), str(path) in _RANDOM
-    config = None if drawn else _read_config(place)
-    if drawn:
+) -> tuple[Any, Normalisation | None]:
+    """See `build`."""
+    place = locate(path)
+    if str(path) in _RANDOM:
         with torch.device("meta"):
             module = _RANDOM[str(path)]()
         needed = ("",) if isinstance(module, TAEHV) else wan_weights.PREFIXES[half]
-        tensors, latent_space = draw(module, needed, device, dtype), "normalised"
-    else:
-        tensors = read_tensors(place / FILE if place.is_dir() else place)
-        taehv = place.is_file() and is_taehv(tensors)
-        if latent_space is not None and not taehv:
-            raise ConfigError(f"--latent-space is for TAEHV files; {place} says itself which latents it takes")
-        config = None if taehv else config
+        return build(place, draw(module, needed, device, dtype), None, half, "normalised", device, dtype)
+    config, tensors = _read_config(place), read_tensors(place / FILE if place.is_dir() else place)
+    if place.is_file() and is_taehv(tensors):
+        config = None
+    elif latent_space is not None:
+        raise ConfigError(f"--latent-space is for TAEHV files; {place} says itself which latents it takes")
     return build(place, tensors, config, half, latent_space, device, dtype)
 
 
@@ -218,8 +204,9 @@ def build(
     latent_space: str | None,
     device: torch.device,
     dtype: torch.dtype,
-) -> StreamingTaehv | Any:
-    """The network of these tensors: TAEHV, or Wan's with weights for this `half`, another on the meta device.
+) -> tuple[Any, Normalisation | None]:
+    """The network of these tensors: TAEHV, and the normalisation of its latents; or Wan's with weights for this `half`,
+    the other one on the meta device, which says itself how latents are normalised (None).
 
     Args:
         path: for messages, and see `taehv_codec.space_of`.
@@ -240,18 +227,18 @@ def build(
     with torch.device("meta"):
         network: Any = TAEHV(shape) if taehv else AutoencoderKLWan.from_config(config)
     load_module(network, path, tensors, device, dtype, ("",) if taehv else wan_weights.PREFIXES[half])
-    if not taehv:
-        return network
-    network.to(memory_format=torch.channels_last)
-    return StreamingTaehv(network, normalisation)
+    if taehv:
+        network.to(memory_format=torch.channels_last)
+    return network, normalisation
 
 
 def _read_config(place: Path) -> dict[str, Any] | None:
     """The configuration in a folder, or beside a file. None where that is another model's: the original repositories
     keep the transformer's beside the autoencoder."""
     if not place.exists():
+        names = ", ".join([EMBEDDED, *entries.autoencoders()])
         raise ConfigError(
-            f"there is no autoencoder at {place}; it can be {', '.join(names())}, a folder with config.json and "
+            f"there is no autoencoder at {place}; it can be {names}, a folder with config.json and "
             f"{FILE}, or a .safetensors or .pth file"
         )
     path = (place if place.is_dir() else place.parent) / "config.json"

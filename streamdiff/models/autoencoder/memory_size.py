@@ -3,15 +3,17 @@ and the configuration of TAEHV. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 _PLANE = 9
 """Size of a kernel of 3 x 3 pixels, the least that looks beyond a row."""
+_CAUSAL = (3, 27)
+"""Sizes of kernels that see three frames."""
 _LOOKED_BACK = 2
-"""Input frames that a causal convolution of three frames keeps."""
+"""Input frames that such a convolution keeps."""
 _WAN_WORK, _TAEHV_WORK = 7.0, 2.5
 """Tensors of the size of the last layer's input that are alive at a call's widest moment: those of enlarging, in
 float32. Measured without compilation (tests/models/autoencoder/test_memory_size.py)."""
@@ -44,56 +46,75 @@ class DecoderSizes:
 NO_DECODER = DecoderSizes()
 
 
+class _Convolution(NamedTuple):
+    """One of a decoder's layers: channels before and after, pixels of its kernel, `frames` that it makes of one latent
+    frame, `scale` of its rows and columns to the latents', weights of the norm before it, whether it has a bias."""
+
+    before: int
+    after: int
+    size: int
+    frames: int
+    scale: int
+    norm: int = 0
+    bias: bool = True
+
+
+def _sizes_of(layers: Iterable[_Convolution], work: float, height: int, width: int) -> DecoderSizes:
+    """What follows from the layers alone, for latents of `height` x `width`, with the `work` of such a decoder."""
+    layers, pixels = list(layers), height * width
+    last, beyond = layers[-1], [each for each in layers if each.size >= _PLANE]
+    return DecoderSizes(
+        weights=sum((each.size * each.before + each.bias) * each.after + each.norm for each in layers),
+        work_per_latent=round(work * last.before * last.frames * pixels * last.scale**2),
+        flops=2.0 * pixels * sum(each.size * each.before * each.after * each.frames * each.scale**2 for each in layers),
+        halos=len(beyond),
+        halo=sum(each.before * each.frames * width * each.scale for each in beyond),
+        kept_halo=sum(_LOOKED_BACK * each.before * width * each.scale for each in beyond if each.size > _PLANE),
+    )
+
+
 def wan_decoder(config: Mapping[str, Any], height: int, width: int) -> DecoderSizes:
     """Sizes of Wan's decoder for latents of `height` x `width`; `config` as for `wan_values`."""
-    layers = list(_wan_layers(config, height * width))
-    temporal, spatial = 2 ** sum(config["temperal_downsample"]), 2 ** (len(config["dim_mult"]) - 1)
-    base: int = config.get("decoder_base_dim") or config["base_dim"]
-    middle = base * config["dim_mult"][-1]
+    found = _sizes_of(_wan_layers(config), _WAN_WORK, height, width)
+    middle: int = (config.get("decoder_base_dim") or config["base_dim"]) * config["dim_mult"][-1]
     attention = 4.0 * (height * width) ** 2 * middle
-    beyond = [(before, size, places, scale) for before, _, size, _, places, scale in layers if size >= _PLANE]
-    return DecoderSizes(
-        weights=sum((size * before + 1) * after + norm for before, after, size, norm, *_ in layers),
+    return replace(
+        found,
         remembered=wan_values(config, height, width),
-        work_per_latent=round(_WAN_WORK * base * config["dim_mult"][0] * temporal * height * width * spatial**2),
-        flops=attention + sum(2.0 * size * before * after * places for before, after, size, _, places, _ in layers),
+        flops=found.flops + attention,
         attention_flops=attention,
-        halos=len(beyond),
-        halo=sum(before * places // (height * scale) for before, _, places, scale in beyond),
-        kept_halo=sum(_LOOKED_BACK * before * width * scale for before, size, _, scale in beyond if size > _PLANE),
         attended=middle * height * width,
     )
 
 
-def _wan_layers(config: Mapping[str, Any], pixels: int) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Every convolution: channels before and after, size of its kernel, weights of the norm before it, pixels of all
-    frames that it makes of one latent frame, and its rows to one of the latents'."""
-    scale = 1
+def _wan_layers(config: Mapping[str, Any]) -> Iterator[_Convolution]:
     base: int = config.get("decoder_base_dim") or config["base_dim"]
     multiples: list[int] = [*config["dim_mult"]][::-1]
     grows_in_time = [*config["temperal_downsample"]][::-1]
     widths = [base * each for each in (multiples[0], *multiples)]
     latent, middle, residual = config["z_dim"], widths[0], bool(config.get("is_residual"))
-    yield latent, latent, 1, 0, pixels, scale
-    yield latent, middle, 27, 0, pixels, scale
-    yield from [(middle, middle, 27, middle, pixels, scale)] * 4
-    yield middle, 3 * middle, 1, middle, pixels, scale  # attention
-    yield middle, middle, 1, 0, pixels, scale
+    frames = scale = 1
+    yield _Convolution(latent, latent, 1, frames, scale)
+    yield _Convolution(latent, middle, 27, frames, scale)
+    yield from [_Convolution(middle, middle, 27, frames, scale, norm=middle)] * 4
+    yield _Convolution(middle, 3 * middle, 1, frames, scale, norm=middle)  # attention
+    yield _Convolution(middle, middle, 1, frames, scale)
     for level, (before, after) in enumerate(pairwise(widths)):
         if level > 0 and not residual:
             before //= 2  # enlarging halves the channels
-        yield before, after, 27, before, pixels, scale
-        yield from [(after, after, 27, after, pixels, scale)] * (2 * config["num_res_blocks"] + 1)
+        yield _Convolution(before, after, 27, frames, scale, norm=before)
+        more = 2 * config["num_res_blocks"] + 1
+        yield from [_Convolution(after, after, 27, frames, scale, norm=after)] * more
         if before != after:
-            yield before, after, 1, 0, pixels, scale
+            yield _Convolution(before, after, 1, frames, scale)
         if level < len(grows_in_time):
             if grows_in_time[level]:
-                yield after, 2 * after, 3, 0, pixels, scale
-                pixels *= 2
-            pixels, scale = pixels * 4, scale * 2
-            yield after, after if residual else after // 2, 9, 0, pixels, scale
+                yield _Convolution(after, 2 * after, 3, frames, scale)
+                frames *= 2
+            scale *= 2
+            yield _Convolution(after, after if residual else after // 2, 9, frames, scale)
     patch = config.get("patch_size") or 1
-    yield widths[-1], 3 * patch**2, 27, widths[-1], pixels, scale
+    yield _Convolution(widths[-1], 3 * patch**2, 27, frames, scale, norm=widths[-1])
 
 
 def wan_values(config: Mapping[str, Any], height: int, width: int) -> int:
@@ -104,22 +125,8 @@ def wan_values(config: Mapping[str, Any], height: int, width: int) -> int:
         config: of diffusers' `AutoencoderKLWan`: base_dim (or decoder_base_dim), z_dim, dim_mult, num_res_blocks,
             temperal_downsample, and is_residual for Wan2.2's kind.
     """
-    base: int = config.get("decoder_base_dim") or config["base_dim"]
-    multiples: list[int] = [*config["dim_mult"]][::-1]
-    grows_in_time = [*config["temperal_downsample"]][::-1]
-    widths = [base * each for each in (multiples[0], *multiples)]
-    # The first convolution, and two blocks of two in the middle.
-    pixels = height * width
-    count: int = (config["z_dim"] + 4 * widths[0]) * pixels
-    for level, (before, after) in enumerate(pairwise(widths)):
-        if level > 0 and not config.get("is_residual"):
-            before //= 2  # enlarging halves the channels
-        # Blocks of two convolutions each; only the very first one takes what comes from below.
-        count += (before + after + 2 * after * config["num_res_blocks"]) * pixels
-        if level < len(grows_in_time):
-            count += after * pixels if grows_in_time[level] else 0
-            pixels *= 4
-    return _LOOKED_BACK * (count + widths[-1] * pixels)
+    causal = [each for each in _wan_layers(config) if each.size in _CAUSAL]
+    return _LOOKED_BACK * sum(each.before * height * width * each.scale**2 for each in causal)
 
 
 @dataclass(frozen=True)
@@ -161,45 +168,19 @@ class TaehvConfig:
 
     def decoder(self, height: int, width: int) -> DecoderSizes:
         """Sizes of the decoder, for latents of `height` x `width`."""
-        frames, last = self.temporal, self.decoder_widths[3]
-        pixels = height * width * (self.spatial // self.patch_size) ** 2
-        return DecoderSizes(
-            weights=self._decoder_weights(),
-            remembered=self.memory_values(height, width),
-            work_per_latent=round(_TAEHV_WORK * last * frames * pixels),
-            flops=self.decode_flops(height, width),
-            halos=2 + sum(3 * count + 1 for count in self.decoder_blocks),
-            halo=self._halo(width),
-        )
+        found = _sizes_of(self._decoder_layers(), _TAEHV_WORK, height, width)
+        return replace(found, remembered=self.memory_values(height, width))
 
-    def _halo(self, width: int) -> int:
-        """See `DecoderSizes.halo`; what a block looks back on is part of its input."""
-        inner, frames, count = self.decoder_widths, 1, self.latent_channels * width
-        for i, (blocks, grows, lasts) in enumerate(
-            zip(self.decoder_blocks, self.decoder_space, self.decoder_time, strict=True)
+    def _decoder_layers(self) -> Iterator[_Convolution]:
+        widths, frames, scale = self.decoder_widths, 1, 1
+        yield _Convolution(self.latent_channels, widths[0], 9, frames, scale)
+        for (before, after), blocks, grows, lasts in zip(
+            pairwise(widths), self.decoder_blocks, self.decoder_space, self.decoder_time, strict=True
         ):
-            count += 4 * blocks * inner[i] * width * frames  # of a block's three, the first sees the frame before too
-            width, frames = width * grows, frames * lasts
-            count += inner[i] * width * frames
-        return count + inner[-1] * width * frames
-
-    def _decoder_weights(self) -> int:
-        inner = self.decoder_widths
-        count = (9 * self.latent_channels + 1) * inner[0] + (9 * inner[3] + 1) * 3 * self.patch_size**2
-        for i, (blocks, grows) in enumerate(zip(self.decoder_blocks, self.decoder_time, strict=True)):
-            block = (9 * 2 * inner[i] + 1) * inner[i] + 2 * (9 * inner[i] + 1) * inner[i]
-            count += blocks * block + grows * inner[i] ** 2 + 9 * inner[i] * inner[i + 1]
-        return count
-
-    def decode_flops(self, height: int, width: int) -> float:
-        """Floating-point operations of decoding one latent frame of `height` x `width` latent pixels."""
-        inner, pixels = self.decoder_widths, height * width
-        frames, macs = 1, 9 * self.latent_channels * inner[0] * pixels
-        for i, (count, grows, lasts) in enumerate(
-            zip(self.decoder_blocks, self.decoder_space, self.decoder_time, strict=True)
-        ):
-            # A block is three 3x3 convolutions, the first of which sees the frame before too; then time grows by a 1x1.
-            macs += (count * 36 + lasts) * inner[i] ** 2 * pixels * frames
-            pixels, frames = pixels * grows**2, frames * lasts
-            macs += 9 * inner[i] * inner[i + 1] * pixels * frames
-        return 2.0 * (macs + 9 * inner[-1] * 3 * self.patch_size**2 * pixels * frames)
+            for _ in range(blocks):
+                yield _Convolution(2 * before, before, 9, frames, scale)  # sees the frame before too
+                yield from [_Convolution(before, before, 9, frames, scale)] * 2
+            yield _Convolution(before, lasts * before, 1, frames, scale, bias=False)
+            frames, scale = frames * lasts, scale * grows
+            yield _Convolution(before, after, 9, frames, scale, bias=False)
+        yield _Convolution(widths[3], 3 * self.patch_size**2, 9, frames, scale)

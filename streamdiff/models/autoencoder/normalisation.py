@@ -1,4 +1,4 @@
-"""Normalisation of latents, and grouping of frames into latent frames, for all autoencoders.
+"""Normalisation of latents, shapes, and grouping of frames into latent frames, for all autoencoders.
 
 *Raw* latents are what an autoencoder's network gives and takes. *Normalised* ones, `(raw - mean) / std` per channel,
 are what the transformer works on, what streams carry, and what files hold.
@@ -39,6 +39,17 @@ class Normalisation:
 
     def undo(self, latents: Tensor) -> Tensor:
         return latents.float() * self.std + self.mean
+
+
+def check_shape(what: str, piece: Tensor, channels: int, spatial: int = 1) -> tuple[int, int, int]:
+    """Size (batch, height, width) of latents or frames `[B, channels, n, height, width]`; ValueError for another shape,
+    or for sides that are no multiple of `spatial`."""
+    if piece.ndim != 5 or piece.shape[1] != channels or 0 in piece.shape:
+        raise ValueError(f"{what} are {list(piece.shape)}; expected [B, {channels}, n, height, width], n at least 1")
+    batch, _, _, height, width = piece.shape
+    if height % spatial or width % spatial:
+        raise ValueError(f"{what} are {width} x {height}; both sides must be multiples of {spatial}")
+    return batch, height, width
 
 
 def split_whole(pending: Tensor | None, frames: Tensor, first: int, group: int) -> tuple[Tensor, Tensor | None]:

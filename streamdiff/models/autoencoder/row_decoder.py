@@ -14,7 +14,6 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanCausalConv3d
 from torch import Tensor, nn
 
-from streamdiff.models.autoencoder.normalisation import Normalisation
 from streamdiff.models.autoencoder.picture_decoder import DecoderState, VideoDecoder
 from streamdiff.models.autoencoder.wan import Memory
 from streamdiff.session_state import walk
@@ -58,15 +57,11 @@ class RowDecoder:
     def __init__(self, network: VideoDecoder, rows: RowExchange) -> None:
         """Mutates: the layers of `network`, which decodes by `rows` from now on."""
         self._network, self.rows = network, rows
-        self.layers, self.device = network.layers, network.device
+        self.layers, self.device, self.normalisation = network.layers, network.device, network.normalisation
         self.latent_channels, self.spatial, self.temporal = network.latent_channels, network.spatial, network.temporal
         self.new_memory, self.frames_of, self.pieces = network.new_memory, network.frames_of, network.pieces
         self.set_channels_last = network.set_channels_last
         _share_rows(network.layers, rows)
-
-    @property
-    def normalisation(self) -> Normalisation | None:
-        return self._network.normalisation
 
     def stream_bytes(self, height: int, width: int) -> int:
         """Bytes that this rank keeps of a stream, whatever `height`."""

@@ -30,23 +30,22 @@ class Clamp(nn.Module):
 
 
 class MemBlock(nn.Module):
-    """Residual block that sees the frame before: `relu(conv([x, past]) + skip(x))`."""
+    """Residual block that sees the frame before: `relu(conv([x, past]) + x)`."""
 
-    def __init__(self, n_in: int, n_out: int) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        self.channels = n_in
+        self.channels = channels
         self.conv: nn.Sequential = nn.Sequential(
-            _conv(n_in * 2, n_out),
+            _conv(channels * 2, channels),
             nn.ReLU(inplace=True),
-            _conv(n_out, n_out),
+            _conv(channels, channels),
             nn.ReLU(inplace=True),
-            _conv(n_out, n_out),
+            _conv(channels, channels),
         )
-        self.skip = nn.Conv2d(n_in, n_out, 1, bias=False) if n_in != n_out else nn.Identity()
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor, past: Tensor) -> Tensor:
-        out: Tensor = self.act(self.conv(torch.cat([x, past], 1)) + self.skip(x))
+        out: Tensor = self.act(self.conv(torch.cat([x, past], 1)) + x)
         return out
 
 
@@ -133,14 +132,14 @@ class TAEHV(nn.Module):
         space, time = config.decoder_space[::-1], config.decoder_time[::-1]
         for i in range(3):
             layers += [TPool(e[i], time[i]), _conv(e[i], e[i + 1], stride=space[i], bias=False)]
-            layers += [MemBlock(e[i + 1], e[i + 1]) for _ in range(eb[i])]
+            layers += [MemBlock(e[i + 1]) for _ in range(eb[i])]
         layers.append(_conv(e[3], config.latent_channels))
         self.encoder = nn.Sequential(*(layers if config.has_encoder else ()))
 
         d, db = config.decoder_widths, config.decoder_blocks
         layers = [Clamp(), _conv(config.latent_channels, d[0]), nn.ReLU(inplace=True)]
         for i in range(3):
-            layers += [MemBlock(d[i], d[i]) for _ in range(db[i])]
+            layers += [MemBlock(d[i]) for _ in range(db[i])]
             layers += [nn.Identity(), TGrow(d[i], config.decoder_time[i], config.decoder_space[i])]
             layers += [_conv(d[i], d[i + 1], bias=False)]
         self.decoder = nn.Sequential(*layers, nn.ReLU(inplace=True), _conv(d[3], image))

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.normalisation import WAN_CHANNELS, WAN_MEAN, WAN_STD, Normalisation, split_whole
+from streamdiff.models.autoencoder.normalisation import (
+    WAN_CHANNELS,
+    WAN_MEAN,
+    WAN_STD,
+    Normalisation,
+    check_shape,
+    split_whole,
+)
 from streamdiff.models.autoencoder.picture_decoder import DecoderState
 from streamdiff.models.autoencoder.taehv import TAEHV, Memory, TaehvConfig
 from streamdiff.session_state.fields import STATE, session_state
@@ -28,19 +35,6 @@ TAEHV_CLASS = "TAEHV"
 """What `config.json` calls it."""
 LatentSpace = Literal["normalised", "raw"]
 _RAW_NAME, _NORMALISED_NAME = "lighttae", "tae"
-
-
-@dataclass(frozen=True)
-class StreamingTaehv:
-    """An autoencoder and the latents it takes: `normalisation` leads to them, None if they are the normalised ones."""
-
-    autoencoder: TAEHV
-    normalisation: Normalisation | None
-
-    @property
-    def latent_space(self) -> LatentSpace:
-        """Latents that the network itself takes: raw or normalised."""
-        return "normalised" if self.normalisation is None else "raw"
 
 
 @session_state("taehv-encode-memory")
@@ -53,27 +47,23 @@ class EncodeMemory:
 
 
 class _Half:
-    """Base of decoder and encoder: sizes, device, dtype and normalisation."""
+    """Base of decoder and encoder: sizes, device and dtype. `normalisation` leads to the latents that the network
+    takes, None if they are the normalised ones."""
 
-    def __init__(self, model: StreamingTaehv) -> None:
-        self.model, self.config = model, model.autoencoder.config
+    def __init__(self, autoencoder: TAEHV, normalisation: Normalisation | None) -> None:
+        self.autoencoder, self.config, self.normalisation = autoencoder, autoencoder.config, normalisation
         self.latent_channels, self.spatial = self.config.latent_channels, self.config.spatial
         self.temporal = self.config.temporal
-        weight = next(model.autoencoder.parameters())
+        weight = next(autoencoder.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-
-    @property
-    def normalisation(self) -> Normalisation | None:
-        """See `StreamingTaehv`."""
-        return self.model.normalisation
 
 
 class TaehvDecoder(_Half):
     """Latents to frames, a `VideoDecoder`."""
 
-    def __init__(self, model: StreamingTaehv) -> None:
-        super().__init__(model)
-        self.layers: nn.Module = model.autoencoder.decoder
+    def __init__(self, autoencoder: TAEHV, normalisation: Normalisation | None) -> None:
+        super().__init__(autoencoder, normalisation)
+        self.layers: nn.Module = autoencoder.decoder
 
     def new_memory(self) -> Memory:
         return Memory()
@@ -93,38 +83,34 @@ class TaehvDecoder(_Half):
         Raises:
             ValueError: latents of another shape than that, or than the stream began with.
         """
-        self._check(latents)
-        frames = self.model.autoencoder.decode(self._taken(latents), memory).float().clamp(0, 1)
+        check_shape("latents", latents, self.latent_channels)
+        frames = self.autoencoder.decode(self._taken(latents), memory).float().clamp(0, 1)
         return frames.transpose(1, 2) * 2 - 1
 
     def set_channels_last(self, channels_last: bool) -> None:
         """See `VideoDecoder`; channels last, unless told otherwise."""
-        self.model.autoencoder.set_memory_format(torch.channels_last if channels_last else torch.contiguous_format)
+        self.autoencoder.set_memory_format(torch.channels_last if channels_last else torch.contiguous_format)
 
     def past(self, latents: Tensor, memory: Memory) -> DecoderState:
         """See `VideoDecoder`: a stream that has not begun remembers zeros, so that all its steps are alike."""
-        self._check(latents)
-        return memory.past or self.model.autoencoder.blank(latents.to(self.dtype).transpose(1, 2))
+        check_shape("latents", latents, self.latent_channels)
+        return memory.past or self.autoencoder.blank(latents.to(self.dtype).transpose(1, 2))
 
     def pieces(self, latents: Tensor, past: DecoderState) -> tuple[Tensor]:
         return (latents,)
 
     def step(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
-        frames, after = self.model.autoencoder.decode_step(self._taken(piece), cast(dict[int, Tensor], past))
+        frames, after = self.autoencoder.decode_step(self._taken(piece), cast(dict[int, Tensor], past))
         return frames[0].float().clamp(0, 1) * 255, after
 
     def remember(self, latents: Tensor, memory: Memory, past: DecoderState) -> int:
         memory.past = cast(dict[int, Tensor], past)
-        return self.model.autoencoder.trim(memory)
-
-    def _check(self, latents: Tensor) -> None:
-        if latents.ndim != 5 or latents.shape[1] != self.latent_channels or 0 in latents.shape:
-            raise ValueError(f"latents are {list(latents.shape)}; expected [B, {self.latent_channels}, F, h, w]")
+        return self.autoencoder.trim(memory)
 
     def _taken(self, latents: Tensor) -> Tensor:
         """Normalised latents `[B, C, F, h, w]` as the network takes them: `[B, F, C, h, w]`, in its dtype."""
-        if self.model.normalisation is not None:
-            latents = self.model.normalisation.undo(latents)
+        if self.normalisation is not None:
+            latents = self.normalisation.undo(latents)
         return latents.to(self.dtype).transpose(1, 2)
 
 
@@ -156,18 +142,14 @@ class TaehvEncoder(_Half):
         Raises:
             ValueError: frames of another shape; sides that are no multiple of `spatial`.
         """
-        if video.ndim != 5 or video.shape[1] != 3 or 0 in video.shape:
-            raise ValueError(f"frames are {list(video.shape)}; expected [B, 3, n, H, W], n at least 1")
-        batch, _, _, height, width = video.shape
-        if height % self.spatial or width % self.spatial:
-            raise ValueError(f"frames are {width} x {height}; both sides must be multiples of {self.spatial}")
+        batch, height, width = check_shape("frames", video, 3, self.spatial)
         whole, memory.pending = split_whole(memory.pending, video, self.temporal, self.temporal)
         if not whole.shape[2]:
             shape = (batch, self.latent_channels, 0, height // self.spatial, width // self.spatial)
             return video.new_empty(shape, dtype=torch.float32)
         frames = ((whole.float() + 1) / 2).to(self.dtype).transpose(1, 2)
-        latents = self.model.autoencoder.encode(frames, memory.past).transpose(1, 2).float()
-        return latents if self.model.normalisation is None else self.model.normalisation.apply(latents)
+        latents = self.autoencoder.encode(frames, memory.past).transpose(1, 2).float()
+        return latents if self.normalisation is None else self.normalisation.apply(latents)
 
     def finish(self, memory: EncodeMemory) -> Tensor | None:
         """The last latent frame, if frames are left over: the last one is repeated until they are enough, as the

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.memory_size import wan_values
-from streamdiff.models.autoencoder.normalisation import Normalisation, split_whole
+from streamdiff.models.autoencoder.normalisation import Normalisation, check_shape, split_whole
 from streamdiff.models.autoencoder.picture_decoder import DecoderState
 from streamdiff.session_state.fields import STATE, session_state
 
@@ -44,11 +44,6 @@ class Memory:
     features: list[Tensor | str | None] = field(default_factory=list, metadata=STATE)
     size: tuple[int, int, int] | None = field(default=None, metadata=STATE)
     pending: Tensor | None = field(default=None, metadata=STATE)
-
-    @property
-    def begun(self) -> bool:
-        """Whether anything has been computed yet."""
-        return bool(self.features)
 
 
 class _Half:
@@ -74,15 +69,12 @@ class _Half:
         return list(memory.features) or [None] * self._slots
 
 
-def _check(what: str, piece: Tensor, channels: int, memory: Memory) -> tuple[int, int, int]:
-    """Size (batch, height, width) of a piece `[B, channels, n, height, width]`; ValueError where it cannot be used."""
-    if piece.ndim != 5 or piece.shape[1] != channels or 0 in piece.shape:
-        raise ValueError(f"{what} are {list(piece.shape)}; expected [B, {channels}, n, height, width], n at least 1")
-    batch, _, _, height, width = piece.shape
-    if memory.size not in (None, (batch, height, width)):
-        given = (batch, height, width)
-        raise ValueError(f"{what} have (batch, height, width) {given}, but the stream began with {memory.size}")
-    return batch, height, width
+def _check(what: str, piece: Tensor, channels: int, memory: Memory, spatial: int = 1) -> tuple[int, int, int]:
+    """See `check_shape`; ValueError also where the stream began with another size."""
+    size = check_shape(what, piece, channels, spatial)
+    if memory.size not in (None, size):
+        raise ValueError(f"{what} have (batch, height, width) {size}, but the stream began with {memory.size}")
+    return size
 
 
 def _begins(past: DecoderState) -> bool:
@@ -240,10 +232,8 @@ class WanEncoder(_Half):
     @torch.inference_mode()
     def encode_raw(self, video: Tensor, memory: Memory) -> Tensor:
         """As `encode`, but raw latents in the weights' dtype: the mean of `AutoencoderKLWan.encode`, piece by piece."""
-        size = batch, height, width = _check("frames", video, 3, memory)
-        if height % self.spatial or width % self.spatial:
-            raise ValueError(f"frames are {width} x {height}; both sides must be multiples of {self.spatial}")
-        features, first = self._features(memory), 0 if memory.begun else 1
+        size = batch, height, width = _check("frames", video, 3, memory, self.spatial)
+        features, first = self._features(memory), 0 if memory.features else 1
         whole, pending = split_whole(memory.pending, video.to(self.dtype), first, self.temporal)
         whole = patchify(whole, self.patch_size)  # type: ignore[no-untyped-call]
         parts = [

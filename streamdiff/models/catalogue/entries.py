@@ -142,12 +142,12 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
         text_shape=(tokens, architecture["text_dim"]),
         context_sigma=(noise or 0.0) / 1000,
         rope=entry.positions.published if entry is not None and entry.positions is not None else "relative",
-        adaptive_sink=stream.adaptive_sink if stream is not None else None,
-        averaged_sink=stream.averaged_sink if stream is not None else None,
+        adaptive_sink=stream.sink_value if stream is not None and stream.sink_policy == "adaptive" else None,
+        averaged_sink=stream.sink_value if stream is not None and stream.sink_policy == "average" else None,
         context_alone=entry is not None and entry.context is not None and entry.context.alone,
         context_pictures=entry is not None and entry.context is not None and entry.context.pictures,
         switch=entry.switches.own if entry is not None and entry.switches is not None else "keep",
-        first_chunks=1 if stream is None else stream.first_chunks,
+        first_chunks=(stream.first_chunk_latents or stream.chunk_latents) // stream.chunk_latents if stream else 1,
     )
     return replace(spec, steps=_RANDOM_STEPS, shift=_RANDOM_SHIFT, schedules=()) if name.startswith(RANDOM) else spec
 

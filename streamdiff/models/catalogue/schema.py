@@ -29,17 +29,12 @@ class Architecture(_Section):
     freq_dim: int = Field(ge=1)
     patch: tuple[int, int, int] = (1, 2, 2)
 
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.width // self.heads
-
     def arguments(self, text_dim: int) -> dict[str, Any]:
         """Arguments of diffusers' `WanTransformer3DModel`, for texts of this width."""
         return {
             "patch_size": self.patch,
             "num_attention_heads": self.heads,
-            "attention_head_dim": self.head_dim,
+            "attention_head_dim": self.width // self.heads,
             "in_channels": self.in_channels,
             "out_channels": self.out_channels,
             "text_dim": text_dim,
@@ -196,21 +191,6 @@ class Stream(_Section):
         if (self.sink_policy in ("average", "adaptive")) != (self.sink_value is not None):
             raise ValueError("sink_value goes with sink_policy average or adaptive")
         return self
-
-    @property
-    def first_chunks(self) -> int:
-        """Chunks that the stream's first one is as long as."""
-        return (self.first_chunk_latents or self.chunk_latents) // self.chunk_latents
-
-    @property
-    def adaptive_sink(self) -> float | None:
-        """See `ModelSpec`."""
-        return self.sink_value if self.sink_policy == "adaptive" else None
-
-    @property
-    def averaged_sink(self) -> float | None:
-        """See `ModelSpec`."""
-        return self.sink_value if self.sink_policy == "average" else None
 
     def window(self, kv_context: KVContext) -> int:
         """Latent frames that a chunk sees, sink and itself included."""

@@ -10,67 +10,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.torch_file import pointer_hint, unpickle
+from streamdiff.models.checkpoint.weight_files import INDEX, PICKLES, SAFETENSORS, USUAL_STEMS, weights_file
 
-SAFETENSORS, INDEX, PICKLES = ".safetensors", ".safetensors.index.json", (".pt", ".pth", ".bin")
 CONTAINERS = ("generator_ema", "generator", "model", "state_dict", "module")
 """Names of what holds the tensors in a file, the preferred first. Which one is right is a fact of the file that its
 catalogue entry states; this order is for files without one."""
 LORA_CONTAINERS = ("generator_lora", *CONTAINERS)
 _ALSO_PREFIXES = ("model", "module")
-_USUAL = "diffusion_pytorch_model"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-class StoredTensor(NamedTuple):
-    """Shape and dtype of a stored tensor, known without reading its data."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in the file."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass
 class Checkpoint:
     """The tensors of one container, under the names they are stored by.
 
-    `entries` has shape and dtype of each; asking reads no weights. `read` gives a tensor on the CPU, memory-mapped: not
-    to be written to. Both raise ConfigError where the file that should hold it is missing or damaged. `names` are those
-    that count. `path` and `container`, empty if the file has none, are for messages; `config` lies beside the weights,
-    if there is one, and `metadata` is what a safetensors file's header says about it.
+    `entries` tell shape and dtype of each; asking reads no weights. `read` gives a tensor on the CPU, memory-mapped:
+    not to be written to. Both raise ConfigError where the file that should hold it is missing or damaged. `names` are
+    those that count. `path` and `container`, empty if the file has none, are for messages; `config` lies beside the
+    weights, if there is one, and `metadata` is what a safetensors file's header says about it.
     """
 
     path: Path
-    entries: Mapping[str, StoredTensor]
+    entries: Mapping[str, Tensor]
     read: Callable[[str], Tensor]
     names: tuple[str, ...]
     container: str = ""
@@ -86,7 +54,7 @@ def open_checkpoint(
     container: str | None = None,
     *,
     order: Sequence[str] = CONTAINERS,
-    names: Sequence[str] = (_USUAL,),
+    names: Sequence[str] = USUAL_STEMS,
     old: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint: a file (`.safetensors`, `.pt`, `.pth`, `.bin`), the index of several
@@ -105,30 +73,24 @@ def open_checkpoint(
             refuses, no such container, or several and none of them known.
     """
     in_folder = path.is_dir()
-    path = _weights_file(path, names) if in_folder else path
+    path = weights_file(path, names) if in_folder else path
     if not path.is_file():
         raise ConfigError(f"{path}: no such file or folder")
     way, metadata = list[str](), dict[str, str]()
-    entries: Mapping[str, StoredTensor]
-    read: Callable[[str], Tensor]
+    entries: Mapping[str, Tensor]
     if path.suffix in PICKLES:
-        way, tensors, found = _choose(path, unpickle(path, old=old), container, order)
+        way, entries, found = _choose(path, unpickle(path, old=old), container, order)
         container = None if found else container
-        entries = {name: StoredTensor(tuple(each.shape), each.dtype) for name, each in tensors.items()}
-        read = tensors.__getitem__
     elif path.suffix == SAFETENSORS:
-        file = _open_safetensors(path)
-        entries, read = {name: _entry(path, file, name) for name in sorted(file.keys())}, file.get_tensor
-        metadata = file.metadata() or {}
+        entries, metadata = _mapped(path)
     elif path.name.endswith(INDEX):
-        entries = shards = _Shards(path)
-        read = shards.read
+        entries = _Shards(path)
     else:
         raise ConfigError(f"{path}: a checkpoint ends in {SAFETENSORS}, {INDEX} or {', '.join(PICKLES)}")
     prefix, counting = _narrow(path, tuple(entries), container, order)
     config = path.parent / "config.json"
     own = read_object(config) if in_folder and config.is_file() else None
-    return Checkpoint(path, entries, read, tuple(counting), ".".join(way + prefix), own, metadata)
+    return Checkpoint(path, entries, entries.__getitem__, tuple(counting), ".".join(way + prefix), own, metadata)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -144,23 +106,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 # ---- safetensors ---------------------------------------------------------------------------------------------------
 
 
-def _open_safetensors(path: Path) -> Any:
-    """The opened file. Never closed by hand: the mapping must live as long as any tensor of it."""
+def _mapped(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file by name, memory-mapped, and its metadata."""
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        # Not closed by hand: the mapping lives as long as a tensor of it.
+        file: Any = safe_open(path, framework="pt", device="cpu")
+        return {name: file.get_tensor(name) for name in sorted(file.keys())}, file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}{pointer_hint(path)}") from None
 
 
-def _entry(path: Path, file: Any, name: str) -> StoredTensor:
-    found = file.get_slice(name)
-    if (kind := found.get_dtype()) not in _DTYPES:
-        raise ConfigError(f"{path}: {name} has dtype {kind}; known are {', '.join(_DTYPES)}")
-    return StoredTensor(tuple(found.get_shape()), _DTYPES[kind])
-
-
-class _Shards(Mapping[str, StoredTensor]):
-    """The entries of several safetensors files, by the index that says which tensor is in which. A file is opened when
+class _Shards(Mapping[str, Tensor]):
+    """The tensors of several safetensors files, by the index that says which tensor is in which. A file is opened when
     it is needed: a rank can do without those that hold nothing for it.
 
     Raises:
@@ -174,7 +131,7 @@ class _Shards(Mapping[str, StoredTensor]):
         for place in sorted(set(places.values())):
             if Path(place).name != place:
                 raise ConfigError(f"{index}: {place!r} must be a file in the same folder")
-        self._index, self._open = index, dict[Path, Any]()
+        self._index, self._open = index, dict[Path, dict[str, Tensor]]()
         self._places = {name: index.parent / places[name] for name in sorted(places)}
 
     def __iter__(self) -> Iterator[str]:
@@ -183,48 +140,15 @@ class _Shards(Mapping[str, StoredTensor]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def __getitem__(self, name: str) -> StoredTensor:
-        return _entry(self._places[name], self._file(name), name)
-
-    def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU, memory-mapped."""
-        tensor: Tensor = self._file(name).get_tensor(name)
-        return tensor
-
-    def _file(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Tensor:
         path = self._places[name]
         if path not in self._open:
             if not path.is_file():
                 raise ConfigError(f"{path}: missing, but {self._index.name} says that it holds {name}")
-            self._open[path] = _open_safetensors(path)
-        if name not in frozenset(self._open[path].keys()):
+            self._open[path], _ = _mapped(path)
+        if name not in self._open[path]:
             raise ConfigError(f"{path}: has no tensor {name}, though its index says so")
-        return self._open[path]
-
-
-# ---- folders -------------------------------------------------------------------------------------------------------
-
-
-def _weights_file(folder: Path, stems: Sequence[str]) -> Path:
-    """The file to open of those in a folder, or in `transformer` in it."""
-    if not _weight_files(folder) and (folder / "transformer").is_dir():
-        folder = folder / "transformer"
-    files = _weight_files(folder)
-    for stem in stems:
-        for ending in (INDEX, SAFETENSORS, *PICKLES):
-            if folder / (stem + ending) in files:
-                return folder / (stem + ending)
-    for endings in ((INDEX,), (SAFETENSORS,), PICKLES):
-        if found := [path for path in files if path.name.endswith(endings)]:
-            if len(found) == 1:
-                return found[0]
-            some = ", ".join(path.name for path in found[:4])
-            raise ConfigError(f"{folder}: has {len(found)} files that could be meant ({some}); name one of them")
-    raise ConfigError(f"{folder}: has no weights ({SAFETENSORS}, {INDEX} or {', '.join(PICKLES)})")
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.name.endswith((SAFETENSORS, INDEX, *PICKLES)))
+        return self._open[path][name]
 
 
 # ---- containers ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+
 from streamdiff.errors import ConfigError
 from streamdiff.models.catalogue.schema import Files
 
@@ -27,15 +29,13 @@ def remote(files: Files) -> list[Remote]:
     Raises:
         ConfigError: see `fetch`.
     """
-    from huggingface_hub import hf_hub_download, snapshot_download
-
     if not files.on_hub:
         raise _elsewhere(files)
     try:
         if any("*" in name for name in files.files):
-            found: Any = snapshot_download(files.repo, allow_patterns=list(files.files), dry_run=True)
+            found: Any = huggingface_hub.snapshot_download(files.repo, allow_patterns=list(files.files), dry_run=True)
         else:
-            found = [hf_hub_download(files.repo, name, dry_run=True) for name in files.files]
+            found = [huggingface_hub.hf_hub_download(files.repo, name, dry_run=True) for name in files.files]
     except _faults() as error:
         if folder_on_disk(files) is not None:
             return []
@@ -49,10 +49,8 @@ def fetch_file(repo: str, name: str, bar: type[Any] | None = None) -> Path:
     Raises:
         ConfigError: see `fetch`.
     """
-    from huggingface_hub import hf_hub_download
-
     try:
-        return Path(hf_hub_download(repo, name, tqdm_class=bar))
+        return Path(huggingface_hub.hf_hub_download(repo, name, tqdm_class=bar))
     except _faults() as error:
         raise _no_way(repo, (name,), error) from None
 
@@ -74,21 +72,20 @@ def fetch_folder(files: Files) -> Path:
     Raises:
         ConfigError: see `fetch`.
     """
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(files.repo, allow_patterns=list(files.files)))
+        return Path(huggingface_hub.snapshot_download(files.repo, allow_patterns=list(files.files)))
     except _faults() as error:
         raise _no_way(files.repo, files.files, error) from None
 
 
 def folder_on_disk(files: Files) -> Path | None:
     """That folder where all patterns match something in the cache, else None. Looks at folders only."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(files.repo, allow_patterns=list(files.files), local_files_only=True))
+        folder = Path(
+            huggingface_hub.snapshot_download(files.repo, allow_patterns=list(files.files), local_files_only=True)
+        )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
     return folder if all(any(folder.glob(pattern)) for pattern in files.files) else None

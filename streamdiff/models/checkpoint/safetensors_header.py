@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -71,6 +72,13 @@ def stored_values(folder: Path) -> int:
     return sum(prod(entry.shape) for header in headers for entry in header.entries.values())
 
 
+def parse_data(data: bytes | memoryview, name: str) -> Header:
+    """The same of a file's content; errors call it `name`."""
+    length = int.from_bytes(data[:LENGTH_BYTES], "little")
+    header = data[: LENGTH_BYTES + min(length, _MAX_HEADER_BYTES)]
+    return parse_file(BytesIO(header), len(data), Path(name))
+
+
 def parse_file(file: BinaryIO, file_bytes: int, path: Path, max_bytes: int | None = None) -> Header:
     """The same of an open file of `file_bytes` bytes, from where it stands; errors call it `path`."""
     start = file.read(LENGTH_BYTES)
@@ -79,19 +87,7 @@ def parse_file(file: BinaryIO, file_bytes: int, path: Path, max_bytes: int | Non
         raise _other_kind(path, start, file_bytes, length)
     if max_bytes is not None and file_bytes > max_bytes:
         raise ConfigError(f"{path}: expected at most {max_bytes:,} bytes, got {file_bytes:,}")
-    return _parsed(path, file.read(length), file_bytes)
-
-
-def parse_data(data: bytes | memoryview, name: str) -> Header:
-    """The same of a file's content; errors call it `name`."""
-    path, start = Path(name), bytes(data[:LENGTH_BYTES])
-    length = int.from_bytes(start, "little")
-    if len(start) < LENGTH_BYTES or length > min(len(data) - LENGTH_BYTES, _MAX_HEADER_BYTES):
-        raise _other_kind(path, start, len(data), length)
-    return _parsed(path, bytes(data[LENGTH_BYTES : LENGTH_BYTES + length]), len(data))
-
-
-def _parsed(path: Path, text: bytes, file_bytes: int) -> Header:
+    text = file.read(length)
     try:
         tree = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.safetensors_header import ITEM_BYTES, Header, TensorEntry
 
 FLOATS = ("F32", "BF16", "F16", "F64")
+"""Dtypes of a file's tensors, by safetensors' names."""
 MAX_BYTES = 8 * 2**30
 """Size limit of a file whose number of chunks is open."""
 MAX_VIDEO_BYTES = 64 * 2**30
@@ -49,11 +50,10 @@ Shape = tuple[int | FreeDim, ...]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a contract: any of `shapes`, any of `dtypes` (safetensors' names)."""
+    """One tensor of a contract: any of `shapes`, any of `FLOATS`."""
 
     name: str
     shapes: tuple[Shape, ...]
-    dtypes: tuple[str, ...] = FLOATS
     required: bool = True
 
     def describe(self, bound: dict[str, int] | None = None) -> str:
@@ -91,14 +91,14 @@ def prompt_embeds_contract(text_shape: tuple[int, int]) -> FileSpec:
     return FileSpec("prompt embeddings", (wanted,), prod(text_shape) * ITEM_BYTES["F64"] + _HEADER_BYTES)
 
 
-def noise_contract(chunk_shape: Shape, *, steps: int, chunks: int = 1, max_bytes: int = MAX_BYTES) -> FileSpec:
+def noise_contract(chunk_shape: Shape, *, steps: int, chunks: int = 1) -> FileSpec:
     """`initial` `[chunks, C, f, h, w]`, what the first step of each chunk receives, and its companion `renoise`
     `[chunks, steps-1, C, f, h, w]`, the noise of each later step; without later steps `renoise` may be left out.
     `chunk_shape` is `[C, f, h, w]`; the file must hold at least `chunks` chunks."""
     count = FreeDim("chunks", chunks)
     initial = TensorSpec("initial", ((count, *chunk_shape),))
     renoise = TensorSpec("renoise", ((count, steps - 1, *chunk_shape),), required=steps > 1)
-    return FileSpec("noise", (initial, renoise), max_bytes)
+    return FileSpec("noise", (initial, renoise))
 
 
 def latents_contract(
@@ -128,9 +128,9 @@ def video_latents_contract(chunk_shape: tuple[int, int, int, int], *, chunks: in
     return FileSpec("a video's latents", (wanted,), max_bytes)
 
 
-def video_contract(max_bytes: int = MAX_VIDEO_BYTES) -> FileSpec:
+def video_contract() -> FileSpec:
     """`video` `[3, F, H, W]`: red, green and blue of F frames, from -1 to 1, which is not checked here."""
-    return FileSpec("frames", (TensorSpec("video", ((3, FreeDim("F"), FreeDim("H"), FreeDim("W")),)),), max_bytes)
+    return FileSpec("frames", (TensorSpec("video", ((3, FreeDim("F"), FreeDim("H"), FreeDim("W")),)),), MAX_VIDEO_BYTES)
 
 
 def check(contract: FileSpec, header: Header) -> dict[str, int]:
@@ -160,8 +160,8 @@ def check(contract: FileSpec, header: Header) -> dict[str, int]:
 
 def _check_tensor(place: str, wanted: TensorSpec, entry: TensorEntry, bound: dict[str, int]) -> None:
     """Mutates: bound, with the free dimensions of this tensor."""
-    if entry.dtype not in wanted.dtypes:
-        raise ConfigError(f"{place}: {wanted.name}: expected dtype {' or '.join(wanted.dtypes)}, got {entry.dtype}")
+    if entry.dtype not in FLOATS:
+        raise ConfigError(f"{place}: {wanted.name}: expected dtype {' or '.join(FLOATS)}, got {entry.dtype}")
     for shape in wanted.shapes:
         if (found := _match(shape, entry.shape, bound)) is not None:
             bound.update(found)

@@ -11,13 +11,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from streamdiff.atomic_write import check_parent, temporary_sibling
@@ -49,12 +49,9 @@ def read(path: Path, contract: FileSpec) -> dict[str, Tensor]:
         raise ConfigError(f"{path} does not exist; expected {contract.what}, a safetensors file: {contract.describe()}")
     header = parse_header(path, contract.max_bytes)
     check(contract, header)
-    found: dict[str, Tensor] = {}
     try:
-        with safe_open(path, "pt") as file:
-            for name in header.entries:
-                # A copy: the file's own pages would change, or vanish, with the file.
-                found[name] = file.get_tensor(name).to(torch.float32, copy=True)
+        # A copy: the file's own pages would change, or vanish, with the file.
+        found = {name: tensor.to(torch.float32, copy=True) for name, tensor in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     for name, tensor in found.items():
@@ -72,23 +69,18 @@ def read_rows(path: Path, text_shape: tuple[int, int]) -> Tensor:
     return read(path, prompt_embeds_contract(text_shape))["prompt_embeds"].flatten(0, -2)
 
 
-@dataclass(frozen=True)
-class Noise:
-    """Noise from a file instead of a seed: `initial` `[chunks, C, f, h, w]`, `renoise` `[chunks, steps-1, ...]`."""
-
-    initial: Tensor
-    renoise: Tensor
-
-
-def read_noise(path: Path, chunk_shape: tuple[int, int, int, int], *, steps: int, chunks: int = 1) -> Noise:
-    """Noise for at least `chunks` chunks of `chunk_shape` in `steps` denoise steps, float32.
+def read_noise(
+    path: Path, chunk_shape: tuple[int, int, int, int], *, steps: int, chunks: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Noise for at least `chunks` chunks of `chunk_shape` in `steps` denoise steps, float32, instead of a seed's:
+    `initial` `[chunks, C, f, h, w]` and `renoise` `[chunks, steps-1, ...]`.
 
     Raises:
         ConfigError: see `read` and `noise_contract`.
     """
     found = read(path, noise_contract(chunk_shape, steps=steps, chunks=chunks))
     initial = found["initial"]
-    return Noise(initial, found.get("renoise", initial.new_zeros(len(initial), 0, *chunk_shape)))
+    return initial, found.get("renoise", initial.new_zeros(len(initial), 0, *chunk_shape))
 
 
 def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1, whole: bool = False) -> Tensor:

@@ -6,35 +6,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from streamdiff.models.interfaces import ParsedPrompt, TextEncoder
-
-
-class TextKey(NamedTuple):
-    """What embeddings depend on: which encoder (its number format included), which revision of it, the text length in
-    tokens, and the text."""
-
-    encoder: str
-    revision: str
-    length: int
-    text: str
-
-
-@dataclass(frozen=True)
-class CacheCounts:
-    """`hits` were answered without encoding, also by waiting for somebody else's encoding; `misses` were encoded.
-    `evictions` were dropped for room. `entries` and `bytes` are kept now."""
-
-    hits: int
-    misses: int
-    evictions: int
-    entries: int
-    bytes: int
+from streamdiff.models.interfaces import ParsedPrompt
+from streamdiff.models.text_encoder.embedding_store import EmbeddingFolder, TextKey
+from streamdiff.models.text_encoder.wan import WanText
 
 
 class EmbeddingCache:
@@ -42,14 +19,10 @@ class EmbeddingCache:
 
     def __init__(self, max_bytes: int) -> None:
         """`max_bytes` of embeddings are kept at most; larger ones, and with 0 all, are handed out and not kept."""
-        if max_bytes < 0:
-            raise ValueError(f"max_bytes is {max_bytes}; it must be at least 0")
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._entries: OrderedDict[TextKey, Tensor] = OrderedDict()
         self._under_way: dict[TextKey, Future[Tensor]] = {}
-        self._bytes = 0
-        self._hits = self._misses = self._evictions = 0
 
     def get(self, key: TextKey, encode: Callable[[], Tensor]) -> Tensor:
         """The embeddings of `key`, encoded now if they are not kept; if another thread is encoding them, its result.
@@ -60,25 +33,10 @@ class EmbeddingCache:
         with self._lock:
             if (kept := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)
-                self._hits += 1
                 return kept
             if (theirs := self._under_way.get(key)) is None:
                 ours = self._under_way[key] = Future()
-                self._misses += 1
-            else:
-                self._hits += 1
         return self._encode(key, encode, ours) if theirs is None else theirs.result()
-
-    def counts(self) -> CacheCounts:
-        """How the cache has done so far."""
-        with self._lock:
-            return CacheCounts(self._hits, self._misses, self._evictions, len(self._entries), self._bytes)
-
-    def clear(self) -> None:
-        """Keep nothing; counts stay. Mutates: self."""
-        with self._lock:
-            self._entries.clear()
-            self._bytes = 0
 
     def _encode(self, key: TextKey, encode: Callable[[], Tensor], ours: Future[Tensor]) -> Tensor:
         try:
@@ -95,59 +53,33 @@ class EmbeddingCache:
         return embeddings
 
     def _keep(self, key: TextKey, embeddings: Tensor) -> None:
-        size = _held_bytes(embeddings)
-        if size > self.max_bytes:
+        if _held_bytes(embeddings) > self.max_bytes:
             return
-        while self._bytes + size > self.max_bytes:
-            _, oldest = self._entries.popitem(last=False)
-            self._bytes -= _held_bytes(oldest)
-            self._evictions += 1
         self._entries[key] = embeddings
-        self._bytes += size
-
-
-class Kept(Protocol):
-    """Embeddings that outlive the process, on the CPU (`EmbeddingFolder`)."""
-
-    def get(self, key: TextKey) -> Tensor | None: ...
-
-    def put(self, key: TextKey, embeddings: Tensor) -> None: ...
+        while sum(map(_held_bytes, self._entries.values())) > self.max_bytes:
+            self._entries.popitem(last=False)
 
 
 class CachedText:
     """A `TextEncoder` (models/interfaces.py) that asks `encoder` only for texts that neither `cache` nor `kept`
     holds."""
 
-    def __init__(
-        self,
-        encoder: TextEncoder,
-        cache: EmbeddingCache,
-        *,
-        identity: str,
-        revision: str,
-        length: int,
-        kept: Kept | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        """`identity`, `revision` and `length` tell this encoder's entries from others' in the same cache: `TextKey`.
-        `device` is where the encoder puts embeddings, and so where those of `kept` go."""
+    def __init__(self, encoder: WanText, cache: EmbeddingCache, kept: EmbeddingFolder | None = None) -> None:
         self.examples, self.suggestions = encoder.examples, encoder.suggestions
         self.vocabulary, self.slow = encoder.vocabulary, encoder.slow
-        self.encoder, self.cache = encoder, cache
-        self._identity, self._revision, self._length = identity, revision, length
-        self._kept, self._device = kept, torch.device(device)
+        self.encoder, self.cache, self._kept = encoder, cache, kept
 
     def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         return self.encoder.read(prompt, previous)
 
     def encode(self, text: str) -> Tensor:
         """Embeddings `[T, text_dim]`, shared: not to be written to."""
-        key = TextKey(self._identity, self._revision, self._length, text)
+        key = self.encoder.key(text)
         return self.cache.get(key, lambda: self._find(key))
 
     def _find(self, key: TextKey) -> Tensor:
         if self._kept is not None and (found := self._kept.get(key)) is not None:
-            return found.to(self._device)
+            return found.to(self.encoder.output)
         embeddings = self.encoder.encode(key.text)
         if self._kept is not None:
             self._kept.put(key, embeddings)

@@ -7,18 +7,28 @@ import contextlib
 import hashlib
 import os
 import sys
-import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from streamdiff.models.text_encoder.embedding_cache import TextKey
+from streamdiff.atomic_write import temporary_sibling
 
 MAX_BYTES = 512 * 2**20
 _TENSOR, _ROWS, _SUFFIX = "embeddings", "rows", ".safetensors"
+
+
+class TextKey(NamedTuple):
+    """What embeddings depend on: which encoder (its number format included), which revision of it, the text length in
+    tokens, and the text."""
+
+    encoder: str
+    revision: str
+    length: int
+    text: str
 
 
 class EmbeddingFolder:
@@ -65,13 +75,10 @@ class EmbeddingFolder:
             return
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, part = tempfile.mkstemp(".part", dir=self.folder)  # mode 0600
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(data)
-                os.replace(part, self._path(key))
-            finally:
-                Path(part).unlink(missing_ok=True)
+            with temporary_sibling(self._path(key)) as part:
+                part.touch(mode=0o600)
+                part.write_bytes(data)
+                part.replace(self._path(key))
             self._drop()
         except OSError as error:
             self._writable = False

@@ -1,6 +1,6 @@
 """Wan's text encoder: UMT5 and its tokenizer, from a diffusers folder or the original file (`wan_files`), with
-embeddings as diffusers' WanPipeline has them: a fixed number of rows, zero beyond the text. Knows nothing about
-caches, files given by a user, or sessions."""
+embeddings as diffusers' WanPipeline has them: a fixed number of rows, zero beyond the text. Keeps no
+embeddings; knows nothing about files given by a user, or sessions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import ftfy
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
-from streamdiff.errors import ConfigError
+from streamdiff.device import pick_dtype
 from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.models.text_encoder import wan_files
-from streamdiff.models.text_encoder.wan_files import TextFiles
+from streamdiff.models.text_encoder.embedding_store import TextKey
 
 TEXT_TOKENS = 512
 EXAMPLES = (
@@ -35,7 +33,6 @@ VOCABULARY = (
     "Any words, in English or Chinese. One to three sentences that name the subject, what it does, the place, the "
     "light and the camera work best."
 )
-_WORDS = ("shared.weight", "encoder.embed_tokens.weight")
 _LAST_WORDS = 8  # tokens of a cut prompt's end that a notice shows
 
 
@@ -54,10 +51,8 @@ class WanText:
         length: int = TEXT_TOKENS,
         width: int | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         output: torch.device | str | None = None,
         keep: bool = True,
-        revision: str = "",
     ) -> None:
         """Reads the tokenizer and the encoder's sizes; the weights come with the first text.
 
@@ -65,12 +60,10 @@ class WanText:
             path: a model in diffusers' layout, or original Wan's: the folder, or the encoder's file.
             length: text tokens T that the model was trained with.
             width: text width that the transformer asks for; None: whatever the encoder has.
-            device: where the encoder runs; None: on `output` where it takes a third of the free memory or less, else on
-                the CPU.
-            dtype: of weights and embeddings; None: bfloat16 on a GPU, float32 on the CPU.
+            device: where the encoder runs, in bfloat16 on a GPU, float32 on the CPU; None: on `output` where it takes a
+                third of the free memory or less, else on the CPU.
             output: where embeddings are put; None: `device`, or the CPU.
             keep: keep the weights after a text, or free them and read them again for the next one.
-            revision: of the checkpoint, where it is known; else one is made of the files' names, sizes and times.
 
         Raises:
             ConfigError: a part that is missing or cannot be read, or an encoder of another kind or width.
@@ -80,10 +73,9 @@ class WanText:
         self.width, words = wan_files.read_sizes(self._files, width)
         self.output = torch.device(output or device or "cpu")
         self.device = wan_files.choose_device(self._files, self.output) if device is None else torch.device(device)
-        self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else torch.bfloat16)
-        self.identity = f"{path.resolve()} {self.dtype}"
-        """With `revision`, what tells its embeddings from other encoders'."""
-        self.revision = revision or wan_files.revision(self._files)
+        self.dtype = pick_dtype("auto", self.device)
+        self._identity = f"{path.resolve()} {self.dtype}"
+        self.revision = wan_files.revision(self._files)
         self._tokenizer = wan_files.load_tokenizer(self._files.tokenizer, words)
         # Padding and truncation are settings of the tokenizer's own, so two threads must not use it at once.
         self._tokenizing, self._encoding = threading.Lock(), threading.Lock()
@@ -93,6 +85,10 @@ class WanText:
     def loaded(self) -> bool:
         """Whether the weights are in memory."""
         return self._encoder is not None
+
+    def key(self, text: str) -> TextKey:
+        """What tells the embeddings of `text` from others."""
+        return TextKey(self._identity, self.revision, self.length, text)
 
     def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         """The prompt as it is; the notice says where it is cut if it is too long."""
@@ -120,7 +116,7 @@ class WanText:
         """
         tokens = self.tokens(text)
         with self._encoding:
-            encoder = self._encoder or _load_encoder(self._files, self.device, self.dtype)
+            encoder = self._encoder or wan_files.load_encoder(self._files, self.device, self.dtype)
             self._encoder = encoder if self.keep else None
             with torch.inference_mode(), _beside(self.device), _all_cores(self.device):
                 ids = tokens.to(self.device)
@@ -141,11 +137,6 @@ class WanText:
     def awaited_bytes(self, device: torch.device) -> int:
         """Bytes that the weights will take on `device` once loaded; 0 if they are loaded, or go to another device."""
         return 0 if self.loaded or self.device.type != device.type else self._files.values * self.dtype.itemsize
-
-    def release(self) -> None:
-        """Free the weights; the next text reads them again. Mutates: self."""
-        with self._encoding:
-            self._encoder = None
 
 
 def _clean(text: str) -> str:
@@ -184,42 +175,3 @@ def _all_cores(device: torch.device) -> Iterator[None]:
 def _cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _load_encoder(files: TextFiles, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
-    path = files.weights
-    if files.original:
-        return wan_files.load_original(files, device, dtype)
-    try:
-        loaded: Any = UMT5EncoderModel.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"{path}: the text encoder cannot be loaded: {error}") from error
-    encoder: UMT5EncoderModel = loaded[0]
-    found: dict[str, Any] = loaded[1]
-    _tie(encoder, found["missing_keys"])
-    for what in ("missing", "unexpected"):
-        if names := sorted(found[f"{what}_keys"]):
-            raise ConfigError(f"{path}: {len(names)} {what} tensors, for example {', '.join(names[:3])}")
-    if wrong := sorted(found["mismatched_keys"]):
-        listed = ", ".join(f"{name}: expected {list(want)}, got {list(got)}" for name, got, want in wrong[:3])
-        raise ConfigError(f"{path}: {len(wrong)} tensors of another shape than config.json asks for: {listed}")
-    encoder.train(False)
-    torch.nn.Module.to(encoder, device)
-    return encoder
-
-
-def _tie(encoder: UMT5EncoderModel, missing: set[str]) -> None:
-    """Use one table of words for both of its names. Mutates: encoder, missing.
-
-    Checkpoints hold it under one name only, and Wan's say in config.json that the two are not tied, which some
-    versions of transformers believe: the table in use would stay empty.
-    """
-    if missing.issuperset(_WORDS):
-        return
-    if _WORDS[1] in missing:
-        encoder.set_input_embeddings(encoder.shared)
-    elif _WORDS[0] in missing:
-        encoder.set_input_embeddings(encoder.encoder.embed_tokens)
-    missing.difference_update(_WORDS)

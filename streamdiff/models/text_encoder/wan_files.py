@@ -1,15 +1,14 @@
-"""Finds the files of Wan's text encoder, and builds the encoder, also from the original repository's file.
+"""Finds the files of Wan's text encoder, and builds the encoder from them, in diffusers' layout or original Wan's.
 
-That file, `models_t5_umt5-xxl-enc-bf16.pth`, holds the encoder alone, under names of its own; sizes are read from its
-shapes. The names are those of github.com/Wan-Video/Wan2.1 (wan/modules/t5.py).
+The original repository's file, `models_t5_umt5-xxl-enc-bf16.pth`, holds the encoder alone, under names of its own;
+sizes are read from its shapes. The names are those of github.com/Wan-Video/Wan2.1 (wan/modules/t5.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -23,6 +22,7 @@ from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.checkpoint import open_checkpoint
+from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.checkpoint.module import check_fit
 
 _SHARE = 3  # the rest of a GPU's free memory is for sessions
@@ -30,7 +30,10 @@ TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
 _WEIGHTS = "models_t5*.pth"
 _TOKENIZERS = ("google/umt5-xxl", "umt5-xxl", "tokenizer", ".")
 _MAX_DISTANCE = 128  # of relative positions: in no tensor, and the same in every UMT5
-_TOP = {"token_embedding.weight": "shared.weight", "norm.weight": "encoder.final_layer_norm.weight"}
+_STEMS = ("model",)
+_TABLE, _SAME_TABLE = "shared.weight", "encoder.embed_tokens.weight"
+"""The table of words, by both of its names. A file has one of them, or both, whatever its config.json says of them."""
+_TOP = {"token_embedding.weight": _TABLE, "norm.weight": "encoder.final_layer_norm.weight"}
 _BLOCK = {
     "norm1": "layer.0.layer_norm",
     "attn.q": "layer.0.SelfAttention.q",
@@ -64,18 +67,13 @@ class TextFiles:
         Raises:
             ConfigError: there are no weights, or they are damaged.
         """
-        checkpoint = open_checkpoint(self.weights, names=("model",))
+        checkpoint = open_checkpoint(self.weights, names=_STEMS)
         return {name: checkpoint.entries[name].shape for name in checkpoint.names}
 
     @property
     def values(self) -> int:
         """How many numbers the encoder's weights are; ConfigError as `shapes`."""
         return sum(map(prod, self.shapes.values()))
-
-    def paths(self) -> Iterator[Path]:
-        """Every file."""
-        yield from [self.weights] if self.original else self.weights.glob("*")
-        yield from self.tokenizer.glob("*")
 
 
 def find(path: Path) -> TextFiles:
@@ -129,15 +127,10 @@ def read_sizes(files: TextFiles, width: int | None) -> tuple[int, int]:
 
 def _read_config(path: Path) -> tuple[int, int]:
     """Width and number of words of the encoder in a folder."""
-    try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror or error}; diffusers' layout has the text encoder there"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from None
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file; diffusers' layout has the text encoder there")
+    config = read_object(path)
+    kind = config.get("model_type")
     if kind != "umt5" or not all(isinstance(config.get(key), int) for key in ("d_model", "vocab_size")):
         raise ConfigError(
             f"{path}: expected a UMT5 encoder (model_type umt5, with d_model and vocab_size), got model_type {kind!r}"
@@ -177,19 +170,25 @@ def original_sizes(files: TextFiles) -> UMT5Config:
     )
 
 
-def load_original(files: TextFiles, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
-    """The encoder in the original file.
+def load_encoder(files: TextFiles, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
+    """The encoder, for inference.
 
     Raises:
-        ConfigError: it is not that file; or tensors are missing, unexpected or misshapen, which are listed.
+        ConfigError: no such encoder; or tensors that are missing, unexpected or misshapen, which are listed.
     """
-    checkpoint = open_checkpoint(files.weights)
-    with torch.device("meta"):
-        encoder = UMT5EncoderModel(original_sizes(files))
+    path = files.weights
+    checkpoint = open_checkpoint(path, names=_STEMS)
+    try:
+        config = original_sizes(files) if files.original else UMT5Config.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):
+            encoder = UMT5EncoderModel(config)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{path}: the text encoder cannot be loaded: {error}") from error
     found = {_name(name): checkpoint.read(name) for name in checkpoint.names}
-    table = "encoder.embed_tokens.weight"  # the same as `shared`, by another name
-    wanted = {name: tensor.shape for name, tensor in encoder.state_dict().items() if name != table}
-    check_fit(files.weights, found, wanted)
+    if (table := found.pop(_SAME_TABLE, None)) is not None:
+        found.setdefault(_TABLE, table)
+    wanted = {name: tensor.shape for name, tensor in encoder.state_dict().items() if name != _SAME_TABLE}
+    check_fit(path, found, wanted)
     encoder.load_state_dict({name: found.pop(name).to(device, dtype) for name in wanted}, strict=False, assign=True)
     encoder.set_input_embeddings(encoder.shared)
     encoder.requires_grad_(False)
@@ -234,8 +233,8 @@ def choose_device(files: TextFiles, device: torch.device) -> torch.device:
 
 def revision(files: TextFiles) -> str:
     """Of the files as they are now; weights are not read."""
-    digest = hashlib.sha256()
-    for path in sorted(files.paths()):
+    digest, weights = hashlib.sha256(), [files.weights] if files.original else files.weights.glob("*")
+    for path in sorted([*weights, *files.tokenizer.glob("*")]):
         state = path.stat()
         digest.update(f"{path.name} {state.st_size} {state.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]

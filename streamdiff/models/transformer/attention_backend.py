@@ -30,28 +30,10 @@ FREE = ("auto", "sdpa")
 """torch's choice: `auto` until there was a trial."""
 
 
-class Implementation(NamedTuple):
-    """A replacement for torch's own flash kernel, process-wide: torch's name of it, the module that has it, and the
-    package to install."""
+class Packaged(NamedTuple):
+    """A kernel that comes in a package: torch's or diffusers' `name` of it, its module, and how to install that."""
 
     name: str
-    module: str
-    install: str
-
-
-IMPLEMENTATIONS = {
-    "fa3": Implementation("FA3", "flash_attn_interface", "flash-attn-3 of PyTorch's package index"),
-    "fa4": Implementation("FA4", "flash_attn.cute.interface", "pip install flash-attn-4"),
-}
-_TELLING = ("flash", "efficient", "cudnn", *IMPLEMENTATIONS)
-"""Those that tell the sum of the weights, so that keys may lie in pieces."""
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """A kernel behind diffusers' dispatch, for CUDA: its name there, its module, and how to install that."""
-
-    backend: str
     module: str
     install: str
 
@@ -61,19 +43,27 @@ class Dispatched:
         return self.module == "kernels"
 
 
+IMPLEMENTATIONS = {
+    "fa3": Packaged("FA3", "flash_attn_interface", "flash-attn-3 of PyTorch's package index"),
+    "fa4": Packaged("FA4", "flash_attn.cute.interface", "pip install flash-attn-4"),
+}
+"""Replacements for torch's own flash kernel, process-wide, by their names in `model.attention`."""
+_TELLING = ("flash", "efficient", "cudnn", *IMPLEMENTATIONS)
+"""Those that tell the sum of the weights, so that keys may lie in pieces."""
 _HUB, _SAGE = ("kernels", "pip install kernels"), ("sageattention", "pip install sageattention, 2.1.1 or newer")
 DISPATCHED = {
-    "flash_2": Dispatched("flash", "flash_attn", "pip install flash-attn"),
-    "flash_3": Dispatched("_flash_3", "flash_attn_interface", "built from the hopper folder of flash-attention"),
-    "flash_2_hub": Dispatched("flash_hub", *_HUB),
-    "flash_3_hub": Dispatched("_flash_3_hub", *_HUB),
-    "flash_4_hub": Dispatched("flash_4_hub", *_HUB),
-    "sage": Dispatched("sage", *_SAGE),
-    "sage_fp16": Dispatched("_sage_qk_int8_pv_fp16_cuda", *_SAGE),
-    "sage_hub": Dispatched("sage_hub", *_HUB),
-    "xformers": Dispatched("xformers", "xformers", "pip install xformers"),
+    "flash_2": Packaged("flash", "flash_attn", "pip install flash-attn"),
+    "flash_3": Packaged("_flash_3", "flash_attn_interface", "built from the hopper folder of flash-attention"),
+    "flash_2_hub": Packaged("flash_hub", *_HUB),
+    "flash_3_hub": Packaged("_flash_3_hub", *_HUB),
+    "flash_4_hub": Packaged("flash_4_hub", *_HUB),
+    "sage": Packaged("sage", *_SAGE),
+    "sage_fp16": Packaged("_sage_qk_int8_pv_fp16_cuda", *_SAGE),
+    "sage_hub": Packaged("sage_hub", *_HUB),
+    "xformers": Packaged("xformers", "xformers", "pip install xformers"),
 }
-"""diffusers', by their names in `model.attention`. What is `flash` there is `flash_2` here, as torch has a `flash`."""
+"""Kernels behind diffusers' dispatch, for CUDA, by their names in `model.attention`. What is `flash` there is `flash_2`
+here, as torch has a `flash`."""
 NAMES = (*FREE, *KERNELS, *IMPLEMENTATIONS, *DISPATCHED)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _QUANTIZED = {"sage": 8e-2, "sage_fp16": 8e-2, "sage_hub": 8e-2}
@@ -100,7 +90,7 @@ def kernel(name: str) -> Attend:
     would set flags of the whole process, which other threads meet."""
     if name in FREE:
         return attend
-    return _dispatching(DISPATCHED[name].backend) if name in DISPATCHED else _own_kernel(name)
+    return _dispatching(DISPATCHED[name].name) if name in DISPATCHED else _own_kernel(name)
 
 
 def activate(name: str) -> None:
@@ -119,27 +109,29 @@ def activate(name: str) -> None:
 
 
 def _own_kernel(name: str) -> Attend:
-    """One of torch's `KERNELS` or `IMPLEMENTATIONS`, called by itself: raises RuntimeError or NotImplementedError where
-    it cannot run."""
-    name = "flash" if name in IMPLEMENTATIONS else name
-
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        aten: Any = torch.ops.aten
-        if name == "math":
-            result = aten._scaled_dot_product_attention_math(q, k, v)
-        elif name == "flash" and query.device.type == "cpu":
-            result = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-        elif name == "flash":
-            result = aten._scaled_dot_product_flash_attention(q, k, v)
-        elif name == "efficient":
-            result = aten._scaled_dot_product_efficient_attention(q, k, v, None, False)
-        else:
-            result = aten._scaled_dot_product_cudnn_attention(q, k, v, None, False)
-        mixed: Tensor = result[0]
-        return mixed.transpose(1, 2)
+        return _results(name, query, key, value, weighed=False)[0].transpose(1, 2)
 
     return run
+
+
+def _results(name: str, query: Tensor, key: Tensor, value: Tensor, weighed: bool) -> Sequence[Tensor]:
+    """What one of torch's `KERNELS` or `IMPLEMENTATIONS`, called by itself, gives: attention `[R, H, L, d]`; then, with
+    `weighed`, of those that are `_TELLING`, the logarithms of the sums of weights; then what nobody needs. Raises
+    RuntimeError or NotImplementedError where it cannot run."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    aten: Any = torch.ops.aten
+    if name == "math":
+        results = aten._scaled_dot_product_attention_math(q, k, v)
+    elif name == "efficient":
+        results = aten._scaled_dot_product_efficient_attention(q, k, v, None, weighed)
+    elif name == "cudnn":
+        results = aten._scaled_dot_product_cudnn_attention(q, k, v, None, weighed)
+    elif query.device.type == "cpu":
+        results = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    else:
+        results = aten._scaled_dot_product_flash_attention(q, k, v)
+    return cast("Sequence[Tensor]", results)
 
 
 def merged(results: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -186,17 +178,7 @@ def _fused_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 def _with_weights(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Attention `[R, L, H, d]` and the logarithm of the sum of its weights, float32 `[R, L, H, 1]`."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    aten: Any = torch.ops.aten
-    name = "flash" if name in IMPLEMENTATIONS else name
-    if name == "flash" and query.device.type == "cpu":
-        mixed, weights = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[:2]
-    elif name == "flash":
-        mixed, weights = aten._scaled_dot_product_flash_attention(q, k, v)[:2]
-    elif name == "efficient":
-        mixed, weights = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[:2]
-    else:
-        mixed, weights = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[:2]
+    mixed, weights = _results(name, query, key, value, weighed=True)[:2]
     weights = weights.flatten(2)[..., : query.shape[1]]  # one kernel pads them, another has a dimension more
     return mixed.transpose(1, 2), weights.transpose(1, 2).unsqueeze(-1)
 
@@ -239,8 +221,7 @@ class Case:
             torch.randn(1, tokens, shape.heads, shape.head_dim, generator=generator).to(device, dtype)
             for tokens in (shape.queries, shape.keys, shape.keys)
         )
-        # The last is among them: where a kernel's last tile is a part of one.
-        sampled = torch.linspace(0, shape.queries - 1, min(_SAMPLES, shape.queries)).round().long().to(device)
+        sampled = _sampled(query)
         return cls(query, key, value, sampled, _formula(query[:, sampled], key, value))
 
     @property
@@ -287,7 +268,7 @@ def fault(name: str, case: Case) -> str | None:
     try:
         with torch.inference_mode():
             if name in DISPATCHED:
-                with attention_backend(DISPATCHED[name].backend):  # its requirements; fetches
+                with attention_backend(DISPATCHED[name].name):  # its requirements; fetches
                     pass
             activate(name)
             got = [kernel(name)(case.query, case.key, case.value), over_parts(name)(case.query, case.parts)]
@@ -307,26 +288,19 @@ def fault(name: str, case: Case) -> str | None:
 def missing(name: str, device: torch.device) -> str | None:
     """Why the kernel cannot be had on such a device, whatever the numbers: what is not installed, or another device
     that it is for. None where it may run; whether it does, and rightly, `probe` says."""
-    known, newer = IMPLEMENTATIONS.get(name) or DISPATCHED.get(name), ""
-    if known is None:
+    if (known := IMPLEMENTATIONS.get(name) or DISPATCHED.get(name)) is None:
         return None
-    if isinstance(known, Dispatched) and known.backend not in AttentionBackendName._value2member_map_:
-        newer = f"diffusers {importlib.metadata.version('diffusers')}"
-    if isinstance(known, Implementation) and known.name not in _implementations():
-        newer = f"torch {torch.__version__}"
-    if newer:
-        return f"is not known to {newer}, which has it in newer versions"
+    if name in DISPATCHED:
+        owner, names = f"diffusers {importlib.metadata.version('diffusers')}", list[str](AttentionBackendName)
+    else:
+        owner, names = f"torch {torch.__version__}", getattr(torch_attention, "list_flash_attention_impls", list)()
+    if known.name not in names:
+        return f"is not known to {owner}, which has it in newer versions"
     if not _is_installed(known.module):
         return f"is not installed (no module {known.module}; {known.install})"
     if device.type != "cuda":
         return f"is for CUDA, and the device is {device.type}"
     return None
-
-
-def _implementations() -> list[str]:
-    """Names of flash kernel implementations that this torch supports, installed or not."""
-    known: list[str] = getattr(torch_attention, "list_flash_attention_impls", list)()
-    return known
 
 
 def _active() -> str | None:
@@ -345,9 +319,15 @@ def _is_installed(module: str) -> bool:
 def formula_error(got: Tensor, query: Tensor, key: Tensor, value: Tensor) -> float | None:
     """By how much a result `[R, L, H, d]` differs from the formula's, for some of the queries; None: by no more than
     its dtype allows."""
-    sampled = torch.linspace(0, query.shape[1] - 1, min(_SAMPLES, query.shape[1])).round().long().to(query.device)
+    sampled = _sampled(query)
     off = _off(got[:, sampled], _formula(query[:, sampled], key, value))
     return None if off <= _TOLERANCE[query.dtype] else off
+
+
+def _sampled(query: Tensor) -> Tensor:
+    """Numbers of some queries of `[R, L, H, d]`, the last among them: where a kernel's last tile is a part of one."""
+    count = query.shape[1]
+    return torch.linspace(0, count - 1, min(_SAMPLES, count)).round().long().to(query.device)
 
 
 def _off(got: Tensor, expected: Tensor) -> float:

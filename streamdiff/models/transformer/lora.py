@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.checkpoint import LORA_CONTAINERS, Checkpoint, open_checkpoint
 from streamdiff.models.checkpoint.json_file import read_object, some
-from streamdiff.models.transformer.tensor_names import bare, recognise, translate
+from streamdiff.models.transformer.tensor_names import TensorLocation, bare, recognise, translate
 
 _FACTOR = re.compile(r"(.+)\.(?:lora_(A|down)|lora_(B|up))(?:\.\w+)??\.weight")
 _ALPHA = ".alpha"
@@ -69,23 +69,15 @@ class _Pair:
 
 
 @dataclass(frozen=True)
-class _Change:
-    """The addend for one tensor: the `part`-th of `parts` equal runs of rows of the product of `pair`."""
-
-    pair: _Pair
-    part: int
-    parts: int
-
-
-@dataclass(frozen=True)
 class Adapter:
-    """An opened LoRA file, fitted to a model. `changes` are by diffusers' names of the weights."""
+    """An opened LoRA file, fitted to a model. `changes` are by diffusers' names of the weights: each is
+    the run of rows that a location tells, of the product of a pair."""
 
     checkpoint: Checkpoint
     scale: float
-    changes: Mapping[str, _Change] = field(default_factory=dict)
-    alpha: float | None = None
-    rank_stabilised: bool = False
+    changes: Mapping[str, tuple[_Pair, TensorLocation]]
+    alpha: float | None
+    rank_stabilised: bool
 
     def change(self, name: str, device: torch.device) -> Tensor | None:
         """The adapter's addend for the weight `name`, float32 `[rows, columns]`; None if it has none.
@@ -93,17 +85,16 @@ class Adapter:
         Raises:
             ConfigError: the change is not finite.
         """
-        change = self.changes.get(name)
-        if change is None:
+        if name not in self.changes:
             return None
-        pair = change.pair
+        pair, (_, part, parts) = self.changes[name]
         down, up = (
             self.checkpoint.read(factor).to(device, torch.float32).flatten(1) for factor in (pair.down, pair.up)
         )
         rank = down.shape[0]
         alpha = float(self.checkpoint.read(pair.alpha)) if pair.alpha else self.alpha
         strength = 1.0 if alpha is None else alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
-        result = up.chunk(change.parts)[change.part] @ down * (self.scale * strength)
+        result = up.chunk(parts)[part] @ down * (self.scale * strength)
         if not bool(result.isfinite().all()):
             raise ConfigError(f"{self.checkpoint}: the change of {name} is not finite ({pair.down}, {pair.up})")
         return result
@@ -136,10 +127,7 @@ def open_lora(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> Adapter:
         problems.append(f"names of a second adapter ({len(twice)}): {some(twice)}; a file must hold one")
     if halves := [pair.any for pair in pairs.values() if not (pair.down and pair.up)]:
         problems.append(f"factors without their other half ({len(halves)}): {some(halves)}")
-    changes = {
-        target: _Change(pairs[source.name.removesuffix(".weight")], source.part, source.parts)
-        for target, source in names.sources.items()
-    }
+    changes = {target: (pairs[source.name.removesuffix(".weight")], source) for target, source in names.sources.items()}
     if not problems:
         problems += _misfits(checkpoint, changes, shapes)
     if problems:
@@ -168,15 +156,17 @@ def _pairs(stored: tuple[str, ...]) -> tuple[dict[str, _Pair], list[str], list[s
 
 
 def _misfits(
-    checkpoint: Checkpoint, changes: Mapping[str, _Change], shapes: Mapping[str, tuple[int, ...]]
+    checkpoint: Checkpoint,
+    changes: Mapping[str, tuple[_Pair, TensorLocation]],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> list[str]:
     found = []
-    for target, change in changes.items():
-        down, up = (checkpoint.entries[name].shape for name in (change.pair.down, change.pair.up))
-        rows, columns = shapes[target][0] * change.parts, prod(shapes[target][1:])
+    for target, (pair, source) in changes.items():
+        down, up = (checkpoint.entries[name].shape for name in (pair.down, pair.up))
+        rows, columns = shapes[target][0] * source.parts, prod(shapes[target][1:])
         fits = len(down) > 1 and len(up) > 1 and down[0] == prod(up[1:]) > 0
-        if change.pair.alpha and prod(checkpoint.entries[change.pair.alpha].shape) != 1:
-            found.append(f"{change.pair.alpha} is not a single number")
+        if pair.alpha and prod(checkpoint.entries[pair.alpha].shape) != 1:
+            found.append(f"{pair.alpha} is not a single number")
         if not fits or (up[0], prod(down[1:])) != (rows, columns):
             found.append(f"{target} is {rows} x {columns}, but {list(up)} x {list(down)} is to be added")
     return [f"changes that do not fit ({len(found)}): {'; '.join(found[:3])}"] if found else []

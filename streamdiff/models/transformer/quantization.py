@@ -28,19 +28,17 @@ INSTALL = "install it with: pip install 'streamdiff[quantize]'"
 _LINEAR = (".attn1.", ".attn2.", ".ffn.")
 
 
-def check(mode: str, device: torch.device, dtype: torch.dtype, name: str = "--quantize") -> None:
-    """That weights in `dtype` can be quantised this way for this device; `name` is what the message calls it.
+def check(mode: str, device: torch.device, dtype: torch.dtype) -> None:
+    """That weights in `dtype` can be quantised this way for this device.
 
     Raises:
         ConfigError: another word, no torchao, or a device or dtype that cannot; says why, and what can be used.
     """
     if mode not in MODES:
-        raise ConfigError(f"{name} is {mode!r}; it can be {', '.join(MODES)}")
-    if mode == "none":
-        return
+        raise ConfigError(f"--quantize is {mode!r}; it can be {', '.join(MODES)}")
     if (reason := unsuited(mode, device, dtype)) is not None:
-        raise ConfigError(f"{name} is {mode}, which {reason}")
-    _torchao(name, mode)
+        raise ConfigError(f"--quantize is {mode}, which {reason}")
+    _torchao(mode)
 
 
 def unsuited(mode: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -71,7 +69,7 @@ def quantize(weight: Tensor, mode: str, name: str) -> Tensor:
     Raises:
         ConfigError: torchao leaves it as it is, as it does with sizes that its kernels do not take.
     """
-    ao = _torchao("--quantize", mode)
+    ao = _torchao(mode)
     made = {
         "int8": lambda: ao.Int8WeightOnlyConfig(),
         "fp8": lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
@@ -104,38 +102,29 @@ def try_fp8(
     """
     if (reason := unsuited("fp8", device, dtype)) is not None:
         return "none", f"fp8 {reason}"
+
+    @torch.inference_mode()
+    def time_products(fp8: bool) -> float:
+        """Seconds of a block's products."""
+        found = 0.0
+        for (out, width), count in matrices.items():
+
+            def product(given: Tensor, weight: Tensor) -> Tensor:
+                return F.linear(given, weight)
+
+            weight = torch.randn(out, width, device=device).to(dtype)
+            given = torch.randn(tokens, width, device=device).to(dtype)
+            weight = quantize(weight, "fp8", "a weight") if fp8 else weight
+            run = product if compiled is None else compiled(product)
+            found += count * stopwatch(partial(run, given, weight), device)
+        return found
+
     try:
-        times = [_time_products(matrices, tokens, device, dtype, fp8, compiled, stopwatch) for fp8 in (False, True)]
+        own_s, fp8_s = time_products(fp8=False), time_products(fp8=True)
     except (ConfigError, RuntimeError, AssertionError, ValueError) as error:
         return "none", f"fp8 cannot be had here: {(str(error) or type(error).__name__).splitlines()[0]}"
-    own_s, fp8_s = times
     reason = f"tried at a block's sizes and {tokens:,} tokens: fp8 {1000 * fp8_s:.3g} ms, without {1000 * own_s:.3g} ms"
     return "fp8" if fp8_s < (1 - MARGIN) * own_s else "none", reason
-
-
-@torch.inference_mode()
-def _time_products(
-    matrices: Mapping[tuple[int, int], int],
-    tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    fp8: bool,
-    compiled: Callable[[Product], Product] | None,
-    stopwatch: Callable[[Callable[[], object], torch.device], float],
-) -> float:
-    """Seconds of a block's products."""
-    found = 0.0
-    for (out, width), count in matrices.items():
-
-        def product(given: Tensor, weight: Tensor) -> Tensor:
-            return F.linear(given, weight)
-
-        weight = torch.randn(out, width, device=device).to(dtype)
-        given = torch.randn(tokens, width, device=device).to(dtype)
-        weight = quantize(weight, "fp8", "a weight") if fp8 else weight
-        run = product if compiled is None else compiled(product)
-        found += count * stopwatch(partial(run, given, weight), device)
-    return found
 
 
 def _no_fp8(device: torch.device) -> str | None:
@@ -148,9 +137,9 @@ def _no_fp8(device: torch.device) -> str | None:
     return None
 
 
-def _torchao(name: str, mode: str) -> Any:
+def _torchao(mode: str) -> Any:
     try:
         import torchao.quantization
     except ImportError as error:
-        raise ConfigError(f"{name} is {mode}, which takes torchao ({error}); {INSTALL}") from None
+        raise ConfigError(f"--quantize is {mode}, which takes torchao ({error}); {INSTALL}") from None
     return torchao.quantization

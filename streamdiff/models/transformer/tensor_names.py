@@ -28,10 +28,11 @@ _OWNERS = frozenset(
     {"model", "net", "module", "generator", "generator_ema", "diffusion_model", "transformer", "base_model"}
 )
 
-_WEIGHT_AND_BIAS = ("weight", "bias")
-_WEIGHT = ("weight",)
+_WEIGHT_AND_BIAS = (".weight", ".bias")
+_WEIGHT = (".weight",)
+_ITSELF = ("",)
 
-# Original module, diffusers module, its tensors. An empty tuple: the name is a tensor itself.
+# Original module, diffusers module, its tensors.
 _TOP: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("patch_embedding", "patch_embedding", _WEIGHT_AND_BIAS),
     ("text_embedding.0", "condition_embedder.text_embedder.linear_1", _WEIGHT_AND_BIAS),
@@ -43,12 +44,12 @@ _TOP: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj", _WEIGHT_AND_BIAS),
     ("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2", _WEIGHT_AND_BIAS),
     ("img_emb.proj.4", "condition_embedder.image_embedder.norm2", _WEIGHT_AND_BIAS),
-    ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed", ()),
-    ("head.modulation", "scale_shift_table", ()),
+    ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed", _ITSELF),
+    ("head.modulation", "scale_shift_table", _ITSELF),
     ("head.head", "proj_out", _WEIGHT_AND_BIAS),
 )
 _BLOCK: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("modulation", "scale_shift_table", ()),
+    ("modulation", "scale_shift_table", _ITSELF),
     *((f"self_attn.{a}", f"attn1.{b}", _WEIGHT_AND_BIAS) for a, b in zip("qkv", ("to_q", "to_k", "to_v"), strict=True)),
     ("self_attn.o", "attn1.to_out.0", _WEIGHT_AND_BIAS),
     ("self_attn.norm_q", "attn1.norm_q", _WEIGHT),
@@ -87,16 +88,10 @@ _SKIPPED = re.compile(r"(^|\.)freqs(_cos|_sin)?$|(^|\.)norm_added_q\.weight$")
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
-def _spell(rows: Iterable[tuple[str, str, tuple[str, ...]]]) -> list[tuple[str, str]]:
-    """(original, diffusers) name of each tensor of a table."""
-    return [(f"{a}.{leaf}", f"{b}.{leaf}") for a, b, leaves in rows for leaf in leaves] + [
-        (a, b) for a, b, leaves in rows if not leaves
-    ]
-
-
 def _tables(rows: Iterable[tuple[str, str, tuple[str, ...]]]) -> dict[Layout, dict[str, str]]:
-    spelled = _spell(tuple(rows))
-    return {Layout.WAN: dict(spelled), Layout.DIFFUSERS: {name: name for _, name in spelled}}
+    """diffusers' name of each tensor, by the name in a layout."""
+    spelled = {original + leaf: name + leaf for original, name, leaves in rows for leaf in leaves}
+    return {Layout.WAN: spelled, Layout.DIFFUSERS: {name: name for name in spelled.values()}}
 
 
 _TOP_NAMES, _BLOCK_NAMES = _tables(_TOP), _tables(_BLOCK)
@@ -123,8 +118,12 @@ class Names:
     clashes: list[tuple[str, str, str]] = field(default_factory=list)
 
     def spell(self, name: str) -> str:
-        """diffusers' name `name` as this file's layout would write it."""
-        return name if self.layout is Layout.DIFFUSERS else original(name)
+        """diffusers' name `name` as this file's layout would write it; one that the layout has not stays as it is."""
+        if self.layout is Layout.DIFFUSERS:
+            return name
+        if match := _IN_BLOCK.fullmatch(name):
+            return f"blocks.{match[1]}.{_BLOCK_ORIGINAL.get(match[2], match[2])}"
+        return _TOP_ORIGINAL.get(name, name)
 
 
 def bare(name: str) -> str:
@@ -135,22 +134,9 @@ def bare(name: str) -> str:
     return ".".join(parts)
 
 
-def original(name: str) -> str:
-    """The original Wan name of a tensor that diffusers calls `name`; one that Wan has not stays as it is."""
-    if match := _IN_BLOCK.fullmatch(name):
-        return f"blocks.{match[1]}.{_BLOCK_ORIGINAL.get(match[2], match[2])}"
-    return _TOP_ORIGINAL.get(name, name)
-
-
-def block_of(name: str) -> int | None:
-    """The number of the block that a (bare) name belongs to; None for what stands outside of blocks."""
-    match = _IN_BLOCK.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 def block_count(names: Iterable[str]) -> int:
     """How many blocks (bare) names speak of: one more than the highest number."""
-    return max((number + 1 for name in names if (number := block_of(name)) is not None), default=0)
+    return max((int(match[1]) + 1 for name in names if (match := _IN_BLOCK.fullmatch(name))), default=0)
 
 
 def recognise(stored: Iterable[str]) -> Layout | None:
@@ -188,6 +174,6 @@ def _targets(plain: str, layout: Layout) -> list[str]:
     block, rest = f"blocks.{int(match[1])}.", match[2]
     if found := _BLOCK_NAMES[layout].get(rest):
         return [block + found]
-    module, _, leaf = rest.rpartition(".")
-    inside = _FUSED[layout].get(module, ()) if leaf in _WEIGHT_AND_BIAS else ()
+    module, dot, leaf = rest.rpartition(".")
+    inside = _FUSED[layout].get(module, ()) if dot + leaf in _WEIGHT_AND_BIAS else ()
     return [f"{block}{target}.{leaf}" for target in inside]

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+from streamdiff.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamdiff.models.checkpoint.json_file import some
 from streamdiff.models.transformer import quantization
 from streamdiff.models.transformer.architecture import read_architecture, stored_shape
@@ -35,14 +35,6 @@ _FIRST_ONLY = ("patch_embedding.", "condition_embedder.time_embedder.")
 _LAST_ONLY = ("proj_out.", "scale_shift_table")
 _BLOCK = "blocks."
 _LOW = (torch.bfloat16, torch.float16)
-
-
-class Target(NamedTuple):
-    """Device, dtype and quantisation to load weights to."""
-
-    device: torch.device
-    dtype: torch.dtype
-    quantize: str
 
 
 Blocks = tuple[int, int]
@@ -95,7 +87,6 @@ def load_transformer(
     blocks: Blocks | None = None,
     loras: Sequence[Lora] = (),
     quantize: str = "none",
-    progress: bool | None = None,
 ) -> WanTransformer3DModel:
     """The transformer in a checkpoint, with blocks `blocks` (first, last exclusive; all when None).
 
@@ -106,7 +97,6 @@ def load_transformer(
         dtype: of the weights; with bfloat16 or float16, those that diffusers keeps in float32 are float32 here too.
         loras: merged into the weights, in float32, block by block.
         quantize: of the blocks' linear layers, see `models.transformer.quantization`; each weight as it is read.
-        progress: show a bar on standard error; None for large files. What is no terminal gets a line now and then.
 
     Raises:
         ConfigError: tensors that are missing, unexpected (also those of other blocks), misshapen, not floating point or
@@ -129,8 +119,8 @@ def load_transformer(
     _check(file, stored, wanted, whole)
     adapters = [open_lora(lora, whole) for lora in loras]
     places = {_renumbered(name, -first): name for name in wanted}
-    sizes = {name: entry.nbytes // names.sources[name].parts for name, entry in stored.items()}
-    found = _read(file, sizes, wanted, adapters, Target(device, dtype, quantize), progress)
+    sizes = {name: tensor.nbytes // names.sources[name].parts for name, tensor in stored.items()}
+    found = _read(file, sizes, wanted, adapters, device, dtype, quantize)
     model.load_state_dict({place: found.pop(name) for place, name in places.items()}, strict=False, assign=True)
     model.eval()
     return model
@@ -145,7 +135,7 @@ def _full_shapes(shapes: Shapes, first: int, count: int) -> Shapes:
 
 
 # ---- what is wrong with a file -------------------------------------------------------------------------------------
-def _check(file: WanCheckpoint, stored: Mapping[str, StoredTensor], wanted: Shapes, whole: Shapes) -> None:
+def _check(file: WanCheckpoint, stored: Mapping[str, Tensor], wanted: Shapes, whole: Shapes) -> None:
     """Check names, shapes and dtypes, which needs no weights. Of `stored` only wanted tensors are checked. Raises
     ConfigError that lists all problems."""
     (checkpoint, names, architecture), problems = file, []
@@ -158,13 +148,13 @@ def _check(file: WanCheckpoint, stored: Mapping[str, StoredTensor], wanted: Shap
         twice = [f"{one} and {other} are both {name}" for name, one, other in names.clashes]
         problems.append(f"{_count(twice, 'is', 'are')} there twice, for example {some(twice, 1)}")
     shapes, kinds = [], []
-    for name, (shape, dtype) in stored.items():
+    for name, tensor in stored.items():
         source, expected = names.sources[name], wanted[name]
-        if not dtype.is_floating_point:
-            kinds.append(f"{source.name} is {str(dtype).removeprefix('torch.')}")
-        if not _fits(name, shape, source.parts, expected):
+        if not tensor.is_floating_point():
+            kinds.append(f"{source.name} is {str(tensor.dtype).removeprefix('torch.')}")
+        if not _fits(name, tensor.shape, source.parts, expected):
             rows = [expected[0] * source.parts, *expected[1:]]
-            shapes.append(f"{source.name} has shape {list(shape)}, but {rows} is expected")
+            shapes.append(f"{source.name} has shape {list(tensor.shape)}, but {rows} is expected")
     if shapes:
         problems.append(f"{_count(shapes, 'has', 'have')} another shape: {some(shapes)}")
     if kinds:
@@ -198,13 +188,13 @@ def _read(
     sizes: Mapping[str, int],
     wanted: Shapes,
     adapters: Sequence[Adapter],
-    target: Target,
-    progress: bool | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: str,
 ) -> dict[str, Tensor]:
     """The wanted tensors, of `sizes` in bytes, each brought to its place and form before the next is read."""
     checkpoint, names, _ = file
     total = sum(sizes.values())
-    silent = total < LARGE if progress is None else not progress
     often_s = 0.1 if sys.stderr.isatty() else _SELDOM_S
     found, broken = {}, []
     with tqdm(
@@ -212,29 +202,29 @@ def _read(
         unit="B",
         unit_scale=True,
         desc=checkpoint.path.name,
-        disable=silent,
+        disable=total < LARGE,
         mininterval=often_s,
         delay=0 if sys.stderr.isatty() else _SELDOM_S,
         leave=False,
     ) as bar:
         for name, shape in wanted.items():
-            source, dtype = names.sources[name], kept_dtype(name, target.dtype)
+            source = names.sources[name]
             tensor = checkpoint.read(source.name).chunk(source.parts)[source.part].reshape(shape)
             for adapter in adapters:
-                if (change := adapter.change(name, target.device)) is not None:
+                if (change := adapter.change(name, device)) is not None:
                     # Never in place: the tensor is the file.
-                    tensor = tensor.to(target.device, torch.float32) + change.reshape(shape)
-            tensor = tensor.to(target.device, dtype)
+                    tensor = tensor.to(device, torch.float32) + change.reshape(shape)
+            tensor = tensor.to(device, kept_dtype(name, dtype))
             if not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
                 broken.append(source.name)
-            elif target.quantize != "none" and quantization.is_quantized(name, shape):
-                tensor = quantization.quantize(tensor, target.quantize, source.name)
+            elif quantize != "none" and quantization.is_quantized(name, shape):
+                tensor = quantization.quantize(tensor, quantize, source.name)
             found[name] = tensor
             bar.update(sizes[name])
     if broken:
         raise ConfigError(
             f"{checkpoint}: {_count(broken, 'holds', 'hold')} values that are not finite in "
-            f"{str(target.dtype).removeprefix('torch.')}, for example {some(broken)}. Nothing was loaded"
+            f"{str(dtype).removeprefix('torch.')}, for example {some(broken)}. Nothing was loaded"
         )
     return found
 

@@ -31,7 +31,7 @@ def load(path: Path, half: Half, device: torch.device, dtype: torch.dtype) -> Au
     beside = (path if path.is_dir() else path.parent) / "config.json"
     config = json.loads(beside.read_text()) if beside.is_file() else {}
     own = config if config.get("_class_name") == CLASS else None
-    made = build(path, read_tensors(path / FILE if path.is_dir() else path), own, half, None, device, dtype)
+    made, _ = build(path, read_tensors(path / FILE if path.is_dir() else path), own, half, None, device, dtype)
     assert isinstance(made, AutoencoderKLWan)
     return made
 

@@ -125,7 +125,7 @@ def test_architectures_are_wans() -> None:
     sizes = {name: (a.width, a.ffn_dim, a.heads, a.blocks, a.in_channels) for name, a in known.items()}
     assert sizes["wan2.1-1.3b"] == (1536, 8960, 12, 30, 16)
     assert sizes["wan2.1-14b"] == (5120, 13824, 40, 40, 16)
-    assert {known[name].head_dim for name in BASES.values()} == {128}
+    assert {known[name].width // known[name].heads for name in BASES.values()} == {128}
 
 
 def test_longlive_is_a_base_and_a_lora() -> None:
@@ -189,7 +189,7 @@ def test_the_embedded_entry_says_what_its_weights_say() -> None:
         pictures.spatial * stream["latent_height"],
         pictures.spatial * stream["latent_width"],
     )
-    assert (sizes.blocks, sizes.heads, sizes.head_dim, sizes.ffn_dim) == (
+    assert (sizes.blocks, sizes.heads, sizes.width // sizes.heads, sizes.ffn_dim) == (
         transformer["num_layers"],
         transformer["num_attention_heads"],
         transformer["attention_head_dim"],

@@ -116,9 +116,10 @@ def test_what_is_known_before_anything_is_read(tmp_path: Path) -> None:
     for path in (tmp_path / "a.safetensors", tmp_path / "a.pt"):
         checkpoint = open_checkpoint(path)
         assert sorted(checkpoint.names) == sorted(marked(1))
-        assert checkpoint.entries[NAME] == ((2, 3), torch.float32)
-        assert checkpoint.entries["head.head.bias"] == ((4,), torch.bfloat16)
-        assert checkpoint.entries["head.head.bias"].nbytes == 8
+        assert [(each.shape, each.dtype) for each in map(checkpoint.entries.get, marked(1))] == [
+            ((2, 3), torch.float32),
+            ((4,), torch.bfloat16),
+        ]
         assert checkpoint.config is None
     assert open_checkpoint(tmp_path / "a.safetensors").metadata == {"format": "pt"}
     assert open_checkpoint(tmp_path / "a.pt").metadata == {}

@@ -65,16 +65,16 @@ def test_prompt_embeddings_are_read_as_their_file_has_them(
 def test_noise_is_read_with_its_companion(save: Save) -> None:
     initial, renoise = torch.randn(5, *CHUNK), torch.randn(5, 3, *CHUNK)
     path = save({"from": "elsewhere"}, initial=initial, renoise=renoise)
-    noise = read_noise(path, CHUNK, steps=4, chunks=5)
-    assert torch.equal(noise.initial, initial) and torch.equal(noise.renoise, renoise)
+    read = read_noise(path, CHUNK, steps=4, chunks=5)
+    assert torch.equal(read[0], initial) and torch.equal(read[1], renoise)
     assert check(noise_contract(CHUNK, steps=4), parse_header(path)) == {"chunks": 5}
 
 
 @pytest.mark.parametrize("given_too", [True, False])
 def test_one_step_needs_no_noise_between_steps(save: Save, given_too: bool) -> None:
     more = {"renoise": torch.zeros(2, 0, *CHUNK)} if given_too else {}
-    noise = read_noise(save(initial=torch.ones(2, *CHUNK), **more), CHUNK, steps=1)
-    assert noise.initial.shape == (2, *CHUNK) and noise.renoise.shape == (2, 0, *CHUNK)
+    initial, renoise = read_noise(save(initial=torch.ones(2, *CHUNK), **more), CHUNK, steps=1)
+    assert initial.shape == (2, *CHUNK) and renoise.shape == (2, 0, *CHUNK)
 
 
 def test_latents_may_have_free_sizes(save: Save) -> None:
@@ -179,7 +179,7 @@ def test_a_header_that_does_not_fit_is_refused(
     def touched(*_: object) -> None:
         raise AssertionError("the numbers were touched")
 
-    monkeypatch.setattr(tensor_file, "safe_open", touched)
+    monkeypatch.setattr(tensor_file, "load_file", touched)
     with pytest.raises(ConfigError, match=message):
         tensor_file.read(path, contract)
 
@@ -213,16 +213,16 @@ def read_latents_at_most(path: Path, max_bytes: int) -> None:
 def test_a_contract_of_ones_own() -> None:
     """A companion, and a size that two tensors share."""
     frames = FreeDim("frames", 1, 9)
-    contract = FileSpec("camera", (TensorSpec("rays", ((frames, 6),)), TensorSpec("mask", ((frames,),), ("BOOL",))))
+    contract = FileSpec("camera", (TensorSpec("rays", ((frames, 6),)), TensorSpec("mask", ((frames,),))))
     header = safetensors_header.Header(
         Path("x"), 10, {"rays": safetensors_header.TensorEntry("F32", (3, 6), 0, 72)}, {}
     )
     with pytest.raises(ConfigError, match=r"x: camera: mask is missing; expected rays \[frames, 6\] \(frames 1 to 9\)"):
         check(contract, header)
-    header.entries["mask"] = safetensors_header.TensorEntry("BOOL", (2,), 72, 74)
+    header.entries["mask"] = safetensors_header.TensorEntry("F32", (2,), 72, 80)
     with pytest.raises(ConfigError, match=r"mask: expected shape \[frames=3\], got \[2\]"):
         check(contract, header)
-    header.entries["mask"] = safetensors_header.TensorEntry("BOOL", (3,), 72, 75)
+    header.entries["mask"] = safetensors_header.TensorEntry("F32", (3,), 72, 84)
     assert check(contract, header) == {"frames": 3}
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from streamdiff.models.interfaces import ParsedPrompt
-from streamdiff.models.text_encoder.embedding_cache import CacheCounts, CachedText, EmbeddingCache, TextKey
+from streamdiff.models.text_encoder.embedding_cache import CachedText, EmbeddingCache
+from streamdiff.models.text_encoder.embedding_store import TextKey
 from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.tiny.text_encoder import TinyText
 
@@ -36,21 +38,28 @@ def test_it_keeps_what_a_plain_model_of_it_keeps(bound: int, asked: list[tuple[s
     """Sizes in numbers. A text always has the size of its first encoding that is kept."""
     cache = EmbeddingCache(bound * ITEM_BYTES)
     plain: OrderedDict[str, int] = OrderedDict()
-    hits = evictions = 0
-    for count, (text, size) in enumerate(asked, start=1):
-        got = cache.get(key(text), make(size))
+    for text, size in asked:
+        encoded: list[str] = []
+
+        def encode(text: str = text, size: int = size, encoded: list[str] = encoded) -> Tensor:
+            encoded.append(text)
+            return torch.full((size,), float(size))
+
+        got = cache.get(key(text), encode)
+        assert encoded == ([] if text in plain else [text])
         if text in plain:
-            hits += 1
             plain.move_to_end(text)
         elif size <= bound:
             plain[text] = size
             while sum(plain.values()) > bound:
                 plain.popitem(last=False)
-                evictions += 1
         assert len(got) == plain.get(text, size)
-        kept = ITEM_BYTES * sum(plain.values())
-        assert kept <= bound * ITEM_BYTES
-        assert cache.counts() == CacheCounts(hits, count - hits, evictions, len(plain), kept)
+        assert sizes(cache) == plain and sum(plain.values()) <= bound
+
+
+def sizes(cache: EmbeddingCache) -> dict[str, int]:
+    """How many numbers it keeps of each text, the least recently used first."""
+    return {each.text: len(embeddings) for each, embeddings in cache._entries.items()}
 
 
 def test_every_part_of_the_key_counts() -> None:
@@ -65,26 +74,13 @@ def test_an_entry_larger_than_the_bound_is_handed_out_and_drops_nothing() -> Non
     cache = EmbeddingCache(10 * ITEM_BYTES)
     cache.get(key("small"), make(4))
     assert len(cache.get(key("large"), make(11))) == 11
-    assert cache.counts() == CacheCounts(0, 2, 0, 1, 4 * ITEM_BYTES)
+    assert sizes(cache) == {"small": 4}
 
 
 def test_a_view_counts_with_all_the_memory_it_keeps() -> None:
     cache = EmbeddingCache(50 * ITEM_BYTES)
     cache.get(key("view"), lambda: torch.zeros(10, 10)[0])
-    assert cache.counts().entries == 0
-
-
-def test_clearing_gives_the_memory_back_and_goes_on() -> None:
-    cache = EmbeddingCache(100)
-    cache.get(key("a"), make(5))
-    cache.clear()
-    assert cache.counts() == CacheCounts(0, 1, 0, 0, 0)
-    assert len(cache.get(key("a"), make(6))) == 6
-
-
-def test_a_bound_below_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_bytes is -1"):
-        EmbeddingCache(-1)
+    assert not sizes(cache)
 
 
 class Gate:
@@ -121,62 +117,83 @@ def ask(
     return threads
 
 
-def wait_for_hits(cache: EmbeddingCache, hits: int) -> None:
-    """Until so many have been told to wait for another's encoding."""
-    while cache.counts().hits < hits:
+class CountingLock:
+    """Counts how often it was held."""
+
+    def __init__(self) -> None:
+        self._lock, self.times = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.times += 1
+        self._lock.release()
+
+
+def counted(max_bytes: int) -> tuple[EmbeddingCache, CountingLock]:
+    """A cache whose lock is held once by everyone who asks, and once more by who has encoded."""
+    cache, lock = EmbeddingCache(max_bytes), CountingLock()
+    cache._lock = lock  # type: ignore[assignment]
+    return cache, lock
+
+
+def wait_until_asked(lock: CountingLock, times: int) -> None:
+    while lock.times < times:
         threading.Event().wait(0.001)
 
 
 def test_a_text_asked_for_by_many_at_once_is_encoded_once() -> None:
-    cache, gate = EmbeddingCache(100), Gate()
+    (cache, lock), gate = counted(100), Gate()
     answers: list[object] = []
     threads = ask(cache, gate, answers, 8)
     assert gate.begun.wait(30)
-    wait_for_hits(cache, 7)
+    wait_until_asked(lock, 8)
     assert len(cache.get(key("other"), make(2))) == 2, "another text does not wait"
     gate.go.set()
     for thread in threads:
         thread.join()
     assert gate.calls == 1 and len(answers) == 8
     assert len({id(answer) for answer in answers}) == 1
-    assert cache.counts() == CacheCounts(7, 2, 0, 2, 5 * ITEM_BYTES)
+    assert sizes(cache) == {"other": 2, "same": 3}
 
 
 def test_an_error_goes_to_all_who_wait_and_the_next_one_tries_again() -> None:
-    cache, gate = EmbeddingCache(100), Gate(ArithmeticError("no ink"))
+    (cache, lock), gate = counted(100), Gate(ArithmeticError("no ink"))
     answers: list[object] = []
     threads = ask(cache, gate, answers, 3)
     assert gate.begun.wait(30)
-    wait_for_hits(cache, 2)
+    wait_until_asked(lock, 3)
     gate.go.set()
     for thread in threads:
         thread.join()
     assert [str(answer) for answer in answers] == ["no ink"] * 3 and gate.calls == 1
-    assert cache.counts().entries == 0
+    assert not sizes(cache)
     assert len(cache.get(key("same"), make(4))) == 4
 
 
 def test_what_was_not_kept_is_still_shared_with_those_who_wait() -> None:
-    cache, gate = EmbeddingCache(0), Gate()
+    (cache, lock), gate = counted(0), Gate()
     answers: list[object] = []
     threads = ask(cache, gate, answers, 2)
     assert gate.begun.wait(30)
-    wait_for_hits(cache, 1)
+    wait_until_asked(lock, 2)
     gate.go.set()
     for thread in threads:
         thread.join()
     assert gate.calls == 1 and answers[0] is answers[1]
 
 
-def test_it_goes_around_any_text_encoder() -> None:
-    encoder = TinyText.load(WEIGHTS)
+def test_it_goes_around_a_text_encoder() -> None:
+    encoder: Any = TinyText.load(WEIGHTS)
+    changed: Any = TinyText.load(WEIGHTS)
+    encoder.key, changed.key = partial(key, revision="1"), partial(key, revision="2")
     cache = EmbeddingCache(2**20)
-    text = CachedText(encoder, cache, identity="tiny", revision="1", length=16)
-    other = CachedText(encoder, cache, identity="tiny", revision="2", length=16)
+    text, other = CachedText(encoder, cache), CachedText(changed, cache)
     reading = text.read("a red circle moving left", None)
     assert reading == encoder.read("a red circle moving left", None) and isinstance(reading, ParsedPrompt)
     assert (text.examples, text.vocabulary) == (encoder.examples, encoder.vocabulary)
     assert torch.equal(text.encode(reading.text), encoder.encode(reading.text))
     assert text.encode(reading.text) is text.encode(reading.text)
     assert other.encode(reading.text) is not text.encode(reading.text)
-    assert cache.counts().misses == 2
+    assert {each.revision for each in cache._entries} == {"1", "2"}

@@ -15,9 +15,8 @@ from torch import Tensor
 from streamdiff.config import ModelConfig
 from streamdiff.models.catalogue import entries
 from streamdiff.models.resolve import ResolvedModel
-from streamdiff.models.text_encoder import wan as wan_text
-from streamdiff.models.text_encoder.embedding_cache import TextKey
-from streamdiff.models.text_encoder.embedding_store import EmbeddingFolder
+from streamdiff.models.text_encoder import wan_files
+from streamdiff.models.text_encoder.embedding_store import EmbeddingFolder, TextKey
 from streamdiff.models.text_encoder.wan_files import choose_device, find
 from streamdiff.models.text_loader import load_text_encoder
 from tests.models.text_encoder import umt5
@@ -39,14 +38,14 @@ def test_a_restart_asks_the_encoder_nothing(tmp_path: Path, monkeypatch: pytest.
     """The text encoder of a model by name, loaded afresh; a checkpoint that has changed is asked again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     loads = 0
-    load = wan_text._load_encoder
+    load = wan_files.load_encoder
 
     def counted(*given: Any) -> Any:
         nonlocal loads
         loads += 1
         return load(*given)
 
-    monkeypatch.setattr(wan_text, "_load_encoder", counted)
+    monkeypatch.setattr(wan_files, "load_encoder", counted)
     entry = entries.find("self-forcing")
     architecture = {**entries.transformer_arguments(entry), "text_dim": umt5.WIDTH}
     model = ResolvedModel(entry.name, tmp_path / "none", text_encoder=tmp_path / "text", entry=entry)

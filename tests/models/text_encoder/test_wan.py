@@ -20,6 +20,7 @@ from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.text_encoder import wan as wan_text
+from streamdiff.models.text_encoder import wan_files
 from streamdiff.models.text_encoder.wan import WanText
 from tests.models.text_encoder import umt5
 
@@ -155,14 +156,14 @@ def test_examples_fit(folder: Path) -> None:
 
 def test_weights_are_kept_or_freed_by_choice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[UMT5EncoderModel]] = []
-    load = wan_text._load_encoder
+    load = wan_files.load_encoder
 
     def watched(*arguments: object) -> UMT5EncoderModel:
         encoder = load(*arguments)  # type: ignore[arg-type]
         made.append(weakref.ref(encoder))
         return encoder
 
-    monkeypatch.setattr(wan_text, "_load_encoder", watched)
+    monkeypatch.setattr(wan_files, "load_encoder", watched)
     kept, freed = WanText(folder, length=LENGTH), WanText(folder, length=LENGTH, keep=False)
     assert not kept.loaded and not made, "nothing is loaded before the first text"
     assert torch.equal(kept.encode(FOX), freed.encode(FOX))
@@ -170,8 +171,6 @@ def test_weights_are_kept_or_freed_by_choice(folder: Path, monkeypatch: pytest.M
     assert made[0]() is not None and made[1]() is None
     assert torch.equal(kept.encode("two stars"), freed.encode("two stars"))
     assert len(made) == 3, "the one that is kept is not loaded again"
-    kept.release()
-    assert not kept.loaded and made[0]() is None
 
 
 def test_a_failed_encoding_keeps_nothing_that_was_to_be_freed(
@@ -183,12 +182,10 @@ def test_a_failed_encoding_keeps_nothing_that_was_to_be_freed(
     assert not text.loaded
 
 
-def test_the_number_format_is_chosen(text: WanText, folder: Path) -> None:
-    half = WanText(folder, length=LENGTH, dtype=torch.bfloat16)
-    assert half.encode(FOX).dtype == torch.bfloat16
-    torch.testing.assert_close(half.encode(FOX).float(), text.encode(FOX), rtol=0.1, atol=0.1)
-    assert half.identity != text.identity and half.revision == text.revision
-    assert WanText(folder, device="cuda").dtype == torch.bfloat16, "nothing is loaded yet, so no GPU is needed"
+def test_the_number_format_is_that_of_the_device(text: WanText, folder: Path) -> None:
+    half = WanText(folder, length=LENGTH, device="cuda")  # nothing is loaded yet, so no GPU is needed
+    assert (text.dtype, half.dtype) == (torch.float32, torch.bfloat16)
+    assert half.key(FOX).encoder != text.key(FOX).encoder and half.revision == text.revision
 
 
 def test_embeddings_may_be_written_to(text: WanText) -> None:
@@ -210,28 +207,15 @@ def test_the_table_of_words_may_have_either_name(
     assert torch.equal(WanText(changed(rename), length=LENGTH).encode(FOX), text.encode(FOX))
 
 
-@pytest.mark.parametrize("found", range(2))
-def test_a_table_that_was_left_empty_becomes_the_one_that_was_found(
-    original: tuple[Path, UMT5EncoderModel], found: int
-) -> None:
-    """Some versions of transformers believe a configuration which says that there are two."""
-    encoder = UMT5EncoderModel(original[1].config)
-    tables = (torch.nn.Embedding(9, umt5.WIDTH), torch.nn.Embedding(9, umt5.WIDTH))
-    encoder.shared, encoder.encoder.embed_tokens = tables
-    missing = {wan_text._WORDS[1 - found]}
-    wan_text._tie(encoder, missing)
-    assert encoder.shared is encoder.encoder.embed_tokens is tables[found] and not missing
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t: t.pop("encoder.final_layer_norm.weight"), "1 missing tensors, for example encoder.final_layer_norm"),
-        (lambda t: t.pop("shared.weight"), "2 missing tensors, for example encoder.embed_tokens.weight, shared.weight"),
-        (lambda t: t.update(odd=torch.ones(2)), "1 unexpected tensors, for example odd"),
+        (lambda t: t.pop("encoder.final_layer_norm.weight"), r"1 missing \(encoder.final_layer_norm.weight\)"),
+        (lambda t: t.pop("shared.weight"), r"1 missing \(shared.weight\)"),
+        (lambda t: t.update(odd=torch.ones(2)), r"1 unexpected \(odd\)"),
         (
             lambda t: t.update({"encoder.final_layer_norm.weight": torch.ones(3)}),
-            r"1 tensors of another shape .*final_layer_norm.weight: expected \[32\], got \[3\]",
+            r"1 of another shape \(encoder.final_layer_norm.weight \[3\] instead of \[32\]\)",
         ),
     ],
 )
@@ -248,7 +232,7 @@ def test_a_damaged_weight_file_is_told(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     shard = min((tmp_path / "copy" / "text_encoder").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-10])
-    with pytest.raises(ConfigError, match="the text encoder cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"model-0.*\.safetensors: not a readable safetensors file"):
         WanText(tmp_path / "copy").encode(FOX)
 
 
@@ -263,9 +247,9 @@ def _write(path: str, content: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (_remove("text_encoder/config.json"), "text_encoder/config.json: cannot be read: No such file"),
+        (_remove("text_encoder/config.json"), "text_encoder/config.json: there is no such file; diffusers' layout"),
         (_write("text_encoder/config.json", "{"), "text_encoder/config.json: not valid JSON"),
-        (_write("text_encoder/config.json", "[]"), "expected a UMT5 encoder .* got model_type None"),
+        (_write("text_encoder/config.json", "[]"), "text_encoder/config.json: must hold a JSON object with keys"),
         (_write("text_encoder/config.json", json.dumps({"model_type": "t5", "d_model": 32})), "got model_type 't5'"),
         (_remove("tokenizer"), "tokenizer: there is no such folder"),
         (_write("tokenizer/tokenizer.json", "{}"), "tokenizer: no tokenizer that can be read"),
@@ -296,7 +280,6 @@ def test_a_tokenizer_of_another_encoder_is_refused(folder: Path, tmp_path: Path)
 
 
 def test_the_revision_follows_the_files(folder: Path, tmp_path: Path) -> None:
-    assert WanText(folder, revision="abc").revision == "abc"
     shutil.copytree(folder, tmp_path / "copy")
     before = WanText(tmp_path / "copy").revision
     assert WanText(tmp_path / "copy").revision == before

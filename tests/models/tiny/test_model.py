@@ -110,7 +110,7 @@ def test_the_autoencoder_alone_can_be_saved(tmp_path: Path) -> None:
     model.save(tmp_path, parts.autoencoder, parts.mean, parts.std, None, STREAM)
     decoder = load_decoder(tmp_path, CPU)
     assert decoder.config == AUTOENCODER
-    normalisation = decoder.model.normalisation
+    normalisation = decoder.normalisation
     assert normalisation is not None
     torch.testing.assert_close(normalisation.mean.flatten(), parts.mean)
     torch.testing.assert_close(normalisation.std.flatten(), parts.std)

@@ -135,7 +135,7 @@ def test_the_configuration_knows_the_same_names() -> None:
 
 def test_diffusers_knows_each_of_them() -> None:
     for kernel in attention_backend.DISPATCHED.values():
-        assert AttentionBackendName(kernel.backend) in _AttentionBackendRegistry._backends
+        assert AttentionBackendName(kernel.name) in _AttentionBackendRegistry._backends
 
 
 @pytest.mark.parametrize("name", [*attention_backend.DISPATCHED, *attention_backend.IMPLEMENTATIONS])
@@ -148,7 +148,7 @@ def test_one_that_is_not_installed_is_refused_with_what_is_there(name: str, monk
 
 
 def test_one_that_this_diffusers_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(attention_backend.DISPATCHED, "sage", attention_backend.Dispatched("sage_9", "torch", ""))
+    monkeypatch.setitem(attention_backend.DISPATCHED, "sage", attention_backend.Packaged("sage_9", "torch", ""))
     with pytest.raises(ConfigError, match=r"sage is not known to diffusers \d.*newer"):
         attention_backend.probe("sage", CPU, torch.bfloat16, heads=2, head_dim=64)
 
@@ -171,7 +171,7 @@ def test_what_diffusers_says_against_it_is_passed_on(monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> str:
     """A name whose kernel is torch's, by way of diffusers' dispatch."""
-    monkeypatch.setitem(attention_backend.DISPATCHED, "sage", attention_backend.Dispatched("native", "torch", ""))
+    monkeypatch.setitem(attention_backend.DISPATCHED, "sage", attention_backend.Packaged("native", "torch", ""))
     monkeypatch.setattr(attention_backend, "missing", lambda name, device: None)
     monkeypatch.setattr(
         attention_backend, "kernel", attention_backend.kernel.__wrapped__

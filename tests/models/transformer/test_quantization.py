@@ -162,7 +162,7 @@ def test_an_unknown_word_is_refused(folder: Path) -> None:
 def test_a_weight_that_torchao_leaves_alone_is_no_quiet_success(monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes over layers of odd sizes with a warning."""
     lazy = types.SimpleNamespace(Int8WeightOnlyConfig=lambda: None, quantize_=lambda layer, config: None)
-    monkeypatch.setattr(quantization, "_torchao", lambda name, mode: lazy)
+    monkeypatch.setattr(quantization, "_torchao", lambda mode: lazy)
     with pytest.raises(ConfigError, match=r"blocks\.0\.ffn\.2\.weight \[3, 5\] cannot be quantised to int8"):
         quantization.quantize(torch.ones(3, 5), "int8", "blocks.0.ffn.2.weight")
 

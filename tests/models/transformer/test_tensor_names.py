@@ -8,10 +8,10 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 
 from streamdiff.models.transformer.tensor_names import (
     Layout,
+    Names,
     TensorLocation,
     bare,
     block_count,
-    original,
     recognise,
     translate,
 )
@@ -150,4 +150,4 @@ def test_other_models_are_not_recognised(names: list[str]) -> None:
 
 
 def test_a_name_that_wan_has_not_stays() -> None:
-    assert original("blocks.0.strange.weight") == "blocks.0.strange.weight"
+    assert Names(Layout.WAN).spell("blocks.0.strange.weight") == "blocks.0.strange.weight"

@@ -195,8 +195,6 @@ def test_large_files_show_progress_on_a_terminal_only(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     load(folder, config=None)
     assert FILE in capsys.readouterr().err
-    load(folder, config=None, progress=False)
-    assert capsys.readouterr().err == ""
 
 
 def test_a_stage_of_a_model_of_published_size_holds_its_own_part_only(tmp_path: Path) -> None:

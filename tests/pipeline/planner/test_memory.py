@@ -29,7 +29,7 @@ def test_weights_are_counted_as_diffusers_has_them(name: str, count: float) -> N
     with torch.device("meta"):
         model = WanTransformer3DModel(
             num_attention_heads=sizes.heads,
-            attention_head_dim=sizes.head_dim,
+            attention_head_dim=sizes.width // sizes.heads,
             in_channels=sizes.in_channels,
             out_channels=sizes.out_channels,
             text_dim=sizes.text_dim,

@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         first = budget("autoencoder", args.stage in ("all", "autoencoder"))
         if begin is not None:
             assert begin.decoder is not None and isinstance(begin.decoder.network, TaehvDecoder)
-            autoencoder = begin.decoder.network.model.autoencoder
+            autoencoder = begin.decoder.network.autoencoder
         else:
             autoencoder = train_autoencoder.train(args.out, first, args.seed, device, args.batch, args.bf16)
         parts = None

@@ -95,10 +95,10 @@ def test_empty_latents_are_those_of_the_bare_backgrounds() -> None:
     from streamdiff.models.tiny.model import WEIGHTS
 
     decoder = load_decoder(WEIGHTS, CPU)
-    normalisation = decoder.model.normalisation
+    normalisation = decoder.normalisation
     assert normalisation is not None
     mean, std = normalisation.mean.flatten(), normalisation.std.flatten()
-    latents = corruption.empty_latents(decoder.model.autoencoder, mean, std, CPU)
+    latents = corruption.empty_latents(decoder.autoencoder, mean, std, CPU)
     video = decoder.decode_video(latents[:, :, None].expand(-1, -1, CHUNK, -1, -1), decoder.new_memory())
     frames = (video[:, :, -1] + 1) / 2
     truth = world.empty(torch.arange(len(world.BACKGROUNDS)))

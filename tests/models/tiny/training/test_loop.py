@@ -286,7 +286,7 @@ def test_a_finished_model_is_trained_further(tmp_path: Path) -> None:
         assert equal(new.text.encoder.state_dict(), old.text.encoder.state_dict())
         made, given = (each.decoder.network for each in (new, old))
         assert isinstance(made, TaehvDecoder) and isinstance(given, TaehvDecoder)
-        assert equal(made.model.autoencoder.state_dict(), given.model.autoencoder.state_dict())
+        assert equal(made.autoencoder.state_dict(), given.autoencoder.state_dict())
         pairs = zip(new.denoiser.model.parameters(), old.denoiser.model.parameters(), strict=True)
         moved.append(max(float((a - b).detach().abs().max()) for a, b in pairs))
     assert 0 < moved[0] < 0.1 * moved[1]

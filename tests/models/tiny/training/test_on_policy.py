@@ -24,9 +24,9 @@ STREAMS = 12
 @pytest.fixture(scope="module")
 def parts() -> tuple[TAEHV, Tensor, Tensor]:
     decoder = load_decoder(model.WEIGHTS, CPU)
-    normalisation = decoder.model.normalisation
+    normalisation = decoder.normalisation
     assert normalisation is not None
-    return decoder.model.autoencoder, normalisation.mean.flatten(), normalisation.std.flatten()
+    return decoder.autoencoder, normalisation.mean.flatten(), normalisation.std.flatten()
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,7 @@ def _autoencoder(folder: Path, device: torch.device) -> TAEHV:
     half = load_decoder(folder, device)
     if not isinstance(half, TaehvDecoder) or half.config != clips.AUTOENCODER:
         raise ConfigError(f"the autoencoder of {folder} is of another kind; give a model of the 256 pixel world")
-    return half.model.autoencoder
+    return half.autoencoder
 
 
 def _decoder(args: argparse.Namespace, autoencoder: TAEHV, device: torch.device) -> int:

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 from streamdiff.engine.messages import Event, InputUsed, Measured, Ready
-from streamdiff.engine.pipeline_api import FeedingPipeline, Pipeline
+from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.session import Session
 
 _Given = TypeVar("_Given")
 
 
-def ready(pipeline: Pipeline, sessions_away: int | None) -> Ready:
-    """The `Ready` event of a pipeline; `sessions_away`: see `Ready`."""
+def ready(pipeline: Pipeline) -> Ready:
+    """The `Ready` event of a pipeline."""
     return Ready(
         **asdict(pipeline.info),
         examples=tuple(pipeline.text.examples),
@@ -23,7 +23,7 @@ def ready(pipeline: Pipeline, sessions_away: int | None) -> Ready:
         vocabulary=pipeline.text.vocabulary,
         work_s=pipeline.work_s(),
         sessions_fit=pipeline.sessions_fit(),
-        sessions_away=sessions_away,
+        sessions_away=pipeline.sessions_away(),
     )
 
 
@@ -46,20 +46,18 @@ def measured(pipeline: Pipeline, texts: int, pictures: int) -> list[Event]:
     if work_s is None:
         return []
     counts = pipeline.forwards()
-    pieces = pipeline.video_encodings if isinstance(pipeline, FeedingPipeline) else 0
     forwards = tuple(counts.rows[rows] for rows in range(1, max(counts.rows, default=0) + 1))
     return [
         Measured(
             work_s, tuple(pipeline.occupancy()), tuple(pipeline.busy_s()),
-            forwards, tuple(counts.alone), tuple(counts.alone.values()), (texts, pictures, pieces),
+            forwards, tuple(counts.alone), tuple(counts.alone.values()), (texts, pictures, pipeline.video_encodings),
         )
     ]  # fmt: skip
 
 
 def input_used(pipeline: Pipeline, slot: int, session: Session) -> list[Event]:
     """How the input of a session in `slot` does; nothing where it has none."""
-    figures = pipeline.input_figures(slot) if isinstance(pipeline, FeedingPipeline) else None
-    if figures is None:
+    if (figures := pipeline.input_figures(slot)) is None:
         return []
     return [InputUsed(session.name, figures.level, figures.used, figures.dropped, figures.fault)]
 

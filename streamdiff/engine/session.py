@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
-from streamdiff.engine.pipeline_api import FeedingPipeline, Pipeline
+from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.session_state import typed
 from streamdiff.session_state.fields import DERIVED, KEPT, STATE, fields_of, session_state
@@ -231,7 +231,6 @@ class Session:
     def _apply_input(self) -> None:
         if self._pending_input is not None:
             (epoch, strength), self._pending_input = self._pending_input, None
-            assert isinstance(self._pipeline, FeedingPipeline)
             self._pipeline.set_input(self._slot, strength, epoch=epoch - self._epoch_shift)
 
     def reset(self, seed: int | None, request: str) -> list[Event]:

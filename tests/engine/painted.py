@@ -19,7 +19,6 @@ import numpy as np
 
 from streamdiff.config import PROMPT_POLICIES, ModelConfig
 from streamdiff.engine.messages import Pictures
-from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.interfaces import ParsedPrompt
@@ -103,8 +102,9 @@ class PaintedPipeline:
         kv_context: str,
         background: bool = False,
         start: Pictures | None = None,
+        video: object = None,
     ) -> None:
-        assert isinstance(conditioning, str) and session not in self.streams
+        assert isinstance(conditioning, str) and session not in self.streams and video is None
         if steps not in (2, 4):
             raise RequestError("steps", f"steps is {steps}; it must be 2 or 4")
         self.streams[session] = _Stream(conditioning, seed, epoch, steps, kv_context, start=start)
@@ -231,8 +231,39 @@ class PaintedPipeline:
         self.streams.clear()
         self.closed = True
 
+    # ---- a painter takes no video, and every session stays where it is
 
-def load(config: ModelConfig) -> Pipeline:
+    video_encodings = 0
+
+    def check_input(self, strength: float | None) -> None:
+        raise RequestError("input", f"{INFO.model} takes no video; steer it by its prompt alone")
+
+    def input_figures(self, session: int) -> None:
+        return None
+
+    def take_saved(self) -> list[tuple[int, object]]:
+        return []
+
+    def sessions_away(self) -> int | None:
+        return 0
+
+    def is_away(self, session: int) -> bool:
+        return False
+
+    def can_swap_out(self, session: int, returning: int | None = None) -> bool:
+        return False
+
+    def at_rest(self, session: int) -> bool:
+        return not self.streams[session].ready
+
+    def place(self, session: int) -> str:
+        return "device"
+
+    def take_lost(self) -> list[int]:
+        return []
+
+
+def load(config: ModelConfig) -> PaintedPipeline:
     if config.name == "unknown":
         raise ConfigError("there is no model 'unknown'; use 'tiny' or a folder")
     if config.name == "broken":

@@ -40,7 +40,6 @@ from streamdiff.engine.process.main import _load_runtime
 from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from tests.engine.painted import PaintedPipeline
 from tests.small import BLUE, CPU, RED, small_model
 
 CHUNK = 12
@@ -204,12 +203,7 @@ def test_a_session_that_is_closed_while_it_is_saved_leaves_nothing_behind(driven
     assert not pipeline.saving and not driven.engine.busy
 
 
-def test_a_pipeline_that_cannot_save_says_so() -> None:
-    driven = Driven(PaintedPipeline())
-    driven.tell(Open("a", "red"), Save("a", "s1"))
-    refused = driven.events[-1]
-    assert isinstance(refused, Refused) and (refused.request, refused.field) == ("s1", "session")
-    assert "cannot save sessions" in refused.reason
+def test_what_is_no_snapshot_says_nothing_of_a_session() -> None:
     with pytest.raises(ConfigError, match="not a safetensors file"):
         read_saved_session(b"x" * 100)
 

@@ -33,8 +33,8 @@ from streamdiff.engine.messages import (
     Shutdown,
     Swapped,
 )
-from streamdiff.engine.prompt_queue import Encoded, PendingRequest, Request, begins_with, has_picture
-from streamdiff.engine.saving import NOTHING, SavingEngine
+from streamdiff.engine.prompt_queue import NOTHING, Encoded, PendingRequest, Request, begins_with
+from streamdiff.engine.saving import SavingEngine
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.validation import (
     SESSION_ERRORS,
@@ -169,11 +169,10 @@ class Engine(SavingEngine):
             epoch=max(command.epoch, self._next_epoch.get(slot, 0)),
             max_ahead_frames=self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames,
             min_ahead_frames=self._min_ahead_frames(steps, kv_context),
-            made_frames=command.made_frames,
-            shown_frames=command.shown_frames,
             start=made.start,
             embeddings=made.conditioning if command.prompt_embeds is not None else None,
         )
+        session.renumber(session.epoch, command.made_frames, command.shown_frames)
         self._pipeline.open(
             slot,
             session.conditioning,
@@ -213,7 +212,7 @@ class Engine(SavingEngine):
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
         text = self._text_to_encode(session) if isinstance(command, Reset) else ""
         queued = command.session in self._prompt_queue
-        if opening or text or (isinstance(command, Reset) and (has_picture(command) or queued)):
+        if opening or text or (isinstance(command, Reset) and (command.image is not None or queued)):
             return self._wait(PendingRequest(command, text))
         return self._carry_out(PendingRequest(command))
 
@@ -231,8 +230,7 @@ class Engine(SavingEngine):
         """Carry out a request whose text, if it has one, need not be waited for."""
         request = pending.request
         if isinstance(request, Open):
-            made = Encoded(pending.conditioning, pending.start, pending.video)
-            return self._open_now(request, ParsedPrompt(pending.text, pending.notice), made)
+            return self._open_now(request, ParsedPrompt(pending.text, pending.notice), pending.made)
         session = self._find(request)
         if session is None:
             return []
@@ -262,8 +260,8 @@ class Engine(SavingEngine):
             case Pause() | Resume():
                 session.set_paused(isinstance(request, Pause))
             case Reset():
-                if has_picture(request) or request.no_image:
-                    session.start = pending.start
+                if request.image is not None or request.no_image:
+                    session.start = pending.made.start
                 return session.reset(request.seed, request.request)
             case SetMaxAhead():
                 session.set_max_ahead(request.frames)
@@ -292,9 +290,10 @@ class Engine(SavingEngine):
         error = pending.error
         if error is not None and not isinstance(error, SESSION_ERRORS):
             raise error
-        if pending.conditioning is not None and pending.text:
-            self._texts[pending.request.session] = pending.text, pending.conditioning
-        replaced = pending.conditioning is None and error is None
+        conditioning = pending.made.conditioning
+        if conditioning is not None and pending.text:
+            self._texts[pending.request.session] = pending.text, conditioning
+        replaced = conditioning is None and error is None
         if isinstance(pending.request, SetPrompt) and pending.request.switch != "keep" and replaced:
             pending = replace(pending, request=replace(pending.request, switch="keep"))  # its text is not to be seen
         try:

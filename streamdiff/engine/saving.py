@@ -12,14 +12,12 @@ from typing import Any
 from streamdiff.engine.messages import Close, Event, Open, Save, Saved
 from streamdiff.engine.open_sessions import OpenSessions
 from streamdiff.engine.pipeline_api import Pipeline
-from streamdiff.engine.prompt_queue import Encoded, PendingRequest, has_picture
+from streamdiff.engine.prompt_queue import NOTHING, Encoded, PendingRequest
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.snapshot_header import SavedSession, read_saved_session
 from streamdiff.engine.validation import closed_before, refused
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.interfaces import ParsedPrompt
-
-NOTHING = Encoded()
 
 
 class SavingEngine(OpenSessions, ABC):
@@ -169,7 +167,7 @@ class SavingEngine(OpenSessions, ABC):
             raise RequestError("snapshot", "a background session does not go on from a snapshot; open it without")
         saved = _saved_session(command)
         reading = self._read(command.prompt, None) if command.prompt else ParsedPrompt(saved.text, "")
-        if has_picture(command) or (reading.text != saved.text and self._pipeline.text.slow):
+        if command.image is not None or (reading.text != saved.text and self._pipeline.text.slow):
             return self._wait(PendingRequest(command, reading.text, reading.notice))
         return self._open_now(command, reading)
 

@@ -67,9 +67,7 @@ def examples() -> dict[str, Any]:
     ]
     there += [
         head_state(ring, 0),
-        Session(
-            "s", pipeline, 0, str, text="a", seed=1, kv_context="clean", epoch=2, max_ahead_frames=9, made_frames=5
-        ),
+        Session("s", pipeline, 0, str, text="a", seed=1, kv_context="clean", epoch=2, max_ahead_frames=9),
     ]
     found = {declared.name_of(type(each)): each for state in there for each in held(state)}
     pipeline.close()

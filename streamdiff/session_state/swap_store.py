@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -29,7 +29,6 @@ from streamdiff.session_state.host_copies import HostCopies, HostCopy, copy_in_p
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-SwapLocation = Literal["host", "disk"]
 _FOLDER, _LOCK = "swap", "lock"
 
 
@@ -147,7 +146,7 @@ class SwapStore:
         """All that is here, the one away longest first."""
         return list(self._kept)
 
-    def location(self, name: str) -> SwapLocation:
+    def location(self, name: str) -> str:
         """Whether a state is in host memory or in a file on disk."""
         return "disk" if self._kept[name].tensors is None else "host"
 

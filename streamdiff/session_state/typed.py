@@ -17,7 +17,6 @@ from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, class_of, fie
 LARGEST = 2**53
 """Whole numbers of a state are at most that, either way: what every reader of JSON has exactly."""
 _PLAIN = (bool, int, float, str, NoneType)
-_LISTS = (list, tuple)
 
 
 def check(node: Any, kind: Any, where: str, tensors: Mapping[str, int]) -> set[str]:
@@ -42,7 +41,7 @@ def check_plain(values: Any, kind: type[Any], where: str) -> None:
         differ = ", ".join(sorted(set(values) ^ set(names))) if isinstance(values, dict) else shown(values)
         raise ConfigError(f"{where} has other fields in the snapshot than here: {differ}")
     for name in names:
-        _check(values[name], _hints(kind)[name], f"{where}.{name}", {}, set())
+        _check(values[name], get_type_hints(kind)[name], f"{where}.{name}", {}, set())
 
 
 def shown(node: Any) -> str:
@@ -145,11 +144,7 @@ def _check_fields(node: Any, where: str, tensors: Mapping[str, int], found: set[
         differ = ", ".join(sorted(set(content) ^ set(names))) if isinstance(content, dict) else shown(content)
         raise ConfigError(f"{where} ({node['class']}) has other fields in the snapshot than here: {differ}")
     for name in names:
-        _check(content[name], _hints(kind)[name], f"{where}.{name}", tensors, found)
-
-
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return get_type_hints(kind)
+        _check(content[name], get_type_hints(kind)[name], f"{where}.{name}", tensors, found)
 
 
 def _is_tensor(kind: Any) -> bool:

@@ -100,10 +100,6 @@ class Projected(NamedTuple):
     unrotated: Sequence[Tensor]
 
 
-RotateSinks = Callable[[Tensor, Tensor, Tensor], None]
-"""As `rotate_sinks`."""
-
-
 class RollingAttention:
     """Self-attention of a forward over streams: each row writes its keys into its ring, then attends to what it sees.
 
@@ -130,7 +126,7 @@ class RollingAttention:
         self.all_heads = all_heads
         self.frames, self.device, self.attend = frames, device, attend or over_parts("auto")
         self.rows: list[AttentionMetadata] = []
-        self.rotate_sinks: RotateSinks = rotate_sinks
+        self.rotate_sinks: Callable[[Tensor, Tensor, Tensor], None] = rotate_sinks
         """What rotates the sinks of all layers, where that is done before the forward."""
         self._grid = rope.Grid(height, width, head_dim, device)
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.

@@ -109,7 +109,7 @@ def test_a_stream_goes_on_from_the_bytes_beside_others(driven: Driven) -> None:
     driven.tell(SetPrompt("a", BLUE, "r1"))
     data = saved(driven, "a")
     told = read_saved_session(data)
-    assert (told.text, told.seed, told.steps, told.nbytes, told.model["name"]) == (BLUE, 4, 4, len(data), "tiny")
+    assert (told.text, told.seed, told.steps) == (BLUE, 4, 4)
     assert 2 * CHUNK <= told.made_frames <= max(driven.frames["a"]) + 1, "it plays on while the file is made"
     driven.tell(Open("c", "", snapshot=data))
     opened = driven.last(Opened)

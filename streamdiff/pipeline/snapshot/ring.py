@@ -117,7 +117,8 @@ def collect(
         model_facts(model.spec, model.denoiser.dtype, stages.weights),
         opened,
         {name: tree for name, (_, tree) in states.items()},
-        {name: tensor for tensors, _ in states.values() for name, tensor in tensors.items()},
+        about={},
+        tensors={name: tensor for tensors, _ in states.values() for name, tensor in tensors.items()},
     )
 
 

@@ -206,9 +206,9 @@ class Engine(SavingEngine):
                 self._pipeline.check_switch(self._slots[command.session], command.switch)
             previous = self._prompt_queue.latest_text(command.session) or (session.text if session else "") or None
             reading = self._read(command.prompt, previous)
-            if self._pipeline.text.slow or command.session in self._prompt_queue:
-                return self._wait(PendingRequest(command, reading.text, reading.notice))
-            return self._carry_out(PendingRequest(command, reading.text, reading.notice))
+            pending = PendingRequest(command, reading.text, reading.notice)
+            waits = self._pipeline.text.slow or command.session in self._prompt_queue
+            return self._wait(pending) if waits else self._carry_out(pending)
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
         text = self._text_to_encode(session) if isinstance(command, Reset) else ""
         queued = command.session in self._prompt_queue

@@ -7,17 +7,17 @@ and in the user's own (`streamdiff.api`).
 from __future__ import annotations
 
 from concurrent import futures
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from streamdiff.engine import reports
 from streamdiff.engine.messages import (
     Close,
     Closed,
     Command,
     Event,
     InputFrames,
+    Measured,
     Open,
     Pause,
     Ready,
@@ -55,7 +55,16 @@ class Engine(SavingEngine):
 
     def ready(self) -> Ready:
         """The `Ready` event: model, sizes, defaults and capacity of the pipeline."""
-        return reports.ready(self._pipeline)
+        pipeline, text = self._pipeline, self._pipeline.text
+        return Ready(
+            **asdict(pipeline.info),
+            examples=tuple(text.examples),
+            suggestions=text.suggestions,
+            vocabulary=text.vocabulary,
+            work_s=pipeline.work_s(),
+            sessions_fit=pipeline.sessions_fit(),
+            sessions_away=pipeline.sessions_away(),
+        )
 
     def handle(self, command: Command) -> list[Event]:
         """Carry out one command; returns its events. An invalid command changes nothing and returns `Refused`."""
@@ -88,7 +97,22 @@ class Engine(SavingEngine):
             events += self._number(made)
             finished = finished or made.last
         events += self._begin_lost() + self._end_failed()
-        return events + (reports.measured(self._pipeline, self._text.calls, self._picture.calls) if finished else [])
+        return events + (self._measured() if finished else [])
+
+    def _measured(self) -> list[Event]:
+        """The `Measured` event; empty before the first chunk."""
+        pipeline = self._pipeline
+        work_s, counts = pipeline.work_s(), pipeline.forwards()
+        if work_s is None:
+            return []
+        forwards = tuple(counts.rows[rows] for rows in range(1, max(counts.rows, default=0) + 1))
+        encodings = self._text.calls, self._picture.calls, pipeline.video_encodings
+        return [
+            Measured(
+                work_s, tuple(pipeline.occupancy()), tuple(pipeline.busy_s()),
+                forwards, tuple(counts.alone), tuple(counts.alone.values()), encodings,
+            )
+        ]  # fmt: skip
 
     def _swap(self) -> list[Event]:
         """Swap sessions in and out; returns events of those whose location has changed."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from streamdiff.engine import reports
-from streamdiff.engine.messages import Close, Closed, Event, InputFrames, SetActive, SetMaxAhead, Shown
+from streamdiff.engine.messages import Close, Closed, Event, InputFrames, InputUsed, SetActive, SetMaxAhead, Shown
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import PromptQueue, Request
-from streamdiff.engine.reports import Counted
 from streamdiff.engine.session import Session
 from streamdiff.engine.swapping import Swapping
 from streamdiff.engine.validation import (
@@ -24,6 +24,21 @@ from streamdiff.engine.validation import (
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.pipeline.output import Frames
+
+_Given = TypeVar("_Given")
+
+
+class Counted(Generic[_Given]):
+    """Wraps a function and counts its calls. Thread-safe."""
+
+    def __init__(self, call: Callable[[_Given], Any]) -> None:
+        self.calls = 0
+        self._call, self._lock = call, threading.Lock()
+
+    def __call__(self, given: _Given) -> Any:
+        with self._lock:
+            self.calls += 1
+        return self._call(given)
 
 
 class OpenSessions:
@@ -49,7 +64,9 @@ class OpenSessions:
 
     def describe(self) -> str:
         """Where every session is, for an error message."""
-        return reports.describe(self._sessions.values())
+        sessions = self._sessions.values()
+        where = [f"session {each.name!r} at chunk {each.chunk + 1} (epoch {each.epoch})" for each in sessions]
+        return ", ".join(where) or "no session open"
 
     def _find(self, command: Request | Close) -> Session | None:
         """The session of a command; None for commands without an answer to a session that has ended."""
@@ -95,7 +112,10 @@ class OpenSessions:
             return []
         chunk_s = made.chunk_s if made.last else None
         events = session.made(epoch=made.epoch, chunk=made.chunk, pictures=made.pictures, chunk_s=chunk_s)
-        return events + (reports.input_used(self._pipeline, made.session, session) if made.last else [])
+        figures = self._pipeline.input_figures(made.session) if made.last else None
+        if figures is not None:
+            events.append(InputUsed(session.name, figures.level, figures.used, figures.dropped, figures.fault))
+        return events
 
     def _close(self, name: str) -> list[Event]:
         """End a session, open or waiting to be, and refuse its requests that wait."""

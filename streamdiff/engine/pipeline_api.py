@@ -27,12 +27,10 @@ class Pipeline(Protocol):
     """
 
     info: ModelInfo
+    text: TextEncoder
     on_fault: Callable[[int, str], None]
     """Called within `step`, `save` and `load` with a session that has failed by itself, and why. It makes nothing more,
     and is still to be closed; the others go on."""
-
-    @property
-    def text(self) -> TextEncoder: ...
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         """Frames that must be allowed ahead of those shown, at least. Raises ValueError as `open` does."""
@@ -162,9 +160,8 @@ class Pipeline(Protocol):
     def input_figures(self, session: int) -> InputFigures | None:
         """How the input does; None: there never was one."""
 
-    @property
-    def video_encodings(self) -> int:
-        """Pieces of video that were encoded since its process began."""
+    video_encodings: int
+    """Pieces of video that were encoded since its process began."""
 
     # ---- swapping sessions out of device memory and in again
 

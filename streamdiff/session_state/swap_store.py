@@ -82,7 +82,7 @@ class SwapStore:
         copy = HostCopy(self.copies, state)
         copy.go_on()
         with self._changed:
-            self._kept[name] = _Kept(copy.tree, copy.tensors, copy.nbytes, copy)
+            self._kept[name] = _Kept(copy.tree, copy.tensors, sum(each.nbytes for each in copy.tensors.values()), copy)
             self._spill()
 
     def ready(self, name: str) -> bool:
@@ -140,11 +140,6 @@ class SwapStore:
 
     def __contains__(self, name: str) -> bool:
         return name in self._kept
-
-    @property
-    def names(self) -> list[str]:
-        """All that is here, the one away longest first."""
-        return list(self._kept)
 
     def location(self, name: str) -> str:
         """Whether a state is in host memory or in a file on disk."""

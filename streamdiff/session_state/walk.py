@@ -126,17 +126,13 @@ def difference(one: Any, other: Any, where: str) -> tuple[str, Any, Any] | None:
     return next((each for each in found if each is not None), None)
 
 
-def _copied(there: Tensor, saved: Tensor) -> Tensor:
-    return there.copy_(saved)
-
-
 @torch.inference_mode()
 def load(
     into: _T,
     tensors: Mapping[str, Tensor],
     tree: Any,
     device: torch.device = CPU,
-    put: Callable[[Tensor, Tensor], Tensor] = _copied,
+    put: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_,
 ) -> _T:
     """Put what `save` gave into a state that has just been opened in the same way. Its tensors are written in place, so
     that graphs stay bound to them; others are made on `device`. What is DERIVED stays. `put` copies the second tensor

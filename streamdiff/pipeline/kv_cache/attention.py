@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -132,7 +132,7 @@ class RollingAttention:
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
         self._table = lru_cache(maxsize=32)(self._make_table)
         # The same slots are written again and again: after a while nothing is uploaded any more.
-        self._index = lru_cache(maxsize=256)(self._make_index)
+        self._index = lru_cache(maxsize=256)(partial(index_tensor, device=device))
 
     def row_metadata(
         self,
@@ -231,9 +231,6 @@ class RollingAttention:
         """See `models.transformer.wan.SelfAttention`; `layer` counts the stage's blocks. Mutates: the rows' states."""
         projected = rotated_rows(self.rows, query, key, value)
         return attend_rows(self.rows, layer, projected, self.attend, self.all_heads)
-
-    def _make_index(self, slots: tuple[int, ...]) -> Tensor:
-        return index_tensor(slots, self.device)
 
     def _make_table(self, first: int, count: int, inverse: bool = False) -> Tensor:
         factors = self._grid.factors(range(first, first + count))

@@ -14,7 +14,7 @@ from streamdiff.engine.open_sessions import OpenSessions
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import NOTHING, Encoded, PendingRequest
 from streamdiff.engine.session import Session, possible_switches
-from streamdiff.engine.snapshot_header import SavedSession, read_saved_session
+from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.engine.validation import closed_before, refused
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.interfaces import ParsedPrompt
@@ -165,7 +165,11 @@ class SavingEngine(OpenSessions, ABC):
         """Open a session that goes on; first its new prompt and picture are encoded, if it has any."""
         if command.background:
             raise RequestError("snapshot", "a background session does not go on from a snapshot; open it without")
-        saved = _saved_session(command)
+        assert command.snapshot is not None
+        try:
+            saved = read_saved_session(command.snapshot)
+        except ConfigError as error:
+            raise RequestError("snapshot", str(error)) from error
         reading = self._read(command.prompt, None) if command.prompt else ParsedPrompt(saved.text, "")
         if command.image is not None or (reading.text != saved.text and self._pipeline.text.slow):
             return self._wait(PendingRequest(command, reading.text, reading.notice))
@@ -175,13 +179,13 @@ class SavingEngine(OpenSessions, ABC):
         """Open a session that goes on from a snapshot, with what has been changed since. `start`: see `Session`."""
         assert command.snapshot is not None
         try:
-            saved, snapshot = _saved_session(command), self._pipeline.read_snapshot(command.snapshot)
+            snapshot = self._pipeline.read_snapshot(command.snapshot)
         except ConfigError as error:
             raise RequestError("snapshot", str(error)) from error
         ahead = self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames
         session, events = self._load(command.session, snapshot, ahead)
         slot = self._slots[command.session]
-        new_text, new_steps = reading.text != session.text, command.steps not in (None, saved.steps)
+        new_text, new_steps = reading.text != session.text, command.steps not in (None, snapshot.steps)
         session.start = session.start if start is None else start
         session.renumber(command.epoch - new_text - new_steps, command.made_frames, command.shown_frames)
         switches = possible_switches(self._pipeline, slot)
@@ -195,12 +199,3 @@ class SavingEngine(OpenSessions, ABC):
                 raise
             session.set_steps(command.steps, self._min_ahead_frames(command.steps, session.kv_context), "")
         return events + session.open(reading.notice, switches)
-
-
-def _saved_session(command: Open) -> SavedSession:
-    """What the snapshot of a session to be opened says. Raises RequestError for what is no snapshot of an engine's."""
-    assert command.snapshot is not None
-    try:
-        return read_saved_session(command.snapshot)
-    except ConfigError as error:
-        raise RequestError("snapshot", str(error)) from error

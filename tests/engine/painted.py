@@ -24,6 +24,7 @@ from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
+from tests.engine.bare_pipeline import BarePipeline
 
 SIZE = 16
 CHUNK_FRAMES = 6
@@ -76,7 +77,7 @@ class _Stream:
         return self.in_flight is not None or admits
 
 
-class PaintedPipeline:
+class PaintedPipeline(BarePipeline):
     info = INFO
 
     def __init__(self) -> None:
@@ -231,35 +232,7 @@ class PaintedPipeline:
         self.streams.clear()
         self.closed = True
 
-    # ---- a painter takes no video, and every session stays where it is
-
-    video_encodings = 0
-
-    def check_input(self, strength: float | None) -> None:
-        raise RequestError("input", f"{INFO.model} takes no video; steer it by its prompt alone")
-
-    def input_figures(self, session: int) -> None:
-        return None
-
     def take_saved(self) -> list[tuple[int, object]]:
-        return []
-
-    def sessions_away(self) -> int | None:
-        return 0
-
-    def is_away(self, session: int) -> bool:
-        return False
-
-    def can_swap_out(self, session: int, returning: int | None = None) -> bool:
-        return False
-
-    def at_rest(self, session: int) -> bool:
-        return not self.streams[session].ready
-
-    def place(self, session: int) -> str:
-        return "device"
-
-    def take_lost(self) -> list[int]:
         return []
 
 

@@ -21,7 +21,7 @@ from streamdiff.device import bind
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
-from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, Piece, SavedMemory, shape_key, stream_key
+from streamdiff.pipeline.decode.decoding import NO_STREAM, Decoding, Deliver, Piece, SavedMemory, shape_key, stream_key
 from streamdiff.pipeline.decode.host_copy import TransferStream
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.heartbeat import RankLoop
@@ -51,7 +51,7 @@ def _fault_key(stream: int) -> str:
     return f"decoding of stream {stream}"
 
 
-class LocalDecoding:
+class LocalDecoding(Decoding):
     """Decodes on a thread of this process, with one CPU thread, on a GPU with a stream of its own."""
 
     def __init__(
@@ -102,10 +102,6 @@ class LocalDecoding:
             return Outcome.NOT_YET
         return self._coming.pop(stream).result()
 
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     def close(self, abandon: bool = False) -> None:
         self._pool.shutdown(wait=not abandon, cancel_futures=True)
 
@@ -153,7 +149,7 @@ def pictures_layout(spec: ModelSpec, kind: PictureKind = "rgb") -> MessageLayout
     return MessageLayout(spec.frames_per_latent, ((shape_of(kind, spec.height, spec.width), torch.uint8),), None)
 
 
-class RemoteDecoding:
+class RemoteDecoding(Decoding):
     """Sends latents to a rank that runs a `DecodeWorker`, and delivers what comes back."""
 
     def __init__(
@@ -174,7 +170,7 @@ class RemoteDecoding:
         self._deliver, self._wake = deliver, wake
         self._messages: queue.SimpleQueue[tuple[StageMessage, torch.cuda.Event | None]] = queue.SimpleQueue()
         self._device, self._transfer_stream = device, TransferStream(device)
-        self._error: LinkClosed | None = None
+        self._error: BaseException | None = None
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for run, name in ((self._send, "latents"), (self._receive, "pictures"))
@@ -222,10 +218,6 @@ class RemoteDecoding:
             return Outcome.NOT_YET
         return self._coming.pop(stream) or Outcome.DONE
 
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     def close(self, abandon: bool = False) -> None:
         self._queue(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
         for thread in self._threads:
@@ -260,17 +252,14 @@ class RemoteDecoding:
             self._fail(error)
 
     def _take(self, kind: MessageKind, about: SessionUpdate) -> None:
-        """Handle an answer of the other rank about a stream."""
+        """Handle an answer of the other rank about a stream: swapped in, or why a chunk, whose number is in
+        `about.epoch`, could not be decoded."""
         if kind is not MessageKind.SWAP_IN:
-            self._deliver(self._failed(about))
+            why = self._exchange.pop_text(_fault_key(about.session)) or f"decoding chunk {about.epoch} failed"
+            self._deliver(Piece.failed(about.session, about.epoch, why))
         elif about.session in self._coming:
             self._coming[about.session] = about.outcome
             self._wake()
-
-    def _failed(self, about: SessionUpdate) -> Piece:
-        """The `Piece` with the fault of a chunk that could not be decoded, whose number is in `about.epoch`."""
-        why = self._exchange.pop_text(_fault_key(about.session))
-        return Piece.failed(about.session, about.epoch, why or f"decoding chunk {about.epoch} failed")
 
     def _fail(self, error: LinkClosed) -> None:
         self._error = error

@@ -19,13 +19,14 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
 
 from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, check_order
-from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, StageMessage
+from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 
 _INVITATION_BYTES = 512
 _TOKEN_BYTES = 16
@@ -42,18 +43,12 @@ class _Slots:
         self.layout, self.peer = layout, peer
         head = 8 * layout.record_length
         buffers = [torch.zeros(head + layout.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
-        self._tensors = [buffer[head:] for buffer in buffers]
-        self._views: dict[tuple[int, MessageKind, int], tuple[torch.Tensor, ...]] = {}
+        tensors = [buffer[head:] for buffer in buffers]
+        self.views = cache(lambda slot, kind, rows: layout.views(tensors[slot], kind, rows))
+        """A slot's `MessageLayout.views`, made once: on the way from stage to stage every operation counts."""
         self.records = [buffer[:head].view(torch.int64).numpy() for buffer in buffers]
         self.bytes = [buffer.numpy().data for buffer in buffers]
         self.error: BaseException | None = None
-
-    def views(self, slot: int, kind: MessageKind, rows: int) -> tuple[torch.Tensor, ...]:
-        """As `MessageLayout.views`, made once: on the way from stage to stage every operation counts."""
-        views = self._views.get((slot, kind, rows))
-        if views is None:
-            views = self._views[slot, kind, rows] = self.layout.views(self._tensors[slot], kind, rows)
-        return views
 
     def fit(self, connection: socket.socket, option: int) -> None:
         """Let the kernel hold a message and the next one, if it may hold that much. Mutates: connection."""

@@ -43,7 +43,7 @@ class SavingEngine(OpenSessions, ABC):
         frame numbers; prompts that have been accepted are in it.
 
         Raises:
-            RequestError: no such session, a prompt of it is being encoded, or the pipeline cannot save.
+            RequestError: no such session, or a prompt of it is being encoded.
             ConfigError: its noise was given as tensors.
         """
         session = self._check_saved(name)

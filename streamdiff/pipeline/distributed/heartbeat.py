@@ -166,10 +166,8 @@ class HealthMonitor:
                 if beat is not None and other.lasts(beat.number, not beat.ended):
                     self.report(f"rank {after} hangs: silent for {self._hang_s:g} s {beat.where}")
                     _kill(beat)
-                if os.getppid() != parent:
-                    self._on_fault("the launcher of the ranks is gone")
-                    return
-                if (fault := self.fault()) is not None:
+                fault = self.fault() if os.getppid() == parent else "the launcher of the ranks is gone"
+                if fault is not None:
                     self._on_fault(fault)
                     return
         except RuntimeError as error:  # the store's server is gone, and the launcher with it

@@ -27,7 +27,7 @@ from streamdiff import clock
 from streamdiff.models.model import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
-from streamdiff.pipeline.distributed.fan_out import FanOutReceiver, FanOutSender
+from streamdiff.pipeline.distributed.link import FanOutReceiver, FanOutSender
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate

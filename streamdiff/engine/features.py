@@ -140,17 +140,14 @@ def decode(features: Features, info: ModelInfo) -> DecodedFeatures:
     Raises:
         RequestError: as `check_file`, or values that are not finite; names the file.
     """
-    prompt, image = features.prompt_embeds, features.image_latents
-    rows = None if prompt is None else _decoded("prompt_embeds", prompt, info)[0]
-    latents = None if image is None else _in_chunks(_decoded("image_latents", image, info)[0], info)
-    if features.video_latents is None:
-        return DecodedFeatures(_flat(rows), latents)
-    clip, header = _decoded("video_latents", features.video_latents, info)
-    video, motion_values = _in_chunks(clip, info), read_motion(header)
-    motion = None
-    if motion_values is not None:
-        motion = np.array(motion_values[: len(video) * video.shape[2]]).reshape(len(video), -1).max(1)
-    return DecodedFeatures(_flat(rows), latents, video, motion)
+    numbers: dict[str, Any] = {}
+    for name in features.names:
+        given, header = _decoded(name, getattr(features, name), info)
+        numbers[name] = _flat(given) if name == "prompt_embeds" else _in_chunks(given, info)
+        if name == "video_latents" and (motion := read_motion(header)) is not None:
+            count, _, frames = numbers[name].shape[:3]
+            numbers["motion"] = np.array(motion[: count * frames]).reshape(count, -1).max(1)
+    return DecodedFeatures(**numbers)
 
 
 def _check_header_size(name: str, length: int, file_bytes: int) -> None:
@@ -201,9 +198,9 @@ def _decoded(name: str, data: Data, info: ModelInfo) -> tuple[Floats, Header]:
     return numbers, header
 
 
-def _flat(rows: Floats | None) -> Floats | None:
+def _flat(rows: Floats) -> Floats:
     """Rows `[L, D]` of `[L, D]` or `[1, L, D]`."""
-    return None if rows is None else rows.reshape(-1, rows.shape[-1])
+    return rows.reshape(-1, rows.shape[-1])
 
 
 def _in_chunks(latents: Floats, info: ModelInfo) -> Floats:

@@ -8,7 +8,7 @@ same tests run on both. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +27,10 @@ class Pipeline(Protocol):
     """
 
     info: ModelInfo
+    text: TextEncoder
     on_fault: Callable[[int, str], None]
     """Called within `step`, `save` and `load` with a session that has failed by itself, and why. It makes nothing more,
     and is still to be closed; the others go on."""
-
-    @property
-    def text(self) -> TextEncoder: ...
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         """Frames that must be allowed ahead of those shown, at least. Raises ValueError as `open` does."""
@@ -48,10 +46,11 @@ class Pipeline(Protocol):
         kv_context: str,
         background: bool = False,
         start: Any = None,
+        video: Any = None,
     ) -> None:
         """Start a stream, with a frame credit of 0; with `background` it takes what others leave. `start`, of
-        `encode_picture`, is shown first, and the stream goes on from it. Raises ValueError for steps or a KV context it
-        cannot run."""
+        `encode_picture`, is shown first, and the stream goes on from it; of `video`, of `video_of`, each chunk starts
+        from its own. Raises ValueError for steps or a KV context it cannot run."""
 
     def encode_picture(self, picture: NDArray[np.uint8]) -> Any:
         """A start picture, RGB `[H, W, 3]` of the model's size, as `open` and `reset` take it. Called on a thread of
@@ -111,10 +110,7 @@ class Pipeline(Protocol):
     def close(self) -> None:
         """Free everything."""
 
-
-@runtime_checkable
-class SavingPipeline(Protocol):
-    """A `Pipeline` that can save sessions and resume them elsewhere."""
+    # ---- saving sessions, and resuming them elsewhere
 
     def save(self, session: int) -> tuple[Any, Sequence[Frames]]:
         """A `pipeline.snapshot.file.Snapshot` of an open session, and frames that came before it was taken. Raises
@@ -137,10 +133,7 @@ class SavingPipeline(Protocol):
         """Open a stream that goes on from a snapshot; returns frames that came meanwhile. Raises RequestError for one
         that does not fit."""
 
-
-@runtime_checkable
-class FeaturesPipeline(Protocol):
-    """A `Pipeline` whose sessions can begin with precomputed embeddings or latents. Called from any thread."""
+    # ---- beginning with embeddings or latents that were made elsewhere; called from any thread
 
     def conditioning_of(self, rows: NDArray[np.float32]) -> Any:
         """A prompt's embeddings `[L, D]`, as `open` takes a text's."""
@@ -149,13 +142,10 @@ class FeaturesPipeline(Protocol):
         """Latents `[n, C, F, h, w]` of the stream's first chunks, as `open` takes a picture's."""
 
     def video_of(self, latents: NDArray[np.float32], strength: float, motion: NDArray[np.float64] | None) -> Any:
-        """Latents `[n, C, F, h, w]` that chunks start from, as `open` takes them as `video`; `motion` `[n]` is how far
+        """Latents `[n, C, F, h, w]` that chunks start from, as `open` takes them; `motion` `[n]` is how far
         the pixels of each move, None if unknown."""
 
-
-@runtime_checkable
-class FeedingPipeline(Protocol):
-    """A `Pipeline` whose sessions can take live video."""
+    # ---- live video
 
     def check_input(self, strength: float | None) -> None:
         """Raises RequestError for what `set_input` cannot do."""
@@ -170,20 +160,16 @@ class FeedingPipeline(Protocol):
     def input_figures(self, session: int) -> InputFigures | None:
         """How the input does; None: there never was one."""
 
-    @property
-    def video_encodings(self) -> int:
-        """Pieces of video that were encoded since its process began."""
+    video_encodings: int
+    """Pieces of video that were encoded since its process began."""
 
-
-@runtime_checkable
-class SwappingPipeline(Protocol):
-    """A `Pipeline` that can swap sessions out of device memory and in again."""
+    # ---- swapping sessions out of device memory and in again
 
     def sessions_away(self) -> int | None:
         """How many sessions with default settings may be swapped out; None: no limit."""
 
     def at_rest(self, session: int) -> bool:
-        """Whether no chunk of it is in flight or may be admitted."""
+        """Whether no chunk of a session is in flight or may be admitted."""
 
     def can_swap_out(self, session: int, returning: int | None = None) -> bool:
         """Whether host memory or disk has room for it once `returning` is back."""

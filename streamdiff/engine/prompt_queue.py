@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from streamdiff.engine.features import features_of
 from streamdiff.engine.messages import (
@@ -29,41 +29,34 @@ from streamdiff.engine.messages import (
     Shown,
 )
 
-
-class _WithPicture(Protocol):
-    """A request with a picture, `[1, H, W, 3]`."""
-
-    @property
-    def image(self) -> Pictures: ...
-
-
 _Setting = SetPrompt | SetSteps | SetInput | SetMaxAhead | SetActive
 Request = Open | _Setting | InputFrames | Reset | Pause | Resume | Shown
 
 
 class Encoded(NamedTuple):
-    """What a request's parts have become, as the pipeline takes them; None: it has no such part."""
+    """What a request's parts have become, as the pipeline takes them: the text's embeddings, the encoded picture, and
+    what chunks are to start from; None: it has no such part."""
 
     conditioning: Any = None
     start: Any = None
     video: Any = None
+
+
+NOTHING = Encoded()
 
 
 @dataclass(frozen=True)
 class PendingRequest:
     """A request; `text` and `notice` are how its prompt was understood, where it has one.
 
-    Once it may run, `conditioning` has the text's embeddings (None without a text, or where a later prompt supersedes
-    it), `start` the encoded picture and `video` what chunks are to start from (None without one), or `error` says why
-    encoding failed.
+    Once it may run, `made` has what was encoded (no conditioning where a later prompt supersedes the text), or `error`
+    says why encoding failed.
     """
 
     request: Request
     text: str = ""
     notice: str = ""
-    conditioning: Any = None
-    start: Any = None
-    video: Any = None
+    made: Encoded = NOTHING
     error: BaseException | None = None
 
 
@@ -107,7 +100,7 @@ class _Line:
             before = []
             while self.pending[0] is not target:
                 before.append(self.pending.popleft())
-            return [*before, replace(self.pending.popleft(), **encoding.result()._asdict())]
+            return [*before, replace(self.pending.popleft(), made=encoding.result())]
         if isinstance(target.request, Open):
             gone, self.pending = self.pending, deque()
             return [replace(pending, error=error) for pending in gone]
@@ -179,27 +172,27 @@ class PromptQueue:
     def _encode(self, pending: PendingRequest) -> Encoded:
         """Embeddings of a request's text, its encoded picture, and what stands for them."""
         request = pending.request
-        made = self._read(request) if has_features(request) else Encoded()
-        if has_picture(request):
-            made = made._replace(start=self._encode_picture(request.image[0]))
+        made = self._read(request) if has_features(request) else NOTHING
+        if (picture := picture_of(request)) is not None:
+            made = made._replace(start=self._encode_picture(picture[0]))
         if _has_text(pending) and pending.text and made.conditioning is None:
             made = made._replace(conditioning=self._encode_text(pending.text))
         return made
 
 
-def has_picture(request: object) -> TypeGuard[_WithPicture]:
-    """Whether a stream begins with a picture by this request."""
-    return isinstance(request, Open | Reset) and request.image is not None
+def picture_of(request: Request) -> Pictures | None:
+    """The picture `[1, H, W, 3]` that a stream begins with by this request, if any."""
+    return request.image if isinstance(request, Open | Reset) else None
 
 
-def has_features(request: object) -> TypeGuard[Open]:
+def has_features(request: Request) -> TypeGuard[Open]:
     """Whether a session is opened with features that were made elsewhere."""
     return isinstance(request, Open) and bool(features_of(request).names)
 
 
-def begins_with(request: object) -> bool:
+def begins_with(request: Request) -> bool:
     """Whether a stream begins with more than a text by this request, which is made ready first."""
-    return has_picture(request) or has_features(request)
+    return picture_of(request) is not None or has_features(request)
 
 
 def _has_text(pending: PendingRequest) -> bool:

@@ -3,88 +3,55 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from streamdiff.engine.messages import Close, Event, Open, Save, Saved
-from streamdiff.engine.pending_saves import PendingSaves
-from streamdiff.engine.pipeline_api import Pipeline, SavingPipeline
-from streamdiff.engine.prompt_queue import Encoded, PendingRequest, PromptQueue, Request, has_picture
+from streamdiff.engine.open_sessions import OpenSessions
+from streamdiff.engine.pipeline_api import Pipeline
+from streamdiff.engine.prompt_queue import NOTHING, Encoded, PendingRequest
 from streamdiff.engine.session import Session, possible_switches
-from streamdiff.engine.snapshot_header import SavedSession, read_saved_session
-from streamdiff.engine.swapping import Swapping
-from streamdiff.engine.validation import refused
+from streamdiff.engine.snapshot_header import read_saved_session
+from streamdiff.engine.validation import closed_before, refused
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.interfaces import ParsedPrompt
-from streamdiff.pipeline.output import Frames
-
-NOTHING = Encoded()
 
 
-class EngineSnapshotMixin(ABC):
-    """Saving and loading of sessions, for `Engine`."""
+class SavingEngine(OpenSessions, ABC):
+    """An engine's sessions, saved and opened from snapshots. Saves are queued: one session after the other comes to
+    rest, is copied, and goes on; other sessions go on meanwhile."""
 
-    _pipeline: Pipeline
-    _max_ahead_frames: int
-    _slots: dict[str, int]
-    _sessions: dict[int, Session]
-    _prompt_queue: PromptQueue
-    _swapping: Swapping
-    _texts: dict[str, tuple[str, Any]]
-    _saves: PendingSaves
-
-    @abstractmethod
-    def _find(self, command: Request | Close) -> Session | None:
-        """The session that a command is for."""
-
-    @abstractmethod
-    def _read(self, prompt: str, previous: str | None) -> ParsedPrompt:
-        """Read a prompt; `previous`: the session's text before it, if any."""
+    def __init__(self, pipeline: Pipeline, max_ahead_frames: int) -> None:
+        super().__init__(pipeline, max_ahead_frames)
+        self._saves: deque[Save] = deque()  # the first is under way
+        self._save_ticket: int | None = None  # of the first one, when it is copied
+        self._dropped_saves: set[int] = set()  # tickets of sessions that ended meanwhile: their results are discarded
 
     @abstractmethod
     def _wait(self, pending: PendingRequest) -> list[Event]:
         """Queue a request whose prompt or picture must be encoded first."""
 
     @abstractmethod
-    def _number(self, made: Frames) -> list[Event]:
-        """Decoded frames as events."""
-
-    @abstractmethod
     def _open_now(self, command: Open, reading: ParsedPrompt, made: Encoded = NOTHING) -> list[Event]:
         """Open a session of which everything is encoded."""
-
-    @abstractmethod
-    def _close(self, name: str) -> list[Event]:
-        """End a session."""
-
-    @abstractmethod
-    def _free_slot(self) -> int:
-        """The lowest number that no session has."""
-
-    @abstractmethod
-    def _min_ahead_frames(self, steps: int, kv_context: str) -> int:
-        """Frames that a session must be allowed to be ahead."""
-
-    @abstractmethod
-    def _encoded(self, name: str, text: str) -> Any:
-        """The conditioning of a session's text."""
 
     def save(self, name: str) -> tuple[Any, list[Event]]:
         """A snapshot of a session, and what came before it was taken. Its `about` has the session's text, epoch and
         frame numbers; prompts that have been accepted are in it.
 
         Raises:
-            RequestError: no such session, a prompt of it is being encoded, or the pipeline cannot save.
+            RequestError: no such session, or a prompt of it is being encoded.
             ConfigError: its noise was given as tensors.
         """
         session = self._check_saved(name)
-        if self._swapping.away(self._slots[name]) and session.changes:
+        if self._pipeline.is_away(self._slots[name]) and session.changes:
             why = f"session {name!r} is swapped out with changes that are not applied; let it play, then save it"
             raise RequestError("session", why)
         session.apply_pending()
-        snapshot, frames = self._saving().save(self._slots[name])
+        snapshot, frames = self._pipeline.save(self._slots[name])
         events = [event for made in frames for event in self._number(made)]
         about = {"session": session.saved()}
         return replace(snapshot, about=about).with_given(session.start, session.embeddings), events
@@ -109,8 +76,7 @@ class EngineSnapshotMixin(ABC):
 
     def _load(self, name: str, snapshot: Any, max_ahead_frames: int) -> tuple[Session, list[Event]]:
         """A session that goes on from a snapshot, with no frames allowed yet, and what others made meanwhile."""
-        if name in self._slots or name in self._prompt_queue:
-            raise RequestError("session", f"session {name!r} is open already; close it or use another id")
+        self._check_unused(name)
         saved, opened = snapshot.about.get("session"), snapshot.session
         if not isinstance(saved, dict):
             raise RequestError(
@@ -127,7 +93,7 @@ class EngineSnapshotMixin(ABC):
         start, embeddings = snapshot.given()
         if not session.text and embeddings is None:
             raise RequestError("snapshot", "about.session.text is empty in the snapshot, and it has no prompt_embeds")
-        frames = self._swapping.retry_after_swap_out(lambda: self._saving().load(slot, snapshot))
+        frames = self._swapping.retry_after_swap_out(lambda: self._pipeline.load(slot, snapshot))
         session.start, session.embeddings = start, embeddings
         self._slots[name], self._sessions[slot] = slot, session
         return session, [event for made in frames for event in self._number(made)]
@@ -142,36 +108,55 @@ class EngineSnapshotMixin(ABC):
     def _save(self, command: Save) -> list[Event]:
         """Queue a save, which `_turn_saves` answers."""
         self._check_saved(command.session)
-        self._saving()
-        self._saves.ask(command)
+        self._saves.append(command)
         return []
 
     def _turn_saves(self) -> list[Event]:
-        """Advance pending saves; returns the answers of those that are finished."""
-        if not self._saves:
-            return []
-        done = self._saves.turn(self._saving(), lambda name: self._slots[name], self._may_begin_save, self._file_of)
-        for command, _ in done:
-            self._swapping.release(self._slots[command.session])
-        return [
-            refused(command, RequestError("session", str(made)))
-            if isinstance(made, ConfigError)
-            else Saved(command.session, command.request, made)
-            for command, made in done
-        ]
+        """Advance the queue of saves; returns the answers of those that are finished. Mutates: self, pipeline."""
+        events: list[Event] = []
+        for ticket, made in self._pipeline.take_saved():
+            self._dropped_saves.discard(ticket)
+            if ticket == self._save_ticket:
+                self._save_ticket = None
+                events.append(self._saved(made))
+        if self._saves and self._save_ticket is None:
+            slot = self._slots[self._saves[0].session]
+            if self._may_begin_save(slot) and self._pipeline.comes_to_rest(slot):
+                try:
+                    self._save_ticket = self._pipeline.begin_save(slot, self._file_of(slot))
+                except ConfigError as error:
+                    events.append(self._saved(error))
+        return events
 
-    def _may_begin_save(self, name: str) -> bool:
+    def _saved(self, made: Any) -> Event:
+        """The answer to the first save: a snapshot file's content, or the ConfigError that prevented it. Mutates:
+        self."""
+        command = self._saves.popleft()
+        self._swapping.release(self._slots[command.session])
+        if isinstance(made, ConfigError):
+            return refused(command, RequestError("session", str(made)))
+        return Saved(command.session, command.request, made)
+
+    def _close(self, name: str) -> list[Event]:
+        ended = super()._close(name)
+        saves = [command for command in self._saves if command.session == name]
+        if saves and saves[0] is self._saves[0] and self._save_ticket is not None:
+            self._dropped_saves.add(self._save_ticket)
+            self._save_ticket = None
+        self._saves = deque(command for command in self._saves if command.session != name)
+        return [*map(closed_before, saves), *ended]
+
+    def _may_begin_save(self, slot: int) -> bool:
         """Whether all that was accepted is applied, or can be at once. A session that is swapped out with changes to
         apply comes back first: its stages have none of it. Mutates: self."""
-        slot = self._slots[name]
-        if self._swapping.away(slot) and self._sessions[slot].changes:
+        if self._pipeline.is_away(slot) and self._sessions[slot].changes:
             self._swapping.hold(slot)
             return False
         return True
 
-    def _file_of(self, name: str) -> Callable[[Any], bytes]:
+    def _file_of(self, slot: int) -> Callable[[Any], bytes]:
         """What makes a file's content of the snapshot of a session that is at rest. Mutates: the session."""
-        session = self._sessions[self._slots[name]]
+        session = self._sessions[slot]
         session.apply_pending()
         about, given = {"session": session.saved()}, (session.start, session.embeddings)
         return lambda snapshot: replace(snapshot, about=about).with_given(*given).to_bytes()
@@ -180,10 +165,13 @@ class EngineSnapshotMixin(ABC):
         """Open a session that goes on; first its new prompt and picture are encoded, if it has any."""
         if command.background:
             raise RequestError("snapshot", "a background session does not go on from a snapshot; open it without")
-        self._saving()
-        saved = _saved_session(command)
+        assert command.snapshot is not None
+        try:
+            saved = read_saved_session(command.snapshot)
+        except ConfigError as error:
+            raise RequestError("snapshot", str(error)) from error
         reading = self._read(command.prompt, None) if command.prompt else ParsedPrompt(saved.text, "")
-        if has_picture(command) or (reading.text != saved.text and self._pipeline.text.slow):
+        if command.image is not None or (reading.text != saved.text and self._pipeline.text.slow):
             return self._wait(PendingRequest(command, reading.text, reading.notice))
         return self._open_now(command, reading)
 
@@ -191,13 +179,13 @@ class EngineSnapshotMixin(ABC):
         """Open a session that goes on from a snapshot, with what has been changed since. `start`: see `Session`."""
         assert command.snapshot is not None
         try:
-            saved, snapshot = _saved_session(command), self._saving().read_snapshot(command.snapshot)
+            snapshot = self._pipeline.read_snapshot(command.snapshot)
         except ConfigError as error:
             raise RequestError("snapshot", str(error)) from error
         ahead = self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames
         session, events = self._load(command.session, snapshot, ahead)
         slot = self._slots[command.session]
-        new_text, new_steps = reading.text != session.text, command.steps not in (None, saved.steps)
+        new_text, new_steps = reading.text != session.text, command.steps not in (None, snapshot.steps)
         session.start = session.start if start is None else start
         session.renumber(command.epoch - new_text - new_steps, command.made_frames, command.shown_frames)
         switches = possible_switches(self._pipeline, slot)
@@ -211,17 +199,3 @@ class EngineSnapshotMixin(ABC):
                 raise
             session.set_steps(command.steps, self._min_ahead_frames(command.steps, session.kv_context), "")
         return events + session.open(reading.notice, switches)
-
-    def _saving(self) -> SavingPipeline:
-        if not isinstance(self._pipeline, SavingPipeline):
-            raise RequestError("session", f"{type(self._pipeline).__name__} cannot save sessions")
-        return self._pipeline
-
-
-def _saved_session(command: Open) -> SavedSession:
-    """What the snapshot of a session to be opened says. Raises RequestError for what is no snapshot of an engine's."""
-    assert command.snapshot is not None
-    try:
-        return read_saved_session(command.snapshot)
-    except ConfigError as error:
-        raise RequestError("snapshot", str(error)) from error

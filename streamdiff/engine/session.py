@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
-from streamdiff.engine.pipeline_api import FeedingPipeline, Pipeline
+from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.session_state import typed
 from streamdiff.session_state.fields import DERIVED, KEPT, STATE, fields_of, session_state
@@ -31,90 +31,57 @@ _MAX_TEXT = 10_000
 
 
 @session_state("session")
-@dataclass(init=False, eq=False)
+@dataclass(eq=False)
 class Session:
-    """One stream, in slot `slot` of `pipeline`. Every method calls the pipeline as needed and returns the events."""
+    """One stream, in slot `_slot` of `_pipeline`. Every method calls the pipeline as needed and returns the events."""
 
     name: str = field(metadata=DERIVED)
     _pipeline: Pipeline = field(metadata=DERIVED)
     _slot: int = field(metadata=DERIVED)
     _encode: Callable[[str], Any] = field(metadata=DERIVED)
-    _max_ahead_frames: int = field(metadata=DERIVED)
-    _min_ahead_frames: int = field(metadata=DERIVED)
+    """A text's conditioning, as the pipeline takes it."""
+    _: KW_ONLY
     text: str = field(metadata=KEPT)
     seed: int = field(metadata=KEPT)
     kv_context: str = field(metadata=KEPT)
+    """That the pipeline has opened it with."""
     epoch: int = field(metadata=KEPT)
-    chunk: int = field(metadata=KEPT)
-    """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
-    _pending_switch: tuple[int, str] | None = field(metadata=KEPT)  # epoch, and what becomes of the past
-    _pending_steps: tuple[int, int] | None = field(metadata=KEPT)  # epoch and steps
-    _pending_input: tuple[int, float | None] | None = field(metadata=DERIVED)  # epoch and strength
-    _applied_epoch: int = field(metadata=KEPT)
-    _oldest_epoch: int = field(metadata=KEPT)
-    _skip_epoch: int = field(metadata=DERIVED)
-    """The last prompt's for which frames that wait are to be skipped."""
-    _paused: bool = field(metadata=KEPT)
-    _made_frames: int = field(metadata=KEPT)
-    _shown_frames: int = field(metadata=KEPT)
-    _epoch_shift: int = field(metadata=DERIVED)
-    """What is added to the pipeline's epochs: a stream that goes on from a snapshot goes on with those of before."""
-    start: Any = field(metadata=DERIVED)
-    """The encoded picture that a reset begins with. It is no JSON: a snapshot has it among its tensors."""
-    embeddings: Any = field(metadata=DERIVED)
+    """The latest; at first that of the first chunk."""
+    max_ahead_frames: int = field(metadata=DERIVED)
+    """How many frames may be made beyond those reported as shown."""
+    min_ahead_frames: int = field(default=0, metadata=DERIVED)
+    """What the pipeline needs; wins over `max_ahead_frames`."""
+    start: Any = field(default=None, metadata=DERIVED)
+    """The encoded picture that the pipeline has begun with; a reset begins with it again. It is no JSON: a snapshot has
+    it among its tensors."""
+    embeddings: Any = field(default=None, metadata=DERIVED)
     """Given instead of a text, which is "" as long as they hold. A snapshot has them as it has `start`."""
+    chunk: int = field(default=-1, init=False, metadata=KEPT)
+    """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
+    _pending_switch: tuple[int, str] | None = field(default=None, init=False, metadata=KEPT)
+    """Epoch, and what becomes of the past."""
+    _pending_steps: tuple[int, int] | None = field(default=None, init=False, metadata=KEPT)
+    """Epoch and steps."""
+    _pending_input: tuple[int, float | None] | None = field(default=None, init=False, metadata=DERIVED)
+    """Epoch and strength."""
+    _applied_epoch: int = field(init=False, metadata=KEPT)
+    _oldest_epoch: int = field(init=False, metadata=KEPT)
+    _skip_epoch: int = field(init=False, metadata=DERIVED)
+    """The last prompt's for which frames that wait are to be skipped."""
+    _paused: bool = field(default=False, init=False, metadata=KEPT)
+    _made_frames: int = field(default=0, init=False, metadata=KEPT)
+    _shown_frames: int = field(default=0, init=False, metadata=KEPT)
+    _epoch_shift: int = field(default=0, init=False, metadata=DERIVED)
+    """What is added to the pipeline's epochs: a stream that goes on from a snapshot goes on with those of before."""
 
-    def __init__(
-        self,
-        name: str,
-        pipeline: Pipeline,
-        slot: int,
-        encode: Callable[[str], Any],
-        *,
-        text: str,
-        seed: int,
-        kv_context: str,
-        epoch: int,
-        max_ahead_frames: int,
-        min_ahead_frames: int = 0,
-        made_frames: int = 0,
-        shown_frames: int = 0,
-        start: Any = None,
-        embeddings: Any = None,
-    ) -> None:
-        """Args:
-        encode: a text's conditioning, as the pipeline takes it.
-        kv_context: that the pipeline has opened it with.
-        epoch: of the first chunk.
-        max_ahead_frames: how many frames may be made beyond those reported as shown.
-        min_ahead_frames: what the pipeline needs; wins over `max_ahead_frames`.
-        made_frames, shown_frames: of the stream that this one resumes; its own frames are numbered from there.
-        start: the encoded picture that the pipeline has begun with; a reset begins with it again.
-        embeddings: given instead of a text, which is "" then.
-        """
-        self.name = name
-        self._pipeline, self._slot, self._encode = pipeline, slot, encode
-        self.text = text
-        self.seed = seed
-        self.start = start
-        self.embeddings = embeddings
-        self.kv_context = kv_context
-        self.epoch = epoch
-        self.chunk = -1
-        self._max_ahead_frames = max_ahead_frames
-        self._min_ahead_frames = min_ahead_frames
-        self._pending_switch = self._pending_steps = self._pending_input = None
-        self._applied_epoch = epoch - 1
-        self._oldest_epoch = self._skip_epoch = epoch
-        self._epoch_shift = 0
-        self._paused = False
-        self._made_frames = made_frames
-        self._shown_frames = min(shown_frames, made_frames)
+    def __post_init__(self) -> None:
+        self._applied_epoch = self.epoch - 1
+        self._oldest_epoch = self._skip_epoch = self.epoch
 
     @property
     def frame_credit(self) -> int:
         """Frames that may still be made beyond those shown."""
-        max_ahead_frames = max(self._max_ahead_frames, self._min_ahead_frames)
+        max_ahead_frames = max(self.max_ahead_frames, self.min_ahead_frames)
         return max_ahead_frames - (0 if self._skips else self._made_frames - self._shown_frames)
 
     @property
@@ -155,9 +122,9 @@ class Session:
         self._skip_epoch = self._oldest_epoch
 
     def renumber(self, epoch: int, made_frames: int, shown_frames: int) -> None:
-        """After `restore`: raise the epoch to at least `epoch` and the frame count to at least `made_frames`; the next
-        frames bring `Applied`. `made_frames - shown_frames` frames, if above 0, count as not shown yet.
-        Mutates: self."""
+        """Before the first frames: raise the epoch to at least `epoch` and the frame count to at least `made_frames`,
+        those of a stream that this one resumes; the next frames bring `Applied`. `made_frames - shown_frames` frames,
+        if above 0, count as not shown yet. Mutates: self."""
         self._epoch_shift = max(0, epoch - self.epoch)
         self.epoch += self._epoch_shift
         self._oldest_epoch += self._epoch_shift
@@ -184,7 +151,7 @@ class Session:
         """Accept a number of steps, for which the pipeline needs `min_ahead_frames`; `apply_pending` gives it to the
         pipeline, unless a later one comes first."""
         self.epoch += 1
-        self._min_ahead_frames = min_ahead_frames
+        self.min_ahead_frames = min_ahead_frames
         self._pending_steps = self.epoch, steps
         self._set_frame_credit()
         return [Accepted(self.name, request, self.epoch, "")]
@@ -231,7 +198,6 @@ class Session:
     def _apply_input(self) -> None:
         if self._pending_input is not None:
             (epoch, strength), self._pending_input = self._pending_input, None
-            assert isinstance(self._pipeline, FeedingPipeline)
             self._pipeline.set_input(self._slot, strength, epoch=epoch - self._epoch_shift)
 
     def reset(self, seed: int | None, request: str) -> list[Event]:
@@ -261,7 +227,7 @@ class Session:
 
     def set_max_ahead(self, frames: int) -> None:
         """Allow at most `frames` frames beyond those shown from now on."""
-        self._max_ahead_frames = frames
+        self.max_ahead_frames = frames
         self._set_frame_credit()
 
     def shown(self, frames: int) -> None:

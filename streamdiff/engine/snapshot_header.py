@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from streamdiff.engine.messages import Data
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.snapshot.header import FORMAT, read_header
+from streamdiff.pipeline.snapshot.header import read_header
 
 
 @dataclass(frozen=True)
 class SavedSession:
-    """A saved session: the prompt as the model was given it, what it was opened with, and how far it was.
+    """A saved session: the prompt as the model was given it, what it was opened with, and the number of its next
+    frame."""
 
-    `model`: the facts that must be the same where it goes on, by name (`name`, `width`, `height`, `dtype`, `weights`
-    among them). `made_frames` is the number of the next frame, `chunk` the last one that was made, `nbytes` the size of
-    the file.
-    """
-
-    format: int
-    nbytes: int
-    model: Mapping[str, Any]
     text: str
     seed: int
     steps: int
     kv_context: str
-    epoch: int
-    chunk: int
     made_frames: int
-    paused: bool
 
 
 _SESSION_FIELDS = {
@@ -60,7 +48,4 @@ def read_saved_session(data: Data, name: str = "the snapshot") -> SavedSession:
         session["text"].encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"{name}: the text of its session has half of a surrogate pair") from error
-    return SavedSession(
-        FORMAT, len(data), header.model, session["text"], session["seed"], header.steps, session["kv_context"],
-        session["epoch"], session["chunk"], session["_made_frames"], session["_paused"],
-    )  # fmt: skip
+    return SavedSession(session["text"], session["seed"], header.steps, session["kv_context"], session["_made_frames"])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from streamdiff.engine.messages import Reset, SetActive, SetPrompt, SetSteps
-from streamdiff.engine.pipeline_api import Pipeline, SwappingPipeline
+from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import PendingRequest, Request
 from streamdiff.errors import RequestError
 
@@ -17,23 +17,15 @@ _T = TypeVar("_T")
 
 
 class Swapping:
-    """Swaps the sessions of a pipeline, by slot. Without a `SwappingPipeline` none is."""
+    """Swaps the sessions of a pipeline, by slot."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline if isinstance(pipeline, SwappingPipeline) else None
+        self._pipeline = pipeline
         self._idle: dict[int, bool] = {}  # those that nobody needs, longest first; whether to be swapped out at once
         self._called: dict[int, None] = {}  # those that are to come back, longest first
         self._put_off: dict[int, list[PendingRequest]] = {}
         self._held: set[int] = set()
         self._locations: dict[int, str] = {}  # as returned by `moved` last; of those that are not on the device
-
-    def sessions_away(self) -> int | None:
-        """See `SwappingPipeline`."""
-        return 0 if self._pipeline is None else self._pipeline.sessions_away()
-
-    def away(self, slot: int) -> bool:
-        """Whether a session's caches are not on the device."""
-        return self._pipeline is not None and self._pipeline.is_away(slot)
 
     def set_active(self, slot: int, message: SetActive) -> None:
         """Note whether a session is active; `turn` swaps it in or out. Mutates: self."""
@@ -43,7 +35,7 @@ class Swapping:
                 self._called.pop(slot, None)
         else:
             self._idle.pop(slot, None)
-            if self.away(slot):
+            if self._pipeline.is_away(slot):
                 self._called[slot] = None
 
     def forget(self, slot: int) -> list[PendingRequest]:
@@ -57,7 +49,7 @@ class Swapping:
     def hold(self, slot: int) -> None:
         """Have an idle session swapped in, and keep it on the device until `release`. Mutates: self."""
         self._held.add(slot)
-        if self.away(slot):
+        if self._pipeline.is_away(slot):
             self._called[slot] = None
 
     def release(self, slot: int) -> None:
@@ -85,13 +77,12 @@ class Swapping:
         Raises:
             RequestError: no memory for it, code "memory".
         """
-        pipeline = self._pipeline
-        if pipeline is None or not pipeline.is_away(slot):
+        if not self._pipeline.is_away(slot):
             return False
         request = pending.request
         if not (_resets(request) or (slot in self._put_off and isinstance(request, SetPrompt | SetSteps))):
             return False
-        self.retry_after_swap_out(lambda: pipeline.swap_in(slot), slot)
+        self._swap_in(slot)
         self._called.pop(slot, None)
         self._put_off.setdefault(slot, []).append(pending)
         return True
@@ -100,11 +91,12 @@ class Swapping:
         """Swap sessions in and out; returns the put-off requests of those that are back, in their order. Mutates: self,
         pipeline."""
         pipeline = self._pipeline
-        if pipeline is None:
-            return []
         for slot in list(self._called):
-            if pipeline.is_away(slot) and not self._try_in(slot, pipeline):
-                break
+            if pipeline.is_away(slot):
+                try:
+                    self._swap_in(slot)
+                except RequestError:
+                    break  # all that fit are needed; it waits
             del self._called[slot]
         for slot, at_once in self._idle.items():
             if at_once and not self._stays(slot) and pipeline.at_rest(slot) and pipeline.can_swap_out(slot):
@@ -112,34 +104,23 @@ class Swapping:
         back = [slot for slot in self._put_off if not pipeline.is_away(slot)]
         return [request for slot in back for request in self._put_off.pop(slot)]
 
-    def lost(self) -> list[int]:
-        """Sessions that were swapped in without their caches and must be reset. Each is returned once."""
-        return [] if self._pipeline is None else self._pipeline.take_lost()
-
     def moved(self) -> list[tuple[int, str]]:
         """Sessions whose caches have moved since the last call, and their location: device, host or disk. Mutates:
         self."""
-        pipeline = self._pipeline
-        if pipeline is None:
-            return []
-        now = {slot: pipeline.place(slot) for slot in {*self._idle, *self._locations}}
+        now = {slot: self._pipeline.place(slot) for slot in {*self._idle, *self._locations}}
         moved = [(slot, location) for slot, location in now.items() if location != self._locations.get(slot, "device")]
         self._locations = {slot: location for slot, location in now.items() if location != "device"}
         return moved
 
-    def _try_in(self, slot: int, pipeline: SwappingPipeline) -> bool:
-        try:
-            self.retry_after_swap_out(lambda: pipeline.swap_in(slot), slot)
-        except RequestError:
-            return False  # all that fit are needed; it waits
-        return True
+    def _swap_in(self, slot: int) -> None:
+        """Swap a session in, others out for it. Raises RequestError as `retry_after_swap_out`. Mutates: pipeline."""
+        self.retry_after_swap_out(lambda: self._pipeline.swap_in(slot), slot)
 
     def _swap_out_longest_idle(self, returning: int | None) -> bool:
         """Swap out the session that has been idle longest; whether there was one. Mutates: self, pipeline."""
-        pipeline = self._pipeline
         for slot in self._idle:
-            if pipeline is not None and not self._stays(slot) and pipeline.can_swap_out(slot, returning):
-                pipeline.swap_out(slot)
+            if not self._stays(slot) and self._pipeline.can_swap_out(slot, returning):
+                self._pipeline.swap_out(slot)
                 return True
         return False
 

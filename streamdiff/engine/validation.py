@@ -18,7 +18,7 @@ from streamdiff.engine.messages import (
     SetSteps,
     Shutdown,
 )
-from streamdiff.engine.pipeline_api import FeaturesPipeline, FeedingPipeline, Pipeline
+from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import Encoded, PendingRequest
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.pipeline.output import ModelInfo
@@ -63,14 +63,6 @@ def check_begin(command: Open | Reset, info: ModelInfo) -> None:
         )
 
 
-def feeding(pipeline: Pipeline, strength: float | None) -> FeedingPipeline:
-    """The pipeline, whose sessions can have an input of that strength. Raises RequestError where they cannot."""
-    if not isinstance(pipeline, FeedingPipeline):
-        raise RequestError("input", f"{pipeline.info.model} takes no video; steer it by its prompt alone")
-    pipeline.check_input(strength)
-    return pipeline
-
-
 def check_frames(command: InputFrames, info: ModelInfo) -> None:
     """Raises RequestError unless the frames are `[n, H, W, 3]` of the model's size."""
     shape = command.pictures.shape
@@ -85,8 +77,6 @@ def read_features(pipeline: Pipeline, command: Open) -> Encoded:
     that the pipeline does not take; names them."""
     features = features_of(command)
     given = decode(features, pipeline.info)
-    if not isinstance(pipeline, FeaturesPipeline):
-        raise RequestError(features.names[0], f"model {pipeline.info.model} takes no features made elsewhere")
     rows, latents, video = given.prompt_embeds, given.image_latents, given.video_latents
     return Encoded(
         None if rows is None else pipeline.conditioning_of(rows),
@@ -114,6 +104,12 @@ def refused(command: Command, error: RequestError) -> Refused:
     session = "" if isinstance(command, Shutdown) else command.session
     request = command.request if isinstance(command, Save | SetPrompt | SetSteps | SetInput | Reset) else ""
     return Refused(session, request, error.field, str(error), error.code)
+
+
+def closed_before(command: Command) -> Refused:
+    """The answer to a command whose session has ended meanwhile."""
+    assert not isinstance(command, Shutdown)
+    return refused(command, RequestError("session", f"session {command.session!r} was closed before this was done"))
 
 
 def bad_value(error: Exception, field: str) -> RequestError:

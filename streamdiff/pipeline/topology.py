@@ -22,8 +22,7 @@ from streamdiff.models.model import Model, StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_layout, pictures_layout
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup, stage_group
-from streamdiff.pipeline.distributed.fan_out import FanOutReceiver, FanOutSender
-from streamdiff.pipeline.distributed.link import Receiver, Sender, ring_edges
+from streamdiff.pipeline.distributed.link import FanOutReceiver, FanOutSender, Receiver, Sender, ring_edges
 from streamdiff.pipeline.distributed.local_link import NoLink, NoSender
 from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up

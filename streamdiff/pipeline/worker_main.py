@@ -19,12 +19,11 @@ from streamdiff.errors import ConfigError
 from streamdiff.pipeline import load_plan, rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
 from streamdiff.pipeline.decode.split_decoding import SplitDecodeWorker
-from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
+from streamdiff.pipeline.distributed.heartbeat import HealthMonitor, RankLoop
 from streamdiff.pipeline.distributed.link import GroupBroken, LinkClosed
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.distributed.state_exchange import StoreExchange
-from streamdiff.pipeline.runner.worker import Worker
 
 EXIT_FAULT = 1
 GRACE_S = 10.0
@@ -50,7 +49,7 @@ def run_worker(config: ModelConfig) -> None:
     plan = load_plan.plan_rank(plan, context)
     loaded = rank_loader.load_rank(plan, context)
     decoder = loaded.decoder
-    workers: list[Worker | DecodeWorker] = []
+    workers: list[RankLoop] = []
     context.send_memory(loaded.memory)
     exchange = StoreExchange(context.store)
     # First of all, as the head waits for it before it has made its graphs.
@@ -90,7 +89,7 @@ def start_progress(context: RankContext, config: ModelConfig) -> StartProgress:
     )
 
 
-def work(workers: Sequence[Worker | DecodeWorker], context: RankContext, hang_s: float, device: torch.device) -> None:
+def work(workers: Sequence[RankLoop], context: RankContext, hang_s: float, device: torch.device) -> None:
     """Run the loops of this rank to their end, each but the first on a thread of its own. Mutates: the process's signal
     handlers."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -111,9 +110,7 @@ def work(workers: Sequence[Worker | DecodeWorker], context: RankContext, hang_s:
     atexit.unregister(exit_now)
 
 
-def _run_on_thread(
-    worker: Worker | DecodeWorker, monitor: HealthMonitor, context: RankContext, device: torch.device
-) -> None:
+def _run_on_thread(worker: RankLoop, monitor: HealthMonitor, context: RankContext, device: torch.device) -> None:
     """Run a second loop on a thread; the rank ends with it."""
     torch.set_num_threads(DECODE_THREADS)
     bind(device)
@@ -127,7 +124,7 @@ def _exit_on_error(raised: threading.ExceptHookArgs) -> None:
     exit_now()
 
 
-def _run(worker: Worker | DecodeWorker, monitor: HealthMonitor, context: RankContext) -> None:
+def _run(worker: RankLoop, monitor: HealthMonitor, context: RankContext) -> None:
     """Run a loop; if it raises, report the fault to the other ranks, with what was being executed, and re-raise."""
     try:
         worker.run()
@@ -139,9 +136,7 @@ def _run(worker: Worker | DecodeWorker, monitor: HealthMonitor, context: RankCon
         raise
 
 
-def link_fault(
-    error: LinkClosed, rank: int, worker: Worker | DecodeWorker | HealthMonitor, monitor: HealthMonitor
-) -> str:
+def link_fault(error: LinkClosed, rank: int, worker: RankLoop | HealthMonitor, monitor: HealthMonitor) -> str:
     """The fault that a closed link means, as `rank` reports it. Where an exchange among several ranks ended it is asked
     which of them still say something."""
     peers = monitor.silent(error.peers) or error.peers if isinstance(error, GroupBroken) else (error.peer,)

@@ -71,10 +71,6 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
         self.tensors, self.tree = walk.save(state, path, self._expect)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
     def go_on(self, nbytes: int | None = None) -> bool:
         """Copy so many bytes more, None: all; whether that was the last. On CUDA they are on their way then: `follow`
         comes before the state changes. Mutates: self."""

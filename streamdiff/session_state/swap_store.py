@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -29,7 +29,6 @@ from streamdiff.session_state.host_copies import HostCopies, HostCopy, copy_in_p
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-SwapLocation = Literal["host", "disk"]
 _FOLDER, _LOCK = "swap", "lock"
 
 
@@ -83,7 +82,7 @@ class SwapStore:
         copy = HostCopy(self.copies, state)
         copy.go_on()
         with self._changed:
-            self._kept[name] = _Kept(copy.tree, copy.tensors, copy.nbytes, copy)
+            self._kept[name] = _Kept(copy.tree, copy.tensors, sum(each.nbytes for each in copy.tensors.values()), copy)
             self._spill()
 
     def ready(self, name: str) -> bool:
@@ -142,12 +141,7 @@ class SwapStore:
     def __contains__(self, name: str) -> bool:
         return name in self._kept
 
-    @property
-    def names(self) -> list[str]:
-        """All that is here, the one away longest first."""
-        return list(self._kept)
-
-    def location(self, name: str) -> SwapLocation:
+    def location(self, name: str) -> str:
         """Whether a state is in host memory or in a file on disk."""
         return "disk" if self._kept[name].tensors is None else "host"
 

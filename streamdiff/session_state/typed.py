@@ -17,7 +17,6 @@ from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, class_of, fie
 LARGEST = 2**53
 """Whole numbers of a state are at most that, either way: what every reader of JSON has exactly."""
 _PLAIN = (bool, int, float, str, NoneType)
-_LISTS = (list, tuple)
 
 
 def check(node: Any, kind: Any, where: str, tensors: Mapping[str, int]) -> set[str]:
@@ -38,11 +37,9 @@ def check_plain(values: Any, kind: type[Any], where: str) -> None:
         ConfigError: other fields, or values of other types.
     """
     names = fields_of(kind, STATE, KEPT)
-    if not isinstance(values, dict) or set(values) != set(names):
-        differ = ", ".join(sorted(set(values) ^ set(names))) if isinstance(values, dict) else shown(values)
-        raise ConfigError(f"{where} has other fields in the snapshot than here: {differ}")
+    _check_names(values, names, where)
     for name in names:
-        _check(values[name], _hints(kind)[name], f"{where}.{name}", {}, set())
+        _check(values[name], get_type_hints(kind)[name], f"{where}.{name}", {}, set())
 
 
 def shown(node: Any) -> str:
@@ -141,15 +138,16 @@ def _check_fields(node: Any, where: str, tensors: Mapping[str, int], found: set[
     kind, content = class_of(node["class"]), node["fields"]
     assert kind is not None, "`_begins_as` has looked"
     names = fields_of(kind, STATE, BY_LAYER, KEPT)
-    if not isinstance(content, dict) or set(content) != set(names):
-        differ = ", ".join(sorted(set(content) ^ set(names))) if isinstance(content, dict) else shown(content)
-        raise ConfigError(f"{where} ({node['class']}) has other fields in the snapshot than here: {differ}")
+    _check_names(content, names, f"{where} ({node['class']})")
     for name in names:
-        _check(content[name], _hints(kind)[name], f"{where}.{name}", tensors, found)
+        _check(content[name], get_type_hints(kind)[name], f"{where}.{name}", tensors, found)
 
 
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _check_names(values: Any, names: tuple[str, ...], where: str) -> None:
+    """Raise ConfigError unless these are values of the fields `names`, and of no others."""
+    if not isinstance(values, dict) or set(values) != set(names):
+        differ = ", ".join(sorted(set(values) ^ set(names))) if isinstance(values, dict) else shown(values)
+        raise ConfigError(f"{where} has other fields in the snapshot than here: {differ}")
 
 
 def _is_tensor(kind: Any) -> bool:

@@ -1,5 +1,5 @@
-"""What can be done with a session's state, generated from its declared fields: `nbytes`, `copy`, `to_host`,
-`to_device`, `save` and `load`; `reset` is in `fields`, as the scheduler has no torch.
+"""What can be done with a session's state, generated from its declared fields: `nbytes`, `copy`, `to_device`, `save`
+and `load`; `reset` is in `fields`, as the scheduler has no torch.
 
 A state is a declared object (`fields`), and what it holds: tensors, declared objects and values, lists, tuples and
 dicts of them, and plain values (numbers, texts, None). Anything else is a TypeError that says where it is. A tensor or
@@ -45,24 +45,36 @@ def nbytes(state: object) -> int:
 
 def copy(state: _T) -> _T:
     """A state of its own, on the same device."""
-    result: _T = _mapped(state, lambda tensor: tensor.clone())
-    return result
-
-
-def to_host(state: _T) -> _T:
-    """The state in host memory; the host waits for the device. Tensors that are there already are not copied."""
-    return to_device(state, CPU)
+    return changed(state, lambda tensor: tensor.clone())
 
 
 def to_device(state: _T, device: torch.device) -> _T:
     """The state on `device`. Tensors that are there already are not copied."""
-    result: _T = _mapped(state, lambda tensor: tensor.to(device))
-    return result
+    return changed(state, lambda tensor: tensor.to(device))
 
 
+@torch.inference_mode()
 def changed(state: _T, change: Callable[[Tensor], Tensor]) -> _T:
-    """The state with every tensor changed, each once."""
-    result: _T = _mapped(state, change)
+    """The state with every tensor changed, each once; DERIVED is shared, or made anew by `derive()`."""
+    done: dict[int, tuple[Any, Any]] = {}  # the original too, so that its id is nobody else's meanwhile
+
+    def visit(value: Any, where: str) -> Any:
+        if isinstance(value, _PLAIN):
+            return value
+        if id(value) not in done:
+            done[id(value)] = value, change(value) if isinstance(value, Tensor) else made(value, where)
+        return done[id(value)][1]
+
+    def made(value: Any, where: str) -> Any:
+        parts = [visit(each, f"{where}{name}") for name, each in _parts(value, where)]
+        if isinstance(value, dict):
+            return dict(zip(value, parts, strict=True))
+        if type(value) in (list, tuple):
+            return type(value)(parts)
+        own = dict(zip(fields_of(type(value), STATE, BY_LAYER, KEPT), parts, strict=True))
+        return _set(shallow.copy(value), own) if mutable(value) else type(value)(**own)
+
+    result: _T = visit(state, type(state).__name__)
     return result
 
 
@@ -114,17 +126,13 @@ def difference(one: Any, other: Any, where: str) -> tuple[str, Any, Any] | None:
     return next((each for each in found if each is not None), None)
 
 
-def _copied(there: Tensor, saved: Tensor) -> Tensor:
-    return there.copy_(saved)
-
-
 @torch.inference_mode()
 def load(
     into: _T,
     tensors: Mapping[str, Tensor],
     tree: Any,
     device: torch.device = CPU,
-    put: Callable[[Tensor, Tensor], Tensor] = _copied,
+    put: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_,
 ) -> _T:
     """Put what `save` gave into a state that has just been opened in the same way. Its tensors are written in place, so
     that graphs stay bound to them; others are made on `device`. What is DERIVED stays. `put` copies the second tensor
@@ -174,8 +182,7 @@ def joined(parts: Sequence[_T]) -> _T:
             return {key: [layer for one in each for layer in one[key]] for key in each[0]}
         return joined(each)
 
-    result: _T = _with_layers(parts[0], lambda name: join([getattr(part, name) for part in parts]))
-    return result
+    return _with_layers(parts[0], lambda name: join([getattr(part, name) for part in parts]))
 
 
 @torch.inference_mode()
@@ -189,8 +196,7 @@ def layers_of(state: _T, first: int, last: int) -> _T:
             return {key: layers[first:last] for key, layers in each.items()}
         return layers_of(each, first, last)
 
-    result: _T = _with_layers(state, lambda name: cut(getattr(state, name)))
-    return result
+    return _with_layers(state, lambda name: cut(getattr(state, name)))
 
 
 @torch.inference_mode()
@@ -216,8 +222,7 @@ def heads_of(state: _T, index: int, count: int) -> _T:
             return each.chunk(count, axis)[index]
         return heads_of(each, index, count) if mutable(each) else each
 
-    result: _T = _with_layers(state, cut)
-    return result
+    return _with_layers(state, cut)
 
 
 # ---- the walk ---------------------------------------------------------------------------------------------------
@@ -245,30 +250,6 @@ def _parts(value: Any, where: str) -> Iterator[tuple[str, Any]]:
         )
     else:
         yield from ((f".{name}", getattr(value, name)) for name in fields_of(type(value), STATE, BY_LAYER, KEPT))
-
-
-@torch.inference_mode()
-def _mapped(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A state with every tensor changed, each once; DERIVED is shared, or made anew by `derive()`."""
-    done: dict[int, tuple[Any, Any]] = {}  # the original too, so that its id is nobody else's meanwhile
-
-    def visit(value: Any, where: str) -> Any:
-        if isinstance(value, _PLAIN):
-            return value
-        if id(value) not in done:
-            done[id(value)] = value, change(value) if isinstance(value, Tensor) else made(value, where)
-        return done[id(value)][1]
-
-    def made(value: Any, where: str) -> Any:
-        parts = [visit(each, f"{where}{name}") for name, each in _parts(value, where)]
-        if isinstance(value, dict):
-            return dict(zip(value, parts, strict=True))
-        if type(value) in (list, tuple):
-            return type(value)(parts)
-        changed = dict(zip(fields_of(type(value), STATE, BY_LAYER, KEPT), parts, strict=True))
-        return _set(shallow.copy(value), changed) if mutable(value) else type(value)(**changed)
-
-    return visit(state, type(state).__name__)
 
 
 def _written(value: Any, where: str, write: Callable[[Tensor, str], Any]) -> Any:
@@ -323,12 +304,12 @@ def _read(node: Any, there: Any, where: str, read: Callable[[Mapping[str, Any], 
     return _set(there, values)
 
 
-def _with_layers(state: Any, value: Callable[[str], Any]) -> Any:
+def _with_layers(state: _T, value: Callable[[str], Any]) -> _T:
     """A copy that shares all but its BY_LAYER fields."""
     return _set(shallow.copy(state), {name: value(name) for name in fields_of(type(state), BY_LAYER)})
 
 
-def _set(state: Any, values: Mapping[str, Any]) -> Any:
+def _set(state: _T, values: Mapping[str, Any]) -> _T:
     """The state, with these fields set, and what follows from them. Mutates: state."""
     for name, each in values.items():
         setattr(state, name, each)

@@ -19,12 +19,12 @@ import numpy as np
 
 from streamdiff.config import PROMPT_POLICIES, ModelConfig
 from streamdiff.engine.messages import Pictures
-from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
+from tests.engine.bare_pipeline import BarePipeline
 
 SIZE = 16
 CHUNK_FRAMES = 6
@@ -77,7 +77,7 @@ class _Stream:
         return self.in_flight is not None or admits
 
 
-class PaintedPipeline:
+class PaintedPipeline(BarePipeline):
     info = INFO
 
     def __init__(self) -> None:
@@ -103,8 +103,9 @@ class PaintedPipeline:
         kv_context: str,
         background: bool = False,
         start: Pictures | None = None,
+        video: object = None,
     ) -> None:
-        assert isinstance(conditioning, str) and session not in self.streams
+        assert isinstance(conditioning, str) and session not in self.streams and video is None
         if steps not in (2, 4):
             raise RequestError("steps", f"steps is {steps}; it must be 2 or 4")
         self.streams[session] = _Stream(conditioning, seed, epoch, steps, kv_context, start=start)
@@ -231,8 +232,11 @@ class PaintedPipeline:
         self.streams.clear()
         self.closed = True
 
+    def take_saved(self) -> list[tuple[int, object]]:
+        return []
 
-def load(config: ModelConfig) -> Pipeline:
+
+def load(config: ModelConfig) -> PaintedPipeline:
     if config.name == "unknown":
         raise ConfigError("there is no model 'unknown'; use 'tiny' or a folder")
     if config.name == "broken":

@@ -280,7 +280,8 @@ def test_the_lead_may_change_but_not_below_what_the_pipeline_needs() -> None:
 
 
 def test_a_session_taken_up_goes_on_counting_and_has_room_for_what_was_not_shown() -> None:
-    s = start(epoch=9, made_frames=100, shown_frames=95)
+    s = start(epoch=9)
+    s.renumber(9, 100, 95)
     assert s.open() == [Opened("s", 9, "red", "")]
     applied, batch = make(s, epoch=9, chunk=0)
     assert applied == Applied("s", 9, 0, 100)

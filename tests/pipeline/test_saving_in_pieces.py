@@ -19,7 +19,6 @@ from streamdiff.pipeline.decode import decoder_memories
 from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding, latents_layout
 from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
 from streamdiff.pipeline.decode.decoding import Piece, stream_key
-from streamdiff.pipeline.decode.host_copy import TransferStream
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed import stage_saving
 from streamdiff.pipeline.distributed.local_link import LocalLink, NoSender
@@ -31,7 +30,6 @@ from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import walk
-from streamdiff.session_state.swap_store import SwapStore
 from tests.pipeline.test_swapping import CHUNK, CHUNKS, CONTEXTS, MODEL, Streams, alone, opened, stages_of
 from tests.small import BLUE, CPU, RED, small_model
 
@@ -228,7 +226,7 @@ def test_a_stream_that_is_swapped_out_while_it_is_copied_is_saved_as_it_was(monk
     monkeypatch.setattr(decoder_memories, "_PIECE", 64)
     decoder = MODEL.decoder
     assert decoder is not None
-    memories = DecoderMemories(decoder, TransferStream(CPU), 1, DeviceTimer.on(CPU), SwapStore(CPU))
+    memories = DecoderMemories(decoder, CPU, 1, DeviceTimer.on(CPU))
     tensors, tree = walk.save(decoder.new_memory())
     memories.begin_save(0)
     for _ in memories.decode(0, 0, torch.ones(MODEL.spec.chunk_shape)):

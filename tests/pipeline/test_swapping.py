@@ -100,7 +100,7 @@ def swap(streams: Streams, place: str) -> None:
     pipeline.swap_out(0)
     shown = len(streams.pictures[1]) // CHUNK
     streams.play(shown + 1, 1)
-    while {stage.swaps.location(name) for stage in stages for name in stage.swaps.names} != {place} or any(
+    while {stage.swaps.location(name) for stage in stages for name in stage.swaps._kept} != {place} or any(
         0 in stage.sessions for stage in stages
     ):
         streams.take(pipeline.step(0.01))
@@ -185,7 +185,7 @@ def test_a_snapshot_of_a_session_that_is_away_is_whole_and_its_end_leaves_nothin
     assert pipeline.is_away(0), "it stays where it is"
     pipeline.close_session(0)
     streams.take(pipeline.load(0, snapshot))
-    assert not any(stage.swaps.names for stage in stages_of(pipeline))
+    assert not any(stage.swaps._kept for stage in stages_of(pipeline))
     streams.play(CHUNKS, 0, 1)
     ended(pipeline)
     for session in (0, 1):

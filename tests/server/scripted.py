@@ -34,6 +34,7 @@ from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 from streamdiff.pipeline.snapshot.header import FORMAT, KIND, read_header
+from tests.engine.bare_pipeline import BarePipeline
 
 COLOURS = {
     "red": (214, 48, 49),
@@ -103,6 +104,10 @@ class Painting:
     about: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=lambda: {"name": INFO.model, "size": SIZE})
 
+    @property
+    def steps(self) -> int:
+        return int(self.session["steps"])
+
     def with_given(self, start: None, embeddings: None) -> Painting:
         """A painter begins with a prompt alone."""
         return self
@@ -118,7 +123,7 @@ class Painting:
 
 
 @dataclass
-class Painter:
+class Painter(BarePipeline):
     """Makes a chunk of every stream that has room, `chunk_s` seconds apart."""
 
     chunk_s: float = 0.05

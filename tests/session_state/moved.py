@@ -68,7 +68,7 @@ class Mover:
         """What takes the place of `state`; `opened` gives a state that has just been opened in the same way."""
         how = next(self._turns) % 3
         if how == 1:
-            return walk.to_device(walk.to_host(state), CPU)
+            return walk.to_device(state, CPU)
         if how == 0:
             moved = walk.copy(state)
         else:

@@ -67,9 +67,7 @@ def examples() -> dict[str, Any]:
     ]
     there += [
         head_state(ring, 0),
-        Session(
-            "s", pipeline, 0, str, text="a", seed=1, kv_context="clean", epoch=2, max_ahead_frames=9, made_frames=5
-        ),
+        Session("s", pipeline, 0, str, text="a", seed=1, kv_context="clean", epoch=2, max_ahead_frames=9),
     ]
     found = {declared.name_of(type(each)): each for state in there for each in held(state)}
     pipeline.close()
@@ -120,7 +118,7 @@ def test_every_declared_class_has_an_example() -> None:
 def test_a_new_field_is_counted_copied_and_moved(name: str) -> None:
     state = grown(name)
     assert walk.nbytes(state) == walk.nbytes(EXAMPLES[name]) + state.added.nbytes
-    for made in (walk.copy(state), walk.to_host(state), walk.to_device(state, CPU)):
+    for made in (walk.copy(state), walk.to_device(state, CPU)):
         assert type(made) is type(state)
         assert torch.equal(made.added, state.added)
     assert walk.copy(state).added.data_ptr() != state.added.data_ptr()

@@ -38,7 +38,7 @@ def empty() -> Held:
 def settled(store: SwapStore) -> dict[str, str]:
     """Where everything is once nothing is being written or read."""
     store._thread.submit(lambda: None).result()
-    return {name: store.location(name) for name in store.names}
+    return {name: store.location(name) for name in store._kept}
 
 
 def back(store: SwapStore, name: str) -> int:

@@ -21,9 +21,10 @@ from streamdiff.device import bind
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
-from streamdiff.pipeline.decode.decoding import NO_STREAM, Deliver, Piece, SavedMemory, shape_key, stream_key
+from streamdiff.pipeline.decode.decoding import NO_STREAM, Decoding, Deliver, Piece, SavedMemory, shape_key, stream_key
 from streamdiff.pipeline.decode.host_copy import TransferStream
 from streamdiff.pipeline.device_timer import DeviceTimer
+from streamdiff.pipeline.distributed.heartbeat import RankLoop
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.message import (
     MessageKind,
@@ -50,7 +51,7 @@ def _fault_key(stream: int) -> str:
     return f"decoding of stream {stream}"
 
 
-class LocalDecoding:
+class LocalDecoding(Decoding):
     """Decodes on a thread of this process, with one CPU thread, on a GPU with a stream of its own."""
 
     def __init__(
@@ -65,11 +66,8 @@ class LocalDecoding:
     ) -> None:
         """`wake` is called, from that thread, when something has gone wrong; `device` is the decoder's, `timer` that
         device's; `at_once` latent frames are decoded by one call; `swaps` is where what is swapped out lies."""
-        self._transfer_stream = TransferStream(device)
-        swaps = swaps or SwapStore(device)
-        self._memories = DecoderMemories(
-            decoder, self._transfer_stream, at_once, timer or DeviceTimer.on(device), swaps
-        )
+        self._memories = DecoderMemories(decoder, device, at_once, timer or DeviceTimer.on(device), swaps)
+        self._transfer_stream = self._memories.transfer_stream
         self._coming: dict[int, Future[Outcome]] = {}
         self._deliver, self._wake = deliver, wake
         self._error: BaseException | None = None
@@ -103,10 +101,6 @@ class LocalDecoding:
         if not self._coming[stream].done():
             return Outcome.NOT_YET
         return self._coming.pop(stream).result()
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def close(self, abandon: bool = False) -> None:
         self._pool.shutdown(wait=not abandon, cancel_futures=True)
@@ -155,7 +149,7 @@ def pictures_layout(spec: ModelSpec, kind: PictureKind = "rgb") -> MessageLayout
     return MessageLayout(spec.frames_per_latent, ((shape_of(kind, spec.height, spec.width), torch.uint8),), None)
 
 
-class RemoteDecoding:
+class RemoteDecoding(Decoding):
     """Sends latents to a rank that runs a `DecodeWorker`, and delivers what comes back."""
 
     def __init__(
@@ -176,7 +170,7 @@ class RemoteDecoding:
         self._deliver, self._wake = deliver, wake
         self._messages: queue.SimpleQueue[tuple[StageMessage, torch.cuda.Event | None]] = queue.SimpleQueue()
         self._device, self._transfer_stream = device, TransferStream(device)
-        self._error: LinkClosed | None = None
+        self._error: BaseException | None = None
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for run, name in ((self._send, "latents"), (self._receive, "pictures"))
@@ -224,10 +218,6 @@ class RemoteDecoding:
             return Outcome.NOT_YET
         return self._coming.pop(stream) or Outcome.DONE
 
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     def close(self, abandon: bool = False) -> None:
         self._queue(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
         for thread in self._threads:
@@ -262,27 +252,23 @@ class RemoteDecoding:
             self._fail(error)
 
     def _take(self, kind: MessageKind, about: SessionUpdate) -> None:
-        """Handle an answer of the other rank about a stream."""
+        """Handle an answer of the other rank about a stream: swapped in, or why a chunk, whose number is in
+        `about.epoch`, could not be decoded."""
         if kind is not MessageKind.SWAP_IN:
-            self._deliver(self._failed(about))
+            why = self._exchange.pop_text(_fault_key(about.session)) or f"decoding chunk {about.epoch} failed"
+            self._deliver(Piece.failed(about.session, about.epoch, why))
         elif about.session in self._coming:
             self._coming[about.session] = about.outcome
             self._wake()
-
-    def _failed(self, about: SessionUpdate) -> Piece:
-        """The `Piece` with the fault of a chunk that could not be decoded, whose number is in `about.epoch`."""
-        why = self._exchange.pop_text(_fault_key(about.session))
-        return Piece.failed(about.session, about.epoch, why or f"decoding chunk {about.epoch} failed")
 
     def _fail(self, error: LinkClosed) -> None:
         self._error = error
         self._wake()
 
 
-class DecodeWorker:
-    """The other end: decodes for the head until it is told to stop. The fields are those of a `Worker`."""
+class DecodeWorker(RankLoop):
+    """The other end: decodes for the head until it is told to stop."""
 
-    awaits_others = False
     exchange_key = "decoder"
     """Prefix of the exchange keys of decoder states, see `stream_key` and `shape_key`."""
 
@@ -299,38 +285,25 @@ class DecodeWorker:
     ) -> None:
         """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `exchange`
         leads to the head, None: within this process; `swaps` is where what is swapped out lies."""
+        super().__init__(receiver, sender, timer or DeviceTimer.on(device))
         self._exchange = exchange or LocalExchange()
-        self._transfer_stream, self.timer = TransferStream(device), timer or DeviceTimer.on(device)
-        self._memories = DecoderMemories(
-            decoder, self._transfer_stream, at_once, self.timer, swaps or SwapStore(device)
-        )
-        self._receiver, self._sender = receiver, sender
+        self._memories = DecoderMemories(decoder, device, at_once, self.timer, swaps)
         self._saving: deque[int] = deque()  # streams
         self._to_head = ThreadPoolExecutor(1, "to head")
-        self.now: StageMessage | None = None
-        self.last: StageMessage | None = None
-        self.done = 0
 
     def run(self) -> None:
-        """Mutates: everything.
-
-        Raises:
-            LinkClosed: the head is gone.
-        """
-        self._transfer_stream.enter()  # also what the receiver uploads
+        self._memories.transfer_stream.enter()  # also what the receiver uploads
         while (message := self._next()) is None or message.kind is not MessageKind.STOP:
             if message is not None and message.update is not None:
                 self._update(message.kind, message.update.session)
             elif message is not None:
                 self._decode(message)
-        self._sender.send(message)
-        self._sender.close()
-        self._receiver.close(LEAVE_S)
-        self._sender.flush(LEAVE_S)
+        self.sender.send(message)
+        self.close_links(LEAVE_S)
 
     def _next(self) -> StageMessage | None:
         """The next message, None if there is none; while a stream is being saved a piece is copied. Mutates: self."""
-        message = self._receiver.receive(0.0 if self._saving else None)
+        message = self.receiver.receive(0.0 if self._saving else None)
         if self._saving and (state := self._memories.save_on(self._saving[0])) is not None:
             key = stream_key(self.exchange_key, self._saving.popleft())
             self._to_head.submit(send_state, self._exchange, key, lambda: state)
@@ -356,7 +329,7 @@ class DecodeWorker:
 
     def _swap_in(self, stream: int) -> None:
         outcome = self._memories.swap_in(stream)
-        self._sender.send(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream, outcome=outcome)))
+        self.sender.send(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream, outcome=outcome)))
 
     def _decode(self, message: StageMessage) -> None:
         (row,) = message.rows
@@ -364,15 +337,14 @@ class DecodeWorker:
         try:
             for index, pictures in enumerate(self._memories.decode(row.session, row.chunk, message.tensors[0][0])):
                 rows = (MicroStep(row.session, row.chunk, index, row.steps, 0),) * len(pictures)
-                self._sender.send(StageMessage(MessageKind.ROWS, rows, None, (pictures,)))
+                self.sender.send(StageMessage(MessageKind.ROWS, rows, None, (pictures,)))
         except ROW_ERRORS as error:
             check_own(error)
             self._exchange.post_text(_fault_key(row.session), describe(error, f"decoding chunk {row.chunk}"))
-            self._sender.send(StageMessage(MessageKind.CLOSE, (), SessionUpdate(row.session, row.chunk)))
+            self.sender.send(StageMessage(MessageKind.CLOSE, (), SessionUpdate(row.session, row.chunk)))
         self.done += 1
         self.now, self.last = None, message
 
     def where(self) -> str:
-        """What is being decoded, for error messages."""
         at = self.now or self.last
         return f"decoding chunk {at.rows[0].chunk}" if at is not None else "before its first chunk"

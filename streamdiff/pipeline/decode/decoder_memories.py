@@ -29,12 +29,15 @@ class DecoderMemories:
     def __init__(
         self,
         decoder: PictureDecoder,
-        transfer_stream: TransferStream,
+        device: torch.device,
         at_once: int,
         timer: DeviceTimer,
-        swaps: SwapStore,
+        swaps: SwapStore | None = None,
     ) -> None:
-        self._decoder, self._transfer_stream, self._at_once, self._swaps = decoder, transfer_stream, at_once, swaps
+        """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `swaps` is
+        where what is swapped out lies, None: one that is made here."""
+        self._decoder, self._at_once, self._swaps = decoder, at_once, swaps or SwapStore(device)
+        self.transfer_stream = TransferStream(device)
         self._timed = timer.stream()
         self._memories: dict[int, Any] = {}
         self._copies: dict[int, HostCopy] = {}  # of streams that are being saved
@@ -46,9 +49,9 @@ class DecoderMemories:
         if stream in self._copies:
             self._copies[stream].go_on()
             self._swaps.follow()
-        timed, finite = partial(self._timed.work, f"decoding chunk {chunk}"), self._transfer_stream.finite(latents)
+        timed, finite = partial(self._timed.work, f"decoding chunk {chunk}"), self.transfer_stream.finite(latents)
         for pictures in decode_chunk(
-            self._decoder, latents, self._memories[stream], self._transfer_stream, self._at_once, timed
+            self._decoder, latents, self._memories[stream], self.transfer_stream, self._at_once, timed
         ):  # fmt: skip
             if not finite():
                 raise ArithmeticError("its latents are no numbers (NaN or infinite)")

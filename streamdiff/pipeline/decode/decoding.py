@@ -52,6 +52,8 @@ SavedMemory = Callable[[], State | None]
 class Decoding(Protocol):
     """Decodes latents to pictures, which are delivered from a thread of its own."""
 
+    _error: BaseException | None
+
     def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
         """Decode latents `[C, F, h, w]`, the next chunk of a stream. Does not wait."""
 
@@ -75,6 +77,8 @@ class Decoding(Protocol):
 
     def check(self) -> None:
         """Raises what has gone wrong on the way."""
+        if self._error is not None:
+            raise self._error
 
     def close(self, abandon: bool = False) -> None:
         """End the threads; what is not decoded is dropped. With `abandon` they are not waited for: the device that they

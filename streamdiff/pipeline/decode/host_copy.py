@@ -19,7 +19,7 @@ class TransferStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._buffers: list[Tensor] = []
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._finite = torch.empty((), dtype=torch.bool, pin_memory=self._stream is not None)
         self._copied = [torch.cuda.Event() for _ in range(2)] if self._stream is not None else []
 
@@ -30,11 +30,7 @@ class TransferStream:
 
     def mark(self) -> torch.cuda.Event | None:
         """A point of the caller's own stream, for `follow`."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        return None if self._stream is None else torch.cuda.current_stream().record_event()
 
     def follow(self, point: torch.cuda.Event | None, latents: Tensor) -> None:
         """Make this stream wait for `point`, and tell the allocator that it uses `latents`."""
@@ -71,8 +67,6 @@ class TransferStream:
 
     def _buffer(self, index: int, piece: Tensor) -> Tensor:
         """Pinned memory of the shape of `piece`; made for the largest so far. Mutates: self."""
-        while len(self._buffers) <= index:
-            self._buffers.append(torch.empty(0, dtype=torch.uint8, pin_memory=True))
         if self._buffers[index].numel() < piece.numel():
             self._buffers[index] = torch.empty(piece.numel(), dtype=torch.uint8, pin_memory=True)
         return self._buffers[index][: piece.numel()].view(piece.shape)

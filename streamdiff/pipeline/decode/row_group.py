@@ -6,16 +6,17 @@ the same exchanges in the same order, whatever the threads that run forwards do 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamdiff.pipeline.distributed.link import GroupBroken
-from streamdiff.pipeline.distributed.nccl import FOREVER, bound_device, edge_options
+from streamdiff.pipeline.distributed.nccl import edge_options
+from streamdiff.pipeline.distributed.rank_group import RankGroup, new_groups
 
 
 def row_bounds(height: int, ranks: int) -> tuple[tuple[int, int], ...]:
@@ -24,20 +25,12 @@ def row_bounds(height: int, ranks: int) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True)
-class RowGroup:
-    """`RowExchange` of rank `index` among `ranks`, for latents of `height` rows, over `group`; ranks are numbered
-    as in the default group, from 0.
+class RowGroup(RankGroup):
+    """`RowExchange` of the first ranks of the default group, for latents of `height` rows. What comes back lies in no
+    buffer."""
 
-    Buffers of exchanges are permanent, kept by shape: a decoder meets a few dozen. What comes back lies in none.
-    """
-
-    ranks: int
-    index: int
+    exchange: ClassVar[str] = "exchange of rows"
     height: int
-    group: dist.ProcessGroup | None
-    records: dist.ProcessGroup | None = None
-    """For numbers in host memory; None: `group` is for these too."""
-    _buffers: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -48,13 +41,7 @@ class RowGroup:
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """See `RowExchange`."""
-        return row_bounds(self.height, self.ranks)
-
-    def highest(self, number: int) -> int:
-        """The highest of the ranks' numbers, the same on each; the host waits for the others to come here."""
-        most = torch.tensor(number)
-        self._carry_out(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self.records or self.group))
-        return int(most)
+        return row_bounds(self.height, self.size)
 
     def local_rows(self, whole: Tensor) -> Tensor:
         """See `RowExchange`."""
@@ -68,11 +55,11 @@ class RowGroup:
         """See `RowExchange`: one exchange with both neighbours, however many parts there are."""
         padded = tuple(F.pad(part, (0, 0, 1, 1)) for part in parts)
         # A row of own ones to the rank above, another to the one below; as much comes from each. Inside are the edges.
-        sides = [(1, 0)] * (self.index > 0) + [(-2, -1)] * (self.index < self.ranks - 1)
+        sides = [(1, 0)] * (self.index > 0) + [(-2, -1)] * (self.index < self.size - 1)
         counts = [part[..., :1, :].numel() for part in padded]
         shape = (len(sides), sum(counts))
         sent, received = (self._buffer(name, shape, padded[0]) for name in ("halo sent", "halo received"))
-        splits = [shape[1] if abs(rank - self.index) == 1 else 0 for rank in range(self.ranks)]
+        splits = [shape[1] if abs(rank - self.index) == 1 else 0 for rank in self.ranks]
         for (inner, _), row in zip(sides, sent, strict=True):
             for part, place in zip(padded, row.split(counts), strict=True):
                 place.view(part[..., inner, :].shape).copy_(part[..., inner, :])
@@ -117,45 +104,21 @@ class RowGroup:
         shape = (*own.shape[:-2], most, own.shape[-1])
         mine = self._buffer(f"{name} sent", shape, own)
         mine[..., : own.shape[-2], :].copy_(own)
-        return mine, list(self._buffer(f"{name} received", (self.ranks, *shape), own).unbind()) if receives else []
+        return mine, list(self._buffer(f"{name} received", (self.size, *shape), own).unbind()) if receives else []
 
     def _joined(self, gathered: Sequence[Tensor], own: Tensor) -> Tensor:
         scale = own.shape[-2] // self.count
         rows = [(end - first) * scale for first, end in self.bounds]
         return torch.cat([part[..., :count, :] for part, count in zip(gathered, rows, strict=True)], -2)
 
-    def _carry_out(self, collective: Callable[[], object]) -> None:
-        try:
-            collective()
-        except RuntimeError as error:  # torch says an address at most
-            others = tuple(rank for rank in range(self.ranks) if rank != self.index)
-            reason = f"the exchange of rows among ranks {', '.join(map(str, range(self.ranks)))} ended: {error}"
-            raise GroupBroken(reason, others) from error
-
-    def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A permanent buffer, made at first use. Mutates: self."""
-        key = (name, shape, like.dtype)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(shape, dtype=like.dtype, device=like.device)
-        return self._buffers[key]
-
 
 def make_row_group(ranks: int, height: int, device: torch.device) -> RowGroup | None:
     """The group of the first `ranks` ranks for latents of `height` rows, which is warm; None on every other rank.
     NCCL's on CUDA, with few multiprocessors, else gloo's. All ranks of the default group call this together. Mutates:
     this process's environment, see `nccl.group_options`."""
-    on_cuda = device.type == "cuda"
-    group = dist.new_group(
-        list(range(ranks)),
-        timeout=FOREVER,
-        backend="nccl" if on_cuda else "gloo",
-        pg_options=edge_options() if on_cuda else None,
-        device_id=bound_device(device),
-        group_desc="rows",
-    )
-    records = dist.new_group(list(range(ranks)), timeout=FOREVER, backend="gloo") if on_cuda else None
+    group, records = new_groups(range(ranks), device, edge_options, "rows")
     if (rank := dist.get_rank()) >= ranks:
         return None
-    rows = RowGroup(ranks, rank, height, group, records)
+    rows = RowGroup(tuple(range(ranks)), rank, group, height, records=records)
     rows.warm_up(device)
     return rows

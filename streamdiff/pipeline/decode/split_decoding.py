@@ -105,7 +105,7 @@ class SplitDecoding(LocalDecoding):
     def _load(self, stream: int, state: State) -> None:
         whole = walk.restored(*state)
         try:
-            own, *parts = [walk.save(self._network.rows_of(whole, rank)) for rank in range(self._rows.ranks)]
+            own, *parts = [walk.save(self._network.rows_of(whole, rank)) for rank in range(self._rows.size)]
         except ValueError as error:
             raise ConfigError(f"what the decoder remembers is of another size: {error}") from error
         for key, part in zip(self._keys(stream), parts, strict=True):
@@ -129,7 +129,7 @@ class SplitDecoding(LocalDecoding):
 
     @property
     def _other_ranks(self) -> range:
-        return range(1, self._rows.ranks)
+        return range(1, self._rows.size)
 
     def _keys(self, stream: int) -> list[str]:
         return [stream_key(rows_key(rank), stream) for rank in self._other_ranks]

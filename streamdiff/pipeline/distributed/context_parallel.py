@@ -10,37 +10,22 @@ R rows, F latent frames, L tokens, l = L/C those of one rank, H heads, d head wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamdiff.pipeline.distributed.link import GroupBroken
-from streamdiff.pipeline.distributed.nccl import FOREVER, bound_device, group_options
+from streamdiff.pipeline.distributed.nccl import group_options
+from streamdiff.pipeline.distributed.rank_group import RankGroup, new_groups
 
 
 @dataclass(frozen=True)
-class ContextGroup:
-    """This rank among the `ranks` of its stage (numbers of the default group, ascending), which exchange over `group`.
+class ContextGroup(RankGroup):
+    """The ranks of a stage, C of them, with `frames` latent frames of a chunk. They call its methods with the same
+    shapes. What these return lies in buffers that the next call of the same method writes again."""
 
-    All of them call its methods in the same order and with the same shapes. What these return lies in buffers that the
-    next call of the same method writes again. Buffers are kept by shape: a stage meets a few.
-    """
-
-    ranks: tuple[int, ...]
-    index: int
     frames: int
-    group: dist.ProcessGroup
-    records: dist.ProcessGroup | None = None
-    """For numbers in host memory, which wait for no device; None: `group` is for these too."""
-    _buffers: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
-
-    @property
-    def size(self) -> int:
-        """C."""
-        return len(self.ranks)
 
     def own_tokens(self, hidden: Tensor) -> Tensor:
         """This rank's `[R, l, D]` of the hidden states `[R, L, D]` of all tokens."""
@@ -87,55 +72,21 @@ class ContextGroup:
         self._carry_out(lambda: dist.all_gather(list(gathered.unbind()), own, group=self.group))
         return gathered.transpose(0, 1).flatten(1, 2)
 
-    def highest(self, number: int) -> int:
-        """The highest of the ranks' numbers, the same on each; the host waits for the others to come here."""
-        most = torch.tensor(number)
-        self._carry_out(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self.records or self.group))
-        return int(most)
-
     def _all_to_all(self, name: str, sent: Tensor) -> Tensor:
         """Part c of `sent` `[C, ...]` goes to rank c of the stage; what comes, by rank `[C, ...]`."""
         received = self._buffer(name, tuple(sent.shape), sent)
         self._carry_out(lambda: dist.all_to_all_single(received, sent, group=self.group))
         return received
 
-    def _carry_out(self, collective: Callable[[], object]) -> None:
-        try:
-            collective()
-        except RuntimeError as error:  # torch says an address at most
-            others = tuple(rank for rank in self.ranks if rank != self.ranks[self.index])
-            raise GroupBroken(f"the exchange among ranks {_listed(self.ranks)} ended: {error}", others) from error
-
-    def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A permanent buffer, made at first use. Mutates: self."""
-        key = (name, shape, like.dtype)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(shape, dtype=like.dtype, device=like.device)
-        return self._buffers[key]
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
-
 
 def stage_group(stages: int, size: int, frames: int, device: torch.device) -> ContextGroup | None:
     """This rank's group where each of `stages` stages has `size` ranks, those of a stage one after the other; None on a
-    rank of no stage. NCCL's on CUDA, with gloo's for numbers of the host, else gloo's. All ranks of the default group
-    call this together. Mutates: this process's environment, see `nccl.group_options`."""
+    rank of no stage. All ranks of the default group call this together. Mutates: this process's environment, see
+    `nccl.group_options`."""
     rank, found = dist.get_rank(), None
-    on_cuda, bound = device.type == "cuda", bound_device(device)
     for stage in range(stages):
         ranks = tuple(range(stage * size, (stage + 1) * size))
-        options = group_options() if on_cuda else None
-        group = dist.new_group(
-            list(ranks),
-            timeout=FOREVER,
-            backend="nccl" if on_cuda else "gloo",
-            pg_options=options,
-            device_id=bound,
-            group_desc=f"stage {stage}",
-        )
-        records = dist.new_group(list(ranks), timeout=FOREVER, backend="gloo") if on_cuda else None
+        group, records = new_groups(ranks, device, group_options, f"stage {stage}")
         if rank in ranks:
-            found = ContextGroup(ranks, ranks.index(rank), frames, group, records)
+            found = ContextGroup(ranks, ranks.index(rank), group, frames, records=records)
     return found

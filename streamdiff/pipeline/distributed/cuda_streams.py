@@ -96,16 +96,39 @@ class Transfer(Protocol):
         """What the current stream is given from now on runs after the transfer."""
 
 
-class SendLane:
-    """Sends message n from slot n modulo `SLOTS`. A transfer is held until the stream was told to wait for it."""
+class _Lane:
+    """The stream of one end of a link, and a transfer under way for each of its slots."""
 
     def __init__(self, streams: Streams, start: Callable[[int], Transfer]) -> None:
-        """`start` begins to send the slot it is given."""
+        """`start` begins the transfer of the slot it is given."""
         self._streams, self._start = streams, start
         self._stream = streams.new()
-        self._written = [streams.event() for _ in range(SLOTS)]
-        self._sent = [streams.event() for _ in range(SLOTS)]
+        self._done = [streams.event() for _ in range(SLOTS)]
+        """Of each slot the point behind its last transfer that was settled."""
         self._under_way: list[Transfer | None] = [None] * SLOTS
+
+    def _begin(self, slot: int, free: Event) -> None:
+        """Start a slot's transfer behind `free`. It is held until the stream was told to wait for it. Mutates: self."""
+        free.wait(self._stream)
+        with self._streams.use(self._stream):
+            self._under_way[slot] = self._start(slot)
+
+    def _settle(self, slot: int) -> Event:
+        """Put the event that is returned behind the slot's transfer. Mutates: self."""
+        transfer, self._under_way[slot] = self._under_way[slot], None
+        if transfer is not None:
+            with self._streams.use(self._stream):
+                transfer.wait()
+            self._done[slot].record(self._stream)
+        return self._done[slot]
+
+
+class SendLane(_Lane):
+    """Sends message n from slot n modulo `SLOTS`."""
+
+    def __init__(self, streams: Streams, start: Callable[[int], Transfer]) -> None:
+        super().__init__(streams, start)
+        self._written = [streams.event() for _ in range(SLOTS)]
         self._count = 0
 
     def send(self, write: Callable[[int], None]) -> None:
@@ -113,30 +136,18 @@ class SendLane:
         slot = self._count % SLOTS
         self._count += 1
         compute = self._streams.current()
-        self._settle(slot)
-        self._sent[slot].wait(compute)
+        self._settle(slot).wait(compute)
         write(slot)
         self._written[slot].record(compute)
-        self._written[slot].wait(self._stream)
-        with self._streams.use(self._stream):
-            self._under_way[slot] = self._start(slot)
+        self._begin(slot, self._written[slot])
 
     def drain(self) -> None:
         """Wait on the host until everything has been sent. For the start and the end, never in a micro-step."""
         for slot in range(SLOTS):
-            self._settle(slot)
-            self._sent[slot].synchronize()
-
-    def _settle(self, slot: int) -> None:
-        """Put `sent` behind the slot's transfer. Mutates: self."""
-        transfer, self._under_way[slot] = self._under_way[slot], None
-        if transfer is not None:
-            with self._streams.use(self._stream):
-                transfer.wait()
-            self._sent[slot].record(self._stream)
+            self._settle(slot).synchronize()
 
 
-class ReceiveLane:
+class ReceiveLane(_Lane):
     """Receives message n into slot n modulo `SLOTS`.
 
     A receive is posted as soon as its slot is free and its message is announced, which is while the other rank still
@@ -146,14 +157,10 @@ class ReceiveLane:
     """
 
     def __init__(self, streams: Streams, start: Callable[[int], Transfer]) -> None:
-        """`start` begins to receive into the slot it is given."""
-        self._streams, self._start = streams, start
-        self._stream = streams.new()
-        self._received = [streams.event() for _ in range(SLOTS)]
+        super().__init__(streams, start)
         self._read = [streams.event() for _ in range(SLOTS)]
         for event in self._read:  # the slots' memory may have been something else, which the caller's stream still uses
             event.record(streams.current())
-        self._under_way: list[Transfer | None] = [None] * SLOTS
         self._announced = self._posted = self._taken = self._released = 0
 
     def announce(self) -> None:
@@ -163,14 +170,8 @@ class ReceiveLane:
 
     def arrival(self) -> Event:
         """What is past when the next message, which was announced, is there. Mutates: self."""
-        slot = self._taken % SLOTS
         assert self._taken < self._posted, "only what was announced, after what was taken before was released"
-        transfer, self._under_way[slot] = self._under_way[slot], None
-        if transfer is not None:
-            with self._streams.use(self._stream):
-                transfer.wait()
-            self._received[slot].record(self._stream)
-        return self._received[slot]
+        return self._settle(self._taken % SLOTS)
 
     def take(self) -> int:
         """The slot of the next message; the current stream may read it. Mutates: self.
@@ -190,13 +191,11 @@ class ReceiveLane:
 
     def drain(self) -> None:
         """Wait on the host until everything that was taken has been received. For the start, never in a micro-step."""
-        for received in self._received:
+        for received in self._done:
             received.synchronize()
 
     def _post(self) -> None:
         while self._posted < min(self._released + SLOTS, self._announced):
             slot = self._posted % SLOTS
             self._posted += 1
-            self._read[slot].wait(self._stream)
-            with self._streams.use(self._stream):
-                self._under_way[slot] = self._start(slot)
+            self._begin(slot, self._read[slot])

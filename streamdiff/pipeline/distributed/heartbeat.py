@@ -13,12 +13,13 @@ import os
 import signal
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 from streamdiff import clock
 from streamdiff.pipeline.device_timer import DeviceTimer
+from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 
@@ -42,17 +43,39 @@ class Heartbeat:
     ended: bool = False
 
 
-class RankLoop(Protocol):
-    """A loop of a rank: `pipeline.runner.worker.Worker`, or `pipeline.decode.decode_worker.DecodeWorker`."""
+class RankLoop(ABC):
+    """A loop of a rank over the messages of a link: `pipeline.runner.worker.Worker`, or
+    `pipeline.decode.decode_worker.DecodeWorker`.
 
-    now: StageMessage | None
-    done: int
-    timer: DeviceTimer
+    `now` is the message being executed and `last` the one before; error messages read them, from any thread. `done`
+    counts messages. `timer` is that of the device.
+    """
+
+    def __init__(self, receiver: Receiver, sender: Sender, timer: DeviceTimer) -> None:
+        self.receiver, self.sender, self.timer = receiver, sender, timer
+        self.now: StageMessage | None = None
+        self.last: StageMessage | None = None
+        self.done = 0
 
     @property
-    def awaits_others(self) -> bool: ...
+    def awaits_others(self) -> bool:
+        """Whether other ranks share each forward, so that a slow one may be their fault."""
+        return False
 
-    def where(self) -> str: ...
+    @abstractmethod
+    def run(self) -> None:
+        """Loop until the ring is stopped, then close the links. Mutates: everything. Raises LinkClosed where another
+        rank is gone."""
+
+    @abstractmethod
+    def where(self) -> str:
+        """What is being executed, for error messages."""
+
+    def close_links(self, limit_s: float) -> None:
+        """Nothing more is sent or received; wait at most `limit_s` for the other ends, each."""
+        self.sender.close()
+        self.receiver.close(limit_s)
+        self.sender.flush(limit_s)
 
 
 class HealthMonitor:
@@ -143,10 +166,8 @@ class HealthMonitor:
                 if beat is not None and other.lasts(beat.number, not beat.ended):
                     self.report(f"rank {after} hangs: silent for {self._hang_s:g} s {beat.where}")
                     _kill(beat)
-                if os.getppid() != parent:
-                    self._on_fault("the launcher of the ranks is gone")
-                    return
-                if (fault := self.fault()) is not None:
+                fault = self.fault() if os.getppid() == parent else "the launcher of the ranks is gone"
+                if fault is not None:
                     self._on_fault(fault)
                     return
         except RuntimeError as error:  # the store's server is gone, and the launcher with it

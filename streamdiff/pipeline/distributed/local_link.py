@@ -12,33 +12,6 @@ from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, check_order
 from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 
 
-class NoLink:
-    """The ring of one stage: what is sent is what is received, the same tensors."""
-
-    ready = True
-
-    def __init__(self) -> None:
-        self._messages: deque[StageMessage] = deque()
-
-    def announce(self, message: StageMessage) -> None:
-        """Does nothing."""
-
-    def send(self, message: StageMessage) -> None:
-        self._messages.append(message)
-
-    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        return self._messages.popleft() if self._messages else None
-
-    def notify(self, call: Callable[[], None]) -> None:
-        """Does nothing: the caller itself sends."""
-
-    def close(self, limit_s: float = 0.0) -> None:
-        self._messages.clear()
-
-    def flush(self, limit_s: float) -> None:
-        """Nothing travels."""
-
-
 class NoSender:
     """A `Sender` that drops messages, for a rank whose result another rank sends."""
 
@@ -55,6 +28,25 @@ class NoSender:
 
     def flush(self, limit_s: float) -> None:
         """Nothing travels."""
+
+
+class NoLink(NoSender):
+    """The ring of one stage: what is sent is what is received, the same tensors."""
+
+    def __init__(self) -> None:
+        self._messages: deque[StageMessage] = deque()
+
+    def send(self, message: StageMessage) -> None:
+        self._messages.append(message)
+
+    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        return self._messages.popleft() if self._messages else None
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """Does nothing: the caller itself sends."""
+
+    def close(self, limit_s: float = 0.0) -> None:
+        self._messages.clear()
 
 
 class LocalLink:

@@ -7,7 +7,7 @@ Ranks do what the record says, in the order it comes; they never decide from a c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from enum import IntEnum
 from math import prod
 
@@ -65,18 +65,12 @@ class SessionUpdate:
     outcome: Outcome = Outcome.DONE
 
     def values(self) -> list[int]:
-        return [
-            self.session,
-            self.epoch,
-            self.oldest,
-            self.steps,
-            KV_CONTEXTS.index(self.kv_context),
-            self.visible_from_chunk,
-            int(self.outcome),
-        ]
+        """All fields in order, as integers."""
+        return [KV_CONTEXTS.index(each) if isinstance(each, str) else int(each) for each in astuple(self)]
 
     @classmethod
     def of(cls, values: Sequence[int]) -> SessionUpdate:
+        """The update that has these `values`."""
         session, epoch, oldest, steps, context, visible_from_chunk, outcome = values
         return cls(session, epoch, oldest, steps, KV_CONTEXTS[context], visible_from_chunk, Outcome(outcome))
 

@@ -26,6 +26,8 @@ def stage_key(stage: int, share: int) -> str:
 class StateExchange(Protocol):
     """Passes states from one rank to another, under a name that only the two use, one state at a time."""
 
+    _closed: threading.Event
+
     def put(self, name: str, state: State) -> None: ...
 
     def take(self, name: str) -> State:
@@ -40,6 +42,16 @@ class StateExchange(Protocol):
 
     def close(self) -> None:
         """Unblock every `take`: those that would wait raise from now on."""
+        self._closed.set()
+
+    def _await(self, name: str) -> None:
+        """Wait for the state under a name. Raises RuntimeError as `take`."""
+        for _ in range(_LOOKS):
+            if self.holds(name):
+                return
+            if self._closed.wait(_LOOK_S):
+                raise RuntimeError(f"the exchange was closed before {name} came")
+        raise RuntimeError(f"{name} did not come within {_LOOKS * _LOOK_S:g} s")
 
     def post_text(self, name: str, text: str) -> None:
         """Post a text under a name, replacing one that is there."""
@@ -48,7 +60,7 @@ class StateExchange(Protocol):
         """Remove and return the text posted under a name; None if there is none. Does not wait for one."""
 
 
-class LocalExchange:
+class LocalExchange(StateExchange):
     """Within a process."""
 
     def __init__(self) -> None:
@@ -60,14 +72,11 @@ class LocalExchange:
         self._states[name] = state
 
     def take(self, name: str) -> State:
-        _await(self, name, self._closed)
+        self._await(name)
         return self._states.pop(name)
 
     def holds(self, name: str) -> bool:
         return name in self._states
-
-    def close(self) -> None:
-        self._closed.set()
 
     def post_text(self, name: str, text: str) -> None:
         self._texts[name] = text
@@ -76,7 +85,7 @@ class LocalExchange:
         return self._texts.pop(name, None)
 
 
-class StoreExchange:
+class StoreExchange(StateExchange):
     """Over the ranks' store, a key-value server in host memory, in pieces. A state passes through it whole, so that
     the machine that keeps the store has it in memory once more meanwhile."""
 
@@ -92,7 +101,7 @@ class StoreExchange:
         self._store.set(_key(name), json.dumps({"pieces": len(pieces), "tree": tree}))
 
     def take(self, name: str) -> State:
-        _await(self, name, self._closed)  # `get` would keep heartbeats from the store while it waits
+        self._await(name)  # `get` would keep heartbeats from the store while it waits
         said = json.loads(self._store.get(_key(name)))
         keys = [_key(name, number) for number in range(said["pieces"])]
         data = b"".join(self._store.get(key) for key in keys)
@@ -103,9 +112,6 @@ class StoreExchange:
     def holds(self, name: str) -> bool:
         there: bool = self._store.check([_key(name)])
         return there
-
-    def close(self) -> None:
-        self._closed.set()
 
     def post_text(self, name: str, text: str) -> None:
         self._store.set(_text_key(name), text[:_LONGEST_TEXT])
@@ -121,15 +127,6 @@ class StoreExchange:
 def ticket_key(prefix: str, ticket: int) -> str:
     """Exchange key of a session's state, saved by ticket `ticket`, of the rank whose own key is `prefix`."""
     return f"{prefix}, save {ticket}"
-
-
-def _await(exchange: StateExchange, name: str, closed: threading.Event) -> None:
-    for _ in range(_LOOKS):
-        if exchange.holds(name):
-            return
-        if closed.wait(_LOOK_S):
-            raise RuntimeError(f"the exchange was closed before {name} came")
-    raise RuntimeError(f"{name} did not come within {_LOOKS * _LOOK_S:g} s")
 
 
 def _key(name: str, piece: int | None = None) -> str:

@@ -19,13 +19,14 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
 
 from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, check_order
-from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, StageMessage
+from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 
 _INVITATION_BYTES = 512
 _TOKEN_BYTES = 16
@@ -42,18 +43,12 @@ class _Slots:
         self.layout, self.peer = layout, peer
         head = 8 * layout.record_length
         buffers = [torch.zeros(head + layout.nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
-        self._tensors = [buffer[head:] for buffer in buffers]
-        self._views: dict[tuple[int, MessageKind, int], tuple[torch.Tensor, ...]] = {}
+        tensors = [buffer[head:] for buffer in buffers]
+        self.views = cache(lambda slot, kind, rows: layout.views(tensors[slot], kind, rows))
+        """A slot's `MessageLayout.views`, made once: on the way from stage to stage every operation counts."""
         self.records = [buffer[:head].view(torch.int64).numpy() for buffer in buffers]
         self.bytes = [buffer.numpy().data for buffer in buffers]
         self.error: BaseException | None = None
-
-    def views(self, slot: int, kind: MessageKind, rows: int) -> tuple[torch.Tensor, ...]:
-        """As `MessageLayout.views`, made once: on the way from stage to stage every operation counts."""
-        views = self._views.get((slot, kind, rows))
-        if views is None:
-            views = self._views[slot, kind, rows] = self.layout.views(self._tensors[slot], kind, rows)
-        return views
 
     def fit(self, connection: socket.socket, option: int) -> None:
         """Let the kernel hold a message and the next one, if it may hold that much. Mutates: connection."""
@@ -169,7 +164,7 @@ class TcpReceiver:
         self._listener, self._token = _listen(self._slots), secrets.token_bytes(_TOKEN_BYTES)
         self._invitation = _invite(self._listener, self._token, peer, tag, group)
         for slot in range(SLOTS):
-            self._post(slot)
+            self._free.put(slot)
         self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
         self._thread.start()
 
@@ -210,12 +205,8 @@ class TcpReceiver:
     def _release(self) -> None:
         """Give back the slot that was read. Mutates: self."""
         if self._reading is not None:
-            slot, self._reading = self._reading, None
-            self._post(slot)
-
-    def _post(self, slot: int) -> None:
-        """Let the next message come into a slot."""
-        self._free.put(slot)
+            self._free.put(self._reading)
+            self._reading = None
 
     def _run(self) -> None:
         """Take in what comes, until the other end closes."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 AllHeads = Callable[[Tensor], Tensor]
-_NEXT, _WAITING, _STACK = 0, 1, 2
+_WAITING, _STACK = 1, 2
 
 
 class AdaptiveRing(NamedTuple):

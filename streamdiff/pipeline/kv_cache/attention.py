@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -100,10 +100,6 @@ class Projected(NamedTuple):
     unrotated: Sequence[Tensor]
 
 
-RotateSinks = Callable[[Tensor, Tensor, Tensor], None]
-"""As `rotate_sinks`."""
-
-
 class RollingAttention:
     """Self-attention of a forward over streams: each row writes its keys into its ring, then attends to what it sees.
 
@@ -130,13 +126,13 @@ class RollingAttention:
         self.all_heads = all_heads
         self.frames, self.device, self.attend = frames, device, attend or over_parts("auto")
         self.rows: list[AttentionMetadata] = []
-        self.rotate_sinks: RotateSinks = rotate_sinks
+        self.rotate_sinks: Callable[[Tensor, Tensor, Tensor], None] = rotate_sinks
         """What rotates the sinks of all layers, where that is done before the forward."""
         self._grid = rope.Grid(height, width, head_dim, device)
         # All micro-steps of a chunk turn by the same angles; few chunks are in flight at once.
         self._table = lru_cache(maxsize=32)(self._make_table)
         # The same slots are written again and again: after a while nothing is uploaded any more.
-        self._index = lru_cache(maxsize=256)(self._make_index)
+        self._index = lru_cache(maxsize=256)(partial(index_tensor, device=device))
 
     def row_metadata(
         self,
@@ -235,9 +231,6 @@ class RollingAttention:
         """See `models.transformer.wan.SelfAttention`; `layer` counts the stage's blocks. Mutates: the rows' states."""
         projected = rotated_rows(self.rows, query, key, value)
         return attend_rows(self.rows, layer, projected, self.attend, self.all_heads)
-
-    def _make_index(self, slots: tuple[int, ...]) -> Tensor:
-        return index_tensor(slots, self.device)
 
     def _make_table(self, first: int, count: int, inverse: bool = False) -> Tensor:
         factors = self._grid.factors(range(first, first + count))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import NamedTuple, TypedDict, Unpack
 
 import torch
@@ -51,7 +50,7 @@ class KVCache:
     value: Tensor = field(metadata=BY_HEAD)
     sink_key: Tensor = field(metadata=BY_HEAD)
     queue: Tensor = field(metadata=BY_LAYER)
-    sink_at: dict[int, int] = field(default_factory=dict, metadata=STATE)
+    sink_at: dict[int, int] = field(default_factory=dict, kw_only=True, metadata=STATE)
     _layers: list[LayerCaches] = field(init=False, repr=False, metadata=DERIVED)
 
     def __post_init__(self) -> None:
@@ -67,11 +66,7 @@ class KVCache:
 
     @classmethod
     def allocate(cls, geometry: CacheGeometry, *, caches: int, **sizes: Unpack[CacheSizes]) -> KVCache:
-        layers, tokens, heads, head_dim, like = itemgetter(*CacheSizes.__annotations__)(sizes)
-        count, moved, length = geometry.sizes
-        slots, pinned = ((caches, layers, count, tokens, heads, head_dim) for count in (count, moved))
-        queue = like.new_zeros((caches, layers, length), dtype=torch.int64)
-        return cls(like.new_zeros(slots), like.new_zeros(slots), like.new_zeros(pinned), queue)
+        return cls(*_blank(geometry, (caches, sizes["layers"]), sizes))
 
     def layers(self, cache: int) -> LayerCaches:
         """One of the caches, layer by layer."""
@@ -110,6 +105,14 @@ class KVCache:
         self.sink_at = {cache: before[source] for cache, source in enumerate(sources) if source in before}
 
 
+def _blank(geometry: CacheGeometry, lead: tuple[int, ...], sizes: CacheSizes) -> tuple[Tensor, ...]:
+    """Empty keys, values and un-rotated sink keys `[*lead, slots, tokens, H, d]`, and queues of slots `[*lead, n]`."""
+    count, moved, length = geometry.sizes
+    slots, pinned = ((*lead, each, sizes["tokens"], sizes["heads"], sizes["head_dim"]) for each in (count, moved))
+    new = sizes["like"].new_zeros
+    return new(slots), new(slots), new(pinned), new((*lead, length), dtype=torch.int64)
+
+
 class CachePool:
     """Caches of several sessions of one kind on a stage, of each layer in one tensor, for graphs that are bound to
     addresses: whichever session has caches of the pool, its keys and values are found by slot numbers. Caches have
@@ -119,17 +122,13 @@ class CachePool:
     """
 
     def __init__(self, geometry: CacheGeometry, sessions: int, *, caches: int, **sizes: Unpack[CacheSizes]) -> None:
-        layers, tokens, heads, head_dim, like = itemgetter(*CacheSizes.__annotations__)(sizes)
-        self.slots, moved, length = geometry.sizes
-        shapes = [(layers, sessions, caches, count, tokens, heads, head_dim) for count in (self.slots, moved)]
-        whole = (like.new_zeros(shapes[0]), like.new_zeros(shapes[0]), like.new_zeros(shapes[1]))
-        queue = like.new_zeros((layers, sessions, caches, length), dtype=torch.int64)
+        self.slots = geometry.all_slots
+        whole = _blank(geometry, (sizes["layers"], sessions, caches), sizes)
         keys, values = (tuple(each.flatten(1, 3).unbind()) for each in whole[:2])
         self.whole = LayerCaches(keys, values, (), ())
         """Of each layer keys and values `[slots of all, tokens, H, d]`."""
         self._geometry, self.caches = geometry, caches
-        parts = ([each[:, number].transpose(0, 1) for each in (*whole, queue)] for number in range(sessions))
-        self._all = [KVCache(key, value, sink_key, own_queue) for key, value, sink_key, own_queue in parts]
+        self._all = [KVCache(*(each[:, number].transpose(0, 1) for each in whole)) for number in range(sessions)]
         self._free = list(self._all)
         self._numbers = {
             state.layers(cache).keys[0].data_ptr(): number * caches + cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class Inputs(NamedTuple):
     rows: tuple[RowInputs, ...]
 
 
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 Run = Callable[[Inputs], Tensors]
 GraphKey = Hashable
 """Key of a captured graph in its `GraphCache`."""
@@ -69,7 +71,7 @@ class CudaGraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(priority=priority)  # one: memory of the pool is used again by stream
 
-    def __call__(self, run: Run, inputs: Inputs) -> tuple[Graph, Tensors]:
+    def __call__(self, run: Callable[[_In], _Out], inputs: _In) -> tuple[Graph, _Out]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

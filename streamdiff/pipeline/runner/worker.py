@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from streamdiff.pipeline.device_timer import DeviceTimer, StreamTimer
+from streamdiff.pipeline.distributed.heartbeat import RankLoop
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -19,12 +20,8 @@ LEAVE_S = 5.0
 """How long ranks wait for each other when they end."""
 
 
-class Worker:
-    """One rank's loop.
-
-    `now` is the message being executed and `last` the one before; error messages read them, from any thread. `done`
-    counts messages.
-    """
+class Worker(RankLoop):
+    """The loop of a rank that has a stage."""
 
     def __init__(
         self,
@@ -35,18 +32,13 @@ class Worker:
         timed: StreamTimer | None = None,
     ) -> None:
         """`timer` is that of the device, `timed` that of the stream that the stage computes on; None: made here."""
-        self.receiver, self.stage, self.sender = receiver, stage, sender
-        self.timer = timer or DeviceTimer.on(stage.device)
-        self._timed = timed or self.timer.stream()
-        self.now: StageMessage | None = None
-        self.last: StageMessage | None = None
-        self.done = 0
+        super().__init__(receiver, sender, timer or DeviceTimer.on(stage.device))
+        self.stage, self._timed = stage, timed or self.timer.stream()
         self._received_rows: list[StageMessage] = []  # rows of a long forward, until all are received
         self._rest: deque[StageMessage] = deque()  # those that are still to be sent on
 
     @property
     def awaits_others(self) -> bool:
-        """Whether other ranks share each forward, so that a slow one may be their fault."""
         return self.stage.heads < self.stage.denoiser.heads
 
     @property
@@ -92,15 +84,11 @@ class Worker:
         return replace(message, rows=tuple(row for each in received for row in each.rows), tensors=tensors)
 
     def run(self) -> None:
-        """Loop until the ring is stopped, then close the links. Mutates: everything."""
         while (message := self.turn(None)) is None or message.kind is not MessageKind.STOP:
             pass
-        self.sender.close()
-        self.receiver.close(LEAVE_S)
-        self.sender.flush(LEAVE_S)
+        self.close_links(LEAVE_S)
 
     def where(self) -> str:
-        """What is being executed, for error messages."""
         if self.now is not None:
             return f"at {self.now}"
         return f"after {self.last}" if self.last is not None else "before its first message"

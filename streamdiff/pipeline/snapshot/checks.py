@@ -8,7 +8,7 @@ is at worst a stream that looks wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,10 +91,7 @@ def check_session(snapshot: Snapshot, opened: Opened, loose: Iterable[str]) -> N
 
 def check_memory(shapes: Mapping[str, Tensor], tree: Any, examples: Iterable[Any], name: str) -> None:
     """Whether what a decoder remembers is like one of these outlines. Raises ConfigError."""
-    outline, known = walk.outline(walk.restored(shapes, tree, walk.META)), list(examples)
-    if outline not in known:
-        where, theirs, ours = walk.difference(outline, known[-1], name) or (name, outline, known[-1])
-        raise ConfigError(_unlike(where, theirs, ours))
+    _one_of(walk.outline(walk.restored(shapes, tree, walk.META)), list(examples), name)
 
 
 def check_content(tensors: Mapping[str, Tensor], trees: Mapping[str, Any], geometry: CacheGeometry) -> None:
@@ -213,10 +210,7 @@ def _check_sampler(head: HeadState, opened: Opened) -> None:
     counts = {each for steps in opened.spec.steps for each in (steps, opened.spec.schedule(steps).of(0).steps)}
     for key, (_, steps) in new.kept.items():
         _must(steps in counts, f"{where}.kept[{key}][1]", steps, f"one of {sorted(counts)}")
-    memory = None if new.pictures is None else walk.outline(new.pictures)
-    if memory not in opened.pictures:
-        place, theirs, ours = walk.difference(memory, opened.pictures[-1], f"{where}.pictures") or ("", memory, None)
-        raise ConfigError(_unlike(place, theirs, ours))
+    _one_of(None if new.pictures is None else walk.outline(new.pictures), opened.pictures, f"{where}.pictures")
 
 
 def _check_levels(levels: ChunkLevels, steps: int, where: str) -> None:
@@ -249,12 +243,7 @@ def _check_stages(new: RunnerSession, opened: Opened, scheduled: ScheduledSessio
 
 
 def _check_stream(new: StreamProgress, opened: Opened, scheduled: ScheduledSession) -> None:
-    epochs = {
-        number: chunk.epoch
-        for chunk in scheduled.chunks
-        if chunk.back < scheduled.steps - 1
-        for number in _numbers(scheduled, chunk.number)
-    }
+    epochs = _unfinished(scheduled)
     theirs = {number: chunk.epoch for number, chunk in new.chunks.items()}
     _must(theirs == epochs, "stream.chunks", f"{theirs} (epochs by chunk)", f"{epochs}, as `head.scheduled.chunks`")
     for number, chunk in new.chunks.items():
@@ -306,18 +295,22 @@ def _numbers(scheduled: ScheduledSession, number: int) -> range:
     return range(number, number + scheduled.together(number))
 
 
+def _unfinished(scheduled: ScheduledSession) -> dict[int, int]:
+    """The epochs of the chunks that are not finished, by their numbers."""
+    return {
+        number: chunk.epoch
+        for chunk in scheduled.chunks
+        if chunk.back < scheduled.steps - 1
+        for number in _numbers(scheduled, chunk.number)
+    }
+
+
 def _kept(sampler: SamplerSession, scheduled: ScheduledSession) -> set[int]:
     """Finished chunks whose latents the sampler has, see `SamplerSession.keep`."""
     if not sampler.clean_pass:
         at_end = (chunk.number for chunk in scheduled.chunks if chunk.back == scheduled.steps - 1)
         return {number for number in at_end if number in scheduled.anchors}
-    unfinished = {
-        number
-        for chunk in scheduled.chunks
-        if chunk.back < scheduled.steps - 1
-        for number in _numbers(scheduled, chunk.number)
-    }
-    geometry, gone = sampler.geometry, unfinished | set(sampler.given_latents)
+    geometry, gone = sampler.geometry, {*_unfinished(scheduled), *sampler.given_latents}
     last = next((number for number in range(scheduled.next_chunk - 1, -1, -1) if number not in gone), -1)
     first = max(0, last - geometry.slots + 1)
     return {*range(first, last + 1), *range(min(geometry.pinned, last + 1))} - gone
@@ -329,6 +322,13 @@ def _alike(new: Any, fresh: Any, where: str, names: Iterable[str]) -> None:
         one, other = walk.outline(getattr(new, name)), walk.outline(getattr(fresh, name))
         if (found := walk.difference(one, other, f"{where}.{name}")) is not None:
             raise ConfigError(_unlike(*found))
+
+
+def _one_of(outline: Any, known: Sequence[Any], where: str) -> None:
+    """Raises ConfigError where an outline is not like one of those known; says how it differs from the last."""
+    if outline not in known:
+        found = walk.difference(outline, known[-1], where)
+        raise ConfigError(_unlike(*(found or (where, outline, known[-1]))))
 
 
 def _within(where: str, value: float, low: float, high: float) -> None:

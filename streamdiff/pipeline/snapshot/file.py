@@ -22,7 +22,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, TensorEntry
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.runner.init_latents import GivenVideo
-from streamdiff.pipeline.snapshot.header import FORMAT, KIND, MAX_HEADER_BYTES, read_entries
+from streamdiff.pipeline.snapshot.header import FORMAT, KIND, MAX_HEADER_BYTES, SnapshotHeader, read_entries
 from streamdiff.session_state.walk import META, described
 from streamdiff.version import __version__
 
@@ -68,10 +68,6 @@ class FileTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.end - entry.begin for entry in self._entries.values())
-
     def outline(self) -> dict[str, Tensor]:
         """The tensors without content, of which nothing is read."""
         return {
@@ -81,27 +77,10 @@ class FileTensors(Mapping[str, Tensor]):
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """A session at rest.
+class Snapshot(SnapshotHeader):
+    """A session at rest: what the header of its file says, and its tensors, see `session_state.walk.save`."""
 
-    model: the facts of its model by name, `weights` among them: what must be the same where it goes on.
-    session: what it is opened with: seed, steps, kv_context, epoch; and `next_chunk`.
-    trees, tensors: see `session_state.walk.save`; tensors of each tree have its name in front.
-    about: what who saved it wants to know again: prompts, frame numbers; as JSON has it.
-    """
-
-    model: Mapping[str, Any]
-    session: Mapping[str, Any]
-    trees: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(repr=False)
-    about: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors, nearly all of the file."""
-        if isinstance(self.tensors, FileTensors):
-            return self.tensors.nbytes
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def outline(self) -> dict[str, Tensor]:
@@ -217,7 +196,7 @@ class Snapshot:
         """The snapshot in a file's content, which errors call `name`. Of its tensors nothing is read before they are
         asked for. Raises ConfigError as `read` does."""
         header, entries = read_entries(data, name)
-        return cls(header.model, header.session, header.trees, FileTensors(data, entries), header.about)
+        return cls(**vars(header), tensors=FileTensors(data, entries))
 
     def _metadata(self) -> dict[str, str]:
         parts = {"model": self.model, "session": self.session, "trees": self.trees, "about": self.about}

@@ -28,7 +28,13 @@ _NEEDED = {"seed", "steps", "epoch", "kv_context"}
 
 @dataclass(frozen=True)
 class SnapshotHeader:
-    """See `file.Snapshot`, of which this is all but the tensors."""
+    """A session at rest, but for its tensors.
+
+    model: the facts of its model by name, `weights` among them: what must be the same where it goes on.
+    session: what it is opened with: seed, steps, kv_context, epoch; and `next_chunk`.
+    trees: see `session_state.walk.save`; tensors of each tree have its name in front.
+    about: what who saved it wants to know again: prompts, frame numbers; as JSON has it.
+    """
 
     model: Mapping[str, Any]
     session: Mapping[str, Any]

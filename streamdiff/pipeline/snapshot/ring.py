@@ -44,15 +44,12 @@ class StageStates:
     def take(cls, ring: RingExecutor, ticket: int) -> StageStates:
         """Take these states. Raises ConfigError where a stage has no such session: opening it failed there, or it has
         ended or begun afresh."""
-        parts, weights = [], []
         taken = [[ring.stage.exchange.take(key) for key in keys] for keys in _keys(ring, ticket)]
         broken = [tree["broken"] for there in taken for _, tree in there if "broken" in tree]
         if broken:
             raise ConfigError(broken[0])
-        for there in taken:
-            parts.append([walk.restored(tensors, tree["state"]) for tensors, tree in there])
-            weights += there[0][1]["weights"]
-        return cls(parts, weights)
+        parts = [[walk.restored(tensors, tree["state"]) for tensors, tree in there] for there in taken]
+        return cls(parts, [digest for there in taken for digest in there[0][1]["weights"]])
 
     @property
     def merged(self) -> RunnerSession:
@@ -117,7 +114,8 @@ def collect(
         model_facts(model.spec, model.denoiser.dtype, stages.weights),
         opened,
         {name: tree for name, (_, tree) in states.items()},
-        {name: tensor for tensors, _ in states.values() for name, tensor in tensors.items()},
+        about={},
+        tensors={name: tensor for tensors, _ in states.values() for name, tensor in tensors.items()},
     )
 
 

@@ -53,7 +53,7 @@ def test_rows_are_shared_as_evenly_as_can_be() -> None:
     assert row_bounds(60, 4) == ((0, 15), (15, 30), (30, 45), (45, 60))
     assert row_bounds(5, 2) == ((0, 2), (2, 5))
     assert row_bounds(3, 3) == ((0, 1), (1, 2), (2, 3))
-    group = RowGroup(2, 1, 5, None)
+    group = RowGroup((0, 1), 1, None, 5)
     assert group.count == 3
     assert group.local_rows(torch.arange(10.0).view(10, 1)).flatten().tolist() == [4, 5, 6, 7, 8, 9]
     with pytest.raises(ValueError, match="there are 7 rows, but the ranks share pictures of 5"):
@@ -99,7 +99,7 @@ def test_what_ranks_remember_of_their_rows_is_put_together_and_cut_again(kind: s
     network, memory = network_of(kind), network_of(kind).new_memory()
     for count in (1, 3):
         network.decode_video(latents(height, 3, count, count), memory)
-    groups = [RowGroup(ranks, rank, height, None) for rank in range(ranks)]
+    groups = [RowGroup(tuple(range(ranks)), rank, None, height) for rank in range(ranks)]
     decoders = [RowDecoder(network_of(kind), group) for group in groups]
     parts = [each.rows_of(memory, rank) for rank, each in enumerate(decoders)]
     assert walk.nbytes(parts[0]) * 3 == walk.nbytes(parts[1]) * 2 == walk.nbytes(memory) * 6 // 5
@@ -111,7 +111,7 @@ def test_what_ranks_remember_of_their_rows_is_put_together_and_cut_again(kind: s
         assert torch.equal(one, other)
     assert network.past(latents(height, 3, 1, 7), whole).keys() == network.past(latents(height, 3, 1, 7), memory).keys()
     with pytest.raises(ValueError, match="but the ranks share pictures of 7"):
-        RowDecoder(network_of(kind), RowGroup(ranks, 0, 7, None)).rows_of(memory, 0)
+        RowDecoder(network_of(kind), RowGroup(tuple(range(ranks)), 0, None, 7)).rows_of(memory, 0)
 
 
 LATER = {"is_residual": True, "patch_size": 2, "out_channels": 12, "in_channels": 12}

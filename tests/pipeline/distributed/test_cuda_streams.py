@@ -126,9 +126,9 @@ def forget_what_was_before(lane: ReceiveLane) -> None:
 
 HARMS: dict[str, Harm] = {
     "sent before it is written": lambda sending, receiving: deafen(sending, "_written"),
-    "written while it is sent": lambda sending, receiving: deafen(sending, "_sent"),
+    "written while it is sent": lambda sending, receiving: deafen(sending, "_done"),
     "the end of a send forgotten": lambda sending, receiving: no_wait(sending),
-    "read before it is received": lambda sending, receiving: deafen(receiving, "_received"),
+    "read before it is received": lambda sending, receiving: deafen(receiving, "_done"),
     "received while it is read": lambda sending, receiving: deafen(receiving, "_read"),
     "the end of a receive forgotten": lambda sending, receiving: no_wait(receiving),
     "received while the memory is used": lambda sending, receiving: forget_what_was_before(receiving),

@@ -1,0 +1,35 @@
+"""What a pipeline answers that takes no video and swaps no session."""
+
+from __future__ import annotations
+
+from streamdiff.errors import RequestError
+from streamdiff.pipeline.output import ModelInfo
+
+
+class BarePipeline:
+    info: ModelInfo
+    video_encodings = 0
+
+    def check_input(self, strength: float | None) -> None:
+        raise RequestError("input", f"{self.info.model} takes no video; steer it by its prompt alone")
+
+    def input_figures(self, session: int) -> None:
+        return None
+
+    def sessions_away(self) -> int | None:
+        return 0
+
+    def is_away(self, session: int) -> bool:
+        return False
+
+    def can_swap_out(self, session: int, returning: int | None = None) -> bool:
+        return False
+
+    def at_rest(self, session: int) -> bool:
+        return False
+
+    def place(self, session: int) -> str:
+        return "device"
+
+    def take_lost(self) -> list[int]:
+        return []

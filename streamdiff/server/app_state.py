@@ -94,7 +94,7 @@ class AppState:
         if session.id == DEFAULT_SESSION and self.file_feed is not None and reason != "input_ended":
             await self.file_feed.stop()  # with `input_ended` this is its own task
         await self.feeders.end_session(session)
-        await self.viewers.end_session(session, reason)
+        await self.viewers.end_session(session)
         await self.session_outputs.end_session(session)
 
     def _make_jobs(self, store: JobStore, connection: EngineConnection) -> JobRunner:

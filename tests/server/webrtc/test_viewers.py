@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
-from streamdiff.server.webrtc import viewers
+from streamdiff.server.webrtc import peer_connections
 from tests.server.conftest import Peer, Site, in_slots, run_scene
 from tests.server.scripted import COLOURS
 
@@ -160,7 +160,7 @@ def test_trickle_takes_candidates_and_refuses_what_it_cannot() -> None:
 
 
 def test_a_hundred_at_once_get_exactly_the_places_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "CONNECT_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(peer_connections, "CONNECT_TIMEOUT_S", 600.0)
 
     async def scene(site: Site) -> None:
         watcher = await site.watch()
@@ -179,7 +179,7 @@ def test_a_hundred_at_once_get_exactly_the_places_there_are(monkeypatch: pytest.
 
 
 def test_who_never_connects_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(peer_connections, "CONNECT_TIMEOUT_S", 0.5)
 
     async def scene(site: Site) -> None:
         offer = (await site.offer()).pc.localDescription.sdp
@@ -191,8 +191,8 @@ def test_who_never_connects_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_flood_from_one_address_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "POST_BURST", 3.0)
-    monkeypatch.setattr(viewers, "POSTS_PER_S", 0.001)
+    monkeypatch.setattr(peer_connections, "POST_BURST", 3.0)
+    monkeypatch.setattr(peer_connections, "POSTS_PER_S", 0.001)
 
     async def scene(site: Site) -> None:
         offer = (await site.offer()).pc.localDescription.sdp

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -27,10 +26,8 @@ from streamdiff.server.routes.forms import (
     FORM,
     MAX_JSON_BYTES,
     Fields,
-    feature_check,
     given_features,
     given_picture,
-    largest_features,
     read_form,
     take_features,
 )
@@ -103,8 +100,8 @@ async def open_session(request: Request, state: State) -> Response:
 async def _open(request: Request, state: AppState) -> LiveSession:
     """The session that a request asks for. Raises Problem."""
     ready = state.manager.ready
-    large = {"snapshot": state.config.serve.max_snapshot_mb << 20, **largest_features(ready)}
-    fields = await _form(request, ("image", "snapshot", *FEATURE_FILES), large, feature_check(ready))
+    large = {"snapshot": state.config.serve.max_snapshot_mb << 20}
+    fields = await _form(request, ("image", "snapshot"), ready, large)
     snapshot = _snapshot(fields)
     files = take_features(fields)
     wanted, picture = await _read(request, schemas.NewSession, ready, fields)
@@ -208,18 +205,15 @@ def _snapshot(fields: Fields | None) -> bytes | None:
 
 
 async def _form(
-    request: Request,
-    files: tuple[str, ...],
-    large: dict[str, int] | None = None,
-    look: Callable[[str, BinaryIO, int], None] = lambda name, file, nbytes: None,
+    request: Request, files: tuple[str, ...], features_for: Ready | None = None, large: dict[str, int] | None = None
 ) -> Fields | None:
     """The fields of a body that is a form, see `read_form`; None: it is none."""
     kind = media_type(request)
-    return await read_form(request, kind, files, _invalid, large, look) if kind == FORM else None
+    return await read_form(request, kind, files, _invalid, features_for, large) if kind == FORM else None
 
 
 async def _read(
-    request: Request, model: type[WithImageT], ready: Ready, fields: Fields | None = None
+    request: Request, model: type[WithImageT], ready: Ready, fields: Fields | None
 ) -> tuple[WithImageT, Pictures | None]:
     """The body, JSON or the fields of a form, and the picture in it, fitted to the engine's size."""
     kind = media_type(request)

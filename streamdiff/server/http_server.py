@@ -42,7 +42,6 @@ class Connections:
         self._limit, self._per_address = limit, share_of(limit, share)
         self._proxies = [ip_network(each) for each in proxies]
         self._open: dict[str, dict[BoundedProtocol, None]] = {}  # of each address, the oldest first
-        self._count = 0
 
     def add(self, connection: BoundedProtocol, host: str) -> Admission:
         """Count a connection; crowded: it may ask for health only; refused: it is not counted. Mutates: self."""
@@ -51,7 +50,7 @@ class Connections:
         victim: BoundedProtocol | None = None
         if over > 0:
             victim = next((each for each in own if each.waiting), None)
-        elif (over := self._count + 1 - self._limit) > 0:
+        elif (over := sum(map(len, self._open.values())) + 1 - self._limit) > 0:
             by_address = sorted(self._open.values(), key=len, reverse=True)
             victim = next((each for address in by_address for each in address if each.waiting), None)
         if victim is not None:
@@ -59,15 +58,12 @@ class Connections:
         elif over > SPARE:
             return "refused"
         self._open.setdefault(group_of(host), {})[connection] = None
-        self._count += 1
         return "crowded" if over > 0 and victim is None else "served"
 
     def remove(self, connection: BoundedProtocol, host: str) -> None:
         """Forget a connection, if it is counted. Mutates: self."""
         own = self._open.get(group_of(host), {})
-        if connection in own:
-            del own[connection]
-            self._count -= 1
+        own.pop(connection, None)
         if not own:
             self._open.pop(group_of(host), None)
 

@@ -58,18 +58,15 @@ def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineP
         try:
             tokens = read_tokens(config.serve)
             open_folders(config.serve)  # or its error, before a model is loaded
+            ports = config.serve.media_ports
+            make_loop = None if ports is None else partial(UdpPortLoop, ports)  # None: asyncio's own choice
             with listen(config.serve.host, config.serve.port) as listener:
                 _check_exposed(config.serve, listener, tokens)
-                with asyncio.Runner(loop_factory=_loop_factory(config.serve)) as runner:
+                with asyncio.Runner(loop_factory=make_loop) as runner:
                     return runner.run(_serve(config, listener, supervise, fetch))
         except (ConfigError, EngineFailure) as error:
             fatal.error("%s", error)
             return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ENGINE
-
-
-def _loop_factory(serve: ServeConfig) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Makes the event loop; None: asyncio's own choice."""
-    return None if serve.media_ports is None else partial(UdpPortLoop, serve.media_ports)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sqlite3
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -179,10 +180,12 @@ class JobRunner:
         encoded = next((run.encoded for run in self._runs.values() if run.job.id == job.id), 0)
         return min(99, 100 * encoded // job.request.frames)
 
-    async def video(self, job: Job) -> Path | None:
-        """Path of a completed job's video; None if the file is missing."""
+    async def video(self, job: Job) -> tuple[Path, os.stat_result] | None:
+        """The file of a completed job's video, and its status; None if it is missing."""
         path = self._store.path(job.id)
-        return path if await self._stored(path.is_file) else None
+        with contextlib.suppress(OSError):
+            return path, await self._stored(path.stat)
+        return None
 
     # ---- for the session manager --------------------------------------------------------------------------------
 
@@ -334,11 +337,8 @@ class JobRunner:
             OSError, FFmpegError: the file cannot be written.
         """
         loop, request = asyncio.get_running_loop(), run.job.request
-
-        def encoded(frames: int) -> None:
-            loop.call_soon_threadsafe(run.inbox.put_nowait, frames)
-
-        video = VideoFile(self._store.path(run.job.id), request.fps, request.frames, encoded)
+        path, take = self._store.path(run.job.id), loop.call_soon_threadsafe
+        video = VideoFile(path, request.fps, request.frames, lambda frames: take(run.inbox.put_nowait, frames))
         writing = loop.run_in_executor(self._encoders, video.write)
         # Tells the loop below, which looks why.
         writing.add_done_callback(lambda _: run.inbox.put_nowait(request.frames))

@@ -127,8 +127,7 @@ class JobStore:
             }
             found = {entry.name for entry in self.folder.iterdir()}
             known = [id for (id,) in self._select("SELECT id FROM jobs")]
-            given = {self._picture_path(id).name for id in known}
-            given |= {self._feature_path(id, name).name for id in known for name in NAMES}
+            given = {path.name for id in known for path in self._given_paths(id)}
             for name in complete.keys() - found:
                 self._database.execute(
                     "UPDATE jobs SET status = 'queued', started_s = NULL, ended_s = NULL, expires_s = NULL, bytes = ? "

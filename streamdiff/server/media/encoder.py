@@ -127,7 +127,7 @@ class EncoderThread:
     pictures are dropped until it can.
     """
 
-    def __init__(self, codec: Codec, fmt: Format, deliver: Callable[[EncodedFrame], None]) -> None:
+    def __init__(self, codec: Codec, fmt: Format, deliver: Callable[[EncodedFrame], object]) -> None:
         self.codec: Codec = codec
         self.counters = EncoderCounters(bitrate_bps=fmt.bitrate_bps)
         self.failing_since_s: float | None = None

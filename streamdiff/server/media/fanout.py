@@ -69,7 +69,9 @@ class Fanout:
             self._streams[codec].receivers.add(receiver)
             self.request_key(codec)
             return
-        self._streams[codec] = _Stream(self._new_encoder(codec), self._format)
+        take = self._loop.call_soon_threadsafe
+        encoder = EncoderThread(codec, self._format, lambda encoded: take(self._distribute, codec, encoded))
+        self._streams[codec] = _Stream(encoder, self._format)
         self._streams[codec].receivers.add(receiver)
         self._set_encoders()
 
@@ -85,19 +87,11 @@ class Fanout:
             stream.encoder.stop()
 
     def set_format(self, fmt: Format) -> None:
-        """Encode in another format soon, from a key frame on; the present one changes nothing. Mutates: self."""
-        if fmt == self._format:
-            return
+        """Encode in another format soon, from a key frame on. Mutates: self."""
         self._format = fmt
         for stream in self._streams.values():
             stream.encoder.set_format(fmt)
             stream.bitrate = BitrateController(fmt.bitrate_bps)
-
-    def _new_encoder(self, codec: Codec) -> EncoderThread:
-        def deliver(encoded: EncodedFrame) -> None:  # on the encoder's thread
-            self._loop.call_soon_threadsafe(self._distribute, codec, encoded)
-
-        return EncoderThread(codec, self._format, deliver)
 
     def _set_encoders(self) -> None:
         self._pacer.set_encoders(tuple(stream.encoder for stream in self._streams.values()))

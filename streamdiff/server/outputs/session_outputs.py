@@ -97,7 +97,7 @@ class SessionOutputs:
         if len(own) >= MAX_PER_SESSION or len(everywhere) >= MAX_OUTPUTS:
             limits = f"a session has {MAX_PER_SESSION} outputs at most, and the server {MAX_OUTPUTS}"
             raise RequestError("target", f"{limits}; end one first")
-        if target.is_file and any(output.url == target.url for output in everywhere):
+        if target.is_file and any(output.target.url == target.url for output in everywhere):
             raise RequestError("target", f"{text} is being written; choose another name")
         id = secrets.token_urlsafe(6)
         output = Output(replace(target, name=f"{target.name} {id}"), lambda: session, self._metrics)

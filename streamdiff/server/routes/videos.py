@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -148,13 +147,9 @@ async def video_content(jobs: Visible, job: Found, variant: str = "video") -> Re
     if job.status != "completed":
         why = f"The video is {job.status.replace('_', ' ')} ({jobs.progress(job)} %)."
         raise Problem(404, why, {"Retry-After": str(RETRY_S)}, code=job.status)
-    path = await jobs.video(job)
-    try:
-        status = None if path is None else await asyncio.to_thread(path.stat)
-    except OSError:  # deleted just now
-        status = None
-    if path is None or status is None:
+    if (found := await jobs.video(job)) is None:
         raise Problem(404, "The video's file is gone from the server's disk.", code="gone")
+    path, status = found
     return FileResponse(path, media_type=MP4, filename=path.name, stat_result=status)
 
 

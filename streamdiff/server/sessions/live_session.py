@@ -292,7 +292,10 @@ class LiveSession(SessionStateMixin):
                     self._send_state()
                 elif message.type in ("pause", "resume"):
                     await self._set_paused(message.type == "pause")
-                self._accept_at_once(request)
+                # Nothing has to be made for these.
+                shown_epoch, now_s = self._latest_shown_epoch, clock.monotonic_s()
+                self.subscribers.deliver(self._requests.accepted(request, shown_epoch, "", "", now_s))
+                self._requests.forget(request)
         return request
 
     async def limit_to(self, limit: LoadLimit) -> None:
@@ -356,11 +359,6 @@ class LiveSession(SessionStateMixin):
         self.playback.pacer.set_paused(paused)
         await self.tell_active()
         self._send_state()
-
-    def _accept_at_once(self, request: str) -> None:
-        receipts = self._requests.accepted(request, self._latest_shown_epoch, "", "", clock.monotonic_s())
-        self.subscribers.deliver(receipts)
-        self._requests.forget(request)
 
     # ---- what there is to see -----------------------------------------------------------------------------------
 

@@ -53,12 +53,8 @@ class Playback:
         """Frames shown per second; under load fewer than `format` says."""
         h264 = H264_CHOICES[config.serve.encoder][-1]
         self.format = Format(ready.width, ready.height, fps, config.scale, config.serve.bitrate, h264)
-        loop = asyncio.get_running_loop()
-
-        def deliver(slot: PlayoutSlot) -> None:  # on the pacer's thread
-            loop.call_soon_threadsafe(self._shown, slot)
-
-        self.pacer = Pacer(fps, ready.chunk_frames, deliver, config.serve.grace_s)
+        take = asyncio.get_running_loop().call_soon_threadsafe
+        self.pacer = Pacer(fps, ready.chunk_frames, lambda slot: take(self._shown, slot), config.serve.grace_s)
         self._progressed = asyncio.Event()
         self.fanout = Fanout(self.format, self.pacer, metrics, self.look)
         self.snapshot = Snapshot(self.pacer.picture)

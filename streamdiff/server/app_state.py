@@ -49,9 +49,9 @@ class AppState:
         ready: Ready,
         codecs: tuple[Codec, ...],
         tokens: Tokens,
-        targets: Sequence[Target] = (),
-        keeper: SessionKeeper | None = None,
-        found: Sequence[FoundSession] = (),
+        targets: Sequence[Target],
+        keeper: SessionKeeper,
+        found: Sequence[FoundSession],
     ) -> None:
         """`keeper` and `found`: see `SessionManager`."""
         self.config = config

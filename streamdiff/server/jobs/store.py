@@ -129,11 +129,9 @@ class JobStore:
             known = [id for (id,) in self._select("SELECT id FROM jobs")]
             given = {path.name for id in known for path in self._given_paths(id)}
             for name in complete.keys() - found:
-                self._database.execute(
-                    "UPDATE jobs SET status = 'queued', started_s = NULL, ended_s = NULL, expires_s = NULL, bytes = ? "
-                    "WHERE id = ?",
-                    (self._given_bytes(complete[name]), complete[name]),
-                )
+                id = complete[name]
+                again = {"status": "queued", "started_s": None, "ended_s": None, "expires_s": None}
+                self._update(id, **again, bytes=self._given_bytes(id))
             waiting = self._select("SELECT id, request, created_s FROM jobs WHERE status = 'queued'")
         for id, text, created_s in waiting:
             if unknown := sorted(json.loads(text).keys() - _FIELDS):
@@ -180,9 +178,7 @@ class JobStore:
             ).fetchone()
             if row is None:
                 return None
-            self._database.execute(
-                "UPDATE jobs SET status = 'in_progress', started_s = ? WHERE id = ?", (now_s, row[0])
-            )
+            self._update(row[0], status="in_progress", started_s=now_s)
         return self.get(row[0])
 
     def put_back(self, id: str, *, attempt: bool) -> None:
@@ -194,17 +190,11 @@ class JobStore:
     def complete(self, id: str, now_s: float, expires_s: float) -> None:
         """A job's file is complete."""
         size = self.path(id).stat().st_size + self._given_bytes(id)
-        self._database.execute(
-            "UPDATE jobs SET status = 'completed', ended_s = ?, expires_s = ?, bytes = ? WHERE id = ?",
-            (now_s, expires_s, size, id),
-        )
+        self._update(id, status="completed", ended_s=now_s, expires_s=expires_s, bytes=size)
 
     def fail(self, id: str, error: str, now_s: float, expires_s: float) -> None:
         """A job cannot be made, ever: what was given for it is removed."""
-        self._database.execute(
-            "UPDATE jobs SET status = 'failed', ended_s = ?, expires_s = ?, error = ?, bytes = 0 WHERE id = ?",
-            (now_s, expires_s, error, id),
-        )
+        self._update(id, status="failed", ended_s=now_s, expires_s=expires_s, error=error, bytes=0)
         for path in self._given_paths(id):
             path.unlink(missing_ok=True)
 
@@ -261,6 +251,11 @@ class JobStore:
     def _jobs(self, condition: str, *values: object) -> list[Job]:
         rows = self._select(f"SELECT {_COLUMNS} FROM jobs {condition}", *values)
         return [Job(id, _request_of(request), *rest) for id, request, *rest in rows]
+
+    def _update(self, id: str, **values: object) -> None:
+        """Set columns of a job."""
+        columns = ", ".join(f"{column} = ?" for column in values)
+        self._database.execute(f"UPDATE jobs SET {columns} WHERE id = ?", (*values.values(), id))
 
     def _select(self, query: str, *values: object) -> list[Any]:
         return self._database.execute(query, values).fetchall()

@@ -51,6 +51,8 @@ _LATER: Responses = {
 _UNAVAILABLE = problem_responses(
     s503="No place: `code` is time, memory, draining, restarting or engine; Retry-After: when to ask again"
 )
+_OF_READY = ("chunk_frames", "sessions_fit", "sessions_away", "native_fps", "text_shape", "chunk_shape", "first_chunks")
+"""Fields of `Ready` that the capacity has under the same name."""
 _SENT = "a file"
 """Stands for a picture that came as a file of a form, which is never text."""
 WithImageT = TypeVar("WithImageT", schemas.NewSession, schemas.SessionChange)
@@ -257,21 +259,15 @@ def _info_of(state: AppState, session: LiveSession) -> SessionInfo:
 def _capacity(state: AppState) -> schemas.CapacityInfo:
     manager, ready = state.manager, state.manager.ready
     return schemas.CapacityInfo(
+        **{name: getattr(ready, name) for name in _OF_READY},
         free_sessions=manager.load.free_sessions(),
         work_s=manager.load.capacity.work_s(clock.monotonic_s()),
-        chunk_frames=ready.chunk_frames,
         share=round(sum(manager.load.shares()), 4),
         share_limit=manager.load.capacity.limit,
         occupancy=[round(share, 3) for share in manager.load.occupancy],
-        sessions_fit=ready.sessions_fit,
-        sessions_away=ready.sessions_away,
         places=manager.sessions_by_location(),
         size=f"{ready.width}x{ready.height}",
         steps=list(ready.steps_known),
-        native_fps=ready.native_fps,
-        text_shape=list(ready.text_shape),
-        chunk_shape=list(ready.chunk_shape),
-        first_chunks=ready.first_chunks,
         draining=manager.draining,
     )
 

@@ -87,10 +87,10 @@ class SessionManager:
         connection: EngineConnection,
         ready: Ready,
         metrics: Metrics,
-        keeper: SessionKeeper | None = None,
-        found: Sequence[FoundSession] = (),
+        keeper: SessionKeeper,
+        found: Sequence[FoundSession],
     ) -> None:
-        """`found`: sessions of a previous server to resume. Without `keeper` no session is kept on disk."""
+        """`found`: sessions of a previous server to resume."""
         self.ready = ready
         self.engine = EngineStatus()
         self.draining = False
@@ -107,7 +107,7 @@ class SessionManager:
         self._sessions: dict[str, LiveSession] = {}
         self._end_reasons: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._keeper = SessionKeeper(config.serve, (None, None)) if keeper is None else keeper
+        self._keeper = keeper
         self._going_on: dict[str, Data] = {}  # by session, the snapshot that `Open` was sent with
         start = config.session
         image = None if start.image is None else fit_picture(start.image, ready.width, ready.height, start.fit)[None]

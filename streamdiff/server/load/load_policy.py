@@ -139,7 +139,7 @@ class LoadPolicy:
         """The limits that change now, by session. `demands` has all open sessions, oldest first. Mutates: self."""
         before = {name: state.limit for name, state in self._sessions.items()}
         self._update_sessions(demands, now_s)
-        load = sum(state.share(share) for state in self._sessions.values())
+        load = self._load(share)
         late = [state for state in self._sessions.values() if state.late >= 2]
         if late and self._candidates(lower=True):
             if load > 0:  # else what a chunk costs is not known yet
@@ -160,14 +160,12 @@ class LoadPolicy:
         self._sessions = {}
         for name, demand in demands.items():
             state = known.get(name)
-            if state is None:
-                state = _Session(demand, degradation_levels(demand, self.steps_known), calm_from_s=now_s + SETTLE_S)
-            elif state.demand != demand:
-                steps, rate = state.limit.steps_of(demand.steps), state.limit.rate
-                levels = degradation_levels(demand, self.steps_known)
+            if state is None or state.demand != demand:
+                limit = UNLIMITED if state is None else state.limit
+                steps, levels = limit.steps_of(demand.steps), degradation_levels(demand, self.steps_known)
                 kept = (
                     level for level, each in enumerate(levels)
-                    if each.steps_of(demand.steps) <= steps and each.rate <= rate
+                    if each.steps_of(demand.steps) <= steps and each.rate <= limit.rate
                 )  # fmt: skip
                 state = _Session(demand, levels, next(kept, 0), calm_from_s=now_s + SETTLE_S)
             self._sessions[name] = state

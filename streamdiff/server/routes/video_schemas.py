@@ -255,8 +255,8 @@ def _frames(wanted: NewVideo, fps: float) -> int:
 def video_of(job: Job, progress: int) -> Video:
     """A job as the API shows it."""
     request = job.request
-    times_s = (None if time_s is None else int(time_s) for time_s in (job.started_s, job.ended_s, job.expires_s))
-    started, ended, expires = times_s
+    times_s = (job.started_s, job.ended_s, job.expires_s)
+    started, ended, expires = (None if time_s is None else int(time_s) for time_s in times_s)
     return Video(
         id=job.id,
         model=request.model,

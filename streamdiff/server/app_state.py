@@ -173,13 +173,10 @@ class AppState:
         Raises:
             Problem: 404, 410, 401, 403, 429, 503.
         """
-        try:
+        with count_refusals(self.metrics.controls, "any"):
             self.limit(request)
             session = self.running_session(request)
             self.require(request, Role.CONTROLLER, session)
-        except Problem as problem:
-            self.metrics.controls.labels("any", problem.code).inc()
-            raise
         return session
 
     def running_session(self, request: HTTPConnection) -> LiveSession:
@@ -218,12 +215,12 @@ def _token_of(request: HTTPConnection) -> str | None:
 
 
 @contextlib.contextmanager
-def count_refusals(counter: Counter) -> Iterator[None]:
-    """Count a Problem that is raised inside by its code; it is raised further."""
+def count_refusals(counter: Counter, *labels: str) -> Iterator[None]:
+    """Context manager: count a Problem that is raised inside by `labels` and its code; it is raised further."""
     try:
         yield
     except Problem as problem:
-        counter.labels(problem.code).inc()
+        counter.labels(*labels, problem.code).inc()
         raise
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from streamdiff import clock
 from streamdiff.server.media.bitrate import BitrateController
 from streamdiff.server.media.codecs import Codec, Format
-from streamdiff.server.media.encoder import EncoderCounters, EncoderThread
+from streamdiff.server.media.encoder import EncoderThread
 from streamdiff.server.media.pacer import Pacer
 from streamdiff.server.media.packets import EncodedFrame
 from streamdiff.server.metrics import CounterDelta, Metrics
@@ -63,6 +63,11 @@ class Fanout:
         """Pictures that wait to be encoded."""
         return sum(stream.encoder.waiting for stream in self._streams.values())
 
+    @property
+    def dropped(self) -> int:
+        """Pictures that the running encoders did not encode."""
+        return sum(stream.encoder.dropped for stream in self._streams.values())
+
     def attach(self, codec: Codec, receiver: Receiver) -> None:
         """Send `receiver` the stream, beginning with a key frame. Mutates: self."""
         if codec in self._streams:
@@ -103,10 +108,6 @@ class Fanout:
             self._streams[codec].encoder.request_key()
             self._pacer.wake()
 
-    def counters(self) -> dict[Codec, EncoderCounters]:
-        """What each running encoder has done."""
-        return {codec: stream.encoder.counters for codec, stream in self._streams.items()}
-
     def failing_s(self, codec: Codec, now_s: float) -> float:
         """Seconds since the encoder of `codec` has failed to make anything; 0 while it works."""
         since_s = self._streams[codec].encoder.failing_since_s if codec in self._streams else None
@@ -131,8 +132,7 @@ class Fanout:
         if (stream := self._streams.get(codec)) is None:
             return
         stream.bits.add(8 * encoded.packet.size, now_s)
-        dropped = stream.encoder.counters.dropped
-        self._metrics.encoder_dropped.labels(codec).inc(stream.dropped.increase(dropped))
+        self._metrics.encoder_dropped.labels(codec).inc(stream.dropped.increase(stream.encoder.dropped))
         for receiver in stream.receivers:
             receiver.put(encoded)
         if now_s - self._adapted_s >= ADAPT_INTERVAL_S:

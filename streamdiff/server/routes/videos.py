@@ -10,7 +10,8 @@ from fastapi.responses import FileResponse
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
 from streamdiff.server.jobs.job import Job
-from streamdiff.server.jobs.runner import JobLimitReached, JobRunner
+from streamdiff.server.jobs.runner import JobRunner
+from streamdiff.server.load.capacity import Unavailable
 from streamdiff.server.peers import address_of, share_of
 from streamdiff.server.problem import Problem, openai_problem_responses
 from streamdiff.server.routes import video_schemas as schemas
@@ -107,7 +108,7 @@ async def create_video(request: Request, state: State, jobs: Changeable) -> Vide
     given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
     try:
         job = await jobs.submit(made, address_of(request), share, picture, given)
-    except JobLimitReached as error:
+    except Unavailable as error:
         headers = {"Retry-After": str(error.retry_after_s)}
         raise Problem(429, str(error), headers, code=error.code) from error
     return video_of(job, 0)

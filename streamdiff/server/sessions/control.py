@@ -16,7 +16,6 @@ from streamdiff.config import PromptPolicy
 from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 
-Kind = Literal["prompt", "reset", "steps", "strength", "fps", "adaptive", "pause", "resume", "get", "ping"]
 MAX_MESSAGE_BYTES, MAX_BODY_BYTES = 16 * 1024, 256 * 1024
 MESSAGES_PER_S = 50
 

@@ -11,30 +11,17 @@ import logging
 import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from streamdiff import clock
 from streamdiff.config import Config
-from streamdiff.engine.messages import (
-    Alive,
-    Close,
-    Closed,
-    Command,
-    Data,
-    Event,
-    Failed,
-    FrameBatch,
-    Measured,
-    Opened,
-    Ready,
-    Refused,
-)
+from streamdiff.engine import messages
+from streamdiff.engine.messages import Command, Data, Event, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.engine.snapshot_header import read_saved_session
-from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
+from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
-from streamdiff.server.load.capacity import Lifetime
+from streamdiff.server.load.capacity import Lifetime, Unavailable
 from streamdiff.server.load.load_policy import SessionDemand
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import Metrics
@@ -43,7 +30,7 @@ from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.keeper import SessionKeeper, spec_of
 from streamdiff.server.sessions.live_session import LiveSession, SessionEvent
 from streamdiff.server.sessions.session_files import FoundSession, read_snapshot
-from streamdiff.server.sessions.session_spec import SessionSpec
+from streamdiff.server.sessions.session_spec import SessionSpec, resumed
 from streamdiff.video.picture import fit_picture
 
 logger = logging.getLogger(__name__)
@@ -67,15 +54,6 @@ class EngineConnection(Protocol):
 
     def events(self) -> AsyncIterator[Event | Restarting]:
         """The engine's events, until it ends; after `Restarting` those of a new engine, beginning with `Ready`."""
-
-
-class SessionUnavailable(StreamdiffError):
-    """A session that cannot be opened now: `code` is `time`, `memory`, `draining`, `restarting` or `engine`."""
-
-    def __init__(self, code: str, message: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.code = code
-        self.retry_after_s = retry_after_s
 
 
 class SessionManager:
@@ -117,8 +95,7 @@ class SessionManager:
             self._add(DEFAULT_SESSION, spec)
         else:
             saved = read_saved_session(self._begin_with, str(start.snapshot))
-            prompt = start.prompt if "prompt" in start.model_fields_set else saved.text
-            spec = replace(spec, prompt=prompt, seed=saved.seed, steps=saved.steps, kv_context=saved.kv_context)
+            spec = resumed(spec, saved, start.prompt if "prompt" in start.model_fields_set else None)
             self._add(DEFAULT_SESSION, spec).playback.go_on(saved.made_frames)
         for each in found:
             session = self._add(each.record.id, spec_of(each.record, ready))
@@ -168,16 +145,16 @@ class SessionManager:
         """Open a session, which goes on from the file `snapshot`, if there is one.
 
         Raises:
-            SessionUnavailable: no time, no memory, the server is about to end, or the engine does not run.
+            Unavailable: no time, no memory, the server is about to end, or the engine does not run.
             RequestError: a field that the engine never takes; names it.
         """
         if not self.engine.running:
-            raise SessionUnavailable(self.engine.code, self.engine.message(True), self.engine.retry_after_s)
+            raise Unavailable(self.engine.code, self.engine.message(True), self.engine.retry_after_s)
         if self.draining:
-            raise SessionUnavailable("draining", "The server is about to end and opens no more sessions.", 5)
+            raise Unavailable("draining", "The server is about to end and opens no more sessions.", 5)
         steps = self.ready.steps if spec.steps is None else spec.steps
         if why := self.load.refusal(SessionDemand(steps, spec.fps, spec.adaptive)):
-            raise SessionUnavailable("time", why, self.retry_after_s())
+            raise Unavailable("time", why, self.retry_after_s())
         # Nothing is awaited between the look at the shares and this, which takes one.
         session = self._add(f"{self._prefix}{secrets.token_urlsafe(9)}", spec)
         serve, now_s = self._config.serve, clock.monotonic_s()
@@ -193,9 +170,9 @@ class SessionManager:
             if not isinstance(error, RequestError):
                 await self._close(session.id)  # it may open yet
             if isinstance(error, RequestError) and error.code == "memory":
-                raise SessionUnavailable("memory", str(error), self.retry_after_s()) from error
+                raise Unavailable("memory", str(error), self.retry_after_s()) from error
             if isinstance(error, TimeoutError | EngineFailure):
-                raise SessionUnavailable("engine", "The engine did not open the session.", ENDED_RETRY_S) from error
+                raise Unavailable("engine", "The engine did not open the session.", ENDED_RETRY_S) from error
             raise
         fields = log_fields(session=session.id, fps=session.fps, steps=session.steps, seed=session.seed)
         logger.info("Session %s was opened.", session.id, extra=fields)
@@ -237,7 +214,7 @@ class SessionManager:
 
     async def _close(self, id: str) -> None:
         with contextlib.suppress(EngineFailure):  # if it has ended, the session has with it
-            await self._connection.send(Close(id))
+            await self._connection.send(messages.Close(id))
 
     def retry_after_s(self) -> int:
         """In how many seconds another session may be opened, as far as is known."""
@@ -323,9 +300,9 @@ class SessionManager:
         reason = "it ended"
         async for event in self._connection.events():
             match event:
-                case Failed():
+                case messages.Failed():
                     reason = event.reason
-                case Measured():
+                case messages.Measured():
                     self.load.measured(event)
                 case Restarting():
                     self.engine = EngineStatus("restarting", event.reason, event.retry_after_s)
@@ -336,7 +313,7 @@ class SessionManager:
                     self.ready, self.engine = event, EngineStatus()
                     self.load.restart(event)
                     await self._ask_open()
-                case Alive():  # for the IPC socket
+                case messages.Alive():  # for the IPC socket
                     pass
                 case Refused() if self._is_fatal(event):
                     reason = f"it refused to open the session: {event.reason}"
@@ -355,7 +332,7 @@ class SessionManager:
     def _dispatch(self, event: SessionEvent) -> None:
         """Hand an event to its session, if that is still open."""
         session = self.get(event.session)
-        if session is not None and not session.opened and isinstance(event, Opened | Refused):
+        if session is not None and not session.opened and isinstance(event, messages.Opened | Refused):
             snapshot = self._going_on.pop(session.id, None)
             if snapshot is not None and isinstance(event, Refused):
                 self._tasks.append(asyncio.create_task(self._begin_afresh(session, event.reason)))
@@ -367,11 +344,11 @@ class SessionManager:
         if session is not None and isinstance(event, Refused) and session.engine.state == "restarting":
             # The new engine has no memory for it. Viewers take time to go, and others wait for events.
             self._tasks.append(asyncio.create_task(self.end(session.id, "restart")))
-        elif session is not None and isinstance(event, Closed) and event.reason:
+        elif session is not None and isinstance(event, messages.Closed) and event.reason:
             session.handle(event)
             self._tasks.append(asyncio.create_task(self.end(session.id, "failed", event.reason)))
         elif session is not None:
-            if isinstance(event, FrameBatch):
+            if isinstance(event, messages.FrameBatch):
                 self.load.chunk(session, event)
             session.handle(event)
 

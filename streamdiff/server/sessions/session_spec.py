@@ -7,6 +7,7 @@ from typing import Any
 
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import Pictures
+from streamdiff.engine.snapshot_header import SavedSession
 from streamdiff.server.load.load_policy import LoadLimit, SessionDemand
 from streamdiff.server.sessions.control import AdaptiveMessage, ControlMessage, FpsMessage, StepsMessage
 from streamdiff.server.sessions.receipts import LOAD
@@ -26,6 +27,12 @@ class SessionSpec:
     image: Pictures | None = None
     features: Features = NOTHING
     adaptive: bool = False
+
+
+def resumed(spec: SessionSpec, saved: SavedSession, prompt: str | None, steps: int | None = None) -> SessionSpec:
+    """`spec` for a session that goes on from a snapshot, with what was saved; a prompt and steps may replace it."""
+    prompt, steps = saved.text if prompt is None else prompt, saved.steps if steps is None else steps
+    return replace(spec, prompt=prompt, steps=steps, seed=saved.seed, kv_context=saved.kv_context)
 
 
 def demand_after(demand: SessionDemand, message: ControlMessage) -> SessionDemand:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from prometheus_client import Gauge
-
 from streamdiff import clock
 from streamdiff.engine.features import Features
 from streamdiff.engine.messages import Ready
@@ -84,34 +82,24 @@ class SessionStats:
             **{name: getattr(progress, name) for name in ("frame", "buffered", "repeated", "dropped", "missed")},
         }
 
-    def update(
-        self, progress: Progress, *, unanswered: int, encoding: int, steps: tuple[int, int], fps: tuple[float, float]
-    ) -> None:
-        """Copy figures of other objects to the metrics: frames so far; pending requests and pictures; steps and frames
-        per second, each as in force and as requested.
-
-        Mutates: self.
-        """
+    def update(self, progress: Progress, **gauges: float) -> None:
+        """Copy figures of other objects to the metrics: frames so far, and gauges by their names there. Mutates:
+        self."""
         if self._ended:
             return
         name, metrics = self._session, self._metrics
         metrics.repeated.labels(name).inc(self._repeated.increase(progress.repeated))
         metrics.dropped.labels(name).inc(self._dropped.increase(progress.dropped))
-        metrics.buffered.labels(name).set(progress.buffered)
-        metrics.unanswered.labels(name).set(unanswered)
-        metrics.encoder_waiting.labels(name).set(encoding)
-        for figure, value in zip(self._load_gauges(), (*steps, *fps), strict=True):
-            figure.labels(name).set(value)
-
-    def _load_gauges(self) -> tuple[Gauge, ...]:
-        metrics = self._metrics
-        return metrics.steps, metrics.asked_steps, metrics.fps, metrics.asked_fps
+        for gauge, value in gauges.items():
+            getattr(metrics, gauge).labels(name).set(value)
 
     def end(self) -> None:
         """The session has ended. Mutates: self."""
         self._ended, metrics = True, self._metrics
         counted = (metrics.made, metrics.shown, metrics.repeated, metrics.dropped, metrics.chunk_s)
-        for figure in (*counted, metrics.buffered, metrics.unanswered, metrics.encoder_waiting, *self._load_gauges()):
+        waiting = (metrics.buffered, metrics.unanswered, metrics.encoder_waiting)
+        by_load = (metrics.steps, metrics.asked_steps, metrics.fps, metrics.asked_fps)
+        for figure in (*counted, *waiting, *by_load):
             figure.labels(self._session)  # `remove` wants it to be there
             figure.remove(self._session)
 
@@ -141,8 +129,8 @@ class SessionStateMixin:
 
     def stats(self) -> dict[str, Any]:
         """Live figures, JSON-able; None where nothing was measured yet."""
-        dropped = sum(counters.dropped for counters in self.playback.fanout.counters().values())
-        figures = self._stats.figures(self.playback.pacer.progress(), dropped, clock.monotonic_s())
+        progress, dropped = self.playback.pacer.progress(), self.playback.fanout.dropped
+        figures = self._stats.figures(progress, dropped, clock.monotonic_s())
         return figures | {
             "occupancy": [round(share, 3) for share in self._occupancy()],
             "input": self.input.figures(),
@@ -152,12 +140,10 @@ class SessionStateMixin:
 
     def update_metrics(self) -> None:
         """Copy figures that other objects hold into the metrics. Mutates: the metrics."""
-        playback = self.playback
-        encoding = playback.fanout.waiting
-        self._stats.update(
-            playback.pacer.progress(), unanswered=self._requests.unanswered, encoding=encoding,
-            steps=(self.steps, self._demand.steps), fps=(self.playback.fps, self._demand.fps),
-        )  # fmt: skip
+        playback, demand, progress = self.playback, self._demand, self.playback.pacer.progress()
+        waiting = {"buffered": progress.buffered, "encoder_waiting": playback.fanout.waiting}
+        by_load = {"steps": self.steps, "asked_steps": demand.steps, "fps": playback.fps, "asked_fps": demand.fps}
+        self._stats.update(progress, unanswered=self._requests.unanswered, **waiting, **by_load)
 
     def state(self, may_control: bool) -> dict[str, Any]:
         """All that a page needs to draw itself, JSON-able; for a caller that may control the session, or may not."""

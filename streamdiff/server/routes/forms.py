@@ -124,17 +124,13 @@ async def given_picture(
 # ---- features made elsewhere --------------------------------------------------------------------------------------
 
 FEATURE_FILES: dict[str, dict[str, Any]] = {
-    "prompt_embeds": {
-        "description": "a safetensors file with `prompt_embeds` [L, D], instead of `prompt`", **BINARY,
-    },
-    "image_latents": {
-        "description": "a safetensors file with `latents` of the first chunks, instead of a picture", **BINARY,
-    },
-    "video_latents": {
-        "description": "a safetensors file with `latents` of chunks, which the stream starts from with noise of level "
-        "`strength` mixed in", **BINARY,
-    },
-}  # fmt: skip
+    name: {"description": f"a safetensors file with {content}", **BINARY}
+    for name, content in {
+        "prompt_embeds": "`prompt_embeds` [L, D], instead of `prompt`",
+        "image_latents": "`latents` of the first chunks, instead of a picture",
+        "video_latents": "`latents` of chunks, which the stream starts from with noise of level `strength` mixed in",
+    }.items()
+}
 """The files in the API's description."""
 
 

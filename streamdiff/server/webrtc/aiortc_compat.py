@@ -102,8 +102,7 @@ class Packetizer:
 
 def negotiated_codec(transceiver: RTCRtpTransceiver) -> Any | None:
     """The codec both sides agreed on, after `setRemoteDescription`; None if there is none."""
-    codecs = transceiver._codecs
-    return codecs[0] if codecs else None
+    return next(iter(transceiver._codecs), None)
 
 
 def hook_sender(

@@ -20,7 +20,7 @@ from streamdiff.config import ServeConfig
 from streamdiff.server.peers import group_of, parse_address, share_of
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
-from streamdiff.server.tls import certificate_of
+from streamdiff.server.tls import Certificate
 
 CERTIFICATE_TICKS = 100
 """Of a tenth of a second, after which the certificate's files are looked at again."""
@@ -172,7 +172,9 @@ class HttpServer(uvicorn.Server):
         Raises:
             ConfigError: a certificate that cannot be used.
         """
-        self._certificate = certificate_of(serve)
+        self._certificate: Certificate | None = None  # plain HTTP
+        if serve.tls_cert is not None and serve.tls_key is not None:
+            self._certificate = Certificate(serve.tls_cert, serve.tls_key)
         connections = Connections(serve.max_connections, serve.address_share, serve.trusted_proxies)
         protocol = partial(BoundedProtocol, connections=connections, limit_s=serve.request_s)
         super().__init__(

@@ -51,7 +51,7 @@ CREATE TABLE IF NOT EXISTS jobs (
 );
 CREATE INDEX IF NOT EXISTS jobs_status ON jobs (status, number);
 """
-_COLUMNS = "id, request, status, created_s, owner, attempts, started_s, ended_s, expires_s, error, bytes"
+_COLUMNS = "id, request, status, created_s, attempts, started_s, ended_s, expires_s, error"
 
 
 class JobStore:
@@ -155,7 +155,7 @@ class JobStore:
         """A new job at the end of the queue. Its video begins with `picture` `[1, H, W, 3]`; `features` stand for that,
         for the prompt, or for a video."""
         request = replace(request, image=picture is not None, features=features.names, strength=features.strength)
-        job = Job(f"{self._prefix}{secrets.token_hex(16)}", request, "queued", now_s, owner)
+        job = Job(f"{self._prefix}{secrets.token_hex(16)}", request, "queued", now_s)
         try:
             if picture is not None:  # before the job is there, so that it never lacks it
                 Image.fromarray(picture[0]).save(self._picture_path(job.id))

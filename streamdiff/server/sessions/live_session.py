@@ -189,7 +189,7 @@ class LiveSession(SessionStateMixin):
             case messages.Opened():
                 self.opened, self.engine, self.epoch = True, EngineStatus(), event.epoch
                 self.begins_with_image = event.image
-                self.playback.look()
+                self.playback.progressed.set()
                 self.opening.end(None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
                 self._send_state()

@@ -85,7 +85,7 @@ class SessionManager:
         self._sessions: dict[str, LiveSession] = {}
         self._end_reasons: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._keeper = keeper
+        self.keeper = keeper
         self._going_on: dict[str, Data] = {}  # by session, the snapshot that `Open` was sent with
         start = config.session
         image = None if start.image is None else fit_picture(start.image, ready.width, ready.height, start.fit)[None]
@@ -100,7 +100,7 @@ class SessionManager:
         for each in found:
             session = self._add(each.record.id, spec_of(each.record, ready))
             session.reserved_until_s = clock.monotonic_s() + RESERVED_S
-            self._keeper.take_up(each, session, config.serve)
+            self.keeper.take_up(each, session, config.serve)
 
     # ---- what there is ------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class SessionManager:
         # Before anything is awaited: a viewer that is just being connected sees it and is refused.
         session.closed = True
         self._sessions.pop(session.id, None)
-        self._keeper.forget(session.id)
+        self.keeper.forget(session.id)
         if self.on_end is not None:
             await self.on_end(session, self._end_reasons.get(session.id, "refused"))
         await session.close()
@@ -248,7 +248,7 @@ class SessionManager:
         reader.add_done_callback(self._events_ended)
         self._tasks = [
             reader,
-            asyncio.create_task(self._keeper.run(lambda: self.sessions), name="keep-sessions"),
+            asyncio.create_task(self.keeper.run(lambda: self.sessions), name="keep-sessions"),
             asyncio.create_task(self._end_expired(), name="housekeeping"),
             asyncio.create_task(self.load.follow(lambda: self.engine.running), name="load"),
         ]
@@ -257,7 +257,7 @@ class SessionManager:
     async def _ask_open(self) -> None:
         """Open all sessions on the engine, from their snapshots where there are any."""
         for session in self.sessions:
-            snapshot = await self._keeper.snapshot(session)
+            snapshot = await self.keeper.snapshot(session)
             if snapshot is None and session.id == DEFAULT_SESSION:
                 snapshot = self._begin_with
             if snapshot is not None and not session.closed:
@@ -268,11 +268,7 @@ class SessionManager:
     async def hand_over(self) -> None:
         """Open no more sessions, and leave those there are in `serve.handover` for the next server."""
         self.draining = True
-        await self._keeper.hand_over(self.sessions)
-
-    async def end_keeping(self) -> None:
-        """Remove all kept sessions: the server was asked to end, and they are not resumed."""
-        await self._keeper.end()
+        await self.keeper.hand_over(self.sessions)
 
     async def stop(self) -> None:
         """Stop reading and close every session."""
@@ -339,7 +335,7 @@ class SessionManager:
                 return
             if snapshot is not None:
                 self._begin_with = None  # a new engine begins it afresh, or from what is kept
-                self._metrics.lost_s.inc(self._keeper.opened(session, snapshot))
+                self._metrics.lost_s.inc(self.keeper.opened(session, snapshot))
                 self._tasks.append(asyncio.create_task(session.tell_paused()))
         if session is not None and isinstance(event, Refused) and session.engine.state == "restarting":
             # The new engine has no memory for it. Viewers take time to go, and others wait for events.
@@ -354,7 +350,7 @@ class SessionManager:
 
     async def _begin_afresh(self, session: LiveSession, why: str) -> None:
         """Reset a session whose snapshot the engine has refused, or end it if that came from a folder."""
-        if not self._keeper.refused(session, why) and session.id != DEFAULT_SESSION:
+        if not self.keeper.refused(session, why) and session.id != DEFAULT_SESSION:
             await self.end(session.id, "restart")
             return
         with contextlib.suppress(EngineFailure):  # as in `_ask_open`

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from aiortc import RTCIceCandidate
 from aiortc.sdp import SessionDescription, candidate_from_sdp
@@ -41,8 +40,7 @@ class SdpError(ValueError):
         self.unsatisfiable = unsatisfiable
 
 
-@dataclass(frozen=True)
-class Trickle:
+class Trickle(NamedTuple):
     """The contents of an SDP fragment. `candidates`: those that can be used here, each with its section's `sdpMid`."""
 
     username: str | None

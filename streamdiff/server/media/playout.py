@@ -27,13 +27,18 @@ SLOWEST, PLENTY = 0.1, 0.75
 
 
 @dataclass(frozen=True)
-class PlayoutSlot:
-    """One slot: `picture` uint8 as in `streamdiff.video.pixel_format`, its session frame number and epoch, `pts` in
-    ticks of 90 kHz."""
+class _Frame:
+    """`picture` uint8 as in `streamdiff.video.pixel_format`, its session frame number and epoch."""
 
     picture: NDArray[np.uint8] = field(repr=False)
     frame: int
     epoch: int
+
+
+@dataclass(frozen=True)
+class PlayoutSlot(_Frame):
+    """One slot and the frame in it; `pts` in ticks of 90 kHz; `repeated`: the slot before had the same frame."""
+
     pts: int
     repeated: bool
 
@@ -54,13 +59,6 @@ class Progress:
     missed: int = 0
     passed: int = 0
     buffered: int = 0
-
-
-@dataclass(frozen=True)
-class _Frame:
-    picture: NDArray[np.uint8]
-    frame: int
-    epoch: int
 
 
 class PlayoutBuffer:
@@ -250,10 +248,9 @@ class PlayoutBuffer:
     def _hand_out(self) -> PlayoutSlot:
         self._credit = min(2.0, self._credit + self._speed)
         repeated = self._filling or not self._queue or self._credit < 1.0
-        shown: _Frame | PlayoutSlot
         if repeated:
             assert self.latest is not None, "slots begin with a frame"
-            shown = self.latest
+            shown: _Frame = self.latest
             self._progress.repeated += 1
             self._progress.dry += not (self._filling or self._queue)
         else:

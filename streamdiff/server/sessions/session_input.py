@@ -19,8 +19,8 @@ from streamdiff.server.sessions.receipts import Receipt, SessionEnded
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 5.0
-"""How long the start waits for the engine to take a file; a large encoder may be loaded later than that."""
+ANSWER_S = 5.0
+"""How long the engine is waited for to take an input; a large encoder may be loaded later than that."""
 
 
 class SessionInput:
@@ -168,7 +168,7 @@ class FileFeed:
         self._input.strength = self._strength  # for an engine that is restarted
         message = StrengthMessage(type="strength", strength=self._strength)
         try:
-            receipt = await self._ask(message, "file", _ANSWER_S)
+            receipt = await self._ask(message, "file", ANSWER_S)
         except (ControlError, EngineFailure, SessionEnded, TimeoutError):
             return  # the engine has ended, or hangs: the server says so, and the next one is told of the file
         if receipt.stage == "refused":

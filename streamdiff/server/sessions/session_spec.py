@@ -61,16 +61,3 @@ def load_limited_fields(message: ControlMessage, limit: LoadLimit) -> dict[str, 
         case FpsMessage(fps=requested) if (fps := limit.fps_of(requested)) < requested:
             return {"fps": fps, "reason": LOAD}
     return {}
-
-
-def state_of(demand: SessionDemand, limit: LoadLimit, steps: int) -> dict[str, Any]:
-    """State fields on steps, frame rate and load of a session whose chunks have `steps` steps now."""
-    fps = limit.fps_of(demand.fps)
-    return {
-        "adaptive": demand.adaptive,
-        "reason": LOAD if limit.steps_of(demand.steps) < demand.steps or fps < demand.fps else "",
-        "steps": steps,
-        "asked_steps": demand.steps,
-        "fps": fps,
-        "asked_fps": demand.fps,
-    }

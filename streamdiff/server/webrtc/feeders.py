@@ -18,6 +18,7 @@ from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.control import ControlError, StrengthMessage
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import SessionEnded
+from streamdiff.server.sessions.session_input import ANSWER_S
 from streamdiff.server.webrtc import sdp
 from streamdiff.server.webrtc.ice_servers import IceServers
 from streamdiff.server.webrtc.peer_connections import CLOSE_S, Peer, Peers, answered, checked_offer
@@ -25,8 +26,6 @@ from streamdiff.server.webrtc.receiver import READ, VideoReceiver
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 5.0
-"""How long an offer waits for the engine to take the input; a large encoder may be loaded later than that."""
 _MISSING = "Nobody of that name feeds the session; it may have ended. POST a new offer."
 
 

@@ -173,13 +173,10 @@ class JobStore:
     def begin(self, now_s: float) -> Job | None:
         """The oldest job that waits, which is in progress from now on; None: none waits."""
         with self._transaction():
-            row = self._database.execute(
-                f"SELECT {_COLUMNS} FROM jobs WHERE status = 'queued' ORDER BY number LIMIT 1"
-            ).fetchone()
-            if row is None:
-                return None
-            self._update(row[0], status="in_progress", started_s=now_s)
-        return self.get(row[0])
+            waiting = self._select("SELECT id FROM jobs WHERE status = 'queued' ORDER BY number LIMIT 1")
+            for (id,) in waiting:
+                self._update(id, status="in_progress", started_s=now_s)
+        return self.get(waiting[0][0]) if waiting else None
 
     def put_back(self, id: str, *, attempt: bool) -> None:
         """Return a job in progress to its position in the queue; `attempt`: the engine failed while it ran."""

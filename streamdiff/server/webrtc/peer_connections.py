@@ -89,7 +89,7 @@ class Peers(ABC, Generic[PeerT]):
         return True
 
     def _find(self, session_id: str, id: str, missing: str) -> PeerT:
-        """A session's peer of that id. Raises Problem, 404, which says that it is `missing`."""
+        """A session's peer of that id. Raises Problem, 404, with the text `missing`."""
         peer = self._peers.get(id)
         if peer is None or peer.session.id != session_id:
             raise Problem(404, missing)

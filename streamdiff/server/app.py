@@ -107,18 +107,18 @@ async def attach_engine(
 def _add_errors(app: FastAPI, routes: list[Route]) -> None:
     """Every error is a problem document. Mutates: app."""
 
-    async def on_problem(request: Request, problem: Exception) -> Response:
-        assert isinstance(problem, Problem)
+    @app.exception_handler(Problem)
+    async def on_problem(request: Request, problem: Problem) -> Response:
         return respond(problem, request.url.path)
 
-    async def on_invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         name = str(first["loc"][-1])
         return respond(Problem(400, f"`{name}`: {first['msg']}.", code="invalid", field=name), request.url.path)
 
-    async def on_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    @app.exception_handler(HTTPException)
+    async def on_http(request: Request, error: HTTPException) -> Response:
         headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         if error.status_code == 405:
             # The router names the methods of the first route only; an address has several. Files name none.
@@ -126,10 +126,6 @@ def _add_errors(app: FastAPI, routes: list[Route]) -> None:
             known = {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
             headers["allow"] = ", ".join(sorted(known or {"GET", "HEAD"}))
         return respond(Problem(error.status_code, str(error.detail), headers), request.url.path)
-
-    app.add_exception_handler(Problem, on_problem)
-    app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(HTTPException, on_http)
 
 
 async def _page() -> Response:

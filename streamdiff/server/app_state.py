@@ -49,9 +49,9 @@ class AppState:
         ready: Ready,
         codecs: tuple[Codec, ...],
         tokens: Tokens,
-        targets: Sequence[Target] = (),
-        keeper: SessionKeeper | None = None,
-        found: Sequence[FoundSession] = (),
+        targets: Sequence[Target],
+        keeper: SessionKeeper,
+        found: Sequence[FoundSession],
     ) -> None:
         """`keeper` and `found`: see `SessionManager`."""
         self.config = config
@@ -94,7 +94,7 @@ class AppState:
         if session.id == DEFAULT_SESSION and self.file_feed is not None and reason != "input_ended":
             await self.file_feed.stop()  # with `input_ended` this is its own task
         await self.feeders.end_session(session)
-        await self.viewers.end_session(session, reason)
+        await self.viewers.end_session(session)
         await self.session_outputs.end_session(session)
 
     def _make_jobs(self, store: JobStore, connection: EngineConnection) -> JobRunner:
@@ -173,13 +173,10 @@ class AppState:
         Raises:
             Problem: 404, 410, 401, 403, 429, 503.
         """
-        try:
+        with count_refusals(self.metrics.controls, "any"):
             self.limit(request)
             session = self.running_session(request)
             self.require(request, Role.CONTROLLER, session)
-        except Problem as problem:
-            self.metrics.controls.labels("any", problem.code).inc()
-            raise
         return session
 
     def running_session(self, request: HTTPConnection) -> LiveSession:
@@ -218,12 +215,12 @@ def _token_of(request: HTTPConnection) -> str | None:
 
 
 @contextlib.contextmanager
-def count_refusals(counter: Counter) -> Iterator[None]:
-    """Count a Problem that is raised inside by its code; it is raised further."""
+def count_refusals(counter: Counter, *labels: str) -> Iterator[None]:
+    """Context manager: count a Problem that is raised inside by `labels` and its code; it is raised further."""
     try:
         yield
     except Problem as problem:
-        counter.labels(problem.code).inc()
+        counter.labels(*labels, problem.code).inc()
         raise
 
 

@@ -20,7 +20,7 @@ from streamdiff.config import ServeConfig
 from streamdiff.server.peers import group_of, parse_address, share_of
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
-from streamdiff.server.tls import certificate_of
+from streamdiff.server.tls import Certificate
 
 CERTIFICATE_TICKS = 100
 """Of a tenth of a second, after which the certificate's files are looked at again."""
@@ -42,7 +42,6 @@ class Connections:
         self._limit, self._per_address = limit, share_of(limit, share)
         self._proxies = [ip_network(each) for each in proxies]
         self._open: dict[str, dict[BoundedProtocol, None]] = {}  # of each address, the oldest first
-        self._count = 0
 
     def add(self, connection: BoundedProtocol, host: str) -> Admission:
         """Count a connection; crowded: it may ask for health only; refused: it is not counted. Mutates: self."""
@@ -51,7 +50,7 @@ class Connections:
         victim: BoundedProtocol | None = None
         if over > 0:
             victim = next((each for each in own if each.waiting), None)
-        elif (over := self._count + 1 - self._limit) > 0:
+        elif (over := sum(map(len, self._open.values())) + 1 - self._limit) > 0:
             by_address = sorted(self._open.values(), key=len, reverse=True)
             victim = next((each for address in by_address for each in address if each.waiting), None)
         if victim is not None:
@@ -59,15 +58,12 @@ class Connections:
         elif over > SPARE:
             return "refused"
         self._open.setdefault(group_of(host), {})[connection] = None
-        self._count += 1
         return "crowded" if over > 0 and victim is None else "served"
 
     def remove(self, connection: BoundedProtocol, host: str) -> None:
         """Forget a connection, if it is counted. Mutates: self."""
         own = self._open.get(group_of(host), {})
-        if connection in own:
-            del own[connection]
-            self._count -= 1
+        own.pop(connection, None)
         if not own:
             self._open.pop(group_of(host), None)
 
@@ -176,7 +172,9 @@ class HttpServer(uvicorn.Server):
         Raises:
             ConfigError: a certificate that cannot be used.
         """
-        self._certificate = certificate_of(serve)
+        self._certificate: Certificate | None = None  # plain HTTP
+        if serve.tls_cert is not None and serve.tls_key is not None:
+            self._certificate = Certificate(serve.tls_cert, serve.tls_key)
         connections = Connections(serve.max_connections, serve.address_share, serve.trusted_proxies)
         protocol = partial(BoundedProtocol, connections=connections, limit_s=serve.request_s)
         super().__init__(

@@ -58,18 +58,15 @@ def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineP
         try:
             tokens = read_tokens(config.serve)
             open_folders(config.serve)  # or its error, before a model is loaded
+            ports = config.serve.media_ports
+            make_loop = None if ports is None else partial(UdpPortLoop, ports)  # None: asyncio's own choice
             with listen(config.serve.host, config.serve.port) as listener:
                 _check_exposed(config.serve, listener, tokens)
-                with asyncio.Runner(loop_factory=_loop_factory(config.serve)) as runner:
+                with asyncio.Runner(loop_factory=make_loop) as runner:
                     return runner.run(_serve(config, listener, supervise, fetch))
         except (ConfigError, EngineFailure) as error:
             fatal.error("%s", error)
             return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ENGINE
-
-
-def _loop_factory(serve: ServeConfig) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Makes the event loop; None: asyncio's own choice."""
-    return None if serve.media_ports is None else partial(UdpPortLoop, serve.media_ports)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -212,25 +209,20 @@ async def _serve_engine(
             await asyncio.sleep(GOODBYE_S)
             if not engine.gave_up:
                 raise EngineFailure(state.manager.engine.reason)
-            await _serve_without_engine(state.manager.engine.reason, serving, requested)
+            fatal.error("%s", state.manager.engine.reason)
+            fatal.error("the server stays to say so, /readyz answers 503 (Ctrl-C ends)")
+            await asyncio.wait({serving, requested}, return_when=asyncio.FIRST_COMPLETED)
             return EXIT_ENGINE
         if shutdown.requested.is_set() and state.manager.engine.state != "failed":
             if config.serve.handover is not None and not shutdown.immediate.is_set():
                 await state.manager.hand_over()
             else:
                 await _drain(state, config.serve.drain_s, shutdown)
-            await state.manager.end_keeping()
+            await state.manager.keeper.end()
         return EXIT_OK
     finally:
         for task in (requested, ended):
             task.cancel()
-
-
-async def _serve_without_engine(failed: str, *ends: asyncio.Task[Any]) -> None:
-    """Keep answering, without an engine, until the server is asked to end."""
-    fatal.error("%s", failed)
-    fatal.error("the server stays to say so, /readyz answers 503 (Ctrl-C ends)")
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _drain(state: AppState, limit_s: float, shutdown: ShutdownRequest) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.registry import Collector
 
 _FAST_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 _SLOW_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
-
-_Figure = TypeVar("_Figure")
-_Make: TypeAlias = Callable[..., _Figure]
 
 
 class Metrics:
@@ -27,7 +24,7 @@ class Metrics:
         self._add_media(*make)
         self._add_peers(*make)
 
-    def _add_engine(self, counter: _Make[Counter], gauge: _Make[Gauge], histogram: _Make[Histogram]) -> None:
+    def _add_engine(self, counter: partial[Counter], gauge: partial[Gauge], histogram: partial[Histogram]) -> None:
         session = ["session"]
         self.engine_up = gauge("engine_up", "1 while the engine runs")
         self.engine_restarts = counter("engine_restarts", "Times the engine was started again after it had failed")
@@ -75,7 +72,7 @@ class Metrics:
         self.jobs_running = gauge("jobs_running", "Jobs that are being made")
         self.jobs_ended = counter("jobs_ended", "Jobs by their end; put_back: to begin again later", ["end"])
 
-    def _add_media(self, counter: _Make[Counter], gauge: _Make[Gauge], histogram: _Make[Histogram]) -> None:
+    def _add_media(self, counter: partial[Counter], gauge: partial[Gauge], histogram: partial[Histogram]) -> None:
         session, codec, output = ["session"], ["codec"], ["output"]
         self.shown = counter("frames_shown", "New frames handed to the encoders", session)
         self.repeated = counter("slots_repeated", "Slots without a new frame", session)
@@ -96,7 +93,7 @@ class Metrics:
         for figure in (self.output_up, self.output_frames, self.output_dropped):
             figure.remove(name)
 
-    def _add_peers(self, counter: _Make[Counter], gauge: _Make[Gauge], histogram: _Make[Histogram]) -> None:
+    def _add_peers(self, counter: partial[Counter], gauge: partial[Gauge], histogram: partial[Histogram]) -> None:
         reason, end = ["reason"], ["end"]
         self.viewers = gauge("viewers", "Viewers, those still connecting included")
         self.viewers_refused = counter("viewers_refused", "Viewers that were not let in, by the reason", reason)

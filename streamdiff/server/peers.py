@@ -88,14 +88,10 @@ class PerAddressLimiter:
         self._per_s, self._burst = per_s, burst
         self._by_address: dict[str, TokenBucket] = {}
 
-    def take(self, address: str, now_s: float) -> bool:
-        """Use one of the address's tokens, if it has one. Mutates: self."""
-        if address not in self._by_address and len(self._by_address) >= MAX_ADDRESSES:
-            del self._by_address[next(iter(self._by_address))]
-        return self._by_address.setdefault(address, TokenBucket(self._per_s, self._burst)).take(now_s)
-
     def check(self, address: str, what: str, now_s: float) -> None:
         """Count one of `what`. Raises Problem: 429 for too many. Mutates: self."""
-        if not self.take(address, now_s):
+        if address not in self._by_address and len(self._by_address) >= MAX_ADDRESSES:
+            del self._by_address[next(iter(self._by_address))]
+        if not self._by_address.setdefault(address, TokenBucket(self._per_s, self._burst)).take(now_s):
             message = f"Too many {what} in a short time from one address."
             raise Problem(429, message, {"Retry-After": "1"}, code="rate")

@@ -14,6 +14,13 @@ from starlette.requests import HTTPConnection, Request
 DRAIN_BYTES = 1024 * 1024
 MAX_TEXT = 4000
 """Characters of a text in an answer."""
+
+
+def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    """The schema of an object that always has its `required` fields, by default all."""
+    return {"type": "object", "properties": properties, "required": list(required or properties)}
+
+
 _PROPERTIES: dict[str, Any] = {
     "type": {"type": "string"},
     "title": {"type": "string"},
@@ -22,7 +29,7 @@ _PROPERTIES: dict[str, Any] = {
     "code": {"type": "string", "description": "for programs"},
     "field": {"type": "string", "description": "the field at fault, or empty"},
 }
-_SCHEMA = {"type": "object", "properties": _PROPERTIES, "required": ["type", "title", "status", "detail"]}
+_SCHEMA = _object(_PROPERTIES, "type", "title", "status", "detail")
 DOCUMENT: dict[str, Any] = {"content": {"application/problem+json": {"schema": _SCHEMA}}}
 """A problem in the API's description."""
 Responses = dict[int | str, dict[str, Any]]
@@ -51,29 +58,16 @@ def problem_responses(*statuses: int, **others: str) -> Responses:
 OPENAI = "/v1/"
 """Addresses below it answer in the words of OpenAI's API."""
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_OPENAI_DOCUMENT: dict[str, Any] = {
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "properties": {
-                    "error": {
-                        "type": "object",
-                        "properties": {
-                            "message": {"type": "string", "description": "for people"},
-                            "type": {"type": "string"},
-                            "param": {"type": ["string", "null"], "description": "the field at fault"},
-                            "code": {"type": "string", "description": "for programs"},
-                        },
-                        "required": ["message", "type", "param", "code"],
-                    },
-                    "detail": {"type": "string", "description": "the message once more"},
-                },
-                "required": ["error", "detail"],
-            }
-        }
+_OPENAI_ERROR = _object(
+    {
+        "message": {"type": "string", "description": "for people"},
+        "type": {"type": "string"},
+        "param": {"type": ["string", "null"], "description": "the field at fault"},
+        "code": {"type": "string", "description": "for programs"},
     }
-}
+)
+_OPENAI_SCHEMA = _object({"error": _OPENAI_ERROR, "detail": {"type": "string", "description": "the message once more"}})
+_OPENAI_DOCUMENT: dict[str, Any] = {"content": {"application/json": {"schema": _OPENAI_SCHEMA}}}
 
 
 def openai_problem_responses(**texts: str) -> Responses:

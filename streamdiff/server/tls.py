@@ -6,7 +6,6 @@ import logging
 import os
 import ssl
 
-from streamdiff.config import ServeConfig
 from streamdiff.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -57,17 +56,6 @@ class Certificate:
     def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
         """What changes with a file, of both."""
         return tuple(map(_stamp, (self._cert, self._key)))
-
-
-def certificate_of(serve: ServeConfig) -> Certificate | None:
-    """The configured certificate; None: plain HTTP.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
-    if serve.tls_cert is None or serve.tls_key is None:
-        return None
-    return Certificate(serve.tls_cert, serve.tls_key)
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:

@@ -56,7 +56,7 @@ def test_ffmpeg_feeds_a_session_and_stays_although_it_answers_no_request(
             figures = await used(site)
             assert figures["size"] == [320, 240]
             assert np.abs(np.median(fed(site)[-1].reshape(-1, 3), axis=0) - GREEN).max() < 30
-            [feeder] = site.state.feeders._feeders.values()
+            [feeder] = site.state.feeders._peers.values()
             connection: Any = next(iter(feeder.receiver.pc._RTCPeerConnection__dtlsTransports))  # type: ignore[attr-defined]
             asked = 0
             note = connection.transport._connection.check_incoming
@@ -72,7 +72,7 @@ def test_ffmpeg_feeds_a_session_and_stays_although_it_answers_no_request(
                     await asyncio.sleep(0.1)
             assert sender.returncode is None
             assert (await state(site))["input"] == {"kind": "WHIP sender", "strength": 0.4, "fault": ""}
-        await site.until(lambda: not site.state.feeders._feeders)
+        await site.until(lambda: not site.state.feeders._peers)
         assert (await state(site))["input"] is None, "gone without a word"
 
     run(scene)

@@ -120,7 +120,7 @@ def test_webrtcbin_feeds_a_session_and_takes_its_leave(codec: str) -> None:
             assert (await state(site))["input"]["kind"] == "WHIP sender"
             _, complaint = await sender.communicate(b"")
             assert sender.returncode == 0, complaint
-            assert (await state(site))["input"] is None and not site.state.feeders._feeders
+            assert (await state(site))["input"] is None and not site.state.feeders._peers
         finally:
             with contextlib.suppress(ProcessLookupError):
                 sender.kill()

@@ -6,6 +6,7 @@ import pytest
 
 from streamdiff.server import peers
 from streamdiff.server.peers import PerAddressLimiter
+from streamdiff.server.problem import Problem
 from streamdiff.server.rate_limit import RATE_WINDOW_S, Rate, TokenBucket
 
 
@@ -35,9 +36,18 @@ def test_a_bucket_lets_a_burst_through_and_then_the_rate() -> None:
 def test_every_address_has_its_own_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "MAX_ADDRESSES", 2)
     limiter = PerAddressLimiter(per_s=1, burst=1)
-    assert limiter.take("a", 0.0)
-    assert limiter.take("b", 0.0)
-    assert not limiter.take("a", 0.0)
-    assert limiter.take("c", 0.0), "which takes the place of a"
-    assert not limiter.take("b", 0.0)
-    assert limiter.take("a", 0.0), "as if never heard of"
+
+    def is_let_through(address: str) -> bool:
+        try:
+            limiter.check(address, "requests", 0.0)
+        except Problem as problem:
+            assert (problem.status, problem.code) == (429, "rate")
+            return False
+        return True
+
+    assert is_let_through("a")
+    assert is_let_through("b")
+    assert not is_let_through("a")
+    assert is_let_through("c"), "which takes the place of a"
+    assert not is_let_through("b")
+    assert is_let_through("a"), "as if never heard of"

@@ -33,18 +33,15 @@ class VideoRequest:
 class Job:
     """A request and where it stands. Times are in seconds since the Unix epoch; None: not yet.
 
-    `owner` is who asked, for limits. `attempts`: how often it was begun when the engine failed. `error` says why it
-    failed. `bytes` is the file's size.
+    `attempts`: how often it was begun when the engine failed. `error` says why it failed.
     """
 
     id: str
     request: VideoRequest
     status: Status
     created_s: float
-    owner: str = ""
     attempts: int = 0
     started_s: float | None = None
     ended_s: float | None = None
     expires_s: float | None = None
     error: str = ""
-    bytes: int = 0

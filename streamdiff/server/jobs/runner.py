@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sqlite3
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,26 +23,15 @@ from av.error import FFmpegError
 
 from streamdiff import clock
 from streamdiff.config import ServeConfig
+from streamdiff.engine import messages
 from streamdiff.engine.features import Features
-from streamdiff.engine.messages import (
-    Close,
-    Closed,
-    Command,
-    Event,
-    Failed,
-    FrameBatch,
-    Open,
-    Pictures,
-    Ready,
-    Refused,
-    SessionMessage,
-    Shown,
-)
+from streamdiff.engine.messages import Command, Event, Pictures, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.jobs.job import Job, VideoRequest
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.jobs.video_file import VideoFile, encoding_threads
+from streamdiff.server.load.capacity import Unavailable
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import Metrics
 
@@ -58,14 +48,6 @@ DATABASE_RETRY_S = 10.0
 LONGEST_HOUSEKEEPING_S = 60.0
 
 _T = TypeVar("_T")
-
-
-class JobLimitReached(StreamdiffError):
-    """A job that is not taken now: `code` is `queue`, `address` or `disk`."""
-
-    def __init__(self, code: str, message: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.code, self.retry_after_s = code, retry_after_s
 
 
 class _RequeueJob(Exception):
@@ -122,7 +104,7 @@ class JobRunner:
         """Put a job into the queue, of which `owner` may hold `owner_share` places, with what the store keeps of it.
 
         Raises:
-            JobLimitReached: the queue or the disk is full.
+            Unavailable: the queue or the disk is full.
         """
         job = await self._stored(self._submit, request, owner, owner_share, picture, features)
         logger.info("Job %s waits: %d frames.", job.id, request.frames, extra=log_fields(job=job.id))
@@ -134,9 +116,9 @@ class JobRunner:
     ) -> Job:
         serve, now_s = self._config, clock.wall_s()
         if self._store.count() >= serve.jobs_queue:
-            raise JobLimitReached("queue", f"All {serve.jobs_queue} places are taken (serve.jobs_queue).", 10)
+            raise Unavailable("queue", f"All {serve.jobs_queue} places are taken (serve.jobs_queue).", 10)
         if self._store.count(owner) >= owner_share:
-            raise JobLimitReached(
+            raise Unavailable(
                 "address", f"One address may have {owner_share} jobs of {serve.jobs_queue} that wait "
                 "(serve.address_share), and yours does.", 10,
             )  # fmt: skip
@@ -144,7 +126,7 @@ class JobRunner:
         if used_gb >= serve.jobs_disk_gb:
             soonest_s = self._store.next_expiry_s()
             wait_s = 60 if soonest_s is None else round(min(max(soonest_s - now_s, 1), 3600))
-            raise JobLimitReached(
+            raise Unavailable(
                 "disk", f"The videos kept here take {used_gb:.2f} GB of {serve.jobs_disk_gb:g} (serve.jobs_disk_gb). "
                 "DELETE some, or wait until they expire.", wait_s,
             )  # fmt: skip
@@ -179,23 +161,25 @@ class JobRunner:
         encoded = next((run.encoded for run in self._runs.values() if run.job.id == job.id), 0)
         return min(99, 100 * encoded // job.request.frames)
 
-    async def video(self, job: Job) -> Path | None:
-        """Path of a completed job's video; None if the file is missing."""
+    async def video(self, job: Job) -> tuple[Path, os.stat_result] | None:
+        """The file of a completed job's video, and its status; None if it is missing."""
         path = self._store.path(job.id)
-        return path if await self._stored(path.is_file) else None
+        with contextlib.suppress(OSError):
+            return path, await self._stored(path.stat)
+        return None
 
     # ---- for the session manager --------------------------------------------------------------------------------
 
     def take(self, event: Event | Restarting) -> None:
         """Take an event of the engine. Mutates: self."""
-        if isinstance(event, Restarting | Failed):
+        if isinstance(event, Restarting | messages.Failed):
             self._engine_runs = False
             for run in self._runs.values():
                 run.inbox.put_nowait(event)
         elif isinstance(event, Ready):
             self._engine_runs = True
             self._wake.set()
-        elif isinstance(event, SessionMessage):
+        elif isinstance(event, messages.SessionMessage):
             for run in self._runs.values():
                 if run.session == event.session:
                     run.inbox.put_nowait(event)
@@ -334,11 +318,8 @@ class JobRunner:
             OSError, FFmpegError: the file cannot be written.
         """
         loop, request = asyncio.get_running_loop(), run.job.request
-
-        def encoded(frames: int) -> None:
-            loop.call_soon_threadsafe(run.inbox.put_nowait, frames)
-
-        video = VideoFile(self._store.path(run.job.id), request.fps, request.frames, encoded)
+        path, take = self._store.path(run.job.id), loop.call_soon_threadsafe
+        video = VideoFile(path, request.fps, request.frames, lambda frames: take(run.inbox.put_nowait, frames))
         writing = loop.run_in_executor(self._encoders, video.write)
         # Tells the loop below, which looks why.
         writing.add_done_callback(lambda _: run.inbox.put_nowait(request.frames))
@@ -357,7 +338,7 @@ class JobRunner:
         ahead_frames = AHEAD_CHUNKS * chunk_frames
         image = await self._stored(self._store.picture, run.job.id) if request.image else None
         features = await self._stored(self._store.features, run.job.id, request)
-        opening = Open(
+        opening = messages.Open(
             session, request.prompt, request.seed, request.steps, max_ahead_frames=ahead_frames, background=True,
             image=image, **features.fields(),
         )  # fmt: skip
@@ -367,7 +348,7 @@ class JobRunner:
             taken = 0
             while taken < request.frames and not writing.done():
                 match await run.inbox.get():
-                    case FrameBatch() as batch:
+                    case messages.FrameBatch() as batch:
                         pictures = batch.pictures[: request.frames - taken]
                         taken += len(pictures)
                         video.put(pictures)
@@ -376,22 +357,22 @@ class JobRunner:
                         # What would be made beyond the end is not asked for.
                         shown = min(encoded, request.frames + chunk_frames - ahead_frames)
                         if shown > 0 and encoded % chunk_frames == 0:
-                            await self._send(Shown(session, shown))
+                            await self._send(messages.Shown(session, shown))
                     case Refused(code="memory"):
                         raise _RequeueJob(wait_s=NO_MEMORY_RETRY_S)
                     case Refused() as refused:
                         raise RequestError(refused.field, refused.reason, refused.code)
-                    case Closed(reason=why):
+                    case messages.Closed(reason=why):
                         raise RequestError("session", f"the engine could not go on with it: {why}")
                     case Restarting():
                         raise _RequeueJob(attempt=True)
-                    case Failed():
+                    case messages.Failed():
                         raise _RequeueJob
                     case _:
                         pass
         finally:
             with contextlib.suppress(EngineFailure):  # if it has ended, the session has with it
-                await self._send(Close(session))
+                await self._send(messages.Close(session))
             run.in_engine = False
         while not writing.done():
             if isinstance(encoded_frames := await run.inbox.get(), int):

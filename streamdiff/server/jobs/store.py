@@ -51,7 +51,7 @@ CREATE TABLE IF NOT EXISTS jobs (
 );
 CREATE INDEX IF NOT EXISTS jobs_status ON jobs (status, number);
 """
-_COLUMNS = "id, request, status, created_s, owner, attempts, started_s, ended_s, expires_s, error, bytes"
+_COLUMNS = "id, request, status, created_s, attempts, started_s, ended_s, expires_s, error"
 
 
 class JobStore:
@@ -127,14 +127,11 @@ class JobStore:
             }
             found = {entry.name for entry in self.folder.iterdir()}
             known = [id for (id,) in self._select("SELECT id FROM jobs")]
-            given = {self._picture_path(id).name for id in known}
-            given |= {self._feature_path(id, name).name for id in known for name in NAMES}
+            given = {path.name for id in known for path in self._given_paths(id)}
             for name in complete.keys() - found:
-                self._database.execute(
-                    "UPDATE jobs SET status = 'queued', started_s = NULL, ended_s = NULL, expires_s = NULL, bytes = ? "
-                    "WHERE id = ?",
-                    (self._given_bytes(complete[name]), complete[name]),
-                )
+                id = complete[name]
+                again = {"status": "queued", "started_s": None, "ended_s": None, "expires_s": None}
+                self._update(id, **again, bytes=self._given_bytes(id))
             waiting = self._select("SELECT id, request, created_s FROM jobs WHERE status = 'queued'")
         for id, text, created_s in waiting:
             if unknown := sorted(json.loads(text).keys() - _FIELDS):
@@ -158,7 +155,7 @@ class JobStore:
         """A new job at the end of the queue. Its video begins with `picture` `[1, H, W, 3]`; `features` stand for that,
         for the prompt, or for a video."""
         request = replace(request, image=picture is not None, features=features.names, strength=features.strength)
-        job = Job(f"{self._prefix}{secrets.token_hex(16)}", request, "queued", now_s, owner)
+        job = Job(f"{self._prefix}{secrets.token_hex(16)}", request, "queued", now_s)
         try:
             if picture is not None:  # before the job is there, so that it never lacks it
                 Image.fromarray(picture[0]).save(self._picture_path(job.id))
@@ -176,15 +173,10 @@ class JobStore:
     def begin(self, now_s: float) -> Job | None:
         """The oldest job that waits, which is in progress from now on; None: none waits."""
         with self._transaction():
-            row = self._database.execute(
-                f"SELECT {_COLUMNS} FROM jobs WHERE status = 'queued' ORDER BY number LIMIT 1"
-            ).fetchone()
-            if row is None:
-                return None
-            self._database.execute(
-                "UPDATE jobs SET status = 'in_progress', started_s = ? WHERE id = ?", (now_s, row[0])
-            )
-        return self.get(row[0])
+            waiting = self._select("SELECT id FROM jobs WHERE status = 'queued' ORDER BY number LIMIT 1")
+            for (id,) in waiting:
+                self._update(id, status="in_progress", started_s=now_s)
+        return self.get(waiting[0][0]) if waiting else None
 
     def put_back(self, id: str, *, attempt: bool) -> None:
         """Return a job in progress to its position in the queue; `attempt`: the engine failed while it ran."""
@@ -195,17 +187,11 @@ class JobStore:
     def complete(self, id: str, now_s: float, expires_s: float) -> None:
         """A job's file is complete."""
         size = self.path(id).stat().st_size + self._given_bytes(id)
-        self._database.execute(
-            "UPDATE jobs SET status = 'completed', ended_s = ?, expires_s = ?, bytes = ? WHERE id = ?",
-            (now_s, expires_s, size, id),
-        )
+        self._update(id, status="completed", ended_s=now_s, expires_s=expires_s, bytes=size)
 
     def fail(self, id: str, error: str, now_s: float, expires_s: float) -> None:
         """A job cannot be made, ever: what was given for it is removed."""
-        self._database.execute(
-            "UPDATE jobs SET status = 'failed', ended_s = ?, expires_s = ?, error = ?, bytes = 0 WHERE id = ?",
-            (now_s, expires_s, error, id),
-        )
+        self._update(id, status="failed", ended_s=now_s, expires_s=expires_s, error=error, bytes=0)
         for path in self._given_paths(id):
             path.unlink(missing_ok=True)
 
@@ -262,6 +248,11 @@ class JobStore:
     def _jobs(self, condition: str, *values: object) -> list[Job]:
         rows = self._select(f"SELECT {_COLUMNS} FROM jobs {condition}", *values)
         return [Job(id, _request_of(request), *rest) for id, request, *rest in rows]
+
+    def _update(self, id: str, **values: object) -> None:
+        """Set columns of a job."""
+        columns = ", ".join(f"{column} = ?" for column in values)
+        self._database.execute(f"UPDATE jobs SET {columns} WHERE id = ?", (*values.values(), id))
 
     def _select(self, query: str, *values: object) -> list[Any]:
         return self._database.execute(query, values).fetchall()

@@ -39,7 +39,7 @@ def _yield_to_others() -> None:
 class VideoFile:
     """One video. `put` and `abort` from any thread; `write` on a thread of its own, once."""
 
-    def __init__(self, path: Path, fps: float, frames: int, encoded: Callable[[int], None]) -> None:
+    def __init__(self, path: Path, fps: float, frames: int, encoded: Callable[[int], object]) -> None:
         """`frames` are expected; `encoded` is called on the writing thread with the number of frames encoded so far."""
         self._path, self._fps, self._frames, self._encoded = path, fps, frames, encoded
         self._pictures: queue.SimpleQueue[Picture | None] = queue.SimpleQueue()

@@ -9,9 +9,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from streamdiff.errors import StreamdiffError
+
 FRESH_S = 30.0
 """How long a measurement says how busy the machine is."""
 EndReason = Literal["idle", "lifetime"]
+
+
+class Unavailable(StreamdiffError):
+    """What cannot be had now. `code`, of a session: `time`, `memory`, `draining`, `restarting` or `engine`; of a job:
+    `queue`, `address` or `disk`."""
+
+    def __init__(self, code: str, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.code, self.retry_after_s = code, retry_after_s
 
 
 @dataclass

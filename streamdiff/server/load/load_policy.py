@@ -7,7 +7,7 @@ same object runs in the server and, under virtual time with the real scheduler, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 RATES = (Fraction(3, 4), Fraction(1, 2))
@@ -102,7 +102,6 @@ class _Session:
         return limit.rate, limit.steps_of(self.demand.steps)
 
 
-@dataclass
 class LoadPolicy:
     """Steps and frame rates of adaptive sessions under load, for a model that has `steps_known`.
 
@@ -113,19 +112,14 @@ class LoadPolicy:
     Levels are raised in the opposite order when nothing was late for `HOLD_S` and the load fits with a margin.
     """
 
-    steps_known: tuple[int, ...]
-    limit: float
-    _ceiling: float = field(init=False)
-    """Share of the engine's time that all sessions may take: `limit`, or less after late chunks."""
-    _hold_s: float = field(default_factory=lambda: HOLD_S, init=False)
-    _changed_s: float = field(default=float("-inf"), init=False)
-    """Time of the last overload, or of the last raise."""
-    _last_was_raise: bool = field(default=False, init=False)
-    """Whether the latest change was a raise."""
-    _sessions: dict[str, _Session] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        self._ceiling = self.limit
+    def __init__(self, steps_known: tuple[int, ...], limit: float) -> None:
+        self.steps_known, self.limit = steps_known, limit
+        self._ceiling = limit
+        """Share of the engine's time that all sessions may take: `limit`, or less after late chunks."""
+        self._hold_s = HOLD_S
+        self._changed_s, self._last_was_raise = float("-inf"), False
+        """Time of the last overload or raise, and whether that was a raise."""
+        self._sessions: dict[str, _Session] = {}
 
     def chunk(self, session: str, slack_s: float, chunk_s: float, now_s: float) -> None:
         """A chunk of `session`, `chunk_s` seconds of video, is finished: `slack_s` before the frames that wait would
@@ -139,7 +133,7 @@ class LoadPolicy:
         """The limits that change now, by session. `demands` has all open sessions, oldest first. Mutates: self."""
         before = {name: state.limit for name, state in self._sessions.items()}
         self._update_sessions(demands, now_s)
-        load = sum(state.share(share) for state in self._sessions.values())
+        load = self._load(share)
         late = [state for state in self._sessions.values() if state.late >= 2]
         if late and self._candidates(lower=True):
             if load > 0:  # else what a chunk costs is not known yet
@@ -160,14 +154,12 @@ class LoadPolicy:
         self._sessions = {}
         for name, demand in demands.items():
             state = known.get(name)
-            if state is None:
-                state = _Session(demand, degradation_levels(demand, self.steps_known), calm_from_s=now_s + SETTLE_S)
-            elif state.demand != demand:
-                steps, rate = state.limit.steps_of(demand.steps), state.limit.rate
-                levels = degradation_levels(demand, self.steps_known)
+            if state is None or state.demand != demand:
+                limit = UNLIMITED if state is None else state.limit
+                steps, levels = limit.steps_of(demand.steps), degradation_levels(demand, self.steps_known)
                 kept = (
                     level for level, each in enumerate(levels)
-                    if each.steps_of(demand.steps) <= steps and each.rate <= rate
+                    if each.steps_of(demand.steps) <= steps and each.rate <= limit.rate
                 )  # fmt: skip
                 state = _Session(demand, levels, next(kept, 0), calm_from_s=now_s + SETTLE_S)
             self._sessions[name] = state

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import av
 import numpy as np
@@ -109,16 +109,6 @@ class PictureEncoder:
         return [EncodedFrame(packet, int(packet.pts or pts), packet.is_keyframe, took_s) for packet in packets]
 
 
-@dataclass
-class EncoderCounters:
-    """What one encoder has done so far."""
-
-    pictures: int = 0
-    dropped: int = 0
-    key_frames: int = 0
-    bitrate_bps: int = 0
-
-
 class EncoderThread:
     """One codec's encoder on its own thread. `deliver` is called there with each packet.
 
@@ -127,9 +117,10 @@ class EncoderThread:
     pictures are dropped until it can.
     """
 
-    def __init__(self, codec: Codec, fmt: Format, deliver: Callable[[EncodedFrame], None]) -> None:
+    def __init__(self, codec: Codec, fmt: Format, deliver: Callable[[EncodedFrame], object]) -> None:
         self.codec: Codec = codec
-        self.counters = EncoderCounters(bitrate_bps=fmt.bitrate_bps)
+        self.dropped = 0
+        """Pictures that were not encoded."""
         self.failing_since_s: float | None = None
         """Since when the codec has made nothing of the pictures, by the monotonic clock; None while it works."""
         self._format = self._opened = fmt
@@ -149,7 +140,7 @@ class EncoderThread:
         with self._changed:
             if len(self._waiting) >= QUEUE_PICTURES:
                 self._waiting.popleft()
-                self.counters.dropped += 1
+                self.dropped += 1
             self._waiting.append((picture, pts))
             self._changed.notify()
 
@@ -198,10 +189,7 @@ class EncoderThread:
                 fmt = self._format
             if (self._encoder is None or fmt != self._opened) and now_s >= self._next_s:
                 key = self._renew(fmt, now_s) or key
-            packets = self._encode(picture, pts, key, now_s)
-            self.counters.pictures += 1
-            for packet in packets:
-                self.counters.key_frames += packet.key
+            for packet in self._encode(picture, pts, key, now_s):
                 self._deliver(packet)
 
     def _renew(self, fmt: Format, now_s: float) -> bool:
@@ -216,13 +204,12 @@ class EncoderThread:
         if self._encoder is not None:
             self._next_s = now_s + REOPEN_S
         self._encoder, self._opened = encoder, fmt
-        self.counters.bitrate_bps = fmt.bitrate_bps
         return True
 
     def _encode(self, picture: Picture, pts: int, key: bool, now_s: float) -> list[EncodedFrame]:
         """One picture; when the codec library fails, the stream goes on with a fresh encoder and a key frame."""
         if self._encoder is None:
-            self.counters.dropped += 1
+            self.dropped += 1
             return []
         try:
             packets = self._encoder.encode(picture, pts, key)

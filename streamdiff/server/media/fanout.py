@@ -12,7 +12,7 @@ from typing import Protocol
 from streamdiff import clock
 from streamdiff.server.media.bitrate import BitrateController
 from streamdiff.server.media.codecs import Codec, Format
-from streamdiff.server.media.encoder import EncoderCounters, EncoderThread
+from streamdiff.server.media.encoder import EncoderThread
 from streamdiff.server.media.pacer import Pacer
 from streamdiff.server.media.packets import EncodedFrame
 from streamdiff.server.metrics import CounterDelta, Metrics
@@ -63,13 +63,20 @@ class Fanout:
         """Pictures that wait to be encoded."""
         return sum(stream.encoder.waiting for stream in self._streams.values())
 
+    @property
+    def dropped(self) -> int:
+        """Pictures that the running encoders did not encode."""
+        return sum(stream.encoder.dropped for stream in self._streams.values())
+
     def attach(self, codec: Codec, receiver: Receiver) -> None:
         """Send `receiver` the stream, beginning with a key frame. Mutates: self."""
         if codec in self._streams:
             self._streams[codec].receivers.add(receiver)
             self.request_key(codec)
             return
-        self._streams[codec] = _Stream(self._new_encoder(codec), self._format)
+        take = self._loop.call_soon_threadsafe
+        encoder = EncoderThread(codec, self._format, lambda encoded: take(self._distribute, codec, encoded))
+        self._streams[codec] = _Stream(encoder, self._format)
         self._streams[codec].receivers.add(receiver)
         self._set_encoders()
 
@@ -85,19 +92,11 @@ class Fanout:
             stream.encoder.stop()
 
     def set_format(self, fmt: Format) -> None:
-        """Encode in another format soon, from a key frame on; the present one changes nothing. Mutates: self."""
-        if fmt == self._format:
-            return
+        """Encode in another format soon, from a key frame on. Mutates: self."""
         self._format = fmt
         for stream in self._streams.values():
             stream.encoder.set_format(fmt)
             stream.bitrate = BitrateController(fmt.bitrate_bps)
-
-    def _new_encoder(self, codec: Codec) -> EncoderThread:
-        def deliver(encoded: EncodedFrame) -> None:  # on the encoder's thread
-            self._loop.call_soon_threadsafe(self._distribute, codec, encoded)
-
-        return EncoderThread(codec, self._format, deliver)
 
     def _set_encoders(self) -> None:
         self._pacer.set_encoders(tuple(stream.encoder for stream in self._streams.values()))
@@ -108,10 +107,6 @@ class Fanout:
         if codec in self._streams:
             self._streams[codec].encoder.request_key()
             self._pacer.wake()
-
-    def counters(self) -> dict[Codec, EncoderCounters]:
-        """What each running encoder has done."""
-        return {codec: stream.encoder.counters for codec, stream in self._streams.items()}
 
     def failing_s(self, codec: Codec, now_s: float) -> float:
         """Seconds since the encoder of `codec` has failed to make anything; 0 while it works."""
@@ -137,8 +132,7 @@ class Fanout:
         if (stream := self._streams.get(codec)) is None:
             return
         stream.bits.add(8 * encoded.packet.size, now_s)
-        dropped = stream.encoder.counters.dropped
-        self._metrics.encoder_dropped.labels(codec).inc(stream.dropped.increase(dropped))
+        self._metrics.encoder_dropped.labels(codec).inc(stream.dropped.increase(stream.encoder.dropped))
         for receiver in stream.receivers:
             receiver.put(encoded)
         if now_s - self._adapted_s >= ADAPT_INTERVAL_S:

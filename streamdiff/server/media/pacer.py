@@ -68,7 +68,7 @@ class Pacer:
     """
 
     def __init__(
-        self, fps: float, start_frames: int, on_shown: Callable[[PlayoutSlot], None], grace_s: float = 0.0
+        self, fps: float, start_frames: int, on_shown: Callable[[PlayoutSlot], object], grace_s: float = 0.0
     ) -> None:
         """`grace_s`: how long the stream plays on when the last viewer has left."""
         self._grace_s = grace_s

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 MEDIA_CLOCK_HZ = 90_000
 RESTART_S = 3.0
+START_WAIT_S, CAPACITY_FRAMES, CATCH_UP_S = 0.5, 256, 0.1
 # After an underrun: speed = FOLLOW x the rate seen, so that frames gather again. While LEFT_OVER frames remain at every
 # burst: x RISE; x RISE_FAST if half of `start_frames` remain.
 FOLLOW, LEFT_OVER, RISE, RISE_FAST = 0.98, 2, 1.03, 1.25
@@ -26,13 +27,18 @@ SLOWEST, PLENTY = 0.1, 0.75
 
 
 @dataclass(frozen=True)
-class PlayoutSlot:
-    """One slot: `picture` uint8 as in `streamdiff.video.pixel_format`, its session frame number and epoch, `pts` in
-    ticks of 90 kHz."""
+class _Frame:
+    """`picture` uint8 as in `streamdiff.video.pixel_format`, its session frame number and epoch."""
 
     picture: NDArray[np.uint8] = field(repr=False)
     frame: int
     epoch: int
+
+
+@dataclass(frozen=True)
+class PlayoutSlot(_Frame):
+    """One slot and the frame in it; `pts` in ticks of 90 kHz; `repeated`: the slot before had the same frame."""
+
     pts: int
     repeated: bool
 
@@ -55,64 +61,34 @@ class Progress:
     buffered: int = 0
 
 
-@dataclass(frozen=True)
-class _Frame:
-    picture: NDArray[np.uint8]
-    frame: int
-    epoch: int
-
-
-def _check_time(now_s: float) -> None:
-    if not math.isfinite(now_s):
-        raise ValueError(f"now_s is {now_s}; it must be a finite number of seconds")
-
-
-def _check_fps(fps: float) -> None:
-    if not (math.isfinite(fps) and 0 < fps <= 1000):
-        raise ValueError(f"fps is {fps}; it must be above 0 and at most 1000")
-
-
 class PlayoutBuffer:
     """The buffer between an engine that makes frames in bursts and viewers who want them evenly.
 
-    Frames are shown in order and none is left out, except by `clear_before` and when more than `capacity_frames`
+    Frames are shown in order and none is left out, except by `clear_before` and when more than `CAPACITY_FRAMES`
     wait (an engine within its limit never gets there); both are counted in `dropped`.
 
     At the start, and after nothing came for `RESTART_S`, frames wait until `start_frames` are there, or until the
-    first has waited `start_wait_s` (the engine may have stopped short of that number).
+    first has waited `START_WAIT_S` (the engine may have stopped short of that number).
 
     An engine that makes fewer frames than there are slots is followed: when the buffer has run dry, the share of slots
     that show a new frame is lowered to that seen since it last did, so that slow video moves evenly instead of in
     leaps. Only a dry buffer says how fast the engine can be (with a full one it waits for us). The share rises again
     while frames are left over when the next ones come.
 
-    A caller who asks late by up to `catch_up_s` gets the slots it missed one by one, at once, with their regular
+    A caller who asks late by up to `CATCH_UP_S` gets the slots it missed one by one, at once, with their regular
     presentation times. Later than that, the missed slots pass without a picture (counted in `missed`): the
     media clock goes on with real time and the next frame is the next one. A clock that goes back shifts the slots.
     """
 
-    def __init__(
-        self,
-        fps: float,
-        *,
-        start_frames: int = 1,
-        start_wait_s: float = 0.5,
-        capacity_frames: int = 256,
-        catch_up_s: float = 0.1,
-    ) -> None:
-        _check_fps(fps)
-        if not 1 <= start_frames <= capacity_frames:
-            raise ValueError(f"start_frames is {start_frames}; it must be from 1 to capacity_frames {capacity_frames}")
-        if not (start_wait_s >= 0 and catch_up_s >= 0):
-            raise ValueError(f"start_wait_s {start_wait_s} and catch_up_s {catch_up_s} must not be negative")
+    def __init__(self, fps: float, *, start_frames: int = 1) -> None:
+        if not 1 <= start_frames <= CAPACITY_FRAMES:
+            raise ValueError(f"start_frames is {start_frames}; it must be from 1 to {CAPACITY_FRAMES}")
         self._progress = Progress()
         self.latest: PlayoutSlot | None = None
         """The last slot handed out, for new viewers."""
-        self._catch_up_s = catch_up_s
         self._set_rate(fps)
         self._pts_base = 0  # presentation time of slot 0, since the rate was set
-        self._start_frames, self._start_wait_s = start_frames, start_wait_s
-        self._capacity_frames = capacity_frames
+        self._start_frames = start_frames
         self._queue: deque[_Frame] = deque()
         self._oldest_epoch = 0
         self._slot = 0  # the next slot to hand out
@@ -148,18 +124,16 @@ class PlayoutBuffer:
             raise ValueError(f"frames from {first} were pushed, but frames up to {expected - 1} came already")
         for offset, picture in enumerate(pictures):
             self._queue.append(_Frame(picture, first + offset, epoch))
-            if epoch < self._oldest_epoch or len(self._queue) > self._capacity_frames:
+            if epoch < self._oldest_epoch or len(self._queue) > CAPACITY_FRAMES:
                 self._drop(self._queue.pop() if epoch < self._oldest_epoch else self._queue.popleft())
 
-    def clear_before(self, epoch: int, reset: bool = True) -> int:
-        """Drop every frame of an epoch older than `epoch`, those still to come as well; returns how many waited. Behind
-        a `reset` frames are shown at full speed, else as fast as the engine was seen to make them."""
+    def clear_before(self, epoch: int, reset: bool = True) -> None:
+        """Drop every frame of an epoch older than `epoch`, those still to come as well. Behind a `reset` frames are
+        shown at full speed, else as fast as the engine was seen to make them."""
         self._oldest_epoch = max(self._oldest_epoch, epoch)
-        before = len(self._queue)
         while self._queue and self._queue[0].epoch < self._oldest_epoch:
             self._drop(self._queue.popleft())
         self._begin_cycle(1.0 if reset else self._speed)
-        return before - len(self._queue)
 
     def _drop(self, waiting: _Frame) -> None:
         self._progress.dropped += 1
@@ -172,12 +146,7 @@ class PlayoutBuffer:
         return self._pts_base + MEDIA_CLOCK_HZ * slot * self._per_s // self._slots
 
     def set_fps(self, fps: float) -> None:
-        """Show frames at another rate from the next slot on, which keeps its time and is the first of a new count.
-
-        Raises:
-            ValueError: a rate that cannot be.
-        """
-        _check_fps(fps)
+        """Show frames at another rate from the next slot on, which keeps its time and is the first of a new count."""
         self._pts_base = self.pts(self._slot)
         if self._zero_s is not None:
             self._zero_s = self._slot_s(self._slot)
@@ -188,7 +157,7 @@ class PlayoutBuffer:
     def _set_rate(self, fps: float) -> None:
         rate = Fraction(fps).limit_denominator(1001)
         self._slots, self._per_s = rate.numerator, rate.denominator  # so many slots in so many seconds, exactly
-        self._catch_up_slots = max(1, math.ceil(self._catch_up_s * fps))
+        self._catch_up_slots = max(1, math.ceil(CATCH_UP_S * fps))
 
     def _slot_s(self, slot: int) -> float:
         assert self._zero_s is not None
@@ -208,15 +177,10 @@ class PlayoutBuffer:
             return None
         if self._filling_since_s is None or len(self._queue) >= self._start_frames:
             return -math.inf
-        return self._filling_since_s + self._start_wait_s
+        return self._filling_since_s + START_WAIT_S
 
     def due(self, now_s: float) -> PlayoutSlot | None:
-        """The slot that is due at `now_s`, or None. Call again at once: more may be due; then wait for `next_due_s`.
-
-        Raises:
-            ValueError: `now_s` is not a finite number.
-        """
-        _check_time(now_s)
+        """The slot that is due at `now_s`, or None. Call again at once: more may be due; then wait for `next_due_s`."""
         if self._paused_at_s is not None:
             return None
         self._end_filling(now_s)
@@ -238,7 +202,7 @@ class PlayoutBuffer:
         if self._filling_since_s is None or now_s < self._filling_since_s:
             self._filling_since_s = now_s
         waited_s = now_s - self._filling_since_s
-        if len(self._queue) >= self._start_frames or waited_s >= self._start_wait_s:
+        if len(self._queue) >= self._start_frames or waited_s >= START_WAIT_S:
             self._filling = False
             self._filling_since_s = None
 
@@ -259,7 +223,7 @@ class PlayoutBuffer:
         """Reset the counters, and show a new frame in a share `speed` of the slots from now on."""
         self._speed = min(1.0, speed)
         self._cycle_slots = self._cycle_shown = self._dry_slots = 0
-        self._watched, self._lowest, self._plenty_slots = 0, self._capacity_frames, 0
+        self._watched, self._lowest, self._plenty_slots = 0, CAPACITY_FRAMES, 0
 
     def _follow_engine(self) -> None:
         """Before every slot: adapt the share of slots with a new frame to what the engine makes."""
@@ -279,29 +243,27 @@ class PlayoutBuffer:
         elif self._watched >= 2 * self._start_frames:  # two bursts: the lowest was among them
             if self._lowest >= LEFT_OVER:
                 self._speed = min(1.0, self._speed * (RISE_FAST if 2 * self._lowest >= self._start_frames else RISE))
-            self._watched, self._lowest = 0, self._capacity_frames
+            self._watched, self._lowest = 0, CAPACITY_FRAMES
 
     def _hand_out(self) -> PlayoutSlot:
         self._credit = min(2.0, self._credit + self._speed)
         repeated = self._filling or not self._queue or self._credit < 1.0
-        if not repeated:
-            self._credit -= 1.0
-            self._lowest = min(self._lowest, len(self._queue) - 1)
-            self._watched += 1
-            self._cycle_shown += 1
-            waiting = self._queue.popleft()
-            self._progress.shown += 1
-            self._progress.frame, self._progress.passed = waiting.frame, waiting.frame + 1
-            due = PlayoutSlot(waiting.picture, waiting.frame, waiting.epoch, self.pts(self._slot), repeated)
-        else:
-            last = self.latest
-            assert last is not None, "slots begin with a frame"
+        if repeated:
+            assert self.latest is not None, "slots begin with a frame"
+            shown: _Frame = self.latest
             self._progress.repeated += 1
             self._progress.dry += not (self._filling or self._queue)
-            due = PlayoutSlot(last.picture, last.frame, last.epoch, self.pts(self._slot), repeated)
+        else:
+            shown = self._queue.popleft()
+            self._credit -= 1.0
+            self._lowest = min(self._lowest, len(self._queue))
+            self._watched += 1
+            self._cycle_shown += 1
+            self._progress.shown += 1
+            self._progress.frame, self._progress.passed = shown.frame, shown.frame + 1
+        self.latest = PlayoutSlot(shown.picture, shown.frame, shown.epoch, self.pts(self._slot), repeated)
         self._slot += 1
-        self.latest = due
-        return due
+        return self.latest
 
     # ---- pause --------------------------------------------------------------------------------------------------
 
@@ -311,13 +273,11 @@ class PlayoutBuffer:
 
     def pause(self, now_s: float) -> None:
         """Hold the media clock. Frames may still be pushed."""
-        _check_time(now_s)
         if self._paused_at_s is None:
             self._paused_at_s = now_s
 
     def resume(self, now_s: float) -> None:
         """Go on where `pause` held the media clock."""
-        _check_time(now_s)
         if self._paused_at_s is None:
             return
         held_s = max(0.0, now_s - self._paused_at_s)

@@ -51,7 +51,7 @@ class VideoInput:
         """Frames per second that came of late."""
         self.source_size: tuple[int, int] | None = None
         self.left_out = 0
-        self.on_fault: Callable[[], None] = lambda: None
+        self.on_fault: Callable[[], object] = lambda: None
         """Called when the engine can take no more of it; the creator of the input ends it then."""
 
     @property

@@ -54,7 +54,7 @@ class Output:
 
     def __init__(self, target: Target, find_session: Callable[[], LiveSession | None], metrics: Metrics) -> None:
         self.status = OutputStatus(target.name)
-        self._target, self._find_session, self._metrics = target, find_session, metrics
+        self.target, self._find_session, self._metrics = target, find_session, metrics
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._available = asyncio.Event()
         self._fanout: Fanout | None = None
@@ -65,14 +65,9 @@ class Output:
         """Take one packet, or skip to the next key frame; called by the fan-out."""
         dropped = self._queue.dropped
         if self._queue.put(encoded) and self._fanout is not None:
-            self._fanout.request_key(self._target.codec)
+            self._fanout.request_key(self.target.codec)
         self._count(0, self._queue.dropped - dropped)
         self._available.set()
-
-    @property
-    def url(self) -> str:
-        """Where it goes."""
-        return self._target.url
 
     def line_bps(self, now_s: float) -> None:
         """An output does not say what its line carries: it must not lower the viewers' picture."""
@@ -81,7 +76,7 @@ class Output:
         """Write what came so far, and end."""
         self._stopping.set()
         self._available.set()
-        if self._target.container == "whip":  # nothing is left to write, and an answer may be long in coming
+        if self.target.container == "whip":  # nothing is left to write, and an answer may be long in coming
             self._task.cancel()
         _, late = await asyncio.wait({self._task}, timeout=2 * EXIT_S)
         for task in late:
@@ -97,9 +92,7 @@ class Output:
                 await self._sleep(BACK_OFF_S[0])
                 continue
             begun_s = clock.monotonic_s()
-            reason = await (
-                self._publish(session) if self._target.container == "whip" else self._send(session, attempt)
-            )
+            reason = await (self._publish(session) if self.target.container == "whip" else self._send(session, attempt))
             self._metrics.output_up.labels(self.status.name).set(0)
             if self._stopping.is_set():
                 break
@@ -142,8 +135,8 @@ class Output:
         self._fanout = session.playback.fanout
         reason = ""
         try:
-            session.playback.fanout.attach(self._target.codec, self)
-            fmt, target = session.playback.format, self._target
+            session.playback.fanout.attach(self.target.codec, self)
+            fmt, target = session.playback.format, self.target
             size, options = (fmt.width * fmt.scale, fmt.height * fmt.scale), dict(target.options)
             where = (target.attempt(attempt), target.container, target.codec)
             process.stdin.write(Header(*where, *size, fmt.fps, options).line())
@@ -155,7 +148,7 @@ class Output:
         except OSError:
             pass  # the writer has ended; it says why
         finally:
-            session.playback.fanout.detach(self._target.codec, self)
+            session.playback.fanout.detach(self.target.codec, self)
             self._fanout = None
             process.stdin.close()
             await _end(process)
@@ -180,8 +173,8 @@ class Output:
             now_s = clock.monotonic_s()
             if encoded.key:
                 key_s = now_s
-            elif not self._target.is_file and now_s - key_s > KEY_S:
-                session.playback.fanout.request_key(self._target.codec)
+            elif not self.target.is_file and now_s - key_s > KEY_S:
+                session.playback.fanout.request_key(self.target.codec)
             data = bytes(encoded.packet)
             process.stdin.write(RECORD.pack(encoded.pts, encoded.key, len(data)) + data)
             async with asyncio.timeout(STUCK_S):  # `wait_for` would make a task for every packet
@@ -190,7 +183,7 @@ class Output:
 
     async def _publish(self, session: LiveSession) -> str | None:
         """Publish the session until something fails; says what. None: the session has ended."""
-        publication = Publication(self._target.url, session.playback.fanout, self._target.codec)
+        publication = Publication(self.target.url, session.playback.fanout, self.target.codec)
         frames, dropped = CounterDelta(), CounterDelta()
         try:
             await publication.open()

@@ -81,7 +81,7 @@ class SessionOutputs:
 
     def __init__(self, allowed: AllowedTargets, metrics: Metrics) -> None:
         self._allowed, self._metrics = allowed, metrics
-        self._outputs: dict[str, dict[str, Output]] = {}  # by session
+        self._outputs: dict[tuple[str, str], Output] = {}  # by the session's id and their own
 
     async def add(self, session: LiveSession, text: str) -> tuple[str, OutputStatus]:
         """Send a session to a target too; returns the output's id and its state.
@@ -92,38 +92,36 @@ class SessionOutputs:
         target = await asyncio.to_thread(self._allowed.parse, text)  # which may try a protocol
         if session.closed:
             raise RequestError("session", "the session has ended")
-        own = self._outputs.setdefault(session.id, {})
-        everywhere = [output for outputs in self._outputs.values() for output in outputs.values()]
-        if len(own) >= MAX_PER_SESSION or len(everywhere) >= MAX_OUTPUTS:
+        if len(self.of(session)) >= MAX_PER_SESSION or len(self._outputs) >= MAX_OUTPUTS:
             limits = f"a session has {MAX_PER_SESSION} outputs at most, and the server {MAX_OUTPUTS}"
             raise RequestError("target", f"{limits}; end one first")
-        if target.is_file and any(output.url == target.url for output in everywhere):
+        if target.is_file and any(output.target.url == target.url for output in self._outputs.values()):
             raise RequestError("target", f"{text} is being written; choose another name")
         id = secrets.token_urlsafe(6)
         output = Output(replace(target, name=f"{target.name} {id}"), lambda: session, self._metrics)
-        own[id] = output
+        self._outputs[session.id, id] = output
         return id, output.status
 
     def of(self, session: LiveSession) -> dict[str, OutputStatus]:
         """The states of a session's outputs, by id."""
-        return {id: output.status for id, output in self._outputs.get(session.id, {}).items()}
+        return {id: output.status for (session_id, id), output in self._outputs.items() if session_id == session.id}
 
     async def remove(self, session: LiveSession, id: str) -> bool:
         """End an output; False if there is none of that id."""
-        own = self._outputs.get(session.id, {})
-        if (output := own.get(id)) is None:
+        if (output := self._outputs.get((session.id, id))) is None:
             return False
         await self._end(output)  # until then it counts: it still has its process
-        own.pop(id, None)
+        self._outputs.pop((session.id, id), None)
         return True
 
     async def end_session(self, session: LiveSession) -> None:
         """End the outputs of a session that ends."""
-        await asyncio.gather(*map(self._end, self._outputs.pop(session.id, {}).values()))
+        ending = [self._outputs.pop((session.id, id)) for id in self.of(session)]
+        await asyncio.gather(*map(self._end, ending))
 
     async def stop(self) -> None:
         """End all outputs: what came so far is written."""
-        ending = [output for outputs in self._outputs.values() for output in outputs.values()]
+        ending = list(self._outputs.values())
         self._outputs.clear()
         await asyncio.gather(*map(self._end, ending))
 

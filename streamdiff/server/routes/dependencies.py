@@ -64,9 +64,10 @@ def open_to_all(**extra: Any) -> Route:
     return {"openapi_extra": extra | {"security": []}}
 
 
-def body(media_type: str, schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
-    """The body that an operation takes, for `needs`."""
-    return {"requestBody": {"required": required, "content": {media_type: {"schema": schema}}}}
+def body(media_type: str, schema: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The body that an operation takes, for `needs`; without a `schema`, text."""
+    content = {media_type: {"schema": schema or {"type": "string"}}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def answer(says: str, media_type: str = "", schema: dict[str, Any] | None = None, status: int = 200) -> Any:

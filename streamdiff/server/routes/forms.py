@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 from starlette.datastructures import UploadFile
 from starlette.formparsers import FormParser, MultiPartException, MultiPartParser
@@ -37,19 +37,23 @@ Fields = dict[str, str | bytes]
 async def read_form(
     request: Request,
     kind: str,
-    files: Collection[str],
+    files: Sequence[str],
     refuse: Callable[[str, str, str], Exception],
+    features_for: Ready | None = None,
     large: Mapping[str, int] | None = None,
-    look: Callable[[str, BinaryIO, int], None] = lambda name, file, nbytes: None,
 ) -> Fields:
-    """The fields of a form. Only those named in `files` may be files; MAX_FORM_BYTES bound the form, and `large` adds
-    bytes for some files, by name. `refuse(field, why, code)` makes the error for a wrong field. `look(name, file,
-    nbytes)` is called for each file before it is read into memory, and may raise.
+    """The fields of a form. Only those named in `files` may be files, and features where there is a model that they are
+    for; MAX_FORM_BYTES bound the form, and `large` adds bytes for some files, by name. `refuse(field, why, code)` makes
+    the error for a wrong field.
 
     Raises:
-        Problem: 400 for what is no form, 413, or as `refuse`.
+        Problem: 400 for what is no form, 413, 422 for features that the model does not take, or as `refuse`.
     """
-    large = large or {}
+    large = dict(large or {})
+    if features_for is not None:
+        files = (*files, *NAMES)
+        if features_for.text_shape:  # else `check_file` says that the model takes none
+            large |= {name: contract(name, features_for).max_bytes for name in NAMES}
     try:
         if kind == FORM:
             stated = _BOUNDARY.search(request.headers["content-type"])
@@ -72,8 +76,8 @@ async def read_form(
                 raise refuse(name, f"`{name[:40]}` is a file, which would be ignored.", "unsupported")
             if name in fields:
                 raise refuse(name, f"`{name[:40]}` is given {len(form.getlist(name))} times; give it once.", "invalid")
-            if isinstance(value, UploadFile):
-                look(name, value.file, value.size or 0)
+            if isinstance(value, UploadFile) and name in NAMES and features_for is not None:
+                _check_features(name, value, features_for)
             fields[name] = await value.read() if isinstance(value, UploadFile) else value
         return fields
     finally:
@@ -98,21 +102,11 @@ def _too_large(max_bytes: int) -> Problem:
     return Problem(413, message, {"Connection": "close"}, code="too_large")
 
 
-async def start_picture(data: bytes, ready: Ready, fit: str) -> Pictures:
-    """A picture file as the engine takes it, RGB `[1, H, W, 3]` of the model's size.
-
-    Raises:
-        RequestError: as `picture.decode_picture`.
-    """
-    loop = asyncio.get_running_loop()
-    made = await loop.run_in_executor(DECODER, picture.decode_picture, data, ready.width, ready.height, fit)
-    return made[None]
-
-
 async def given_picture(
     image: str | bytes | None, ready: Ready, fit: str | None, *, status: int, field: str
 ) -> Pictures | None:
-    """A request's picture, its `field`: a file's bytes, or base64; None or empty: none.
+    """A request's picture, its `field`, as the engine takes it: RGB `[1, H, W, 3]` of the model's size. `image` is a
+    file's bytes, or base64; None or empty: none.
 
     Raises:
         Problem: with `status`, naming the field at fault.
@@ -121,7 +115,8 @@ async def given_picture(
         return None
     try:
         data = image if isinstance(image, bytes) else picture.from_base64(image)
-        return await start_picture(data, ready, fit or "cover")
+        sized = partial(picture.decode_picture, data, ready.width, ready.height, fit or "cover")
+        return (await asyncio.get_running_loop().run_in_executor(DECODER, sized))[None]
     except RequestError as error:
         raise Problem(status, f"{str(error)[:1].upper()}{str(error)[1:]}.", code="picture", field=field) from error
 
@@ -129,37 +124,23 @@ async def given_picture(
 # ---- features made elsewhere --------------------------------------------------------------------------------------
 
 FEATURE_FILES: dict[str, dict[str, Any]] = {
-    "prompt_embeds": {
-        "description": "a safetensors file with `prompt_embeds` [L, D], instead of `prompt`", **BINARY,
-    },
-    "image_latents": {
-        "description": "a safetensors file with `latents` of the first chunks, instead of a picture", **BINARY,
-    },
-    "video_latents": {
-        "description": "a safetensors file with `latents` of chunks, which the stream starts from with noise of level "
-        "`strength` mixed in", **BINARY,
-    },
-}  # fmt: skip
+    name: {"description": f"a safetensors file with {content}", **BINARY}
+    for name, content in {
+        "prompt_embeds": "`prompt_embeds` [L, D], instead of `prompt`",
+        "image_latents": "`latents` of the first chunks, instead of a picture",
+        "video_latents": "`latents` of chunks, which the stream starts from with noise of level `strength` mixed in",
+    }.items()
+}
 """The files in the API's description."""
 
 
-def largest_features(ready: Ready) -> dict[str, int]:
-    """Bytes that the form may have of each file; none where the model takes none: `feature_check` says that."""
-    return {name: contract(name, ready).max_bytes for name in NAMES} if ready.text_shape else {}
-
-
-def feature_check(ready: Ready) -> Callable[[str, BinaryIO, int], None]:
-    """What looks at the header of a form's file, of which nothing else is read then. It raises Problem 422 for features
-    that the model does not take, naming tensor, what it has and what is allowed."""
-
-    def look(name: str, file: BinaryIO, file_bytes: int) -> None:
-        if name in NAMES:
-            try:
-                check_file(name, file, file_bytes, ready)
-            except RequestError as error:
-                raise _refused(error) from error
-
-    return look
+def _check_features(name: str, upload: UploadFile, ready: Ready) -> None:
+    """Look at the header of a form's file, of which nothing else is read. Raises Problem 422 for features that the
+    model does not take, naming tensor, what it has and what is allowed."""
+    try:
+        check_file(name, upload.file, upload.size or 0, ready)
+    except RequestError as error:
+        raise _refused(error) from error
 
 
 def take_features(fields: Fields | None) -> Fields:

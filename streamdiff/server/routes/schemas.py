@@ -27,6 +27,8 @@ Image = Annotated[str, Field(max_length=MAX_JSON_BYTES)]
 ImageFit = Annotated[Fit, Field(description="how a picture of other proportions is fitted")]
 
 
+_CHANGES = ("strength", "adaptive", "fps", "steps", "prompt", "seed", "image")
+"""Fields of a `SessionChange` that change something."""
 _FIT_WITH_IMAGE: dict[str, Any] = {"fit": {"required": ["image"], "properties": {"image": {"type": "string"}}}}
 
 
@@ -59,10 +61,7 @@ class SessionChange(Body):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "anyOf": [
-                {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
-                for name in ("strength", "adaptive", "fps", "steps", "prompt", "seed", "image")
-            ],
+            "anyOf": [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in _CHANGES],
             "dependentSchemas": {
                 "switch": {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
                 **_FIT_WITH_IMAGE,
@@ -88,9 +87,8 @@ class SessionChange(Body):
         if "switch" in self.model_fields_set and self.prompt is None:
             raise PydanticCustomError("switch", "`switch` says how a new `prompt` comes in; give both")
         _check_fit(self)
-        given = (self.strength, self.adaptive, self.fps, self.steps, self.prompt, self.seed, self.image)
-        if all(value is None for value in given):
-            known = "strength, adaptive, fps, steps, prompt, seed or image"
+        if all(getattr(self, name) is None for name in _CHANGES):
+            known = f"{', '.join(_CHANGES[:-1])} or {_CHANGES[-1]}"
             raise PydanticCustomError("empty", f"The change is empty; give {known}")
         return self
 
@@ -284,15 +282,13 @@ def messages_of(change: SessionChange, ready: Ready, picture: Pictures | None = 
         Problem: 422 for steps that the engine does not have.
     """
     _check_steps(change.steps, ready)
-    messages: list[control.ControlMessage] = []
-    if change.strength is not None:  # first, as it may be refused, and then nothing is changed
-        messages.append(control.StrengthMessage(type="strength", strength=change.strength))
-    if change.adaptive is not None:
-        messages.append(control.AdaptiveMessage(type="adaptive", adaptive=change.adaptive))
-    if change.fps is not None:
-        messages.append(control.FpsMessage(type="fps", fps=change.fps))
-    if change.steps is not None:
-        messages.append(control.StepsMessage(type="steps", steps=change.steps))
+    # The strength first, as it may be refused, and then nothing is changed.
+    settings = {name: getattr(change, name) for name in ("strength", "adaptive", "fps", "steps")}
+    messages: list[control.ControlMessage] = [
+        control.MESSAGES[name].model_validate({"type": name, name: value})
+        for name, value in settings.items()
+        if value is not None
+    ]
     if change.prompt is not None:
         messages.append(control.PromptMessage(type="prompt", prompt=change.prompt, switch=change.switch))
     if change.image is not None:

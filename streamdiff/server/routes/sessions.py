@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -18,29 +16,17 @@ from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.errors import RequestError
 from streamdiff.server.app_state import AppState, count_refusals
 from streamdiff.server.auth import Role
+from streamdiff.server.load.capacity import Unavailable
 from streamdiff.server.problem import Problem, Responses, media_type, problem_responses, read_body
-from streamdiff.server.routes import schemas
+from streamdiff.server.routes import forms, schemas
 from streamdiff.server.routes.control import carry_out, status_of
 from streamdiff.server.routes.dependencies import BINARY, JSON, Controlled, State, Watched, needs
-from streamdiff.server.routes.forms import (
-    FEATURE_FILES,
-    FORM,
-    MAX_JSON_BYTES,
-    Fields,
-    feature_check,
-    given_features,
-    given_picture,
-    largest_features,
-    read_form,
-    take_features,
-)
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.routes.snapshots import given_snapshot, place_for_upload
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import ControlMessage
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.manager import SessionUnavailable
-from streamdiff.server.sessions.session_spec import SessionSpec
+from streamdiff.server.sessions.session_spec import SessionSpec, resumed
 
 _PROBLEMS = problem_responses(401, 403, 404, 410, 422, 429)
 _BAD_BODY, _CHANGED = problem_responses(400, 413, 415), problem_responses(400, 409, 413, 415)
@@ -54,6 +40,8 @@ _LATER: Responses = {
 _UNAVAILABLE = problem_responses(
     s503="No place: `code` is time, memory, draining, restarting or engine; Retry-After: when to ask again"
 )
+_OF_READY = ("chunk_frames", "sessions_fit", "sessions_away", "native_fps", "text_shape", "chunk_shape", "first_chunks")
+"""Fields of `Ready` that the capacity has under the same name."""
 _SENT = "a file"
 """Stands for a picture that came as a file of a form, which is never text."""
 WithImageT = TypeVar("WithImageT", schemas.NewSession, schemas.SessionChange)
@@ -70,7 +58,7 @@ def _bodies(model: type[BaseModel], *, required: bool = True, **files: dict[str,
     schema = model.model_json_schema()
     file = {"description": "the picture itself", **BINARY}
     form = schema | {"properties": schema["properties"] | {"image": file} | files}
-    return {"requestBody": {"required": required, "content": {JSON: {"schema": schema}, FORM: {"schema": form}}}}
+    return {"requestBody": {"required": required, "content": {JSON: {"schema": schema}, forms.FORM: {"schema": form}}}}
 
 
 router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEMS)
@@ -86,7 +74,7 @@ async def list_sessions(request: Request, state: State) -> schemas.SessionList:
 @router.post(
     "", status_code=201, response_model=schemas.OpenedSession, summary="Open a session",
     responses=_BAD_BODY | _UNAVAILABLE,
-    **needs("steer", **_bodies(schemas.NewSession, required=False, snapshot=_SNAPSHOT, **FEATURE_FILES)),
+    **needs("steer", **_bodies(schemas.NewSession, required=False, snapshot=_SNAPSHOT, **forms.FEATURE_FILES)),
 )  # fmt: skip
 async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
@@ -103,20 +91,20 @@ async def open_session(request: Request, state: State) -> Response:
 async def _open(request: Request, state: AppState) -> LiveSession:
     """The session that a request asks for. Raises Problem."""
     ready = state.manager.ready
-    large = {"snapshot": state.config.serve.max_snapshot_mb << 20, **largest_features(ready)}
-    fields = await _form(request, ("image", "snapshot", *FEATURE_FILES), large, feature_check(ready))
+    large = {"snapshot": state.config.serve.max_snapshot_mb << 20}
+    fields = await _form(request, ("image", "snapshot"), ready, large)
     snapshot = _snapshot(fields)
-    files = take_features(fields)
+    files = forms.take_features(fields)
     wanted, picture = await _read(request, schemas.NewSession, ready, fields)
     schemas.check_new(wanted, ready)
     prompt = wanted.prompt is not None
-    given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
+    given = await forms.given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
     spec = _spec(wanted, picture, state.config, given)
     if snapshot is not None:
         spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, state.config, given)
     try:
         return await state.manager.open(spec, snapshot)
-    except SessionUnavailable as error:
+    except Unavailable as error:
         raise Problem(503, str(error), {"Retry-After": str(error.retry_after_s)}, code=error.code) from error
     except RequestError as error:
         raise Problem(422, str(error), code="refused", field=error.field) from error
@@ -190,16 +178,10 @@ def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, defaults: Config
     if given.names:
         why = f"`{given.names[0]}`: a session that goes on from a snapshot has what was saved with it; leave it out."
         raise _invalid(given.names[0], why, "invalid")
-    return replace(
-        _spec(wanted, None, defaults),
-        prompt=saved.text if wanted.prompt is None else wanted.prompt,
-        seed=saved.seed,
-        steps=saved.steps if wanted.steps is None else wanted.steps,
-        kv_context=saved.kv_context,
-    )
+    return resumed(_spec(wanted, None, defaults), saved, wanted.prompt, wanted.steps)
 
 
-def _snapshot(fields: Fields | None) -> bytes | None:
+def _snapshot(fields: forms.Fields | None) -> bytes | None:
     """The file that a session is to go on from. Raises Problem 422 where it is no file. Mutates: fields."""
     given = (fields or {}).pop("snapshot", None)
     if isinstance(given, str):
@@ -208,18 +190,15 @@ def _snapshot(fields: Fields | None) -> bytes | None:
 
 
 async def _form(
-    request: Request,
-    files: tuple[str, ...],
-    large: dict[str, int] | None = None,
-    look: Callable[[str, BinaryIO, int], None] = lambda name, file, nbytes: None,
-) -> Fields | None:
+    request: Request, files: tuple[str, ...], features_for: Ready | None = None, large: dict[str, int] | None = None
+) -> forms.Fields | None:
     """The fields of a body that is a form, see `read_form`; None: it is none."""
     kind = media_type(request)
-    return await read_form(request, kind, files, _invalid, large, look) if kind == FORM else None
+    return await forms.read_form(request, kind, files, _invalid, features_for, large) if kind == forms.FORM else None
 
 
 async def _read(
-    request: Request, model: type[WithImageT], ready: Ready, fields: Fields | None = None
+    request: Request, model: type[WithImageT], ready: Ready, fields: forms.Fields | None
 ) -> tuple[WithImageT, Pictures | None]:
     """The body, JSON or the fields of a form, and the picture in it, fitted to the engine's size."""
     kind = media_type(request)
@@ -228,13 +207,13 @@ async def _read(
         texts = {name: value for name, value in fields.items() if isinstance(value, str)}
         read = schemas.read(model, texts if file is None else texts | {"image": _SENT})
     else:
-        given, file = await read_body(request, MAX_JSON_BYTES), None
+        given, file = await read_body(request, forms.MAX_JSON_BYTES), None
         if given and kind != JSON:
-            raise Problem(415, f"The body is {JSON} or {FORM}.")
+            raise Problem(415, f"The body is {JSON} or {forms.FORM}.")
         # Which may be large: a picture as base64 is in it.
         read = await asyncio.to_thread(schemas.read, model, given)
     image = read.image if file is None else file
-    return read, await given_picture(image, ready, read.fit, status=422, field="image")
+    return read, await forms.given_picture(image, ready, read.fit, status=422, field="image")
 
 
 def _invalid(name: str, why: str, code: str) -> Problem:
@@ -263,21 +242,15 @@ def _info_of(state: AppState, session: LiveSession) -> SessionInfo:
 def _capacity(state: AppState) -> schemas.CapacityInfo:
     manager, ready = state.manager, state.manager.ready
     return schemas.CapacityInfo(
+        **{name: getattr(ready, name) for name in _OF_READY},
         free_sessions=manager.load.free_sessions(),
         work_s=manager.load.capacity.work_s(clock.monotonic_s()),
-        chunk_frames=ready.chunk_frames,
         share=round(sum(manager.load.shares()), 4),
         share_limit=manager.load.capacity.limit,
         occupancy=[round(share, 3) for share in manager.load.occupancy],
-        sessions_fit=ready.sessions_fit,
-        sessions_away=ready.sessions_away,
         places=manager.sessions_by_location(),
         size=f"{ready.width}x{ready.height}",
         steps=list(ready.steps_known),
-        native_fps=ready.native_fps,
-        text_shape=list(ready.text_shape),
-        chunk_shape=list(ready.chunk_shape),
-        first_chunks=ready.first_chunks,
         draining=manager.draining,
     )
 

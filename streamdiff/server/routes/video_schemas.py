@@ -15,17 +15,7 @@ from streamdiff.engine.validation import MAX_SEED
 from streamdiff.server.jobs.job import Job, VideoRequest
 from streamdiff.server.problem import Problem, media_type, read_body
 from streamdiff.server.routes.dependencies import JSON
-from streamdiff.server.routes.forms import (
-    FEATURE_FILES,
-    FORM,
-    MAX_JSON_BYTES,
-    URLENCODED,
-    Fields,
-    feature_check,
-    largest_features,
-    read_form,
-    take_features,
-)
+from streamdiff.server.routes.forms import FORM, MAX_JSON_BYTES, URLENCODED, Fields, read_form, take_features
 from streamdiff.server.routes.schemas import Size
 from streamdiff.server.sessions.control import Fps, Prompt, Seed, Steps, Strength, steps_refusal
 from streamdiff.video.picture import Fit
@@ -136,8 +126,7 @@ async def read_new_video(request: Request, ready: Ready) -> tuple[NewVideo, byte
     """
     kind = media_type(request)
     if kind in (FORM, URLENCODED):
-        names, large, look = (PICTURE, *FEATURE_FILES), largest_features(ready), feature_check(ready)
-        form = await read_form(request, kind, names, _fault, large, look)
+        form = await read_form(request, kind, (PICTURE,), _fault, ready)
         files = take_features(form)
         file = form.pop(PICTURE) if isinstance(form.get(PICTURE), bytes) else None
         made = _validated(_flat(form), strict=False, embeds="prompt_embeds" in files)
@@ -266,8 +255,8 @@ def _frames(wanted: NewVideo, fps: float) -> int:
 def video_of(job: Job, progress: int) -> Video:
     """A job as the API shows it."""
     request = job.request
-    times_s = (None if time_s is None else int(time_s) for time_s in (job.started_s, job.ended_s, job.expires_s))
-    started, ended, expires = times_s
+    times_s = (job.started_s, job.ended_s, job.expires_s)
+    started, ended, expires = (None if time_s is None else int(time_s) for time_s in times_s)
     return Video(
         id=job.id,
         model=request.model,

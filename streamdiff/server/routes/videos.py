@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -11,7 +10,8 @@ from fastapi.responses import FileResponse
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
 from streamdiff.server.jobs.job import Job
-from streamdiff.server.jobs.runner import JobLimitReached, JobRunner
+from streamdiff.server.jobs.runner import JobRunner
+from streamdiff.server.load.capacity import Unavailable
 from streamdiff.server.peers import address_of, share_of
 from streamdiff.server.problem import Problem, openai_problem_responses
 from streamdiff.server.routes import video_schemas as schemas
@@ -108,7 +108,7 @@ async def create_video(request: Request, state: State, jobs: Changeable) -> Vide
     given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
     try:
         job = await jobs.submit(made, address_of(request), share, picture, given)
-    except JobLimitReached as error:
+    except Unavailable as error:
         headers = {"Retry-After": str(error.retry_after_s)}
         raise Problem(429, str(error), headers, code=error.code) from error
     return video_of(job, 0)
@@ -148,13 +148,9 @@ async def video_content(jobs: Visible, job: Found, variant: str = "video") -> Re
     if job.status != "completed":
         why = f"The video is {job.status.replace('_', ' ')} ({jobs.progress(job)} %)."
         raise Problem(404, why, {"Retry-After": str(RETRY_S)}, code=job.status)
-    path = await jobs.video(job)
-    try:
-        status = None if path is None else await asyncio.to_thread(path.stat)
-    except OSError:  # deleted just now
-        status = None
-    if path is None or status is None:
+    if (found := await jobs.video(job)) is None:
         raise Problem(404, "The video's file is gone from the server's disk.", code="gone")
+    path, status = found
     return FileResponse(path, media_type=MP4, filename=path.name, stat_result=status)
 
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
 from streamdiff.config import IceServer
-from streamdiff.server.app_state import count_refusals
+from streamdiff.server.app_state import AppState, count_refusals
 from streamdiff.server.auth import Role
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem, Responses, media_type, problem_responses, read_body
@@ -24,7 +24,8 @@ from streamdiff.server.webrtc.sdp import MAX_SDP_BYTES
 SDP_TYPE = "application/sdp"
 TRICKLE_TYPE = "application/trickle-ice-sdpfrag"
 CLIENT_ID = re.compile(r"[A-Za-z0-9_-]{8,64}")
-_TEXT = {"type": "string"}
+OFFER, FRAGMENT = ("An offer", SDP_TYPE, "Accept-Post"), ("A fragment", TRICKLE_TYPE, "Accept-Patch")
+"""Kinds of bodies, for `read_sdp`."""
 ViewerId = Annotated[str, Field(description="the viewer")]
 
 _Codec = Annotated[str | None, Query(description="only this one", json_schema_extra={"enum": ["h264", "vp8"]})]
@@ -45,7 +46,7 @@ _REFUSED = problem_responses(
     s503="All places are taken, or the engine has ended; Retry-After: when to try again",
 )
 _NO_VIEWER = problem_responses(429, s404="No such viewer")
-_BAD_FRAGMENT = problem_responses(413, 415, s400="The fragment cannot be read", s422="An ICE restart")
+BAD_FRAGMENT = problem_responses(413, 415, s400="The fragment cannot be read", s422="An ICE restart")
 
 
 router = APIRouter(tags=["watching"], default_response_class=Response)
@@ -71,15 +72,14 @@ async def watch(
     client_id: _ClientId = None,
 ) -> Response:
     with count_refusals(state.metrics.viewers_refused):
-        offer = await read_offer(request)
+        offer = await read_sdp(request, *OFFER)
         live = state.running_session(request)
         _check_client_id(client_id)
         if why := state.manager.refuse_viewer(live):
             raise Problem(503, why, {"Retry-After": str(state.manager.retry_after_s())}, code="memory")
         may_control = state.may_control(request, live)
         id, answer = await state.viewers.create(live, offer, address_of(request), codec, may_control, client_id)
-    headers = {"Location": f"/whep/{quote(live.id, safe='')}/{id}"}
-    return with_links(Response(answer, 201, headers, media_type=SDP_TYPE), state.ice_servers.issue())
+    return answered(state, f"/whep/{quote(live.id, safe='')}/{id}", answer)
 
 
 for endpoint in ("/whep", "/whep/{session}"):
@@ -94,7 +94,7 @@ for endpoint in ("/whep", "/whep/{session}"):
         )  # fmt: skip
     router.add_api_route(
         endpoint, watch, methods=["POST"], status_code=201, summary="Watch: an offer for an answer",
-        responses=_ANSWER | _REFUSED, **needs("watch", **body(SDP_TYPE, _TEXT)),
+        responses=_ANSWER | _REFUSED, **needs("watch", **body(SDP_TYPE)),
     )  # fmt: skip
 
 
@@ -110,11 +110,11 @@ for method in ("OPTIONS", "GET", "HEAD"):
 
 
 @router.patch(
-    _VIEWER, status_code=204, summary="Add candidates (trickle ICE)", responses=_NO_VIEWER | _BAD_FRAGMENT,
-    **open_to_all(**body(TRICKLE_TYPE, _TEXT)),
+    _VIEWER, status_code=204, summary="Add candidates (trickle ICE)", responses=_NO_VIEWER | BAD_FRAGMENT,
+    **open_to_all(**body(TRICKLE_TYPE)),
 )  # fmt: skip
 async def add_candidates(request: Request, state: State, session: SessionId, id: ViewerId) -> Response:
-    fragment = await read_fragment(request)
+    fragment = await read_sdp(request, *FRAGMENT)
     await state.viewers.trickle(session, id, fragment, address_of(request))
     return Response(status_code=204)
 
@@ -148,22 +148,17 @@ def with_links(response: Response, servers: list[IceServer]) -> Response:
     return response
 
 
-async def read_offer(request: Request) -> str:
-    """The SDP offer of a body. Raises Problem: 400, 413, 415."""
-    if media_type(request) != SDP_TYPE:
-        raise Problem(415, f"An offer is {SDP_TYPE}.", {"Accept-Post": SDP_TYPE})
-    return _text(await read_body(request, MAX_SDP_BYTES))
+def answered(state: AppState, location: str, answer: str) -> Response:
+    """The response with the SDP answer to an offer, and where its connection is."""
+    response = Response(answer, 201, {"Location": location}, media_type=SDP_TYPE)
+    return with_links(response, state.ice_servers.issue())
 
 
-async def read_fragment(request: Request) -> str:
-    """The SDP fragment of a body (trickle ICE). Raises Problem: 400, 413, 415."""
-    if media_type(request) != TRICKLE_TYPE:
-        raise Problem(415, f"A fragment is {TRICKLE_TYPE}.", {"Accept-Patch": TRICKLE_TYPE})
-    return _text(await read_body(request, MAX_SDP_BYTES))
-
-
-def _text(body: bytes) -> str:
+async def read_sdp(request: Request, name: str, kind: str, accept: str) -> str:
+    """The SDP of a body of that `kind`; `accept` is the header that names it. Raises Problem: 400, 413, 415."""
+    if media_type(request) != kind:
+        raise Problem(415, f"{name} is {kind}.", {accept: kind})
     try:
-        return body.decode()
+        return (await read_body(request, MAX_SDP_BYTES)).decode()
     except UnicodeDecodeError as error:
         raise Problem(400, "The body is not UTF-8 text.") from error

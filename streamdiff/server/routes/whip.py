@@ -15,9 +15,8 @@ from pydantic import Field
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Responses, problem_responses
 from streamdiff.server.routes.dependencies import Controlled, State, answer, body, needs, open_to_all
-from streamdiff.server.routes.whep import SDP_TYPE, TRICKLE_TYPE, read_fragment, read_offer, with_links
+from streamdiff.server.routes.whep import BAD_FRAGMENT, FRAGMENT, OFFER, SDP_TYPE, TRICKLE_TYPE, answered, read_sdp
 
-_TEXT = {"type": "string"}
 SenderId = Annotated[str, Field(description="the sender")]
 _Strength = Annotated[float | None, Query(gt=0, le=1, description="how much noise is mixed in, as `strength` says")]
 _OnEnd = Annotated[
@@ -33,7 +32,6 @@ _REFUSED = problem_responses(
     s503="All places are taken, or the engine does not run; Retry-After: when to try again",
 )
 _NO_SENDER = problem_responses(401, 403, 404, 410, 429, 503)
-_BAD_FRAGMENT = problem_responses(413, 415, s400="The fragment cannot be read", s422="An ICE restart")
 _SENDER = "/whip/{session}/{id}"
 
 router = APIRouter(tags=["feeding"], default_response_class=Response)
@@ -42,10 +40,9 @@ router = APIRouter(tags=["feeding"], default_response_class=Response)
 async def feed(
     request: Request, state: State, live: Controlled, strength: _Strength = None, on_end: _OnEnd = "text"
 ) -> Response:
-    offer = await read_offer(request)
+    offer = await read_sdp(request, *OFFER)
     id, answer = await state.feeders.create(live, offer, address_of(request), strength, on_end == "end")
-    headers = {"Location": f"/whip/{quote(live.id, safe='')}/{id}"}
-    return with_links(Response(answer, 201, headers, media_type=SDP_TYPE), state.ice_servers.issue())
+    return answered(state, f"/whip/{quote(live.id, safe='')}/{id}", answer)
 
 
 async def describe() -> Response:
@@ -55,7 +52,7 @@ async def describe() -> Response:
 for endpoint in ("/whip", "/whip/{session}"):
     router.add_api_route(
         endpoint, feed, methods=["POST"], status_code=201, summary="Send video: an offer for an answer",
-        responses=_ANSWER | _REFUSED, **needs("steer", **body(SDP_TYPE, _TEXT)),
+        responses=_ANSWER | _REFUSED, **needs("steer", **body(SDP_TYPE)),
     )  # fmt: skip
     router.add_api_route(
         endpoint, describe, methods=["OPTIONS"], summary="What is taken here",
@@ -64,11 +61,11 @@ for endpoint in ("/whip", "/whip/{session}"):
 
 
 @router.patch(
-    _SENDER, status_code=204, summary="Add candidates (trickle ICE)", responses=_NO_SENDER | _BAD_FRAGMENT,
-    **needs("steer", **body(TRICKLE_TYPE, _TEXT)),
+    _SENDER, status_code=204, summary="Add candidates (trickle ICE)", responses=_NO_SENDER | BAD_FRAGMENT,
+    **needs("steer", **body(TRICKLE_TYPE)),
 )  # fmt: skip
 async def add_candidates(request: Request, state: State, live: Controlled, id: SenderId) -> Response:
-    await state.feeders.trickle(live.id, id, await read_fragment(request))
+    await state.feeders.trickle(live.id, id, await read_sdp(request, *FRAGMENT))
     return Response(status_code=204)
 
 

@@ -16,7 +16,6 @@ from streamdiff.config import PromptPolicy
 from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 
-Kind = Literal["prompt", "reset", "steps", "strength", "fps", "adaptive", "pause", "resume", "get", "ping"]
 MAX_MESSAGE_BYTES, MAX_BODY_BYTES = 16 * 1024, 256 * 1024
 MESSAGES_PER_S = 50
 
@@ -198,16 +197,18 @@ def parse(data: str | bytes) -> ControlMessage:
         raise ControlError("bad_json", f"This is not JSON: {str(error)[:120]}.") from error
     if not isinstance(message, dict):
         raise ControlError("bad_message", f"A message is a JSON object, not {type(message).__name__}.")
-    kind = message.get("type")
+    id, kind = _id(message), message.get("type")
     if not isinstance(kind, str) or kind not in MESSAGES:
         known = ", ".join(MESSAGES)
-        raise ControlError("unknown_type", f"`type` must be one of {known}; got {_echo(kind)}.", "type", _id(message))
-    if unknown := next((name for name in message if name not in MESSAGES[kind].model_fields), None):
-        raise _unknown_field(kind, unknown, _id(message))  # before pydantic writes of each one that it is wrong
+        raise ControlError("unknown_type", f"`type` must be one of {known}; got {_echo(kind)}.", "type", id)
+    # Before pydantic writes of each unknown field that it is wrong.
+    if unknown := next((name[:40] for name in message if name not in MESSAGES[kind].model_fields), None):
+        text = f"A {kind} message has no field {_echo(unknown)}; it takes {', '.join(MESSAGES[kind].model_fields)}."
+        raise ControlError("unknown_field", text, unknown, id)
     try:
         return MESSAGES[kind].model_validate(message)
     except ValidationError as error:
-        raise _refusal(kind, error.errors(include_url=False)[0], _id(message)) from error
+        raise _refusal(kind, error.errors(include_url=False)[0], id) from error
 
 
 def _id(message: dict[str, Any]) -> Id:
@@ -216,11 +217,6 @@ def _id(message: dict[str, Any]) -> Id:
         return _ID.validate_python(message.get("id"), strict=True)
     except ValidationError:
         return None
-
-
-def _unknown_field(kind: str, name: str, id: Id) -> ControlError:
-    field, known = name[:40], ", ".join(MESSAGES[kind].model_fields)
-    return ControlError("unknown_field", f"A {kind} message has no field {_echo(field)}; it takes {known}.", field, id)
 
 
 def _refusal(kind: str, fault: ErrorDetails, id: Id) -> ControlError:

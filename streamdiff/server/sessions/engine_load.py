@@ -8,6 +8,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from prometheus_client import Counter
+
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import FrameBatch, Measured, Ready
@@ -38,9 +40,7 @@ class EngineLoad:
         self.batching: dict[str, dict[str, int]] = {"rows": {}, "alone": {}}
         self._policy = LoadPolicy(ready.steps_known, config.serve.load)
         self._config, self._ready, self._metrics, self._sessions = config, ready, metrics, sessions
-        self._busy_s: defaultdict[int, CounterDelta] = defaultdict(CounterDelta)  # by stage
-        self._forwards: defaultdict[str, CounterDelta] = defaultdict(CounterDelta)  # by rows, or by reason
-        self._encodings: defaultdict[str, CounterDelta] = defaultdict(CounterDelta)
+        self._totals: defaultdict[tuple[Counter, str], CounterDelta] = defaultdict(CounterDelta)  # by label
         self._changed = asyncio.Event()
 
     # ---- what there is ------------------------------------------------------------------------------------------
@@ -104,17 +104,20 @@ class EngineLoad:
         self._changed.set()
         self.occupancy = measured.occupancy
         for stage, total_s in enumerate(measured.busy_s):
-            self._metrics.stage_busy_s.labels(str(stage)).inc(self._busy_s[stage].increase(total_s))
+            self._count(self._metrics.stage_busy_s, str(stage), total_s)
         self.batching = {
             "rows": {str(rows): count for rows, count in enumerate(measured.forwards, 1) if count},
             "alone": dict(zip(measured.alone, measured.alone_forwards, strict=True)),
         }
         for encoder, total in zip(_ENCODERS, measured.encodings, strict=True):
-            self._metrics.encodings.labels(encoder).inc(self._encodings[encoder].increase(total))
+            self._count(self._metrics.encodings, encoder, total)
         for rows, count in enumerate(measured.forwards, 1):
-            self._metrics.forwards.labels(str(rows)).inc(self._forwards[str(rows)].increase(count))
+            self._count(self._metrics.forwards, str(rows), count)
         for reason, count in self.batching["alone"].items():
-            self._metrics.alone.labels(reason).inc(self._forwards[reason].increase(count))
+            self._count(self._metrics.alone, reason, count)
+
+    def _count(self, counter: Counter, label: str, total: float) -> None:
+        counter.labels(label).inc(self._totals[counter, label].increase(total))
 
     # ---- load limits --------------------------------------------------------------------------------------------
 

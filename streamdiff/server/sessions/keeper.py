@@ -4,6 +4,7 @@ hands sessions over to the next server. Decision 0039."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +22,7 @@ from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import SessionEnded
-from streamdiff.server.sessions.session_files import (
-    FoundSession,
-    SessionFolder,
-    SessionRecord,
-    encoded_picture,
-)
+from streamdiff.server.sessions.session_files import FoundSession, SessionFolder, SessionRecord
 from streamdiff.server.sessions.session_spec import SessionSpec
 
 logger = logging.getLogger(__name__)
@@ -257,7 +253,7 @@ def record_of(session: LiveSession) -> SessionRecord:
         steps=demand.steps,
         adaptive=demand.adaptive,
         kv_context=session.kv_context,
-        image=encoded_picture(None if session.image is None else session.image.tobytes()),
+        image=None if session.image is None else base64.b64encode(session.image.tobytes()).decode("ascii"),
         paused=session.paused,
         rev=session.rev,
         epoch=session.epoch,

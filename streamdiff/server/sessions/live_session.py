@@ -12,13 +12,13 @@ from dataclasses import replace
 from functools import partial
 
 from streamdiff import clock
-from streamdiff.config import PROMPT_POLICIES, Config
+from streamdiff.config import Config
 from streamdiff.engine import messages
 from streamdiff.engine.messages import Command, Data, FrameBatch, Ready
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load.capacity import Lifetime
-from streamdiff.server.load.load_policy import UNLIMITED, LoadLimit, SessionDemand
+from streamdiff.server.load.load_policy import LoadLimit, SessionDemand
 from streamdiff.server.logging_setup import log_fields, prompt_log
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.sessions import control
@@ -28,13 +28,13 @@ from streamdiff.server.sessions.playback import Playback
 from streamdiff.server.sessions.receipts import LOAD, Mailbox, Receipt, RequestTracker, SessionEnded, Subscribers
 from streamdiff.server.sessions.session_input import SessionInput
 from streamdiff.server.sessions.session_spec import SessionSpec, demand_after, is_more, load_limited_fields
-from streamdiff.server.sessions.stats import SessionStateMixin, SessionStats
+from streamdiff.server.sessions.stats import SessionState
 
 _Answer = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | messages.Closed
 SessionEvent = _Answer | FrameBatch | messages.InputUsed | messages.Saved | messages.Swapped
 
 
-class LiveSession(SessionStateMixin):
+class LiveSession(SessionState):
     """An open session. Lives on the event loop."""
 
     def __init__(
@@ -49,38 +49,24 @@ class LiveSession(SessionStateMixin):
         occupancy: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         """`send` hands a command to the engine; `may_play` says why the session cannot have what it asks for, or "" if
-        it can; `occupancy`: what share of the time, 0 to 1, each rank was at work."""
-        self.id = id
-        self.prompt, self.seed, self.image, self.features = spec.prompt, spec.seed, spec.image, spec.features
-        self.begins_with_image = spec.image is not None
-        self.steps = ready.steps if spec.steps is None else spec.steps
-        self.limit = UNLIMITED
+        it can; `occupancy`: see `SessionState`."""
+        super().__init__(id, spec, ready, metrics, occupancy)
         self._sent_steps = self.steps
-        self._demand = SessionDemand(self.steps, spec.fps, spec.adaptive)
-        self._ready = ready
-        self.kv_context = ready.kv_context if spec.kv_context is None else spec.kv_context
         self.tokens: Tokens | None = None
         """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
         self.lifetime = Lifetime(clock.monotonic_s())
         self.reserved_until_s = float("-inf")
         """Until then it counts as playing, although it has no viewers."""
-        self.rev = 0  # of the state: goes up with every request
-        self.text, self.notice, self.switches = "", "", PROMPT_POLICIES
-        self.paused = False
-        self.place = "device"
-        """Where its caches lie: on the device, in host memory or on disk."""
         self._last_active: tuple[bool, bool] | None = None  # active, and whether to be swapped out, as sent last
         self.opened = self.closed = False  # closed: or about to be, nobody may join
-        self.engine = EngineStatus()
         self.epoch = -1
         """The latest one that the engine reported."""
         self.resets = 0  # how often its stream has begun afresh
         self._latest_shown_epoch = 0
-        self._send, self._may_play, self._occupancy = send, may_play, occupancy
+        self._send, self._may_play = send, may_play
         self._default_prompt = config.session.prompt
         self._log_prompts, self._grace_s = config.serve.log_prompts, config.serve.grace_s
-        self._stats = SessionStats(metrics, id)
-        self.subscribers = Subscribers(self._stats.receipt)
+        self.subscribers = Subscribers(self._count_receipt)
         self.snapshots = SnapshotRequests(id, send)
         self._requests = RequestTracker()
         self.opening = Opening()
@@ -134,7 +120,7 @@ class LiveSession(SessionStateMixin):
         self.steps = self._sent_steps = self.limit.steps_of(self._demand.steps)
         if self.epoch < 0:
             self._log(self.prompt)
-            self._stats.opening(clock.monotonic_s())
+            self._opening_s = clock.monotonic_s()
         text = self.text or self.prompt  # as it was read last: words that said nothing then say nothing now
         if not text and snapshot is None and self.features.prompt_embeds is None:
             text = self.prompt = self._default_prompt  # that of the snapshot it was opened from were features
@@ -185,11 +171,11 @@ class LiveSession(SessionStateMixin):
         match event:
             case FrameBatch():
                 self.playback.push(event, now_s)
-                self._stats.made(len(event.pictures), event.chunk_s, now_s)
+                self._count_made(len(event.pictures), event.chunk_s, now_s)
             case messages.Opened():
                 self.opened, self.engine, self.epoch = True, EngineStatus(), event.epoch
                 self.begins_with_image = event.image
-                self.playback.look()
+                self.playback.progressed.set()
                 self.opening.end(None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
                 self._send_state()
@@ -244,7 +230,7 @@ class LiveSession(SessionStateMixin):
     def _take_shown(self, frame: int, epoch: int, pts: int) -> None:
         now_s = clock.monotonic_s()
         self._latest_shown_epoch = epoch
-        self._stats.shown(now_s)
+        self._count_shown(now_s)
         self.subscribers.deliver(self._requests.shown(frame, epoch, now_s, pts))
 
     # ---- requests -----------------------------------------------------------------------------------------------
@@ -292,7 +278,10 @@ class LiveSession(SessionStateMixin):
                     self._send_state()
                 elif message.type in ("pause", "resume"):
                     await self._set_paused(message.type == "pause")
-                self._accept_at_once(request)
+                # Nothing has to be made for these.
+                shown_epoch, now_s = self._latest_shown_epoch, clock.monotonic_s()
+                self.subscribers.deliver(self._requests.accepted(request, shown_epoch, "", "", now_s))
+                self._requests.forget(request)
         return request
 
     async def limit_to(self, limit: LoadLimit) -> None:
@@ -357,11 +346,6 @@ class LiveSession(SessionStateMixin):
         await self.tell_active()
         self._send_state()
 
-    def _accept_at_once(self, request: str) -> None:
-        receipts = self._requests.accepted(request, self._latest_shown_epoch, "", "", clock.monotonic_s())
-        self.subscribers.deliver(receipts)
-        self._requests.forget(request)
-
     # ---- what there is to see -----------------------------------------------------------------------------------
 
     def join(self, peer: str, mailbox: Mailbox, may_control: bool = True) -> None:
@@ -382,4 +366,4 @@ class LiveSession(SessionStateMixin):
         self.snapshots.fail(ended)
         await self.input.close()
         await self.playback.close()
-        self._stats.end()
+        self._end_metrics()

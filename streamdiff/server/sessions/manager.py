@@ -11,30 +11,17 @@ import logging
 import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from streamdiff import clock
 from streamdiff.config import Config
-from streamdiff.engine.messages import (
-    Alive,
-    Close,
-    Closed,
-    Command,
-    Data,
-    Event,
-    Failed,
-    FrameBatch,
-    Measured,
-    Opened,
-    Ready,
-    Refused,
-)
+from streamdiff.engine import messages
+from streamdiff.engine.messages import Command, Data, Event, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.engine.snapshot_header import read_saved_session
-from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
+from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
-from streamdiff.server.load.capacity import Lifetime
+from streamdiff.server.load.capacity import Lifetime, Unavailable
 from streamdiff.server.load.load_policy import SessionDemand
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import Metrics
@@ -43,7 +30,7 @@ from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.keeper import SessionKeeper, spec_of
 from streamdiff.server.sessions.live_session import LiveSession, SessionEvent
 from streamdiff.server.sessions.session_files import FoundSession, read_snapshot
-from streamdiff.server.sessions.session_spec import SessionSpec
+from streamdiff.server.sessions.session_spec import SessionSpec, resumed
 from streamdiff.video.picture import fit_picture
 
 logger = logging.getLogger(__name__)
@@ -69,15 +56,6 @@ class EngineConnection(Protocol):
         """The engine's events, until it ends; after `Restarting` those of a new engine, beginning with `Ready`."""
 
 
-class SessionUnavailable(StreamdiffError):
-    """A session that cannot be opened now: `code` is `time`, `memory`, `draining`, `restarting` or `engine`."""
-
-    def __init__(self, code: str, message: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.code = code
-        self.retry_after_s = retry_after_s
-
-
 class SessionManager:
     """The open sessions. While `draining` no session is opened; `ended` is set when the engine has ended for good."""
 
@@ -87,10 +65,10 @@ class SessionManager:
         connection: EngineConnection,
         ready: Ready,
         metrics: Metrics,
-        keeper: SessionKeeper | None = None,
-        found: Sequence[FoundSession] = (),
+        keeper: SessionKeeper,
+        found: Sequence[FoundSession],
     ) -> None:
-        """`found`: sessions of a previous server to resume. Without `keeper` no session is kept on disk."""
+        """`found`: sessions of a previous server to resume."""
         self.ready = ready
         self.engine = EngineStatus()
         self.draining = False
@@ -107,7 +85,7 @@ class SessionManager:
         self._sessions: dict[str, LiveSession] = {}
         self._end_reasons: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._keeper = SessionKeeper(config.serve, (None, None)) if keeper is None else keeper
+        self.keeper = keeper
         self._going_on: dict[str, Data] = {}  # by session, the snapshot that `Open` was sent with
         start = config.session
         image = None if start.image is None else fit_picture(start.image, ready.width, ready.height, start.fit)[None]
@@ -117,13 +95,12 @@ class SessionManager:
             self._add(DEFAULT_SESSION, spec)
         else:
             saved = read_saved_session(self._begin_with, str(start.snapshot))
-            prompt = start.prompt if "prompt" in start.model_fields_set else saved.text
-            spec = replace(spec, prompt=prompt, seed=saved.seed, steps=saved.steps, kv_context=saved.kv_context)
+            spec = resumed(spec, saved, start.prompt if "prompt" in start.model_fields_set else None)
             self._add(DEFAULT_SESSION, spec).playback.go_on(saved.made_frames)
         for each in found:
             session = self._add(each.record.id, spec_of(each.record, ready))
             session.reserved_until_s = clock.monotonic_s() + RESERVED_S
-            self._keeper.take_up(each, session, config.serve)
+            self.keeper.take_up(each, session, config.serve)
 
     # ---- what there is ------------------------------------------------------------------------------------------
 
@@ -168,16 +145,16 @@ class SessionManager:
         """Open a session, which goes on from the file `snapshot`, if there is one.
 
         Raises:
-            SessionUnavailable: no time, no memory, the server is about to end, or the engine does not run.
+            Unavailable: no time, no memory, the server is about to end, or the engine does not run.
             RequestError: a field that the engine never takes; names it.
         """
         if not self.engine.running:
-            raise SessionUnavailable(self.engine.code, self.engine.message(True), self.engine.retry_after_s)
+            raise Unavailable(self.engine.code, self.engine.message(True), self.engine.retry_after_s)
         if self.draining:
-            raise SessionUnavailable("draining", "The server is about to end and opens no more sessions.", 5)
+            raise Unavailable("draining", "The server is about to end and opens no more sessions.", 5)
         steps = self.ready.steps if spec.steps is None else spec.steps
         if why := self.load.refusal(SessionDemand(steps, spec.fps, spec.adaptive)):
-            raise SessionUnavailable("time", why, self.retry_after_s())
+            raise Unavailable("time", why, self.retry_after_s())
         # Nothing is awaited between the look at the shares and this, which takes one.
         session = self._add(f"{self._prefix}{secrets.token_urlsafe(9)}", spec)
         serve, now_s = self._config.serve, clock.monotonic_s()
@@ -193,9 +170,9 @@ class SessionManager:
             if not isinstance(error, RequestError):
                 await self._close(session.id)  # it may open yet
             if isinstance(error, RequestError) and error.code == "memory":
-                raise SessionUnavailable("memory", str(error), self.retry_after_s()) from error
+                raise Unavailable("memory", str(error), self.retry_after_s()) from error
             if isinstance(error, TimeoutError | EngineFailure):
-                raise SessionUnavailable("engine", "The engine did not open the session.", ENDED_RETRY_S) from error
+                raise Unavailable("engine", "The engine did not open the session.", ENDED_RETRY_S) from error
             raise
         fields = log_fields(session=session.id, fps=session.fps, steps=session.steps, seed=session.seed)
         logger.info("Session %s was opened.", session.id, extra=fields)
@@ -237,7 +214,7 @@ class SessionManager:
 
     async def _close(self, id: str) -> None:
         with contextlib.suppress(EngineFailure):  # if it has ended, the session has with it
-            await self._connection.send(Close(id))
+            await self._connection.send(messages.Close(id))
 
     def retry_after_s(self) -> int:
         """In how many seconds another session may be opened, as far as is known."""
@@ -258,7 +235,7 @@ class SessionManager:
         # Before anything is awaited: a viewer that is just being connected sees it and is refused.
         session.closed = True
         self._sessions.pop(session.id, None)
-        self._keeper.forget(session.id)
+        self.keeper.forget(session.id)
         if self.on_end is not None:
             await self.on_end(session, self._end_reasons.get(session.id, "refused"))
         await session.close()
@@ -271,7 +248,7 @@ class SessionManager:
         reader.add_done_callback(self._events_ended)
         self._tasks = [
             reader,
-            asyncio.create_task(self._keeper.run(lambda: self.sessions), name="keep-sessions"),
+            asyncio.create_task(self.keeper.run(lambda: self.sessions), name="keep-sessions"),
             asyncio.create_task(self._end_expired(), name="housekeeping"),
             asyncio.create_task(self.load.follow(lambda: self.engine.running), name="load"),
         ]
@@ -280,7 +257,7 @@ class SessionManager:
     async def _ask_open(self) -> None:
         """Open all sessions on the engine, from their snapshots where there are any."""
         for session in self.sessions:
-            snapshot = await self._keeper.snapshot(session)
+            snapshot = await self.keeper.snapshot(session)
             if snapshot is None and session.id == DEFAULT_SESSION:
                 snapshot = self._begin_with
             if snapshot is not None and not session.closed:
@@ -291,11 +268,7 @@ class SessionManager:
     async def hand_over(self) -> None:
         """Open no more sessions, and leave those there are in `serve.handover` for the next server."""
         self.draining = True
-        await self._keeper.hand_over(self.sessions)
-
-    async def end_keeping(self) -> None:
-        """Remove all kept sessions: the server was asked to end, and they are not resumed."""
-        await self._keeper.end()
+        await self.keeper.hand_over(self.sessions)
 
     async def stop(self) -> None:
         """Stop reading and close every session."""
@@ -323,9 +296,9 @@ class SessionManager:
         reason = "it ended"
         async for event in self._connection.events():
             match event:
-                case Failed():
+                case messages.Failed():
                     reason = event.reason
-                case Measured():
+                case messages.Measured():
                     self.load.measured(event)
                 case Restarting():
                     self.engine = EngineStatus("restarting", event.reason, event.retry_after_s)
@@ -336,7 +309,7 @@ class SessionManager:
                     self.ready, self.engine = event, EngineStatus()
                     self.load.restart(event)
                     await self._ask_open()
-                case Alive():  # for the IPC socket
+                case messages.Alive():  # for the IPC socket
                     pass
                 case Refused() if self._is_fatal(event):
                     reason = f"it refused to open the session: {event.reason}"
@@ -355,29 +328,29 @@ class SessionManager:
     def _dispatch(self, event: SessionEvent) -> None:
         """Hand an event to its session, if that is still open."""
         session = self.get(event.session)
-        if session is not None and not session.opened and isinstance(event, Opened | Refused):
+        if session is not None and not session.opened and isinstance(event, messages.Opened | Refused):
             snapshot = self._going_on.pop(session.id, None)
             if snapshot is not None and isinstance(event, Refused):
                 self._tasks.append(asyncio.create_task(self._begin_afresh(session, event.reason)))
                 return
             if snapshot is not None:
                 self._begin_with = None  # a new engine begins it afresh, or from what is kept
-                self._metrics.lost_s.inc(self._keeper.opened(session, snapshot))
+                self._metrics.lost_s.inc(self.keeper.opened(session, snapshot))
                 self._tasks.append(asyncio.create_task(session.tell_paused()))
         if session is not None and isinstance(event, Refused) and session.engine.state == "restarting":
             # The new engine has no memory for it. Viewers take time to go, and others wait for events.
             self._tasks.append(asyncio.create_task(self.end(session.id, "restart")))
-        elif session is not None and isinstance(event, Closed) and event.reason:
+        elif session is not None and isinstance(event, messages.Closed) and event.reason:
             session.handle(event)
             self._tasks.append(asyncio.create_task(self.end(session.id, "failed", event.reason)))
         elif session is not None:
-            if isinstance(event, FrameBatch):
+            if isinstance(event, messages.FrameBatch):
                 self.load.chunk(session, event)
             session.handle(event)
 
     async def _begin_afresh(self, session: LiveSession, why: str) -> None:
         """Reset a session whose snapshot the engine has refused, or end it if that came from a folder."""
-        if not self._keeper.refused(session, why) and session.id != DEFAULT_SESSION:
+        if not self.keeper.refused(session, why) and session.id != DEFAULT_SESSION:
             await self.end(session.id, "restart")
             return
         with contextlib.suppress(EngineFailure):  # as in `_ask_open`

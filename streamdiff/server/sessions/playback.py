@@ -53,14 +53,11 @@ class Playback:
         """Frames shown per second; under load fewer than `format` says."""
         h264 = H264_CHOICES[config.serve.encoder][-1]
         self.format = Format(ready.width, ready.height, fps, config.scale, config.serve.bitrate, h264)
-        loop = asyncio.get_running_loop()
-
-        def deliver(slot: PlayoutSlot) -> None:  # on the pacer's thread
-            loop.call_soon_threadsafe(self._shown, slot)
-
-        self.pacer = Pacer(fps, ready.chunk_frames, deliver, config.serve.grace_s)
-        self._progressed = asyncio.Event()
-        self.fanout = Fanout(self.format, self.pacer, metrics, self.look)
+        take = asyncio.get_running_loop().call_soon_threadsafe
+        self.pacer = Pacer(fps, ready.chunk_frames, lambda slot: take(self._shown, slot), config.serve.grace_s)
+        self.progressed = asyncio.Event()
+        """Wakes the progress report."""
+        self.fanout = Fanout(self.format, self.pacer, metrics, self.progressed.set)
         self.snapshot = Snapshot(self.pacer.picture)
         self._made_s = clock.monotonic_s()
         self.made_frames = 0
@@ -102,7 +99,7 @@ class Playback:
         """Skip waiting frames of older epochs, at a `reset` or for a prompt. Mutates: self."""
         self._skipped = True
         self.pacer.clear_before(epoch, reset)
-        self._progressed.set()
+        self.progressed.set()
 
     def slack_s(self, batch: FrameBatch) -> float | None:
         """Seconds of video buffered when a chunk's first frames come, before they are pushed, plus what the lead may
@@ -121,7 +118,7 @@ class Playback:
             return None
         slack_s, spare_s = -dry / self.fps if dry else progress.buffered / self.fps, self.lead.spare_s
         self.lead.arrived(slack_s)
-        self._progressed.set()
+        self.progressed.set()
         return slack_s + spare_s if slack_s > 0 else slack_s
 
     def set_fps(self, fps: float) -> None:
@@ -141,10 +138,6 @@ class Playback:
         self._sent_ahead = self.ahead_frames
         self.pacer.set_fps(fps)
 
-    def look(self) -> None:
-        """Wake the progress report. Mutates: self."""
-        self._progressed.set()
-
     def stalled_s(self) -> float:
         """Seconds since the engine made a frame; 0 while frames wait to be shown."""
         return 0.0 if self.pacer.progress().buffered else clock.monotonic_s() - self._made_s
@@ -158,13 +151,13 @@ class Playback:
 
     def _shown(self, slot: PlayoutSlot) -> None:
         self._on_shown(slot.frame, slot.epoch, slot.pts)
-        self._progressed.set()
+        self.progressed.set()
 
     async def _report_progress(self) -> None:
         reported = 0
         while True:
-            await self._progressed.wait()
-            self._progressed.clear()
+            await self.progressed.wait()
+            self.progressed.clear()
             passed, ahead = self.pacer.progress().passed, self.ahead_frames
             try:
                 await self._on_watched()

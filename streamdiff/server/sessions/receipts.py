@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from streamdiff.errors import StreamdiffError
-from streamdiff.server.sessions.control import ControlMessage, Id, Kind, PromptMessage
+from streamdiff.server.sessions.control import ControlMessage, Id, PromptMessage
 
 Stage = Literal["asked", "accepted", "applied", "shown", "superseded", "refused"]
 Mailbox = Callable[[dict[str, Any]], None]
@@ -30,7 +30,7 @@ class Receipt:
     request: str
     owner: str
     id: Id
-    kind: Kind
+    kind: str
     stage: Stage
     lag_s: float
     epoch: int | None = None

@@ -156,11 +156,6 @@ class SessionFolder:
         return FoundSession(record, snapshot, self)
 
 
-def encoded_picture(picture: bytes | None) -> str | None:
-    """For `SessionRecord.image`."""
-    return None if picture is None else base64.b64encode(picture).decode("ascii")
-
-
 def read_snapshot(path: str) -> bytes:
     """A saved session's file. Raises ConfigError where it cannot be read."""
     try:

@@ -19,8 +19,8 @@ from streamdiff.server.sessions.receipts import Receipt, SessionEnded
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 5.0
-"""How long the start waits for the engine to take a file; a large encoder may be loaded later than that."""
+ANSWER_S = 5.0
+"""How long the engine is waited for to take an input; a large encoder may be loaded later than that."""
 
 
 class SessionInput:
@@ -42,7 +42,7 @@ class SessionInput:
         self.strength = DEFAULT_STRENGTH
         self.video_input: VideoInput | None = None
         self._kind, self._fault = "", ""
-        self._used: InputUsed | None = None
+        self._used = InputUsed(session, level=None, used=0, dropped=0)
         self._task: asyncio.Task[None] | None = None
 
     def take(self, kind: str) -> VideoInput:
@@ -55,7 +55,8 @@ class SessionInput:
             message = f"The session is fed already, by a {self._kind}; end that first, or open a session of your own."
             raise ControlError("fed", message, "input")
         self.video_input = VideoInput(*self._size, self._fps, self._feed, self.wanted)
-        self._kind, self._fault, self._used = kind, "", None
+        self._kind, self._fault = kind, ""
+        self._used = InputUsed(self.session, level=None, used=0, dropped=0)
         return self.video_input
 
     def begin(self) -> None:
@@ -107,15 +108,14 @@ class SessionInput:
         if self.video_input is None:
             return None
         video_input, used = self.video_input, self._used
-        level = used.level if used is not None else None
         return {
             "fps": round(video_input.rate, 1),
             "size": None if video_input.source_size is None else list(video_input.source_size),
             "holds": video_input.holds,
             "left_out": video_input.left_out,
-            "level": None if level is None else round(level, 3),
-            "used": used.used if used is not None else 0,
-            "dropped": used.dropped if used is not None else 0,
+            "level": None if used.level is None else round(used.level, 3),
+            "used": used.used,
+            "dropped": used.dropped,
         }
 
     async def close(self) -> None:
@@ -162,17 +162,13 @@ class FileFeed:
                 self._path, loop=self._then == "loop", push=video_input.push, wanted=self._input.wanted
             ), name="input-file",
         )  # fmt: skip
-
-        def on_fault() -> None:
-            playing.cancel()
-
-        video_input.on_fault = on_fault
+        video_input.on_fault = playing.cancel
         self._input.begin()
         self._task = asyncio.create_task(self._run(video_input, playing), name="input-file-end")
         self._input.strength = self._strength  # for an engine that is restarted
         message = StrengthMessage(type="strength", strength=self._strength)
         try:
-            receipt = await self._ask(message, "file", _ANSWER_S)
+            receipt = await self._ask(message, "file", ANSWER_S)
         except (ControlError, EngineFailure, SessionEnded, TimeoutError):
             return  # the engine has ended, or hangs: the server says so, and the next one is told of the file
         if receipt.stage == "refused":

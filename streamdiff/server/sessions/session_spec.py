@@ -7,6 +7,7 @@ from typing import Any
 
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import Pictures
+from streamdiff.engine.snapshot_header import SavedSession
 from streamdiff.server.load.load_policy import LoadLimit, SessionDemand
 from streamdiff.server.sessions.control import AdaptiveMessage, ControlMessage, FpsMessage, StepsMessage
 from streamdiff.server.sessions.receipts import LOAD
@@ -26,6 +27,12 @@ class SessionSpec:
     image: Pictures | None = None
     features: Features = NOTHING
     adaptive: bool = False
+
+
+def resumed(spec: SessionSpec, saved: SavedSession, prompt: str | None, steps: int | None = None) -> SessionSpec:
+    """`spec` for a session that goes on from a snapshot, with what was saved; a prompt and steps may replace it."""
+    prompt, steps = saved.text if prompt is None else prompt, saved.steps if steps is None else steps
+    return replace(spec, prompt=prompt, steps=steps, seed=saved.seed, kv_context=saved.kv_context)
 
 
 def demand_after(demand: SessionDemand, message: ControlMessage) -> SessionDemand:
@@ -54,16 +61,3 @@ def load_limited_fields(message: ControlMessage, limit: LoadLimit) -> dict[str, 
         case FpsMessage(fps=requested) if (fps := limit.fps_of(requested)) < requested:
             return {"fps": fps, "reason": LOAD}
     return {}
-
-
-def state_of(demand: SessionDemand, limit: LoadLimit, steps: int) -> dict[str, Any]:
-    """State fields on steps, frame rate and load of a session whose chunks have `steps` steps now."""
-    fps = limit.fps_of(demand.fps)
-    return {
-        "adaptive": demand.adaptive,
-        "reason": LOAD if limit.steps_of(demand.steps) < demand.steps or fps < demand.fps else "",
-        "steps": steps,
-        "asked_steps": demand.steps,
-        "fps": fps,
-        "asked_fps": demand.fps,
-    }

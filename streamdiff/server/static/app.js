@@ -1,7 +1,7 @@
 // The viewer page that the server serves at `/`: plays the video, draws the session's state, sends control messages.
 
 import { drawInput, drawInputError, startCamera } from "./camera.js";
-import { StreamClient } from "./client.js";
+import { refusal, StreamClient } from "./client.js";
 import { $, drawFieldError, number, setText } from "./dom.js";
 import { startFolding } from "./fold.js";
 import { drawPicture, frameOf, startPictures } from "./picture.js";
@@ -318,7 +318,7 @@ async function beginWith(form) {
     return;
   }
   drawReceipt("");
-  throw new Error((await answer.json().catch(() => ({}))).detail ?? `The server answered ${answer.status}.`);
+  throw await refusal(answer);
 }
 
 function togglePause() {

@@ -1,6 +1,6 @@
 // Video in: the camera, or a screen, sent over WHIP; the server fits it, and the stream starts from it.
 
-import { sendCandidate } from "./client.js";
+import { refusal, sendCandidate } from "./client.js";
 import { $, setText } from "./dom.js";
 
 const LEAST = { width: 320, height: 240 };
@@ -76,7 +76,7 @@ export function startCamera({ address, headers, strength, iceServers, size }) {
     const url = new URL(address(), document.baseURI);
     url.searchParams.set("strength", $("strength").value);
     const response = await fetch(url, { method: "POST", headers: { "Content-Type": "application/sdp", ...headers }, body: pc.localDescription.sdp });
-    if (!response.ok) throw new Error((await response.json().catch(() => ({}))).detail ?? `The server answered ${response.status}.`);
+    if (!response.ok) throw await refusal(response);
     const resource = new URL(response.headers.get("Location"), url);
     if (ended()) return giveUp(resource);
     sending.resource = resource;

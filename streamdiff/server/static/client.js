@@ -238,14 +238,10 @@ export class StreamClient extends EventTarget {
   }
 }
 
-async function refusal(response) {
-  let detail = "";
-  try {
-    detail = (await response.json()).detail ?? "";
-  } catch {
-    // not a problem document: the status has to do
-  }
-  const error = new Error(detail || `The server answered ${response.status}.`);
+/** The error that an answer other than 2xx stands for; where it is no problem document, the status has to do. */
+export async function refusal(response) {
+  const told = await response.json().catch(() => null);
+  const error = new Error(told?.detail || `The server answered ${response.status}.`);
   error.status = response.status;
   const retryAfterS = Number(response.headers.get("Retry-After"));
   if (retryAfterS > 0) error.retryAfterMs = retryAfterS * 1000;

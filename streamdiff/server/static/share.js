@@ -1,6 +1,8 @@
 // A link with prompt, seed, steps and KV context. Whoever opens it gets a session of their own, which is the same stream when
 // this one began with that prompt.
 
+import { refusal } from "./client.js";
+
 const NAMES = ["prompt", "seed", "steps", "fps", "kv_context"];
 
 /** Hand the link on: to the phone's own dialogue, else to the clipboard. Returns what to tell the visitor. */
@@ -39,8 +41,8 @@ export async function openShared(authorization) {
   } catch {
     return refused("The server cannot be reached.");
   }
+  if (!answer.ok) return refused((await refusal(answer)).message);
   const told = await answer.json().catch(() => ({}));
-  if (!answer.ok) return refused(told.detail ?? `The server answered ${answer.status}.`);
   for (const name of NAMES) asked.delete(name);
   asked.set("session", told.id);
   location.replace(`${location.pathname}?${asked}#token=${encodeURIComponent(told.control_token)}`);

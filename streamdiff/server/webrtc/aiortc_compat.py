@@ -102,8 +102,7 @@ class Packetizer:
 
 def negotiated_codec(transceiver: RTCRtpTransceiver) -> Any | None:
     """The codec both sides agreed on, after `setRemoteDescription`; None if there is none."""
-    codecs = transceiver._codecs
-    return codecs[0] if codecs else None
+    return next(iter(transceiver._codecs), None)
 
 
 def hook_sender(
@@ -334,11 +333,6 @@ def _tasks_of(pc: RTCPeerConnection) -> Iterator[asyncio.Task[Any]]:
             yield task
 
 
-def extend_history() -> None:
-    """Keep more packets for retransmission. Mutates: a constant of aiortc, for the whole process."""
-    setattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE", RETRANSMIT_PACKETS)  # noqa: B010
-
-
 _all_host_addresses = aioice.ice.get_host_addresses
 
 
@@ -395,6 +389,6 @@ def check() -> None:
 
 
 check()
-extend_history()
+setattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE", RETRANSMIT_PACKETS)  # noqa: B010
 aioice.ice.get_host_addresses = host_addresses
 setattr(RTCDtlsTransport, "_handle_rtcp_data", _read_rtcp)  # noqa: B010

@@ -71,15 +71,14 @@ class VideoReceiver:
         self._task = asyncio.create_task(self._receive(taken), name="receive-video")
         return with_start_bitrate(str(self.pc.localDescription.sdp))
 
-    async def close(self, limit_s: float) -> bool:
-        """Close the connection; whether that took no longer than `limit_s`. Mutates: self."""
+    async def close(self, limit_s: float) -> None:
+        """Close the connection, by force after `limit_s`. Mutates: self."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        closed = await aiortc_compat.close(self.pc, limit_s)
+        await aiortc_compat.close(self.pc, limit_s)
         if self._queue is not None:
             await self._queue.join_decoder(limit_s)
-        return closed
 
     async def _receive(self, track: MediaStreamTrack) -> None:
         """Take frames at once, as aiortc's queue of them has no bound."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from aiortc import RTCIceCandidate
 from aiortc.sdp import SessionDescription, candidate_from_sdp
@@ -41,28 +40,15 @@ class SdpError(ValueError):
         self.unsatisfiable = unsatisfiable
 
 
-@dataclass(frozen=True)
-class Trickle:
+class Trickle(NamedTuple):
     """The contents of an SDP fragment. `candidates`: those that can be used here, each with its section's `sdpMid`."""
 
     username: str | None
     candidates: tuple[RTCIceCandidate, ...]
 
 
-@dataclass
-class _Section:
-    """Lines of one part of the offer; the first part is the session's."""
-
-    lines: list[str] = field(default_factory=list)
-
-    def value(self, name: str) -> str | None:
-        """What follows `a=<name>:` on its first line; "" for a flag; None when absent."""
-        for line in self.lines:
-            if line == f"a={name}":
-                return ""
-            if line.startswith(f"a={name}:"):
-                return line[len(name) + 3 :]
-        return None
+_Section = list[str]
+"""Lines of one part of the offer; the first part is the session's."""
 
 
 def check_offer(text: str, peer: Literal["viewer", "sender"] = "viewer") -> str:
@@ -75,19 +61,19 @@ def check_offer(text: str, peer: Literal["viewer", "sender"] = "viewer") -> str:
     kinds = [_check_section(number, section, session) for number, section in enumerate(sections)]
     wanted = [_direction(section) for kind, section in zip(kinds, sections, strict=True) if kind == "video"]
     # aiortc takes two of one name for one, and then has no transport for it.
-    named = [line for section in sections for line in section.lines if line.startswith("a=mid:")]
+    named = [line for section in sections for line in section if line.startswith("a=mid:")]
     if len(set(named)) < len(named):
         twice = next(line for line in named if named.count(line) > 1)
         raise SdpError(f"The offer has the line {twice[:60]!r} twice; each media section has one of its own.")
-    bundled = set((session.value("group") or "").split()[1:])
-    if not bundled <= {section.value("mid") for section in sections}:
+    bundled = set((_value(session, "group") or "").split()[1:])
+    if not bundled <= {_value(section, "mid") for section in sections}:
         raise SdpError("The offer's a=group:BUNDLE names a section that is not there.")
     way, does = ("recvonly", "a viewer receives") if peer == "viewer" else ("sendonly", "whoever feeds a session sends")
     if not wanted:
         raise SdpError(f"The offer has no video section; offer one with a={way}.", unsatisfiable=True)
     if not any(direction in (way, "sendrecv") for direction in wanted):
         raise SdpError(f"The offer's video is {wanted[0]}; {does}: offer it with a={way}.", unsatisfiable=True)
-    if sum(line.startswith("a=candidate:") for part in sections for line in part.lines) > MAX_CANDIDATES:
+    if sum(line.startswith("a=candidate:") for part in sections for line in part) > MAX_CANDIDATES:
         raise SdpError(f"The offer has more than {MAX_CANDIDATES} candidates.")
     lines = [line for part in (session, *sections) for line in _repair(part)]
     checked = "\r\n".join(lines) + "\r\n"
@@ -147,20 +133,30 @@ def parse_trickle(text: str) -> Trickle:
     return Trickle(username, tuple(found))
 
 
+def _value(section: _Section, name: str) -> str | None:
+    """What follows `a=<name>:` on its first line; "" for a flag; None when absent."""
+    for line in section:
+        if line == f"a={name}":
+            return ""
+        if line.startswith(f"a={name}:"):
+            return line[len(name) + 3 :]
+    return None
+
+
 def _split(text: str) -> tuple[_Section, list[_Section]]:
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     if not lines or lines[0] != "v=0":
         raise SdpError("This is no SDP offer: its first line must be v=0.")
     if len(lines) > MAX_LINES:
         raise SdpError(f"The offer has more than {MAX_LINES} lines.")
-    session = _Section()
+    session: _Section = []
     sections: list[_Section] = []
     for line in lines:
         if not re.match(r"^[a-z]=", line):
             raise SdpError(f"This is no line of SDP: {line[:60]!r}.")
         if line.startswith("m="):
-            sections.append(_Section())
-        (sections[-1] if sections else session).lines.append(line)
+            sections.append([])
+        (sections[-1] if sections else session).append(line)
     if not sections:
         raise SdpError("The offer has no media section (m= line).")
     if len(sections) > MAX_SECTIONS:
@@ -171,36 +167,36 @@ def _split(text: str) -> tuple[_Section, list[_Section]]:
 def _check_section(number: int, section: _Section, session: _Section) -> str:
     """The kind of a complete section: audio, video or application."""
     where = f"Media section {number}"
-    parts = _MEDIA_LINE.match(section.lines[0])
+    parts = _MEDIA_LINE.match(section[0])
     if parts is None:
-        raise SdpError(f"{where} has an unreadable first line: {section.lines[0][:60]!r}.")
+        raise SdpError(f"{where} has an unreadable first line: {section[0][:60]!r}.")
     kind, port = parts.group(1), int(parts.group(2))
     if port > 65535:
         raise SdpError(f"{where} has port {port}; 65535 is the highest.")
-    if not section.value("mid"):
+    if not _value(section, "mid"):
         raise SdpError(f"{where} has no a=mid.")
     for name in ("ice-ufrag", "ice-pwd"):
-        value = section.value(name) or session.value(name)
+        value = _value(section, name) or _value(session, name)
         if value is None or not _CREDENTIAL.match(value):
             raise SdpError(f"{where} has no usable a={name}.")
-    if (section.value("setup") or session.value("setup")) not in _SETUP:
+    if (_value(section, "setup") or _value(session, "setup")) not in _SETUP:
         raise SdpError(f"{where} has no a=setup:actpass.")
-    prints = [line for part in (session, section) for line in part.lines if line.startswith("a=fingerprint:")]
+    prints = [line for part in (session, section) for line in part if line.startswith("a=fingerprint:")]
     if not prints or not all(_FINGERPRINT.match(line) for line in prints):
         raise SdpError(f"{where} has no usable a=fingerprint; media is always encrypted.")
-    if kind != "application" and section.value("rtcp-mux") is None:
+    if kind != "application" and _value(section, "rtcp-mux") is None:
         raise SdpError(f"{where} has no a=rtcp-mux.")
     for name, most in (("a=rtpmap:", MAX_CODECS), ("a=rtcp-fb:*", MAX_FEEDBACK)):
-        if sum(line.startswith(name) for line in section.lines) > most:
+        if sum(line.startswith(name) for line in section) > most:
             raise SdpError(f"{where} has more than {most} lines {name}.")
-    for line in section.lines:
+    for line in section:
         if line.startswith("a=candidate:"):
             _candidate(line)
     return kind
 
 
 def _direction(section: _Section) -> str:
-    return next((line[2:] for line in section.lines if line[2:] in _DIRECTIONS), "sendrecv")
+    return next((line[2:] for line in section if line[2:] in _DIRECTIONS), "sendrecv")
 
 
 def _candidate(line: str) -> RTCIceCandidate | None:
@@ -232,7 +228,7 @@ def _candidate(line: str) -> RTCIceCandidate | None:
 
 def _repair(section: _Section) -> list[str]:
     lines = []
-    for line in section.lines:
+    for line in section:
         if line.startswith("a=candidate:") and _candidate(line) is None:
             continue
         lines.append(f"a=setup:{_SETUP[line[8:]]}" if line.startswith("a=setup:") and line[8:] in _SETUP else line)

@@ -116,8 +116,6 @@ class VideoSender:
     def _take_estimate(self, bitrate_bps: int) -> None:
         if self._adapts_bitrate:
             self.track.estimated(bitrate_bps, clock.monotonic_s())
-        else:
-            self._take_report()
 
     def _take_report(self) -> None:
         self.track.reported(clock.monotonic_s())

@@ -7,35 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiortc import RTCDataChannel, RTCIceServer, RTCSessionDescription
+from aiortc import RTCDataChannel, RTCSessionDescription
 
 from streamdiff import clock
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.codecs import Codec
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.peers import RETRY_AFTER_S, PerAddressLimiter, SlotPool
+from streamdiff.server.peers import PerAddressLimiter, SlotPool
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.webrtc import aiortc_compat, sdp
 from streamdiff.server.webrtc.data_channel import DataChannelConnection
 from streamdiff.server.webrtc.ice_servers import IceServers
+from streamdiff.server.webrtc.peer_connections import CLOSE_S, Peer, Peers, answered, checked_offer
 from streamdiff.server.webrtc.sender import VideoSender
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 10.0
 TOMBSTONE_S = 60.0
-POSTS_PER_S, POST_BURST = 20.0, 40.0
 CHANGES_PER_S, CHANGE_BURST = 100.0, 200.0
 """Candidates and ends: a page that trickles sends ten or so, and many may sit behind one address."""
 POOR_NETWORK = 0.6
-CLOSE_S = 3.0
-"""For the good-bye to a viewer whose connection is closed; without a bound it may take for ever."""
 CHECK_S = 1.0
 GHOST_S = 3.0
 """A viewer that reported nothing for so long gives its slot, where all are taken, to the next connection of the same
@@ -43,32 +39,24 @@ client: a page that was reloaded without a good-bye. Browsers report once a seco
 
 
 @dataclass(eq=False)
-class Viewer:
+class Viewer(Peer):
     """One peer connection that watches a session."""
 
-    id: str
-    session: LiveSession
     sender: VideoSender
-    may_control: bool = True
-    client_id: str | None = None
-    username: str | None = None
-    address: str = ""
-    candidates: int = 0
+    may_control: bool
+    client_id: str | None
     channel: DataChannelConnection | None = None
-    timeout: asyncio.TimerHandle | None = field(default=None, repr=False)
     drops: CounterDelta = field(default_factory=CounterDelta)
 
 
-class Viewers:
+class Viewers(Peers[Viewer]):
     """All WHEP viewers. Lives on the event loop."""
 
     def __init__(self, slots: SlotPool, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: IceServers) -> None:
-        self._slots, self._codecs, self._metrics, self._ice = slots, codecs, metrics, ice_servers
-        self._viewers: dict[str, Viewer] = {}
+        super().__init__(slots, ice_servers)
+        self._codecs, self._metrics = codecs, metrics
         self._tombstones: dict[tuple[str, str], float] = {}
-        self._offers = PerAddressLimiter(POSTS_PER_S, POST_BURST)
         self._changes = PerAddressLimiter(CHANGES_PER_S, CHANGE_BURST)
-        self._closing: set[asyncio.Task[None]] = set()
         self._check_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -78,7 +66,7 @@ class Viewers:
 
     def update_metrics(self) -> None:
         """Copy figures that other objects hold into the metrics. Mutates: self."""
-        viewers = self._viewers.values()
+        viewers = self._peers.values()
         self._metrics.viewers.set(self.count)
         self._metrics.viewer_waiting.set(max((viewer.sender.track.waiting for viewer in viewers), default=0))
         for viewer in viewers:
@@ -102,13 +90,8 @@ class Viewers:
             Problem: 400 or 422 for the offer, 429 and 503 with Retry-After.
         """
         wanted = self._wanted_codecs(codec)
-        try:
-            checked = sdp.check_offer(offer)
-        except sdp.SdpError as error:
-            raise Problem(422 if error.unsatisfiable else 400, str(error), code="offer") from error
-        if not sdp.video_codecs_of(checked) & set(wanted):
-            names = " or ".join(codec.upper() for codec in wanted)
-            raise Problem(422, f"The offer has no video codec that is sent here: offer {names}.", code="codec")
+        names = " or ".join(codec.upper() for codec in wanted)
+        checked = checked_offer(offer, "viewer", wanted, f"sent here: offer {names}")
         refusal = self._slots.refusal(address)
         ghost = self._ghost_of(client_id, address) if refusal is not None else None
         if refusal is not None and ghost is None:
@@ -120,10 +103,10 @@ class Viewers:
             if ghost is not None:
                 await self._end(ghost, "ghost")
             fanout, on_first = session.playback.fanout, self._metrics.viewer_first_s.observe
-            ice = [RTCIceServer(each.url, each.username, each.credential) for each in self._ice.issue()]
+            ice = self._ice_servers()
             sender = VideoSender(fanout, ice, on_first=on_first, on_key_request=self._count_key_request)
             name = sdp.username_of(checked)
-            viewer = Viewer(secrets.token_urlsafe(24), session, sender, may_control, client_id, name, address)
+            viewer = Viewer(session, sender.pc, address, name, sender, may_control, client_id)
             return viewer.id, await self._connect(viewer, checked, wanted)
         except BaseException:
             self._slots.release(address)
@@ -136,20 +119,8 @@ class Viewers:
             Problem: 404, 400, 422 for an ICE restart, 429.
         """
         self._changes.check(address, "changes", clock.monotonic_s())
-        viewer = self._viewers.get(id)
-        if viewer is None or viewer.session.id != session_id:
-            raise Problem(404, "There is no such viewer; it may have ended. POST a new offer.")
-        try:
-            trickle = sdp.parse_trickle(fragment)
-        except sdp.SdpError as error:
-            raise Problem(400, str(error)) from error
-        if trickle.username is not None and trickle.username != viewer.username:
-            raise Problem(422, "ICE restart is not supported: POST a new offer. This viewer goes on as it was.")
-        for candidate in trickle.candidates:
-            if viewer.candidates >= sdp.MAX_CANDIDATES:
-                return
-            viewer.candidates += 1
-            await viewer.sender.pc.addIceCandidate(candidate)
+        viewer = self._find(session_id, id, "There is no such viewer; it may have ended. POST a new offer.")
+        await self._add_candidates(viewer, fragment, "viewer")
 
     async def delete(self, session_id: str, id: str, address: str) -> None:
         """End a viewer; one that ended lately is fine as well.
@@ -158,62 +129,45 @@ class Viewers:
             Problem: 404, 429.
         """
         self._changes.check(address, "changes", clock.monotonic_s())
-        viewer = self._viewers.get(id)
-        if viewer is not None and viewer.session.id == session_id:
-            await self._end(viewer, "delete")
-        elif self._tombstones.get((session_id, id), float("-inf")) < clock.monotonic_s():
-            raise Problem(404, "There is no such viewer.")
-
-    async def end_session(self, session: LiveSession, reason: str) -> None:
-        """Close all connections that watch a session that ends."""
-        theirs = [viewer for viewer in self._viewers.values() if viewer.session is session]
-        await asyncio.sleep(0)  # lets the data channels send what they were given
-        await asyncio.gather(*(self._end(viewer, "session_ended") for viewer in theirs))
+        if self._tombstones.get((session_id, id), float("-inf")) < clock.monotonic_s():
+            await self._end(self._find(session_id, id, "There is no such viewer."), "delete")
 
     async def stop(self) -> None:
         """Close every connection, with a notice to its peer."""
-        for viewer in list(self._viewers.values()):
+        for viewer in list(self._peers.values()):
             if viewer.channel is not None:
                 viewer.channel.send({"type": "bye", "reason": "shutdown", "retry_after_s": 2})
         if self._check_timer is not None:
             self._check_timer.cancel()
-        await asyncio.sleep(0)  # lets the data channels send what they were given
-        await asyncio.gather(*(self._end(viewer, "shutdown") for viewer in list(self._viewers.values())))
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await super().stop()
 
     # ---- one viewer's life --------------------------------------------------------------------------------------
 
     async def _connect(self, viewer: Viewer, offer: str, codecs: tuple[Codec, ...]) -> str:
         """Register a viewer; returns the SDP answer."""
         session, sender = viewer.session, viewer.sender
-        sender.pc.on("connectionstatechange", lambda: self._state_changed(viewer))
-        sender.pc.on("datachannel", lambda channel: self._channel_opened(viewer, channel))
+        viewer.pc.on("connectionstatechange", lambda: self._state_changed(viewer))
+        viewer.pc.on("datachannel", lambda channel: self._channel_opened(viewer, channel))
         try:
-            answer = await self._negotiate(viewer, offer, codecs)
+            answer = await answered(self._negotiate(viewer, offer, codecs), "the video of one more viewer")
             if session.closed:
                 raise Problem(410, f"The session {session.id!r} has ended.", code="ended")
-        except BaseException as error:
+        except BaseException:
             await sender.close(CLOSE_S)
-            if not isinstance(error, aiortc_compat.OFFER_ERRORS):
-                raise
-            logger.debug("An offer was refused: %s: %s", type(error).__name__, error)
-            first_line = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise Problem(422, f"The offer cannot be answered: {first_line}", code="offer") from error
-        self._viewers[viewer.id] = viewer
+            raise
+        self._register(viewer)
         logger.info("A viewer joins session %s.", session.id, extra=_fields_of(viewer))
-        loop = asyncio.get_running_loop()
-        viewer.timeout = loop.call_later(CONNECT_TIMEOUT_S, self._end_soon, viewer, "connect_timeout")
         if self._check_timer is None:
-            self._check_timer = loop.call_later(CHECK_S, self._check_viewers)
+            self._check_timer = asyncio.get_running_loop().call_later(CHECK_S, self._check_viewers)
         return answer
 
     async def _negotiate(self, viewer: Viewer, offer: str, codecs: tuple[Codec, ...]) -> str:
         """The SDP answer to a checked offer. Mutates: viewer.
 
         Raises:
-            Problem: 503, no UDP port is free. ValueError, or another of `OFFER_ERRORS`: it cannot be answered.
+            ValueError, or another of `aiortc_compat.OFFER_ERRORS`: it cannot be answered.
         """
-        pc = viewer.sender.pc
+        pc = viewer.pc
         transceiver = viewer.sender.add_transceiver(codecs)
         await pc.setRemoteDescription(RTCSessionDescription(offer, "offer"))
         if pc.sctp is not None:
@@ -221,11 +175,7 @@ class Viewers:
         if not viewer.sender.bind(transceiver):
             raise ValueError(f"no common video codec; offer {' or '.join(codec.upper() for codec in codecs)}")
         await pc.setLocalDescription(await pc.createAnswer())
-        answer = str(pc.localDescription.sdp)
-        if "\na=candidate:" not in answer:
-            message = "No UDP port is free for the video of one more viewer: those of serve.udp_ports are in use."
-            raise Problem(503, message, {"Retry-After": str(RETRY_AFTER_S)}, code="ports")
-        return answer
+        return str(pc.localDescription.sdp)
 
     def _count_key_request(self, is_met: bool) -> None:
         (self._metrics.keyframe_requests if is_met else self._metrics.keyframe_requests_refused).inc()
@@ -233,11 +183,11 @@ class Viewers:
     def _check_viewers(self) -> None:
         """Once a second, while there are viewers: end those that are stuck or silent."""
         now_s = clock.monotonic_s()
-        for viewer in list(self._viewers.values()):
+        for viewer in list(self._peers.values()):
             if (fault := viewer.sender.fault(now_s)) is not None:
                 self._end_soon(viewer, fault)
         loop = asyncio.get_running_loop()
-        self._check_timer = loop.call_later(CHECK_S, self._check_viewers) if self._viewers else None
+        self._check_timer = loop.call_later(CHECK_S, self._check_viewers) if self._peers else None
 
     def _channel_opened(self, viewer: Viewer, channel: RTCDataChannel) -> None:
         if channel.label != "control" or (viewer.channel is not None and viewer.channel.open):
@@ -249,28 +199,12 @@ class Viewers:
             channel, viewer.id, viewer.session, self._metrics, lambda: _network(viewer), viewer.may_control
         )
 
-    def _state_changed(self, viewer: Viewer) -> None:
-        state = viewer.sender.pc.connectionState
-        if state == "connected" and viewer.timeout is not None:
-            viewer.timeout.cancel()
-        elif state in ("failed", "closed"):
-            self._end_soon(viewer, state)
-
-    def _end_soon(self, viewer: Viewer, end: str) -> None:
-        if viewer.id in self._viewers:
-            task = asyncio.create_task(self._end(viewer, end), name=f"end-{end}")
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
     async def _end(self, viewer: Viewer, end: str) -> None:
-        if self._viewers.pop(viewer.id, None) is None:
+        if not self._unregister(viewer):
             return
-        self._slots.release(viewer.address)
         now_s = clock.monotonic_s()
         self._tombstones = {key: until_s for key, until_s in self._tombstones.items() if until_s > now_s}
         self._tombstones[viewer.session.id, viewer.id] = now_s + TOMBSTONE_S
-        if viewer.timeout is not None:
-            viewer.timeout.cancel()
         if viewer.channel is not None:
             viewer.channel.close()
         self._metrics.viewer_dropped.inc(viewer.drops.increase(viewer.sender.track.dropped))
@@ -294,13 +228,13 @@ class Viewers:
         """The oldest connection of `client_id` that is dead or never connected, and without which `address` may have a
         slot. Clients choose their ids, so one that still reports is left alone."""
         now_s = clock.monotonic_s()
-        same = (each for each in self._viewers.values() if client_id is not None and each.client_id == client_id)
+        same = (each for each in self._peers.values() if client_id is not None and each.client_id == client_id)
         dead = (viewer for viewer in same if _is_dead(viewer, now_s))
         return next((viewer for viewer in dead if self._slots.refusal(address, viewer.address) is None), None)
 
 
 def _is_dead(viewer: Viewer, now_s: float) -> bool:
-    return viewer.sender.pc.connectionState != "connected" or viewer.sender.track.silent_s(now_s) > GHOST_S
+    return viewer.pc.connectionState != "connected" or viewer.sender.track.silent_s(now_s) > GHOST_S
 
 
 def _fields_of(viewer: Viewer, **more: object) -> dict[str, Any]:

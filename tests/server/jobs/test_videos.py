@@ -347,21 +347,6 @@ def test_a_video_that_is_deleted_while_its_session_is_asked_for_leaves_none_to_t
     asyncio.run(main())
 
 
-def test_a_video_whose_file_goes_while_it_is_fetched_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with making(tmp_path) as site:
-            video = await ended(site, (await ask(site, num_frames=8))["id"])
-
-            async def gone(job: object) -> Path:
-                return tmp_path / "gone.mp4"
-
-            monkeypatch.setattr(site.state.jobs, "video", gone)
-            answer = await site.http.get(f"/v1/videos/{video['id']}/content")
-            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "gone")
-
-    asyncio.run(main())
-
-
 @pytest.mark.slow
 def test_queue_share_and_disk_have_limits_that_say_when_to_come_back(tmp_path: Path) -> None:
     async def main() -> None:

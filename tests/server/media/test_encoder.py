@@ -117,7 +117,7 @@ def test_the_thread_delivers_in_order_and_drops_the_oldest_when_flooded(codec: C
     stamps = [encoded.pts for encoded in out]
     assert stamps == sorted(set(stamps))
     assert out[0].key
-    assert len(out) + thread.counters.dropped == 203
+    assert len(out) + thread.dropped == 203
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -143,7 +143,7 @@ def test_another_bit_rate_holds_from_a_key_frame_on(codec: Codec) -> None:
     assert not any(encoded.key for encoded in out[1:60])
     before, after = (sum(encoded.packet.size for encoded in part) for part in (out[20:60], out[80:120]))
     assert after < before / 2
-    assert thread.counters.bitrate_bps == 500_000
+    assert thread._opened.bitrate_bps == 500_000
 
 
 class _Works:
@@ -207,11 +207,11 @@ def test_a_codec_that_cannot_be_opened_for_another_rate_goes_on_with_the_old_one
         for _ in range(8):
             assert [each.key for each in fed.give()] == [False]
         assert len(library.threads) == 3, "at the next picture again, then once a second"
-        assert (fed.thread.counters.bitrate_bps, fed.thread.failing_since_s) == (1_000_000, None)
+        assert (fed.thread._opened.bitrate_bps, fed.thread.failing_since_s) == (1_000_000, None)
         library.opens = True
         library.now_s += REOPEN_S
         assert [each.key for each in fed.give()] == [True]
-        assert fed.thread.counters.bitrate_bps == 500_000
+        assert fed.thread._opened.bitrate_bps == 500_000
     finally:
         fed.thread.stop()
     assert caplog.text.count("cannot be opened") == 1
@@ -237,7 +237,7 @@ def test_a_codec_that_fails_is_opened_again_once_a_second_until_it_works(
         library.now_s += REOPEN_S
         assert [each.key for each in fed.give()] == [True]
         assert fed.thread.failing_since_s is None
-        assert fed.thread.counters.dropped == 9
+        assert fed.thread.dropped == 9
     finally:
         fed.thread.stop()
     assert caplog.text.count("It is opened again") == 1

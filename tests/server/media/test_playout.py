@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamdiff.server.media import playout as playout_module
 from streamdiff.server.media.playout import PlayoutBuffer, PlayoutSlot
 
 
@@ -129,7 +130,7 @@ def test_a_stall_right_after_the_start_is_too() -> None:
 
 
 def test_start_waits_for_the_start_buffer_but_not_for_ever() -> None:
-    playout = PlayoutBuffer(10, start_frames=5, start_wait_s=0.5)
+    playout = PlayoutBuffer(10, start_frames=5)
     playout.push(0, frames(0, 2))
     assert playout.due(10.0) is None
     assert playout.next_due_s == 10.5
@@ -142,8 +143,9 @@ def test_start_waits_for_the_start_buffer_but_not_for_ever() -> None:
     assert eager.due(10.0) is not None
 
 
-def test_a_dry_buffer_repeats_and_goes_on_at_once_a_little_slower() -> None:
-    playout = PlayoutBuffer(10, start_frames=3, start_wait_s=5)
+def test_a_dry_buffer_repeats_and_goes_on_at_once_a_little_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playout_module, "START_WAIT_S", 5)
+    playout = PlayoutBuffer(10, start_frames=3)
     playout.push(0, frames(0, 3))
     taken = take(playout, 0.5)
     assert [(due.frame, due.repeated) for _, due in taken] == [
@@ -156,8 +158,9 @@ def test_a_dry_buffer_repeats_and_goes_on_at_once_a_little_slower() -> None:
     assert [due.pts for _, due in [*taken, *later]] == [9000 * slot for slot in range(10)]
 
 
-def test_after_a_long_stall_frames_gather_as_at_the_start() -> None:
-    playout = PlayoutBuffer(10, start_frames=3, start_wait_s=5)
+def test_after_a_long_stall_frames_gather_as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playout_module, "START_WAIT_S", 5)
+    playout = PlayoutBuffer(10, start_frames=3)
     playout.push(0, frames(0, 3))
     take(playout, 10.0)
     playout.push(3, frames(3, 2))
@@ -188,7 +191,7 @@ def test_reset_drops_what_waits_of_older_epochs_and_what_still_comes() -> None:
     playout = PlayoutBuffer(10)
     playout.push(0, frames(0, 6), epoch=1)
     assert [due.frame for _, due in take(playout, 0.15)] == [0, 1]
-    assert playout.clear_before(2) == 4
+    playout.clear_before(2)
     assert (playout.buffered, playout.progress.dropped, playout.progress.passed) == (0, 4, 6)
     playout.push(6, frames(6, 2), epoch=1)  # was on its way
     assert (playout.buffered, playout.progress.dropped, playout.progress.passed) == (0, 6, 8)
@@ -197,7 +200,8 @@ def test_reset_drops_what_waits_of_older_epochs_and_what_still_comes() -> None:
     playout.push(8, frames(8, 2), epoch=2)
     due = playout.due(0.3)
     assert due is not None and (due.frame, due.epoch, due.pts) == (8, 2, 27000)
-    assert playout.clear_before(2) == 0, "its own epoch stays"
+    playout.clear_before(2)
+    assert playout.buffered == 1, "its own epoch stays"
 
 
 def test_a_slow_engine_is_followed_evenly_through_frames_that_are_skipped() -> None:
@@ -208,7 +212,8 @@ def test_a_slow_engine_is_followed_evenly_through_frames_that_are_skipped() -> N
         now_s = tick / 400
         if tick == 240 * burst:
             if burst == 40:
-                assert playout.clear_before(1, reset=False) > 0
+                playout.clear_before(1, reset=False)
+                assert playout.progress.dropped > 0
             playout.push(12 * burst, pictures, epoch=int(burst >= 40))
             burst += 1
         while (slot := playout.due(now_s)) is not None:
@@ -227,7 +232,7 @@ def test_a_prompt_change_drops_nothing() -> None:
 
 
 def test_a_late_caller_catches_up_within_limits() -> None:
-    playout = PlayoutBuffer(40, catch_up_s=0.1)
+    playout = PlayoutBuffer(40)
     playout.push(0, frames(0, 100))
     assert playout.due(0.0) is not None
     caught_up = [playout.due(0.1) for _ in range(5)]
@@ -261,21 +266,11 @@ def test_a_clock_set_back_does_not_freeze_the_stream() -> None:
     assert third is not None and third.frame == 2 and third.pts == second.pts + 2250
 
 
-@pytest.mark.parametrize("now_s", [math.nan, math.inf, -math.inf])
-def test_a_time_that_is_not_one_is_refused_and_harmless(now_s: float) -> None:
-    playout = PlayoutBuffer(40)
-    playout.push(0, frames(0, 2))
-    for call in (playout.due, playout.pause, playout.resume):
-        with pytest.raises(ValueError, match="now_s"):
-            call(now_s)
-    due = playout.due(1.0)
-    assert due is not None and due.frame == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fps", [40, 30000 / 1001])
-def test_the_rate_is_exact_over_an_hour(fps: float) -> None:
-    playout = PlayoutBuffer(fps, capacity_frames=1000)
+def test_the_rate_is_exact_over_an_hour(fps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playout_module, "CAPACITY_FRAMES", 1000)
+    playout = PlayoutBuffer(fps)
     exact = Fraction(fps).limit_denominator(1001)
     pictures = frames(0, 1000)
     slots = math.floor(3600 * exact)
@@ -291,8 +286,9 @@ def test_the_rate_is_exact_over_an_hour(fps: float) -> None:
     assert now_s == pytest.approx(5.0 + float((slots - 1) / exact), abs=1e-6)
 
 
-def test_more_than_the_capacity_drops_the_oldest_and_says_so() -> None:
-    playout = PlayoutBuffer(10, capacity_frames=4)
+def test_more_than_the_capacity_drops_the_oldest_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playout_module, "CAPACITY_FRAMES", 4)
+    playout = PlayoutBuffer(10)
     playout.push(0, frames(0, 6))
     assert (playout.buffered, playout.progress.dropped, playout.progress.passed) == (4, 2, 2)
     due = playout.due(0.0)
@@ -309,14 +305,10 @@ def test_frames_cannot_come_twice() -> None:
         playout.push(2, frames(2, 1))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"fps": 0}, {"fps": math.nan}, {"fps": -1}, {"fps": 10, "start_frames": 0}, {"fps": 10, "catch_up_s": -1},
-     {"fps": 10, "start_frames": 9, "capacity_frames": 8}],
-)  # fmt: skip
-def test_bad_settings_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError):
-        PlayoutBuffer(**options)  # type: ignore[arg-type]
+@pytest.mark.parametrize("start_frames", [0, 257])
+def test_bad_settings_are_refused(start_frames: int) -> None:
+    with pytest.raises(ValueError, match="start_frames"):
+        PlayoutBuffer(10, start_frames=start_frames)
 
 
 STEPS = st.one_of(
@@ -334,7 +326,7 @@ STEPS = st.one_of(
 @given(st.lists(STEPS, max_size=60), st.sampled_from([1, 4]), st.sampled_from([24.0, 29.97, 40.0]))
 def test_whatever_happens(steps: list[tuple[str, float]], start_frames: int, fps: float) -> None:
     """In order, nothing left out but what was cleared, strictly increasing pts, bounded, no freeze."""
-    playout = PlayoutBuffer(fps, start_frames=start_frames, capacity_frames=48)
+    playout = PlayoutBuffer(fps, start_frames=start_frames)
     now_s, pushed, epoch, last_pts, new = 0.0, 0, 0, -1, []
     for what, amount in steps:
         if what == "push" and playout.buffered + amount <= 48:
@@ -380,12 +372,3 @@ def test_another_rate_goes_on_from_the_next_slot(before: int, fps: float) -> Non
     assert stamps[before] - stamps[before - 1] == 2250
     assert np.allclose(np.diff(stamps[before:]), 90_000 / fps, atol=1)
     assert np.allclose(np.diff([now_s for now_s, _ in second]), 1 / fps)
-
-
-def test_a_rate_that_cannot_be_is_refused_and_changes_nothing() -> None:
-    playout = PlayoutBuffer(40)
-    for fps in (0, -1, math.nan, math.inf, 1001):
-        with pytest.raises(ValueError, match="fps is"):
-            playout.set_fps(fps)
-    playout.push(0, frames(0, 4))
-    assert [due.pts for _, due in take(playout, 1)][:3] == [0, 2250, 4500]

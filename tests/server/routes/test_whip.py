@@ -23,7 +23,7 @@ from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.webrtc import feeders
+from streamdiff.server.webrtc import peer_connections
 from streamdiff.server.webrtc.aiortc_compat import HELD_FRAMES, RECEIVE_WINDOW_BYTES
 from streamdiff.server.webrtc.receiver import with_start_bitrate
 from tests.server.conftest import Site, bearer, open_site
@@ -234,8 +234,7 @@ def test_a_sender_that_goes_without_a_word_leaves_its_place() -> None:
 
 
 def test_video_that_never_began_ends_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeders, "CONNECT_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(feeders, "CHECK_S", 0.01)
+    monkeypatch.setattr(peer_connections, "CONNECT_TIMEOUT_S", 0.0)
 
     async def scene(site: Site) -> None:
         sender = Sender(site, Colour((9, 9, 9)))
@@ -267,7 +266,7 @@ def test_it_takes_a_control_token_of_the_session(tmp_path: Any) -> None:
         assert (await site.http.delete(sender.location)).status_code == 401
         ended = await site.http.delete(f"/api/sessions/{opened['id']}", headers=bearer(opened["control_token"]))
         assert ended.status_code == 200
-        assert not site.state.feeders._feeders
+        assert not site.state.feeders._peers
         await sender.pc.close()
 
     run(scene, Config(serve=ServeConfig(**files)))
@@ -278,7 +277,7 @@ def test_a_senders_data_channels_are_bounded_as_a_viewers_are() -> None:
         sender = Sender(site, Colour((9, 9, 9)))
         sender.pc.createDataChannel("more")
         assert (await sender.post()).status_code == 201
-        [feeder] = site.state.feeders._feeders.values()
+        [feeder] = site.state.feeders._peers.values()
         assert feeder.receiver.pc.sctp is not None
         assert feeder.receiver.pc.sctp._advertised_rwnd == RECEIVE_WINDOW_BYTES
         await sender.pc.close()
@@ -341,7 +340,7 @@ def test_nobody_waits_for_a_frame_that_takes_long_to_decode(may_decode: threadin
     async def scene(site: Site) -> None:
         async with sending(site, Colour((200, 20, 30))) as sender:
             await left_out(site, 1)
-            [feeder] = site.state.feeders._feeders.values()
+            [feeder] = site.state.feeders._peers.values()
             too_late = threading.Timer(20, may_decode.set)  # or an event loop that waits would wait for ever
             too_late.start()
             ending = asyncio.create_task(site.http.delete(sender.location))

@@ -114,7 +114,7 @@ async def _ice_only(site: Site) -> tuple[httpx.Response, aioice.Connection]:
 
 
 def _connection(site: Site) -> RTCPeerConnection:
-    [viewer] = site.state.viewers._viewers.values()
+    [viewer] = site.state.viewers._peers.values()
     return viewer.sender.pc
 
 

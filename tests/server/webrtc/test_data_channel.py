@@ -51,7 +51,7 @@ def test_a_control_channel_may_be_opened_before_the_end_of_the_old_one_is_known(
     async def scene(site: Site) -> None:
         peer = await site.watch()
         await peer.message({"type": "hello"})
-        [viewer] = site.state.viewers._viewers.values()
+        [viewer] = site.state.viewers._peers.values()
         old: Any = viewer.channel
         # Both packets leave together: the server hears of the new channel while the old one is still "closing".
         peer.channel.close()
@@ -89,7 +89,7 @@ def test_a_peer_that_sends_megabytes_in_one_message_is_let_go_before_they_are_he
     async def scene(site: Site) -> None:
         peer, other = await site.watch(), await site.watch()
         await asyncio.gather(peer.message({"type": "hello"}), other.message({"type": "hello"}))
-        [viewer, _] = site.state.viewers._viewers.values()
+        [viewer, _] = site.state.viewers._peers.values()
         held = 0
         receive = viewer.sender.pc.sctp._receive_chunk  # type: ignore[union-attr]
 

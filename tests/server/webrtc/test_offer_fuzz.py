@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.server.app import attach_engine, create_app
-from streamdiff.server.webrtc import viewers
+from streamdiff.server.webrtc import peer_connections, viewers
 from tests.server.conftest import InMemoryClient
 from tests.server.scripted import Painter
 from tests.server.webrtc.test_sdp import BAD_CANDIDATES
@@ -135,7 +135,9 @@ async def _offer() -> str:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    for name in ("POSTS_PER_S", "POST_BURST", "CHANGES_PER_S", "CHANGE_BURST", "CONNECT_TIMEOUT_S"):
+    for name in ("POSTS_PER_S", "POST_BURST", "CONNECT_TIMEOUT_S"):
+        monkeypatch.setattr(peer_connections, name, 1e9)
+    for name in ("CHANGES_PER_S", "CHANGE_BURST"):
         monkeypatch.setattr(viewers, name, 1e9)
     with contextlib.ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())

@@ -25,7 +25,7 @@ from streamdiff.server.media import encoder
 from streamdiff.server.media.codecs import Codec, Format
 from streamdiff.server.media.packets import QUEUE_PACKETS
 from streamdiff.server.problem import Problem
-from streamdiff.server.webrtc import sender, viewers
+from streamdiff.server.webrtc import peer_connections, sender, viewers
 from tests.server.conftest import Peer, Site, in_slots, run_scene
 
 pytestmark = pytest.mark.slow
@@ -200,7 +200,7 @@ def test_a_viewer_that_stops_reading_holds_nobody_up_and_goes_on_later(regular_s
             process.send_signal(signal.SIGSTOP)
             stamps = [(await other.frame()).pts for _ in range(80)]
             assert in_slots(stamps[20:], 2250)
-            tracks = [viewer.sender.track for viewer in site.state.viewers._viewers.values()]
+            tracks = [viewer.sender.track for viewer in site.state.viewers._peers.values()]
             assert len(tracks) == 2 and all(track.waiting <= QUEUE_PACKETS for track in tracks)
             process.send_signal(signal.SIGCONT)
             seen = frames[0]
@@ -231,7 +231,7 @@ def test_a_page_that_comes_back_takes_the_place_of_its_own_dead_connection(monke
     async def scene(site: Site) -> None:
         other = await site.watch()
         async with _viewer_process(site, "?client=tab-one-1") as (process, _):
-            [_, viewer] = site.state.viewers._viewers.values()
+            [_, viewer] = site.state.viewers._peers.values()
             assert viewer.sender.track is not None
             again = await site.offer()
             refused = await site.post(again, client="tab-one-1")
@@ -262,7 +262,7 @@ def test_a_connection_that_never_lived_makes_room_for_the_next_of_its_client_and
         third = await post("tab-one-1")
         assert third.status_code == 201
         ids = [each.headers["location"].rsplit("/", 1)[1] for each in (second, third)]
-        assert list(site.state.viewers._viewers) == ids
+        assert list(site.state.viewers._peers) == ids
         assert (await site.http.delete(first.headers["location"])).status_code == 200, "it is remembered for a while"
         crowd = await asyncio.gather(*(post("tab-one-1") for _ in range(20)))
         assert {each.status_code for each in crowd} <= {201, 503}
@@ -330,7 +330,7 @@ def test_a_viewer_whose_packets_do_not_get_away_is_given_up(monkeypatch: pytest.
     async def scene(site: Site) -> None:
         stays, stuck = await site.watch(), await site.watch()
         await asyncio.gather(stays.frame(), stuck.frame())
-        viewer = list(site.state.viewers._viewers.values())[1]
+        viewer = list(site.state.viewers._peers.values())[1]
         [sender] = viewer.sender.pc.getSenders()
 
         cable = asyncio.Event()
@@ -430,7 +430,7 @@ def test_a_page_that_is_reloaded_without_end_leaves_nothing_behind() -> None:
 
 
 def test_nothing_is_left_of_a_hundred_that_came_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(peer_connections, "CONNECT_TIMEOUT_S", 0.5)
 
     async def scene(site: Site) -> None:
         watcher = await site.watch()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
-from streamdiff.server.webrtc import viewers
+from streamdiff.server.webrtc import peer_connections
 from tests.server.conftest import Peer, Site, in_slots, run_scene
 from tests.server.scripted import COLOURS
 
@@ -160,7 +160,7 @@ def test_trickle_takes_candidates_and_refuses_what_it_cannot() -> None:
 
 
 def test_a_hundred_at_once_get_exactly_the_places_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "CONNECT_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(peer_connections, "CONNECT_TIMEOUT_S", 600.0)
 
     async def scene(site: Site) -> None:
         watcher = await site.watch()
@@ -179,7 +179,7 @@ def test_a_hundred_at_once_get_exactly_the_places_there_are(monkeypatch: pytest.
 
 
 def test_who_never_connects_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(peer_connections, "CONNECT_TIMEOUT_S", 0.5)
 
     async def scene(site: Site) -> None:
         offer = (await site.offer()).pc.localDescription.sdp
@@ -191,8 +191,8 @@ def test_who_never_connects_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_flood_from_one_address_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "POST_BURST", 3.0)
-    monkeypatch.setattr(viewers, "POSTS_PER_S", 0.001)
+    monkeypatch.setattr(peer_connections, "POST_BURST", 3.0)
+    monkeypatch.setattr(peer_connections, "POSTS_PER_S", 0.001)
 
     async def scene(site: Site) -> None:
         offer = (await site.offer()).pc.localDescription.sdp
@@ -236,23 +236,28 @@ def test_frames_carry_the_media_clock_at_any_rate(fps: float, ticks: int, regula
     run_scene(scene, Config(playback=PlaybackConfig(fps=fps)))
 
 
+def _figure(site: Site, name: str) -> float:
+    """A figure of the H.264 encoders."""
+    return float(site.state.metrics.text().decode().split(f'streamdiff_{name}{{codec="h264"}}')[1].split()[0])
+
+
 def test_two_viewers_share_one_encoder_and_the_second_gets_a_key_frame() -> None:
     async def scene(site: Site) -> None:
         first = await site.watch()
         await first.frame()
         fanout = site.state.manager.get("default").playback.fanout  # type: ignore[union-attr]
-        before = fanout.counters()["h264"].key_frames
+        before = _figure(site, "key_frames_total")
         second = await site.watch()
         await second.frame()
         assert fanout.codecs == ("h264",)
-        assert fanout.counters()["h264"].key_frames > before
-        pictures = fanout.counters()["h264"].pictures
+        assert _figure(site, "key_frames_total") > before
+        pictures = _figure(site, "encode_seconds_count")
         for _ in range(20):
             await asyncio.gather(first.frame(), second.frame())
         third = await site.watch("vp8")
         await third.frame()
         assert set(fanout.codecs) == {"h264", "vp8"}
-        assert fanout.counters()["h264"].pictures > pictures
+        assert _figure(site, "encode_seconds_count") > pictures
         await asyncio.gather(*(site.http.delete(peer.location) for peer in (first, second, third)))
         assert fanout.codecs == ()
 
@@ -315,14 +320,13 @@ def test_a_lost_picture_is_asked_for_and_sent_as_a_key_frame() -> None:
     async def scene(site: Site) -> None:
         peer = await site.watch()
         await peer.frame()
-        counters = site.state.manager.get("default").playback.fanout.counters()["h264"]  # type: ignore[union-attr]
-        before = counters.key_frames
+        before = _figure(site, "key_frames_total")
         [receiver] = [each.receiver for each in peer.pc.getTransceivers() if each.kind == "video"]
         ssrc = int(re.search(r"a=ssrc:(\d+)", peer.answer).group(1))  # type: ignore[union-attr]
         for _ in range(50):
             await receiver._send_rtcp_pli(ssrc)
-        await site.until(lambda: counters.key_frames > before)
-        assert counters.key_frames <= before + 2, "a storm of wishes makes one key frame per 0.3 s"
+        await site.until(lambda: _figure(site, "key_frames_total") > before)
+        assert _figure(site, "key_frames_total") <= before + 2, "a storm of wishes makes one key frame per 0.3 s"
         await peer.frame()
 
     run_scene(scene)

@@ -1,0 +1,163 @@
+"""What viewers and senders of video have in common: from a checked offer to the end of the connection.
+
+Knows nothing about prompts or the engine; HTTP enters only as statuses of `Problem`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from typing import Generic, Literal, TypeVar
+
+from aiortc import RTCIceServer, RTCPeerConnection
+
+from streamdiff.server.peers import RETRY_AFTER_S, PerAddressLimiter, SlotPool
+from streamdiff.server.problem import Problem
+from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.webrtc import aiortc_compat, sdp
+from streamdiff.server.webrtc.ice_servers import IceServers
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0
+POSTS_PER_S, POST_BURST = 20.0, 40.0
+CLOSE_S = 3.0
+"""For the good-bye to a peer whose connection is closed; without a bound it may take for ever."""
+
+
+@dataclass(eq=False)
+class Peer:
+    """One peer connection of a session. Who has its `id` may end it; `address` holds a slot for it; `username` is the
+    ICE user name fragment of its offer, and `candidates` how many it has sent since."""
+
+    session: LiveSession
+    pc: RTCPeerConnection
+    address: str
+    username: str | None
+    _: KW_ONLY
+    id: str = field(default_factory=partial(secrets.token_urlsafe, 24))
+    candidates: int = 0
+    timeout: asyncio.TimerHandle | None = field(default=None, repr=False)
+
+
+PeerT = TypeVar("PeerT", bound=Peer)
+
+
+class Peers(ABC, Generic[PeerT]):
+    """All peer connections of one kind. Lives on the event loop."""
+
+    def __init__(self, slots: SlotPool, ice_servers: IceServers) -> None:
+        self._slots, self._ice = slots, ice_servers
+        self._peers: dict[str, PeerT] = {}
+        self._offers = PerAddressLimiter(POSTS_PER_S, POST_BURST)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def end_session(self, session: LiveSession) -> None:
+        """Close all connections of a session that ends."""
+        theirs = [peer for peer in self._peers.values() if peer.session is session]
+        await asyncio.sleep(0)  # lets the data channels send what they were given
+        await asyncio.gather(*(self._end(peer, "session_ended") for peer in theirs))
+
+    async def stop(self) -> None:
+        """Close every connection."""
+        await asyncio.sleep(0)  # lets the data channels send what they were given
+        await asyncio.gather(*(self._end(peer, "shutdown") for peer in list(self._peers.values())))
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    @abstractmethod
+    async def _end(self, peer: PeerT, end: str) -> None:
+        """End a connection for a reason, if it is registered still. Mutates: self."""
+
+    def _register(self, peer: PeerT) -> None:
+        """Keep a peer that has its answer, and end it unless it connects in time. Mutates: self, peer."""
+        self._peers[peer.id] = peer
+        loop = asyncio.get_running_loop()
+        peer.timeout = loop.call_later(CONNECT_TIMEOUT_S, self._end_soon, peer, "connect_timeout")
+
+    def _unregister(self, peer: PeerT) -> bool:
+        """Forget a peer and free its slot; False if that was done before. Mutates: self."""
+        if self._peers.pop(peer.id, None) is None:
+            return False
+        self._slots.release(peer.address)
+        if peer.timeout is not None:
+            peer.timeout.cancel()
+        return True
+
+    def _find(self, session_id: str, id: str, missing: str) -> PeerT:
+        """A session's peer of that id. Raises Problem, 404, with the text `missing`."""
+        peer = self._peers.get(id)
+        if peer is None or peer.session.id != session_id:
+            raise Problem(404, missing)
+        return peer
+
+    def _state_changed(self, peer: PeerT) -> None:
+        state = peer.pc.connectionState
+        if state == "connected" and peer.timeout is not None:
+            peer.timeout.cancel()
+        elif state in ("failed", "closed"):
+            self._end_soon(peer, state)
+
+    def _end_soon(self, peer: PeerT, end: str) -> None:
+        if peer.id in self._peers:
+            task = asyncio.create_task(self._end(peer, end), name=f"end-{end}")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def _ice_servers(self) -> list[RTCIceServer]:
+        return [RTCIceServer(each.url, each.username, each.credential) for each in self._ice.issue()]
+
+    async def _add_candidates(self, peer: PeerT, fragment: str, whose: str) -> None:
+        """Take candidates that a peer found after its offer; those beyond the limit are left out. Mutates: peer.
+
+        Raises:
+            Problem: 400, 422 for an ICE restart, which says `whose` connection goes on.
+        """
+        try:
+            trickle = sdp.parse_trickle(fragment)
+        except sdp.SdpError as error:
+            raise Problem(400, str(error)) from error
+        if trickle.username is not None and trickle.username != peer.username:
+            raise Problem(422, f"ICE restart is not supported: POST a new offer. This {whose} goes on as it was.")
+        for candidate in trickle.candidates:
+            if peer.candidates >= sdp.MAX_CANDIDATES:
+                return
+            peer.candidates += 1
+            await peer.pc.addIceCandidate(candidate)
+
+
+def checked_offer(offer: str, peer: Literal["viewer", "sender"], codecs: Sequence[str], needed: str) -> str:
+    """The offer of a `peer`, checked and repaired, which has one of `codecs`.
+
+    Raises:
+        Problem: 400, 422; without such a codec it says what is `needed`.
+    """
+    try:
+        checked = sdp.check_offer(offer, peer)
+    except sdp.SdpError as error:
+        raise Problem(422 if error.unsatisfiable else 400, str(error), code="offer") from error
+    if not sdp.video_codecs_of(checked) & set(codecs):
+        raise Problem(422, f"The offer has no video codec that is {needed}.", code="codec")
+    return checked
+
+
+async def answered(answering: Awaitable[str], purpose: str) -> str:
+    """The SDP answer to a checked offer, once it is there.
+
+    Raises:
+        Problem: 422, the offer cannot be answered; 503, no UDP port is left for its `purpose`.
+    """
+    try:
+        answer = await answering
+    except aiortc_compat.OFFER_ERRORS as error:
+        logger.debug("An offer was refused: %s: %s", type(error).__name__, error)
+        first_line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise Problem(422, f"The offer cannot be answered: {first_line}", code="offer") from error
+    if "\na=candidate:" not in answer:
+        message = f"No UDP port is free for {purpose}: those of serve.udp_ports are in use."
+        raise Problem(503, message, {"Retry-After": str(RETRY_AFTER_S)}, code="ports")
+    return answer

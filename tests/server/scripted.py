@@ -304,7 +304,8 @@ class Painter(BarePipeline):
         self._streams.clear()
 
 
-def load(config: ModelConfig, painter: Painter) -> Painter:
+def load(config: ModelConfig, painter: Painter) -> Any:
+    """The painter as the `Pipeline` of an engine that is asked to save, swap or feed nothing."""
     if "GATE" in os.environ:  # a FIFO: the engine starts when somebody writes to it
         Path(os.environ["GATE"]).read_bytes()
     return painter

@@ -119,24 +119,28 @@ class _Sprite:
     radius: float
 
 
+def there(track: Track, thing: int) -> Tensor:
+    """Which frames of a flat track have the first or the second thing, bool `[N]`."""
+    second = track.scenes[:, COLUMN["second"]] == 1
+    return second if thing else torch.ones_like(second)
+
+
+def sprites_by_size(track: Track, thing: int, light: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """The first or the second thing of a flat track by size: its name, the frames int64 `[n]`, on the CPU, that have
+    such a thing, and what `shapes.sprites` draws of them; `light` `[N, 4]` says on which device."""
+    prefix, device = ("", "second_")[thing], light.device
+    looks = [track.scenes[:, COLUMN[prefix + name]] for name in ("color", "shape")]
+    for size, name in enumerate(SIZES):
+        rows = (there(track, thing) & (track.scenes[:, COLUMN[prefix + "size"]] == size)).nonzero()[:, 0]
+        if len(rows):
+            color, shape, angle = (value[rows].to(device) for value in (*looks, track.angle[:, thing]))
+            yield name, rows, *shapes.sprites(color, shape, size, angle, light[rows.to(device)])
+
+
 def _sprites(track: Track, thing: int, light: Tensor) -> dict[int, _Sprite]:
     """The first or the second thing of every frame that has it."""
-    prefix = ("", "second_")[thing]
-    there = torch.ones(len(track.scroll), dtype=torch.bool) if thing == 0 else track.scenes[:, COLUMN["second"]] == 1
     made: dict[int, _Sprite] = {}
-    for size, name in enumerate(SIZES):
-        rows = (there & (track.scenes[:, COLUMN[prefix + "size"]] == size)).nonzero()[:, 0]
-        if not len(rows):
-            continue
-        color, shape, angle = (
-            value.to(light.device)
-            for value in (
-                track.scenes[rows, COLUMN[prefix + "color"]],
-                track.scenes[rows, COLUMN[prefix + "shape"]],
-                track.angle[rows, thing],
-            )
-        )
-        alpha, rgb = shapes.sprites(color, shape, size, angle, light[rows.to(light.device)])
+    for name, rows, alpha, rgb in sprites_by_size(track, thing, light):
         places = track.place[rows, thing].tolist()
         for row, index in enumerate(rows.tolist()):
             y, x = places[row]

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from streamdiff.models.autoencoder.taehv import TaehvConfig
+from streamdiff.models.tiny.training import autoencoder
 from streamdiff.models.tiny.training.autoencoder import CLIP_LATENTS, Clips, Recipe
 from streamdiff.models.tiny.world256 import weather
 from streamdiff.models.tiny.world256.render import Window, render
 from streamdiff.models.tiny.world256.scene import COLUMN, draw_scenes, redraw
 from streamdiff.models.tiny.world256.tracks import FRAMES_PER_LATENT, SIZE, Streams, Track, join
 
-AUTOENCODER = TaehvConfig(
+AUTOENCODER = replace(
+    autoencoder.AUTOENCODER,
     latent_channels=16,
     patch_size=4,
     decoder_widths=(64, 48, 32, 32),
-    decoder_blocks=(2, 2, 1),
-    decoder_space=(2, 2, 1),
-    decoder_time=(2, 2, 1),
     encoder_widths=(24, 24, 48, 64),
-    encoder_blocks=(0, 1, 2),
-    frames_to_trim=0,
 )
 CROP = 128
 CUT = 0.25

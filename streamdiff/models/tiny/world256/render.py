@@ -27,6 +27,11 @@ class Window:
     left: int = 0
     side: int = SIZE
 
+    @property
+    def slices(self) -> tuple[slice, slice]:
+        """Its rows and columns."""
+        return slice(self.top, self.top + self.side), slice(self.left, self.left + self.side)
+
 
 @dataclass(frozen=True)
 class Pictures:
@@ -77,14 +82,14 @@ def render(
                 _paste(frame, covered[index], drawn[index], window)
         pattern = weather.cover(kind, fall[index], device) if falling else None
         if pattern is not None:
-            part = pattern[window.top : window.top + side, window.left : window.left + side]
+            part = pattern[window.slices]
             frame.lerp_(weather.color(kind, light[index]).view(3, 1, 1).expand_as(frame), part.expand_as(frame))
     return Pictures(frames, covered)
 
 
 def _scenery(frame: Tensor, look: Scenery, place: int, light: list[float], scroll: int, window: Window) -> None:
     """Fill `frame` `[3, side, side]`. Mutates: frame."""
-    rows, cols = slice(window.top, window.top + window.side), slice(window.left, window.left + window.side)
+    rows, cols = window.slices
     hours = [(hour, share) for hour, share in enumerate(light) if share > 0]
 
     def mix(pictures: list[Tensor], into: Tensor | None) -> Tensor:

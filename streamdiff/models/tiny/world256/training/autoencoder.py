@@ -45,14 +45,8 @@ def draw_clips(batch: int, crop: int, generator: torch.Generator, device: torch.
 
 def _falling(track: Track, windows: list[Window]) -> Tensor:
     """Where rain, snow or wind is seen, bool `[N, 1, side, side]`: too little of a picture for its error to count."""
-    found = torch.zeros(len(windows), 1, windows[0].side, windows[0].side, dtype=torch.bool)
-    kinds, falls = track.scenes[:, COLUMN["weather"]].tolist(), track.fall.tolist()
-    for index, (kind, fall, window) in enumerate(zip(kinds, falls, windows, strict=True)):
-        cover = weather.cover(kind, fall)
-        if cover is not None:
-            rows, cols = (slice(low, low + window.side) for low in (window.top, window.left))
-            found[index, 0] = cover[rows, cols] > SEEN
-    return found
+    _, covers = weather.falling(track.scenes[:, COLUMN["weather"]], track.fall, track.light)
+    return torch.stack([cover[window.slices] for cover, window in zip(covers, windows, strict=True)])[:, None] > SEEN
 
 
 def draw_track(count: int, generator: torch.Generator) -> Track:

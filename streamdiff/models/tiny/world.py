@@ -11,8 +11,9 @@ and the next chunk follows from the previous one and the prompt alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ MOTIONS: dict[str, tuple[int, int]] = {
 }
 COLOR_NAMES = tuple(COLORS)
 MOTION_NAMES = tuple(MOTIONS)
+ATTRIBUTES = (COLOR_NAMES, SHAPES, MOTION_NAMES, BACKGROUNDS)
+"""Of a scene, in the order of its fields."""
 
 
 @dataclass(frozen=True)
@@ -55,25 +58,14 @@ class Scene:
     motion: str
     background: str
 
-    def indices(self) -> tuple[int, int, int, int]:
+    def indices(self) -> tuple[int, ...]:
         """Row of each field in its table: (color, shape, motion, background)."""
-        return (
-            COLOR_NAMES.index(self.color),
-            SHAPES.index(self.shape),
-            MOTION_NAMES.index(self.motion),
-            BACKGROUNDS.index(self.background),
-        )
+        return tuple(table.index(name) for table, name in zip(ATTRIBUTES, astuple(self), strict=True))
 
 
 def all_scenes() -> list[Scene]:
     """Every scene the world knows, in a fixed order."""
-    return [
-        Scene(color, shape, motion, background)
-        for background in BACKGROUNDS
-        for motion in MOTION_NAMES
-        for shape in SHAPES
-        for color in COLOR_NAMES
-    ]
+    return [Scene(*names[::-1]) for names in product(*ATTRIBUTES[::-1])]
 
 
 def _grid(size: int) -> tuple[Tensor, Tensor]:

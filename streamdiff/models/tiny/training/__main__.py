@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
@@ -41,19 +42,18 @@ from streamdiff.models.tiny.training.denoiser import Learner, Plan
 @dataclass(frozen=True)
 class World:
     """What the stages of a world's training are: updates of each by default, the autoencoder's recipe, what computes
-    its latents' mean and deviation `[C]`, and stage two. Of --minutes, `autoencoder_share` goes to the autoencoder and
-    the rest to stage two; None: each has all of them."""
+    its latents' mean and deviation `[C]`, stage two, and the share of --minutes that each has where all are trained."""
 
     steps: Mapping[str, int]
     recipe: Recipe
     statistics: Callable[[TAEHV, torch.Generator, torch.device], tuple[Tensor, Tensor]]
     train: Callable[[Path, TAEHV, loop.Budget, int, torch.device, Plan], Learner[Any]]
-    autoencoder_share: float | None = None
+    minutes: Mapping[str, float]
 
 
-WORLD = World(
-    {"autoencoder": 6000, "denoiser": 8000}, Recipe(), latent_statistics, denoiser.train, autoencoder_share=0.15
-)
+STEPS = {"autoencoder": 6000, "denoiser": 8000}
+MINUTES = {"autoencoder": 0.15, "denoiser": 0.85}
+WORLD = World(STEPS, Recipe(), latent_statistics, denoiser.train, MINUTES)
 
 
 def stream_of(latent_side: int) -> dict[str, object]:
@@ -152,15 +152,12 @@ def train_stages(
 ) -> str:
     """Train what `args` says, stage one unless an `autoencoder` is given, and write the model; returns that in words.
     Stage two goes on with `begin`, `blend` of which stays (`Plan`)."""
-    minutes = dict.fromkeys(world.steps, args.minutes)
-    if args.minutes and args.stage == "all" and world.autoencoder_share is not None:
-        share = world.autoencoder_share
-        minutes = {"autoencoder": args.minutes * share, "denoiser": args.minutes * (1 - share)}
 
     def budget(stage: str) -> loop.Budget:
         if args.stage not in ("all", stage):
             return loop.Budget(1, 1e-9)
-        return loop.Budget(args.steps or world.steps[stage], minutes[stage])
+        share = world.minutes[stage] if args.stage == "all" else 1.0
+        return loop.Budget(args.steps or world.steps[stage], args.minutes and args.minutes * share)
 
     if autoencoder is None:
         autoencoder = train_autoencoder.train(
@@ -183,8 +180,6 @@ def train_stages(
 
 def _refusal(args: argparse.Namespace) -> str | None:
     """The first error in the options, found before anything is written; None if there is none."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        return "--device is cuda, but torch sees no CUDA device; use auto or cpu"
     if args.begin and args.stage != "denoiser":
         return "--begin goes with --stage denoiser: the autoencoder is that of the model"
     if not 0 <= args.blend < 1:
@@ -202,8 +197,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(args: argparse.Namespace) -> str:
     """Train what was asked for; returns what was written."""
-    wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(wanted if args.device == "auto" else args.device)
+    device = pick_device(args.device)
     loop.join_group()
     autoencoder = begin = None
     if args.begin:

@@ -17,6 +17,8 @@ from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.autoencoder import encode_groups
 
 CHUNK = 3
+FRAMES = CHUNK * world.FRAMES_PER_LATENT
+"""Of a chunk."""
 
 
 CHUNKS = 5
@@ -93,7 +95,7 @@ class Windows(ChunkWindows):
 
 def draw_scenes(count: int, chunks: int, generator: torch.Generator) -> Tensor:
     """Scenes `[count, chunks, 4]`: at every other boundary a prompt change that redraws about half of it."""
-    sizes = (len(world.COLORS), len(world.SHAPES), len(world.MOTIONS), len(world.BACKGROUNDS))
+    sizes = map(len, world.ATTRIBUTES)
     fresh = torch.stack([torch.randint(n, (count, chunks), generator=generator) for n in sizes], -1)
     change = torch.rand(count, chunks, 1, generator=generator) < CHANGE
     redraw = change & (torch.rand(count, chunks, 4, generator=generator) < REDRAW)
@@ -108,8 +110,7 @@ def render_windows(scenes: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         frames `[B, chunks * CHUNK * 4, 3, SIZE, SIZE]` and the shape's mean place `[B, chunks * CHUNK, 2]`.
     """
-    frames_each = CHUNK * world.FRAMES_PER_LATENT
-    per_frame = scenes.repeat_interleave(frames_each, 1)
+    per_frame = scenes.repeat_interleave(FRAMES, 1)
     step = world.velocities(str(scenes.device))[per_frame[..., 2]]
     place = (origin[:, None] + torch.cumsum(step, 1) - step).remainder(world.SIZE)
     color, shape, background = (per_frame[..., i].flatten() for i in (0, 1, 3))
@@ -281,6 +282,11 @@ class Rows:
     target: Tensor  # bool [B, rows]
 
 
+def causal(count: int) -> list[list[int]]:
+    """The rows that each of `count` rows sees, where all see those before them and themselves."""
+    return [list(range(i + 1)) for i in range(count)]
+
+
 def staircase_rows(windows: ChunkWindows, chance: random.Random, generator: torch.Generator) -> Rows:
     """Levels that rise from clean to noise along the window, as chunks of one session stand in the ring.
 
@@ -296,29 +302,18 @@ def staircase_rows(windows: ChunkWindows, chance: random.Random, generator: torc
     step = base[:, None] - torch.arange(CHUNKS)
     sigma = levels[step.clamp(0, steps)]
     target = (step >= 0) & (step < steps)
-    return Rows(
-        list(range(CHUNKS)), [list(range(i + 1)) for i in range(CHUNKS)], _context_noise(sigma, generator), target
-    )
+    return Rows(list(range(CHUNKS)), causal(CHUNKS), _context_noise(sigma, generator), target)
 
 
 def clean_rows(windows: ChunkWindows, chance: random.Random, generator: torch.Generator) -> Rows:
     """Clean copies of chunks 0..3 and noisy copies of 0..4; a noisy copy sees the clean past and itself."""
-    batch = windows.latents.shape[0]
-    past = CHUNKS - 1
-    sigma = torch.cat([torch.zeros(batch, past), _step_noise(batch, CHUNKS, generator)], 1)
-    target = torch.cat([torch.zeros(batch, past, dtype=torch.bool), torch.ones(batch, CHUNKS, dtype=torch.bool)], 1)
-    target[:, past] = windows.start
-    visible = [list(range(i + 1)) for i in range(past)] + [[*range(i), past + i] for i in range(CHUNKS)]
-    return Rows([*range(past), *range(CHUNKS)], visible, _context_noise(sigma, generator), target)
+    levels = _step_noise(len(windows.latents), CHUNKS, generator)
+    return _both_copies(windows, levels, [[*range(i), CHUNKS - 1 + i] for i in range(CHUNKS)], generator)
 
 
 def anchored_rows(windows: ChunkWindows, chance: random.Random, generator: torch.Generator) -> Rows:
     """Clean copies of chunks 0..3 and noisy copies of 0..4, all at one level, as at one step of `matched`. Anchors are
-    seen clean where a stream's are: the first chunk by all, every Nth from step S - k on by the chunk k later.
-
-    A window that does not start a stream has no target in its first chunk, whose past is not there.
-    """
-    batch, past = windows.latents.shape[0], CHUNKS - 1
+    seen clean where a stream's are: the first chunk by all, every Nth from step S - k on by the chunk k later."""
     steps = 4 if chance.random() < 0.75 else 2
     step, every = chance.randrange(steps), chance.choice((None, 1, 2, 4))
     offset, sink = chance.randrange(every or 1), chance.random() < 0.5
@@ -326,14 +321,23 @@ def anchored_rows(windows: ChunkWindows, chance: random.Random, generator: torch
     def seen(row: int, chunk: int) -> int:
         anchor = every is not None and chunk % every == offset and row - chunk >= steps - step
         clean = chunk < row and ((sink and chunk == 0) or anchor)
-        return chunk if clean else past + chunk
+        return chunk if clean else CHUNKS - 1 + chunk
 
-    sigma = torch.cat([torch.zeros(batch, past), torch.full((batch, CHUNKS), LEVELS[steps][step])], 1)
-    target = torch.cat([torch.zeros(batch, past, dtype=torch.bool), torch.ones(batch, CHUNKS, dtype=torch.bool)], 1)
+    levels = torch.full((len(windows.latents), CHUNKS), LEVELS[steps][step])
+    return _both_copies(windows, levels, [[seen(i, chunk) for chunk in range(i + 1)] for i in range(CHUNKS)], generator)
+
+
+def _both_copies(windows: ChunkWindows, levels: Tensor, visible: list[list[int]], generator: torch.Generator) -> Rows:
+    """Clean copies of chunks 0..3, which see those before them, and noisy copies of 0..4, at `levels` `[B, CHUNKS]`,
+    which see the rows `visible`.
+
+    A window that does not start a stream has no target in its first chunk, whose past is not there.
+    """
+    batch, past = len(levels), CHUNKS - 1
+    target = (torch.arange(past + CHUNKS) >= past).repeat(batch, 1)
     target[:, past] = windows.start
-    visible = [list(range(i + 1)) for i in range(past)]
-    visible += [[seen(i, chunk) for chunk in range(i + 1)] for i in range(CHUNKS)]
-    return Rows([*range(past), *range(CHUNKS)], visible, _context_noise(sigma, generator), target)
+    sigma = _context_noise(torch.cat([torch.zeros(batch, past), levels], 1), generator)
+    return Rows([*range(past), *range(CHUNKS)], [*causal(past), *visible], sigma, target)
 
 
 def video_rows(windows: ChunkWindows, chance: random.Random, generator: torch.Generator) -> Rows:
@@ -356,7 +360,7 @@ def next_rows(windows: ChunkWindows, chance: random.Random, generator: torch.Gen
     past = chunks - 1
     sigma = torch.cat([torch.zeros(batch, past), _step_noise(batch, COPIES, generator)], 1)
     target = torch.arange(past + COPIES).expand(batch, -1) >= past
-    visible = [list(range(i + 1)) for i in range(past)] + [[*range(past), past + copy] for copy in range(COPIES)]
+    visible = causal(past) + [[*range(past), past + copy] for copy in range(COPIES)]
     return Rows([*range(past), *[past] * COPIES], visible, _context_noise(sigma, generator), target)
 
 

@@ -46,9 +46,10 @@ from streamdiff.models.tiny.training.batches import (
     Starts,
     Windows,
     WindowsT,
+    causal,
     latent_statistics,
 )
-from streamdiff.models.tiny.training.network import ATTRIBUTES, TRANSFORMER, Forward, Lesson, TinyNetwork
+from streamdiff.models.tiny.training.network import TRANSFORMER, Forward, Lesson, TinyNetwork
 from streamdiff.models.tiny.training.on_policy import OwnPasts, PlayedStreams
 from streamdiff.models.tiny.training.video_windows import PAST, video_windows
 
@@ -83,10 +84,10 @@ OWN_FROM = 0.75
 
 def reading_loss(network: TinyNetwork, chance: random.Random, generator: torch.Generator, batch: int = 64) -> Tensor:
     """Cross-entropy of all four attributes, read off the embedding of every word of random captions."""
-    fields = [torch.randint(len(names), (batch,), generator=generator) for names in ATTRIBUTES]
+    fields = [torch.randint(len(names), (batch,), generator=generator) for names in world.ATTRIBUTES]
     ids = network.text.tokens(captions(torch.stack(fields, -1)[:, None], chance))
     words = ids != 0
-    scores = network.reader(network.text.embed(ids)).split([len(names) for names in ATTRIBUTES], -1)
+    scores = network.reader(network.text.embed(ids)).split([len(names) for names in world.ATTRIBUTES], -1)
     losses = []
     for score, field in zip(scores, fields, strict=True):
         truth = field.to(ids.device)[:, None].expand_as(ids)
@@ -101,19 +102,10 @@ def captions(scenes: Tensor, chance: random.Random) -> list[str]:
         last: tuple[list[int], str] | None = None
         for row in window:
             if last is None or last[0] != row:
-                scene = world.Scene(*(table[i] for table, i in zip(ATTRIBUTES, row, strict=True)))
+                scene = world.Scene(*(table[i] for table, i in zip(world.ATTRIBUTES, row, strict=True)))
                 last = (row, prompts.caption(scene, chance))
             result.append(last[1])
     return result
-
-
-@dataclass(frozen=True)
-class Data:
-    """Training data that a step samples from. `empty` `[backgrounds, C, h, w]`: latents of the bare backgrounds."""
-
-    pool: Pool
-    starts: Starts
-    empty: Tensor
 
 
 def rollout_step(
@@ -132,7 +124,7 @@ def rollout_step(
         noise = loop.noise_like(past, generator)
         seen = sampling.add_noise(past, noise, kept.view(*kept.shape, 1, 1, 1, 1))
         chunks = past.shape[1] + 1
-        rows = Rows(list(range(chunks)), [list(range(i + 1)) for i in range(chunks)], sigma, sigma)
+        rows = Rows(list(range(chunks)), causal(chunks), sigma, sigma)
         every = torch.cat([seen, noisy[:, None]], 1).flatten(0, 1)
         levels = torch.cat([kept, sigma[:, None]], 1)
         made = network.flow(Forward(every, levels, ids_of(told, chunks), rows))
@@ -142,19 +134,19 @@ def rollout_step(
     return own.turn(count, flow, LEVELS[4 if chance.random() < 0.75 else 2], generator)
 
 
-def draw(data: Data, batch: int, chance: random.Random, generator: torch.Generator) -> dict[str, Windows]:
+def draw(
+    pool: Pool, starts: Starts, empty: Tensor, batch: int, chance: random.Random, generator: torch.Generator
+) -> dict[str, Windows]:
     """One step's windows by kind: half of `batch` five chunks long, half as many first chunks again as `batch`, `batch`
     of two chunks, half of `batch` that begin again, and `batch` with a video."""
     (kind,) = chance.choices(list(LONG), list(LONG.values()))
     offset = torch.randint(CHUNKS - 1, (batch,), generator=generator)
     return {
-        "video": video_windows(data.pool.encode, batch, chance.randint(0, PAST), generator),
-        kind: data.pool.sample(max(1, batch // 2), generator),
-        "first": data.starts.sample(batch + batch // 2, generator),
-        "next": data.pool.sample(batch, generator).cut(offset, 2),
-        "again": corruption.after_nothing(
-            data.starts.sample(max(1, batch // 2), generator), data.empty, chance.choice(GONE)
-        ),
+        "video": video_windows(pool.encode, batch, chance.randint(0, PAST), generator),
+        kind: pool.sample(max(1, batch // 2), generator),
+        "first": starts.sample(batch + batch // 2, generator),
+        "next": pool.sample(batch, generator).cut(offset, 2),
+        "again": corruption.after_nothing(starts.sample(max(1, batch // 2), generator), empty, chance.choice(GONE)),
     }
 
 
@@ -218,8 +210,9 @@ class Learner(Generic[NetworkT]):
             statistics = partial(network.load_model, plan.begin)
         self.network, self.smooth = network, dict[str, Tensor]()
         self.optimizer = loop.Optimizer(network, MATRIX_LR * plan.rate, OTHER_LR * plan.rate, adam=ADAM_PARTS)
-        self.progress, self._checkpoint = loop.Progress(), loop.Checkpoint(out / "denoiser.pt")
+        self._checkpoint = loop.Checkpoint(out / "denoiser.pt")
         state = self._checkpoint.load(device)
+        self.progress = self._checkpoint.progress
         self.statistics = statistics() if state is None else (state["mean"], state["std"])
         self.average = loop.Average(network)
         if state is None:
@@ -227,7 +220,6 @@ class Learner(Generic[NetworkT]):
         network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.average.weights = state["average"]
-        self.progress = loop.Progress(state["step"], state["spent_s"])
 
     def train(self, budget: loop.Budget, seed: int, every: int, shares: Mapping[str, float], losses: LossesOf) -> None:
         """Train until the budget is spent: each step adds up its `losses` by their `shares`. The checkpoint is written
@@ -259,15 +251,12 @@ class Learner(Generic[NetworkT]):
 
     def _save(self, done_steps: int) -> None:
         self._checkpoint.save(
-            {
-                "network": self.network.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "average": self.average.weights,
-                "step": done_steps,
-                "spent_s": self.progress.spent_s,
-                "mean": self.statistics[0],
-                "std": self.statistics[1],
-            }
+            done_steps,
+            network=self.network.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            average=self.average.weights,
+            mean=self.statistics[0],
+            std=self.statistics[1],
         )
 
 
@@ -282,7 +271,7 @@ def train(
     encode, first = LatentEncoder(autoencoder, *learner.statistics), learner.progress.step
     pool, starts = Pool(encode, POOL), Starts(encode)
     pool.grow(FIRST_WINDOWS, loop.step_generator(seed + 1, first))
-    data = Data(pool, starts, corruption.empty_latents(encode))
+    empty = corruption.empty_latents(encode)
     own = OwnPasts(encode, starts, STREAMS, loop.step_generator(seed + 2, first))
 
     def losses(done: float, shared: random.Random, generator: torch.Generator) -> dict[str, Tensor]:
@@ -291,12 +280,12 @@ def train(
 
         if learner.progress.step % 2 == 0:
             pool.grow(max(1, plan.batch // 4), generator)
-        drawn = draw(data, plan.batch, shared, generator)
+        drawn = draw(pool, starts, empty, plan.batch, shared, generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
             if plan.begin is not None or done >= OWN_FROM:
                 drawn["own"] = rollout_step(network, own, plan.batch, shared, generator, ids_of)
             found = network.losses(
-                {kind: lesson_of(network, some, data.empty, kind, shared, generator) for kind, some in drawn.items()}
+                {kind: lesson_of(network, some, empty, kind, shared, generator) for kind, some in drawn.items()}
             )
             return found if plan.begin else found | {"reading": reading_loss(network, shared, generator)}
 

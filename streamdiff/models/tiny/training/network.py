@@ -31,7 +31,6 @@ TRANSFORMER: dict[str, Any] = {
     "num_layers": 4,
     "cross_attn_norm": True,
 }
-ATTRIBUTES: tuple[tuple[str, ...], ...] = (world.COLOR_NAMES, world.SHAPES, world.MOTION_NAMES, world.BACKGROUNDS)
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class TinyNetwork(nn.Module):
         self,
         text: TinyText | None = None,
         architecture: Mapping[str, Any] = TRANSFORMER,
-        values: int = sum(map(len, ATTRIBUTES)),
+        values: int = sum(map(len, world.ATTRIBUTES)),
     ) -> None:
         """`values` counts all that the fields of a scene can be. What is not given is of the 128 pixel world."""
         super().__init__()

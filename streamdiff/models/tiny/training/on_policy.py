@@ -19,7 +19,7 @@ from streamdiff.models import sampling
 from streamdiff.models.tiny import world
 from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.batches import (
-    CHUNK,
+    FRAMES,
     LatentEncoder,
     Starts,
     Windows,
@@ -27,7 +27,6 @@ from streamdiff.models.tiny.training.batches import (
     stream_latents,
 )
 
-FRAMES = CHUNK * world.FRAMES_PER_LATENT
 PAST = 2
 """Chunks that a new one sees, as in a stream's `clean` window."""
 FRESH = 1 / 80

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.tiny import world
-from streamdiff.models.tiny.training.batches import CHUNK, LatentEncoder, Windows, draw_scenes, stream_latents
+from streamdiff.models.tiny.training.batches import FRAMES, LatentEncoder, Windows, draw_scenes, stream_latents
 
 PAST = 2
 """Chunks before the one with a video, at most."""
@@ -20,7 +20,6 @@ ELSEWHERE = 0.25
 """Share of the windows whose past is not where the video is: the video has just come."""
 ALIKE = 0.15
 """Share of the windows whose video shows the prompt's own look, as what comes of it does from the second step on."""
-_FRAMES = CHUNK * world.FRAMES_PER_LATENT
 
 
 @torch.no_grad()  # not inference mode: what it makes is trained on
@@ -33,7 +32,7 @@ def video_windows(encode: LatentEncoder, count: int, past: int, generator: torch
     video = torch.where(torch.rand(count, 1, generator=generator) < ALIKE, wanted, video)
     place, away = torch.randint(world.SIZE, (2, count, 2), generator=generator)
     elsewhere = torch.rand(count, 1, generator=generator) < ELSEWHERE
-    before = place - past * _FRAMES * world.velocities()[video[:, 2]]
+    before = place - past * FRAMES * world.velocities()[video[:, 2]]
 
     def encoded(scenes: Tensor, origin: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
         return stream_latents(encode, scenes.to(encode.device), origin.to(encode.device), chunks)

@@ -188,8 +188,8 @@ def test_one_step_draws_every_kind(pool: Pool) -> None:
     chunk = drawn(pool, 4).cut(torch.zeros(4, dtype=torch.int64), 1)
     starts.latents, starts.scenes, starts.place = chunk.latents, chunk.scenes, chunk.place
     chance = random.Random(0)
-    data = denoiser.Data(pool, starts, torch.zeros(len(world.BACKGROUNDS), 8, 16, 16))
-    kinds = [denoiser.draw(data, 4, chance, torch.Generator().manual_seed(i)) for i in range(12)]
+    empty = torch.zeros(len(world.BACKGROUNDS), 8, 16, 16)
+    kinds = [denoiser.draw(pool, starts, empty, 4, chance, torch.Generator().manual_seed(i)) for i in range(12)]
     assert {kind for drawn in kinds for kind in drawn} == set(KINDS) - {"own"}, "the network plays those"
     for drawn_ in kinds:
         assert len(drawn_) == 5

@@ -12,8 +12,8 @@ from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.tiny import model, world
 from streamdiff.models.tiny.text_encoder import TinyText
 from streamdiff.models.tiny.training import corruption, denoiser, on_policy
-from streamdiff.models.tiny.training.batches import LEVELS, LatentEncoder, Starts, Windows, stream_latents
-from streamdiff.models.tiny.training.on_policy import FRAMES, PAST, OwnPasts
+from streamdiff.models.tiny.training.batches import FRAMES, LEVELS, LatentEncoder, Starts, Windows, stream_latents
+from streamdiff.models.tiny.training.on_policy import PAST, OwnPasts
 from tests.small import CPU
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("on-policy training")]

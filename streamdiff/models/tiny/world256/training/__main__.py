@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.taehv import TAEHV
@@ -32,7 +33,7 @@ from streamdiff.models.tiny.world256.training import denoiser
 from streamdiff.models.tiny.world256.training.batches import latent_statistics
 
 STEPS = {"autoencoder": 8000, "denoiser": 8000, "decoder": 1000}
-WORLD = World(STEPS, clips.RECIPE, latent_statistics, denoiser.train)
+WORLD = World(STEPS, clips.RECIPE, latent_statistics, denoiser.train, dict.fromkeys(STEPS, 1.0))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(args: argparse.Namespace) -> str:
     """Train what was asked for; returns what was written."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = pick_device("auto")
     if args.bf16:  # what stays in float32, the optimizer's products, may be rounded too
         torch.set_float32_matmul_precision("high")
     autoencoder = _autoencoder(args.begin, device) if args.begin else None

@@ -53,7 +53,7 @@ class TinyText(TextEncoder):
     """The embedded model's."""
 
     examples = prompts.EXAMPLES
-    suggestions = prompts.SUGGESTIONS
+    suggestions: tuple[tuple[str, ...], ...] = prompts.SUGGESTIONS
     vocabulary = prompts.VOCABULARY
 
     def __init__(self, tokenizer: Tokenizer, encoder: UMT5EncoderModel) -> None:

@@ -63,6 +63,11 @@ class ChunkWindows:
         parts = {name: getattr(self, name)[window, chunk] for name in self.by_chunk}
         return replace(self, start=self.start & (first == 0), **parts)
 
+    def drawn(self, low: float, high: float, generator: torch.Generator) -> Tensor:
+        """A number from `low` to `high` for every window, `[B, 1, 1, 1, 1]`."""
+        numbers = low + (high - low) * torch.rand(len(self.latents), generator=generator)
+        return numbers.to(self.latents.device, non_blocking=True).view(-1, 1, 1, 1, 1)
+
     def from_centers(self) -> tuple[Tensor, Tensor]:
         """How far each row `[..., h]` and column `[..., w]` is from the centres `place` `[..., 2]`, in pixels."""
         side, half = self.side_px, self.side_px / 2

@@ -31,16 +31,15 @@ def corrupt_shapes(windows: Windows, empty: Tensor, generator: torch.Generator) 
     """
     batch, device = len(windows.latents), windows.latents.device
 
-    def draw(low: float, high: float) -> Tensor:
-        return (low + (high - low) * torch.rand(batch, generator=generator)).to(device).view(-1, 1, 1, 1, 1)
-
     dy, dx = windows.from_centers()
-    angle, edge, radius, fade = draw(0, 2 * torch.pi), draw(-8, 14), draw(4, 20), draw(0.2, 0.9)
+    angle, edge, radius, fade = (
+        windows.drawn(low, high, generator) for low, high in ((0, 2 * torch.pi), (-8, 14), (4, 20), (0.2, 0.9))
+    )
     cut = (dy[..., None] * angle.sin() + dx[..., None, :] * angle.cos() > edge).float()
     shrunk = (dy[..., None].square() + dx[..., None, :].square() > radius**2).float()
     kind = torch.randint(3, (batch,), generator=generator).to(device).view(-1, 1, 1, 1, 1)
     share = torch.where(kind == 0, fade, torch.where(kind == 1, cut, shrunk))
-    share = share * (draw(0, 1) < SHARE)
+    share = share * (windows.drawn(0, 1, generator) < SHARE)
     background = empty[windows.scenes[..., 3]].unsqueeze(3)
     return torch.lerp(windows.latents, background.expand_as(windows.latents), share.unsqueeze(2))
 

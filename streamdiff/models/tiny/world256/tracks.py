@@ -107,6 +107,12 @@ def steps(stride: int) -> int:
     return stride * PARTS // CHUNK_FRAMES
 
 
+def homes(scenes: Tensor) -> Tensor:
+    """Where the things of streams with `scenes` `[N, fields]` begin, in `PARTS` of a pixel, int64 `[N, 2, 2]`."""
+    first = torch.tensor(HOME)[scenes[:, COLUMN["second"]]]
+    return torch.stack([first, (first + torch.tensor(APART)).remainder(SIZE)], 1) * PARTS
+
+
 STATE = ("place", "way", "angle", "scroll", "phase", "fall")
 
 
@@ -121,8 +127,7 @@ class Streams:
     def __init__(self, scenes: Tensor, anywhere: torch.Generator | None = None) -> None:
         """Streams that begin with `scenes` `[N, fields]`, or, if `anywhere` is given, that have begun long ago."""
         count = len(scenes)
-        home = torch.tensor(HOME)[scenes[:, COLUMN["second"]]]
-        self.place = torch.stack([home, (home + torch.tensor(APART)).remainder(SIZE)], 1) * PARTS
+        self.place = homes(scenes)
         self.way = torch.ones(count, 2, 2, dtype=torch.int64)
         self.angle = torch.zeros(count, 2, dtype=torch.int64)
         self.scroll = torch.zeros(count, dtype=torch.int64)

@@ -57,17 +57,12 @@ class Windows(ChunkWindows):
         """Latents with things faded, shrunk, or full of holes, in all chunks of the windows to be corrupted."""
         batch, device = len(self.latents), self.latents.device
 
-        def draw(low: float, high: float) -> Tensor:
-            drawn = low + (high - low) * torch.rand(batch, generator=generator)
-            return drawn.to(device, non_blocking=True).view(-1, 1, 1, 1, 1)
-
         reach = self.reach().amin(3)
         kind = torch.randint(3, (batch,), generator=generator).to(device, non_blocking=True).view(-1, 1, 1, 1, 1)
         rows = torch.arange(reach.shape[-1], device=device) % 2
         patchy = (rows[:, None] ^ rows).float().expand_as(reach)
-        missing = torch.where(
-            kind == 0, draw(0.2, 0.9), torch.where(kind == 1, (reach > draw(0.3, 0.9)).float(), patchy)
-        )
+        fade, radius = (self.drawn(low, 0.9, generator) for low in (0.2, 0.3))
+        missing = torch.where(kind == 0, fade, torch.where(kind == 1, (reach > radius).float(), patchy))
         return torch.lerp(self.latents, self.bare, missing.unsqueeze(2).expand_as(self.latents))
 
 

@@ -19,8 +19,6 @@ from streamdiff.models.tiny.world256 import shapes
 from streamdiff.models.tiny.world256.render_batch import draw_frames
 from streamdiff.models.tiny.world256.scene import COLUMN, SIZES, draw_scenes
 from streamdiff.models.tiny.world256.tracks import (
-    APART,
-    HOME,
     LATTICE,
     PAN,
     PARTS,
@@ -28,6 +26,7 @@ from streamdiff.models.tiny.world256.tracks import (
     SIZE,
     Streams,
     Track,
+    homes,
     join,
 )
 from streamdiff.models.tiny.world256.training.batches import TrackEncoder, Windows
@@ -107,11 +106,9 @@ class OwnPasts(PlayedStreams[Windows]):
         frames = self.encode.last_frames(chunk, 1, AT_ONCE[chunk.device.type])[:, 0]
         found = locate(frames.clamp(0, 1), self.last.rows(rows))
         streams.scroll = (streams.scroll + found.scroll * PARTS) % (SCROLL * PARTS)
-        home = torch.tensor(HOME)[self.scenes[rows, COLUMN["second"]]]
-        homes = torch.stack([home, (home + torch.tensor(APART)) % SIZE], 1) * PARTS
         cell = LATTICE * PARTS
         moved = (streams.place + found.shift * PARTS + cell // 2) // cell * cell % (SIZE * PARTS)
-        streams.place = torch.where((found.seen < LOST)[:, :, None], homes, moved)
+        streams.place = torch.where((found.seen < LOST)[:, :, None], homes(self.scenes[rows]), moved)
 
 
 @torch.no_grad()

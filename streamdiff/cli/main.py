@@ -153,7 +153,7 @@ def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     _check_stages(config)
     from streamdiff.commands import generate
 
-    generate.check_start(config.session)
+    generate.check_start(config.session)  # here too, before ranks are started
     changes = tuple(sorted(parse_change(text) for text in arguments.prompt_at or ()))
     job = _job(generate.GenerateJob, arguments, changes=changes)
     if config.model.ranks == 1:

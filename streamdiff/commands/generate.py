@@ -72,6 +72,7 @@ def run(config: Config, job: GenerateJob) -> int:
     Raises:
         ConfigError, RequestError: what was asked for cannot be made; nothing is written then.
     """
+    check_start(config.session)
     output, start = check(job), config.session
     image = None if start.image is None else picture.read_bytes(start.image)
     begin = partial(api.StreamSession, seed=start.seed, image=image, fit=start.fit)

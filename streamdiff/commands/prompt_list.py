@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from streamdiff import api
 from streamdiff.atomic_write import exit_on_sigterm
-from streamdiff.commands.generate import LONGEST_S, check_seconds, fps_of, frames
+from streamdiff.commands.generate import LONGEST_S, check_seconds, check_start, fps_of, frames
 from streamdiff.config import Config, SessionConfig
 from streamdiff.errors import ConfigError, EngineFailure, RequestError, StreamdiffError
 from streamdiff.video.writer import check_target, write_video
@@ -138,9 +138,10 @@ def run(config: Config, job: PromptListJob) -> int:
     is named at the end. Each is what `generate` makes of its prompt and seed alone.
 
     Raises:
-        ConfigError: see `pending`; nothing is made then.
+        ConfigError: see `pending` and `generate.check_start`; nothing is made then.
         EngineFailure: the engine ended; what is made stays.
     """
+    check_start(config.session)
     videos = pending(job)
     if job.resume:
         print(f"{job.prompts}: {len(videos)} videos to make, the others are there")

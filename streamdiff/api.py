@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent import futures
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from types import EllipsisType, TracebackType
 from typing import Any, TypeVar, Unpack
@@ -384,7 +384,4 @@ def stream(
 def _frames(config: ModelConfig, prompt: str, seed: int, seconds: float | None) -> Iterator[Frame]:
     with StreamSession(load(config), prompt, seed=seed) as session:
         limit = None if seconds is None else max(1, round(seconds * session.fps))
-        for count, frame in enumerate(session, start=1):
-            yield frame
-            if count == limit:
-                return
+        yield from islice(session, limit)

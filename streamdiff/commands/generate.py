@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
@@ -25,6 +25,8 @@ from streamdiff.engine.validation import check_prompt
 from streamdiff.errors import ConfigError
 from streamdiff.video import picture
 from streamdiff.video.writer import check_target, write_video
+
+LONGEST_S = 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,12 @@ def run(config: Config, job: GenerateJob) -> int:
     image = None if start.image is None else picture.read_bytes(start.image)
     begin = partial(api.StreamSession, seed=start.seed, image=image, fit=start.fit)
     with exit_on_sigterm(), begin(api.load(config.model), start.prompt) as session:
-        fps = config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
+        fps = fps_of(config, session)
         total = max(1, round(job.seconds * fps))
         with tqdm(total=total, unit="frame", desc=output.name, dynamic_ncols=True) as bar:
             if session.notice:
                 bar.write(session.notice, file=sys.stderr)
-            write_video(output, _frames(session, job, fps, total, bar), fps)
+            write_video(output, frames(session, total, bar, fps, job.changes), fps)
     print(f"{output}: {total} frames, {total / fps:g} s at {fps:g} per second, {session.width} x {session.height}")
     return 0
 
@@ -95,12 +97,22 @@ def check_start(start: SessionConfig) -> None:
             raise ConfigError(f"session.{name} is {value!r}, but is for `serve`; in a program, {instead}")
 
 
+def check_seconds(seconds: float) -> None:
+    """Raises ConfigError for a length that no video can have."""
+    if not 0 < seconds <= LONGEST_S:
+        raise ConfigError(f"--seconds is {seconds:g}, but must be above 0 and at most a day ({LONGEST_S:,})")
+
+
+def fps_of(config: Config, session: api.StreamSession) -> float:
+    """The frame rate of a video: what the configuration says, else the model's own."""
+    return config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
+
+
 def check(job: GenerateJob) -> Path:
     """The output. Raises ConfigError, or RequestError of a prompt, for what cannot be made."""
     if job.output is None:
         raise ConfigError("--output is missing; for example: --output out.mp4")
-    if not (math.isfinite(job.seconds) and 0 < job.seconds <= 24 * 3600):
-        raise ConfigError(f"--seconds is {job.seconds:g}, but must be above 0 and at most a day (86,400)")
+    check_seconds(job.seconds)
     late = [time_s for time_s, _ in job.changes if time_s >= job.seconds]
     if late:
         raise ConfigError(f"--prompt-at {late[0]:g} lies after the end; the video is {job.seconds:g} s long")
@@ -110,17 +122,19 @@ def check(job: GenerateJob) -> Path:
     return job.output
 
 
-def _frames(
-    session: api.StreamSession, job: GenerateJob, fps: float, total: int, bar: tqdm[NoReturn]
+def frames(
+    session: api.StreamSession,
+    total: int,
+    bar: tqdm[NoReturn],
+    fps: float,
+    changes: Iterable[tuple[float, str]] = (),
 ) -> Iterator[NDArray[np.uint8]]:
-    """The first `total` frames of the session, its prompt changed on the way. Mutates: session, bar."""
-    changes = deque(job.changes)
-    for number, frame in enumerate(session):
-        while changes and changes[0][0] * fps <= number:
-            notice = session.prompt(changes.popleft()[1])
+    """The first `total` frames of the session, its prompt changed on the way (`GenerateJob`). Mutates: session, bar."""
+    due = deque(changes)
+    for number, frame in enumerate(islice(session, total)):
+        while due and due[0][0] * fps <= number:
+            notice = session.prompt(due.popleft()[1])
             if notice:
                 bar.write(notice, file=sys.stderr)
         yield frame
         bar.update()
-        if number + 1 == total:
-            return

@@ -114,13 +114,7 @@ def as_tree(entry: CatalogueEntry) -> dict[str, Any]:
 def _stage_trees(entry: CatalogueEntry, quantize: str) -> dict[str, list[dict[str, int]]]:
     return {
         str(stages): [
-            {
-                "weights": stage.weights,
-                "caches": stage.caches,
-                "activations": stage.activations,
-                "decoding": stage.decoding,
-                "total": stage.total,
-            }
+            {name: getattr(stage, name) for name in ("weights", "caches", "activations", "decoding", "total")}
             for stage in stage_memory(entry, stages, quantize)
         ]
         for stages in STAGES
@@ -162,17 +156,17 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _cells(entry: CatalogueEntry) -> tuple[str, str, str, str, str]:
+def counted(number: int, what: str) -> str:
+    """`1 session`, `2 sessions`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _cells(entry: CatalogueEntry) -> tuple[str, ...]:
     """Steps, chunk, window, sink, KV context."""
     assert entry.sampling is not None and entry.stream is not None and entry.context is not None, "it streams"
-    steps, stream = entry.sampling.schedule().steps, entry.stream
-    return (
-        str(steps),
-        str(stream.chunk_latents),
-        str(stream.window(entry.context.default)),
-        str(stream.sink_latents),
-        entry.context.default,
-    )
+    stream, kv_context = entry.stream, entry.context.default
+    window = stream.window(kv_context)
+    return *map(str, (entry.sampling.schedule().steps, stream.chunk_latents, window, stream.sink_latents)), kv_context
 
 
 def _one(entry: CatalogueEntry) -> list[str]:
@@ -263,8 +257,8 @@ def _memory_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
         remembered = ("of the decoder's memory", largest.decoding)
         needed = (("weights", largest.weights), ("caches", largest.caches), ("a forward", largest.activations))
         sizes = " + ".join(f"{_gigabytes(size)} {word}" for word, size in (*needed, remembered) if size)
-        name = f"{stages} stage{'s' if stages > 1 else ''}"
         small = max(stage.total for stage in stage_memory(entry, stages, "int8"))
+        name = counted(stages, "stage")
         yield name, f"{_gigabytes(largest.total)} GB for the largest = {sizes}; quantised {_gigabytes(small)} GB"
     shared = catalogue.parts()
     text, pictures = shared.text_encoders[entry.text_encoder], shared.autoencoders[entry.autoencoder]
@@ -280,7 +274,7 @@ def _wrapped(text: str, start: str) -> list[str]:
 
 
 def _latents(count: int) -> str:
-    return f"{count} latent frame{'' if count == 1 else 's'}"
+    return counted(count, "latent frame")
 
 
 def _short(files: Sequence[str]) -> str:

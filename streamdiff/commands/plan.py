@@ -10,7 +10,7 @@ from typing import Any
 
 from streamdiff.atomic_write import check_parent, exit_on_sigterm
 from streamdiff.commands import plan_forecast, plan_parallel
-from streamdiff.commands.models import aligned
+from streamdiff.commands.models import aligned, counted
 from streamdiff.commands.plan_forecast import GpuForecast
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
@@ -292,15 +292,15 @@ def as_text(outcome: Outcome) -> list[str]:
     worst = max(figures.gaps, key=lambda gap: gap.longest_s / gap.mean_s)
     rate = figures.chunks_per_s * sizes.spec.chunk_frames
     lines = [
-        f"{sizes.spec.name}: {_count(load.stages, 'stage')}, {_count(load.sessions, 'session')}, KV context "
-        f"{load.kv_context}, {_count(load.steps, 'step')}, up to {_count(load.max_rows, 'row')} per forward",
+        f"{sizes.spec.name}: {counted(load.stages, 'stage')}, {counted(load.sessions, 'session')}, KV context "
+        f"{load.kv_context}, {counted(load.steps, 'step')}, up to {counted(load.max_rows, 'row')} per forward",
         f"times: {outcome.source}",
         "",
         *_table(outcome),
         "",
         f"decode: {_decode_time(outcome)} per chunk, {_PLACE_TEXT[layout.decode]}",
         "",
-        f"simulated, {_count(outcome.setup.chunks, 'chunk')} per session, steady state; a whole forward takes "
+        f"simulated, {counted(outcome.setup.chunks, 'chunk')} per session, steady state; a whole forward takes "
         f"{_time(whole_s)}",
         f"  throughput   {figures.chunks_per_s:.4g} chunks/s = {rate:.4g} frames/s, all sessions together "
         f"({figures.chunks_per_s * whole_s:.2f} chunks per whole forward)",
@@ -351,10 +351,6 @@ def _table(outcome: Outcome) -> list[str]:
 def _forward_s(layout: Layout) -> float:
     """Seconds of a forward of one row through all stages."""
     return math.fsum(times[0] for times in layout.stage_s)
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _time(seconds: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from streamdiff.commands.models import aligned
+from streamdiff.commands.models import aligned, counted
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.catalogue import entries
@@ -109,7 +109,9 @@ def as_text(found: GpuForecast) -> Iterator[str]:
     yield f"to expect of {stages} x {gpu.title}: an estimate, not a measurement (published figures of other engines,"
     yield f"docs/plan.md, lie within a factor of {gpus.FACTOR:g}); the target is {target:g} frames/s of each session"
     counts = _counts(found)
-    rows = [("", "KV context", *(_sessions(count) for count in counts), "memory", "sessions that fit", "quality")]
+    rows = [
+        ("", "KV context", *(counted(count, "session") for count in counts), "memory", "sessions that fit", "quality")
+    ]
     for kv_context in found.question.costs:
         cases = [each for each in found.forecast.expected if each.kv_context == kv_context]
         most, memory = found.forecast.most_sessions[kv_context], f"{cases[0].nbytes / 1e9:.3g} GB"
@@ -117,7 +119,7 @@ def as_text(found: GpuForecast) -> Iterator[str]:
     yield from aligned(rows)
     for count in counts:
         verb = "reaches" if count == 1 else "reach"
-        yield f"  {_sessions(count)} {verb} it in: {', '.join(found.forecast.reaching(count)) or 'none'}"
+        yield f"  {counted(count, 'session')} {verb} it in: {', '.join(found.forecast.reaching(count)) or 'none'}"
     if (words := offload_words(found.question.sizes, found.question.storage, found.question.load, gpu)) is not None:
         yield f"  {words}"
     ceilings = gpu.ceilings(DTYPES[found.question.storage.value_bytes])
@@ -131,10 +133,6 @@ def as_text(found: GpuForecast) -> Iterator[str]:
 
 def _counts(found: GpuForecast) -> list[int]:
     return sorted({each.sessions for each in found.forecast.expected})
-
-
-def _sessions(count: int) -> str:
-    return "1 session" if count == 1 else f"{count} sessions"
 
 
 def _case(each: Expected) -> str:

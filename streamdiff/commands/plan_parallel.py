@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from streamdiff.commands.models import aligned
+from streamdiff.commands.models import aligned, counted
 from streamdiff.pipeline.planner.forecast import Expected
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 from streamdiff.pipeline.planner.parallel import Case, Comparison
@@ -61,7 +61,8 @@ def as_text(found: Comparison, sizes: ModelSizes, load: Workload) -> Iterator[st
     yield ""
     for count in counts:
         best = found.for_one if count == 1 else found.for_asked
-        yield f"best for {_sessions(count)}: {_in_words(best, None if best is None else _of(best, count), found)}"
+        words = _in_words(best, None if best is None else _of(best, count), found)
+        yield f"best for {counted(count, 'session')}: {words}"
     many = found.for_many
     if many is not None:
         yield f"best for as many as fit: {_in_words(many, many.crowd, found)}"
@@ -88,16 +89,12 @@ def _of(case: Case, count: int) -> Expected:
 
 def _title(count: int) -> str:
     each = " each" if count > 1 else ""
-    return f"{_sessions(count)}: frames/s{each}, latency, first"
+    return f"{counted(count, 'session')}: frames/s{each}, latency, first"
 
 
 def _figures(each: Expected) -> str:
     misfit = "" if each.fits else ", does not fit"
     return f"{each.frames_per_s:.3g}, {each.latency_s:.2g} s, {each.first_chunk_s:.2g} s{misfit}"
-
-
-def _sessions(count: int) -> str:
-    return "1 session" if count == 1 else f"{count} sessions"
 
 
 def _in_words(case: Case | None, expected: Expected | None, found: Comparison) -> str:

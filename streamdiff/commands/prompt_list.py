@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 from av.error import FFmpegError
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm import tqdm
 
 from streamdiff import api
 from streamdiff.atomic_write import exit_on_sigterm
-from streamdiff.commands.generate import check_start
+from streamdiff.commands.generate import LONGEST_S, check_seconds, check_start, fps_of, frames
 from streamdiff.config import Config, SessionConfig
 from streamdiff.errors import ConfigError, EngineFailure, RequestError, StreamdiffError
 from streamdiff.video.writer import check_target, write_video
 
-LONGEST_S = 24 * 3600
 _KINDS = (".mp4", ".webm", "")
 
 
@@ -73,8 +69,7 @@ def pending(job: PromptListJob) -> list[PlannedVideo]:
         )
     if job.output.exists() and not job.output.is_dir():
         raise ConfigError(f"--output is {job.output}, a file; with --prompts it is the folder of the videos")
-    if not (math.isfinite(job.seconds) and 0 < job.seconds <= LONGEST_S):
-        raise ConfigError(f"--seconds is {job.seconds:g}, but must be above 0 and at most a day (86,400)")
+    check_seconds(job.seconds)
     videos = [
         PlannedVideo(
             number,
@@ -157,7 +152,7 @@ def run(config: Config, job: PromptListJob) -> int:
         check_target(video.output)
     failed: list[str] = []
     with exit_on_sigterm(), api.StreamSession(api.load(config.model), None) as session:
-        fps = config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
+        fps = fps_of(config, session)
         total = sum(_frames_of(video, fps) for video in videos)
         with tqdm(total=total, unit="frame", dynamic_ncols=True) as bar:
             for video in videos:
@@ -193,15 +188,7 @@ def _make(
     session.restart(video.line.prompt, seed=seed, image=start.image, fit=start.fit)
     if session.notice:
         bar.write(f"line {video.number}: {session.notice}", file=sys.stderr)
-    write_video(video.output, _frames(session, _frames_of(video, fps), bar), fps)
-
-
-def _frames(session: api.StreamSession, count: int, bar: tqdm[NoReturn]) -> Iterator[NDArray[np.uint8]]:
-    for number, frame in enumerate(session, start=1):
-        yield frame
-        bar.update()
-        if number == count:
-            return
+    write_video(video.output, frames(session, _frames_of(video, fps), bar, fps), fps)
 
 
 def _report(job: PromptListJob, videos: Sequence[PlannedVideo], failed: Sequence[str]) -> None:

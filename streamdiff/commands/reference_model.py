@@ -162,13 +162,8 @@ def find(job: ReferenceJob) -> Found:
     return found
 
 
-class NoText:
+class NoText(TextEncoder):
     """The text encoder of a run whose embeddings are given: raises when used."""
-
-    examples: tuple[str, ...] = ()
-    suggestions: tuple[tuple[str, ...], ...] = ()
-    vocabulary: str = ""
-    slow = False
 
     def read(self, prompt: str, previous: str | None) -> NoReturn:
         raise ConfigError("there is no text encoder here; give embeddings")

@@ -14,7 +14,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from streamdiff.config import PROMPT_POLICIES, RECACHES
+from streamdiff.config import RECACHES
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import TIMESTEPS, Schedule
@@ -34,7 +34,7 @@ _WAIT_S = 1.0  # for ranks that are other processes, between two looks whether a
 @dataclass(frozen=True)
 class PromptSwitch:
     """A change of prompt that chunk `chunk` is the first to see; `embeddings` `[T, text_dim]`, `policy` one of
-    PROMPT_POLICIES (`reset` starts a fresh stream there)."""
+    `config.PROMPT_POLICIES` (`reset` starts a fresh stream there)."""
 
     chunk: int
     embeddings: Tensor
@@ -62,9 +62,9 @@ class ReferenceRun:
     step sees them at its own noise level.
 
     Raises:
-        ConfigError: a switch that is out of order, outside the stream or among the chunks that are given, or of an
-            unknown policy; one that cannot be mixed, for its policy or since its embeddings have another number of
-            rows; a mix below 1; a strength that the schedule cannot go on from, or without a video; no chunk to make.
+        ConfigError: a switch that is out of order, outside the stream or among the chunks that are given; one that
+            cannot be mixed, for its policy or since its embeddings have another number of rows; a mix below 1; a
+            strength that the schedule cannot go on from; no chunk to make but those that are given.
     """
 
     embeddings: Tensor
@@ -88,8 +88,6 @@ class ReferenceRun:
         self._check_video()
         if self.mix < 1:
             raise ConfigError(f"prompt mix is {self.mix}; it is a number of chunks, so at least 1")
-        if self.chunks < 1:
-            raise ConfigError(f"chunks is {self.chunks}; at least 1 is needed")
         if self.given_chunks >= self.chunks:
             raise ConfigError(
                 f"chunks is {self.chunks}, and the first {self.given_chunks} are given, so there is none to make; "
@@ -102,8 +100,6 @@ class ReferenceRun:
                     f"a prompt switch is at chunk {switch.chunk}, but the first {self.given_chunks} are given; switch "
                     f"at {self.given_chunks} or later"
                 )
-            if switch.policy not in PROMPT_POLICIES:
-                raise ConfigError(f"a prompt switch is {switch.policy!r}; it can be {', '.join(PROMPT_POLICIES)}")
             if not before < switch.chunk < self.chunks:
                 raise ConfigError(
                     f"a prompt switch is at chunk {switch.chunk}, but must be after chunk {before} and before chunk "
@@ -149,10 +145,6 @@ class ReferenceRun:
 
     def _check_video(self) -> None:
         if self.video is None:
-            if self.strength is not None or self.motion_noise:
-                raise ConfigError(
-                    "strength and motion noise say how input is mixed with noise; there is no input video"
-                )
             return
         if len(self.video) < self.chunks:
             raise ConfigError(f"the input video has {len(self.video)} chunks, but {self.chunks} are to be made")

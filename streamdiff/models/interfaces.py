@@ -26,10 +26,10 @@ class TextEncoder(Protocol):
     thread of its own, while streams go on and `read` is called on theirs. `suggestions`: groups of short prompts that
     change one thing each and leave the rest as it is; empty where `read` fills nothing in."""
 
-    examples: tuple[str, ...]
-    suggestions: tuple[tuple[str, ...], ...]
-    vocabulary: str
-    slow: bool
+    examples: tuple[str, ...] = ()
+    suggestions: tuple[tuple[str, ...], ...] = ()
+    vocabulary: str = ""
+    slow: bool = False
 
     def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         """Understand a prompt; `previous` is the text in force, which fills what the new prompt leaves open."""

@@ -95,15 +95,15 @@ def _plan(target: Path, is_folder: bool) -> _Plan:
             raise ConfigError(f"{target} is a file, so it cannot be a folder of pictures; {_HOW}")
         if target.is_dir() and any(target.iterdir()):
             raise ConfigError(f"the folder {target} is not empty; name a new one, so that pictures do not mix")
-        return _Plan(_png_writer("%05d.png"), partial(os.replace, dst=target))  # may take an empty one's place
+        return _Plan(partial(_write_pngs, "%05d.png"), partial(os.replace, dst=target))  # may take an empty one's place
     if suffix == ".png":
         pattern = target.name.replace("*", "%05d")
         if len(_NUMBER.findall(pattern)) != 1 or pattern.count("%") != 1:
             raise ConfigError(f"{target} is one name for many pictures; {_HOW}")
-        return _Plan(_png_writer(pattern), lambda temporary: _spread(temporary, target.parent))
+        return _Plan(partial(_write_pngs, pattern), partial(_spread, folder=target.parent))
     if suffix not in _VIDEO:
         raise ConfigError(f"{target} has the unknown ending {target.suffix!r}; {_HOW}")
-    return _Plan(_video_writer(suffix), partial(os.replace, dst=target))
+    return _Plan(partial(_write_video, suffix), partial(os.replace, dst=target))
 
 
 def _checked(frames: Iterable[Frame]) -> Iterator[Frame]:
@@ -127,23 +127,19 @@ def _checked(frames: Iterable[Frame]) -> Iterator[Frame]:
 # ---- writers ----------------------------------------------------------------------------------------------------
 
 
-def _video_writer(suffix: str) -> Callable[[Path, Iterator[Frame], Fraction], None]:
+def _write_video(suffix: str, path: Path, frames: Iterator[Frame], rate: Fraction) -> None:
     codec, options = _VIDEO[suffix]
-
-    def write(path: Path, frames: Iterator[Frame], rate: Fraction) -> None:
-        first = next(frames)  # before the file is opened: with no frames there is none
-        with av.open(str(path), "w", format=suffix[1:], options=_CONTAINER_OPTIONS[suffix]) as container:
-            stream = container.add_stream(codec, rate=rate, options=options)
-            assert isinstance(stream, VideoStream)
-            height, width = first.shape[:2]
-            stream.height, stream.width, stream.pix_fmt = height + height % 2, width + width % 2, "yuv420p"
-            for number, frame in enumerate(chain((first,), frames)):
-                picture = av.VideoFrame.from_ndarray(_even(frame), format="rgb24")
-                picture.pts, picture.time_base = number, 1 / rate
-                container.mux(stream.encode(picture))
-            container.mux(stream.encode(None))
-
-    return write
+    first = next(frames)  # before the file is opened: with no frames there is none
+    with av.open(str(path), "w", format=suffix[1:], options=_CONTAINER_OPTIONS[suffix]) as container:
+        stream = container.add_stream(codec, rate=rate, options=options)
+        assert isinstance(stream, VideoStream)
+        height, width = first.shape[:2]
+        stream.height, stream.width, stream.pix_fmt = height + height % 2, width + width % 2, "yuv420p"
+        for number, frame in enumerate(chain((first,), frames)):
+            picture = av.VideoFrame.from_ndarray(_even(frame), format="rgb24")
+            picture.pts, picture.time_base = number, 1 / rate
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode(None))
 
 
 def _even(frame: Frame) -> Frame:
@@ -152,13 +148,10 @@ def _even(frame: Frame) -> Frame:
     return np.ascontiguousarray(np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge"))
 
 
-def _png_writer(pattern: str) -> Callable[[Path, Iterator[Frame], Fraction], None]:
-    def write(path: Path, frames: Iterator[Frame], rate: Fraction) -> None:
-        path.mkdir()
-        for number, frame in enumerate(frames):
-            Image.fromarray(frame).save(path / (pattern % number), format="PNG", compress_level=3)
-
-    return write
+def _write_pngs(pattern: str, path: Path, frames: Iterator[Frame], rate: Fraction) -> None:
+    path.mkdir()
+    for number, frame in enumerate(frames):
+        Image.fromarray(frame).save(path / (pattern % number), format="PNG", compress_level=3)
 
 
 # ---- moving into place ------------------------------------------------------------------------------------------

@@ -209,7 +209,6 @@ def test_own_timesteps_and_sigmas_are_used(model: Model, plain: ReferenceRun) ->
 @pytest.mark.parametrize(
     ("switches", "kv_context", "words"),
     [
-        ([(3, "forget")], "clean", "'forget'; it can be keep, recache, recache-causal, flush, reset"),
         ([(0, "keep")], "clean", "at chunk 0, but must be after chunk 0"),
         ([(7, "keep")], "clean", "at chunk 7, but must be after chunk 0 and before chunk 7, the end"),
         ([(3, "keep"), (3, "keep")], "clean", "at chunk 3, but must be after chunk 3"),
@@ -223,8 +222,3 @@ def test_switches_that_cannot_be_are_refused(
     text = model.text.encode(BLUE)
     with pytest.raises(ConfigError, match=words):
         replace(plain, switches=tuple(PromptSwitch(at, text, policy) for at, policy in switches), kv_context=kv_context)
-
-
-def test_at_least_one_chunk(plain: ReferenceRun) -> None:
-    with pytest.raises(ConfigError, match="chunks is 0; at least 1"):
-        replace(plain, chunks=0)

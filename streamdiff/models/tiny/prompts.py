@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.models.tiny.world import BACKGROUNDS, COLOR_NAMES, MOTION_NAMES, SHAPES, Scene
@@ -103,12 +103,9 @@ def known_words() -> list[str]:
 
 @dataclass(frozen=True)
 class Parsed:
-    """Attributes that a prompt states (None: not stated), and the words that were not understood."""
+    """What a prompt states, by fields of `Scene`, and the words that were not understood."""
 
-    color: str | None
-    shape: str | None
-    motion: str | None
-    background: str | None
+    said: dict[str, str]
     unknown: tuple[str, ...]
 
 
@@ -120,13 +117,15 @@ def parse(prompt: str) -> Parsed:
     """
     words = words_of(prompt)
     used = [False] * len(words)
-    background = _take(words, used, PLACE_PHRASES) or _take(words, used, _LOOSE["background"])
-    motion = _take(words, used, MOTION_PHRASES) or _take(words, used, _LOOSE["motion"])
-    color = _take(words, used, {name: (name,) for name in COLOR_NAMES})
-    shape = _take(words, used, {name: (*forms, *(f"{f}s" for f in forms)) for name, forms in SHAPE_WORDS.items()})
+    found = {
+        "background": _take(words, used, PLACE_PHRASES) or _take(words, used, _LOOSE["background"]),
+        "motion": _take(words, used, MOTION_PHRASES) or _take(words, used, _LOOSE["motion"]),
+        "color": _take(words, used, {name: (name,) for name in COLOR_NAMES}),
+        "shape": _take(words, used, {name: (*forms, *(f"{f}s" for f in forms)) for name, forms in SHAPE_WORDS.items()}),
+    }
     known = set(known_words()) | {w for table in _LOOSE.values() for forms in table.values() for w in forms}
     unknown = [word for word, done in zip(words, used, strict=True) if not done and word not in known | _FILLERS]
-    return Parsed(color, shape, motion, background, tuple(dict.fromkeys(unknown)))
+    return Parsed({name: value for name, value in found.items() if value}, tuple(dict.fromkeys(unknown)))
 
 
 def read(prompt: str, previous: str | None) -> ParsedPrompt:
@@ -136,15 +135,14 @@ def read(prompt: str, previous: str | None) -> ParsedPrompt:
     `previous` (the text in force), and the notice says so, kindly, with the list of what the model knows.
     """
     found = parse(prompt)
-    before = _scene(parse(previous), DEFAULT) if previous else DEFAULT
-    scene = _scene(found, before)
-    missing = [name for name in ("color", "shape", "motion", "background") if getattr(found, name) is None]
-    if not missing and not found.unknown:
+    before = replace(DEFAULT, **parse(previous).said) if previous else DEFAULT
+    scene = replace(before, **found.said)
+    if len(found.said) == len(fields(Scene)) and not found.unknown:
         own = " ".join(words_of(prompt))
         text = own if own in _all_captions(scene) else canonical(scene)
         return ParsedPrompt(text)
     text = canonical(scene)
-    if len(missing) == 4:
+    if not found.said:
         return ParsedPrompt(text, f"I did not find anything I can draw in that. I know {VOCABULARY}. Showing “{text}”.")
     if found.unknown:
         strange = ", ".join(f"“{word[:24]}”" for word in found.unknown[:4])
@@ -154,15 +152,6 @@ def read(prompt: str, previous: str | None) -> ParsedPrompt:
 
 def _article(color: str) -> str:
     return "an" if color[0] in "aeiou" else "a"
-
-
-def _scene(found: Parsed, fallback: Scene) -> Scene:
-    return Scene(
-        found.color or fallback.color,
-        found.shape or fallback.shape,
-        found.motion or fallback.motion,
-        found.background or fallback.background,
-    )
 
 
 def _take(words: list[str], used: list[bool], table: dict[str, tuple[str, ...]]) -> str | None:

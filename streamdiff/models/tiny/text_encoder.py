@@ -12,7 +12,7 @@ from transformers.models.umt5.configuration_umt5 import UMT5Config
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 from transformers.utils import logging as transformers_logging
 
-from streamdiff.models.interfaces import ParsedPrompt
+from streamdiff.models.interfaces import ParsedPrompt, TextEncoder
 from streamdiff.models.tiny import prompts
 
 TEXT_TOKENS = 16
@@ -49,13 +49,12 @@ def build_encoder(vocabulary_size: int) -> UMT5EncoderModel:
     return UMT5EncoderModel(config)
 
 
-class TinyText:
-    """The embedded model's `TextEncoder` (models/interfaces.py)."""
+class TinyText(TextEncoder):
+    """The embedded model's."""
 
-    examples: tuple[str, ...] = prompts.EXAMPLES
+    examples = prompts.EXAMPLES
     suggestions: tuple[tuple[str, ...], ...] = prompts.SUGGESTIONS
-    vocabulary: str = prompts.VOCABULARY
-    slow: bool = False
+    vocabulary = prompts.VOCABULARY
 
     def __init__(self, tokenizer: Tokenizer, encoder: UMT5EncoderModel) -> None:
         self.tokenizer = tokenizer

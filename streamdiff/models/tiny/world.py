@@ -11,8 +11,9 @@ and the next chunk follows from the previous one and the prompt alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ MOTIONS: dict[str, tuple[int, int]] = {
 }
 COLOR_NAMES = tuple(COLORS)
 MOTION_NAMES = tuple(MOTIONS)
+ATTRIBUTES = (COLOR_NAMES, SHAPES, MOTION_NAMES, BACKGROUNDS)
+"""Of a scene, in the order of its fields."""
 
 
 @dataclass(frozen=True)
@@ -55,25 +58,14 @@ class Scene:
     motion: str
     background: str
 
-    def indices(self) -> tuple[int, int, int, int]:
+    def indices(self) -> tuple[int, ...]:
         """Row of each field in its table: (color, shape, motion, background)."""
-        return (
-            COLOR_NAMES.index(self.color),
-            SHAPES.index(self.shape),
-            MOTION_NAMES.index(self.motion),
-            BACKGROUNDS.index(self.background),
-        )
+        return tuple(table.index(name) for table, name in zip(ATTRIBUTES, astuple(self), strict=True))
 
 
 def all_scenes() -> list[Scene]:
     """Every scene the world knows, in a fixed order."""
-    return [
-        Scene(color, shape, motion, background)
-        for background in BACKGROUNDS
-        for motion in MOTION_NAMES
-        for shape in SHAPES
-        for color in COLOR_NAMES
-    ]
+    return [Scene(*names[::-1]) for names in product(*ATTRIBUTES[::-1])]
 
 
 def _grid(size: int) -> tuple[Tensor, Tensor]:
@@ -162,9 +154,9 @@ def _sunset(y: Tensor, x: Tensor) -> Tensor:
 _PAINTERS = {"night": _night, "sky": _sky, "meadow": _meadow, "desert": _desert, "sunset": _sunset}
 
 
-def _inside(shape: str, y: Tensor, x: Tensor) -> Tensor:
-    """Signed distance-like field of `shape` around the origin, positive inside, in pixels."""
-    r = RADIUS
+def inside(shape: str, y: Tensor, x: Tensor, r: float, valley: float, low: float) -> Tensor:
+    """Signed distance-like field of `shape` of radius `r` around the origin, positive inside, in pixels: a star's
+    valleys lie at `valley` radii, a heart's middle `low` pixels below the origin."""
     if shape == "circle":
         return r - torch.hypot(y, x)
     if shape == "square":
@@ -172,19 +164,17 @@ def _inside(shape: str, y: Tensor, x: Tensor) -> Tensor:
     if shape == "triangle":
         return torch.minimum(r * 0.70 - y, (y + r * 1.22 - x.abs() * 1.80) / 2.06)
     if shape == "star":
-        angle = torch.atan2(x, -y)
-        fold = (angle + torch.pi / 5).remainder(2 * torch.pi / 5) - torch.pi / 5
+        fold = (torch.atan2(x, -y) + torch.pi / 5).remainder(2 * torch.pi / 5) - torch.pi / 5
         distance = torch.hypot(y, x)
-        across, along = distance * torch.sin(fold.abs()), distance * torch.cos(fold)
-        tip, valley = r * 1.18, r * 0.52
-        vy, vx = valley * torch.cos(torch.tensor(torch.pi / 5)), valley * torch.sin(torch.tensor(torch.pi / 5))
-        edge_y, edge_x = vy - tip, vx
-        return (edge_x * (along - tip) - edge_y * (across - 0.0)) / torch.hypot(edge_y, edge_x) * -1
+        across, along = distance * fold.abs().sin(), distance * fold.cos()
+        turn = torch.tensor(torch.pi / 5)
+        edge_y, edge_x = r * valley * turn.cos() - r * 1.18, r * valley * turn.sin()
+        return (edge_y * across - edge_x * (along - r * 1.18)) / torch.hypot(edge_y, edge_x)
     if shape == "heart":
         # A square on its tip with a circle on each of its upper sides.
-        side = r * 0.98
-        point = (side - (y - 2.0).abs() - x.abs()) / 2**0.5
-        lobes = side / 2**0.5 - torch.hypot(y - 2.0 + side / 2, x.abs() - side / 2)
+        side, y = r * 0.98, y - low
+        point = (side - y.abs() - x.abs()) / 2**0.5
+        lobes = side / 2**0.5 - torch.hypot(y + side / 2, x.abs() - side / 2)
         return torch.maximum(point, lobes)
     raise ValueError(f"unknown shape {shape!r}; the world knows {', '.join(SHAPES)}")
 
@@ -211,7 +201,7 @@ def palette(device: str = "cpu") -> Palette:
         return torch.nn.functional.avg_pool2d(picture, 4)
 
     backgrounds = torch.stack([down(_PAINTERS[name](y, x)) for name in BACKGROUNDS])
-    fields = torch.stack([_inside(name, y - SIZE / 2, x - SIZE / 2) for name in SHAPES])
+    fields = torch.stack([inside(name, y - SIZE / 2, x - SIZE / 2, RADIUS, 0.52, 2.0) for name in SHAPES])
     cover = (fields > 0).double()
     alpha = down(cover)
     rim = ((fields - 1.5) / 3.0).clamp(0, 1)

@@ -120,7 +120,6 @@ def test_after_a_reset_the_input_goes_on(model: Model, plain: ReferenceRun, vide
         ({"strength": 1.2}, "strength is 1.2; it must be at most 1"),
         ({"strength": 0.7, "motion_noise": True}, "of which motion takes up to 0.2; it must be at most 1, and above"),
         ({"chunks": 6}, "the input video has 5 chunks, but 6 are to be made"),
-        ({"video": None, "motion_noise": True}, "there is no input video"),
     ],
 )
 def test_what_cannot_be_is_refused(plain: ReferenceRun, video: Tensor, changes: dict[str, object], words: str) -> None:

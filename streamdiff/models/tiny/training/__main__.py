@@ -18,19 +18,42 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
-from streamdiff.models.tiny import model, world
+from streamdiff.models.model import Model
+from streamdiff.models.tiny import model
 from streamdiff.models.tiny.training import autoencoder as train_autoencoder
 from streamdiff.models.tiny.training import denoiser, loop
+from streamdiff.models.tiny.training.autoencoder import Recipe
 from streamdiff.models.tiny.training.batches import CHUNK, CHUNKS, latent_statistics
+from streamdiff.models.tiny.training.denoiser import Learner, Plan
+
+
+@dataclass(frozen=True)
+class World:
+    """What the stages of a world's training are: updates of each by default, the autoencoder's recipe, what computes
+    its latents' mean and deviation `[C]`, stage two, and the share of --minutes that each has where all are trained."""
+
+    steps: Mapping[str, int]
+    recipe: Recipe
+    statistics: Callable[[TAEHV, torch.Generator, torch.device], tuple[Tensor, Tensor]]
+    train: Callable[[Path, TAEHV, loop.Budget, int, torch.device, Plan], Learner[Any]]
+    minutes: Mapping[str, float]
+
 
 STEPS = {"autoencoder": 6000, "denoiser": 8000}
-SHARE = 0.15  # of the minutes goes to the autoencoder
+MINUTES = {"autoencoder": 0.15, "denoiser": 0.85}
+WORLD = World(STEPS, Recipe(), latent_statistics, denoiser.train, MINUTES)
 
 
 def stream_of(latent_side: int) -> dict[str, object]:
@@ -99,10 +122,64 @@ def shared_refusal(args: argparse.Namespace) -> str | None:
     return None
 
 
+def carry_out(args: argparse.Namespace, refused: str | None, work: Callable[[], str]) -> int:
+    """Do the `work`, unless there is an error in the options, and print what it returns; returns the exit code."""
+    if refused:
+        print(f"train: {refused}", file=sys.stderr)
+        return 2
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        told = work()
+    except ConfigError as error:
+        print(f"train: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ntrain: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    if loop.rank() == 0:
+        print(f"train: {told}")
+    return 0
+
+
+def train_stages(
+    args: argparse.Namespace,
+    world: World,
+    device: torch.device,
+    autoencoder: TAEHV | None,
+    begin: Model | None,
+    blend: float = 0.0,
+) -> str:
+    """Train what `args` says, stage one unless an `autoencoder` is given, and write the model; returns that in words.
+    Stage two goes on with `begin`, `blend` of which stays (`Plan`)."""
+
+    def budget(stage: str) -> loop.Budget:
+        if args.stage not in ("all", stage):
+            return loop.Budget(1, 1e-9)
+        share = world.minutes[stage] if args.stage == "all" else 1.0
+        return loop.Budget(args.steps or world.steps[stage], args.minutes and args.minutes * share)
+
+    if autoencoder is None:
+        autoencoder = train_autoencoder.train(
+            args.out, budget("autoencoder"), args.seed, device, args.batch, args.bf16, world.recipe
+        )
+    parts = None
+    if args.stage == "autoencoder":
+        mean, std = world.statistics(autoencoder, torch.Generator().manual_seed(args.seed), device)
+    else:
+        plan = Plan(args.batch, args.rate, begin, args.bf16, blend)
+        learner = world.train(args.out, autoencoder, budget("denoiser"), args.seed, device, plan)
+        parts = learner.network.text, learner.network.transformer
+        mean, std = learner.statistics
+    folder: Path = args.out / "model"
+    if loop.rank() == 0:
+        stream = stream_of(world.recipe.whole // world.recipe.config.spatial)
+        model.save(folder, autoencoder, mean, std, parts, stream)
+    return f"model written to {folder}"
+
+
 def _refusal(args: argparse.Namespace) -> str | None:
     """The first error in the options, found before anything is written; None if there is none."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        return "--device is cuda, but torch sees no CUDA device; use auto or cpu"
     if args.begin and args.stage != "denoiser":
         return "--begin goes with --stage denoiser: the autoencoder is that of the model"
     if not 0 <= args.blend < 1:
@@ -115,56 +192,22 @@ def _refusal(args: argparse.Namespace) -> str | None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = parser().parse_args(argv)
-    if refusal := _refusal(args):
-        print(f"train: {refusal}", file=sys.stderr)
-        return 2
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(wanted if args.device == "auto" else args.device)
+    return carry_out(args, _refusal(args), lambda: _train(args))
+
+
+def _train(args: argparse.Namespace) -> str:
+    """Train what was asked for; returns what was written."""
+    device = pick_device(args.device)
     loop.join_group()
-    minutes = {"autoencoder": args.minutes, "denoiser": args.minutes}
-    if args.minutes and args.stage == "all":
-        minutes = {"autoencoder": args.minutes * SHARE, "denoiser": args.minutes * (1 - SHARE)}
-
-    def budget(stage: str, train: bool) -> loop.Budget:
-        return loop.Budget(args.steps or STEPS[stage], minutes[stage]) if train else loop.Budget(1, 1e-9)
-
-    try:
-        begin = None
-        if args.begin:
-            begin = model.load_model(model.WEIGHTS if args.begin == "tiny" else Path(args.begin), device)
-    except ConfigError as error:
-        print(f"train: {error}", file=sys.stderr)
-        return 2
-    try:
-        first = budget("autoencoder", args.stage in ("all", "autoencoder"))
-        if begin is not None:
-            assert begin.decoder is not None and isinstance(begin.decoder.network, TaehvDecoder)
-            autoencoder = begin.decoder.network.autoencoder
-        else:
-            autoencoder = train_autoencoder.train(args.out, first, args.seed, device, args.batch, args.bf16)
-        parts = None
-        mean, std = latent_statistics(autoencoder, torch.Generator().manual_seed(args.seed), device)
-        if args.stage in ("all", "denoiser"):
-            plan = denoiser.Plan(args.batch, args.rate, begin, args.bf16)
-            trained = denoiser.train(args.out, autoencoder, budget("denoiser", True), args.seed, device, plan)
-            if begin is not None:
-                loop.blend(trained.network.transformer, begin.denoiser.model, args.blend)
-            parts = (trained.network.text, trained.network.transformer)
-            mean, std = trained.mean, trained.std
-    except KeyboardInterrupt:
-        print("\ntrain: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    if loop.rank() == 0:
-        folder = args.out / "model"
-        model.save(
-            folder, autoencoder, mean, std, parts, stream_of(world.SIZE // train_autoencoder.AUTOENCODER.spatial)
-        )
-        if args.install and parts is not None:
-            shutil.copytree(folder, model.WEIGHTS, dirs_exist_ok=True)
-        print(f"train: model written to {folder}")
-    return 0
+    autoencoder = begin = None
+    if args.begin:
+        begin = model.load_model(model.WEIGHTS if args.begin == "tiny" else Path(args.begin), device)
+        assert begin.decoder is not None and isinstance(begin.decoder.network, TaehvDecoder)
+        autoencoder = begin.decoder.network.autoencoder
+    told = train_stages(args, WORLD, device, autoencoder, begin, args.blend)
+    if loop.rank() == 0 and args.install and args.stage != "autoencoder":
+        shutil.copytree(args.out / "model", model.WEIGHTS, dirs_exist_ok=True)
+    return told
 
 
 if __name__ == "__main__":

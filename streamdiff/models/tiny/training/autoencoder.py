@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,9 +50,7 @@ def draw_clips(batch: int, crop: int, generator: torch.Generator, device: torch.
         return torch.randint(high, shape, generator=generator).to(device)
 
     shape = (batch, CLIP_LATENTS)
-    fields = [
-        pick(n, *shape) for n in (len(world.COLORS), len(world.SHAPES), len(world.MOTIONS), len(world.BACKGROUNDS))
-    ]
+    fields = [pick(len(names), *shape) for names in world.ATTRIBUTES]
     keep = torch.rand(shape, generator=generator).to(device) >= 0.25
     for i in range(1, CLIP_LATENTS):
         for values in fields:
@@ -88,12 +85,8 @@ def encode_groups(model: TAEHV, frames: Tensor) -> Tensor:
     """
     batch = frames.shape[0]
     groups = frames.reshape(-1, model.config.temporal, *frames.shape[2:])
-    return model.encode(groups, Memory()).view(batch, -1, *_latent_shape(model, frames))
-
-
-def _latent_shape(model: TAEHV, frames: Tensor) -> tuple[int, int, int]:
-    spatial = model.config.spatial
-    return model.config.latent_channels, frames.shape[-2] // spatial, frames.shape[-1] // spatial
+    latents = model.encode(groups, Memory())
+    return latents.view(batch, -1, *latents.shape[2:])
 
 
 @torch.no_grad()
@@ -192,7 +185,7 @@ def train(
     device: torch.device,
     batch: int = 8,
     bf16: bool = False,
-    recipe: Recipe | None = None,
+    recipe: Recipe = Recipe(),
     begin: TAEHV | None = None,
 ) -> TAEHV:
     """Train, or go on with, the autoencoder under `out`; returns it. Writes `out/autoencoder.pt` every 100 steps.
@@ -201,34 +194,22 @@ def train(
     decoder is trained, at `DECODER_RATE` of the learning rates, and `out/decoder.pt` is written: latents stay what they
     were, so a transformer that was trained on them goes with it. Mutates: begin.
     """
-    recipe = recipe or Recipe()
     torch.manual_seed(seed)
     model, optimizer = _prepared(recipe, begin, device)
-    progress = loop.Progress()
     checkpoint = loop.Checkpoint(out / ("autoencoder.pt" if begin is None else "decoder.pt"))
     state = checkpoint.load(device)
     if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        progress = loop.Progress(state["step"], state["spent_s"])
+    progress, smooth = checkpoint.progress, 0.0
 
-    def snapshot(done_steps: int) -> dict[str, Any]:
-        return {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "step": done_steps,
-            "spent_s": progress.spent_s,
-        }
+    def save(step: int) -> None:
+        checkpoint.save(step, model=model.state_dict(), optimizer=optimizer.state_dict())
 
-    smooth = 0.0
     for done in loop.steps(budget, progress, "autoencoder"):
         generator = loop.step_generator(seed, progress.step)
-        whole = progress.step % 8 == 7
-        clips = (
-            recipe.draw(max(1, batch // 4), recipe.whole, generator, device)
-            if whole
-            else recipe.draw(batch, recipe.crop, generator, device)
-        )
+        count, side = (max(1, batch // 4), recipe.whole) if progress.step % 8 == 7 else (batch, recipe.crop)
+        clips = recipe.draw(count, side, generator, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             loss, mse = loss_of(model, clips, generator)
         optimizer.step(loss, done, progress.step)
@@ -238,7 +219,7 @@ def train(
                 f"autoencoder step {progress.step + 1}: psnr {-10 * torch.log10(torch.tensor(smooth)):.2f} dB",
                 flush=True,
             )
-            checkpoint.save(snapshot(progress.step + 1))
-    checkpoint.save(snapshot(progress.step))
+            save(progress.step + 1)
+    save(progress.step)
     model.eval()
     return model

@@ -10,22 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import world
-from streamdiff.models.tiny.training.autoencoder import encode_groups
-from streamdiff.models.tiny.training.batches import CHUNK, Windows
+from streamdiff.models.tiny.training.batches import CHUNK, LatentEncoder, Windows
 
 SHARE = 0.3
 """Share of the windows whose past is corrupted."""
 
 
-@torch.inference_mode()
-def empty_latents(autoencoder: TAEHV, mean: Tensor, std: Tensor, device: torch.device) -> Tensor:
-    """Normalised latents `[backgrounds, C, h, w]` of the backgrounds without any shape."""
-    pictures = world.empty(torch.arange(len(world.BACKGROUNDS), device=device))
-    frames = pictures[:, None].expand(-1, world.FRAMES_PER_LATENT, -1, -1, -1)
-    latents = encode_groups(autoencoder, frames)[:, 0]
-    return ((latents - mean.view(1, -1, 1, 1)) / std.view(1, -1, 1, 1)).clone()
+def empty_latents(encode: LatentEncoder) -> Tensor:
+    """Latents `[backgrounds, C, h, w]` of the backgrounds without any shape."""
+    pictures = world.empty(torch.arange(len(world.BACKGROUNDS), device=encode.device))
+    return encode(pictures[:, None].expand(-1, world.FRAMES_PER_LATENT, -1, -1, -1))[:, 0].clone()
 
 
 def corrupt_shapes(windows: Windows, empty: Tensor, generator: torch.Generator) -> Tensor:
@@ -36,16 +31,15 @@ def corrupt_shapes(windows: Windows, empty: Tensor, generator: torch.Generator) 
     """
     batch, device = len(windows.latents), windows.latents.device
 
-    def draw(low: float, high: float) -> Tensor:
-        return (low + (high - low) * torch.rand(batch, generator=generator)).to(device).view(-1, 1, 1, 1, 1)
-
-    dy, dx = windows.from_shape()
-    angle, edge, radius, fade = draw(0, 2 * torch.pi), draw(-8, 14), draw(4, 20), draw(0.2, 0.9)
+    dy, dx = windows.from_centers()
+    angle, edge, radius, fade = (
+        windows.drawn(low, high, generator) for low, high in ((0, 2 * torch.pi), (-8, 14), (4, 20), (0.2, 0.9))
+    )
     cut = (dy[..., None] * angle.sin() + dx[..., None, :] * angle.cos() > edge).float()
     shrunk = (dy[..., None].square() + dx[..., None, :].square() > radius**2).float()
     kind = torch.randint(3, (batch,), generator=generator).to(device).view(-1, 1, 1, 1, 1)
     share = torch.where(kind == 0, fade, torch.where(kind == 1, cut, shrunk))
-    share = share * (draw(0, 1) < SHARE)
+    share = share * (windows.drawn(0, 1, generator) < SHARE)
     background = empty[windows.scenes[..., 3]].unsqueeze(3)
     return torch.lerp(windows.latents, background.expand_as(windows.latents), share.unsqueeze(2))
 

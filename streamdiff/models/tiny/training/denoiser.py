@@ -22,7 +22,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +40,20 @@ from streamdiff.models.tiny.training.batches import (
     LEVELS,
     LOWEST,
     ROWS,
+    LatentEncoder,
     Pool,
     Rows,
     Starts,
     Windows,
+    WindowsT,
+    causal,
     latent_statistics,
 )
-from streamdiff.models.tiny.training.network import ATTRIBUTES, TRANSFORMER, Forward, Lesson, TinyNetwork
-from streamdiff.models.tiny.training.on_policy import OwnPasts
+from streamdiff.models.tiny.training.network import TRANSFORMER, Forward, Lesson, TinyNetwork
+from streamdiff.models.tiny.training.on_policy import OwnPasts, PlayedStreams
 from streamdiff.models.tiny.training.video_windows import PAST, video_windows
 
+NetworkT = TypeVar("NetworkT", bound=TinyNetwork)
 MATRIX_LR = 1e-2
 OTHER_LR = 2e-3
 POOL = 6000
@@ -78,10 +84,10 @@ OWN_FROM = 0.75
 
 def reading_loss(network: TinyNetwork, chance: random.Random, generator: torch.Generator, batch: int = 64) -> Tensor:
     """Cross-entropy of all four attributes, read off the embedding of every word of random captions."""
-    fields = [torch.randint(len(names), (batch,), generator=generator) for names in ATTRIBUTES]
+    fields = [torch.randint(len(names), (batch,), generator=generator) for names in world.ATTRIBUTES]
     ids = network.text.tokens(captions(torch.stack(fields, -1)[:, None], chance))
     words = ids != 0
-    scores = network.reader(network.text.embed(ids)).split([len(names) for names in ATTRIBUTES], -1)
+    scores = network.reader(network.text.embed(ids)).split([len(names) for names in world.ATTRIBUTES], -1)
     losses = []
     for score, field in zip(scores, fields, strict=True):
         truth = field.to(ids.device)[:, None].expand_as(ids)
@@ -96,56 +102,51 @@ def captions(scenes: Tensor, chance: random.Random) -> list[str]:
         last: tuple[list[int], str] | None = None
         for row in window:
             if last is None or last[0] != row:
-                scene = world.Scene(*(table[i] for table, i in zip(ATTRIBUTES, row, strict=True)))
+                scene = world.Scene(*(table[i] for table, i in zip(world.ATTRIBUTES, row, strict=True)))
                 last = (row, prompts.caption(scene, chance))
             result.append(last[1])
     return result
 
 
-@dataclass(frozen=True)
-class Data:
-    """Training data that a step samples from. `empty` `[backgrounds, C, h, w]`: latents of the bare backgrounds."""
-
-    pool: Pool
-    starts: Starts
-    empty: Tensor
-
-
 def rollout_step(
-    network: TinyNetwork, own: OwnPasts, count: int, chance: random.Random, generator: torch.Generator
-) -> Windows:
-    """Extend the next `count` of the network's own streams by a chunk, and return them with the right targets. Mutates:
-    own."""
+    network: TinyNetwork,
+    own: PlayedStreams[WindowsT],
+    count: int,
+    chance: random.Random,
+    generator: torch.Generator,
+    ids_of: Callable[[Tensor, int], Tensor],
+) -> WindowsT:
+    """Extend the next `count` of the network's own streams by a chunk, and return them with the right targets. `ids_of`
+    gives the ids `[B * chunks, tokens]` of what the network is told of streams, for so many chunks. Mutates: own."""
 
-    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, scenes: Tensor) -> Tensor:
+    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, told: Tensor) -> Tensor:
         kept = torch.full((len(past), past.shape[1]), CONTEXT_SIGMA, device=past.device)
         noise = loop.noise_like(past, generator)
         seen = sampling.add_noise(past, noise, kept.view(*kept.shape, 1, 1, 1, 1))
         chunks = past.shape[1] + 1
-        rows = Rows(list(range(chunks)), [list(range(i + 1)) for i in range(chunks)], sigma, sigma)
-        words = captions(scenes[:, None].expand(-1, chunks, -1), chance)
+        rows = Rows(list(range(chunks)), causal(chunks), sigma, sigma)
         every = torch.cat([seen, noisy[:, None]], 1).flatten(0, 1)
         levels = torch.cat([kept, sigma[:, None]], 1)
-        made = network.flow(Forward(every, levels, network.text.tokens(words), rows))
+        made = network.flow(Forward(every, levels, ids_of(told, chunks), rows))
         newest: Tensor = made.unflatten(0, (len(past), chunks))[:, -1]
         return newest
 
     return own.turn(count, flow, LEVELS[4 if chance.random() < 0.75 else 2], generator)
 
 
-def draw(data: Data, batch: int, chance: random.Random, generator: torch.Generator) -> dict[str, Windows]:
+def draw(
+    pool: Pool, starts: Starts, empty: Tensor, batch: int, chance: random.Random, generator: torch.Generator
+) -> dict[str, Windows]:
     """One step's windows by kind: half of `batch` five chunks long, half as many first chunks again as `batch`, `batch`
     of two chunks, half of `batch` that begin again, and `batch` with a video."""
     (kind,) = chance.choices(list(LONG), list(LONG.values()))
-    offset = torch.randint(CHUNKS - 1, (batch,), generator=generator).to(data.pool.device)
+    offset = torch.randint(CHUNKS - 1, (batch,), generator=generator)
     return {
-        "video": video_windows(data.pool, batch, chance.randint(0, PAST), generator),
-        kind: data.pool.sample(max(1, batch // 2), generator),
-        "first": data.starts.sample(batch + batch // 2, generator),
-        "next": data.pool.sample(batch, generator).cut(offset, 2),
-        "again": corruption.after_nothing(
-            data.starts.sample(max(1, batch // 2), generator), data.empty, chance.choice(GONE)
-        ),
+        "video": video_windows(pool.encode, batch, chance.randint(0, PAST), generator),
+        kind: pool.sample(max(1, batch // 2), generator),
+        "first": starts.sample(batch + batch // 2, generator),
+        "next": pool.sample(batch, generator).cut(offset, 2),
+        "again": corruption.after_nothing(starts.sample(max(1, batch // 2), generator), empty, chance.choice(GONE)),
     }
 
 
@@ -178,21 +179,40 @@ def lesson_of(
 
 
 Statistics = Callable[[], tuple[Tensor, Tensor]]
+LossesOf = Callable[[float, random.Random, torch.Generator], Mapping[str, Tensor]]
+"""Of the share of the budget that is done, 0 to 1, and the step's randomness: one that all processes share, and one of
+this process."""
 
 
-class Learner:
+@dataclass(frozen=True)
+class Plan:
+    """How to train: samples per process and step, a factor on the learning rates, what to begin with: a finished model,
+    whose text encoder then stays as it is, or nothing; whether matrices are multiplied in bfloat16; and how much of
+    `begin`'s weights is in what comes out, 0 to 1."""
+
+    batch: int = 8
+    rate: float = 1.0
+    begin: Model | None = None
+    bf16: bool = False
+    blend: float = 0.0
+
+
+class Learner(Generic[NetworkT]):
     """A network in training: its optimizer, its running average, and its checkpoint, from which it goes on.
-    `statistics` are the latents' mean and deviation, those of the checkpoint where there is one; `smooth` the losses of
-    late."""
+    `statistics` are the latents' mean and deviation `[C]`, those of the checkpoint where there is one; `smooth` the
+    losses of late."""
 
-    def __init__(
-        self, network: nn.Module, path: Path, rate: float, device: torch.device, statistics: Statistics
-    ) -> None:
-        """`statistics` computes what no checkpoint says, and may give the network its weights. Mutates: network."""
+    def __init__(self, network: NetworkT, out: Path, plan: Plan, device: torch.device, statistics: Statistics) -> None:
+        """Go on with `out/denoiser.pt`, else with what `plan` begins with, else with nothing: `statistics` computes the
+        latents' then. Mutates: network."""
+        if plan.begin is not None:  # it reads well: training that too would cost more than half of a GPU's step
+            network.encoder.requires_grad_(False)
+            statistics = partial(network.load_model, plan.begin)
         self.network, self.smooth = network, dict[str, Tensor]()
-        self.optimizer = loop.Optimizer(network, MATRIX_LR * rate, OTHER_LR * rate, adam=ADAM_PARTS)
-        self.progress, self._checkpoint = loop.Progress(), loop.Checkpoint(path)
+        self.optimizer = loop.Optimizer(network, MATRIX_LR * plan.rate, OTHER_LR * plan.rate, adam=ADAM_PARTS)
+        self._checkpoint = loop.Checkpoint(out / "denoiser.pt")
         state = self._checkpoint.load(device)
+        self.progress = self._checkpoint.progress
         self.statistics = statistics() if state is None else (state["mean"], state["std"])
         self.average = loop.Average(network)
         if state is None:
@@ -200,105 +220,76 @@ class Learner:
         network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.average.weights = state["average"]
-        self.progress = loop.Progress(state["step"], state["spent_s"])
 
-    def learn(self, losses: Mapping[str, Tensor], shares: Mapping[str, float], done: float) -> None:
-        """One update, `done` of the budget, 0 to 1. Mutates: self, network."""
+    def train(self, budget: loop.Budget, seed: int, every: int, shares: Mapping[str, float], losses: LossesOf) -> None:
+        """Train until the budget is spent: each step adds up its `losses` by their `shares`. The checkpoint is written
+        after `every` so many steps, and at the end, when the network has the averaged weights. Mutates: self, network.
+        """
+        for done in loop.steps(budget, self.progress, "denoiser"):
+            step = self.progress.step
+            shared = random.Random(seed * 1_000_003 + step)
+            self._learn(losses(done, shared, loop.step_generator(seed, step)), shares, done)
+            if step % every == every - 1:
+                self._tell(step + 1)
+                self._save(step + 1)
+        self._save(self.progress.step)
+        self.network.load_state_dict(self.average.weights)
+        self.network.eval()
+
+    def _learn(self, losses: Mapping[str, Tensor], shares: Mapping[str, float], done: float) -> None:
         total = torch.stack([shares[kind] * loss for kind, loss in losses.items()]).sum()
         self.optimizer.step(total, done, self.progress.step)
         self.average.update(self.network, self.progress.step)
         for kind, loss in losses.items():
             self.smooth[kind] = torch.lerp(self.smooth.get(kind, loss.detach()), loss.detach(), 0.03)
 
-    def tell(self, step: int) -> None:
+    def _tell(self, step: int) -> None:
         """Print the smoothed losses; waits for the device."""
         if loop.rank() == 0:
             values = " ".join(f"{kind} {float(value):.4f}" for kind, value in sorted(self.smooth.items()))
             print(f"denoiser step {step}: {values}", flush=True)
 
-    def save(self, done_steps: int) -> None:
-        """Write the checkpoint."""
+    def _save(self, done_steps: int) -> None:
         self._checkpoint.save(
-            {
-                "network": self.network.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "average": self.average.weights,
-                "step": done_steps,
-                "spent_s": self.progress.spent_s,
-                "mean": self.statistics[0],
-                "std": self.statistics[1],
-            }
+            done_steps,
+            network=self.network.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            average=self.average.weights,
+            mean=self.statistics[0],
+            std=self.statistics[1],
         )
 
-    def finish(self) -> None:
-        """Write the checkpoint; the network has the averaged weights then. Mutates: network."""
-        self.save(self.progress.step)
-        self.network.load_state_dict(self.average.weights)
-        self.network.eval()
 
-
-@dataclass(frozen=True)
-class Trained:
-    """Result of stage two: the averaged network, and mean and deviation of latents."""
-
-    network: TinyNetwork
-    mean: Tensor
-    std: Tensor
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How to train: samples per process and step, a factor on the learning rates, what to begin with: a finished model,
-    whose text encoder then stays as it is, or nothing; and whether matrices are multiplied in bfloat16."""
-
-    batch: int = 8
-    rate: float = 1.0
-    begin: Model | None = None
-    bf16: bool = False
-
-
-def _begin(
-    plan: Plan, autoencoder: TAEHV, seed: int, device: torch.device
-) -> tuple[TinyNetwork, tuple[Tensor, Tensor]]:
-    """The network to train, and mean and standard deviation of the latents."""
-    network = TinyNetwork().to(device)
-    if plan.begin is None:
-        return network, latent_statistics(autoencoder, torch.Generator().manual_seed(seed), device)
-    statistics = network.load_model(plan.begin)
-    network.encoder.requires_grad_(False)
-    return network, statistics
-
-
-def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device: torch.device, plan: Plan) -> Trained:
+def train(
+    out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device: torch.device, plan: Plan
+) -> Learner[TinyNetwork]:
     """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 100 steps."""
     torch.manual_seed(seed)
-    network, statistics = _begin(plan, autoencoder, seed, device)
-    learner = Learner(network, out / "denoiser.pt", plan.rate, device, lambda: statistics)
-    (mean, std), progress = learner.statistics, learner.progress
-    pool = Pool(autoencoder, mean, std, POOL, device)
-    pool.grow(FIRST_WINDOWS, loop.step_generator(seed + 1, progress.step))
-    empty = corruption.empty_latents(autoencoder, mean, std, device)
-    starts = Starts(autoencoder, mean, std, device)
-    chance = loop.step_generator(seed + 2, progress.step)
-    own = OwnPasts(autoencoder, mean, std, starts, STREAMS, chance)
-    data = Data(pool, starts, empty)
-    for done in loop.steps(budget, progress, "denoiser"):
-        generator = loop.step_generator(seed, progress.step)
-        shared = random.Random(seed * 1_000_003 + progress.step)
-        if progress.step % 2 == 0:
+    network = TinyNetwork().to(device)
+    chance = torch.Generator().manual_seed(seed)
+    learner = Learner(network, out, plan, device, lambda: latent_statistics(autoencoder, chance, device))
+    encode, first = LatentEncoder(autoencoder, *learner.statistics), learner.progress.step
+    pool, starts = Pool(encode, POOL), Starts(encode)
+    pool.grow(FIRST_WINDOWS, loop.step_generator(seed + 1, first))
+    empty = corruption.empty_latents(encode)
+    own = OwnPasts(encode, starts, STREAMS, loop.step_generator(seed + 2, first))
+
+    def losses(done: float, shared: random.Random, generator: torch.Generator) -> dict[str, Tensor]:
+        def ids_of(scenes: Tensor, chunks: int) -> Tensor:
+            return network.text.tokens(captions(scenes[:, None].expand(-1, chunks, -1), shared))
+
+        if learner.progress.step % 2 == 0:
             pool.grow(max(1, plan.batch // 4), generator)
-        drawn = draw(data, plan.batch, shared, generator)
+        drawn = draw(pool, starts, empty, plan.batch, shared, generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
             if plan.begin is not None or done >= OWN_FROM:
-                drawn["own"] = rollout_step(network, own, plan.batch, shared, generator)
-            losses = network.losses(
+                drawn["own"] = rollout_step(network, own, plan.batch, shared, generator, ids_of)
+            found = network.losses(
                 {kind: lesson_of(network, some, empty, kind, shared, generator) for kind, some in drawn.items()}
             )
-            if plan.begin is None:
-                losses["reading"] = reading_loss(network, shared, generator)
-        learner.learn(losses, SHARES, done)
-        if progress.step % 100 == 99:
-            learner.tell(progress.step + 1)
-            learner.save(progress.step + 1)
-    learner.finish()
-    return Trained(network, mean, std)
+            return found if plan.begin else found | {"reading": reading_loss(network, shared, generator)}
+
+    learner.train(budget, seed, 100, SHARES, losses)
+    if plan.begin is not None:
+        loop.blend(network.transformer, plan.begin.denoiser.model, plan.blend)
+    return learner

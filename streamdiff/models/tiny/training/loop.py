@@ -134,16 +134,19 @@ def join_group() -> None:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
 
+DECAY = 0.995
+"""Of the running average, once enough steps are done."""
+
+
 class Average:
     """Exponential moving average of the weights; what is saved and used."""
 
-    def __init__(self, module: torch.nn.Module, decay: float = 0.995) -> None:
-        self.decay = decay
+    def __init__(self, module: torch.nn.Module) -> None:
         self.weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
 
     @torch.no_grad()
     def update(self, module: torch.nn.Module, step: int) -> None:
-        decay = min(self.decay, (1 + step) / (10 + step))
+        decay = min(DECAY, (1 + step) / (10 + step))
         new = module.state_dict()
         floats = [name for name, value in new.items() if value.is_floating_point()]
         for name in new.keys() - set(floats):
@@ -195,34 +198,40 @@ def noise_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(tensor.shape, generator=own, device=tensor.device)
 
 
-class Checkpoint:
-    """One file that holds everything a run needs to go on; written to a temporary name and moved into place."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def save(self, state: dict[str, Any]) -> None:
-        if rank() > 0:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, self.path)
-
-    def load(self, device: torch.device) -> dict[str, Any] | None:
-        """The saved state, or None when the run starts from nothing. Tensors and plain values only, never code."""
-        if not self.path.is_file():
-            return None
-        state: dict[str, Any] = torch.load(self.path, map_location=device, weights_only=True)
-        return state
-
-
 @dataclass
 class Progress:
     """Where a run is: `step` counts updates, `spent_s` seconds over all resumed runs."""
 
     step: int = 0
     spent_s: float = 0.0
+
+
+class Checkpoint:
+    """One file that holds everything a run needs to go on; written to a temporary name and moved into place. `progress`
+    is the run's, counted on from the file's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.progress = path, Progress()
+
+    def save(self, step: int, **parts: Any) -> None:
+        """Write `parts`, and that `step` updates are done."""
+        if rank() > 0:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        torch.save({**parts, "step": step, "spent_s": self.progress.spent_s}, partial)
+        os.replace(partial, self.path)
+
+    def load(self, device: torch.device) -> dict[str, Any] | None:
+        """The saved parts, or None when the run starts from nothing. Tensors and plain values only, never code.
+
+        Mutates: self.
+        """
+        if not self.path.is_file():
+            return None
+        state: dict[str, Any] = torch.load(self.path, map_location=device, weights_only=True)
+        self.progress = Progress(state["step"], state["spent_s"])
+        return state
 
 
 def steps(budget: Budget, progress: Progress, label: str) -> Iterator[float]:

@@ -31,7 +31,6 @@ TRANSFORMER: dict[str, Any] = {
     "num_layers": 4,
     "cross_attn_norm": True,
 }
-ATTRIBUTES: tuple[tuple[str, ...], ...] = (world.COLOR_NAMES, world.SHAPES, world.MOTION_NAMES, world.BACKGROUNDS)
 
 
 @dataclass(frozen=True)
@@ -150,13 +149,19 @@ class TrainedDenoiser(WanDenoiser):
 class TinyNetwork(nn.Module):
     """Text encoder and transformer, trained together."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        text: TinyText | None = None,
+        architecture: Mapping[str, Any] = TRANSFORMER,
+        values: int = sum(map(len, world.ATTRIBUTES)),
+    ) -> None:
+        """`values` counts all that the fields of a scene can be. What is not given is of the 128 pixel world."""
         super().__init__()
-        self.text = TinyText(build_tokenizer(), build_encoder(len(build_tokenizer().get_vocab())))
+        self.text = text or TinyText(build_tokenizer(), build_encoder(len(build_tokenizer().get_vocab())))
         self.encoder = self.text.encoder
-        self.transformer = WanTransformer3DModel(**TRANSFORMER)
+        self.transformer = WanTransformer3DModel(**architecture)
         self.denoiser = TrainedDenoiser(self.transformer)
-        self.reader = nn.Linear(WIDTH, sum(map(len, ATTRIBUTES)))  # used in training only
+        self.reader = nn.Linear(WIDTH, values)  # used in training only
 
     def load_model(self, model: Model) -> tuple[Tensor, Tensor]:
         """Load the weights of `model`; returns the mean and the deviation of the latents that it was trained on.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.tiny import world
-from streamdiff.models.tiny.training.batches import CHUNK, Pool, Windows, draw_scenes, render_windows
+from streamdiff.models.tiny.training.batches import FRAMES, LatentEncoder, Windows, draw_scenes, stream_latents
 
 PAST = 2
 """Chunks before the one with a video, at most."""
@@ -20,13 +20,11 @@ ELSEWHERE = 0.25
 """Share of the windows whose past is not where the video is: the video has just come."""
 ALIKE = 0.15
 """Share of the windows whose video shows the prompt's own look, as what comes of it does from the second step on."""
-_FRAMES = CHUNK * world.FRAMES_PER_LATENT
 
 
 @torch.no_grad()  # not inference mode: what it makes is trained on
-def video_windows(like: Pool, count: int, past: int, generator: torch.Generator) -> Windows:
-    """`count` new windows of `past` chunks, at most PAST, and one that starts from a video; encoded and normalised as
-    those of `like`."""
+def video_windows(encode: LatentEncoder, count: int, past: int, generator: torch.Generator) -> Windows:
+    """`count` new windows of `past` chunks, at most PAST, and one that starts from a video."""
     prompt, video = (draw_scenes(count, 1, generator)[:, 0] for _ in range(2))
     apart = torch.rand(count, generator=generator) < OTHER_MOTION
     video[:, 2] = torch.where(apart, video[:, 2], prompt[:, 2])
@@ -34,21 +32,16 @@ def video_windows(like: Pool, count: int, past: int, generator: torch.Generator)
     video = torch.where(torch.rand(count, 1, generator=generator) < ALIKE, wanted, video)
     place, away = torch.randint(world.SIZE, (2, count, 2), generator=generator)
     elsewhere = torch.rand(count, 1, generator=generator) < ELSEWHERE
-    before = place - past * _FRAMES * world.velocities()[video[:, 2]]
-    latents, places = _encode(like, wanted, place, 1)
+    before = place - past * FRAMES * world.velocities()[video[:, 2]]
+
+    def encoded(scenes: Tensor, origin: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+        return stream_latents(encode, scenes.to(encode.device), origin.to(encode.device), chunks)
+
+    latents, places = encoded(wanted, place, 1)
     if past:  # one that is elsewhere went on as the prompt says
         went = torch.where(elsewhere, prompt, wanted)
-        earlier = _encode(like, went, torch.where(elsewhere, away, before).remainder(world.SIZE), past)
+        earlier = encoded(went, torch.where(elsewhere, away, before).remainder(world.SIZE), past)
         latents, places = torch.cat([earlier[0], latents], 1), torch.cat([earlier[1], places], 1)
-    start = torch.zeros(count, dtype=torch.bool, device=like.device)
-    scenes = prompt[:, None].expand(-1, past + 1, -1).to(like.device)
-    return Windows(latents, scenes, start, places, _encode(like, video, place, 1)[0][:, 0])
-
-
-def _encode(like: Pool, scenes: Tensor, origin: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """Latents `[B, chunks, C, CHUNK, h, w]` and places `[B, chunks, CHUNK, 2]` of scenes `[B, 4]` that start at
-    `origin` `[B, 2]`."""
-    every = scenes[:, None].expand(-1, chunks, -1).to(like.device)
-    frames, place = render_windows(every, origin.to(like.device))
-    latents = like.encode(frames).unflatten(1, (chunks, CHUNK)).transpose(2, 3)
-    return latents, place.unflatten(1, (chunks, CHUNK))
+    scenes = prompt[:, None].expand(-1, past + 1, -1).to(encode.device)
+    start = torch.zeros(count, dtype=torch.bool)
+    return Windows(latents, scenes, start, places, encoded(video, place, 1)[0][:, 0])

@@ -43,9 +43,9 @@ def _down(picture: Tensor) -> Tensor:
     return F.avg_pool2d(picture[None], FINE)[0]
 
 
-def _apart(x: Tensor, center: float) -> Tensor:
-    """Distance along x, the short way around."""
-    return (x - center + SIZE / 2).remainder(SIZE) - SIZE / 2
+def apart(value: Tensor, center: float, period: float = SIZE) -> Tensor:
+    """Distance from `center` along an axis that repeats after `period`, the short way around."""
+    return (value - center + period / 2).remainder(period) - period / 2
 
 
 def _soft(inside: Tensor, edge: float = 1.0) -> Tensor:
@@ -54,7 +54,7 @@ def _soft(inside: Tensor, edge: float = 1.0) -> Tensor:
 
 
 def _blob(y: Tensor, x: Tensor, cy: float, cx: float, ry: float, rx: float) -> Tensor:
-    return torch.exp(-(((y - cy) / ry) ** 2 + (_apart(x, cx) / rx) ** 2))
+    return torch.exp(-(((y - cy) / ry) ** 2 + (apart(x, cx) / rx) ** 2))
 
 
 def sky(light: str) -> Tensor:
@@ -92,12 +92,12 @@ def _meadow(y: Tensor, x: Tensor) -> tuple[Layer, Layer]:
     grass = torch.lerp(_rgb((0.34, 0.62, 0.26)), _rgb((0.18, 0.42, 0.18)), ((y - 190) / 60).clamp(0, 1))
     cover = _soft(y - edge)
     for cx, radius in ((36, 20), (60, 15), (170, 23), (226, 13)):
-        bush = _soft(radius - torch.hypot((y - 200) * 1.25, _apart(x, cx)))
+        bush = _soft(radius - torch.hypot((y - 200) * 1.25, apart(x, cx)))
         grass = torch.lerp(grass, _rgb((0.16, 0.45, 0.20)), bush)
         cover = torch.maximum(cover, bush)
     for cy, cx, color in ((222, 20, 0), (236, 92, 1), (226, 128, 0), (240, 196, 1), (220, 210, 0), (238, 246, 1)):
         petal = _rgb(((0.98, 0.92, 0.96), (0.99, 0.78, 0.30))[color])
-        grass = torch.lerp(grass, petal, _soft(4.0 - torch.hypot(y - cy, _apart(x, cx))))
+        grass = torch.lerp(grass, petal, _soft(4.0 - torch.hypot(y - cy, apart(x, cx))))
     return Layer(far, _soft(y - ridge)), Layer(grass, cover)
 
 
@@ -106,7 +106,7 @@ def _desert(y: Tensor, x: Tensor) -> tuple[Layer, Layer]:
     far = _rgb((0.88, 0.66, 0.42)).expand(3, *y.shape)
     cover = _soft(y - base)
     for cx, peak in ((70, 104), (186, 130)):
-        side = _apart(x, cx)
+        side = apart(x, cx)
         stone = torch.lerp(_rgb((0.84, 0.58, 0.36)), _rgb((0.68, 0.44, 0.28)), _soft(side, 3.0))
         pyramid = _soft((y - peak) * 0.75 - side.abs(), 2.0)
         far = torch.lerp(far, stone, pyramid * (1 - cover))
@@ -115,7 +115,7 @@ def _desert(y: Tensor, x: Tensor) -> tuple[Layer, Layer]:
     sand = torch.lerp(_rgb((0.93, 0.75, 0.47)), _rgb((0.72, 0.50, 0.29)), ((y - 198) / 58).clamp(0, 1))
     near = _soft(y - edge)
     for cx, height in ((40, 46), (150, 34), (214, 52)):
-        side = _apart(x, cx)
+        side = apart(x, cx)
         trunk = _soft(torch.minimum(6 - side.abs(), y - (222 - height)).minimum(226 - y))
         arm = _soft(torch.minimum(4 - (side - 14).abs(), y - (218 - height * 0.75)).minimum(204 - height * 0.2 - y))
         joint = _soft(torch.minimum(4 - (y - (204 - height * 0.2)).abs(), side).minimum(18 - side))
@@ -129,7 +129,7 @@ def _sea(y: Tensor, x: Tensor) -> tuple[Layer, Layer]:
     water = torch.lerp(_rgb((0.36, 0.68, 0.84)), _rgb((0.12, 0.38, 0.64)), ((y - 160) / 60).clamp(0, 1))
     cover = _soft(y - 162)
     for cx, width, height in ((58, 46, 28), (176, 30, 18)):
-        island = _soft(height * (1 - (_apart(x, cx) / width) ** 2) - (162 - y), 2.0) * _soft(163 - y)
+        island = _soft(height * (1 - (apart(x, cx) / width) ** 2) - (162 - y), 2.0) * _soft(163 - y)
         water = torch.lerp(water, _rgb((0.40, 0.56, 0.36)), island)
         cover = torch.maximum(cover, island)
     edge = 204 + 6 * torch.sin(4 * TURN * x)
@@ -139,7 +139,7 @@ def _sea(y: Tensor, x: Tensor) -> tuple[Layer, Layer]:
     foam = torch.maximum(foam, torch.exp(-(((y - second) / 2.5) ** 2)) * 0.5)
     wave = torch.lerp(wave, _rgb((0.93, 0.98, 1.0)), foam)
     near = _soft(y - edge)
-    side = _apart(x, 128)
+    side = apart(x, 128)
     hull = _soft(torch.minimum(y - 190, 208 - y).minimum(27 - side.abs() - (y - 190) * 0.6))
     sail = _soft(torch.minimum(188 - y, (y - 148) * 0.55 - side).minimum(side + 1))
     wave = torch.lerp(torch.lerp(wave, _rgb((0.52, 0.28, 0.18)), hull), _rgb((0.98, 0.97, 0.92)), sail)
@@ -165,7 +165,7 @@ def _city(y: Tensor, x: Tensor) -> tuple[Layer, Layer]:
     glow = torch.zeros_like(y)
     skyline = ((20, 22, 118), (62, 18, 142), (102, 20, 96), (146, 22, 128), (188, 18, 108), (230, 20, 136))
     for index, (cx, half, top) in enumerate(skyline):
-        side = _apart(x, cx)
+        side = apart(x, cx)
         house = _soft(torch.minimum(half - side.abs(), y - top))
         wall = ((0.50, 0.54, 0.66), (0.60, 0.52, 0.54), (0.44, 0.52, 0.60))[index % 3]
         pane_y, pane_x = ((y - top).remainder(20) - 12).abs(), ((side + half).remainder(14) - 9).abs()
@@ -177,7 +177,7 @@ def _city(y: Tensor, x: Tensor) -> tuple[Layer, Layer]:
     street = torch.lerp(street, _rgb((0.93, 0.92, 0.84)), line)
     near = _soft(y - 208)
     for cx in (40, 128, 216):
-        side = _apart(x, cx)
+        side = apart(x, cx)
         trunk = _soft(torch.minimum(3.5 - side.abs(), torch.minimum(y - 190, 218 - y)))
         crown = _soft(19 - torch.hypot(y - 184, side))
         street = torch.lerp(torch.lerp(street, _rgb((0.40, 0.28, 0.20)), trunk), _rgb((0.20, 0.50, 0.26)), crown)

@@ -27,6 +27,11 @@ class Window:
     left: int = 0
     side: int = SIZE
 
+    @property
+    def slices(self) -> tuple[slice, slice]:
+        """Its rows and columns."""
+        return slice(self.top, self.top + self.side), slice(self.left, self.left + self.side)
+
 
 @dataclass(frozen=True)
 class Pictures:
@@ -77,14 +82,14 @@ def render(
                 _paste(frame, covered[index], drawn[index], window)
         pattern = weather.cover(kind, fall[index], device) if falling else None
         if pattern is not None:
-            part = pattern[window.top : window.top + side, window.left : window.left + side]
+            part = pattern[window.slices]
             frame.lerp_(weather.color(kind, light[index]).view(3, 1, 1).expand_as(frame), part.expand_as(frame))
     return Pictures(frames, covered)
 
 
 def _scenery(frame: Tensor, look: Scenery, place: int, light: list[float], scroll: int, window: Window) -> None:
     """Fill `frame` `[3, side, side]`. Mutates: frame."""
-    rows, cols = slice(window.top, window.top + window.side), slice(window.left, window.left + window.side)
+    rows, cols = window.slices
     hours = [(hour, share) for hour, share in enumerate(light) if share > 0]
 
     def mix(pictures: list[Tensor], into: Tensor | None) -> Tensor:
@@ -119,24 +124,28 @@ class _Sprite:
     radius: float
 
 
+def there(track: Track, thing: int) -> Tensor:
+    """Which frames of a flat track have the first or the second thing, bool `[N]`."""
+    second = track.scenes[:, COLUMN["second"]] == 1
+    return second if thing else torch.ones_like(second)
+
+
+def sprites_by_size(track: Track, thing: int, light: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """The first or the second thing of a flat track by size: its name, the frames int64 `[n]`, on the CPU, that have
+    such a thing, and what `shapes.sprites` draws of them; `light` `[N, 4]` says on which device."""
+    prefix, device = ("", "second_")[thing], light.device
+    looks = [track.scenes[:, COLUMN[prefix + name]] for name in ("color", "shape")]
+    for size, name in enumerate(SIZES):
+        rows = (there(track, thing) & (track.scenes[:, COLUMN[prefix + "size"]] == size)).nonzero()[:, 0]
+        if len(rows):
+            color, shape, angle = (value[rows].to(device) for value in (*looks, track.angle[:, thing]))
+            yield name, rows, *shapes.sprites(color, shape, size, angle, light[rows.to(device)])
+
+
 def _sprites(track: Track, thing: int, light: Tensor) -> dict[int, _Sprite]:
     """The first or the second thing of every frame that has it."""
-    prefix = ("", "second_")[thing]
-    there = torch.ones(len(track.scroll), dtype=torch.bool) if thing == 0 else track.scenes[:, COLUMN["second"]] == 1
     made: dict[int, _Sprite] = {}
-    for size, name in enumerate(SIZES):
-        rows = (there & (track.scenes[:, COLUMN[prefix + "size"]] == size)).nonzero()[:, 0]
-        if not len(rows):
-            continue
-        color, shape, angle = (
-            value.to(light.device)
-            for value in (
-                track.scenes[rows, COLUMN[prefix + "color"]],
-                track.scenes[rows, COLUMN[prefix + "shape"]],
-                track.angle[rows, thing],
-            )
-        )
-        alpha, rgb = shapes.sprites(color, shape, size, angle, light[rows.to(light.device)])
+    for name, rows, alpha, rgb in sprites_by_size(track, thing, light):
         places = track.place[rows, thing].tolist()
         for row, index in enumerate(rows.tolist()):
             y, x = places[row]

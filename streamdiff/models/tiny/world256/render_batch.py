@@ -7,7 +7,7 @@ from torch import Tensor
 
 from streamdiff.models.tiny.world256 import shapes, weather
 from streamdiff.models.tiny.world256.painting import scenery
-from streamdiff.models.tiny.world256.render import GROUND, SHADOW_REACH, render
+from streamdiff.models.tiny.world256.render import GROUND, SHADOW_REACH, render, sprites_by_size, there
 from streamdiff.models.tiny.world256.scene import COLUMN, PLACES, SIZES, WEATHERS
 from streamdiff.models.tiny.world256.tracks import SIZE, Track
 
@@ -34,12 +34,6 @@ def render_batch(track: Track, device: torch.device, things: bool = True) -> Ten
                 frames = torch.lerp(frames, rgb, alpha)
         color, cover = weather.falling(kinds, track.fall, light)
         return torch.lerp(frames, color[:, :, None, None], cover[:, None])
-
-
-def _there(track: Track, thing: int) -> Tensor:
-    """Which frames have the first or the second thing, bool `[N]`."""
-    second = track.scenes[:, COLUMN["second"]] == 1
-    return second if thing else torch.ones_like(second)
 
 
 def _scenery(track: Track, light: Tensor) -> Tensor:
@@ -75,31 +69,19 @@ def _shadows(track: Track, thing: int, light: Tensor) -> Tensor:
     y = (axis - GROUND + SIZE // 2).remainder(SIZE) - SIZE // 2
     x, y = x / (SHADOW_REACH[1] * scale * length)[:, None], y / (SHADOW_REACH[0] * scale)[:, None]
     away = (y.square()[:, :, None] + x.square()[:, None]).sqrt()
-    dark = torch.where(_there(track, thing).to(device), dark, 0.0)
+    dark = torch.where(there(track, thing).to(device), dark, 0.0)
     return (1 - dark[:, None, None] * ((1.25 - away) / 0.5).clamp(0, 1))[:, None]
 
 
 def _sprites(track: Track, thing: int, light: Tensor) -> tuple[Tensor, Tensor]:
     """Cover `[N, 1, SIZE, SIZE]` and colors `[N, 3, SIZE, SIZE]` of the first or the second thing of every frame."""
-    prefix, device = ("", "second_")[thing], light.device
+    device = light.device
     canvas = torch.zeros(len(track.scroll), SIZE, SIZE, 4, device=device)
-    for size, name in enumerate(SIZES):
-        rows = (_there(track, thing) & (track.scenes[:, COLUMN[prefix + "size"]] == size)).nonzero()[:, 0]
-        if not len(rows):
-            continue
-        color, shape, angle, place = (
-            value[rows].to(device)
-            for value in (
-                track.scenes[:, COLUMN[prefix + "color"]],
-                track.scenes[:, COLUMN[prefix + "shape"]],
-                track.angle[:, thing],
-                track.place[:, thing],
-            )
-        )
-        rows = rows.to(device)
-        drawn = torch.cat(shapes.sprites(color, shape, size, angle, light[rows]), 1).permute(0, 2, 3, 1)
+    for name, rows, alpha, rgb in sprites_by_size(track, thing, light):
+        place, rows = track.place[rows, thing].to(device), rows.to(device)
         span = torch.arange(-shapes.HALF[name], shapes.HALF[name] + 1, device=device)
         y, x = ((place[:, axis, None] + span).remainder(SIZE) for axis in (0, 1))
+        drawn = torch.cat([alpha, rgb], 1).permute(0, 2, 3, 1)
         canvas[rows[:, None, None], y[:, :, None], x[:, None, :]] = drawn
     canvas = canvas.permute(0, 3, 1, 2)
     return canvas[:, :1], canvas[:, 1:]

@@ -192,7 +192,9 @@ def apply(request: Request, before: Scene) -> Scene:
     base = DEFAULT if _describes(request, groups) else before
     scene = _placed(base, request.setting, request.ends)
     if not groups:
-        return replace(scene, second=None) if request.one and not request.add else _more(request, scene)
+        if request.add:
+            return replace(scene, second=scene.second or _beside(scene.first))
+        return replace(scene, second=None) if request.one else scene
     if len(groups) == 2:
         return plain(_both(groups, scene))
     group = groups[0]
@@ -271,10 +273,6 @@ def _removed(request: Request, groups: list[Group], before: Scene) -> Scene:
         return scene
     first_meant = bool(groups) and _owner(groups[0].named, scene) is scene.first
     return replace(scene, first=scene.second if first_meant else scene.first, second=None)
-
-
-def _more(request: Request, scene: Scene) -> Scene:
-    return replace(scene, second=scene.second or _beside(scene.first)) if request.add else scene
 
 
 def _beside(thing: Thing) -> Thing:

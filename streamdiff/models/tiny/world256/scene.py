@@ -11,17 +11,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-COLORS: dict[str, tuple[float, float, float]] = {
-    "red": (0.89, 0.18, 0.20),
-    "orange": (0.98, 0.55, 0.10),
-    "yellow": (0.99, 0.87, 0.20),
-    "green": (0.16, 0.72, 0.34),
-    "blue": (0.16, 0.38, 0.95),
-    "purple": (0.60, 0.26, 0.86),
-    "white": (0.97, 0.97, 0.97),
-}
-COLOR_NAMES = tuple(COLORS)
-SHAPES = ("circle", "square", "triangle", "star", "heart")
+from streamdiff.models.tiny import world
+
+COLORS, COLOR_NAMES, SHAPES = world.COLORS, world.COLOR_NAMES, world.SHAPES
 MOTIONS = ("left", "right", "up", "down", "still", "bouncing", "spinning")
 SIZES = ("large", "small")
 SPEEDS = ("slow", "normal", "fast")

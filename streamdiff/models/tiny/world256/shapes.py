@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from streamdiff.models.tiny.world import inside
 from streamdiff.models.tiny.world256.scene import COLORS, SHAPES, SIZES
 from streamdiff.models.tiny.world256.tracks import ANGLES
 
@@ -16,29 +17,6 @@ TINT = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.88, 0.80], [0.74, 0.78, 0.93], [1.
 TOWARDS = torch.tensor([[-1.0, 0.2], [-0.3, 0.95], [-0.8, 0.6], [-0.3, -0.95]])
 SHADOW = torch.tensor([[0.0, 1.0, 0.42], [-34.0, 1.6, 0.34], [-14.0, 1.2, 0.22], [34.0, 1.6, 0.30]])
 """Of the same: how far beside its thing a shadow lies, how long it is, and how dark."""
-
-
-def inside(shape: str, y: Tensor, x: Tensor, r: float) -> Tensor:
-    """Distance-like field of `shape` of radius `r` around the origin, positive inside, in pixels."""
-    if shape == "circle":
-        return r - torch.hypot(y, x)
-    if shape == "square":
-        return r * 0.86 - torch.maximum(y.abs(), x.abs())
-    if shape == "triangle":
-        return torch.minimum(r * 0.70 - y, (y + r * 1.22 - x.abs() * 1.80) / 2.06)
-    if shape == "star":
-        fold = (torch.atan2(x, -y) + torch.pi / 5).remainder(2 * torch.pi / 5) - torch.pi / 5
-        distance = torch.hypot(y, x)
-        across, along = distance * fold.abs().sin(), distance * fold.cos()
-        turn = torch.tensor(torch.pi / 5)
-        edge_y, edge_x = r * 0.54 * turn.cos() - r * 1.18, r * 0.54 * turn.sin()
-        return (edge_y * across - edge_x * (along - r * 1.18)) / torch.hypot(edge_y, edge_x)
-    if shape == "heart":
-        side, low = r * 0.98, y - r * 0.09
-        point = (side - low.abs() - x.abs()) / 2**0.5
-        lobes = side / 2**0.5 - torch.hypot(low + side / 2, x.abs() - side / 2)
-        return torch.maximum(point, lobes)
-    raise ValueError(f"unknown shape {shape!r}; the world knows {', '.join(SHAPES)}")
 
 
 def stencil(shape: str, size: str, angle: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -53,7 +31,7 @@ def stencil(shape: str, size: str, angle: Tensor) -> tuple[Tensor, Tensor, Tenso
     y, x = torch.meshgrid(axis, axis, indexing="ij")
     turn = (angle * (2 * torch.pi / ANGLES)).view(-1, 1, 1)
     turned_y, turned_x = y * turn.cos() - x * turn.sin(), y * turn.sin() + x * turn.cos()
-    field = inside(shape, turned_y, turned_x, r)
+    field = inside(shape, turned_y, turned_x, r, 0.54, r * 0.09)
     shading = 0.5 + 0.5 * ((field - r * 0.06) / (r * 0.12)).clamp(0, 1)
     if shape == "circle":  # a stripe, or nobody could see it spin
         shading = shading * (1 - 0.35 * ((r * 0.2 - turned_x.abs()) / 2 + 0.5).clamp(0, 1))

@@ -9,6 +9,7 @@ knows nothing about how it is drawn.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -63,13 +64,26 @@ class Track:
     light: Tensor
     fall: Tensor
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Track:
+        """A track of each field after `change`."""
+        return Track(**{f.name: change(getattr(self, f.name)) for f in fields(Track)})
+
     def flat(self) -> Track:
         """All frames one after the other: N and T as one axis."""
-        return Track(**{f.name: getattr(self, f.name).flatten(0, 1) for f in fields(Track)})
+        return self.each(lambda part: part.flatten(0, 1))
 
     def rows(self, rows: Tensor | slice) -> Track:
         """The streams, or the frames of a flat track, of `rows`."""
-        return Track(**{f.name: getattr(self, f.name)[rows] for f in fields(Track)})
+        return self.each(lambda part: part[rows])
+
+    def put(self, rows: Tensor, some: Track) -> None:
+        """Put `some` in the place of the streams, or of the frames of a flat track, of `rows`. Mutates: self."""
+        for field in fields(Track):
+            getattr(self, field.name)[rows] = getattr(some, field.name)
+
+    def middles(self) -> Tensor:
+        """Places `[N, latent frames, 2, 2]` of things halfway through each latent frame, float32."""
+        return self.place[:, FRAMES_PER_LATENT // 2 :: FRAMES_PER_LATENT].float()
 
 
 def join(tracks: list[Track]) -> Track:
@@ -93,6 +107,12 @@ def steps(stride: int) -> int:
     return stride * PARTS // CHUNK_FRAMES
 
 
+def homes(scenes: Tensor) -> Tensor:
+    """Where the things of streams with `scenes` `[N, fields]` begin, in `PARTS` of a pixel, int64 `[N, 2, 2]`."""
+    first = torch.tensor(HOME)[scenes[:, COLUMN["second"]]]
+    return torch.stack([first, (first + torch.tensor(APART)).remainder(SIZE)], 1) * PARTS
+
+
 STATE = ("place", "way", "angle", "scroll", "phase", "fall")
 
 
@@ -107,8 +127,7 @@ class Streams:
     def __init__(self, scenes: Tensor, anywhere: torch.Generator | None = None) -> None:
         """Streams that begin with `scenes` `[N, fields]`, or, if `anywhere` is given, that have begun long ago."""
         count = len(scenes)
-        home = torch.tensor(HOME)[scenes[:, COLUMN["second"]]]
-        self.place = torch.stack([home, (home + torch.tensor(APART)).remainder(SIZE)], 1) * PARTS
+        self.place = homes(scenes)
         self.way = torch.ones(count, 2, 2, dtype=torch.int64)
         self.angle = torch.zeros(count, 2, dtype=torch.int64)
         self.scroll = torch.zeros(count, dtype=torch.int64)

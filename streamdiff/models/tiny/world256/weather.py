@@ -11,6 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from streamdiff.models.tiny.world256.painting import apart
 from streamdiff.models.tiny.world256.scene import WEATHERS
 from streamdiff.models.tiny.world256.tracks import FALL, SIZE
 
@@ -34,9 +35,6 @@ def pattern(name: str) -> Tensor:
     y, x = torch.meshgrid(axis, axis, indexing="ij")
     generator = torch.Generator().manual_seed({"rain": 3, "snow": 5, "wind": 8}[name])
     cover, period = torch.zeros(SIZE, SIZE), PERIOD[name]
-
-    def apart(value: Tensor, center: float, period: float) -> Tensor:
-        return (value - center + period / 2).remainder(period) - period / 2
 
     if name == "rain":
         for row in range(16):

@@ -12,8 +12,7 @@ from streamdiff.models.tiny import world
 from streamdiff.models.tiny.training import autoencoder as train_autoencoder
 from streamdiff.models.tiny.training import batches, denoiser, video_windows
 from streamdiff.models.tiny.training import batches as shown
-from streamdiff.models.tiny.training.batches import CHUNK, CHUNKS, Pool, Starts, Windows
-from tests.small import CPU
+from streamdiff.models.tiny.training.batches import CHUNK, CHUNKS, LatentEncoder, Pool, Starts, Windows
 
 KINDS = {
     "staircase": CHUNKS, "clean": CHUNKS, "anchored": CHUNKS, "first": 1, "next": 2, "again": 2, "own": 3, "video": 2,
@@ -29,8 +28,13 @@ def autoencoder() -> TAEHV:
 
 
 @pytest.fixture(scope="module")
-def pool(autoencoder: TAEHV) -> Pool:
-    made = Pool(autoencoder, torch.zeros(8), torch.ones(8), 5, CPU)
+def encode(autoencoder: TAEHV) -> LatentEncoder:
+    return LatentEncoder(autoencoder, torch.zeros(8), torch.ones(8))
+
+
+@pytest.fixture(scope="module")
+def pool(encode: LatentEncoder) -> Pool:
+    made = Pool(encode, 5)
     made.grow(3, torch.Generator().manual_seed(1))
     return made
 
@@ -51,13 +55,14 @@ def test_a_cut_holds_the_same_chunks_and_is_a_start_only_from_chunk_zero(pool: P
             assert torch.equal(getattr(part, name)[row], getattr(whole, name)[row, offset : offset + 2])
 
 
-def test_the_pool_replaces_its_oldest(autoencoder: TAEHV) -> None:
-    pool = Pool(autoencoder, torch.zeros(8), torch.ones(8), 2, CPU)
+def test_the_pool_replaces_its_oldest(encode: LatentEncoder) -> None:
+    pool = Pool(encode, 2)
     pool.grow(2, torch.Generator().manual_seed(1))
-    kept = pool.latents.clone()
+    kept = pool.parts["latents"].clone()
     pool.grow(1, torch.Generator().manual_seed(5))
     assert (pool.filled, pool.written) == (2, 3)
-    assert not torch.equal(pool.latents[0], kept[0]) and torch.equal(pool.latents[1], kept[1])
+    latents = pool.parts["latents"]
+    assert not torch.equal(latents[0], kept[0]) and torch.equal(latents[1], kept[1])
 
 
 def test_weights_are_high_where_the_shape_is_also_across_the_border() -> None:
@@ -68,15 +73,15 @@ def test_weights_are_high_where_the_shape_is_also_across_the_border() -> None:
 
 
 @pytest.mark.slow
-def test_starts_are_the_first_chunks_of_all_scenes(autoencoder: TAEHV, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_are_the_first_chunks_of_all_scenes(encode: LatentEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     few = world.all_scenes()[::97]
     monkeypatch.setattr(world, "all_scenes", lambda: few)
-    starts = Starts(autoencoder, torch.zeros(8), torch.ones(8), CPU)
+    starts = Starts(encode)
     assert [tuple(row) for row in starts.scenes[:, 0].tolist()] == [scene.indices() for scene in few]
     origin = torch.full((1, 2), world.SIZE // 2)
     with torch.inference_mode():
         frames, place = batches.render_windows(starts.scenes[3:4], origin)
-        latents = train_autoencoder.encode_groups(autoencoder, frames)
+        latents = encode(frames)
     torch.testing.assert_close(starts.latents[3, 0], latents[0].transpose(0, 1))
     torch.testing.assert_close(starts.place[3, 0], place[0])
     assert starts.sample(6, torch.Generator().manual_seed(0)).start.all()
@@ -126,7 +131,7 @@ def test_a_video_sets_the_place_and_the_prompt_the_look(
     alike: bool, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(video_windows, "ALIKE", float(alike))
-    windows = video_windows.video_windows(pool, 5, 0, torch.Generator().manual_seed(0))
+    windows = video_windows.video_windows(pool.encode, 5, 0, torch.Generator().manual_seed(0))
     assert windows.video is not None
     same = [torch.equal(video, wanted) for video, wanted in zip(windows.video, windows.latents[:, 0], strict=True)]
     assert same == [alike] * 5, "in its place, with another look unless that is the prompt's own"
@@ -147,7 +152,7 @@ def test_a_flow_that_leads_to_what_is_wanted_has_no_loss(kind: str, pool: Pool) 
     chance, generator = random.Random(0), torch.Generator().manual_seed(0)
     windows = drawn(pool, 3).cut(torch.zeros(3, dtype=torch.int64), 2)
     if kind == "video":
-        windows = video_windows.video_windows(pool, 3, 1, generator)
+        windows = video_windows.video_windows(pool.encode, 3, 1, generator)
     network = denoiser.TinyNetwork()
 
     def loss(error: float) -> float:
@@ -178,13 +183,13 @@ def test_the_encoder_can_learn_to_read() -> None:
     assert losses[-1] < 0.75 * losses[0]
 
 
-def test_one_step_draws_every_kind(pool: Pool, autoencoder: TAEHV) -> None:
+def test_one_step_draws_every_kind(pool: Pool) -> None:
     starts = Starts.__new__(Starts)
     chunk = drawn(pool, 4).cut(torch.zeros(4, dtype=torch.int64), 1)
     starts.latents, starts.scenes, starts.place = chunk.latents, chunk.scenes, chunk.place
     chance = random.Random(0)
-    data = denoiser.Data(pool, starts, torch.zeros(len(world.BACKGROUNDS), 8, 16, 16))
-    kinds = [denoiser.draw(data, 4, chance, torch.Generator().manual_seed(i)) for i in range(12)]
+    empty = torch.zeros(len(world.BACKGROUNDS), 8, 16, 16)
+    kinds = [denoiser.draw(pool, starts, empty, 4, chance, torch.Generator().manual_seed(i)) for i in range(12)]
     assert {kind for drawn in kinds for kind in drawn} == set(KINDS) - {"own"}, "the network plays those"
     for drawn_ in kinds:
         assert len(drawn_) == 5

@@ -13,7 +13,7 @@ from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.tiny import world
 from streamdiff.models.tiny.training import batches as shown
 from streamdiff.models.tiny.training import corruption, denoiser
-from streamdiff.models.tiny.training.batches import CHUNK, Windows
+from streamdiff.models.tiny.training.batches import CHUNK, LatentEncoder, Windows
 from tests.small import CPU
 
 BATCH, CHUNKS = 64, 2
@@ -98,7 +98,7 @@ def test_empty_latents_are_those_of_the_bare_backgrounds() -> None:
     normalisation = decoder.normalisation
     assert normalisation is not None
     mean, std = normalisation.mean.flatten(), normalisation.std.flatten()
-    latents = corruption.empty_latents(decoder.autoencoder, mean, std, CPU)
+    latents = corruption.empty_latents(LatentEncoder(decoder.autoencoder, mean, std))
     video = decoder.decode_video(latents[:, :, None].expand(-1, -1, CHUNK, -1, -1), decoder.new_memory())
     frames = (video[:, :, -1] + 1) / 2
     truth = world.empty(torch.arange(len(world.BACKGROUNDS)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import world
 from streamdiff.models.tiny.training.autoencoder import AUTOENCODER, initialise
-from streamdiff.models.tiny.training.batches import Pool
+from streamdiff.models.tiny.training.batches import LatentEncoder, Pool
 from streamdiff.models.tiny.training.denoiser import lesson_of
 from streamdiff.models.tiny.training.network import Lesson, TinyNetwork, _attend
 from streamdiff.models.transformer.wan import attend
@@ -22,7 +22,7 @@ def pool() -> Pool:
     torch.manual_seed(0)
     autoencoder = TAEHV(AUTOENCODER)
     initialise(autoencoder)
-    made = Pool(autoencoder.eval(), torch.zeros(8), torch.ones(8), 4, torch.device("cpu"))
+    made = Pool(LatentEncoder(autoencoder.eval(), torch.zeros(8), torch.ones(8)), 4)
     made.grow(4, torch.Generator().manual_seed(1))
     return made
 

@@ -104,9 +104,9 @@ def test_randomness_belongs_to_seed_and_step() -> None:
 def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
     checkpoint = loop.Checkpoint(tmp_path / "deep" / "run.pt")
     assert checkpoint.load(CPU) is None
-    checkpoint.save({"step": 1, "weight": torch.ones(3)})
+    checkpoint.save(1, weight=torch.ones(3))
     with pytest.raises((AttributeError, TypeError, RuntimeError)):
-        checkpoint.save({"step": 2, "bad": lambda: None})  # cannot be written
+        checkpoint.save(2, bad=lambda: None)  # cannot be written
     state = checkpoint.load(CPU)
     assert state is not None and state["step"] == 1 and torch.equal(state["weight"], torch.ones(3))
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
 import torch
 
+from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.taehv import TAEHV
@@ -27,13 +27,13 @@ from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.tiny import model
 from streamdiff.models.tiny.training import autoencoder as train_autoencoder
 from streamdiff.models.tiny.training import loop
-from streamdiff.models.tiny.training.__main__ import shared_parser, shared_refusal, stream_of
-from streamdiff.models.tiny.world256.tracks import SIZE
+from streamdiff.models.tiny.training.__main__ import World, carry_out, shared_parser, shared_refusal, train_stages
 from streamdiff.models.tiny.world256.training import autoencoder as clips
 from streamdiff.models.tiny.world256.training import denoiser
 from streamdiff.models.tiny.world256.training.batches import latent_statistics
 
 STEPS = {"autoencoder": 8000, "denoiser": 8000, "decoder": 1000}
+WORLD = World(STEPS, clips.RECIPE, latent_statistics, denoiser.train, dict.fromkeys(STEPS, 1.0))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _refusal(args: argparse.Namespace) -> str | None:
-    """What cannot work of `--begin`."""
+    """The first error in the options, found before anything is written; None if there is none."""
     if args.begin and args.stage not in ("denoiser", "decoder"):
         return "--begin goes with --stage denoiser or decoder: the autoencoder is that of the model"
     if args.stage == "decoder" and not args.begin:
@@ -59,55 +59,28 @@ def _refusal(args: argparse.Namespace) -> str | None:
         return f"--begin is {args.begin}, which is where --out {args.out} writes its model; give another --out"
     if args.begin and not (args.begin / "vae" / "config.json").is_file():
         return f"--begin is {args.begin}, which has no vae/config.json; give the folder of a model"
-    return None
+    return shared_refusal(args)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = parser().parse_args(argv)
-    if refusal := _refusal(args) or shared_refusal(args):
-        print(f"train: {refusal}", file=sys.stderr)
-        return 2
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return carry_out(args, _refusal(args), lambda: _train(args))
+
+
+def _train(args: argparse.Namespace) -> str:
+    """Train what was asked for; returns what was written."""
+    device = pick_device("auto")
     if args.bf16:  # what stays in float32, the optimizer's products, may be rounded too
         torch.set_float32_matmul_precision("high")
-    try:
-        begin = _autoencoder(args.begin, device) if args.begin else None
-        whole = args.stage == "denoiser" and args.begin and (args.begin / "transformer").is_dir()
-        learnt = model.load_model(args.begin, device) if whole else None
-    except ConfigError as error:
-        print(f"train: {error}", file=sys.stderr)
-        return 2
+    autoencoder = _autoencoder(args.begin, device) if args.begin else None
+    whole = args.stage == "denoiser" and args.begin and (args.begin / "transformer").is_dir()
+    begin = model.load_model(args.begin, device) if whole else None
     loop.join_group()
     if args.stage == "decoder":
-        assert begin is not None
-        return _decoder(args, begin, device)
-
-    def budget(stage: str, train: bool) -> loop.Budget:
-        return loop.Budget(args.steps or STEPS[stage], args.minutes) if train else loop.Budget(1, 1e-9)
-
-    try:
-        first = budget("autoencoder", args.stage != "denoiser")
-        autoencoder = begin or train_autoencoder.train(
-            args.out, first, args.seed, device, args.batch, args.bf16, clips.RECIPE
-        )
-        parts = None
-        if args.stage != "autoencoder":
-            plan = denoiser.Plan(args.batch, args.rate, learnt, args.bf16)
-            trained = denoiser.train(args.out, autoencoder, budget("denoiser", True), args.seed, device, plan)
-            parts = (trained.network.text, trained.network.transformer)
-            mean, std = trained.mean, trained.std
-        else:
-            mean, std = latent_statistics(autoencoder, torch.Generator().manual_seed(args.seed), device)
-    except KeyboardInterrupt:
-        print("\ntrain: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    if loop.rank() == 0:
-        model.save(args.out / "model", autoencoder, mean, std, parts, stream_of(SIZE // clips.AUTOENCODER.spatial))
-        print(f"train: model written to {args.out / 'model'}")
-    return 0
+        assert autoencoder is not None
+        return _decoder(args, autoencoder, device)
+    return train_stages(args, WORLD, device, autoencoder, begin)
 
 
 def _autoencoder(folder: Path, device: torch.device) -> TAEHV:
@@ -118,22 +91,17 @@ def _autoencoder(folder: Path, device: torch.device) -> TAEHV:
     return half.autoencoder
 
 
-def _decoder(args: argparse.Namespace, autoencoder: TAEHV, device: torch.device) -> int:
+def _decoder(args: argparse.Namespace, autoencoder: TAEHV, device: torch.device) -> str:
     """Train the decoder of `args.begin`, whose `autoencoder` it is, and write the model with it."""
-    budget = loop.Budget(args.steps or STEPS["decoder"], args.minutes)
-    try:
-        begin = autoencoder.float()
-        train_autoencoder.train(args.out, budget, args.seed, device, args.batch, args.bf16, clips.RECIPE, begin)
-    except KeyboardInterrupt:
-        print("\ntrain: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
+    budget, begin = loop.Budget(args.steps or STEPS["decoder"], args.minutes), autoencoder.float()
+    train_autoencoder.train(args.out, budget, args.seed, device, args.batch, args.bf16, clips.RECIPE, begin)
+    folder: Path = args.out / "model"
     if loop.rank() == 0:
-        shutil.copytree(args.begin, args.out / "model", dirs_exist_ok=True)
+        shutil.copytree(args.begin, folder, dirs_exist_ok=True)
         vae_config = read_object(args.begin / "vae" / "config.json")
         mean, std = (torch.tensor(vae_config[name]) for name in ("latents_mean", "latents_std"))
-        model.save(args.out / "model", autoencoder, mean, std, None, {})
-        print(f"train: model with this decoder written to {args.out / 'model'}")
-    return 0
+        model.save(folder, autoencoder, mean, std, None, {})
+    return f"model with this decoder written to {folder}"
 
 
 if __name__ == "__main__":

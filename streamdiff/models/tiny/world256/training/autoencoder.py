@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from streamdiff.models.autoencoder.taehv import TaehvConfig
+from streamdiff.models.tiny.training import autoencoder
 from streamdiff.models.tiny.training.autoencoder import CLIP_LATENTS, Clips, Recipe
 from streamdiff.models.tiny.world256 import weather
 from streamdiff.models.tiny.world256.render import Window, render
 from streamdiff.models.tiny.world256.scene import COLUMN, draw_scenes, redraw
 from streamdiff.models.tiny.world256.tracks import FRAMES_PER_LATENT, SIZE, Streams, Track, join
 
-AUTOENCODER = TaehvConfig(
+AUTOENCODER = replace(
+    autoencoder.AUTOENCODER,
     latent_channels=16,
     patch_size=4,
     decoder_widths=(64, 48, 32, 32),
-    decoder_blocks=(2, 2, 1),
-    decoder_space=(2, 2, 1),
-    decoder_time=(2, 2, 1),
     encoder_widths=(24, 24, 48, 64),
-    encoder_blocks=(0, 1, 2),
-    frames_to_trim=0,
 )
 CROP = 128
 CUT = 0.25
@@ -47,14 +45,8 @@ def draw_clips(batch: int, crop: int, generator: torch.Generator, device: torch.
 
 def _falling(track: Track, windows: list[Window]) -> Tensor:
     """Where rain, snow or wind is seen, bool `[N, 1, side, side]`: too little of a picture for its error to count."""
-    found = torch.zeros(len(windows), 1, windows[0].side, windows[0].side, dtype=torch.bool)
-    kinds, falls = track.scenes[:, COLUMN["weather"]].tolist(), track.fall.tolist()
-    for index, (kind, fall, window) in enumerate(zip(kinds, falls, windows, strict=True)):
-        cover = weather.cover(kind, fall)
-        if cover is not None:
-            rows, cols = (slice(low, low + window.side) for low in (window.top, window.left))
-            found[index, 0] = cover[rows, cols] > SEEN
-    return found
+    _, covers = weather.falling(track.scenes[:, COLUMN["weather"]], track.fall, track.light)
+    return torch.stack([cover[window.slices] for cover, window in zip(covers, windows, strict=True)])[:, None] > SEEN
 
 
 def draw_track(count: int, generator: torch.Generator) -> Track:

@@ -16,35 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor, nn
 
 from streamdiff.models import sampling
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.model import Model
-from streamdiff.models.tiny.text_encoder import WIDTH
 from streamdiff.models.tiny.training import loop
-from streamdiff.models.tiny.training.batches import CHUNKS, CONTEXT_SIGMA, LEVELS, ROWS, Rows
-from streamdiff.models.tiny.training.denoiser import Learner
-from streamdiff.models.tiny.training.network import Forward, Lesson, TinyNetwork, TrainedDenoiser
+from streamdiff.models.tiny.training import network as tiny_network
+from streamdiff.models.tiny.training.batches import CHUNKS, ROWS
+from streamdiff.models.tiny.training.denoiser import Learner, Plan, rollout_step
+from streamdiff.models.tiny.training.network import Lesson, TinyNetwork
 from streamdiff.models.tiny.world256 import prompts
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS, draw_scenes, from_row
-from streamdiff.models.tiny.world256.text_encoder import WorldText, build_text
+from streamdiff.models.tiny.world256.text_encoder import build_text
 from streamdiff.models.tiny.world256.training.autoencoder import AUTOENCODER
 from streamdiff.models.tiny.world256.training.batches import Pool, TrackEncoder, Windows, latent_statistics
 from streamdiff.models.tiny.world256.training.on_policy import OwnPasts
 
 TRANSFORMER: dict[str, Any] = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 6,
-    "attention_head_dim": 32,
+    **tiny_network.TRANSFORMER,
     "in_channels": AUTOENCODER.latent_channels + 32,
     "out_channels": AUTOENCODER.latent_channels,
-    "text_dim": WIDTH,
-    "freq_dim": 128,
-    "ffn_dim": 768,
-    "num_layers": 4,
-    "cross_attn_norm": True,
 }
 POOL, FIRSTS = 2500, 2500
 """Windows of five chunks, and of a stream's first, that are kept."""
@@ -75,12 +66,7 @@ class Network(TinyNetwork):
     """Text encoder and transformer, trained together."""
 
     def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.text: WorldText = build_text()
-        self.encoder = self.text.encoder
-        self.transformer = WanTransformer3DModel(**TRANSFORMER)
-        self.denoiser = TrainedDenoiser(self.transformer)
-        self.reader = nn.Linear(WIDTH, sum(FIELD_SIZES))  # used in training only
+        super().__init__(build_text(), TRANSFORMER, sum(FIELD_SIZES))
 
     def tokens(self, scenes: Tensor) -> Tensor:
         """The ids `[..., tokens]` of the sentences of `scenes` `[..., fields]`."""
@@ -131,31 +117,9 @@ def draw(
     return {kind: pool.sample(max(1, batch // 2), generator), **drawn} if whole else drawn
 
 
-def rollout_step(
-    network: Network, own: OwnPasts, count: int, chance: random.Random, generator: torch.Generator
-) -> Windows:
-    """Extend the next `count` of the network's own streams by a chunk, and return them with the right targets. Mutates:
-    own."""
-
-    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, ids: Tensor) -> Tensor:
-        kept = torch.full((len(past), past.shape[1]), CONTEXT_SIGMA, device=past.device)
-        noise = loop.noise_like(past, generator)
-        seen = sampling.add_noise(past, noise, kept.view(*kept.shape, 1, 1, 1, 1))
-        chunks = past.shape[1] + 1
-        rows = Rows(list(range(chunks)), [list(range(i + 1)) for i in range(chunks)], sigma, sigma)
-        words = ids[:, None].expand(-1, chunks, -1).flatten(0, 1)
-        every = torch.cat([seen, noisy[:, None]], 1).flatten(0, 1)
-        levels = torch.cat([kept, sigma[:, None]], 1)
-        made = network.flow(Forward(every, levels, words, rows))
-        newest: Tensor = made.unflatten(0, (len(past), chunks))[:, -1]
-        return newest
-
-    return own.turn(count, flow, LEVELS[4 if chance.random() < 0.75 else 2], generator)
-
-
 def lesson_of(windows: Windows, kind: str, chance: random.Random, generator: torch.Generator) -> Lesson:
     """The training forward of the windows' rows, those without a target corrupted; `kind` is a key of `ROWS`."""
-    rows = ROWS[kind](windows, chance, generator)  # type: ignore[arg-type]
+    rows = ROWS[kind](windows, chance, generator)
     device = windows.latents.device
     sigma, target, chunk = (
         each.to(device, non_blocking=True) for each in (rows.sigma, rows.target, torch.tensor(rows.chunk))
@@ -169,65 +133,44 @@ def lesson_of(windows: Windows, kind: str, chance: random.Random, generator: tor
     return Lesson(noisy, sigma, ids, rows, (noise - clean).flatten(0, 1), windows.weight()[:, chunk])
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Samples per process and step, a factor on the learning rates, a model to go on with, and whether matrices are
-    multiplied in bfloat16."""
-
-    batch: int = 8
-    rate: float = 1.0
-    begin: Model | None = None
-    bf16: bool = False
+def _repeated(ids: Tensor, chunks: int) -> Tensor:
+    """The ids `[B * chunks, tokens]` of streams, `[B, tokens]`, for each of their chunks."""
+    return ids[:, None].expand(-1, chunks, -1).flatten(0, 1)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """Result of stage two: the averaged network, and mean and deviation of latents."""
-
-    network: Network
-    mean: Tensor
-    std: Tensor
-
-
-def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device: torch.device, plan: Plan) -> Trained:
+def train(
+    out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device: torch.device, plan: Plan
+) -> Learner[Network]:
     """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 50 steps."""
     torch.manual_seed(seed)
     network = Network().to(device)
     chance = torch.Generator().manual_seed(seed)
-
-    def statistics() -> tuple[Tensor, Tensor]:
-        return latent_statistics(autoencoder, chance, device) if plan.begin is None else network.load_model(plan.begin)
-
     if device.type == "cuda":
         network.denoiser.compile()
-    if plan.begin is not None:  # which reads well: what it costs is more than half of a GPU's step
-        network.encoder.requires_grad_(False)
-    learner = Learner(network, out / "denoiser.pt", plan.rate, device, statistics)
-    (mean, std), progress = learner.statistics, learner.progress
+    learner = Learner(network, out, plan, device, lambda: latent_statistics(autoencoder, chance, device))
+    mean, std = learner.statistics
     encode = TrackEncoder(autoencoder, mean, std, network.tokens)
     pool, firsts = Pool(encode, POOL), Pool(encode, FIRSTS, chunks=1, starts=1.0)
-    filling, generator = FILLING[device.type], loop.step_generator(seed + 1, progress.step)
+    filling = FILLING[device.type]
     own: OwnPasts | None = None
-    with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
-        pool.grow(filling.begin[0], generator)
-        firsts.grow(filling.begin[1], generator)
-    for done in loop.steps(budget, progress, "denoiser"):
-        generator = loop.step_generator(seed, progress.step)
-        shared = random.Random(seed * 1_000_003 + progress.step)
+
+    def grow(counts: tuple[int, int], generator: torch.Generator) -> None:
+        for some, count in zip((pool, firsts), counts, strict=True):
+            some.grow(count, generator)
+
+    def losses(done: float, shared: random.Random, generator: torch.Generator) -> dict[str, Tensor]:
+        nonlocal own
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
-            if progress.step % filling.every == 0:
-                pool.grow(filling.more[0], generator)
-                firsts.grow(filling.more[1], generator)
+            if learner.progress.step % filling.every == 0:
+                grow(filling.more, generator)
             drawn = draw(pool, firsts, plan.batch, done >= WHOLE_FROM, shared, generator)
             if done >= OWN_FROM:
                 own = own or OwnPasts(encode, max(STREAMS, 2 * plan.batch), generator)
-                drawn["own"] = rollout_step(network, own, plan.batch, shared, generator)
-            losses = network.losses({kind: lesson_of(some, kind, shared, generator) for kind, some in drawn.items()})
-            if plan.begin is None:
-                losses["reading"] = reading_loss(network, generator)
-        learner.learn(losses, SHARES, done)
-        if progress.step % 50 == 49:
-            learner.tell(progress.step + 1)
-            learner.save(progress.step + 1)
-    learner.finish()
-    return Trained(network, mean, std)
+                drawn["own"] = rollout_step(network, own, plan.batch, shared, generator, _repeated)
+            found = network.losses({kind: lesson_of(some, kind, shared, generator) for kind, some in drawn.items()})
+            return found if plan.begin else found | {"reading": reading_loss(network, generator)}
+
+    with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
+        grow(filling.begin, loop.step_generator(seed + 1, learner.progress.step))
+    learner.train(budget, seed, 50, SHARES, losses)
+    return learner

@@ -8,23 +8,17 @@ errors are put right; a thing of which too little is left begins again where str
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from streamdiff.models import sampling
-from streamdiff.models.autoencoder.taehv import Memory
-from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.batches import CHUNK
-from streamdiff.models.tiny.training.on_policy import FRESH, LOST, PAST, Flow
+from streamdiff.models.tiny.training.on_policy import LOST, PAST, PlayedStreams
 from streamdiff.models.tiny.world256 import shapes
 from streamdiff.models.tiny.world256.render_batch import draw_frames
 from streamdiff.models.tiny.world256.scene import COLUMN, SIZES, draw_scenes
 from streamdiff.models.tiny.world256.tracks import (
-    APART,
-    FRAMES_PER_LATENT,
-    HOME,
     LATTICE,
     PAN,
     PARTS,
@@ -32,6 +26,7 @@ from streamdiff.models.tiny.world256.tracks import (
     SIZE,
     Streams,
     Track,
+    homes,
     join,
 )
 from streamdiff.models.tiny.world256.training.batches import TrackEncoder, Windows
@@ -55,8 +50,8 @@ class Correction:
     seen: Tensor
 
 
-class OwnPasts:
-    """`streams` streams, which take turns."""
+class OwnPasts(PlayedStreams[Windows]):
+    """`streams` streams of the 256 pixel world."""
 
     def __init__(self, encode: TrackEncoder, streams: int, generator: torch.Generator) -> None:
         self.encode = encode
@@ -67,92 +62,53 @@ class OwnPasts:
         self.latents = self._chunks(track)
         self.last = self._last(track)
         self.place = self._middles(track)
-        self._next = 0
 
-    @torch.no_grad()  # not inference mode: what it makes is trained on
-    def turn(self, count: int, flow: Flow, levels: tuple[float, ...], generator: torch.Generator) -> Windows:
-        """Extend the next `count` streams by a chunk that the network makes, and return training windows for it.
-
-        Returns:
-            windows of PAST chunks that the network made and the one that should follow. Mutates: self.
-        """
-        rows = (self._next + torch.arange(count)) % len(self.scenes)
-        self._next = (self._next + count) % len(self.scenes)
-        scenes, past = self.scenes[rows], self.latents[rows]
+    def _go_on(self, rows: Tensor, past: Tensor) -> tuple[Windows, Tensor]:
+        scenes, ids = self.scenes[rows], self.ids[rows]
         streams = self.streams.take(rows)
         self._correct(streams, past[:, -1], rows)
         track = streams.play(scenes)
         place = torch.cat([self.place[rows], self._middles(track)], 1)
         latents = torch.cat([past, self._chunks(track)], 1)
-        ids = self.ids[rows]
         every, words = (each[:, None].expand(-1, PAST + 1, -1) for each in (scenes.to(past.device), ids))
-        windows = Windows(latents, latents, every, words, torch.zeros(count, dtype=torch.bool), place)
         self.streams.put(rows, streams)
-        self.latents[rows] = torch.cat([past[:, 1:], self._draw(past, ids, flow, levels, generator)[:, None]], 1)
-        self.place[rows], last = place[:, 1:], self._last(track)
-        for field in fields(Track):
-            getattr(self.last, field.name)[rows] = getattr(last, field.name)
-        self._begin_anew(rows[torch.rand(count, generator=generator) < FRESH], generator)
-        return windows
+        self.last.put(rows, self._last(track))
+        self.place[rows] = place[:, 1:]
+        return Windows(latents, every, torch.zeros(len(rows), dtype=torch.bool), place, latents, words), ids
 
     def _begin_anew(self, rows: Tensor, generator: torch.Generator) -> None:
-        if not len(rows):
-            return
         scenes = draw_scenes(len(rows), generator)
         fresh = Streams(scenes)
         track = join([fresh.play(scenes) for _ in range(PAST)])
         self.scenes[rows], self.ids[rows] = scenes, self.encode.tokens(scenes)
         self.latents[rows], self.place[rows] = self._chunks(track), self._middles(track)
         self.streams.put(rows, fresh)
-        last = self._last(track)
-        for field in fields(Track):
-            getattr(self.last, field.name)[rows] = getattr(last, field.name)
-
-    def _draw(
-        self, past: Tensor, ids: Tensor, flow: Flow, levels: tuple[float, ...], generator: torch.Generator
-    ) -> Tensor:
-        """The network's next chunk `[B, C, CHUNK, h, w]`."""
-        chunk = torch.zeros_like(past[:, 0])
-        for level in levels:
-            sigma = torch.full((len(past),), level, device=past.device)
-            noise = loop.noise_like(chunk, generator)
-            noisy = sampling.add_noise(chunk, noise, sigma.view(-1, 1, 1, 1, 1))
-            chunk = sampling.clean_from_flow(noisy, flow(past, noisy, sigma, ids), level)
-        return chunk
+        self.last.put(rows, self._last(track))
 
     def _chunks(self, track: Track) -> Tensor:
         """Latents `[B, chunks, C, CHUNK, h, w]` of a track of whole chunks."""
-        latents: Tensor = self.encode(track).unflatten(1, (-1, CHUNK)).transpose(2, 3)
+        latents: Tensor = self.encode.latents_of(track).unflatten(1, (-1, CHUNK)).transpose(2, 3)
         return latents
 
     def _middles(self, track: Track) -> Tensor:
         """Places `[B, chunks, CHUNK, 2, 2]` halfway through each latent frame."""
-        middle = track.place[:, FRAMES_PER_LATENT // 2 :: FRAMES_PER_LATENT].float()
-        places: Tensor = middle.unflatten(1, (-1, CHUNK)).to(self.encode.device)
+        places: Tensor = track.middles().unflatten(1, (-1, CHUNK)).to(self.encode.device)
         return places
 
     @staticmethod
     def _last(track: Track) -> Track:
         """The last frame of every stream: what its picture should show, `[B, ...]`."""
-        return Track(**{f.name: getattr(track, f.name)[:, -1].clone() for f in fields(Track)})
+        return track.each(lambda part: part[:, -1].clone())
 
     def _correct(self, streams: Streams, chunk: Tensor, rows: Tensor) -> None:
         """Move `streams` to what is seen in the last frame of their last `chunk` `[B, C, CHUNK, h, w]`. Mutates:
         streams."""
-        latents = chunk[:, :, -2:].transpose(1, 2) * self.encode.std + self.encode.mean
-        frames = torch.cat(
-            [
-                self.encode.autoencoder.decode(some, Memory())[:, -1]
-                for some in latents.split(AT_ONCE[latents.device.type])
-            ]
-        )
+        frames = self.encode.last_frames(chunk, 1, AT_ONCE[chunk.device.type])[:, 0]
         found = locate(frames.clamp(0, 1), self.last.rows(rows))
         streams.scroll = (streams.scroll + found.scroll * PARTS) % (SCROLL * PARTS)
-        home = torch.tensor(HOME)[self.scenes[rows, COLUMN["second"]]]
-        homes = torch.stack([home, (home + torch.tensor(APART)) % SIZE], 1) * PARTS
         cell = LATTICE * PARTS
         moved = (streams.place + found.shift * PARTS + cell // 2) // cell * cell % (SIZE * PARTS)
-        streams.place = torch.where((found.seen < LOST)[:, :, None], homes, moved)
+        streams.place = torch.where((found.seen < LOST)[:, :, None], homes(self.scenes[rows]), moved)
 
 
 @torch.no_grad()
@@ -160,7 +116,7 @@ def locate(frames: Tensor, should: Track) -> Correction:
     """Where things and scenery are in `frames` `[N, 3, SIZE, SIZE]`; `should`, of as many frames, is where they
     belong."""
     slips = torch.tensor(SLIPS)
-    repeated = Track(**{f.name: getattr(should, f.name).repeat_interleave(len(slips), 0) for f in fields(Track)})
+    repeated = should.each(lambda part: part.repeat_interleave(len(slips), 0))
     tries = replace(repeated, scroll=(repeated.scroll + slips.repeat(len(frames))).remainder(SCROLL))
     grounds = draw_frames(tries, frames.device, things=False).unflatten(0, (len(frames), len(slips)))
     far = (grounds - frames[:, None]).abs().clamp(max=0.15).mean((2, 3, 4)) + 1e-5 * slips.abs().to(frames.device)

@@ -66,8 +66,8 @@ def test_on_the_cpu_both_sessions_come_to_chunks_that_have_graphs(
     """With stand-ins for CUDA's graphs, nothing compiled, and a pool for two as a server has on CUDA."""
     replays: list[Inputs] = []
 
-    def counted(run: Run, inputs: Inputs, warm_up: bool) -> tuple[Graph, Tensors]:
-        graph, result = record(run, inputs, warm_up)
+    def counted(run: Run, inputs: Inputs) -> tuple[Graph, Tensors]:
+        graph, result = record(run, inputs)
         return SimpleNamespace(replay=lambda: (replays.append(inputs), graph.replay())), result
 
     def loaded(config: ModelConfig) -> StreamingPipeline:

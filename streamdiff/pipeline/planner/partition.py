@@ -68,6 +68,7 @@ def split_evenly(blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
     Raises:
         ConfigError: a stage would have no block.
     """
+    check_stages(stages, blocks)
     return split_blocks([1.0] * blocks, [0.0] * stages)
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from streamdiff.cli import options, parser, reference_options
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
@@ -91,7 +91,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         from streamdiff.video.picture import fit_picture
 
         fit_picture(config.session.image, 16, 16)  # what is wrong with it is said before anything is loaded
-    _check_files(config)
+    _check_settings(config, "image")
+    _check_settings(config, "input")
     if config.session.input is not None:
         from streamdiff.server.media.file_input import check_video
 
@@ -106,15 +107,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     return server.run(_at_native_rate(config))
 
 
-def _check_files(config: Config) -> None:
+def _check_settings(config: Config, file: Literal["input", "image"]) -> None:
     """Raises ConfigError for settings of a video file, or of a picture, where there is none."""
-    for file, what, flag, settings in (
-        ("input", "a video file", "--input FILE", {"input_end", "strength"}),
-        ("image", "a picture", "--image FILE", {"fit"}),
-    ):
-        given = settings & config.session.model_fields_set
-        if getattr(config.session, file) is None and given:
-            raise ConfigError(f"session.{min(given)} is of {what}; name it too: {flag} (session.{file})")
+    what, settings = {"input": ("a video file", {"input_end", "strength"}), "image": ("a picture", {"fit"})}[file]
+    if getattr(config.session, file) is None and (given := settings & config.session.model_fields_set):
+        raise ConfigError(f"session.{min(given)} is of {what}; name it too: --{file} FILE (session.{file})")
 
 
 def _at_native_rate(config: Config) -> Config:
@@ -155,7 +152,7 @@ def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         raise ConfigError("--resume goes with --prompts FILE: it skips the lines whose videos are there")
     config = _config(arguments)
     _check_stages(config)
-    _check_files(config)
+    _check_settings(config, "image")
     from streamdiff.commands import generate
 
     generate.check_start(config.session)  # here too, before ranks are started
@@ -178,7 +175,7 @@ def _generate_list(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     job = _job(prompt_list.PromptListJob, arguments)
     config = _config(arguments)
     _check_stages(config)
-    _check_files(config)
+    _check_settings(config, "image")
     generate.check_start(config.session)
     run = partial(prompt_list.run, config, job)
     # With nothing left to make no rank is needed.

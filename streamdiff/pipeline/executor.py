@@ -242,8 +242,8 @@ class RingExecutor:
     def reset(
         self, session: int, embeddings: Tensor, *, seed: int = 0, epoch: int, given: StreamInputs | None = None
     ) -> None:
-        """Drop what is in flight and start afresh at chunk 0, or from what is given as in `open`. `epoch` is one the
-        slot never had. Mutates: self."""
+        """Drop what is in flight and start afresh at chunk 0, or from what is given as in `open`, but for its video:
+        a stream keeps its own. `epoch` is one the slot never had. Mutates: self."""
         old, change = self.sampler.sessions[session], self.changes.get(session)
         schedule = change.schedule if change else old.schedule
         given = given or StreamInputs()

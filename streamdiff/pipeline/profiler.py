@@ -136,9 +136,11 @@ class Profiler:
         info = self._pipeline.info
         title = f"{info.model} on {info.device}, {info.width}x{info.height}, {info.steps} steps, {info.kv_context}"
         with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=self.folder) as name:
-            trace, summary = Path(name) / TRACE, Path(name) / SUMMARY
-            traced.export_chrome_trace(str(trace))
-            found = summarise(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
+            plain, trace, summary = Path(name) / "trace.json", Path(name) / TRACE, Path(name) / SUMMARY
+            traced.export_chrome_trace(str(plain))  # packed here: torch would do that in the system's temporary folder
+            with plain.open("rb") as source, gzip.open(trace, "wb") as packed:
+                shutil.copyfileobj(source, packed)
+            found = summarise(json.loads(plain.read_bytes())["traceEvents"])
             text = describe(found, title=title, chunks=self._seen, micro_steps=micro_steps)
             summary.write_text(text, encoding="utf-8")
             for whole in (trace, summary):

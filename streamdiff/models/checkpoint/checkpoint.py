@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -25,6 +26,9 @@ CONTAINERS = ("generator_ema", "generator", "model", "state_dict", "module")
 catalogue entry states; this order is for files without one."""
 LORA_CONTAINERS = ("generator_lora", *CONTAINERS)
 _ALSO_PREFIXES = ("model", "module")
+
+_PACKED = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+"""Dtypes of quantised weights with scales beside them, which nothing here reads."""
 
 
 @dataclass
@@ -111,9 +115,13 @@ def _mapped(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         # Not closed by hand: the mapping lives as long as a tensor of it.
         file: Any = safe_open(path, framework="pt", device="cpu")
-        return {name: file.get_tensor(name) for name in sorted(file.keys())}, file.metadata() or {}
+        tensors, metadata = {name: file.get_tensor(name) for name in sorted(file.keys())}, file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}{pointer_hint(path)}") from None
+    for name, tensor in tensors.items():
+        if tensor.dtype in _PACKED:
+            raise ConfigError(f"{path}: {name} has dtype {tensor.dtype}, whose numbers mean nothing without others")
+    return tensors, metadata
 
 
 class _Shards(Mapping[str, Tensor]):

@@ -75,7 +75,8 @@ def stored_values(folder: Path) -> int:
 def parse_data(data: bytes | memoryview, name: str) -> Header:
     """The same of a file's content; errors call it `name`."""
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
-    header = data[: LENGTH_BYTES + min(length, _MAX_HEADER_BYTES)]
+    refused = length > min(len(data) - LENGTH_BYTES, _MAX_HEADER_BYTES)  # then nothing of it is copied
+    header = data[: LENGTH_BYTES + (0 if refused else length)]
     return parse_file(BytesIO(header), len(data), Path(name))
 
 

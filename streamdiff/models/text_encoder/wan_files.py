@@ -127,9 +127,10 @@ def read_sizes(files: TextFiles, width: int | None) -> tuple[int, int]:
 
 def _read_config(path: Path) -> tuple[int, int]:
     """Width and number of words of the encoder in a folder."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file; diffusers' layout has the text encoder there")
-    config = read_object(path)
+    try:
+        config = read_object(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; diffusers' layout has the text encoder there") from None
     kind = config.get("model_type")
     if kind != "umt5" or not all(isinstance(config.get(key), int) for key in ("d_model", "vocab_size")):
         raise ConfigError(

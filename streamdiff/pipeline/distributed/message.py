@@ -7,7 +7,7 @@ Ranks do what the record says, in the order it comes; they never decide from a c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import prod
 
@@ -66,7 +66,7 @@ class SessionUpdate:
 
     def values(self) -> list[int]:
         """All fields in order, as integers."""
-        return [KV_CONTEXTS.index(each) if isinstance(each, str) else int(each) for each in astuple(self)]
+        return [KV_CONTEXTS.index(each) if isinstance(each, str) else int(each) for each in vars(self).values()]
 
     @classmethod
     def of(cls, values: Sequence[int]) -> SessionUpdate:

@@ -101,8 +101,8 @@ class Feeders(Peers[Feeder]):
         await self._add_candidates(self._find(session, id, _MISSING), fragment, "one")
 
     async def delete(self, session: str, id: str) -> None:
-        """End a sender. Raises Problem: 404."""
-        await self._end(self._find(session, id, _MISSING), "delete")
+        """End a sender; one that ended lately is fine as well. Raises Problem: 404."""
+        await self._delete(session, id, _MISSING)
 
     async def _end(self, feeder: Feeder, end: str) -> None:
         if not self._unregister(feeder):

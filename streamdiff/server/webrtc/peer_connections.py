@@ -16,6 +16,7 @@ from typing import Generic, Literal, TypeVar
 
 from aiortc import RTCIceServer, RTCPeerConnection
 
+from streamdiff import clock
 from streamdiff.server.peers import RETRY_AFTER_S, PerAddressLimiter, SlotPool
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.live_session import LiveSession
@@ -25,6 +26,8 @@ from streamdiff.server.webrtc.ice_servers import IceServers
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
+TOMBSTONE_S = 60.0
+"""How long after its end a connection may be deleted: some clients close it first."""
 POSTS_PER_S, POST_BURST = 20.0, 40.0
 CLOSE_S = 3.0
 """For the good-bye to a peer whose connection is closed; without a bound it may take for ever."""
@@ -54,6 +57,7 @@ class Peers(ABC, Generic[PeerT]):
     def __init__(self, slots: SlotPool, ice_servers: IceServers) -> None:
         self._slots, self._ice = slots, ice_servers
         self._peers: dict[str, PeerT] = {}
+        self._tombstones: dict[tuple[str, str], float] = {}
         self._offers = PerAddressLimiter(POSTS_PER_S, POST_BURST)
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -78,11 +82,15 @@ class Peers(ABC, Generic[PeerT]):
         self._peers[peer.id] = peer
         loop = asyncio.get_running_loop()
         peer.timeout = loop.call_later(CONNECT_TIMEOUT_S, self._end_soon, peer, "connect_timeout")
+        self._state_changed(peer)  # which may have come before
 
     def _unregister(self, peer: PeerT) -> bool:
         """Forget a peer and free its slot; False if that was done before. Mutates: self."""
         if self._peers.pop(peer.id, None) is None:
             return False
+        now_s = clock.monotonic_s()
+        self._tombstones = {key: until_s for key, until_s in self._tombstones.items() if until_s > now_s}
+        self._tombstones[peer.session.id, peer.id] = now_s + TOMBSTONE_S
         self._slots.release(peer.address)
         if peer.timeout is not None:
             peer.timeout.cancel()
@@ -94,6 +102,11 @@ class Peers(ABC, Generic[PeerT]):
         if peer is None or peer.session.id != session_id:
             raise Problem(404, missing)
         return peer
+
+    async def _delete(self, session_id: str, id: str, missing: str) -> None:
+        """End a session's peer of that id; one that ended lately is fine as well. Raises Problem, 404."""
+        if self._tombstones.get((session_id, id), float("-inf")) < clock.monotonic_s():
+            await self._end(self._find(session_id, id, missing), "delete")
 
     def _state_changed(self, peer: PeerT) -> None:
         state = peer.pc.connectionState

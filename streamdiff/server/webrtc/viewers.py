@@ -28,7 +28,6 @@ from streamdiff.server.webrtc.sender import VideoSender
 
 logger = logging.getLogger(__name__)
 
-TOMBSTONE_S = 60.0
 CHANGES_PER_S, CHANGE_BURST = 100.0, 200.0
 """Candidates and ends: a page that trickles sends ten or so, and many may sit behind one address."""
 POOR_NETWORK = 0.6
@@ -55,7 +54,6 @@ class Viewers(Peers[Viewer]):
     def __init__(self, slots: SlotPool, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: IceServers) -> None:
         super().__init__(slots, ice_servers)
         self._codecs, self._metrics = codecs, metrics
-        self._tombstones: dict[tuple[str, str], float] = {}
         self._changes = PerAddressLimiter(CHANGES_PER_S, CHANGE_BURST)
         self._check_timer: asyncio.TimerHandle | None = None
 
@@ -129,8 +127,7 @@ class Viewers(Peers[Viewer]):
             Problem: 404, 429.
         """
         self._changes.check(address, "changes", clock.monotonic_s())
-        if self._tombstones.get((session_id, id), float("-inf")) < clock.monotonic_s():
-            await self._end(self._find(session_id, id, "There is no such viewer."), "delete")
+        await self._delete(session_id, id, "There is no such viewer.")
 
     async def stop(self) -> None:
         """Close every connection, with a notice to its peer."""
@@ -202,9 +199,6 @@ class Viewers(Peers[Viewer]):
     async def _end(self, viewer: Viewer, end: str) -> None:
         if not self._unregister(viewer):
             return
-        now_s = clock.monotonic_s()
-        self._tombstones = {key: until_s for key, until_s in self._tombstones.items() if until_s > now_s}
-        self._tombstones[viewer.session.id, viewer.id] = now_s + TOMBSTONE_S
         if viewer.channel is not None:
             viewer.channel.close()
         self._metrics.viewer_dropped.inc(viewer.drops.increase(viewer.sender.track.dropped))

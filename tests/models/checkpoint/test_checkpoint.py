@@ -291,3 +291,11 @@ def test_what_is_no_checkpoint_at_all(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"a\.gguf: a checkpoint ends in \.safetensors, "):
         open_checkpoint(tmp_path / "a.gguf")
+
+
+def test_a_dtype_whose_numbers_need_others_is_refused_by_name(tmp_path: Path) -> None:
+    header = json.dumps({"blocks.0.weight": {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ConfigError, match=r"w\.safetensors: blocks\.0\.weight has dtype torch\.float8_e8m0fnu"):
+        open_checkpoint(path)

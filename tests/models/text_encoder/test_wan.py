@@ -247,7 +247,10 @@ def _write(path: str, content: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (_remove("text_encoder/config.json"), "text_encoder/config.json: there is no such file; diffusers' layout"),
+        (
+            _remove("text_encoder/config.json"),
+            "text_encoder/config.json: cannot be read: No such file or directory; diffusers' layout",
+        ),
         (_write("text_encoder/config.json", "{"), "text_encoder/config.json: not valid JSON"),
         (_write("text_encoder/config.json", "[]"), "text_encoder/config.json: must hold a JSON object with keys"),
         (_write("text_encoder/config.json", json.dumps({"model_type": "t5", "d_model": 32})), "got model_type 't5'"),

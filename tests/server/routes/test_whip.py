@@ -149,7 +149,8 @@ def test_what_is_sent_is_fitted_and_the_stream_starts_from_it(codec: str) -> Non
             assert (await state(site))["input"] is None
             assert [each.strength for each in site.client.sent if isinstance(each, SetInput)] == [0.4, None]
             await viewer.frame()
-            assert (await site.http.delete(sender.location)).status_code == 404
+            assert (await site.http.delete(sender.location)).status_code == 200, "it has ended, as is asked for"
+            assert (await site.http.delete(f"{sender.location}x")).status_code == 404
 
     run(scene)
 
@@ -223,12 +224,13 @@ def test_when_a_camera_stops_the_picture_holds_and_goes_on_with_it() -> None:
 def test_a_sender_that_goes_without_a_word_leaves_its_place() -> None:
     async def scene(site: Site) -> None:
         await (await site.watch()).frame()
-        async with sending(site, Colour((9, 9, 9))):
+        async with sending(site, Colour((9, 9, 9))) as sender:
             await used(site)
         live = site.state.manager.get("default")
         assert live is not None
         await site.until(lambda: live.input.video_input is None)
         assert site.state.viewers.count == 1, "the viewer's"
+        assert (await site.http.delete(sender.location)).status_code == 200, "some close first, and then say so"
 
     run(scene)
 

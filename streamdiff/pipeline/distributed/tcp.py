@@ -164,7 +164,7 @@ class TcpReceiver:
         self._listener, self._token = _listen(self._slots), secrets.token_bytes(_TOKEN_BYTES)
         self._invitation = _invite(self._listener, self._token, peer, tag, group)
         for slot in range(SLOTS):
-            self._free.put(slot)
+            self._post(slot)
         self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
         self._thread.start()
 
@@ -205,8 +205,12 @@ class TcpReceiver:
     def _release(self) -> None:
         """Give back the slot that was read. Mutates: self."""
         if self._reading is not None:
-            self._free.put(self._reading)
-            self._reading = None
+            slot, self._reading = self._reading, None
+            self._post(slot)
+
+    def _post(self, slot: int) -> None:
+        """Let the next message come into a slot."""
+        self._free.put(slot)
 
     def _run(self) -> None:
         """Take in what comes, until the other end closes."""

@@ -116,15 +116,14 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class NcclEnd:
-    """One end of an edge, with rank `peer` at the other: tensors go over the edge's `group`, records over `records`,
-    one of gloo or the default one, with `tag`. `streams` are those of `device`."""
+    """One end of an edge, with rank `peer` at the other: tensors go over the edge's `group`, records over TCP,
+    with `tag`. `streams` are those of `device`."""
 
     layout: MessageLayout
     peer: int
     tag: int
     device: torch.device
     group: dist.ProcessGroup
-    records: dist.ProcessGroup | None = None
     streams: Streams | None = None
 
     def slots(self, operation: Callable[..., dist.Work | None]) -> tuple[list[torch.Tensor], Callable[[int], Transfer]]:
@@ -145,7 +144,7 @@ class NcclSender:
         self._layout = end.layout
         self._buffers, start = end.slots(dist.isend)
         self._lane = SendLane(end.streams or CudaStreams(end.device), start)
-        self._records = TcpSender(end.layout.bare, end.peer, end.tag, end.records)
+        self._records = TcpSender(end.layout.bare, end.peer, end.tag)
         self._announced = False
 
     @property
@@ -195,7 +194,7 @@ class NcclReceiver:
         self._buffers, start = end.slots(dist.irecv)
         self._streams = end.streams or CudaStreams(end.device)
         self._lane = ReceiveLane(self._streams, start)
-        self._records = TcpReceiver(end.layout.bare, end.peer, end.tag, torch.device("cpu"), end.records)
+        self._records = TcpReceiver(end.layout.bare, end.peer, end.tag, torch.device("cpu"))
         self._paced = paced
         self._next: StageMessage | None = None  # whose tensors are awaited
         self._peer, self._here = end.peer, threading.Event()

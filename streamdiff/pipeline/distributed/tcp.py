@@ -64,9 +64,9 @@ class TcpSender:
     """The sending end of an edge to rank `peer`; `tag` tells edges between the same two ranks apart. Its construction
     waits for that of the other end: of two ends in a process the receiving one is made first."""
 
-    def __init__(self, layout: MessageLayout, peer: int, tag: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, layout: MessageLayout, peer: int, tag: int) -> None:
         self._slots = _Slots(layout, peer)
-        self._connection = _accept_invitation(self._slots, tag, group)
+        self._connection = _accept_invitation(self._slots, tag)
         self._free: SimpleQueue[int | None] = SimpleQueue()
         self._leaving: SimpleQueue[tuple[int, memoryview] | None] = SimpleQueue()
         for slot in range(SLOTS):
@@ -150,9 +150,7 @@ class TcpSender:
 class TcpReceiver:
     """The receiving end of an edge from rank `peer`. Takes in up to two messages before anybody asks for them."""
 
-    def __init__(
-        self, layout: MessageLayout, peer: int, tag: int, device: torch.device, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, layout: MessageLayout, peer: int, tag: int, device: torch.device) -> None:
         self._slots = _Slots(layout, peer)
         self._device = device
         self._free: SimpleQueue[int] = SimpleQueue()
@@ -162,7 +160,7 @@ class TcpReceiver:
         self._closed = False
         self._call: Callable[[], None] | None = None
         self._listener, self._token = _listen(self._slots), secrets.token_bytes(_TOKEN_BYTES)
-        self._invitation = _invite(self._listener, self._token, peer, tag, group)
+        self._invitation = _invite(self._listener, self._token, peer, tag)
         for slot in range(SLOTS):
             self._post(slot)
         self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
@@ -264,18 +262,18 @@ def _listen(slots: _Slots) -> socket.socket:
     return listener
 
 
-def _invite(listener: socket.socket, token: bytes, peer: int, tag: int, group: dist.ProcessGroup | None) -> dist.Work:
+def _invite(listener: socket.socket, token: bytes, peer: int, tag: int) -> dist.Work:
     """Tell `peer` where to connect and what to say."""
     text = json.dumps([*listener.getsockname()[:2], token.hex()]).encode().ljust(_INVITATION_BYTES)
-    sending = dist.isend(torch.frombuffer(bytearray(text), dtype=torch.uint8), peer, group=group, tag=tag)
+    sending = dist.isend(torch.frombuffer(bytearray(text), dtype=torch.uint8), peer, tag=tag)
     assert sending is not None
     return sending
 
 
-def _accept_invitation(slots: _Slots, tag: int, group: dist.ProcessGroup | None) -> socket.socket:
+def _accept_invitation(slots: _Slots, tag: int) -> socket.socket:
     """Wait for the peer's invitation, and connect."""
     text = torch.zeros(_INVITATION_BYTES, dtype=torch.uint8)
-    dist.recv(text, slots.peer, group=group, tag=tag)
+    dist.recv(text, slots.peer, tag=tag)
     host, port, token = json.loads(text.numpy().tobytes())
     connection = socket.create_connection((host, port))
     slots.fit(connection, socket.SO_SNDBUF)

@@ -11,8 +11,6 @@ from queue import SimpleQueue
 from threading import Event
 from typing import Any
 
-import torch.distributed as dist
-
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 
@@ -46,8 +44,8 @@ class Scribbling(SimpleQueue[int | None]):
 class RoughSender(TcpSender):
     """Messages leave late; a slot holds rubbish once it is free."""
 
-    def __init__(self, wire: Any, peer: int, tag: int, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(wire, peer, tag, group)
+    def __init__(self, wire: Any, peer: int, tag: int) -> None:
+        super().__init__(wire, peer, tag)
         self._pause = Pauses(tag)
         self._free = Scribbling(self._slots.bytes)
         for slot in range(len(self._slots.bytes)):

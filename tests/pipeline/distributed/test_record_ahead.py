@@ -92,7 +92,6 @@ class End:
     peer: int = 0
     tag: int = 0
     device: torch.device = CPU
-    records: None = None
 
     def slots(self, operation: object) -> tuple[list[torch.Tensor], Callable[[int], Any]]:
         return [torch.empty(0, dtype=torch.uint8)] * nccl.SLOTS, self.start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import aioice
@@ -13,8 +14,11 @@ import psutil
 import pytest
 from aiortc import RTCConfiguration, RTCPeerConnection
 
+from streamdiff.server.peers import SlotPool
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.webrtc import viewers
+from streamdiff.server.webrtc.ice_servers import IceServers
+from streamdiff.server.webrtc.peer_connections import Peer, Peers
 from streamdiff.server.webrtc.viewers import Viewer, Viewers
 from tests.server.conftest import Site, run_scene
 
@@ -219,3 +223,26 @@ def test_a_connection_that_comes_about_while_it_is_closed_leaves_nothing(monkeyp
         assert not _held()[0]
 
     run_scene(scene)
+
+
+def test_a_connection_that_has_ended_before_it_is_registered_leaves_its_slot() -> None:
+    """It may end while its offer is being answered; nobody is told a second time."""
+
+    class Connections(Peers[Peer]):
+        async def _end(self, peer: Peer, end: str) -> None:
+            self._unregister(peer)
+
+    async def scene() -> None:
+        slots, session, pc = (
+            SlotPool(1, 1.0, "viewers", "serve.max_viewers"),
+            SimpleNamespace(id="s"),
+            RTCPeerConnection(),
+        )
+        connections = Connections(slots, IceServers([]))
+        await pc.close()
+        slots.take("::1")
+        connections._register(Peer(session, pc, "::1", None))  # type: ignore[arg-type]
+        await asyncio.gather(*connections._closing)
+        assert slots.count == 0
+
+    asyncio.run(scene())

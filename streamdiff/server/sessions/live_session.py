@@ -28,7 +28,7 @@ from streamdiff.server.sessions.playback import Playback
 from streamdiff.server.sessions.receipts import LOAD, Mailbox, Receipt, RequestTracker, SessionEnded, Subscribers
 from streamdiff.server.sessions.session_input import SessionInput
 from streamdiff.server.sessions.session_spec import SessionSpec, demand_after, is_more, load_limited_fields
-from streamdiff.server.sessions.stats import SessionState
+from streamdiff.server.sessions.state import SessionState
 
 _Answer = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | messages.Closed
 SessionEvent = _Answer | FrameBatch | messages.InputUsed | messages.Saved | messages.Swapped

@@ -49,7 +49,7 @@ from streamdiff.models.tiny.training.batches import (
     causal,
     latent_statistics,
 )
-from streamdiff.models.tiny.training.network import TRANSFORMER, Forward, Lesson, TinyNetwork
+from streamdiff.models.tiny.training.network import Forward, Lesson, TinyNetwork
 from streamdiff.models.tiny.training.on_policy import OwnPasts, PlayedStreams
 from streamdiff.models.tiny.training.video_windows import PAST, video_windows
 
@@ -69,7 +69,6 @@ ADAM_PARTS: tuple[str, ...] = (
     "transformer.proj_out",
     "transformer.scale_shift_table",
     "transformer.condition_embedder",
-    *(f"transformer.blocks.{i}.scale_shift_table" for i in range(TRANSFORMER["num_layers"])),
 )
 LONG = {"staircase": 0.43, "clean": 0.24, "anchored": 0.33}
 """How often a step's windows of five chunks are of which kind."""
@@ -209,7 +208,9 @@ class Learner(Generic[NetworkT]):
             network.encoder.requires_grad_(False)
             statistics = partial(network.load_model, plan.begin)
         self.network, self.smooth = network, dict[str, Tensor]()
-        self.optimizer = loop.Optimizer(network, MATRIX_LR * plan.rate, OTHER_LR * plan.rate, adam=ADAM_PARTS)
+        tables = (f"transformer.blocks.{i}.scale_shift_table" for i in range(len(network.transformer.blocks)))
+        adam = (*ADAM_PARTS, *tables)
+        self.optimizer = loop.Optimizer(network, MATRIX_LR * plan.rate, OTHER_LR * plan.rate, adam=adam)
         self._checkpoint = loop.Checkpoint(out / "denoiser.pt")
         state = self._checkpoint.load(device)
         self.progress = self._checkpoint.progress

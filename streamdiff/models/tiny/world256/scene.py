@@ -51,6 +51,10 @@ FIELD_SIZES: tuple[int, ...] = (
     *map(len, SETTING_TABLES.values()),
 )
 """How many values each column has."""
+TWO = 2 / 3
+"""Share of random scenes with two things."""
+HARD, HARD_SHARE = [MOTIONS.index("bouncing"), MOTIONS.index("spinning")], 0.2
+"""In this share of them one of these motions is drawn, whatever was drawn before."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +116,18 @@ def plain(scene: Scene) -> Scene:
 
 
 def draw_scenes(count: int, generator: torch.Generator) -> Tensor:
-    """`count` random scenes, int64 `[count, len(FIELDS)]`, half of them with two things.
+    """`count` random scenes, int64 `[count, len(FIELDS)]`, two of three with two things.
 
-    Half of them are by day, in clear weather or with a still camera more often than chance would have it: these are
-    what a prompt that does not name them means.
+    A part of them is by day, in clear weather or with a still camera more often than chance would have it: these are
+    what a prompt that does not name them means. What bounces or spins, which takes longest to learn, is there twice as
+    often as what moves straight.
     """
     rows = torch.stack([torch.randint(n, (count,), generator=generator) for n in FIELD_SIZES], 1)
+    rows[:, COLUMN["second"]] = (torch.rand(count, generator=generator) < TWO).long()
+    for name in ("motion", "second_motion"):
+        hard = torch.tensor(HARD)[torch.randint(len(HARD), (count,), generator=generator)]
+        again = torch.rand(count, generator=generator) < HARD_SHARE
+        rows[:, COLUMN[name]] = torch.where(again, hard, rows[:, COLUMN[name]])
     for name in ("hour", "weather", "camera"):
         plain = torch.rand(count, generator=generator) < 0.3
         rows[:, COLUMN[name]] = torch.where(plain, 0, rows[:, COLUMN[name]])

@@ -278,7 +278,7 @@ def test_a_finished_model_is_trained_further(tmp_path: Path) -> None:
     arguments = ["--stage", "denoiser", "--batch", "1", "--device", "cpu", "--threads", "1", "--begin", "tiny"]
     old = model.load_model(model.WEIGHTS, CPU)
     moved = []
-    for rate, blend in (("0.01", "0"), ("1", "0"), ("1", "0.75")):  # the last goes on with what the second has trained
+    for rate, blend in (("1", "0"), ("30", "0"), ("30", "0.75")):  # the last goes on with what the second has trained
         out = tmp_path / rate
         assert __main__.main([*arguments, "--steps", "2", "--rate", rate, "--blend", blend, "--out", str(out)]) == 0
         new = model.load_model(out / "model", CPU)
@@ -290,7 +290,7 @@ def test_a_finished_model_is_trained_further(tmp_path: Path) -> None:
         pairs = zip(new.denoiser.model.parameters(), old.denoiser.model.parameters(), strict=True)
         moved.append(max(float((a - b).detach().abs().max()) for a, b in pairs))
     assert 0 < moved[0] < 0.1 * moved[1]
-    assert moved[2] == pytest.approx(0.25 * moved[1], rel=0.05), "weights are stored in float16"
+    assert moved[2] == pytest.approx(0.25 * moved[1], rel=0.1), "weights are stored in float16"
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.training.batches import CHUNKS, ChunkWindows, LatentEncoder, WindowPool, statistics_of
 from streamdiff.models.tiny.training.corruption import SHARE
 from streamdiff.models.tiny.world256.render_batch import draw_frames
-from streamdiff.models.tiny.world256.scene import COLUMN, SIZES, draw_scenes, redraw
+from streamdiff.models.tiny.world256.scene import COLUMN, HOURS, SIZES, draw_scenes, redraw
 from streamdiff.models.tiny.world256.shapes import RADIUS
 from streamdiff.models.tiny.world256.tracks import SIZE, Streams, Track, join
 
@@ -50,8 +50,11 @@ class Windows(ChunkWindows):
         return torch.where(there[:, :, None, :, None, None] > 0, scaled, 99.0)
 
     def weight(self, near: float = 6.0) -> Tensor:
-        """Loss weights `[B, n, 1, CHUNK, h, w]`: `near` around things, 1 elsewhere."""
-        return torch.where(self.reach().amin(3) < 1.5, near, 1.0).unsqueeze(2)
+        """Loss weights `[B, n, 1, CHUNK, h, w]`: `near` around things, 1 elsewhere; twice as much at night, when there
+        is half as much to be seen."""
+        night = self.scenes[..., COLUMN["hour"]] == HOURS.index("night")
+        dark = torch.where(night, 2.0, 1.0).view(*night.shape, 1, 1, 1, 1)
+        return dark * torch.where(self.reach().amin(3) < 1.5, near, 1.0).unsqueeze(2)
 
     def corrupted(self, generator: torch.Generator) -> Tensor:
         """Latents with things faded, shrunk, or full of holes, in all chunks of the windows to be corrupted."""

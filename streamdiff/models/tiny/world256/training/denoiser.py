@@ -36,17 +36,22 @@ TRANSFORMER: dict[str, Any] = {
     **tiny_network.TRANSFORMER,
     "in_channels": AUTOENCODER.latent_channels + 32,
     "out_channels": AUTOENCODER.latent_channels,
+    "num_layers": 6,
 }
 POOL, FIRSTS = 2500, 2500
 """Windows of five chunks, and of a stream's first, that are kept."""
 SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "own": 0.6, "reading": 0.1}
 UNSAID = -1
 """In place of a field's value, where the sentence does not say it."""
-WHOLE_FROM = 0.5
-"""Whole windows are trained on from here on, 0 to 1; before, twice as many pairs of chunks, which take less time."""
-STREAMS, OWN_FROM = 48, 0.85
+WHOLE_FROM = {False: 0.5, True: 0.3}
+"""Whole windows are trained on from here on, 0 to 1; before, twice as many pairs of chunks, which take less time. Of
+training that begins with nothing, and with a model."""
+STREAMS, OWN_FROM = 48, {False: 0.85, True: 0.65}
 """The network's own streams, at least, and from where on it is trained on them, 0 to 1: such a step takes twice as
-long."""
+long. Of training that begins with nothing, and with a model."""
+PLAYED = 64
+"""A step plays a quarter as many of them as it has samples, but all up to this number: looking where their things are
+takes several times as long as learning from them."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,7 @@ def train(
     pool, firsts = Pool(encode, POOL), Pool(encode, FIRSTS, chunks=1, starts=1.0)
     filling = FILLING[device.type]
     own: OwnPasts | None = None
+    begun = plan.begin is not None
 
     def grow(counts: tuple[int, int], generator: torch.Generator) -> None:
         for some, count in zip((pool, firsts), counts, strict=True):
@@ -163,10 +169,11 @@ def train(
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
             if learner.progress.step % filling.every == 0:
                 grow(filling.more, generator)
-            drawn = draw(pool, firsts, plan.batch, done >= WHOLE_FROM, shared, generator)
-            if done >= OWN_FROM:
-                own = own or OwnPasts(encode, max(STREAMS, 2 * plan.batch), generator)
-                drawn["own"] = rollout_step(network, own, plan.batch, shared, generator, _repeated)
+            drawn = draw(pool, firsts, plan.batch, done >= WHOLE_FROM[begun], shared, generator)
+            if done >= OWN_FROM[begun]:
+                played = min(plan.batch, max(PLAYED, plan.batch // 4))
+                own = own or OwnPasts(encode, max(STREAMS, 2 * played), generator)
+                drawn["own"] = rollout_step(network, own, played, shared, generator, _repeated)
             found = network.losses({kind: lesson_of(some, kind, shared, generator) for kind, some in drawn.items()})
             return found if plan.begin else found | {"reading": reading_loss(network, generator)}
 

@@ -3,7 +3,8 @@ should have come next (decision 0017, DAgger).
 
 The world keeps the state that each stream should be in. Before it says how the next chunk must look, the state is moved
 to where things and scenery are seen in the network's last chunk, on the lattice that chunks begin on, so that small
-errors are put right; a thing of which too little is left begins again where streams begin.
+errors are put right; a thing of which too little is left begins again where streams begin. What another thing may hide
+goes on where it should be, seen or not.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ AT_ONCE = {"cpu": 8, "cuda": 64}
 class Correction:
     """What is seen of N streams, on the CPU: how much further the scenery has scrolled, in pixels, int64 `[N]`, how far
     each thing is from where it should be, int64 `[N, 2, 2]` (y, x), and the share of it that is there, float32
-    `[N, 2]`."""
+    `[N, 2]`. Of what may be hidden: that it is whole, and where it should be."""
 
     scroll: Tensor
     shift: Tensor
@@ -132,7 +133,19 @@ def locate(frames: Tensor, should: Track) -> Correction:
                 here = rows.to(frames.device)
                 found = _find(frames[here], ground[here], should.rows(rows), thing, size)
                 shifts[here, thing], seens[here, thing] = found
+    behind = (may_be_hidden(should) & (should.scenes[:, COLUMN["second"]] == 1)).to(frames.device)
+    shifts[behind, 1], seens[behind, 1] = 0, 1.0
     return Correction(slips[best.cpu()], shifts.cpu(), seens.cpu())
+
+
+def may_be_hidden(track: Track) -> Tensor:
+    """Whether the first thing of every frame, which is in front, covers a part of where the second one is, bool
+    `[N]`."""
+    radius = torch.tensor([shapes.RADIUS[name] for name in SIZES])
+    first, second = (radius[track.scenes[:, COLUMN[name]]] for name in ("size", "second_size"))
+    away = (track.place[:, 0] - track.place[:, 1] + SIZE // 2).remainder(SIZE) - SIZE // 2
+    hidden: Tensor = torch.linalg.vector_norm(away.float(), dim=1) < first + second
+    return hidden
 
 
 def _find(frames: Tensor, ground: Tensor, should: Track, thing: int, size: int) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,18 @@ def test_it_sees_that_a_thing_has_gone() -> None:
     assert found.shift[0, 0].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize(("x", "hidden"), [(68, True), (252, True), (160, False)])
+def test_a_thing_behind_another_has_not_gone(x: int, hidden: bool) -> None:
+    """It would begin again elsewhere, and the network would learn that what hides for a moment jumps."""
+    should = frame_of(TWO)
+    should.place[0, 1] = should.place[0, 0] + torch.tensor([4, x - should.place[0, 0, 1]])
+    seen = replace(should, scenes=should.scenes.clone())
+    seen.scenes[0, COLUMN["second"]] = 0
+    found = locate(render(seen).frames, should)
+    assert (found.seen[0, 1] == 1) == hidden, "the first thing is at x = 64, and pictures repeat after 256"
+    assert not hidden or found.shift[0, 1].tolist() == [0, 0]
+
+
 def test_streams_looked_at_together_are_seen_as_each_alone() -> None:
     generator = dice(4)
     scenes = draw_scenes(12, generator)

@@ -16,7 +16,7 @@ from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.__main__ import stream_of
 from streamdiff.models.tiny.training.autoencoder import initialise
 from streamdiff.models.tiny.world256 import prompts
-from streamdiff.models.tiny.world256.scene import COLUMN, FIELDS, MOTIONS, from_row
+from streamdiff.models.tiny.world256.scene import COLUMN, FIELDS, HOURS, MOTIONS, from_row
 from streamdiff.models.tiny.world256.text_encoder import TEXT_TOKENS, WorldText
 from streamdiff.models.tiny.world256.tracks import SIZE
 from streamdiff.models.tiny.world256.training import __main__ as train
@@ -110,7 +110,9 @@ def test_the_pool_holds_a_share_of_the_windows_without_their_things_too(pool: Po
 
 def test_losses_weigh_what_is_near_things_and_what_is_there(pool: Pool) -> None:
     some = pool.sample(6, dice())
-    assert set(some.weight().unique().tolist()) == {1.0, 6.0}
+    night = some.scenes[..., COLUMN["hour"]] == HOURS.index("night")
+    assert night.any() and set(some.weight()[~night].unique().tolist()) == {1.0, 6.0}
+    assert set(some.weight()[night].unique().tolist()) == {2.0, 12.0}
     alone = some.scenes[..., COLUMN["second"]] == 0
     assert (some.reach()[:, :, :, 1].amin((2, 3, 4))[alone] == 99).all()
 
@@ -160,6 +162,18 @@ def test_reading_asks_only_for_what_the_sentence_says() -> None:
             assert says != silent
     network = train_denoiser.Network()
     assert train_denoiser.reading_loss(network, dice(), batch=8).isfinite()
+
+
+def test_tables_of_all_blocks_are_trained_by_adam(tmp_path: Path) -> None:
+    """For what is added to a block's features an orthogonal update makes no sense."""
+    network = train_denoiser.Network()
+    statistics = (torch.zeros(16), torch.ones(16))
+    learner = train_denoiser.Learner(network, tmp_path, train_denoiser.Plan(), CPU, lambda: statistics)
+    (matrices, _), _ = learner.optimizer.parts
+    by_muon = {id(weight) for weight in matrices.param_groups[0]["params"]}
+    tables = [block.scale_shift_table for block in network.transformer.blocks]
+    assert len(tables) == 6 and not any(id(table) in by_muon for table in tables)
+    assert all(id(block.ffn.net[2].weight) in by_muon for block in network.transformer.blocks)
 
 
 @pytest.fixture
@@ -244,7 +258,7 @@ def test_a_denoiser_that_was_stopped_goes_on(autoencoder: TAEHV, tmp_path: Path)
     train_denoiser.train(tmp_path, autoencoder, loop.Budget(1), 0, CPU, plan)
     first = torch.load(tmp_path / "denoiser.pt", weights_only=True)
     trained = train_denoiser.train(tmp_path, autoencoder, loop.Budget(1), 0, CPU, plan)
-    assert torch.equal(trained.mean, first["mean"])
+    assert torch.equal(trained.statistics[0], first["mean"])
     for name, value in trained.network.state_dict().items():
         assert torch.equal(value, first["average"][name]), name
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from PIL import Image
 
 import streamdiff
 from tests import fork_server
+from tests.free_ports import free_port
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "torchrun_stream.py"
 LIMIT_S = 240
@@ -102,9 +102,7 @@ def test_ranks_make_the_very_frames_of_one(
 
 def test_two_nodes(tmp_path: Path, plain: list[np.ndarray], nothing_left: None) -> None:
     """Two agents that meet over a port, each with one rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     meet = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
     agents = [
         start(
@@ -147,9 +145,7 @@ def test_live_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(
 ) -> None:
     """All ranks, and the web server with them, at the port it had, where the stream goes on from what was kept. After
     Ctrl-C, or when one is killed once too often, it is over, and nothing stays."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     again = ("--nproc-per-node", "2", "--max-restarts", "1")
     state = tmp_path / "state"
     process = start(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_check import NOT_HERE
-from tests.pipeline.processes import free_port
+from tests.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_FROM = (2, 30)

@@ -15,6 +15,7 @@ import pytest
 from aiortc import RTCConfiguration, RTCIceServer, RTCPeerConnection, RTCSessionDescription
 
 from streamdiff.config import Config, IceServer, ServeConfig
+from tests.free_ports import free_port
 from tests.server.conftest import LIMIT_S, Site, run_scene
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.coturn]
@@ -25,9 +26,7 @@ SECRET = "north-wind"
 @contextmanager
 def coturn(folder: Path) -> Iterator[str]:
     """coturn on this machine, which takes who shows credentials made with `SECRET`; its address as a URL."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     path = shutil.which("turnserver")
     assert path is not None
     log = folder / "coturn.log"

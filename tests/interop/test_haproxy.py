@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import yaml
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 
+from tests.free_ports import free_ports
 from tests.rules.source import ROOT
 from tests.server.test_main import printed_address, start
 
@@ -25,13 +25,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.haproxy]
 
 LIMIT_S = 60.0
 CONFIGURATION = ROOT / "deploy" / "haproxy.cfg"
-
-
-def free_ports(count: int) -> list[int]:
-    """TCP ports that are free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 class Fleet:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,19 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests import fork_server
+from tests.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class RankFailed(Exception):
     """A rank ended with an error, or did not end in time; the message has what it and the others wrote to stderr."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def run_ranks(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.free_ports import free_port
 from tests.hub_server import Hub, running
 from tests.pipeline.processes import ROOT
 
@@ -38,8 +38,7 @@ def hub() -> Iterator[Hub]:
 @contextmanager
 def server(hub: Hub, home: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     """`serve --model self-forcing` with a scripted engine, which reads none of the files."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, "-m", "tests.server.scripted", "serve", "--no-browser", "--name", "self-forcing"]
     process = subprocess.Popen(
         [*command, "--port", port, *options],

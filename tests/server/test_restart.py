@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import pytest
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 from av import VideoFrame
 
+from tests.free_ports import free_port
 from tests.server.conftest import Peer
 from tests.server.socket_client import SocketClient
 
@@ -311,8 +311,7 @@ def test_an_engine_that_fails_again_and_again_is_given_up_and_the_server_says_so
 
 
 def test_while_the_model_loads_it_lives_is_not_ready_and_the_page_looks_again(gate: Gate) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     server = start("--port", port, gate=gate)
 
     async def main() -> None:

@@ -18,6 +18,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.server.outputs import output as outputs
 from streamdiff.server.outputs import target as targets
 from streamdiff.video.reader import open_clip
+from tests.free_ports import free_port
 from tests.server.conftest import Site, in_slots, open_site
 from tests.server.scripted import COLOURS, SIZE, Painter
 
@@ -55,12 +56,6 @@ def _run(scene: object, *urls: str, painter: Painter | None = None) -> None:
             await scene(site)  # type: ignore[operator]
 
     asyncio.run(main())
-
-
-def _free_port(kind: socket.SocketKind = socket.SOCK_STREAM) -> int:
-    with socket.socket(socket.AF_INET, kind) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def _receive(url: str, container: str, option: str = "") -> asyncio.subprocess.Process:
@@ -121,7 +116,7 @@ def test_a_session_is_pushed_and_comes_back_when_its_receiver_does(
     scheme: str, container: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outputs, "BACK_OFF_S", (0.2,))
-    port = _free_port(socket.SOCK_DGRAM if scheme == "udp" else socket.SOCK_STREAM)
+    port = free_port(socket.SOCK_DGRAM if scheme == "udp" else socket.SOCK_STREAM)
     url = f"{scheme}://127.0.0.1:{port}" + ("/live/secret" if scheme == "rtmp" else "")
     listening = url + ("?listen=1" if scheme == "tcp" else "")
 

@@ -12,14 +12,15 @@ from streamdiff.errors import ConfigError, RequestError
 from streamdiff.server.outputs.output import Output
 from streamdiff.server.outputs.session_outputs import AllowedTargets
 from streamdiff.video.reader import open_clip
+from tests.free_ports import free_port
 from tests.server.conftest import Site, bearer, run_scene
-from tests.server.outputs.test_output import _free_port, _is_received, _receive
+from tests.server.outputs.test_output import _is_received, _receive
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_session_that_was_opened_is_recorded_and_sent_on_until_it_ends(tmp_path: Path) -> None:
-    port = _free_port()
+    port = free_port()
     allowed = [str(tmp_path), f"tcp://127.0.0.1:{port}"]
 
     async def scene(site: Site) -> None:

@@ -169,6 +169,13 @@ class Streams:
         for name in STATE:
             getattr(self, name)[rows] = getattr(some, name)
 
+    def lose(self, scenes: Tensor, lost: Tensor) -> None:
+        """Let the things `lost` bool `[N, 2]` of streams with `scenes` begin where those of new streams do, as these
+        would. Mutates: self."""
+        self.place = torch.where(lost[:, :, None], homes(scenes), self.place)
+        self.way = torch.where(lost[:, :, None], 1, self.way)
+        self.angle = torch.where(lost, 0, self.angle)
+
     def play(self, scenes: Tensor, frames: int = CHUNK_FRAMES) -> Track:
         """The next chunk, or its first `frames` frames, under `scenes` `[N, fields]`. Mutates: self."""
         before = scenes if self.before is None else self.before

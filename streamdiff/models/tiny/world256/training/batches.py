@@ -7,7 +7,7 @@ windows is kept twice, with and without its things, so that things can be corrup
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.training.batches import CHUNKS, ChunkWindows, LatentEncoder, WindowPool, statistics_of
 from streamdiff.models.tiny.training.corruption import SHARE
 from streamdiff.models.tiny.world256.render_batch import draw_frames
-from streamdiff.models.tiny.world256.scene import COLUMN, HOURS, SIZES, draw_scenes, redraw
+from streamdiff.models.tiny.world256.scene import COLUMN, HOURS, SIZES, THING_TABLES, draw_scenes, redraw, tidy
 from streamdiff.models.tiny.world256.shapes import RADIUS
 from streamdiff.models.tiny.world256.tracks import SIZE, Streams, Track, join
 
@@ -115,6 +115,9 @@ class Pool(WindowPool[Windows]):
     @torch.no_grad()
     def grow(self, count: int, generator: torch.Generator) -> None:
         """Render and encode `count` new windows. Mutates: the pool."""
+        self._grow(count, generator)
+
+    def _grow(self, count: int, generator: torch.Generator) -> None:
         scenes = draw_window_scenes(count, self.chunks, generator)
         start = torch.rand(count, generator=generator) < self.starts
         track = play(scenes, start, generator)
@@ -123,9 +126,56 @@ class Pool(WindowPool[Windows]):
         bare, rows = latents.clone(), corrupted.nonzero()[:, 0]
         if len(rows):
             bare[rows.to(self.device)] = self.encode.latents_of(track.rows(rows), False)
+        self._keep(latents, bare, start, scenes, track)
+
+    def _keep(self, latents: Tensor, bare: Tensor, start: Tensor, scenes: Tensor, track: Track) -> None:
         on_device = {"scenes": scenes, "ids": self.encode.tokens(scenes), "place": track.middles()}
         parts = {name: part.to(self.device) for name, part in on_device.items()}
         self.add(latents=latents.half(), bare=bare.half(), start=start, **parts)
+
+
+class LostPool(Pool):
+    """Windows of two chunks: a thing that is said, but missing in the first, begins in the second as in a new stream.
+    So a stream that has lost a thing gets it back."""
+
+    def __init__(self, encode: TrackEncoder, capacity: int) -> None:
+        super().__init__(encode, capacity, chunks=2, starts=0.0)
+
+    def _grow(self, count: int, generator: torch.Generator) -> None:
+        scenes = draw_scenes(count, generator)
+        streams = Streams(scenes, generator)
+        lost = scenes[:, COLUMN["second"]] * torch.randint(2, (count,), generator=generator)
+        before = streams.play(scenes)
+        streams.lose(scenes, torch.stack([lost == 0, lost == 1], 1))
+        after = streams.play(scenes)
+        empty = scenes[:, COLUMN["second"]] == 0
+        latents = torch.cat([self._without(before, lost, empty), self.encode.latents_of(after)], 1)
+        every = scenes[:, None].expand(-1, 2, -1)
+        self._keep(latents, latents, torch.zeros(count, dtype=torch.bool), every, join([before, after]))
+
+    def _without(self, track: Track, lost: Tensor, empty: Tensor) -> Tensor:
+        """Latents of `track` with the thing `lost` int64 `[N]` missing: all there is where `empty` bool `[N]`."""
+        latents = torch.empty(0)
+        for rows, things in ((empty.nonzero()[:, 0], False), ((~empty).nonzero()[:, 0], True)):
+            if len(rows):
+                shown = track.rows(rows)
+                made = self.encode.latents_of(only(shown, 1 - lost[rows]) if things else shown, things)
+                latents = latents if len(latents) else made.new_empty(len(track.scroll), *made.shape[1:])
+                latents[rows.to(made.device)] = made
+        return latents
+
+
+def only(track: Track, thing: Tensor) -> Track:
+    """`track` with `thing` int64 `[N]`, 0 or 1, as the only one."""
+    first = slice(0, len(THING_TABLES))
+    second = slice(COLUMN["second"] + 1, COLUMN["second"] + 1 + len(THING_TABLES))
+    scenes, rows = track.scenes.clone(), torch.arange(len(thing))
+    scenes[..., first] = torch.where(thing[:, None, None] == 1, scenes[..., second], scenes[..., first])
+    scenes[..., COLUMN["second"]] = 0
+    place, angle = (
+        torch.stack([part[rows, :, thing], part[rows, :, 1 - thing]], 2) for part in (track.place, track.angle)
+    )
+    return replace(track, scenes=tidy(scenes.flatten(0, 1)).unflatten(0, scenes.shape[:2]), place=place, angle=angle)
 
 
 STATISTICS = 16

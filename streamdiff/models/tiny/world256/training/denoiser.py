@@ -1,11 +1,11 @@
 """Stage two for the 256 pixel world: the causal transformer, on latents of the trained autoencoder.
 
 The losses are those of `tiny.training.denoiser` (decisions 0006 and 0017), over this world's windows: *first*, first
-chunks of streams; *next*, a chunk after a clean one, several levels of it; *window*, five chunks, `staircase` or
-`clean`, after the first part of training; *own*: what should follow chunks that the network made itself, towards
-the end; and, where training begins with nothing, *reading*: every word's embedding must tell the whole scene. Things
-are corrupted in a share of the chunks that have no target. A thing of its own that the network has lost begins again
-where streams begin.
+chunks of streams; *again*, chunks after one that lacks a thing; *next*, a chunk after a clean one, several levels of
+it; *window*, five chunks, `staircase` or `clean`, after the first part of training; *own*: what should follow chunks
+that the network made itself, towards the end; and, where training begins with nothing, *reading*: every word's
+embedding must tell the whole scene. Things are corrupted in a share of the chunks that have no target. A thing that
+is missing, in *again* and in *own*, begins again where streams begin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from streamdiff.models.tiny.world256 import prompts
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS, draw_scenes, from_row
 from streamdiff.models.tiny.world256.text_encoder import build_text
 from streamdiff.models.tiny.world256.training.autoencoder import AUTOENCODER
-from streamdiff.models.tiny.world256.training.batches import Pool, TrackEncoder, Windows, latent_statistics
+from streamdiff.models.tiny.world256.training.batches import LostPool, Pool, TrackEncoder, Windows, latent_statistics
 from streamdiff.models.tiny.world256.training.on_policy import OwnPasts
 
 TRANSFORMER: dict[str, Any] = {
@@ -38,9 +38,9 @@ TRANSFORMER: dict[str, Any] = {
     "out_channels": AUTOENCODER.latent_channels,
     "num_layers": 6,
 }
-POOL, FIRSTS = 2500, 2500
-"""Windows of five chunks, and of a stream's first, that are kept."""
-SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "own": 0.6, "reading": 0.1}
+POOL, FIRSTS, AGAIN = 2500, 2500, 2500
+"""Windows of five chunks, of a stream's first, and of lost things, that are kept."""
+SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "again": 0.2, "own": 0.6, "reading": 0.1}
 UNSAID = -1
 """In place of a field's value, where the sentence does not say it."""
 WHOLE_FROM = {False: 0.5, True: 0.3}
@@ -56,15 +56,15 @@ takes several times as long as learning from them."""
 
 @dataclass(frozen=True)
 class Filling:
-    """How pools grow: windows of five chunks and of one, at the start and then after every so many steps. On a CPU a
-    window takes as long as half a step."""
+    """How pools grow: windows of five chunks, of first ones and of lost things, at the start and then after every so
+    many steps. On a CPU a window takes as long as half a step."""
 
-    begin: tuple[int, int]
+    begin: tuple[int, int, int]
     every: int
-    more: tuple[int, int]
+    more: tuple[int, int, int]
 
 
-FILLING = {"cpu": Filling((160, 400), 3, (1, 3)), "cuda": Filling((960, 640), 32, (192, 128))}
+FILLING = {"cpu": Filling((160, 400, 100), 3, (1, 3, 1)), "cuda": Filling((960, 640, 384), 32, (192, 128, 96))}
 
 
 class Network(TinyNetwork):
@@ -108,15 +108,18 @@ def is_said(scenes: Tensor, column: int) -> Tensor:
 
 
 def draw(
-    pool: Pool, firsts: Pool, batch: int, whole: bool, chance: random.Random, generator: torch.Generator
+    pools: tuple[Pool, Pool, Pool], batch: int, whole: bool, chance: random.Random, generator: torch.Generator
 ) -> dict[str, Windows]:
-    """One step's windows by kind: half as many first chunks again as `batch`; with `whole`, half of `batch` five chunks
-    long and `batch` of two chunks; without, twice `batch` of two chunks, each with `COPIES` targets."""
+    """One step's windows by kind: half as many first chunks again as `batch`; half of `batch` of lost things; with
+    `whole`, half of `batch` five chunks long and `batch` of two chunks; without, twice `batch` of two chunks, each with
+    `COPIES` targets. `pools` are as in `Filling`."""
+    pool, firsts, lost = pools
     kind = "staircase" if chance.random() < 0.65 else "clean"
     pairs = batch if whole else 2 * batch
     offset = torch.randint(CHUNKS - 1, (pairs,), generator=generator)
     drawn = {
         "first": firsts.sample(batch + batch // 2, generator),
+        "again": lost.sample(max(1, batch // 2), generator),
         "next": pool.sample(pairs, generator).cut(offset, 2),
     }
     return {kind: pool.sample(max(1, batch // 2), generator), **drawn} if whole else drawn
@@ -155,13 +158,13 @@ def train(
     learner = Learner(network, out, plan, device, lambda: latent_statistics(autoencoder, chance, device))
     mean, std = learner.statistics
     encode = TrackEncoder(autoencoder, mean, std, network.tokens)
-    pool, firsts = Pool(encode, POOL), Pool(encode, FIRSTS, chunks=1, starts=1.0)
+    pools = (Pool(encode, POOL), Pool(encode, FIRSTS, chunks=1, starts=1.0), LostPool(encode, AGAIN))
     filling = FILLING[device.type]
     own: OwnPasts | None = None
     begun = plan.begin is not None
 
-    def grow(counts: tuple[int, int], generator: torch.Generator) -> None:
-        for some, count in zip((pool, firsts), counts, strict=True):
+    def grow(counts: tuple[int, int, int], generator: torch.Generator) -> None:
+        for some, count in zip(pools, counts, strict=True):
             some.grow(count, generator)
 
     def losses(done: float, shared: random.Random, generator: torch.Generator) -> dict[str, Tensor]:
@@ -169,7 +172,7 @@ def train(
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
             if learner.progress.step % filling.every == 0:
                 grow(filling.more, generator)
-            drawn = draw(pool, firsts, plan.batch, done >= WHOLE_FROM[begun], shared, generator)
+            drawn = draw(pools, plan.batch, done >= WHOLE_FROM[begun], shared, generator)
             if done >= OWN_FROM[begun]:
                 played = min(plan.batch, max(PLAYED, plan.batch // 4))
                 own = own or OwnPasts(encode, max(STREAMS, 2 * played), generator)

@@ -27,7 +27,6 @@ from streamdiff.models.tiny.world256.tracks import (
     SIZE,
     Streams,
     Track,
-    homes,
     join,
 )
 from streamdiff.models.tiny.world256.training.batches import TrackEncoder, Windows
@@ -109,7 +108,8 @@ class OwnPasts(PlayedStreams[Windows]):
         streams.scroll = (streams.scroll + found.scroll * PARTS) % (SCROLL * PARTS)
         cell = LATTICE * PARTS
         moved = (streams.place + found.shift * PARTS + cell // 2) // cell * cell % (SIZE * PARTS)
-        streams.place = torch.where((found.seen < LOST)[:, :, None], homes(self.scenes[rows]), moved)
+        streams.place = moved
+        streams.lose(self.scenes[rows], found.seen < LOST)
 
 
 @torch.no_grad()

@@ -16,14 +16,21 @@ from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.__main__ import stream_of
 from streamdiff.models.tiny.training.autoencoder import initialise
 from streamdiff.models.tiny.world256 import prompts
-from streamdiff.models.tiny.world256.scene import COLUMN, FIELDS, HOURS, MOTIONS, from_row
+from streamdiff.models.tiny.world256.scene import COLUMN, FIELDS, HOURS, MOTIONS, THING_TABLES, from_row
 from streamdiff.models.tiny.world256.text_encoder import TEXT_TOKENS, WorldText
-from streamdiff.models.tiny.world256.tracks import SIZE
+from streamdiff.models.tiny.world256.tracks import PARTS, SIZE, Track, homes
 from streamdiff.models.tiny.world256.training import __main__ as train
 from streamdiff.models.tiny.world256.training import autoencoder as clips
 from streamdiff.models.tiny.world256.training import batches
 from streamdiff.models.tiny.world256.training import denoiser as train_denoiser
-from streamdiff.models.tiny.world256.training.batches import Pool, TrackEncoder, Windows, draw_window_scenes, play
+from streamdiff.models.tiny.world256.training.batches import (
+    LostPool,
+    Pool,
+    TrackEncoder,
+    Windows,
+    draw_window_scenes,
+    play,
+)
 from tests.small import CPU
 
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -108,6 +115,39 @@ def test_the_pool_holds_a_share_of_the_windows_without_their_things_too(pool: Po
     assert torch.equal(last.latents[0], some.latents[0, 3:]) and not last.start[:2].any()
 
 
+class NotedTracks(TrackEncoder):
+    """Keeps what it should draw and encode."""
+
+    def __init__(self) -> None:
+        super().__init__(TAEHV(clips.AUTOENCODER), torch.zeros(16), torch.ones(16), lambda scenes: scenes)
+        self.noted: list[tuple[Track, bool]] = []
+
+    def latents_of(self, track: Track, things: bool = True) -> torch.Tensor:
+        self.noted.append((track, things))
+        return torch.zeros(len(track.scroll), 3, 16, 16, 16)
+
+
+def test_what_is_missing_begins_again_as_in_a_new_stream() -> None:
+    encode = NotedTracks()
+    LostPool(encode, 40).grow(40, dice())
+    (bare, no_things), (shown, things), (after, _) = encode.noted
+    alone = after.scenes[:, 0, COLUMN["second"]] == 0
+    assert not no_things and len(bare.scroll) == alone.sum() > 3, "of one thing nothing is shown"
+    home = (after.place[:, 0] == homes(after.scenes[:, 0]) // PARTS).all(2)
+    assert home[alone, 0].all()
+    assert things and (shown.scenes[..., COLUMN["second"]] == 0).all(), "of two things one"
+    both, begun = after.rows(~alone), home[~alone]
+    assert 0 < begun[:, 0].sum() < len(begun) and 0 < begun[:, 1].sum() < len(begun)
+    for row, (first, second) in enumerate(begun.tolist()):
+        assert first or second
+        if first != second:
+            prefix = "second_" if first else ""
+            for name in THING_TABLES:
+                assert shown.scenes[row, 0, COLUMN[name]] == both.scenes[row, 0, COLUMN[prefix + name]], name
+            goes_on = (both.place[row, 0, int(first)] - shown.place[row, -1, 0] + SIZE // 2) % SIZE - SIZE // 2
+            assert goes_on.abs().max() <= 6, "the other one goes on: at most 64 pixels in 12 frames"
+
+
 def test_losses_weigh_what_is_near_things_and_what_is_there(pool: Pool) -> None:
     some = pool.sample(6, dice())
     night = some.scenes[..., COLUMN["hour"]] == HOURS.index("night")
@@ -119,9 +159,9 @@ def test_losses_weigh_what_is_near_things_and_what_is_there(pool: Pool) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_whole_windows_come_after_pairs_of_chunks(pool: Pool, whole: bool) -> None:
-    drawn = train_denoiser.draw(pool, pool, 4, whole, random.Random(0), dice())
+    drawn = train_denoiser.draw((pool, pool, pool), 4, whole, random.Random(0), dice())
     chunks = {kind: windows.latents.shape[:2] for kind, windows in drawn.items()}
-    assert chunks.pop("first")[0] == 6
+    assert chunks.pop("first")[0] == 6 and chunks.pop("again")[0] == 2
     assert chunks.pop("next") == ((4, 2) if whole else (8, 2))
     assert list(chunks.values()) == ([(2, 5)] if whole else [])
 
@@ -180,9 +220,10 @@ def test_tables_of_all_blocks_are_trained_by_adam(tmp_path: Path) -> None:
 def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pools and few statistics: encoding the usual ones takes longer than the test."""
     monkeypatch.setattr(batches, "STATISTICS", 1)
-    monkeypatch.setitem(train_denoiser.FILLING, "cpu", train_denoiser.Filling((2, 2), 3, (1, 3)))
+    monkeypatch.setitem(train_denoiser.FILLING, "cpu", train_denoiser.Filling((2, 2, 2), 3, (1, 3, 1)))
     monkeypatch.setattr(train_denoiser, "POOL", 4)
     monkeypatch.setattr(train_denoiser, "FIRSTS", 4)
+    monkeypatch.setattr(train_denoiser, "AGAIN", 4)
 
 
 @pytest.mark.slow

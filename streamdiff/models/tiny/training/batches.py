@@ -205,6 +205,8 @@ class WindowPool(Generic[WindowsT]):
         drawn = {name: part[chosen if name == "start" else rows] for name, part in self.parts.items()}
         for name in drawn.keys() & {"latents", "bare"}:
             drawn[name] = drawn[name].float().unflatten(1, (self.chunks, CHUNK)).transpose(2, 3)
+        if "video" in drawn:
+            drawn["video"] = drawn["video"].float().transpose(1, 2)
         drawn["place"] = drawn["place"].unflatten(1, (self.chunks, CHUNK))
         return self.kind(**drawn)
 

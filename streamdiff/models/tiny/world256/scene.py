@@ -115,15 +115,17 @@ def plain(scene: Scene) -> Scene:
     return replace(scene, first=settled(scene.first), second=scene.second and settled(scene.second))
 
 
-def draw_scenes(count: int, generator: torch.Generator) -> Tensor:
-    """`count` random scenes, int64 `[count, len(FIELDS)]`, two of three with two things.
+def draw_scenes(count: int, generator: torch.Generator, second: Tensor | None = None) -> Tensor:
+    """`count` random scenes, int64 `[count, len(FIELDS)]`, two of three with two things, or those of which `second`
+    int64 `[count]` says 1.
 
     A part of them is by day, in clear weather or with a still camera more often than chance would have it: these are
     what a prompt that does not name them means. What bounces or spins, which takes longest to learn, is there twice as
     often as what moves straight.
     """
     rows = torch.stack([torch.randint(n, (count,), generator=generator) for n in FIELD_SIZES], 1)
-    rows[:, COLUMN["second"]] = (torch.rand(count, generator=generator) < TWO).long()
+    two = torch.rand(count, generator=generator) < TWO
+    rows[:, COLUMN["second"]] = two.long() if second is None else second
     for name in ("motion", "second_motion"):
         hard = torch.tensor(HARD)[torch.randint(len(HARD), (count,), generator=generator)]
         again = torch.rand(count, generator=generator) < HARD_SHARE

@@ -169,6 +169,11 @@ class Streams:
         for name in STATE:
             getattr(self, name)[rows] = getattr(some, name)
 
+    def follow(self, other: Streams) -> None:
+        """Have things and scenery where `other`, of as many streams, has them, going the same way. Mutates: self."""
+        for name in ("place", "way", "angle", "scroll"):
+            setattr(self, name, getattr(other, name).clone())
+
     def lose(self, scenes: Tensor, lost: Tensor) -> None:
         """Let the things `lost` bool `[N, 2]` of streams with `scenes` begin where those of new streams do, as these
         would. Mutates: self."""

@@ -30,10 +30,12 @@ RENDERED = {"cpu": 4, "cuda": 32}
 @dataclass(frozen=True)
 class Windows(ChunkWindows):
     """Of the 256 pixel world: place `[B, n, CHUNK, 2, 2]`, of both things; bare like latents, but without things (in
-    windows that are not to be corrupted, with them); ids int64 `[B, n, tokens]`: those of the scenes' sentences."""
+    windows that are not to be corrupted, with them); ids int64 `[B, n, tokens]`: those of the scenes' sentences; video
+    `[B, C, CHUNK, h, w]` or None: what the noisy copies of the last chunk show instead of it."""
 
     bare: Tensor
     ids: Tensor
+    video: Tensor | None = None
 
     side_px = SIZE
     by_chunk = (*ChunkWindows.by_chunk, "bare", "ids")
@@ -128,10 +130,10 @@ class Pool(WindowPool[Windows]):
             bare[rows.to(self.device)] = self.encode.latents_of(track.rows(rows), False)
         self._keep(latents, bare, start, scenes, track)
 
-    def _keep(self, latents: Tensor, bare: Tensor, start: Tensor, scenes: Tensor, track: Track) -> None:
+    def _keep(self, latents: Tensor, bare: Tensor, start: Tensor, scenes: Tensor, track: Track, **more: Tensor) -> None:
         on_device = {"scenes": scenes, "ids": self.encode.tokens(scenes), "place": track.middles()}
         parts = {name: part.to(self.device) for name, part in on_device.items()}
-        self.add(latents=latents.half(), bare=bare.half(), start=start, **parts)
+        self.add(latents=latents.half(), bare=bare.half(), start=start, **parts, **more)
 
 
 class LostPool(Pool):

@@ -1,16 +1,18 @@
 """Stage two for the 256 pixel world: the causal transformer, on latents of the trained autoencoder.
 
 The losses are those of `tiny.training.denoiser` (decisions 0006 and 0017), over this world's windows: *first*, first
-chunks of streams; *again*, chunks after one that lacks a thing; *next*, a chunk after a clean one, several levels of
-it; *window*, five chunks, `staircase` or `clean`, after the first part of training; *own*: what should follow chunks
-that the network made itself, towards the end; and, where training begins with nothing, *reading*: every word's
-embedding must tell the whole scene. Things are corrupted in a share of the chunks that have no target. A thing that
-is missing, in *again* and in *own*, begins again where streams begin.
+chunks of streams; *again*, chunks after one that lacks a thing; *video*, chunks that begin from another scene's
+video; *next*, a chunk after a clean one, several levels of it; *window*, five chunks, `staircase` or `clean`, after
+the first part of training; *own*: what should follow chunks that the network made itself, towards the end; and, where
+training begins with nothing, *reading*: every word's embedding must tell the whole scene. Things are corrupted in a
+share of the chunks that have no target. A thing that is missing, in *again* and in *own*, begins again where streams
+begin.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from streamdiff.models import sampling
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training import network as tiny_network
-from streamdiff.models.tiny.training.batches import CHUNKS, ROWS
+from streamdiff.models.tiny.training.batches import CHUNKS, LOWEST, ROWS
 from streamdiff.models.tiny.training.denoiser import Learner, Plan, rollout_step
 from streamdiff.models.tiny.training.network import Lesson, TinyNetwork
 from streamdiff.models.tiny.world256 import prompts
@@ -31,6 +33,7 @@ from streamdiff.models.tiny.world256.text_encoder import build_text
 from streamdiff.models.tiny.world256.training.autoencoder import AUTOENCODER
 from streamdiff.models.tiny.world256.training.batches import LostPool, Pool, TrackEncoder, Windows, latent_statistics
 from streamdiff.models.tiny.world256.training.on_policy import OwnPasts
+from streamdiff.models.tiny.world256.training.video_windows import VideoPool
 
 TRANSFORMER: dict[str, Any] = {
     **tiny_network.TRANSFORMER,
@@ -38,9 +41,11 @@ TRANSFORMER: dict[str, Any] = {
     "out_channels": AUTOENCODER.latent_channels,
     "num_layers": 6,
 }
-POOL, FIRSTS, AGAIN = 2500, 2500, 2500
-"""Windows of five chunks, of a stream's first, and of lost things, that are kept."""
-SHARES = {"staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "again": 0.2, "own": 0.6, "reading": 0.1}
+KEPT = 2500
+"""Windows of each kind that are kept."""
+SHARES = {
+    "staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "again": 0.2, "video": 0.4, "own": 0.6, "reading": 0.1,
+}  # fmt: skip
 UNSAID = -1
 """In place of a field's value, where the sentence does not say it."""
 WHOLE_FROM = {False: 0.5, True: 0.3}
@@ -56,15 +61,18 @@ takes several times as long as learning from them."""
 
 @dataclass(frozen=True)
 class Filling:
-    """How pools grow: windows of five chunks, of first ones and of lost things, at the start and then after every so
-    many steps. On a CPU a window takes as long as half a step."""
+    """How pools grow: windows of five chunks, of first ones, of lost things and of videos, at the start and then after
+    every so many steps. On a CPU a window takes as long as half a step."""
 
-    begin: tuple[int, int, int]
+    begin: tuple[int, int, int, int]
     every: int
-    more: tuple[int, int, int]
+    more: tuple[int, int, int, int]
 
 
-FILLING = {"cpu": Filling((160, 400, 100), 3, (1, 3, 1)), "cuda": Filling((960, 640, 384), 32, (192, 128, 96))}
+FILLING = {
+    "cpu": Filling((160, 400, 100, 100), 3, (1, 3, 1, 1)),
+    "cuda": Filling((960, 640, 384, 384), 32, (192, 128, 96, 96)),
+}
 
 
 class Network(TinyNetwork):
@@ -108,18 +116,19 @@ def is_said(scenes: Tensor, column: int) -> Tensor:
 
 
 def draw(
-    pools: tuple[Pool, Pool, Pool], batch: int, whole: bool, chance: random.Random, generator: torch.Generator
+    pools: Sequence[Pool], batch: int, whole: bool, chance: random.Random, generator: torch.Generator
 ) -> dict[str, Windows]:
-    """One step's windows by kind: half as many first chunks again as `batch`; half of `batch` of lost things; with
-    `whole`, half of `batch` five chunks long and `batch` of two chunks; without, twice `batch` of two chunks, each with
-    `COPIES` targets. `pools` are as in `Filling`."""
-    pool, firsts, lost = pools
+    """One step's windows by kind: half as many first chunks again as `batch`; half of `batch` of lost things, and of
+    videos; with `whole`, half of `batch` five chunks long and `batch` of two chunks; without, twice `batch` of two
+    chunks, each with `COPIES` targets. `pools` are as in `Filling`."""
+    pool, firsts, lost, videos = pools
     kind = "staircase" if chance.random() < 0.65 else "clean"
     pairs = batch if whole else 2 * batch
     offset = torch.randint(CHUNKS - 1, (pairs,), generator=generator)
     drawn = {
         "first": firsts.sample(batch + batch // 2, generator),
         "again": lost.sample(max(1, batch // 2), generator),
+        "video": videos.sample(max(1, batch // 2), generator),
         "next": pool.sample(pairs, generator).cut(offset, 2),
     }
     return {kind: pool.sample(max(1, batch // 2), generator), **drawn} if whole else drawn
@@ -136,9 +145,13 @@ def lesson_of(windows: Windows, kind: str, chance: random.Random, generator: tor
     noise = loop.noise_like(clean, generator)
     level = sigma.view(*sigma.shape, 1, 1, 1, 1)
     seen = torch.where(target.view(level.shape), clean, windows.corrupted(generator)[:, chunk])
-    noisy = sampling.add_noise(seen, noise, level).flatten(0, 1)
+    if windows.video is not None:
+        seen = torch.where(target.view(level.shape), windows.video[:, None], seen)
+    noisy = sampling.add_noise(seen, noise, level)
+    # from what is shown to what is to come of it; levels below LOWEST have no target
+    wanted = (noisy - clean) / level.clamp(min=LOWEST)
     ids = windows.ids[:, chunk].flatten(0, 1)
-    return Lesson(noisy, sigma, ids, rows, (noise - clean).flatten(0, 1), windows.weight()[:, chunk])
+    return Lesson(noisy.flatten(0, 1), sigma, ids, rows, wanted.flatten(0, 1), windows.weight()[:, chunk])
 
 
 def _repeated(ids: Tensor, chunks: int) -> Tensor:
@@ -158,12 +171,13 @@ def train(
     learner = Learner(network, out, plan, device, lambda: latent_statistics(autoencoder, chance, device))
     mean, std = learner.statistics
     encode = TrackEncoder(autoencoder, mean, std, network.tokens)
-    pools = (Pool(encode, POOL), Pool(encode, FIRSTS, chunks=1, starts=1.0), LostPool(encode, AGAIN))
+    firsts = Pool(encode, KEPT, chunks=1, starts=1.0)
+    pools = (Pool(encode, KEPT), firsts, LostPool(encode, KEPT), VideoPool(encode, KEPT))
     filling = FILLING[device.type]
     own: OwnPasts | None = None
     begun = plan.begin is not None
 
-    def grow(counts: tuple[int, int, int], generator: torch.Generator) -> None:
+    def grow(counts: Sequence[int], generator: torch.Generator) -> None:
         for some, count in zip(pools, counts, strict=True):
             some.grow(count, generator)
 

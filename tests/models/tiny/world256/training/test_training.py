@@ -31,6 +31,7 @@ from streamdiff.models.tiny.world256.training.batches import (
     draw_window_scenes,
     play,
 )
+from streamdiff.models.tiny.world256.training.video_windows import VideoPool
 from tests.small import CPU
 
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -148,6 +149,39 @@ def test_what_is_missing_begins_again_as_in_a_new_stream() -> None:
             assert goes_on.abs().max() <= 6, "the other one goes on: at most 64 pixels in 12 frames"
 
 
+def test_a_video_says_where_things_are_and_how_they_move_and_the_prompt_how_they_look() -> None:
+    encode = NotedTracks()
+    videos = VideoPool(encode, 40)
+    videos.grow(40, dice())
+    (went, _), (after, _), (film, _) = encode.noted[1:]
+    assert 0 < len(went.scroll) < 20, "in a quarter of them the stream was elsewhere"
+    for field in ("place", "scroll"):
+        assert torch.equal(getattr(film, field), getattr(after, field)), field
+    windows = videos.sample(40, dice())
+    assert windows.video is not None and windows.video.shape == (40, 16, 3, 16, 16)
+    prompt = videos.parts["scenes"][:, 1]
+    for name in FIELDS:
+        shown, comes, told = (each[:, COLUMN[name]] for each in (film.scenes[:, 0], after.scenes[:, 0], prompt))
+        if name == "second":
+            assert torch.equal(shown, comes) and torch.equal(comes, told)
+        elif name.endswith(("motion", "speed", "camera")):
+            assert torch.equal(shown, comes) and not torch.equal(comes, told), name
+        else:
+            assert torch.equal(comes, told) and not torch.equal(shown, told), name
+
+
+def test_the_flow_leads_from_what_a_video_shows_to_what_is_to_come_of_it() -> None:
+    videos = VideoPool(NotedTracks(), 4)
+    videos.grow(4, dice())
+    windows = replace(videos.sample(4, dice()), video=torch.randn(4, 16, 3, 16, 16, generator=dice()))
+    lesson = train_denoiser.lesson_of(windows, "video", random.Random(0), dice())
+    level, target = lesson.sigma.view(4, -1, 1, 1, 1, 1), lesson.rows.target
+    comes = (lesson.latents - level.flatten(0, 1) * lesson.wanted).unflatten(0, target.shape)
+    assert torch.allclose(comes[target], windows.latents[:, lesson.rows.chunk][target], atol=1e-5)
+    noise = lesson.latents.unflatten(0, target.shape) - (1 - level) * windows.video[:, None]
+    assert (noise / level)[target].std() == pytest.approx(1.0, abs=0.05), "what is shown is the video, with noise"
+
+
 def test_losses_weigh_what_is_near_things_and_what_is_there(pool: Pool) -> None:
     some = pool.sample(6, dice())
     night = some.scenes[..., COLUMN["hour"]] == HOURS.index("night")
@@ -159,9 +193,9 @@ def test_losses_weigh_what_is_near_things_and_what_is_there(pool: Pool) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_whole_windows_come_after_pairs_of_chunks(pool: Pool, whole: bool) -> None:
-    drawn = train_denoiser.draw((pool, pool, pool), 4, whole, random.Random(0), dice())
+    drawn = train_denoiser.draw([pool] * 4, 4, whole, random.Random(0), dice())
     chunks = {kind: windows.latents.shape[:2] for kind, windows in drawn.items()}
-    assert chunks.pop("first")[0] == 6 and chunks.pop("again")[0] == 2
+    assert chunks.pop("first")[0] == 6 and chunks.pop("again")[0] == chunks.pop("video")[0] == 2
     assert chunks.pop("next") == ((4, 2) if whole else (8, 2))
     assert list(chunks.values()) == ([(2, 5)] if whole else [])
 
@@ -220,10 +254,8 @@ def test_tables_of_all_blocks_are_trained_by_adam(tmp_path: Path) -> None:
 def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pools and few statistics: encoding the usual ones takes longer than the test."""
     monkeypatch.setattr(batches, "STATISTICS", 1)
-    monkeypatch.setitem(train_denoiser.FILLING, "cpu", train_denoiser.Filling((2, 2, 2), 3, (1, 3, 1)))
-    monkeypatch.setattr(train_denoiser, "POOL", 4)
-    monkeypatch.setattr(train_denoiser, "FIRSTS", 4)
-    monkeypatch.setattr(train_denoiser, "AGAIN", 4)
+    monkeypatch.setitem(train_denoiser.FILLING, "cpu", train_denoiser.Filling((2, 2, 2, 2), 3, (1, 3, 1, 1)))
+    monkeypatch.setattr(train_denoiser, "KEPT", 4)
 
 
 @pytest.mark.slow

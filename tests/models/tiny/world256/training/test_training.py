@@ -86,7 +86,8 @@ def test_scenes_of_a_window_change_now_and_then() -> None:
 
 
 def pick(windows: Windows, rows: torch.Tensor) -> Windows:
-    return Windows(**{field.name: getattr(windows, field.name)[rows] for field in fields(Windows)})
+    parts = {field.name: getattr(windows, field.name) for field in fields(Windows)}
+    return Windows(**{name: part if part is None else part[rows] for name, part in parts.items()})
 
 
 def test_windows_that_start_begin_at_home_and_others_anywhere() -> None:

@@ -35,6 +35,9 @@ def run_ranks(
         RankFailed: as soon as one rank ends with an error, or after `limit_s` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
+        for rank in range(stages):  # one that is ended at once has not opened its own yet
+            for kind in ("out", "err"):
+                (Path(folder) / f"{rank}.{kind}").touch()
         how = "fork" if forked else "spawn"
         python = fork_server.interpreter() if forked and fork_server.folder is not None else sys.executable
         command = [python, "-m", "tests.pipeline.forked_ranks", how, folder, str(limit_s), module, str(stages)]

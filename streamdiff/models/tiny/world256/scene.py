@@ -51,10 +51,10 @@ FIELD_SIZES: tuple[int, ...] = (
     *map(len, SETTING_TABLES.values()),
 )
 """How many values each column has."""
-TWO = 2 / 3
+TWO_THINGS = 2 / 3
 """Share of random scenes with two things."""
-HARD, HARD_SHARE = [MOTIONS.index("bouncing"), MOTIONS.index("spinning")], 0.2
-"""In this share of them one of these motions is drawn, whatever was drawn before."""
+HARD_MOTIONS, HARD_SHARE = (MOTIONS.index("bouncing"), MOTIONS.index("spinning")), 0.2
+"""One of these rows is the motion of such a share of random things, besides those that have it by chance."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ def draw_scenes(count: int, generator: torch.Generator, second: Tensor | None = 
     int64 `[count]` says 1.
 
     A part of them is by day, in clear weather or with a still camera more often than chance would have it: these are
-    what a prompt that does not name them means. What bounces or spins, which takes longest to learn, is there twice as
-    often as what moves straight.
+    what a prompt that does not name them means. What bounces or spins, which takes longest to learn, is there nearly
+    twice as often as each of the other motions.
     """
     rows = torch.stack([torch.randint(n, (count,), generator=generator) for n in FIELD_SIZES], 1)
-    two = torch.rand(count, generator=generator) < TWO
+    two = torch.rand(count, generator=generator) < TWO_THINGS
     rows[:, COLUMN["second"]] = two.long() if second is None else second
     for name in ("motion", "second_motion"):
-        hard = torch.tensor(HARD)[torch.randint(len(HARD), (count,), generator=generator)]
+        hard = torch.tensor(HARD_MOTIONS)[torch.randint(len(HARD_MOTIONS), (count,), generator=generator)]
         again = torch.rand(count, generator=generator) < HARD_SHARE
         rows[:, COLUMN[name]] = torch.where(again, hard, rows[:, COLUMN[name]])
     for name in ("hour", "weather", "camera"):

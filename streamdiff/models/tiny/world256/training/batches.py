@@ -117,9 +117,6 @@ class Pool(WindowPool[Windows]):
     @torch.no_grad()
     def grow(self, count: int, generator: torch.Generator) -> None:
         """Render and encode `count` new windows. Mutates: the pool."""
-        self._grow(count, generator)
-
-    def _grow(self, count: int, generator: torch.Generator) -> None:
         scenes = draw_window_scenes(count, self.chunks, generator)
         start = torch.rand(count, generator=generator) < self.starts
         track = play(scenes, start, generator)
@@ -143,28 +140,21 @@ class LostPool(Pool):
     def __init__(self, encode: TrackEncoder, capacity: int) -> None:
         super().__init__(encode, capacity, chunks=2, starts=0.0)
 
-    def _grow(self, count: int, generator: torch.Generator) -> None:
+    @torch.no_grad()
+    def grow(self, count: int, generator: torch.Generator) -> None:
         scenes = draw_scenes(count, generator)
         streams = Streams(scenes, generator)
-        lost = scenes[:, COLUMN["second"]] * torch.randint(2, (count,), generator=generator)
+        two = scenes[:, COLUMN["second"]]
+        lost = two * torch.randint(2, (count,), generator=generator)
         before = streams.play(scenes)
         streams.lose(scenes, torch.stack([lost == 0, lost == 1], 1))
         after = streams.play(scenes)
-        empty = scenes[:, COLUMN["second"]] == 0
-        latents = torch.cat([self._without(before, lost, empty), self.encode.latents_of(after)], 1)
+        past, alone = self.encode.latents_of(only(before, two - lost)), (two == 0).nonzero()[:, 0]
+        if len(alone):
+            past[alone.to(past.device)] = self.encode.latents_of(before.rows(alone), False)
+        latents = torch.cat([past, self.encode.latents_of(after)], 1)
         every = scenes[:, None].expand(-1, 2, -1)
         self._keep(latents, latents, torch.zeros(count, dtype=torch.bool), every, join([before, after]))
-
-    def _without(self, track: Track, lost: Tensor, empty: Tensor) -> Tensor:
-        """Latents of `track` with the thing `lost` int64 `[N]` missing: all there is where `empty` bool `[N]`."""
-        latents = torch.empty(0)
-        for rows, things in ((empty.nonzero()[:, 0], False), ((~empty).nonzero()[:, 0], True)):
-            if len(rows):
-                shown = track.rows(rows)
-                made = self.encode.latents_of(only(shown, 1 - lost[rows]) if things else shown, things)
-                latents = latents if len(latents) else made.new_empty(len(track.scroll), *made.shape[1:])
-                latents[rows.to(made.device)] = made
-        return latents
 
 
 def only(track: Track, thing: Tensor) -> Track:

@@ -48,15 +48,23 @@ SHARES = {
 }  # fmt: skip
 UNSAID = -1
 """In place of a field's value, where the sentence does not say it."""
-WHOLE_FROM = {False: 0.5, True: 0.3}
-"""Whole windows are trained on from here on, 0 to 1; before, twice as many pairs of chunks, which take less time. Of
-training that begins with nothing, and with a model."""
-STREAMS, OWN_FROM = 48, {False: 0.85, True: 0.65}
-"""The network's own streams, at least, and from where on it is trained on them, 0 to 1: such a step takes twice as
-long. Of training that begins with nothing, and with a model."""
+STREAMS = 48
+"""The network's own streams, at least."""
 PLAYED = 64
 """A step plays a quarter as many of them as it has samples, but all up to this number: looking where their things are
 takes several times as long as learning from them."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """From when on, 0 to 1, whole windows are trained on (before, twice as many pairs of chunks, which take less time),
+    and the network's own streams (such a step takes twice as long)."""
+
+    whole_from: float
+    own_from: float
+
+
+FROM_NOTHING, FROM_MODEL = Schedule(0.5, 0.85), Schedule(0.3, 0.65)
 
 
 @dataclass(frozen=True)
@@ -175,7 +183,7 @@ def train(
     pools = (Pool(encode, KEPT), firsts, LostPool(encode, KEPT), VideoPool(encode, KEPT))
     filling = FILLING[device.type]
     own: OwnPasts | None = None
-    begun = plan.begin is not None
+    schedule = FROM_NOTHING if plan.begin is None else FROM_MODEL
 
     def grow(counts: Sequence[int], generator: torch.Generator) -> None:
         for some, count in zip(pools, counts, strict=True):
@@ -186,8 +194,8 @@ def train(
         with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
             if learner.progress.step % filling.every == 0:
                 grow(filling.more, generator)
-            drawn = draw(pools, plan.batch, done >= WHOLE_FROM[begun], shared, generator)
-            if done >= OWN_FROM[begun]:
+            drawn = draw(pools, plan.batch, done >= schedule.whole_from, shared, generator)
+            if done >= schedule.own_from:
                 played = min(plan.batch, max(PLAYED, plan.batch // 4))
                 own = own or OwnPasts(encode, max(STREAMS, 2 * played), generator)
                 drawn["own"] = rollout_step(network, own, played, shared, generator, _repeated)

@@ -24,7 +24,8 @@ class VideoPool(Pool):
     def __init__(self, encode: TrackEncoder, capacity: int) -> None:
         super().__init__(encode, capacity, chunks=2, starts=0.0)
 
-    def _grow(self, count: int, generator: torch.Generator) -> None:
+    @torch.no_grad()
+    def grow(self, count: int, generator: torch.Generator) -> None:
         prompt, video, wanted = _draw(count, generator)
         streams, filmed = Streams(wanted, generator), Streams(video, generator)
         before = streams.play(wanted)

@@ -132,13 +132,13 @@ class NotedTracks(TrackEncoder):
 def test_what_is_missing_begins_again_as_in_a_new_stream() -> None:
     encode = NotedTracks()
     LostPool(encode, 40).grow(40, dice())
-    (bare, no_things), (shown, things), (after, _) = encode.noted
+    (shown, things), (bare, no_things), (after, _) = encode.noted
     alone = after.scenes[:, 0, COLUMN["second"]] == 0
     assert not no_things and len(bare.scroll) == alone.sum() > 3, "of one thing nothing is shown"
     home = (after.place[:, 0] == homes(after.scenes[:, 0]) // PARTS).all(2)
     assert home[alone, 0].all()
     assert things and (shown.scenes[..., COLUMN["second"]] == 0).all(), "of two things one"
-    both, begun = after.rows(~alone), home[~alone]
+    shown, both, begun = shown.rows(~alone), after.rows(~alone), home[~alone]
     assert 0 < begun[:, 0].sum() < len(begun) and 0 < begun[:, 1].sum() < len(begun)
     for row, (first, second) in enumerate(begun.tolist()):
         assert first or second

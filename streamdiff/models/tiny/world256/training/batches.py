@@ -13,16 +13,25 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.tiny.training.batches import CHUNKS, ChunkWindows, LatentEncoder, WindowPool, statistics_of
+from streamdiff.models.tiny.training.batches import (
+    CHUNK,
+    CHUNKS,
+    ChunkWindows,
+    LatentEncoder,
+    WindowPool,
+    statistics_of,
+)
 from streamdiff.models.tiny.training.corruption import SHARE
 from streamdiff.models.tiny.world256.render_batch import draw_frames
 from streamdiff.models.tiny.world256.scene import COLUMN, HOURS, SIZES, THING_TABLES, draw_scenes, redraw, tidy
 from streamdiff.models.tiny.world256.shapes import RADIUS
-from streamdiff.models.tiny.world256.tracks import SIZE, Streams, Track, join
+from streamdiff.models.tiny.world256.tracks import CHUNK_FRAMES, SIZE, Streams, Track, join
 
 CHANGE, REDRAW = 0.5, 0.3
 STARTS = 0.25
 """Share of the windows that begin a stream."""
+LOST = 0.2
+"""Share of the other windows whose first chunk lacks a thing."""
 RENDERED = {"cpu": 4, "cuda": 32}
 """Windows rendered at once: a chunk of frames takes 9 MB, on a GPU 120 MB."""
 
@@ -80,14 +89,27 @@ def draw_window_scenes(count: int, chunks: int, generator: torch.Generator) -> T
     return torch.stack(scenes, 1)
 
 
-def play(scenes: Tensor, start: Tensor, generator: torch.Generator) -> Track:
-    """Streams over the chunks of `scenes` `[B, n, fields]`; those not in `start` bool `[B]` have begun long ago."""
+def play(scenes: Tensor, start: Tensor, lost: Tensor, generator: torch.Generator) -> Track:
+    """Streams over the chunks of `scenes` `[B, n, fields]`; those not in `start` bool `[B]` have begun long ago. Things
+    in `lost` bool `[B, 2]` begin with the second chunk as in a new stream."""
     tracks = []
     for streams in (Streams(scenes[:, 0]), Streams(scenes[:, 0], generator)):
-        tracks.append(join([streams.play(scenes[:, chunk]) for chunk in range(scenes.shape[1])]))
+        chunks = [streams.play(scenes[:, 0])]
+        for at, scene in enumerate(scenes[:, 1:].unbind(1)):
+            streams.lose(scene, lost & (at == 0))
+            chunks.append(streams.play(scene))
+        tracks.append(join(chunks))
     new, old = tracks
     old.put(start, new.rows(start))
     return old
+
+
+def draw_lost(scenes: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """One thing of each of a `share` of `scenes` `[N, fields]`, bool `[N, 2]`."""
+    which = scenes[:, COLUMN["second"]] * torch.randint(2, (len(scenes),), generator=generator)
+    chosen = torch.rand(len(scenes), generator=generator) < share
+    lost: Tensor = chosen[:, None] & (which[:, None] == torch.arange(2))
+    return lost
 
 
 class TrackEncoder(LatentEncoder):
@@ -108,53 +130,45 @@ class TrackEncoder(LatentEncoder):
 
 
 class Pool(WindowPool[Windows]):
-    """Windows of random scenes, a share of which, `starts`, begin a stream."""
+    """Windows of random scenes. A share of them, `starts`, begin a stream. In a share `lost` of the others a thing is
+    missing in the first chunk, and begins in the second as in a new stream: so a stream that has lost a thing gets it
+    back."""
 
-    def __init__(self, encode: TrackEncoder, capacity: int, chunks: int = CHUNKS, starts: float = STARTS) -> None:
+    def __init__(
+        self, encode: TrackEncoder, capacity: int, chunks: int = CHUNKS, starts: float = STARTS, lost: float = LOST
+    ) -> None:
         super().__init__(Windows, capacity, chunks, encode.device)
-        self.encode, self.starts = encode, starts
+        self.encode, self.starts, self.lost = encode, starts, lost
 
     @torch.no_grad()
     def grow(self, count: int, generator: torch.Generator) -> None:
         """Render and encode `count` new windows. Mutates: the pool."""
         scenes = draw_window_scenes(count, self.chunks, generator)
         start = torch.rand(count, generator=generator) < self.starts
-        track = play(scenes, start, generator)
-        corrupted = torch.rand(count, generator=generator) < SHARE
+        lost = draw_lost(scenes[:, 0], self.lost, generator) & ~start[:, None]
+        track = play(scenes, start, lost, generator)
         latents = self.encode.latents_of(track)
-        bare, rows = latents.clone(), corrupted.nonzero()[:, 0]
-        if len(rows):
+        if len(rows := lost.any(1).nonzero()[:, 0]):
+            first = track.rows(rows).each(lambda part: part[:, :CHUNK_FRAMES])
+            latents[rows.to(self.device), :CHUNK] = self._without(first, lost[rows])
+        corrupted = (torch.rand(count, generator=generator) < SHARE) & ~lost.any(1)
+        bare = latents.clone()
+        if len(rows := corrupted.nonzero()[:, 0]):
             bare[rows.to(self.device)] = self.encode.latents_of(track.rows(rows), False)
         self._keep(latents, bare, start, scenes, track)
+
+    def _without(self, track: Track, lost: Tensor) -> Tensor:
+        """Latents of `track` without the things `lost` bool `[N, 2]`, one of each."""
+        two = track.scenes[:, 0, COLUMN["second"]]
+        latents = self.encode.latents_of(only(track, two * lost[:, 0]))
+        if len(alone := (two == 0).nonzero()[:, 0]):
+            latents[alone.to(self.device)] = self.encode.latents_of(track.rows(alone), False)
+        return latents
 
     def _keep(self, latents: Tensor, bare: Tensor, start: Tensor, scenes: Tensor, track: Track, **more: Tensor) -> None:
         on_device = {"scenes": scenes, "ids": self.encode.tokens(scenes), "place": track.middles()}
         parts = {name: part.to(self.device) for name, part in on_device.items()}
         self.add(latents=latents.half(), bare=bare.half(), start=start, **parts, **more)
-
-
-class LostPool(Pool):
-    """Windows of two chunks: a thing that is said, but missing in the first, begins in the second as in a new stream.
-    So a stream that has lost a thing gets it back."""
-
-    def __init__(self, encode: TrackEncoder, capacity: int) -> None:
-        super().__init__(encode, capacity, chunks=2, starts=0.0)
-
-    @torch.no_grad()
-    def grow(self, count: int, generator: torch.Generator) -> None:
-        scenes = draw_scenes(count, generator)
-        streams = Streams(scenes, generator)
-        two = scenes[:, COLUMN["second"]]
-        lost = two * torch.randint(2, (count,), generator=generator)
-        before = streams.play(scenes)
-        streams.lose(scenes, torch.stack([lost == 0, lost == 1], 1))
-        after = streams.play(scenes)
-        past, alone = self.encode.latents_of(only(before, two - lost)), (two == 0).nonzero()[:, 0]
-        if len(alone):
-            past[alone.to(past.device)] = self.encode.latents_of(before.rows(alone), False)
-        latents = torch.cat([past, self.encode.latents_of(after)], 1)
-        every = scenes[:, None].expand(-1, 2, -1)
-        self._keep(latents, latents, torch.zeros(count, dtype=torch.bool), every, join([before, after]))
 
 
 def only(track: Track, thing: Tensor) -> Track:

@@ -31,7 +31,7 @@ from streamdiff.models.tiny.world256 import prompts
 from streamdiff.models.tiny.world256.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS, draw_scenes, from_row
 from streamdiff.models.tiny.world256.text_encoder import build_text
 from streamdiff.models.tiny.world256.training.autoencoder import AUTOENCODER
-from streamdiff.models.tiny.world256.training.batches import LostPool, Pool, TrackEncoder, Windows, latent_statistics
+from streamdiff.models.tiny.world256.training.batches import Pool, TrackEncoder, Windows, latent_statistics
 from streamdiff.models.tiny.world256.training.on_policy import OwnPasts
 from streamdiff.models.tiny.world256.training.video_windows import VideoPool
 
@@ -64,7 +64,7 @@ class Schedule:
     own_from: float
 
 
-FROM_NOTHING, FROM_MODEL = Schedule(0.5, 0.85), Schedule(0.3, 0.65)
+FROM_NOTHING, FROM_MODEL = Schedule(0.5, 0.85), Schedule(0.0, 0.6)
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ def train(
     learner = Learner(network, out, plan, device, lambda: latent_statistics(autoencoder, chance, device))
     mean, std = learner.statistics
     encode = TrackEncoder(autoencoder, mean, std, network.tokens)
-    firsts = Pool(encode, KEPT, chunks=1, starts=1.0)
-    pools = (Pool(encode, KEPT), firsts, LostPool(encode, KEPT), VideoPool(encode, KEPT))
+    firsts, lost = Pool(encode, KEPT, chunks=1, starts=1.0), Pool(encode, KEPT, chunks=2, starts=0.0, lost=1.0)
+    pools = (Pool(encode, KEPT), firsts, lost, VideoPool(encode, KEPT))
     filling = FILLING[device.type]
     own: OwnPasts | None = None
     schedule = FROM_NOTHING if plan.begin is None else FROM_MODEL

@@ -24,7 +24,6 @@ from streamdiff.models.tiny.world256.training import autoencoder as clips
 from streamdiff.models.tiny.world256.training import batches
 from streamdiff.models.tiny.world256.training import denoiser as train_denoiser
 from streamdiff.models.tiny.world256.training.batches import (
-    LostPool,
     Pool,
     TrackEncoder,
     Windows,
@@ -93,7 +92,7 @@ def pick(windows: Windows, rows: torch.Tensor) -> Windows:
 def test_windows_that_start_begin_at_home_and_others_anywhere() -> None:
     scenes = draw_window_scenes(20, 1, dice())
     start = torch.arange(20) % 2 == 0
-    track = play(scenes, start, dice(1))
+    track = play(scenes, start, torch.zeros(20, 2, dtype=torch.bool), dice(1))
     alone = scenes[:, 0, COLUMN["second"]] == 0
     home = (track.place[:, 0, 0] == torch.tensor([128, 128])).all(-1)
     assert home[start & alone].all() and not home[~start].all()
@@ -126,28 +125,45 @@ class NotedTracks(TrackEncoder):
 
     def latents_of(self, track: Track, things: bool = True) -> torch.Tensor:
         self.noted.append((track, things))
-        return torch.zeros(len(track.scroll), 3, 16, 16, 16)
+        return torch.full((len(track.scroll), track.scroll.shape[1] // 4, 16, 16, 16), float(len(self.noted)))
 
 
 def test_what_is_missing_begins_again_as_in_a_new_stream() -> None:
     encode = NotedTracks()
-    LostPool(encode, 40).grow(40, dice())
-    (shown, things), (bare, no_things), (after, _) = encode.noted
-    alone = after.scenes[:, 0, COLUMN["second"]] == 0
+    lost = Pool(encode, 40, chunks=2, starts=0.0, lost=1.0)
+    lost.grow(40, dice())
+    (track, _), (shown, things), (bare, no_things) = encode.noted[:3]
+    before, after = (track.each(lambda part, at=at: part[:, at : at + 12]) for at in (0, 12))
+    alone = before.scenes[:, 0, COLUMN["second"]] == 0
     assert not no_things and len(bare.scroll) == alone.sum() > 3, "of one thing nothing is shown"
+    latents = lost.parts["latents"]
+    assert (latents[alone, :3] == 3).all() and (latents[~alone, :3] == 2).all() and (latents[:, 3:] == 1).all()
     home = (after.place[:, 0] == homes(after.scenes[:, 0]) // PARTS).all(2)
     assert home[alone, 0].all()
     assert things and (shown.scenes[..., COLUMN["second"]] == 0).all(), "of two things one"
-    shown, both, begun = shown.rows(~alone), after.rows(~alone), home[~alone]
+    still_two = ~alone & (after.scenes[:, 0, COLUMN["second"]] == 1)
+    shown, said, after = (each.rows(still_two) for each in (shown, before, after))
+    begun = home[still_two]
     assert 0 < begun[:, 0].sum() < len(begun) and 0 < begun[:, 1].sum() < len(begun)
     for row, (first, second) in enumerate(begun.tolist()):
         assert first or second
         if first != second:
             prefix = "second_" if first else ""
             for name in THING_TABLES:
-                assert shown.scenes[row, 0, COLUMN[name]] == both.scenes[row, 0, COLUMN[prefix + name]], name
-            goes_on = (both.place[row, 0, int(first)] - shown.place[row, -1, 0] + SIZE // 2) % SIZE - SIZE // 2
+                assert shown.scenes[row, 0, COLUMN[name]] == said.scenes[row, 0, COLUMN[prefix + name]], name
+            goes_on = (after.place[row, 0, int(first)] - shown.place[row, -1, 0] + SIZE // 2) % SIZE - SIZE // 2
             assert goes_on.abs().max() <= 6, "the other one goes on: at most 64 pixels in 12 frames"
+
+
+def test_a_share_of_whole_windows_lacks_a_thing_at_first() -> None:
+    encode = NotedTracks()
+    pool = Pool(encode, 80)
+    pool.grow(80, dice())
+    latents, start = pool.parts["latents"], pool.parts["start"]
+    lacks = (latents[:, :3] != 1).flatten(1).any(1)
+    assert 5 < lacks.sum() < 30 and not lacks[start].any()
+    assert (latents[:, 3:] == 1).all(), "from the second chunk on nothing is missing"
+    assert torch.equal(latents[lacks], pool.parts["bare"][lacks]), "what lacks a thing is not corrupted too"
 
 
 def test_a_video_says_where_things_are_and_how_they_move_and_the_prompt_how_they_look() -> None:

@@ -1,16 +1,19 @@
-"""Does a prompt change colour, shape and background of a video that comes in, while its place and motion stay?
+"""Does a prompt change the look of a video that comes in, while things stay where they are and move as they do?
 
     python -m benchmarks.restyle_quality                       # 100 clips at the default strength
     python -m benchmarks.restyle_quality --strengths 0.4,0.6,0.8 --clips 20
 
-Clips of the embedded model's world go in as a camera's frames do, each under a prompt for another colour, shape and
-background; what comes out is judged by its pixels alone, in each clip's last chunk.
+Clips of the embedded model's world go in as a camera's frames do, each under a prompt for other colors, other shapes
+and another place; what comes out is judged by its pixels alone, in each clip's last chunk.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +23,63 @@ from torch import Tensor
 from tqdm import tqdm
 
 import streamdiff
-from benchmarks import report, world_clips
-from benchmarks.world_judge import judge, wrapped
+from benchmarks import report
+from benchmarks.autoencoder_quality import hidden
+from benchmarks.thing_judge import Seen
+from benchmarks.world_judge import judge
 from streamdiff.engine.messages import DEFAULT_STRENGTH
-from streamdiff.models.tiny import world
-from streamdiff.models.tiny.prompts import canonical
+from streamdiff.models.tiny.prompts import MOTION_WORDS, SPEED_WORDS, canonical, draw
+from streamdiff.models.tiny.render import render
+from streamdiff.models.tiny.scene import COLOR_NAMES, PLACES, SHAPES, Scene, Thing
+from streamdiff.models.tiny.tracks import SIZE, Streams, join
 
 CHUNKS = 4
-NEAR_PX = 6.0
-BARS = {"place": 0.90, "motion": 0.90, "color": 0.90, "background": 0.90}
+NEAR_PX = 12.0
+JUDGED = ("color", "shape", "motion", "place", "camera")
+BARS = {"where": 0.90, "motion": 0.90, "color": 0.90, "place": 0.90}
+_MOVES = re.compile(f" ({'|'.join(MOTION_WORDS.values())})({'|'.join(filter(None, SPEED_WORDS.values()))})?")
 
 
-def other_scenes(scenes: Tensor, generator: torch.Generator) -> Tensor:
-    """Rows `[N, 4]` of other colours, shapes and backgrounds, and the same motions."""
-    sizes = (len(world.COLOR_NAMES), len(world.SHAPES), 1, len(world.BACKGROUNDS))
-    other = scenes.clone()
-    for column, size in enumerate(sizes):
-        if size > 1:
-            shift = torch.randint(1, size, (len(scenes),), generator=generator)
-            other[:, column] = (scenes[:, column] + shift) % size
-    return other
+@dataclass(frozen=True)
+class Clip:
+    """A video of `scene`: frames uint8 `[T, H, W, 3]`, and where its things, (y, x) in pixels, are when its last chunk
+    begins, int64 `[things, 2]`."""
+
+    scene: Scene
+    frames: np.ndarray
+    places: Tensor
 
 
-def prompt_of(row: Tensor, with_motion: bool) -> str:
-    """The prompt for a scene; without its motion the video alone says that."""
-    color, shape, motion, background = (int(each) for each in row)
-    scene = world.Scene(
-        world.COLOR_NAMES[color], world.SHAPES[shape], world.MOTION_NAMES[motion], world.BACKGROUNDS[background]
-    )
-    return canonical(scene) if with_motion else re.sub(r" (moving \w+|standing still)", "", canonical(scene))
+def draw_clip(chance: random.Random) -> Clip:
+    """A random clip of `CHUNKS` chunks from the middle of a stream's life, whose things do not hide each other in the
+    last one."""
+    while True:
+        scene = draw(chance)
+        rows = torch.tensor([scene.row()])
+        streams = Streams(rows, torch.Generator().manual_seed(chance.getrandbits(31)))
+        tracks = [streams.play(rows) for _ in range(CHUNKS)]
+        if not hidden(scene, tracks[-1]):
+            break
+    frames = render(join(tracks).flat()).frames.movedim(1, -1).mul(255).round().to(torch.uint8).numpy()
+    return Clip(scene, frames, tracks[-1].place[0, 0, : len(scene.things)])
+
+
+def restyled_scene(scene: Scene, chance: random.Random) -> Scene:
+    """Another color and shape of every thing, and another place; the rest stays."""
+
+    def other(names: tuple[str, ...], name: str) -> str:
+        return chance.choice([each for each in names if each != name])
+
+    def anew(thing: Thing) -> Thing:
+        return replace(thing, color=other(COLOR_NAMES, thing.color), shape=other(SHAPES, thing.shape))
+
+    second = anew(scene.second) if scene.second else None
+    return replace(scene, first=anew(scene.first), second=second, place=other(PLACES, scene.place))
+
+
+def prompt_of(scene: Scene, with_motion: bool) -> str:
+    """The prompt for a scene; without the motions of its things, which the video alone says then."""
+    return canonical(scene) if with_motion else _MOVES.sub("", canonical(scene))
 
 
 def restyled(session: streamdiff.StreamSession, prompt: str, frames: np.ndarray, strength: float, seed: int) -> Tensor:
@@ -62,27 +93,29 @@ def restyled(session: streamdiff.StreamSession, prompt: str, frames: np.ndarray,
     return torch.from_numpy(np.stack(made))
 
 
+def in_place(things: Sequence[Seen], places: Tensor) -> bool:
+    """Whether `things` are at `places` `[things, 2]`, in any order, each within `NEAR_PX` on the torus."""
+    if len(things) != len(places):
+        return False
+    seen = torch.tensor([thing.place for thing in things])
+    away = [(order - places + SIZE // 2).remainder(SIZE) - SIZE // 2 for order in (seen, seen.flip(0))]
+    return any(bool((each.float().norm(dim=1) <= NEAR_PX).all()) for each in away)
+
+
 def measure(
     session: streamdiff.StreamSession, clips: int, strength: float, with_motion: bool, seed: int
 ) -> dict[str, float]:
     """Shares of clips that are as they should be, at one strength."""
-    generator = torch.Generator().manual_seed(seed)
-    scenes = world_clips.rows_of(world_clips.draw_scenes(clips, generator))
-    wanted = other_scenes(scenes, generator)
-    start = torch.randint(0, world.SIZE, (clips, 2), generator=generator)
-    length = CHUNKS * session.chunk_frames
-    last = slice(length - session.chunk_frames, length)
-    found: list[Tensor] = []
-    for clip in tqdm(range(clips), desc=f"strength {strength:g}", disable=None):
-        film = world_clips.film(scenes[clip : clip + 1], start[clip : clip + 1], length)
-        pixels = (film.frames[0].permute(0, 2, 3, 1) * 255).round().to(torch.uint8).numpy()
-        out = restyled(session, prompt_of(wanted[clip], with_motion), pixels, strength, seed + clip)
-        verdict = judge(out[None, last])
-        distance = wrapped(verdict.position - film.position[:, last]).norm(dim=-1).amax()
-        named = verdict.right(wanted[clip : clip + 1])[0]
-        found.append(torch.cat([named, (distance <= NEAR_PX)[None]]))
-    shares = torch.stack(found).double().mean(0).tolist()
-    return dict(zip((*world_clips.ATTRIBUTES, "place"), shares, strict=True))
+    chance = random.Random(seed)
+    found: list[dict[str, bool]] = []
+    for number in tqdm(range(clips), desc=f"strength {strength:g}", disable=None):
+        clip = draw_clip(chance)
+        wanted = restyled_scene(clip.scene, chance)
+        out = restyled(session, prompt_of(wanted, with_motion), clip.frames, strength, seed + number)
+        verdict = judge(out[-session.chunk_frames :].movedim(-1, 1).float() / 255)
+        right = verdict.right(wanted)
+        found.append({**{name: right[name] for name in JUDGED}, "where": in_place(verdict.things, clip.places)})
+    return {name: sum(each[name] for each in found) / len(found) for name in (*JUDGED, "where")}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,10 +128,13 @@ def main(argv: list[str] | None = None) -> int:
         "--strengths", default=f"{DEFAULT_STRENGTH:g}", metavar="S,S", help="the first is held to the bars"
     )
     parser.add_argument("--steps", type=int, default=None, metavar="N")
-    parser.add_argument("--name-motion", action="store_true", help="the prompt names the clip's motion too")
+    parser.add_argument("--name-motion", action="store_true", help="the prompt names the motions of the clip too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="FILE")
     given = parser.parse_args(argv)
+    if given.clips < 1:
+        parser.error(f"--clips {given.clips}: at least 1")
+    head = report.header(warm_up="none: nothing here is timed")
     results: dict[str, Any] = {}
     with streamdiff.open("a red circle", steps=given.steps) as session:
         for strength in map(float, given.strengths.split(",")):
@@ -107,7 +143,6 @@ def main(argv: list[str] | None = None) -> int:
     first = next(iter(results.values()))
     met = {name: first[name] >= bar for name, bar in BARS.items()}
     if given.out is not None:
-        head = report.header(argv, warm_up="none")
         report.write_json(given.out, head, results, clips=given.clips, bars=BARS, met=met)
     return 0 if all(met.values()) else 1
 

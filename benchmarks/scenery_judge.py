@@ -1,4 +1,4 @@
-"""Says from pixels alone where and when a chunk of the 256 pixel world plays: place, hour, weather, camera.
+"""Says from pixels alone where and when a chunk of the embedded model's world plays: place, hour, weather, camera.
 
 Analysis by synthesis: small pictures of every place, hour and scroll are compared with the first and the last frame,
 things and all; the best one is refined, then the weather's patterns are looked for in what is left.
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamdiff.models.tiny.world256 import weather
-from streamdiff.models.tiny.world256.render import render
-from streamdiff.models.tiny.world256.scene import CAMERAS, COLUMN, FIELDS, HOURS, PLACES, WEATHERS
-from streamdiff.models.tiny.world256.tracks import CHUNK_FRAMES, FALL, PAN, QUARTER, SCROLL, Track, shares_of_light
+from streamdiff.models.tiny import weather
+from streamdiff.models.tiny.render import render
+from streamdiff.models.tiny.scene import CAMERAS, COLUMN, FIELDS, HOURS, PLACES, WEATHERS
+from streamdiff.models.tiny.tracks import CHUNK_FRAMES, FALL, PAN, QUARTER, SCROLL, Track, shares_of_light
 
 NONE = -1
 """A verdict "nothing the world knows"."""

@@ -1,4 +1,4 @@
-"""Says from pixels alone which things a chunk of the 256 pixel world shows, and how they move.
+"""Says from pixels alone which things a chunk of the embedded model's world shows, and how they move.
 
 The scenery is known (`scenery_judge`). A thing is found in a few frames by comparing every shape, size and angle at
 every place with what the scenery leaves unexplained (least squares by FFT); then every way to move is tried over all
@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamdiff.models.tiny.world256 import shapes
-from streamdiff.models.tiny.world256.render import cast_shadow
-from streamdiff.models.tiny.world256.scene import COLORS, MOTIONS, SHAPES, SIZES, SPEEDS
-from streamdiff.models.tiny.world256.tracks import ANGLES, BOUNDS, PARTS, SIZE, SPIN, STRIDE, pixels, steps
+from streamdiff.models.tiny import shapes
+from streamdiff.models.tiny.render import cast_shadow
+from streamdiff.models.tiny.scene import COLORS, MOTIONS, SHAPES, SIZES, SPEEDS
+from streamdiff.models.tiny.tracks import ANGLES, BOUNDS, PARTS, SIZE, SPIN, STRIDE, pixels, steps
 
 NONE = -1
 COLOR_TOLERANCE = 0.34

@@ -282,8 +282,8 @@ class ServeConfig(_Section):
     """Of the video. auto: H.264, and VP8 for viewers without it."""
     encoder: Literal["auto", "x264", "nvenc"] = "auto"
     """Of H.264, opened once at the start as a trial. auto: NVENC where it can be opened, else x264."""
-    scale: int | None = Field(None, ge=1, le=8)
-    """The picture is enlarged by this before encoding; default: an embedded model's to 256 pixels, others' not."""
+    scale: int = Field(1, ge=1, le=8)
+    """The picture is enlarged by this before encoding."""
     pictures: Literal["auto", "rgb", "yuv420"] = "auto"
     """What leaves the decoder's device; auto: yuv420 on cuda where scale is 1, else rgb."""
     bitrate: int | None = Field(None, ge=100_000, le=50_000_000)
@@ -388,13 +388,8 @@ class Config(_Section):
     batching: BatchingConfig = BatchingConfig()
     serve: ServeConfig = ServeConfig()
 
-    @property
-    def scale(self) -> int:
-        """What the picture is enlarged by: `serve.scale`, else 2 for the embedded model, whose pictures are small."""
-        return self.serve.scale or (2 if self.model.name == EMBEDDED else 1)
-
     def served_model(self) -> ServedModel:
         """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB, unless it says."""
-        pictures = "rgb" if self.serve.pictures == "auto" and self.scale > 1 else self.serve.pictures
+        pictures = "rgb" if self.serve.pictures == "auto" and self.serve.scale > 1 else self.serve.pictures
         own = self.serve.model_dump(include={"host_memory_gb", "state_dir"}) | {"batching": self.batching}
         return ServedModel.model_validate(self.model.model_dump() | own | {"pictures": pictures})

@@ -19,7 +19,10 @@ from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, TaehvEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.tiny import model as tiny
-from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, WIDTH, TinyText, build_encoder, build_tokenizer
+from streamdiff.models.tiny.render import render
+from streamdiff.models.tiny.scene import Scene
+from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, WIDTH, TinyText, build_text
+from streamdiff.models.tiny.tracks import Streams
 from streamdiff.models.transformer.wan import WanDenoiser
 
 CPU = torch.device("cpu")
@@ -37,8 +40,8 @@ AUTOENCODER = TaehvConfig(
     frames_to_trim=0,
 )
 RED = "a red circle moving right over a meadow"
-BLUE = "a blue star rising at night"
-WHITE = "a white heart drifting left at sunset"
+BLUE = "a blue star moving up over a meadow at night"
+WHITE = "a white heart moving left over a meadow at dusk"
 
 
 class Parts(NamedTuple):
@@ -76,6 +79,8 @@ def small_transformer(
                     weight.normal_(std=0.6)
                 elif weight.ndim == 1:
                     weight.add_(torch.randn_like(weight), alpha=0.3)
+                elif name.startswith("condition_embedder.text_embedder"):
+                    weight.mul_(2.0)  # texts fill a third of their tokens
     return transformer.eval().requires_grad_(False)
 
 
@@ -83,8 +88,16 @@ def small_text(seed: int) -> TinyText:
     """The embedded model's text part, untrained."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = build_tokenizer()
-        return TinyText(tokenizer, build_encoder(len(tokenizer.get_vocab())).eval().requires_grad_(False))
+        text = build_text()
+    text.encoder.eval().requires_grad_(False)
+    return text
+
+
+def bare_sky() -> torch.Tensor:
+    """A picture of the embedded model's world with nothing in it, `[3, 256, 256]` in [0, 1]."""
+    rows = torch.tensor([Scene(place="sky").row()])
+    frame: torch.Tensor = render(Streams(rows).play(rows, 1).flat(), things=False).frames[0]
+    return frame
 
 
 def small_autoencoder(seed: int, config: TaehvConfig = AUTOENCODER) -> TAEHV:

@@ -55,18 +55,15 @@ def test_cpu_tiny_spells_out_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("text", "scale", "pictures"),
     [
-        ("", 2, "rgb"),
-        ("model: {name: self-forcing}", 1, "auto"),
-        ("model: {name: self-forcing}\nserve: {scale: 2}", 2, "rgb"),
-        ("serve: {scale: 1}", 1, "auto"),
+        ("", 1, "auto"),
+        ("serve: {scale: 2}", 2, "rgb"),
+        ("serve: {scale: 2, pictures: yuv420}", 2, "yuv420"),
     ],
 )
-def test_only_the_embedded_models_small_pictures_are_enlarged_unasked(
-    write, text: str, scale: int, pictures: str
-) -> None:
-    """And so a GPU hands out YUV420 for every other model."""
+def test_pictures_that_are_enlarged_come_as_rgb(write, text: str, scale: int, pictures: str) -> None:
+    """And so a GPU hands out YUV420 where nothing is enlarged."""
     config = load(write(text))
-    assert (config.scale, config.served_model().pictures) == (scale, pictures)
+    assert (config.serve.scale, config.served_model().pictures) == (scale, pictures)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "model:\n  # all commented out\n"])

@@ -558,11 +558,11 @@ def test_serve_takes_a_list_of_steps_and_a_chunk(tmp_path: Path, in_diffusers_la
     command = ["serve", "--model", "someone/Wan", "--steps", "1000,500", "--chunk-frames", "3"]
     config = main._at_native_rate(main._config(parser.parse(command)))
     assert (config.model.timesteps, config.model.steps, config.model.chunk_latents) == ((1000.0, 500.0), None, 3)
-    assert (config.playback.fps, config.scale) == (16.0, 1)
+    assert (config.playback.fps, config.serve.scale) == (16.0, 1)
     (tmp_path / "c.yaml").write_text("model: {name: someone/Wan, timesteps: [1000.0, 500.0], chunk_latents: 3}")
     assert main._config(parser.parse(["serve", "--config", str(tmp_path / "c.yaml")])).model == config.model
     served = main._at_native_rate(main._config(parser.parse(["serve", "--model", str(in_diffusers_layout)])))
-    assert served.scale == 1
+    assert served.playback.fps == 16.0
 
 
 def models_report_of(name: str) -> str:

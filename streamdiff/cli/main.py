@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from streamdiff.cli import options, parser, reference_options
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 _JobT = TypeVar("_JobT")
 OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
-ENLARGED_TO = 256
-"""Pixels of width to which an embedded model's smaller pictures are enlarged."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,23 +112,15 @@ def _check_settings(config: Config, file: Literal["input", "image"]) -> None:
 
 
 def _at_native_rate(config: Config) -> Config:
-    """With the rate of a published model where none was asked for: faster is fast motion. And pictures of a folder like
-    the embedded model's enlarged to 256 pixels, if they are smaller and nothing else was asked for."""
-    from streamdiff.config import EMBEDDED
+    """With the rate of a published model where none was asked for: faster is fast motion."""
     from streamdiff.models import resolve
     from streamdiff.models.catalogue import entries
-    from streamdiff.models.tiny.folder import read_folder
 
     name = config.model.name
-    if name == EMBEDDED:
-        return config  # `Config.scale` knows its size
-    if resolve.is_embedded(name):
-        scale = config.serve.scale or max(1, ENLARGED_TO // read_folder(Path(name), name).spec.width)
-        return config.model_copy(update={"serve": config.serve.model_copy(update={"scale": scale})})
+    if "fps" in config.playback.model_fields_set or resolve.is_embedded(name) or entries.is_random(name):
+        return config
     known = entries.entries()
     entry = known.get(name, known[entries.USUAL])
-    if "fps" in config.playback.model_fields_set or entries.is_random(name):
-        return config
     playback = config.playback.model_copy(update={"fps": entry.native_fps})
     return config.model_copy(update={"playback": playback})
 

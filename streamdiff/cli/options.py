@@ -205,7 +205,7 @@ SERVE = (
            key="serve.adaptive", action=SWITCH),
     Option("--codec", "CODEC", "auto, h264 or vp8 (default auto)", str, "serve.codec"),
     Option("--encoder", "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)", str, "serve.encoder"),
-    Option("--scale", "N", "enlarge before encoding (default: an embedded model's to 256 pixels)", int, "serve.scale"),
+    Option("--scale", "N", "enlarge before encoding (default 1: not)", int, "serve.scale"),
     Option("--pictures", "KIND", "from the decoder: rgb, yuv420 or auto (default auto: the cheaper)", str,
            "serve.pictures"),
     Option("--bitrate", "BITS", "bit/s of the video (default: fits size and fps)", int, "serve.bitrate"),

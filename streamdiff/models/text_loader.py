@@ -20,7 +20,6 @@ from streamdiff.models.text_encoder.embedding_cache import CachedText, Embedding
 from streamdiff.models.text_encoder.embedding_store import EmbeddingFolder
 from streamdiff.models.text_encoder.wan import WanText
 from streamdiff.models.tiny.text_encoder import TinyText
-from streamdiff.models.tiny.world256.text_encoder import ENCODERS
 
 _CACHE_BYTES = 256 * 2**20  # some sixty prompts of 512 x 4096 in bfloat16
 
@@ -40,7 +39,7 @@ def load_text_encoder(
         if config.text_device is not None:
             raise ConfigError(f"the text encoder of {model.name} is small and runs beside it; leave --text-device out")
         assert model.folder is not None
-        return ENCODERS.get(model.index.get("language", ""), TinyText).load(model.folder, device)
+        return TinyText.load(model.folder, device)
     if (path := model.text_encoder) is None:
         if model.name.startswith(entries.RANDOM):
             return RandomText(text_shape, device)

@@ -86,7 +86,17 @@ SPREAD = {"count", "latencies_ms", "max_ms", "max_s", "median_ms", "median_s", "
 
 
 @pytest.mark.parametrize(
-    "name", ["encode_viewers", "glass_to_glass", "hot_path_tiny", "live_browser", "ring_schedule", "scheduler_cost"]
+    "name",
+    [
+        "autoencoder_quality",
+        "encode_viewers",
+        "glass_to_glass",
+        "hot_path_tiny",
+        "live_browser",
+        "ring_schedule",
+        "scheduler_cost",
+        "tiny_quality_quick",
+    ],
 )
 def test_the_readme_defines_the_figures_of_a_stored_result(name: str) -> None:
     """Those of speed are in `metrics.METRICS`, which has a test of its own."""

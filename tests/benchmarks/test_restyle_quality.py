@@ -2,34 +2,84 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 
 import streamdiff
-from benchmarks import world_clips
-from benchmarks.restyle_quality import measure, other_scenes, prompt_of
-from streamdiff.models.tiny import world
+from benchmarks.restyle_quality import CHUNKS, NEAR_PX, draw_clip, in_place, measure, prompt_of, restyled_scene
+from benchmarks.thing_judge import Seen
+from benchmarks.world_judge import judge
+from streamdiff.models.tiny.prompts import draw, read, scene_of
+from streamdiff.models.tiny.scene import Scene, Thing
+from streamdiff.models.tiny.tracks import CHUNK_FRAMES, SIZE
 
 
-def test_another_scene_has_another_look_and_the_same_motion() -> None:
-    generator = torch.Generator().manual_seed(0)
-    scenes = world_clips.rows_of(world_clips.draw_scenes(60, generator))
-    other = other_scenes(scenes, generator)
-    assert torch.equal(scenes[:, 2], other[:, 2])
-    assert all((scenes[:, column] != other[:, column]).all() for column in (0, 1, 3))
-    sizes = [len(names) for names in (world.COLOR_NAMES, world.SHAPES, world.MOTION_NAMES, world.BACKGROUNDS)]
-    assert ((other >= 0) & (other < torch.tensor(sizes))).all()
+def seen(y: int, x: int) -> Seen:
+    """A thing at (y, x)."""
+    return Seen(0, 0, 0, 0, 0, (y % SIZE, x % SIZE), 1.0)
 
 
-def test_a_prompt_names_the_motion_or_leaves_it_to_the_video() -> None:
-    row = torch.tensor(world.Scene("red", "star", "left", "meadow").indices())
-    assert prompt_of(row, True) == "a red star moving left over a meadow"
-    assert prompt_of(row, False) == "a red star over a meadow"
+def test_another_scene_has_another_look_and_moves_the_same() -> None:
+    chance = random.Random(0)
+    for _ in range(60):
+        scene = draw(chance)
+        other = restyled_scene(scene, chance)
+        assert other.place != scene.place and len(other.things) == len(scene.things)
+        for old, new in zip(scene.things, other.things, strict=True):
+            assert old.color != new.color and old.shape != new.shape
+            assert replace(new, color=old.color, shape=old.shape) == old
+        assert replace(other, first=scene.first, second=scene.second, place=scene.place) == scene
+
+
+def test_a_prompt_names_the_motions_or_leaves_them_to_the_video() -> None:
+    scene = Scene(
+        Thing("red", "star", "left", speed="fast"), Thing("blue", "heart", "spinning", "small"), camera="left"
+    )
+    named = "a red star moving left fast and a small blue heart spinning over a meadow, camera panning left"
+    assert prompt_of(scene, True) == named
+    assert prompt_of(scene, False) == "a red star and a small blue heart over a meadow, camera panning left"
+
+
+def test_a_prompt_without_motions_says_all_the_rest() -> None:
+    chance = random.Random(1)
+    still = Thing(motion="still")
+    for _ in range(60):
+        scene = draw(chance)
+        understood = scene_of(read(prompt_of(scene, False), None).text)
+        told, meant = (
+            replace(
+                each,
+                first=replace(each.first, motion=still.motion, speed=still.speed),
+                second=each.second and replace(each.second, motion=still.motion, speed=still.speed),
+            )
+            for each in (understood, scene)
+        )
+        assert told == meant
+
+
+def test_things_are_in_place_in_any_order_and_across_the_border() -> None:
+    places = torch.tensor([[4, 100], [200, 30]])
+    assert in_place((seen(4, 100), seen(200, 30)), places)
+    assert in_place((seen(200, 30), seen(-5, 100)), places)
+    assert not in_place((seen(4, 100), seen(200, 30 + int(NEAR_PX) + 1)), places)
+    assert not in_place((seen(4, 100),), places)
+    assert not in_place((seen(4, 100), seen(4, 100)), places)
+
+
+@pytest.mark.slow
+def test_a_clip_says_where_its_things_are_in_its_last_chunk() -> None:
+    clip = draw_clip(random.Random(0))
+    assert clip.frames.shape == (CHUNKS * CHUNK_FRAMES, SIZE, SIZE, 3)
+    verdict = judge(torch.from_numpy(clip.frames[-CHUNK_FRAMES:]).movedim(-1, 1) / 255)
+    assert all(verdict.right(clip.scene).values()) and in_place(verdict.things, clip.places)
 
 
 @pytest.mark.slow
 def test_with_little_noise_what_comes_out_is_what_went_in() -> None:
     with streamdiff.open("a red circle", steps=2) as session:
         found = measure(session, clips=2, strength=0.02, with_motion=True, seed=0)
-    assert (found["place"], found["motion"]) == (1.0, 1.0)
-    assert (found["color"], found["background"]) == (0.0, 0.0), "those of the prompt"
+    assert (found["where"], found["motion"], found["camera"]) == (1.0, 1.0, 1.0)
+    assert (found["color"], found["shape"], found["place"]) == (0.0, 0.0, 0.0), "those of the prompt"

@@ -128,10 +128,10 @@ def test_one_stream_on_four_ranks_that_share_is_judged(rate: float, word: str) -
     [
         (["--parallel", "4"], "--parallel is '4', but must be a list of PxC"),
         (["--parallel", "1x4", "--stages", "2"], "--stages and --parallel are both given"),
-        (["--parallel", "5x1"], "stages is 5, but must be 1 to 4"),
+        (["--parallel", "7x1"], "stages is 7, but must be 1 to 6"),
         (["--parallel", "1x3"], "3 ranks cannot share 64 tokens of a frame"),
         (["--stages", "1"], "--stages must be at least 2"),
-        (["--stages", "5"], "stages is 5, but must be 1 to 4: every stage needs a block"),
+        (["--stages", "7"], "stages is 7, but must be 1 to 6: every stage needs a block"),
         (["--forward-s", "0"], "--forward-s more than 0"),
         (["--rounds", "0"], "--rounds at least 1"),
     ],

@@ -66,7 +66,7 @@ def test_the_stream_follows_the_camera_at_the_strength_that_is_set_and_goes_on_w
     preview = browser.find_element("id", "camera-preview")
     assert preview.is_displayed() and "mirrored" in str(preview.get_attribute("class"))
     size = browser.execute_script("return [arguments[0].videoWidth, arguments[0].videoHeight]", preview)
-    assert size == [320, 240], "no more is sent than a picture of 128 x 128 can show"
+    assert size == [320, 256], "no more is sent than a picture of 256 x 256 can show"
     state = told(server)["state"]["input"]
     assert state == {"kind": "WHIP sender", "strength": 0.05, "fault": ""}
     set_strength(browser, 1.0)

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -66,8 +65,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("generate --output x.mp4 --seconds 5 --prompt-at 3:" + 2001 * "x", "at most 2,000"),
         ("serve --host 192.168..1", "host '192.168..1' cannot be found"),
         ("serve --host-memory-gb inf", "--host-memory-gb is inf"),
-        ("generate --output x.mp4 --stages 5", "stages is 5, but must be 1 to 4: every stage needs a block"),
-        ("serve --no-browser --port 0 --stages 5", "stages is 5, but must be 1 to 4: every stage needs a block"),
+        ("generate --output x.mp4 --stages 7", "stages is 7, but must be 1 to 6: every stage needs a block"),
+        ("serve --no-browser --port 0 --stages 7", "stages is 7, but must be 1 to 6: every stage needs a block"),
         ("serve --model self-forcing --stages 31", "stages is 31, but must be 1 to 30: every stage needs a block"),
         ("serve --profile-chunks 0 --profile costs", "--profile-chunks is 0, but must be"),
         ("generate --output x.mp4 --model tinny", "tinny"),
@@ -88,7 +87,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("generate --output x.mp4 --fit contain", "session.fit is of a picture; name it too: --image FILE"),
         ("generate --prompts x.txt --output y --fit contain", "session.fit is of a picture; name it too: --image FILE"),
         ("serve --parallel 2x2 --stages 4", "stages is 4, but parallel is 2x2"),
-        ("plan --stages 5", "stages is 5, but must be 1 to 4: every stage needs a block"),
+        ("plan --stages 7", "stages is 7, but must be 1 to 6: every stage needs a block"),
         ("plan --stage-times 0.1,0.2", "--stage-times is '0.1,0.2', but must be 4 times in seconds"),
         ("plan --stage-times 0.1,0.1,0.1,-0.1", "each above 0"),
         ("plan --decode-time -1", "--decode-time is -1"),
@@ -335,6 +334,7 @@ def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Sign
         ("serve --model self-forcing", 16.0),
         ("serve --model self-forcing --fps 24", 24.0),
         ("serve --model tiny --fps 30", 30.0),
+        (f"serve --model {EMBEDDED_WEIGHTS}", 40.0),
     ],
 )
 def test_a_model_is_served_at_its_own_rate(words: str, fps: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,25 +342,6 @@ def test_a_model_is_served_at_its_own_rate(words: str, fps: float, monkeypatch: 
     monkeypatch.setattr("streamdiff.server.main.run", lambda config: seen.append(config) or 0)
     assert main.main(words.split()) == 0
     assert seen[0].playback.fps == fps
-
-
-@pytest.mark.parametrize(
-    ("side", "asked", "scale"), [(None, "", 2), (16, "", 2), (32, "", 1), (64, "", 1), (32, "--scale 3", 3)]
-)
-def test_only_small_pictures_of_an_embedded_model_are_enlarged_unasked(
-    side: int | None, asked: str, scale: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`side`: that of a folder's latents, of eight pixels each; None: the model inside."""
-    seen = []
-    monkeypatch.setattr("streamdiff.server.main.run", lambda config: seen.append(config) or 0)
-    if side is not None:
-        shutil.copytree(EMBEDDED_WEIGHTS, tmp_path, dirs_exist_ok=True)
-        index = json.loads((tmp_path / "model_index.json").read_text())
-        index["stream"] |= {"latent_height": side, "latent_width": side}
-        (tmp_path / "model_index.json").write_text(json.dumps(index))
-    assert main.main(["serve", "--model", "tiny" if side is None else str(tmp_path), *asked.split()]) == 0
-    assert seen[0].scale == scale
-    assert seen[0].served_model().pictures == ("rgb" if scale > 1 else "auto")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from streamdiff.models.autoencoder.normalisation import WAN_MEAN, WAN_STD
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
 from streamdiff.models.checkpoint.tensor_contract import RAW
 from streamdiff.models.checkpoint.tensor_file import write_tensor
-from streamdiff.models.tiny import world
+from tests.small import bare_sky
 from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
 
 MEAN, STD = (torch.tensor(values).view(-1, 1, 1, 1) for values in (WAN_MEAN, WAN_STD))
@@ -181,12 +181,12 @@ def test_encode_reads_pictures_and_videos(place: Path, capsys: pytest.CaptureFix
 @pytest.mark.slow
 def test_the_embedded_model_there_and_back(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A picture of its own world comes back, as near as a small autoencoder comes."""
-    video = world.empty(torch.tensor([1]))[0, :, None].repeat(1, 8, 1, 1) * 2 - 1
+    video = bare_sky()[:, None].repeat(1, 8, 1, 1) * 2 - 1
     save_file({"video": video}, "world.safetensors")
     said = run(capsys, "encode --vae tiny --video world.safetensors --out latents.safetensors")
-    assert "`latents` [8, 2, 16, 16], from 8 frames" in said
+    assert "`latents` [16, 2, 16, 16], from 8 frames" in said
     said = run(capsys, "decode --vae tiny --latents latents.safetensors --out again.safetensors")
-    assert "8 frames, 128 x 128, from 2 latent frames" in said
+    assert "8 frames, 256 x 256, from 2 latent frames" in said
     assert (tensor("again.safetensors", "video") - video).abs().mean() < 0.05
     run(capsys, "decode --vae tiny --latents latents.safetensors --out again.mp4")
     with av.open("again.mp4") as made:
@@ -291,7 +291,7 @@ def test_a_mistake_gets_one_line_and_nothing_is_written(
 
 def test_a_length_that_shows_only_at_the_end_leaves_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A webm file does not say how many frames it has."""
-    save_file({"latents": torch.zeros(8, 1, 2, 2)}, "small.safetensors")
+    save_file({"latents": torch.zeros(16, 1, 2, 2)}, "small.safetensors")
     run(capsys, "decode --vae tiny --latents small.safetensors --out four.webm")
     before = sorted(path.name for path in place.iterdir())
     assert main.main(["encode", "--vae", "vae.pth", "--video", "four.webm", "--out", "out.safetensors"]) == 2

@@ -180,7 +180,7 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
     latents, video = tmp_path / "l.safetensors", tmp_path / "video.mp4"
     command = ["generate", "--chunks", "2", "--latents-out", str(latents), "--output", str(video), "--seed", "4"]
     assert main.main([*command, "--prompt", RED]) == 0
-    assert load_file(latents)["latents"].shape == (2, 8, 3, 16, 16)
+    assert load_file(latents)["latents"].shape == (2, 16, 3, 16, 16)
     assert video.stat().st_size > 1000
 
 

@@ -38,7 +38,7 @@ def test_libwebrtc_plays_the_stream_and_speaks_on_the_channel() -> None:
         assert not complaints
         assert found["codec"] == "VP8"
         assert found["frames"] >= 80
-        assert (found["width"], found["height"]) == (256, 256)
+        assert (found["width"], found["height"]) == (128, 128)
         assert (found["y"], found["u"], found["v"]) == pytest.approx(RED, abs=8)
         assert found["patches"]
         assert set(found["patches"]) == {204}

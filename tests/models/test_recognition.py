@@ -47,7 +47,7 @@ def write(path: Path, blocks: int = 30, *containers: str) -> Path:
         ("krea-realtime-video-14b.safetensors", 40, (), "krea-realtime-14b"),
         ("self_forcing_dmd.safetensors", 30, (), "self-forcing"),  # somebody wrote it anew
         ("longlive_base.pt", 30, ("generator",), "longlive-1.3b"),
-        ("anything.safetensors", 4, (), "tiny"),
+        ("anything.safetensors", 6, (), "tiny"),
         ("self_forcing_dmd.pt", 2, ("generator_ema",), "self-forcing"),  # of a size that nothing published has
     ],
 )
@@ -124,7 +124,7 @@ def test_weights_alone_mean_their_own_model(tmp_path: Path) -> None:
     path = str(write(tmp_path / "wan_causal_dmd_v2v" / "model.pt"))
     config = main._at_native_rate(main._config(parser.parse(["serve", "--weights", path])))
     assert (config.model.name, config.model.kv_context) == ("streamdiffusionv2-1.3b", "matched")
-    assert (config.playback.fps, config.scale) == (16.0, 1)
+    assert (config.playback.fps, config.serve.scale) == (16.0, 1)
     assert model_config({"weights": path}).name == "streamdiffusionv2-1.3b"
     (tmp_path / "c.yaml").write_text(f"model: {{weights: {path}}}")
     read = main._config(parser.parse(["serve", "--config", str(tmp_path / "c.yaml")]))

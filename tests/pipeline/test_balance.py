@@ -30,7 +30,7 @@ def agree(config: ModelConfig, everybody: list[Measured]) -> set[tuple[tuple[int
     blocks = read_sizes(config.name).blocks
 
     def share(rank: int, own: Measured) -> tuple[tuple[int, int], ...]:
-        return assign_blocks(config, 4, gather_costs(RankContext(rank, stages, store), own, stages, 1, blocks))
+        return assign_blocks(config, blocks, gather_costs(RankContext(rank, stages, store), own, stages, 1, blocks))
 
     with ThreadPoolExecutor(stages) as pool:
         asked = [pool.submit(share, rank, own) for rank, own in enumerate(everybody)]
@@ -39,30 +39,30 @@ def agree(config: ModelConfig, everybody: list[Measured]) -> set[tuple[tuple[int
 
 def test_equal_ranks_share_evenly() -> None:
     config = ModelConfig(stages=2)
-    assert agree(config, [Measured(0.1), Measured(0.1)]) == {((0, 2), (2, 4))}
+    assert agree(config, [Measured(0.1), Measured(0.1)]) == {((0, 3), (3, 6))}
 
 
 def test_a_head_that_decodes_gets_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk takes five forwards with `clean`, so a fifth of its decode counts."""
     busy = [Measured(0.1, decode_s=1.0), Measured(0.11, head_s=0.01)]
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert agree(ModelConfig(stages=2), [*busy]) == {((0, 1), (1, 4))}
+    assert agree(ModelConfig(stages=2), [*busy]) == {((0, 2), (2, 6))}
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert agree(ModelConfig(stages=2), [*busy]) == {((0, 2), (2, 4))}, "a core is left for decoding"
-    assert agree(ModelConfig(stages=2, decode="last"), [*busy]) == {((0, 3), (3, 4))}
-    assert agree(ModelConfig(stages=2, decode="own-rank"), [*busy]) == {((0, 2), (2, 4))}
+    assert agree(ModelConfig(stages=2), [*busy]) == {((0, 3), (3, 6))}, "a core is left for decoding"
+    assert agree(ModelConfig(stages=2, decode="last"), [*busy]) == {((0, 4), (4, 6))}
+    assert agree(ModelConfig(stages=2, decode="own-rank"), [*busy]) == {((0, 3), (3, 6))}
 
 
 def test_a_disturbed_rank_does_not_count() -> None:
     """Blocks are alike: that one rank measured long does not make its blocks longer."""
-    assert agree(ModelConfig(stages=2), [Measured(0.1), Measured(7.0)]) == {((0, 2), (2, 4))}
+    assert agree(ModelConfig(stages=2), [Measured(0.1), Measured(7.0)]) == {((0, 3), (3, 6))}
 
 
 def test_a_profile_is_used_instead(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    times = {"block_s": [3, 1, 1, 1], "embed_s": 0, "head_s": 0, "decode_s": 0, "link_s": 0}
+    times = {"block_s": [3, 1, 1, 1, 1, 1], "embed_s": 0, "head_s": 0, "decode_s": 0, "link_s": 0}
     path.write_text(json.dumps(times))
-    assert plan_load(ModelConfig(stages=2, profile=str(path)), CPU).runs == ((0, 1), (1, 4))
+    assert plan_load(ModelConfig(stages=2, profile=str(path)), CPU).runs == ((0, 2), (2, 6))
     with pytest.raises(ConfigError, match="gone"):
         plan_load(ModelConfig(stages=2, profile=str(tmp_path / "gone.json")), CPU)
 

@@ -132,13 +132,13 @@ def test_what_was_taken_is_what_the_transformer_runs(
 
 
 def test_a_stage_whose_share_turns_out_to_be_another_loads_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of two, which measures that decoding keeps it busy: one block of four instead of two."""
+    """Rank 0 of two, which measures that decoding keeps it busy: two blocks of six instead of three."""
     store = dist.HashStore()
     store.set("cost/1", json.dumps(asdict(Measured(0.1))))
     monkeypatch.setattr(balance, "measure", lambda *given: Measured(0.1, decode_s=1.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     context, plan = RankContext(0, 2, store), plan_load(ModelConfig(stages=2), CPU)
-    assert plan.runs == ((0, 2), (2, 4))
+    assert plan.runs == ((0, 3), (3, 6))
     loaded = load_rank(plan_rank(plan, context), context)
-    assert loaded.runs == ((0, 1), (1, 4)) and loaded.model is not None
-    assert len(loaded.model.denoiser.blocks) == 1
+    assert loaded.runs == ((0, 2), (2, 6)) and loaded.model is not None
+    assert len(loaded.model.denoiser.blocks) == 2

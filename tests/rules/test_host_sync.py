@@ -19,7 +19,10 @@ UPLOADS = {"torch.tensor", "torch.as_tensor", "torch.from_numpy"}
 COLD = {
     "streamdiff.models.text_encoder.embedding_store": "writes files, on the thread that encodes texts",
     "streamdiff.models.tiny.training": "training and its parts",
-    "streamdiff.models.tiny.world": "draws the training world",
+    **dict.fromkeys(
+        (f"streamdiff.models.tiny.{name}" for name in ("painting", "render", "shapes", "weather")),
+        "draws the training world",
+    ),
     "streamdiff.models.tiny.weights": "files",
     "streamdiff.models.checkpoint.first_steps": "files",
     "streamdiff.models.checkpoint.tensor_file": "files",

@@ -14,7 +14,7 @@ from tests.server.test_restart import MODEL, Watching, start, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 LIMIT_S = 60.0
-SESSION_GB = 0.00456
+SESSION_GB = 0.00666
 """Of the embedded model, a little more than it takes."""
 PLAY = 2
 

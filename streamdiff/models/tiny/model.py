@@ -17,12 +17,10 @@ from torch import Tensor
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.checkpoint.json_file import read_object
 from streamdiff.models.model import Model
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.tiny.folder import read_folder
 from streamdiff.models.tiny.text_encoder import TinyText
-from streamdiff.models.tiny.world256.text_encoder import ENCODERS, LANGUAGE, WorldText
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.models.transformer.weights import FILE, load_transformer, open_transformer
 
@@ -38,9 +36,7 @@ def load_model(folder: Path, device: torch.device, name: str = "tiny") -> Model:
     spec = read_folder(folder, name).spec
     weights = load_transformer(open_transformer(folder / "transformer"), device=device, dtype=torch.float32)
     decoder = PictureDecoder(load_decoder(folder / "vae", device))
-    language = read_object(folder / "model_index.json").get("language", "")
-    text = ENCODERS.get(language, TinyText).load(folder, device)
-    return Model(spec, WanDenoiser(weights), text, decoder)
+    return Model(spec, WanDenoiser(weights), TinyText.load(folder, device), decoder)
 
 
 def save(
@@ -74,6 +70,4 @@ def save(
         "vae": ["streamdiff", "TAEHV"],
     }
     index = {"_class_name": "StreamdiffTiny", **classes, "stream": stream}
-    if isinstance(text, WorldText):
-        index["language"] = LANGUAGE
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")

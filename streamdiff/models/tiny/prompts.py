@@ -1,188 +1,189 @@
-"""The language of the embedded model: which words it knows, how it reads a prompt, how training captions are drawn.
+"""The language of the embedded model: what a prompt changes in the picture, and the sentence that the model is given.
 
-Pure text; knows nothing about tensors.
+Every prompt is turned into one sentence of a fixed form (`canonical`), the only one that the model is trained on. Pure
+text; knows nothing about tensors.
 """
 
 from __future__ import annotations
 
 import random
-import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 
 from streamdiff.models.interfaces import ParsedPrompt
-from streamdiff.models.tiny.world import BACKGROUNDS, COLOR_NAMES, MOTION_NAMES, SHAPES, Scene
+from streamdiff.models.tiny.requests import DEFAULT, Group, Request, apply, parse
+from streamdiff.models.tiny.scene import (
+    COLOR_NAMES,
+    SETTING_TABLES,
+    SHAPES,
+    THING_TABLES,
+    Scene,
+    Thing,
+    plain,
+)
+from streamdiff.models.tiny.vocabulary import Word
 
-DEFAULT = Scene("red", "circle", "right", "meadow")
-
-SHAPE_WORDS: dict[str, tuple[str, ...]] = {
-    "circle": ("circle", "ball", "disc"),
-    "square": ("square", "box", "block"),
-    "triangle": ("triangle",),
-    "star": ("star",),
-    "heart": ("heart",),
+MOTION_WORDS = {
+    "left": "moving left",
+    "right": "moving right",
+    "up": "moving up",
+    "down": "moving down",
+    "still": "standing still",
+    "bouncing": "bouncing",
+    "spinning": "spinning",
 }
-MOTION_PHRASES: dict[str, tuple[str, ...]] = {
-    "left": ("moving left", "drifting left", "gliding left", "flying to the left", "going left"),
-    "right": ("moving right", "drifting right", "gliding right", "flying to the right", "going right"),
-    "up": ("moving up", "rising", "floating up", "flying up", "going up"),
-    "down": ("moving down", "falling", "sinking", "flying down", "going down"),
-    "still": ("standing still", "resting", "staying still", "not moving"),
+SPEED_WORDS = {"slow": " slowly", "normal": "", "fast": " fast"}
+PLACE_WORDS = {
+    "meadow": "over a meadow",
+    "desert": "in the desert",
+    "sea": "over the sea",
+    "sky": "in the sky",
+    "city": "in the city",
 }
-PLACE_PHRASES: dict[str, tuple[str, ...]] = {
-    "night": ("at night", "in the night sky", "under the stars", "under the moon"),
-    "sky": ("in the sky", "in the blue sky", "among clouds", "in the clouds"),
-    "meadow": ("over a meadow", "in the meadow", "on a meadow", "over green hills"),
-    "desert": ("in the desert", "over the desert", "over sand dunes", "on the dunes"),
-    "sunset": ("at sunset", "over the sea at sunset", "over the sea", "by the sea"),
+HOUR_WORDS = {
+    "day": "",
+    "dusk": " at dusk",
+    "night": " at night",
+    "dawn": " at dawn",
+    "passing": " as day turns into night",
 }
-# Words that settle an attribute when no phrase above is found.
-_LOOSE: dict[str, dict[str, tuple[str, ...]]] = {
-    "motion": {
-        "left": ("left", "leftwards"),
-        "right": ("right", "rightwards"),
-        "up": ("up", "upwards", "rises"),
-        "down": ("down", "downwards", "falls", "sinks"),
-        "still": ("still", "rests", "standing", "stands"),
-    },
-    "background": {
-        "night": ("night", "moon", "stars", "starry"),
-        "sky": ("blue sky", "sky", "clouds", "cloud", "cloudy"),
-        "meadow": ("meadow", "hills", "grass", "field"),
-        "desert": ("desert", "dunes", "sand"),
-        "sunset": ("sunset", "sea", "ocean", "evening"),
-    },
-}
-_FILLERS = frozenset(("a", "an", "the", "is", "it", "of", "and", "to", "in", "on", "over", "at", "with", "that", "now"))
+WEATHER_WORDS = {"clear": "", "rain": " in the rain", "snow": " in the snow", "wind": " in the wind"}
+CAMERA_WORDS = {"still": "", "left": ", camera panning left", "right": ", camera panning right"}
 
 EXAMPLES = (
     "a red circle moving right over a meadow",
-    "a blue star rising at night",
-    "a white heart drifting left at sunset",
-    "a purple square falling in the desert",
-    "a yellow triangle standing still in the clouds",
+    "a blue star moving up and a small yellow heart bouncing in the city at night",
+    "a white heart moving left slowly over the sea at dusk, camera panning right",
+    "a purple square spinning in the desert as day turns into night",
+    "an orange star bouncing fast over a meadow in the snow",
 )
 SUGGESTIONS = (
     COLOR_NAMES,
     SHAPES,
-    tuple(phrases[0] for phrases in MOTION_PHRASES.values()),
-    tuple(phrases[0] for phrases in PLACE_PHRASES.values()),
+    ("moving left", "moving up", "bouncing", "spinning", "standing still"),
+    ("faster", "slower", "larger", "smaller"),
+    tuple(PLACE_WORDS.values()),
+    ("by day", "at dusk", "at night", "at dawn", "as day turns into night"),
+    ("rain", "snow", "wind", "clear weather"),
+    ("camera panning left", "camera panning right", "still camera"),
 )
 VOCABULARY = (
-    f"colours {', '.join(COLOR_NAMES)}; shapes {', '.join(SHAPES)}; "
-    "moving left, right, up, down or standing still; "
-    "over a meadow, at night, in the sky, in the desert, at sunset"
+    f"one or two things; colours {', '.join(COLOR_NAMES)}; shapes {', '.join(SHAPES)}, large or small; moving left, "
+    "right, up or down, standing still, bouncing, spinning, slowly or fast; over a meadow, in the desert, over the "
+    "sea, in the sky, in the city; by day, at dusk, at night, at dawn or as day turns into night; rain, snow, "
+    "wind; the camera panning left or right"
 )
-
-
-def words_of(text: str) -> list[str]:
-    """Lower-case words of a text; punctuation, digits and symbols separate."""
-    return re.findall(r"[a-z]+", text.lower())
+CANNOT = {
+    "place": "I cannot choose where things are, only where they go",
+    "follow": "the camera pans or stands still, it follows nothing",
+}
+"""What people ask for that the world does not have, by the value of `cannot` in words.txt."""
+MOST_REMARKS = 4
+_DRAWN = {
+    "motion": {name: f"it {words}" for name, words in MOTION_WORDS.items()},
+    "place": {"meadow": "a meadow", "desert": "a desert", "sea": "the sea", "sky": "the sky", "city": "a city"},
+    "hour": {"day": "daylight", "dusk": "dusk", "night": "night", "dawn": "dawn", "passing": "time that passes"},
+    "weather": {"clear": "clear weather", "rain": "rain", "snow": "snow", "wind": "wind"},
+    "camera": {"still": "a still camera", "left": "the camera panning left", "right": "the camera panning right"},
+}
+"""How people are told what is drawn for a word that has only a nearest meaning."""
 
 
 def canonical(scene: Scene) -> str:
-    """The plainest sentence that says `scene`."""
-    motion, place = MOTION_PHRASES[scene.motion][0], PLACE_PHRASES[scene.background][0]
-    return f"{_article(scene.color)} {scene.color} {scene.shape} {motion} {place}"
+    """The sentence for `scene`. What a prompt means unless it says otherwise (large, by day, ...) is left out."""
+    things = " and ".join(_thing(thing) for thing in scene.things)
+    where = PLACE_WORDS[scene.place] + HOUR_WORDS[scene.hour] + WEATHER_WORDS[scene.weather]
+    return f"{things} {where}{CAMERA_WORDS[scene.camera]}"
 
 
-def caption(scene: Scene, chance: random.Random) -> str:
-    """A training caption: one of the many ways to say `scene`."""
-    motion = chance.choice(MOTION_PHRASES[scene.motion])
-    place = chance.choice(PLACE_PHRASES[scene.background])
-    thing = f"{_article(scene.color)} {scene.color} {chance.choice(SHAPE_WORDS[scene.shape])}"
-    if chance.random() < 0.2:
-        return f"{place} {thing} {motion}"
-    return f"{thing} {motion} {place}"
+def _thing(thing: Thing) -> str:
+    size = "small " if thing.size == "small" else ""
+    article = "an" if (size or thing.color)[0] in "aeiou" else "a"
+    speed = "" if thing.motion == "still" else SPEED_WORDS[thing.speed]
+    return f"{article} {size}{thing.color} {thing.shape} {MOTION_WORDS[thing.motion]}{speed}"
+
+
+def draw(chance: random.Random) -> Scene:
+    """A random scene that can be said."""
+
+    def thing() -> Thing:
+        return Thing(*(chance.choice(table) for table in THING_TABLES.values()))
+
+    rest = {name: chance.choice(table) for name, table in SETTING_TABLES.items()}
+    return plain(Scene(thing(), thing() if chance.random() < 0.5 else None, **rest))
 
 
 def known_words() -> list[str]:
-    """Every word of the captions, sorted: the tokenizer's vocabulary."""
-    phrases = [p for table in (SHAPE_WORDS, MOTION_PHRASES, PLACE_PHRASES) for group in table.values() for p in group]
-    return sorted({word for phrase in (*phrases, *COLOR_NAMES, "a", "an") for word in phrase.split()})
+    """Every word of the sentences, sorted: the tokenizer's vocabulary."""
+    tables = (MOTION_WORDS, SPEED_WORDS, PLACE_WORDS, HOUR_WORDS, WEATHER_WORDS, CAMERA_WORDS)
+    phrases = [phrase for table in tables for phrase in table.values()]
+    plain_words = (*COLOR_NAMES, *SHAPES, "a", "an", "and", "small", ",")
+    return sorted({word for phrase in (*phrases, *plain_words) for word in phrase.replace(",", " , ").split()})
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """What a prompt states, by fields of `Scene`, and the words that were not understood."""
-
-    said: dict[str, str]
-    unknown: tuple[str, ...]
-
-
-def parse(prompt: str) -> Parsed:
-    """Find the four attributes in free text.
-
-    Longer phrases first, and a word says one thing only: "blue sky" is a place and no colour, nor is a star where the
-    prompt says "under the stars".
-    """
-    words = words_of(prompt)
-    used = [False] * len(words)
-    found = {
-        "background": _take(words, used, PLACE_PHRASES) or _take(words, used, _LOOSE["background"]),
-        "motion": _take(words, used, MOTION_PHRASES) or _take(words, used, _LOOSE["motion"]),
-        "color": _take(words, used, {name: (name,) for name in COLOR_NAMES}),
-        "shape": _take(words, used, {name: (*forms, *(f"{f}s" for f in forms)) for name, forms in SHAPE_WORDS.items()}),
-    }
-    known = set(known_words()) | {w for table in _LOOSE.values() for forms in table.values() for w in forms}
-    unknown = [word for word, done in zip(words, used, strict=True) if not done and word not in known | _FILLERS]
-    return Parsed({name: value for name, value in found.items() if value}, tuple(dict.fromkeys(unknown)))
+def scene_of(text: str) -> Scene:
+    """The scene that a sentence of `canonical`, or any other text, stands for."""
+    return apply(parse(text), DEFAULT)
 
 
 def read(prompt: str, previous: str | None) -> ParsedPrompt:
-    """Turn any prompt into a caption the model was trained on.
+    """Turn any prompt into the sentence for what it means, when `previous` (a text that `read` returned) is in force.
 
-    A prompt in the model's own words is passed on as it is. Otherwise what the prompt leaves open is taken from
-    `previous` (the text in force), and the notice says so, kindly, with the list of what the model knows.
+    The notice says what was understood otherwise than typed, what was not understood, and what stays as it was.
     """
-    found = parse(prompt)
-    before = replace(DEFAULT, **parse(previous).said) if previous else DEFAULT
-    scene = replace(before, **found.said)
-    if len(found.said) == len(fields(Scene)) and not found.unknown:
-        own = " ".join(words_of(prompt))
-        text = own if own in _all_captions(scene) else canonical(scene)
-        return ParsedPrompt(text)
+    before = scene_of(previous) if previous else DEFAULT
+    request = parse(prompt)
+    scene = apply(request, before)
     text = canonical(scene)
-    if not found.said:
-        return ParsedPrompt(text, f"I did not find anything I can draw in that. I know {VOCABULARY}. Showing “{text}”.")
-    if found.unknown:
-        strange = ", ".join(f"“{word[:24]}”" for word in found.unknown[:4])
-        return ParsedPrompt(text, f"I do not know {strange}. I know {VOCABULARY}. Showing “{text}”.")
-    return ParsedPrompt(text, f"Showing “{text}”: what you left open stays as it was.")
+    remarks = _remarks(request, scene)
+    strange = list(dict.fromkeys(f"“{piece.typed[:24]}”" for piece, _ in request.pieces if not piece.known))
+    if request.empty:
+        named = f" ({', '.join(strange[:4])})" if strange else ""
+        nothing = "" if remarks else f"I did not find anything I can draw in that{named}. "
+        remark = " ".join(remarks) + " " if remarks else ""
+        return ParsedPrompt(text, f"{remark}{nothing}I know {VOCABULARY}. Showing “{text}”.")
+    shapes = sum(bool(piece.values("shape")) for piece, _ in request.pieces)
+    if shapes > 2 or (request.add and before.second):
+        remarks.append("I draw two things at most.")
+    if strange:
+        remarks.append(f"I do not know {', '.join(strange[:4])}; I know {VOCABULARY}.")
+    if " ".join(prompt.lower().split()) == text:
+        return ParsedPrompt(text)
+    remarks.append(f"Showing “{text}”.")
+    return ParsedPrompt(text, " ".join(remarks))
 
 
-def _article(color: str) -> str:
-    return "an" if color[0] in "aeiou" else "a"
+def _remarks(request: Request, scene: Scene) -> list[str]:
+    """What was understood otherwise than typed, each word once, `MOST_REMARKS` at most."""
+    remarks: dict[str, str] = {}
+    for piece, group in request.pieces:
+        word = piece.typed[:24]
+        if piece.misspelt:
+            remarks[word] = f"“{word}”: I read “{piece.entry}”."
+        for value in piece.values("cannot"):
+            remarks[word] = f"“{word}”: {CANNOT[value]}."
+        if piece.meaning and not piece.meaning.exact and (nearest := _nearest(piece, group, request, scene)):
+            remarks[word] = f"“{word}”: I draw {nearest}."
+    for color in request.uncolored:
+        remarks[color] = f"“{color}”: only things have a color that can be chosen."
+    return list(remarks.values())[:MOST_REMARKS]
 
 
-def _take(words: list[str], used: list[bool], table: dict[str, tuple[str, ...]]) -> str | None:
-    """The attribute whose longest phrase of unused words occurs first; marks the phrase's words. Mutates: used."""
-    best: tuple[int, int, str] | None = None
-    for name, phrases in table.items():
-        for phrase in phrases:
-            parts = phrase.split()
-            for start in range(len(words) - len(parts) + 1):
-                end = start + len(parts)
-                if words[start:end] == parts and not any(used[start:end]):
-                    candidate = (-len(parts), start, name)
-                    best = candidate if best is None else min(best, candidate)
-                    break
-    if best is None:
-        return None
-    for index in range(best[1], best[1] - best[0]):
-        used[index] = True
-    return best[2]
+def _nearest(piece: Word, group: Group, request: Request, scene: Scene) -> str:
+    """What is drawn for a word that has only a nearest meaning; empty where other words of the prompt decided."""
+    assert piece.meaning is not None
+    won = {
+        name: value
+        for name, value in piece.meaning.says
+        if (request.setting.get(name) if name in SETTING_TABLES else group.named.get(name)) == value
+        and name not in (request.certain if name in SETTING_TABLES else group.says)
+    }
+    if "shape" in won:
+        things = scene.things if group is request.groups[0] else scene.things[::-1]
+        alike = [thing for thing in things if thing.shape == won["shape"]]
+        named = [thing for thing in alike if thing.color == group.named.get("color", thing.color)]
+        for thing in [*named, *alike][:1]:
+            return f"{'an' if thing.color[0] in 'aeiou' else 'a'} {thing.color} {thing.shape}"
+    return " and ".join(_DRAWN[name][value] if name in _DRAWN else value for name, value in won.items())
 
 
-def _all_captions(scene: Scene) -> set[str]:
-    """Every caption training draws for `scene`."""
-    captions = set()
-    for motion in MOTION_PHRASES[scene.motion]:
-        for place in PLACE_PHRASES[scene.background]:
-            for form in SHAPE_WORDS[scene.shape]:
-                thing = f"{_article(scene.color)} {scene.color} {form}"
-                captions |= {f"{thing} {motion} {place}", f"{place} {thing} {motion}"}
-    return captions
-
-
-assert set(SHAPE_WORDS) == set(SHAPES) and set(MOTION_PHRASES) == set(MOTION_NAMES)
-assert set(PLACE_PHRASES) == set(BACKGROUNDS)
+assert {f.name for f in fields(Thing)} == set(THING_TABLES)

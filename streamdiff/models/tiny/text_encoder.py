@@ -12,23 +12,25 @@ from transformers.models.umt5.configuration_umt5 import UMT5Config
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 from transformers.utils import logging as transformers_logging
 
+from streamdiff.errors import ConfigError
 from streamdiff.models.interfaces import ParsedPrompt, TextEncoder
 from streamdiff.models.tiny import prompts
 
-TEXT_TOKENS = 16
+TEXT_TOKENS = 32
 WIDTH = 64
 PAD, UNKNOWN = "<pad>", "<unk>"
+WORDS = prompts.known_words()
+"""Of the sentences that prompts are turned into."""
 
 
-def build_tokenizer(words: Sequence[str] | None = None, length: int = TEXT_TOKENS) -> Tokenizer:
-    """A tokenizer of whole words, by default those of the captions; texts are padded or cut to `length`."""
-    known = prompts.known_words() if words is None else words
-    vocabulary = {word: index for index, word in enumerate([PAD, UNKNOWN, *known])}
+def build_tokenizer() -> Tokenizer:
+    """A tokenizer of whole words, those that sentences of scenes have; texts are padded or cut to TEXT_TOKENS."""
+    vocabulary = {word: index for index, word in enumerate([PAD, UNKNOWN, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.enable_truncation(length)
-    tokenizer.enable_padding(length=length, pad_id=0, pad_token=PAD)
+    tokenizer.enable_truncation(TEXT_TOKENS)
+    tokenizer.enable_padding(length=TEXT_TOKENS, pad_id=0, pad_token=PAD)
     return tokenizer
 
 
@@ -53,7 +55,7 @@ class TinyText(TextEncoder):
     """The embedded model's."""
 
     examples = prompts.EXAMPLES
-    suggestions: tuple[tuple[str, ...], ...] = prompts.SUGGESTIONS
+    suggestions = prompts.SUGGESTIONS
     vocabulary = prompts.VOCABULARY
 
     def __init__(self, tokenizer: Tokenizer, encoder: UMT5EncoderModel) -> None:
@@ -62,8 +64,17 @@ class TinyText(TextEncoder):
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str = "cpu") -> TinyText:
-        """Read `tokenizer/tokenizer.json` and `text_encoder/` of a model folder, in float32."""
+        """Read `tokenizer/tokenizer.json` and `text_encoder/` of a model folder, in float32.
+
+        Raises:
+            ConfigError: it was trained on other words than prompts are turned into.
+        """
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+        if missing := sorted(set(WORDS) - tokenizer.get_vocab().keys()):
+            raise ConfigError(
+                f"{folder} was trained on another world: its tokenizer has no {', '.join(missing[:5])}; train one with "
+                "`python -m streamdiff.models.tiny.training`, or leave --model out"
+            )
         transformers_logging.disable_progress_bar()  # a bar for 0.1 MB only clutters the start
         encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float32)
         encoder.train(False)
@@ -93,3 +104,9 @@ class TinyText(TextEncoder):
         mask = (ids != 0).long()
         hidden: Tensor = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         return hidden * mask.unsqueeze(-1).to(hidden.dtype)
+
+
+def build_text() -> TinyText:
+    """An untrained one."""
+    tokenizer = build_tokenizer()
+    return TinyText(tokenizer, build_encoder(tokenizer.get_vocab_size()))

@@ -52,7 +52,7 @@ class Playback:
         self.fps = fps
         """Frames shown per second; under load fewer than `format` says."""
         h264 = H264_CHOICES[config.serve.encoder][-1]
-        self.format = Format(ready.width, ready.height, fps, config.scale, config.serve.bitrate, h264)
+        self.format = Format(ready.width, ready.height, fps, config.serve.scale, config.serve.bitrate, h264)
         take = asyncio.get_running_loop().call_soon_threadsafe
         self.pacer = Pacer(fps, ready.chunk_frames, lambda slot: take(self._shown, slot), config.serve.grace_s)
         self.progressed = asyncio.Event()

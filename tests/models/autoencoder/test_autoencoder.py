@@ -16,10 +16,9 @@ from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
 from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, TaehvEncoder
 from streamdiff.models.autoencoder.wan import WanDecoder, WanEncoder
 from streamdiff.models.catalogue import entries
-from streamdiff.models.tiny import world
 from streamdiff.models.tiny.model import WEIGHTS, load_model
 from tests.hub_cache import lay
-from tests.small import CPU
+from tests.small import CPU, bare_sky
 from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
 
 
@@ -28,23 +27,22 @@ from tests.small_vae import original_layout, relative_error, small_wan_autoencod
 def test_the_embedded_models_decoder_is_the_one_that_streams(path: str | Path) -> None:
     half, tiny = load_decoder(path, CPU), load_model(WEIGHTS, CPU).decoder
     assert isinstance(half, TaehvDecoder)
-    latents = torch.randn(1, 8, 2, 16, 16, generator=torch.Generator().manual_seed(0))
+    latents = torch.randn(1, 16, 2, 16, 16, generator=torch.Generator().manual_seed(0))
     pictures, expected = (
         PictureDecoder(half).decode(latents, half.new_memory()),
         tiny.decode(latents, tiny.new_memory()),
     )
-    assert pictures.shape == expected.shape == (2 * half.temporal, 128, 128, 3)
+    assert pictures.shape == expected.shape == (2 * half.temporal, 256, 256, 3)
     assert torch.equal(pictures, expected)
 
 
 def test_the_embedded_models_encoder_gives_latents_that_decode_to_the_frames() -> None:
     encoder, decoder = load_encoder("tiny", CPU), load_decoder("tiny", CPU)
     assert isinstance(encoder, TaehvEncoder)
-    pictures = world.empty(torch.tensor([1]))
-    video = pictures[:, :, None].expand(-1, -1, 8, -1, -1) * 2 - 1
+    video = bare_sky()[None, :, None].expand(-1, -1, 8, -1, -1) * 2 - 1
     memory = encoder.new_memory()
     latents = torch.cat([encoder.encode(video[:, :, :3], memory), encoder.encode(video[:, :, 3:], memory)], 2)
-    assert latents.shape == (1, 8, 2, 16, 16)
+    assert latents.shape == (1, 16, 2, 16, 16)
     assert (decoder.decode_video(latents, decoder.new_memory()) - video).abs().mean() < 0.05
 
 

@@ -44,6 +44,6 @@ def test_a_server_of_the_embedded_model_has_what_it_was_told() -> None:
     assert batching_of(ModelConfig(), sizes) == ALONE
     told = Config(batching=BatchingConfig(mode="dynamic"))
     assert batching_of(told.served_model(), sizes) == Batching(4, 0.0)
-    small = BatchingRule(model="tiny", size="128x128", min_tokens=192, max_rows=2)
+    small = BatchingRule(model="tiny", size="256x256", min_tokens=192, max_rows=2)
     told = Config(batching=BatchingConfig(mode="dynamic", rules=(small,)))
     assert batching_of(told.served_model(), sizes) == Batching(2, 0.0)

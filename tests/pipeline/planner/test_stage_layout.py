@@ -143,16 +143,17 @@ def test_memory_holds_everything_once_and_where_it_lives(sizes: ModelSizes) -> N
     model = sizes.embed_values + sizes.output_values + sizes.blocks * sizes.block_values
     for place, home in (("head", 0), ("own-stream", 0), ("last", 3), ("own-rank", 4)):
         load = Workload(4, 2, 4, "matched", 3)
-        rows = memory(sizes, choose_layout(costs(4), load, place), load, Storage(2))
+        rows = memory(sizes, choose_layout(costs(sizes.blocks), load, place), load, Storage(2))
         assert [row.rank for row in rows] == list(range(5 if place == "own-rank" else 4))
         assert [row.rank for row in rows if "decode" in row.role] == [home]
         stored = model + 4 * sizes.shared_values + sizes.text_values + sizes.decoder.weights
         assert sum(row.weights for row in rows) == 2 * stored
-        caches = 2 * 2 * sizes.cache_values(4, steps=4, kv_context="matched")
+        caches = 2 * 2 * sizes.cache_values(sizes.blocks, steps=4, kv_context="matched")
         assert sum(row.caches for row in rows) == caches
         assert [row.decoding for row in rows if row.decoding] == [2 * 2 * sizes.decoder.remembered]
         assert rows[home].decoding
-    one_row = memory(sizes, choose_layout(costs(4), load, "head"), Workload(4, 1, 4, "matched", 1), Storage(2))
+    layout = choose_layout(costs(sizes.blocks), load, "head")
+    one_row = memory(sizes, layout, Workload(4, 1, 4, "matched", 1), Storage(2))
     assert [row.activations * 3 for row in one_row] == [row.activations for row in rows[:4]]
 
 
@@ -186,7 +187,13 @@ def test_a_plan_in_8_bits_has_smaller_blocks(capsys: pytest.CaptureFixture[str])
 
 # ---- where times come from -------------------------------------------------------------------------------------
 
-PROFILE = {"block_s": [0.1, 0.2, 0.3, 0.4], "embed_s": 0.05, "head_s": [0.01, 0.015], "decode_s": 0.2, "link_s": 0}
+PROFILE = {
+    "block_s": [0.1, 0.1, 0.1, 0.2, 0.3, 0.4],
+    "embed_s": 0.05,
+    "head_s": [0.01, 0.015],
+    "decode_s": 0.2,
+    "link_s": 0,
+}
 
 
 def write(path: Path, tree: object) -> Path:
@@ -196,12 +203,12 @@ def write(path: Path, tree: object) -> Path:
 
 def test_a_profile_is_read_row_by_row(sizes: ModelSizes, tmp_path: Path) -> None:
     found = read_profile(write(tmp_path / "p.json", PROFILE), sizes, max_rows=2)
-    assert found.block_s == ((0.1, 0.2), (0.2, 0.4), (0.3, 0.6), (0.4, 0.8)), "more rows in proportion"
+    assert found.block_s == (*[(0.1, 0.2)] * 3, (0.2, 0.4), (0.3, 0.6), (0.4, 0.8)), "more rows in proportion"
     assert (found.embed_s, found.head_s) == ((0.05, 0.1), (0.01, 0.015))
     assert (found.decode_s, found.link_s, found.flow_s) == (0.2, 0, 0)
     plan = make(MATCHED, PlanJob(stages=2, profile=tmp_path / "p.json", decode="own-stream"))
-    assert plan.layout.blocks == ((0, 3), (3, 4))
-    assert [times[0] for times in plan.layout.stage_s] == pytest.approx([0.65, 0.41])
+    assert plan.layout.blocks == ((0, 4), (4, 6))
+    assert [times[0] for times in plan.layout.stage_s] == pytest.approx([0.55, 0.71])
 
 
 @pytest.mark.parametrize(
@@ -209,14 +216,14 @@ def test_a_profile_is_read_row_by_row(sizes: ModelSizes, tmp_path: Path) -> None
     [
         ({"link_s": None, "embed_s": None}, r"missing 'embed_s' \(.*\), 'link_s' \(seconds of a message"),
         ({"blocks": [1]}, "unknown key 'blocks'; known are block_s"),
-        ({"block_s": [0.1, 0.2]}, "block_s is 2 entries, but must be a list of 4"),
-        ({"block_s": 0.1}, "block_s is 0.1, but must be a list of 4"),
-        ({"block_s": [0.1, 0, 0.1, 0.1]}, r"block_s\[1\] is 0, but must be seconds above 0"),
-        ({"block_s": [0.1, "x", 0.1, 0.1]}, r'block_s\[1\] is "x"'),
+        ({"block_s": [0.1, 0.2]}, "block_s is 2 entries, but must be a list of 6"),
+        ({"block_s": 0.1}, "block_s is 0.1, but must be a list of 6"),
+        ({"block_s": [0.1, 0, 0.1, 0.1, 0.1, 0.1]}, r"block_s\[1\] is 0, but must be seconds above 0"),
+        ({"block_s": [0.1, "x", 0.1, 0.1, 0.1, 0.1]}, r'block_s\[1\] is "x"'),
         ({"decode_s": -1}, "decode_s is -1, but must be seconds of 0 or more"),
         ({"decode_s": True}, "decode_s is true"),
         ({"link_s": 10**400}, "link_s is 10{59}, but must be seconds of 0 or more"),
-        ({"block_s": [0.1, [10**400, 1], 0.1, 0.1]}, r"block_s\[1\]\[0\] is 10{59}, but must be seconds above 0"),
+        ({"block_s": [0.1, [10**400, 1], *[0.1] * 4]}, r"block_s\[1\]\[0\] is 10{59}, but must be seconds above 0"),
         ({"embed_s": [0.1]}, "embed_s has 1 entries, but --max-rows is 2"),
     ],
 )
@@ -312,7 +319,7 @@ def test_a_step_that_may_be_left_out_is_planned_with_and_without() -> None:
 def test_json_holds_the_whole_plan_and_is_json() -> None:
     outcome = make(MATCHED, PlanJob(stage_times=QUARTERS, decode="own-rank", decode_time=0.5))
     tree = json.loads(json.dumps(as_tree(outcome), allow_nan=False))
-    assert [rank["blocks"] for rank in tree["ranks"]] == [[0, 1], [1, 2], [2, 3], [3, 4], []]
+    assert [rank["blocks"] for rank in tree["ranks"]] == [[0, 2], [2, 4], [4, 5], [5, 6], []]
     assert tree["ranks"][4]["role"] == ["decode"]
     assert tree["ranks"][4]["occupancy"] == pytest.approx(0.5, abs=0.03)
     for rank in tree["ranks"]:
@@ -371,7 +378,7 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (PlanJob(stages=5), "stages is 5, but must be 1 to 4: every stage needs a block"),
+        (PlanJob(stages=7), "stages is 7, but must be 1 to 6: every stage needs a block"),
         (PlanJob(stages=0), "--stages is 0"),
         (PlanJob(sessions=0), "--sessions is 0"),
         (PlanJob(max_rows=-1), "--max-rows is -1"),

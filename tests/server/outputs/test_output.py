@@ -71,7 +71,7 @@ async def _is_received(receiver: asyncio.subprocess.Process) -> None:
         if receiver.returncode is None:
             receiver.kill()
     *colour, width = (int(word) for word in output.split())
-    assert width == 256
+    assert width == SIZE
     assert np.abs(np.subtract(colour, COLOURS["red"])).max() < 30
 
 
@@ -101,7 +101,7 @@ def test_a_session_is_recorded_as_it_is_shown(tmp_path: Path) -> None:
     for file in files:
         frames = list(open_clip(file))
         assert len(frames) >= 60
-        assert frames[0].shape == (256, 256, 3)
+        assert frames[0].shape == (SIZE, SIZE, 3)
         assert np.abs(frames[30][40, 40].astype(int) - COLOURS["red"]).max() < 30
         with av.open(str(file)) as container:
             times = [float(frame.time) for frame in container.decode(video=0)]

@@ -18,7 +18,7 @@ from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server.outputs import output, target
 from tests.server.conftest import Site, open_site, run_scene
-from tests.server.scripted import COLOURS
+from tests.server.scripted import COLOURS, SIZE
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +116,7 @@ def test_a_session_is_published_and_comes_back_when_the_media_server_does(monkey
             await site.until(lambda: taking.track is not None)
             for _ in range(30):
                 picture = await taking.frame()
-            assert picture.shape == (256, 256, 3)
+            assert picture.shape == (SIZE, SIZE, 3)
             assert np.abs(picture[40, 40].astype(int) - COLOURS["red"]).max() < 30
             await site.until(lambda: _sent(site).state == "sending" and _sent(site).frames >= 30)
             assert _sent(site).restarts == restarts

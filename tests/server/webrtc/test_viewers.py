@@ -13,7 +13,7 @@ import pytest
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
 from streamdiff.server.webrtc import peer_connections
 from tests.server.conftest import Peer, Site, in_slots, run_scene
-from tests.server.scripted import COLOURS
+from tests.server.scripted import COLOURS, SIZE
 
 pytestmark = pytest.mark.slow
 
@@ -215,7 +215,7 @@ def test_a_viewer_sees_the_stream(codec: str | None, name: str) -> None:
         assert "a=sendonly" in video
         assert "a=setup:passive" in video
         frames = [await peer.frame() for _ in range(60)]
-        assert (frames[0].width, frames[0].height) == (256, 256)
+        assert (frames[0].width, frames[0].height) == (SIZE, SIZE)
         assert _is(_colour(frames[0]), "red")
         stamps = [frame.pts for frame in frames]
         assert all(after > before for before, after in pairwise(stamps))

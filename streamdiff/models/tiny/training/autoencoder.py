@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,26 +9,38 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.autoencoder.taehv import TAEHV, MemBlock, Memory, TaehvConfig, TGrow, TPool
-from streamdiff.models.tiny import world
+from streamdiff.models.tiny import weather
+from streamdiff.models.tiny.render import Window, render
+from streamdiff.models.tiny.scene import COLUMN, draw_scenes, redraw
+from streamdiff.models.tiny.tracks import FRAMES_PER_LATENT, SIZE, Streams, Track, join
 from streamdiff.models.tiny.training import loop
 
 AUTOENCODER = TaehvConfig(
-    latent_channels=8,
-    patch_size=2,
-    decoder_widths=(64, 48, 24, 16),
+    latent_channels=16,
+    patch_size=4,
+    decoder_widths=(64, 48, 32, 32),
     decoder_blocks=(2, 2, 1),
     decoder_space=(2, 2, 1),
     decoder_time=(2, 2, 1),
-    encoder_widths=(16, 16, 32, 64),
+    encoder_widths=(24, 24, 48, 64),
     encoder_blocks=(0, 1, 2),
     frames_to_trim=0,
 )
-MATRIX_LR = 1e-2
+MATRIX_LR = 4e-3
 OTHER_LR = 1e-3
+ENDS = ("encoder.0.", "decoder.18.")
+"""AdamW trains them: a matrix that is moved by Muon there shifts the colors of the whole picture at every step."""
 DECODER_RATE = 0.3
 CLIP_LATENTS = 3
-CROP = 64
+CROP = 128
 CONTRAST = 3.0
+CUT = 0.25
+"""Share of the boundaries between latent frames at which the scene changes."""
+CELL = AUTOENCODER.spatial
+SEEN = 0.15
+"""Cover from which on rain, snow or wind is seen."""
+FALLING = 8.0
+"""Weight of its pixels: at 4 the autoencoder left out rain, which is thin."""
 
 
 @dataclass(frozen=True)
@@ -41,41 +52,47 @@ class Clips:
 
 
 def draw_clips(batch: int, crop: int, generator: torch.Generator, device: torch.device) -> Clips:
-    """Clips of `CLIP_LATENTS` latent frames, a quarter of the boundaries between them a cut to another scene.
+    """Clips of `CLIP_LATENTS` latent frames, `crop` pixels square and on the latent grid, three of four of them near a
+    thing. Pixels of things weigh four times, those of what falls or blows in front of them `FALLING`."""
+    track = draw_track(batch, generator)
+    windows = [window for window in draw_windows(track, crop, generator) for _ in range(track.place.shape[1])]
+    pictures = render(track.flat(), windows, str(device))
+    view = (batch, CLIP_LATENTS * FRAMES_PER_LATENT, -1, crop, crop)
+    weight = 1.0 + 3.0 * (pictures.things > 0.02).float()
+    weight[_falling(track.flat(), windows).to(device)] = FALLING
+    return Clips(pictures.frames.view(view), weight.view(view))
 
-    Crops lie on the latent grid, three of four near the shape. Pixels of the shape and its rim weigh four times.
-    """
 
-    def pick(high: int, *shape: int) -> Tensor:
-        return torch.randint(high, shape, generator=generator).to(device)
+def _falling(track: Track, windows: list[Window]) -> Tensor:
+    """Where rain, snow or wind is seen, bool `[N, 1, side, side]`: too little of a picture for its error to count."""
+    _, covers = weather.falling(track.scenes[:, COLUMN["weather"]], track.fall, track.light)
+    return torch.stack([cover[window.slices] for cover, window in zip(covers, windows, strict=True)])[:, None] > SEEN
 
-    shape = (batch, CLIP_LATENTS)
-    fields = [pick(len(names), *shape) for names in world.ATTRIBUTES]
-    keep = torch.rand(shape, generator=generator).to(device) >= 0.25
-    for i in range(1, CLIP_LATENTS):
-        for values in fields:
-            redraw = ~keep[:, i] & (pick(100, batch) < 60)
-            values[:, i] = torch.where(redraw, values[:, i], values[:, i - 1])
-    color, kind, motion, background = (f.repeat_interleave(world.FRAMES_PER_LATENT, 1) for f in fields)
-    step = world.velocities(str(device))[motion]
-    start = pick(world.CELLS, batch, 1, 2) * world.LATTICE
-    place = (start + torch.cumsum(step, 1) - step).remainder(world.SIZE)
-    window = None
-    size = world.SIZE
-    frames = batch * CLIP_LATENTS * world.FRAMES_PER_LATENT
-    if crop < world.SIZE:
-        size = crop
-        near = place[:, place.shape[1] // 2] + (pick(5, batch, 2) - 2) * world.LATTICE - crop // 2
-        anywhere = pick((world.SIZE - crop) // world.LATTICE + 1, batch, 2) * world.LATTICE
-        corner = torch.where(pick(4, batch, 1) > 0, near.clamp(0, world.SIZE - crop) // 8 * 8, anywhere)
-        corner = corner.repeat_interleave(CLIP_LATENTS * world.FRAMES_PER_LATENT, 0)
-        window = (corner[:, 0], corner[:, 1], crop)
-    args = (kind.flatten(), background.flatten(), place[..., 0].flatten(), place[..., 1].flatten())
-    video = world.render(color.flatten(), *args, crop=window)
-    plain = world.empty(background.flatten(), crop=window)
-    weight = 1.0 + 3.0 * ((video - plain).abs().amax(1, keepdim=True) > 0.02).float()
-    view = (batch, frames // batch, -1, size, size)
-    return Clips(video.view(view), weight.view(view))
+
+def draw_track(count: int, generator: torch.Generator) -> Track:
+    """`count` streams in the middle of their lives, over `CLIP_LATENTS` latent frames, with cuts."""
+    scenes = draw_scenes(count, generator)
+    streams, tracks = Streams(scenes, generator), []
+    for latent in range(CLIP_LATENTS):
+        if latent:
+            cut = torch.rand(count, 1, generator=generator) < CUT
+            scenes = torch.where(cut, redraw(scenes, 0.6, generator), scenes)
+        tracks.append(streams.play(scenes, FRAMES_PER_LATENT))
+    return join(tracks)
+
+
+def draw_windows(track: Track, crop: int, generator: torch.Generator) -> list[Window]:
+    """For every stream the part of the picture that is shown."""
+    count = len(track.scenes)
+    room = (SIZE - crop) // CELL
+    anywhere = torch.randint(room + 1, (count, 2), generator=generator) * CELL
+    middle = track.place.shape[1] // 2
+    second = track.scenes[:, middle, COLUMN["second"]] * torch.randint(2, (count,), generator=generator)
+    shift = (torch.randint(5, (count, 2), generator=generator) - 2) * CELL
+    near = track.place[torch.arange(count), middle, second] + shift - crop // 2
+    near = (near // CELL * CELL).clamp(0, SIZE - crop)
+    chosen: Tensor = torch.where(torch.rand(count, 1, generator=generator) < 0.75, near, anywhere)
+    return [Window(top, left, crop) for top, left in chosen.tolist()]
 
 
 def encode_groups(model: TAEHV, frames: Tensor) -> Tensor:
@@ -152,30 +169,16 @@ def loss_of(model: TAEHV, clips: Clips, generator: torch.Generator) -> tuple[Ten
     return loss + 0.02 * (mean.square() + (std - 1).square()).mean(), error.square().mean()
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Which autoencoder is trained, and on what: `draw` makes a batch of clips (see `draw_clips`) of `crop` pixels
-    square, at every eighth step of `whole`; `matrix_lr` is Muon's learning rate, `adam` names the parts that AdamW
-    trains besides what is no matrix."""
-
-    config: TaehvConfig = AUTOENCODER
-    draw: Callable[[int, int, torch.Generator, torch.device], Clips] = draw_clips
-    crop: int = CROP
-    whole: int = world.SIZE
-    matrix_lr: float = MATRIX_LR
-    adam: tuple[str, ...] = ()
-
-
-def _prepared(recipe: Recipe, begin: TAEHV | None, device: torch.device) -> tuple[TAEHV, loop.Optimizer]:
+def _prepared(begin: TAEHV | None, device: torch.device) -> tuple[TAEHV, loop.Optimizer]:
     """The autoencoder to train, and its optimizer; see `train`."""
-    model = TAEHV(recipe.config) if begin is None else begin
+    model = TAEHV(AUTOENCODER) if begin is None else begin
     if begin is None:
         initialise(model)
     model.to(device).set_memory_format(torch.channels_last)
     model.encoder.requires_grad_(begin is None)
     model.decoder.requires_grad_(True)
     rate = 1.0 if begin is None else DECODER_RATE
-    return model, loop.Optimizer(model, rate * recipe.matrix_lr, rate * OTHER_LR, adam=recipe.adam)
+    return model, loop.Optimizer(model, rate * MATRIX_LR, rate * OTHER_LR, adam=ENDS)
 
 
 def train(
@@ -185,7 +188,6 @@ def train(
     device: torch.device,
     batch: int = 8,
     bf16: bool = False,
-    recipe: Recipe = Recipe(),
     begin: TAEHV | None = None,
 ) -> TAEHV:
     """Train, or go on with, the autoencoder under `out`; returns it. Writes `out/autoencoder.pt` every 100 steps.
@@ -195,7 +197,7 @@ def train(
     were, so a transformer that was trained on them goes with it. Mutates: begin.
     """
     torch.manual_seed(seed)
-    model, optimizer = _prepared(recipe, begin, device)
+    model, optimizer = _prepared(begin, device)
     checkpoint = loop.Checkpoint(out / ("autoencoder.pt" if begin is None else "decoder.pt"))
     state = checkpoint.load(device)
     if state is not None:
@@ -208,8 +210,8 @@ def train(
 
     for done in loop.steps(budget, progress, "autoencoder"):
         generator = loop.step_generator(seed, progress.step)
-        count, side = (max(1, batch // 4), recipe.whole) if progress.step % 8 == 7 else (batch, recipe.crop)
-        clips = recipe.draw(count, side, generator, device)
+        count, side = (max(1, batch // 4), SIZE) if progress.step % 8 == 7 else (batch, CROP)
+        clips = draw_clips(count, side, generator, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             loss, mse = loss_of(model, clips, generator)
         optimizer.step(loss, done, progress.step)

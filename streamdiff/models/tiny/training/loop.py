@@ -154,14 +154,6 @@ class Average:
         torch._foreach_lerp_([self.weights[name] for name in floats], [new[name] for name in floats], 1 - decay)
 
 
-@torch.no_grad()
-def blend(module: torch.nn.Module, other: torch.nn.Module, share: float) -> None:
-    """Move the weights by `share` of the way to those of `other`, of the same kind (a mean of what was fine-tuned and
-    what it was tuned from: Wortsman et al., WiSE-FT, arXiv 2109.01903). Mutates: module."""
-    for own, its in zip(module.parameters(), other.parameters(), strict=True):
-        own.lerp_(its.to(own.device, own.dtype), share)
-
-
 def average_gradients(params: list[torch.nn.Parameter]) -> None:
     """Average gradients over the processes. Mutates: the gradients."""
     if not dist.is_initialized():

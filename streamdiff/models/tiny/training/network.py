@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
-from streamdiff.models.tiny import world
-from streamdiff.models.tiny.text_encoder import WIDTH, TinyText, build_encoder, build_tokenizer
-from streamdiff.models.tiny.training.batches import CHUNK, Rows
+from streamdiff.models.tiny import prompts
+from streamdiff.models.tiny.scene import FIELD_SIZES, from_row
+from streamdiff.models.tiny.text_encoder import WIDTH, TinyText, build_text
+from streamdiff.models.tiny.training.autoencoder import AUTOENCODER
+from streamdiff.models.tiny.training.rows import Rows
+from streamdiff.models.tiny.training.windows import CHUNK
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.attention_backend import Attend
 from streamdiff.models.transformer.wan import BlockWeights, KeyValue, Tokens, WanDenoiser, attend
@@ -23,12 +26,12 @@ TRANSFORMER: dict[str, Any] = {
     "patch_size": (1, 2, 2),
     "num_attention_heads": 6,
     "attention_head_dim": 32,
-    "in_channels": 8 + 10,
-    "out_channels": 8,
+    "in_channels": AUTOENCODER.latent_channels + 32,
+    "out_channels": AUTOENCODER.latent_channels,
     "text_dim": WIDTH,
     "freq_dim": 128,
     "ffn_dim": 768,
-    "num_layers": 4,
+    "num_layers": 6,
     "cross_attn_norm": True,
 }
 
@@ -146,22 +149,22 @@ class TrainedDenoiser(WanDenoiser):
         return query, key, value
 
 
-class TinyNetwork(nn.Module):
+class Network(nn.Module):
     """Text encoder and transformer, trained together."""
 
-    def __init__(
-        self,
-        text: TinyText | None = None,
-        architecture: Mapping[str, Any] = TRANSFORMER,
-        values: int = sum(map(len, world.ATTRIBUTES)),
-    ) -> None:
-        """`values` counts all that the fields of a scene can be. What is not given is of the 128 pixel world."""
+    def __init__(self) -> None:
         super().__init__()
-        self.text = text or TinyText(build_tokenizer(), build_encoder(len(build_tokenizer().get_vocab())))
+        self.text = build_text()
         self.encoder = self.text.encoder
-        self.transformer = WanTransformer3DModel(**architecture)
+        self.transformer = WanTransformer3DModel(**TRANSFORMER)
         self.denoiser = TrainedDenoiser(self.transformer)
-        self.reader = nn.Linear(WIDTH, values)  # used in training only
+        self.reader = nn.Linear(WIDTH, sum(FIELD_SIZES))  # used in training only
+
+    def tokens(self, scenes: Tensor) -> Tensor:
+        """The ids `[..., tokens]` of the sentences of `scenes` `[..., fields]`."""
+        texts = [prompts.canonical(from_row(row)) for row in scenes.flatten(0, -2).tolist()]
+        ids: Tensor = self.text.tokens(texts).unflatten(0, scenes.shape[:-1])
+        return ids
 
     def load_model(self, model: Model) -> tuple[Tensor, Tensor]:
         """Load the weights of `model`; returns the mean and the deviation of the latents that it was trained on.

@@ -2,149 +2,215 @@
 
 A stream that goes on for long sees nothing but its own chunks, whose small faults add up: a star that crosses the edge
 of the picture loses an arm, and is copied without it ever after. So the network plays streams of its own while it is
-trained; where its last chunk shows the shape, the world says how the next one must look, whole again. This is DAgger
-(Ross, Gordon, Bagnell 2011): the teacher answers on the states that the pupil comes to.
+trained. This is DAgger (Ross, Gordon, Bagnell 2011; decision 0017): the teacher answers on the states that the pupil
+comes to.
+
+The world keeps the state that each stream should be in. Before it says how the next chunk must look, the state is moved
+to where things and scenery are seen in the network's last chunk, on the lattice that chunks begin on, so that small
+errors are put right; a thing of which too little is left begins again where streams begin. What another thing may hide
+goes on where it should be, seen or not.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from streamdiff.models import sampling
-from streamdiff.models.tiny import world
+from streamdiff.models.tiny import shapes
+from streamdiff.models.tiny.render_batch import draw_frames
+from streamdiff.models.tiny.scene import COLUMN, SIZES, draw_scenes
+from streamdiff.models.tiny.tracks import LATTICE, PAN, PARTS, SCROLL, SIZE, Streams, Track, join
 from streamdiff.models.tiny.training import loop
-from streamdiff.models.tiny.training.batches import (
-    FRAMES,
-    LatentEncoder,
-    Starts,
-    Windows,
-    WindowsT,
-    stream_latents,
-)
+from streamdiff.models.tiny.training.batches import TrackEncoder
+from streamdiff.models.tiny.training.windows import CHUNK, Windows
 
 PAST = 2
 """Chunks that a new one sees, as in a stream's `clean` window."""
 FRESH = 1 / 80
 """Share of the steps after which a stream begins anew."""
 LOST = 0.3
-"""A shape of which less than this share is to be seen is gone, and begins where streams begin."""
+"""A thing of which less than this share is to be seen is gone, and begins where streams begin."""
+REACH, STEP = 20, 4
+"""Pixels each way, and between two looks, in which a thing is looked for around where it should be."""
+SLIPS = (-PAN, 0, PAN)
+"""Pixels of scrolling by which the scenery may be off: a chunk of the camera's way."""
+AT_ONCE = {"cpu": 8, "cuda": 64}
+"""Streams that are looked at together: the places where a thing is tried take 0.1 GB per stream."""
+
 
 Flow = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Past `[B, PAST, C, CHUNK, h, w]`, noisy chunk `[B, C, CHUNK, h, w]`, its sigma `[B]`, and what the network is told of
-each stream `[B, ...]`, to the chunk's flow."""
+"""Past `[B, PAST, C, CHUNK, h, w]`, noisy chunk `[B, C, CHUNK, h, w]`, its sigma `[B]`, and the ids `[B, tokens]`
+of each stream's sentence, to the chunk's flow."""
 
 
-class PlayedStreams(ABC, Generic[WindowsT]):
-    """Streams of any world, which take turns: `scenes` `[streams, fields]`, and `latents` of their last chunks
-    `[streams, PAST, C, CHUNK, h, w]`."""
+@dataclass(frozen=True)
+class Correction:
+    """What is seen of N streams, on the CPU: how much further the scenery has scrolled, in pixels, int64 `[N]`, how far
+    each thing is from where it should be, int64 `[N, 2, 2]` (y, x), and the share of it that is there, float32
+    `[N, 2]`. Of what may be hidden: that it is whole, and where it should be."""
 
-    scenes: Tensor
-    latents: Tensor
-    _next = 0
+    scroll: Tensor
+    shift: Tensor
+    seen: Tensor
+
+
+class OwnPasts:
+    """`streams` streams that the network plays, which take turns: `scenes` `[streams, fields]`, and `latents` of their
+    last chunks `[streams, PAST, C, CHUNK, h, w]`."""
+
+    def __init__(self, encode: TrackEncoder, streams: int, generator: torch.Generator) -> None:
+        self.encode = encode
+        self.scenes = draw_scenes(streams, generator)
+        self.ids = encode.tokens(self.scenes)
+        self.streams = Streams(self.scenes)
+        track = join([self.streams.play(self.scenes) for _ in range(PAST)])
+        self.latents = self._chunks(track)
+        self.last = self._last(track)
+        self.place = self._middles(track)
+        self._next = 0
 
     @torch.no_grad()  # not inference mode: what it makes is trained on
-    def turn(self, count: int, flow: Flow, levels: tuple[float, ...], generator: torch.Generator) -> WindowsT:
+    def turn(self, count: int, flow: Flow, levels: tuple[float, ...], generator: torch.Generator) -> Windows:
         """Extend the next `count` streams by a chunk that the network makes, and return training windows for it.
 
         Returns:
             windows of PAST chunks that the network made and the one that should follow. Mutates: self.
         """
-        rows = ((self._next + torch.arange(count)) % len(self.scenes)).to(self.scenes.device)
+        rows = (self._next + torch.arange(count)) % len(self.scenes)
         self._next = (self._next + count) % len(self.scenes)
         past = self.latents[rows]
-        windows, told = self._go_on(rows, past)
-        self.latents[rows] = torch.cat([past[:, 1:], _draw(past, told, flow, levels, generator)[:, None]], 1)
-        fresh = rows[torch.rand(count, generator=generator).to(rows.device) < FRESH]
+        windows, ids = self._go_on(rows, past)
+        self.latents[rows] = torch.cat([past[:, 1:], _draw(past, ids, flow, levels, generator)[:, None]], 1)
+        fresh = rows[torch.rand(count, generator=generator) < FRESH]
         if len(fresh):
             self._begin_anew(fresh, generator)
         return windows
 
-    @abstractmethod
-    def _go_on(self, rows: Tensor, past: Tensor) -> tuple[WindowsT, Tensor]:
-        """Windows of the streams of `rows`: `past`, their latents, and what should follow; and what the network is told
-        of them. Mutates: self."""
+    def _go_on(self, rows: Tensor, past: Tensor) -> tuple[Windows, Tensor]:
+        """Windows of the streams of `rows`: `past`, their latents, and what should follow; and the ids of their
+        sentences. Mutates: self."""
+        scenes, ids = self.scenes[rows], self.ids[rows]
+        streams = self.streams.take(rows)
+        self._correct(streams, past[:, -1], rows)
+        track = streams.play(scenes)
+        place = torch.cat([self.place[rows], self._middles(track)], 1)
+        latents = torch.cat([past, self._chunks(track)], 1)
+        every, words = (each[:, None].expand(-1, PAST + 1, -1) for each in (scenes.to(past.device), ids))
+        self.streams.put(rows, streams)
+        self.last.put(rows, self._last(track))
+        self.place[rows] = place[:, 1:]
+        return Windows(latents, every, torch.zeros(len(rows), dtype=torch.bool), place, latents, words), ids
 
-    @abstractmethod
     def _begin_anew(self, rows: Tensor, generator: torch.Generator) -> None:
         """Put new streams in the place of those of `rows`. Mutates: self."""
+        scenes = draw_scenes(len(rows), generator)
+        fresh = Streams(scenes)
+        track = join([fresh.play(scenes) for _ in range(PAST)])
+        self.scenes[rows], self.ids[rows] = scenes, self.encode.tokens(scenes)
+        self.latents[rows], self.place[rows] = self._chunks(track), self._middles(track)
+        self.streams.put(rows, fresh)
+        self.last.put(rows, self._last(track))
+
+    def _chunks(self, track: Track) -> Tensor:
+        """Latents `[B, chunks, C, CHUNK, h, w]` of a track of whole chunks."""
+        latents: Tensor = self.encode.latents_of(track).unflatten(1, (-1, CHUNK)).transpose(2, 3)
+        return latents
+
+    def _middles(self, track: Track) -> Tensor:
+        """Places `[B, chunks, CHUNK, 2, 2]` halfway through each latent frame."""
+        places: Tensor = track.middles().unflatten(1, (-1, CHUNK)).to(self.encode.device)
+        return places
+
+    @staticmethod
+    def _last(track: Track) -> Track:
+        """The last frame of every stream: what its picture should show, `[B, ...]`."""
+        return track.each(lambda part: part[:, -1].clone())
+
+    def _correct(self, streams: Streams, chunk: Tensor, rows: Tensor) -> None:
+        """Move `streams` to what is seen in the last frame of their last `chunk` `[B, C, CHUNK, h, w]`. Mutates:
+        streams."""
+        frames = self.encode.last_frames(chunk, 1, AT_ONCE[chunk.device.type])[:, 0]
+        found = locate(frames.clamp(0, 1), self.last.rows(rows))
+        streams.scroll = (streams.scroll + found.scroll * PARTS) % (SCROLL * PARTS)
+        cell = LATTICE * PARTS
+        moved = (streams.place + found.shift * PARTS + cell // 2) // cell * cell % (SIZE * PARTS)
+        streams.place = moved
+        streams.lose(self.scenes[rows], found.seen < LOST)
 
 
-def _draw(past: Tensor, told: Tensor, flow: Flow, levels: tuple[float, ...], generator: torch.Generator) -> Tensor:
+def _draw(past: Tensor, ids: Tensor, flow: Flow, levels: tuple[float, ...], generator: torch.Generator) -> Tensor:
     """The network's next chunk `[B, C, CHUNK, h, w]`."""
     chunk = torch.zeros_like(past[:, 0])
     for level in levels:
         sigma = torch.full((len(past),), level, device=past.device)
         noise = loop.noise_like(chunk, generator)
         noisy = sampling.add_noise(chunk, noise, sigma.view(-1, 1, 1, 1, 1))
-        chunk = sampling.clean_from_flow(noisy, flow(past, noisy, sigma, told), level)
+        chunk = sampling.clean_from_flow(noisy, flow(past, noisy, sigma, ids), level)
     return chunk
 
 
-class OwnPasts(PlayedStreams[Windows]):
-    """`streams` streams of the 128 pixel world."""
+@torch.no_grad()
+def locate(frames: Tensor, should: Track) -> Correction:
+    """Where things and scenery are in `frames` `[N, 3, SIZE, SIZE]`; `should`, of as many frames, is where they
+    belong."""
+    slips = torch.tensor(SLIPS)
+    repeated = should.each(lambda part: part.repeat_interleave(len(slips), 0))
+    tries = replace(repeated, scroll=(repeated.scroll + slips.repeat(len(frames))).remainder(SCROLL))
+    grounds = draw_frames(tries, frames.device, things=False).unflatten(0, (len(frames), len(slips)))
+    far = (grounds - frames[:, None]).abs().clamp(max=0.15).mean((2, 3, 4)) + 1e-5 * slips.abs().to(frames.device)
+    best = far.argmin(1)
+    ground = grounds[torch.arange(len(frames), device=frames.device), best]
+    shifts = torch.zeros(len(frames), 2, 2, dtype=torch.int64, device=frames.device)
+    seens = torch.ones(len(frames), 2, device=frames.device)
+    for thing, prefix in enumerate(("", "second_")):
+        there = should.scenes[:, COLUMN["second"]] >= thing
+        for size in range(len(SIZES)):
+            alike = (there & (should.scenes[:, COLUMN[prefix + "size"]] == size)).nonzero()[:, 0]
+            for rows in alike.split(AT_ONCE[frames.device.type]) if len(alike) else ():
+                here = rows.to(frames.device)
+                found = _find(frames[here], ground[here], should.rows(rows), thing, size)
+                shifts[here, thing], seens[here, thing] = found
+    behind = (may_be_hidden(should) & (should.scenes[:, COLUMN["second"]] == 1)).to(frames.device)
+    shifts[behind, 1], seens[behind, 1] = 0, 1.0
+    return Correction(slips[best.cpu()], shifts.cpu(), seens.cpu())
 
-    def __init__(self, encode: LatentEncoder, starts: Starts, streams: int, generator: torch.Generator) -> None:
-        self.encode, self.starts = encode, starts
-        self.scenes = self._drawn(streams, generator)
-        self.latents = self._begun(self.scenes)
 
-    def _drawn(self, count: int, generator: torch.Generator) -> Tensor:
-        """Scenes `[count, 4]` of streams that begin."""
-        rows = torch.randint(len(self.starts.scenes), (count,), generator=generator).to(self.starts.scenes.device)
-        return self.starts.scenes[rows, 0]
+def may_be_hidden(track: Track) -> Tensor:
+    """Whether the first thing of every frame, which is in front, covers a part of where the second one is, bool
+    `[N]`."""
+    radius = torch.tensor([shapes.RADIUS[name] for name in SIZES])
+    first, second = (radius[track.scenes[:, COLUMN[name]]] for name in ("size", "second_size"))
+    away = (track.place[:, 0] - track.place[:, 1] + SIZE // 2).remainder(SIZE) - SIZE // 2
+    hidden: Tensor = torch.linalg.vector_norm(away.float(), dim=1) < first + second
+    return hidden
 
-    def _begun(self, scenes: Tensor) -> Tensor:
-        """Latents `[B, PAST, C, CHUNK, h, w]` of streams that begin."""
-        centre = torch.full_like(scenes[:, :2], world.SIZE // 2)
-        return stream_latents(self.encode, scenes, centre, PAST)[0]
 
-    def _begin_anew(self, rows: Tensor, generator: torch.Generator) -> None:
-        self.scenes[rows] = self._drawn(len(rows), generator)
-        self.latents[rows] = self._begun(self.scenes[rows])
+def _find(frames: Tensor, ground: Tensor, should: Track, thing: int, size: int) -> tuple[Tensor, Tensor]:
+    """How far things of one size are from where they should be, `[N, 2]` (y, x), and the share of each that is there,
+    `[N]`."""
+    prefix, device = ("", "second_")[thing], frames.device
+    color, shape = (should.scenes[:, COLUMN[prefix + name]].to(device) for name in ("color", "shape"))
+    alpha, rgb = shapes.sprites(color, shape, size, should.angle[:, thing].to(device), should.light.to(device))
+    half = shapes.HALF[SIZES[size]]
+    span = torch.arange(-half - REACH, half + REACH + 1, device=device)
+    y, x = ((should.place[:, thing, axis, None].to(device) + span).remainder(SIZE) for axis in (0, 1))
+    every = torch.arange(len(frames), device=device)
+    side, steps = 2 * half + 1, 2 * REACH // STEP + 1
 
-    def _go_on(self, rows: Tensor, past: Tensor) -> tuple[Windows, Tensor]:
-        scenes = self.scenes[rows]
-        last, seen = self.locate(past[:, -1], scenes)
-        step = world.velocities(str(scenes.device))[scenes[:, 2]]
-        gone = (seen < LOST)[:, None]
-        origin = torch.where(gone, torch.full_like(last, world.SIZE // 2), last + step)
-        latents, place = stream_latents(self.encode, scenes, origin.remainder(world.SIZE), 1)
-        windows = Windows(
-            torch.cat([past, latents], 1),
-            scenes[:, None].expand(-1, PAST + 1, -1),
-            torch.zeros(len(past), dtype=torch.bool),
-            torch.cat([place - step[:, None, None] * FRAMES * back for back in range(PAST, -1, -1)], 1),
-        )
-        return windows, scenes
+    def windows(pictures: Tensor) -> Tensor:
+        part = pictures.permute(0, 2, 3, 1)[every[:, None, None], y[:, :, None], x[:, None, :]]  # [N, L, L, 3]
+        return part.permute(0, 3, 1, 2).unfold(2, side, STEP).unfold(3, side, STEP)  # [N, 3, steps, steps, side, side]
 
-    def locate(self, chunk: Tensor, scenes: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the shapes of `scenes` `[B, 4]` are in the last frame of `chunk` `[B, C, CHUNK, h, w]`.
-
-        Returns:
-            int64 `[B, 2]` (y, x) in pixels, and how much of the shape is there, 0 to 1, float32 `[B]`.
-        """
-        frames = self.encode.last_frames(chunk, world.FRAMES_PER_LATENT, at_once=1)  # [B, 4, 3, SIZE, SIZE]
-        look = world.palette(str(chunk.device))
-        bare = look.backgrounds[scenes[:, 3]]
-        differs = (frames - bare[:, None]).abs().sum(2).clamp(max=0.5)
-        alpha = look.alpha[scenes[:, 1]]
-        shape = torch.fft.rfft2((alpha - alpha.mean((1, 2), keepdim=True)).roll((-(world.SIZE // 2),) * 2, (1, 2)))
-        step = world.velocities(str(chunk.device))[scenes[:, 2]]
-        score = torch.zeros_like(differs[:, 0])
-        for age in range(differs.shape[1]):  # frames before the last one, moved to where the shape is in the last one
-            moved = [
-                frame.roll((int(y) * age, int(x) * age), (0, 1))
-                for frame, (y, x) in zip(differs[:, -1 - age], step.tolist(), strict=True)
-            ]
-            score += torch.fft.irfft2(torch.fft.rfft2(torch.stack(moved)) * shape.conj(), s=differs.shape[-2:])
-        best = score.flatten(1).argmax(1)
-        place = torch.stack([best // world.SIZE, best % world.SIZE], 1)
-        color, kind, background = scenes[:, 0], scenes[:, 1], scenes[:, 3]
-        whole = (world.render(color, kind, background, place[:, 0], place[:, 1]) - bare).abs().sum(1).clamp(max=0.5)
-        seen = torch.minimum(whole, differs[:, -1]).sum((1, 2)) / whole.sum((1, 2))
-        return place, seen
+    seen, under, cover = windows(frames), windows(ground), alpha[:, :, None, None]
+    drawn = torch.lerp(under, rgb[:, :, None, None], cover)
+    error = ((seen - drawn).square() * cover).sum((1, 4, 5))
+    best = error.flatten(1).argmin(1)
+    shift = torch.stack([best // steps, best % steps], 1) * STEP - REACH
+    whole, there = (
+        ((some - under).abs().sum(1) * cover[:, 0]).flatten(1, 2)[every, best].flatten(1) for some in (drawn, seen)
+    )
+    return shift, torch.minimum(whole, there).sum(1) / whole.sum(1).clamp(min=1e-6)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.tiny import world
 from streamdiff.models.tiny.training.autoencoder import AUTOENCODER, initialise
-from streamdiff.models.tiny.training.batches import LatentEncoder, Pool
+from streamdiff.models.tiny.training.batches import Pool, TrackEncoder
 from streamdiff.models.tiny.training.denoiser import lesson_of
-from streamdiff.models.tiny.training.network import Lesson, TinyNetwork, _attend
+from streamdiff.models.tiny.training.network import TRANSFORMER, Lesson, Network, _attend
 from streamdiff.models.transformer.wan import attend
 
 
@@ -22,9 +21,15 @@ def pool() -> Pool:
     torch.manual_seed(0)
     autoencoder = TAEHV(AUTOENCODER)
     initialise(autoencoder)
-    made = Pool(LatentEncoder(autoencoder.eval(), torch.zeros(8), torch.ones(8)), 4)
+    made = Pool(TrackEncoder(autoencoder.eval(), torch.zeros(16), torch.ones(16), Network().tokens), 4)
     made.grow(4, torch.Generator().manual_seed(1))
     return made
+
+
+@pytest.fixture(autouse=True)
+def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are alike."""
+    monkeypatch.setitem(TRANSFORMER, "num_layers", 2)
 
 
 @pytest.mark.parametrize("seen", [48, 240])
@@ -49,12 +54,11 @@ def test_attention_in_bfloat16_is_attention_forwards_and_backwards(seen: int) ->
 @pytest.mark.slow
 def test_kinds_of_windows_in_one_pass_have_the_flows_of_each_alone(pool: Pool) -> None:
     torch.manual_seed(0)
-    network = TinyNetwork()
+    network = Network()
     torch.nn.init.normal_(network.transformer.proj_out.weight, std=0.1)
     chance, generator = random.Random(0), torch.Generator().manual_seed(0)
-    empty = torch.zeros(len(world.BACKGROUNDS), 8, 16, 16)
     drawn = {"clean": pool.sample(2, generator), "next": pool.sample(3, generator).cut(torch.tensor([0, 2, 3]), 2)}
-    asked = [lesson_of(network, windows, empty, kind, chance, generator) for kind, windows in drawn.items()]
+    asked = [lesson_of(windows, kind, chance, generator) for kind, windows in drawn.items()]
     with torch.no_grad():
         together, alone = network.flows(asked), [network.flow(each) for each in asked]
     for one, other in zip(together, alone, strict=True):
@@ -66,13 +70,12 @@ def test_kinds_of_windows_in_one_pass_have_the_flows_of_each_alone(pool: Pool) -
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
 def test_compiled_blocks_have_the_flows_and_gradients_of_plain_ones_for_any_number_of_rows(pool: Pool) -> None:
     torch.manual_seed(0)
-    network = TinyNetwork()
+    network = Network()
     for weight in network.transformer.parameters():
         torch.nn.init.normal_(weight, std=0.05)
     chance, generator = random.Random(0), torch.Generator().manual_seed(0)
-    empty = torch.zeros(len(world.BACKGROUNDS), 8, 16, 16)
     asked = [
-        lesson_of(network, pool.sample(count, generator), empty, kind, chance, generator)
+        lesson_of(pool.sample(count, generator), kind, chance, generator)
         for count, kind in ((2, "clean"), (3, "staircase"), (1, "clean"))
     ]
 

@@ -1,4 +1,4 @@
-"""Training: budgets, the optimizer, checkpoints, and the command line with a few real steps."""
+"""Training: budgets, the optimizer, and checkpoints."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
-from streamdiff.models.tiny import model, world
-from streamdiff.models.tiny.text_encoder import TinyText
-from streamdiff.models.tiny.training import __main__, batches, denoiser, loop
 from streamdiff.models.tiny.training import autoencoder as train_autoencoder
+from streamdiff.models.tiny.training import loop
 from tests.small import CPU
 
 steps_taken = st.integers(0, 10_000)
@@ -178,126 +173,3 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> 
         autoencoder(tmp_path / "cut", Stops(102, at=101, how=interrupt))
     assert torch.load(tmp_path / "cut" / "autoencoder.pt", weights_only=True)["step"] == 100
     assert equal(whole, autoencoder(tmp_path / "cut", loop.Budget(102)))
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--steps", "0"],
-        ["--batch", "-1"],
-        ["--minutes", "0"],
-        ["--rate", "0"],
-        ["--steps", "many"],
-        ["--stage", "x"],
-        ["--colour"],
-    ],
-)
-def test_bad_arguments_end_with_two_and_a_reason(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code: object = __main__.main([*arguments, "--out", str(tmp_path / "run")])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
-    assert arguments[0] in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--threads", "-1"], "--threads is -1; it must be at least 1"),
-        (["--minutes", "nan"], "--minutes is nan; it must be more than 0"),
-        (["--stage", "denoiser"], "autoencoder.pt; train the autoencoder first"),
-        (["--device", "cuda"], "torch sees no CUDA device"),
-        (["--begin", "tiny"], "--begin goes with --stage denoiser"),
-        (["--blend", "1", "--begin", "tiny", "--stage", "denoiser"], "--blend is 1.0; it must be at least 0 and less"),
-        (["--blend", "0.5"], "--blend goes with --begin"),
-        (["--begin", "/nowhere", "--stage", "denoiser"], "model folder /nowhere has no model_index.json"),
-    ],
-)
-def test_arguments_that_cannot_work_are_refused_before_anything_is_written(
-    arguments: list[str],
-    reason: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert __main__.main([*arguments, "--out", str(tmp_path / "run")]) == 2
-    assert reason in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.fixture
-def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small pool and few statistics: encoding the usual ones takes longer than the test."""
-    monkeypatch.setattr(batches, "STATISTICS", 1)
-    scenes = world.all_scenes()[:4]
-    monkeypatch.setattr(world, "all_scenes", lambda: scenes)
-    monkeypatch.setattr(denoiser, "FIRST_WINDOWS", 2)
-    monkeypatch.setattr(denoiser, "POOL", 4)
-    monkeypatch.setattr(denoiser, "STREAMS", 2)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_windows")
-def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(denoiser, "OWN_FROM", 0.5)
-    rollout_step, played = denoiser.rollout_step, []
-
-    def noted(*args: Any) -> Any:
-        windows = rollout_step(*args)
-        played.append(windows.latents.shape[1])
-        return windows
-
-    monkeypatch.setattr(denoiser, "rollout_step", noted)
-    out = tmp_path / "run"
-    arguments = ["--out", str(out), "--batch", "1", "--device", "cpu", "--threads", "1"]
-    assert __main__.main([*arguments, "--steps", "1"]) == 0
-    first = model.load_model(out / "model", CPU)
-    assert first.spec.native_fps == 40.0 and first.spec.steps == (4, 2)
-    assert first.text.encode(first.text.examples[0]).shape == (16, 64)
-    assert torch.load(out / "denoiser.pt", weights_only=True)["step"] == 1
-    assert played == [], "what it would make at the beginning is nothing to learn from"
-    assert __main__.main([*arguments, "--steps", "2", "--stage", "denoiser"]) == 0
-    assert torch.load(out / "denoiser.pt", weights_only=True)["step"] == 2
-    assert torch.load(out / "autoencoder.pt", weights_only=True)["step"] == 1
-    assert played == [3], "two chunks of its own and what should have come next"
-    second = model.load_model(out / "model", CPU).denoiser.model.state_dict()
-    assert not equal(second, first.denoiser.model.state_dict())
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("few_windows")
-def test_a_finished_model_is_trained_further(tmp_path: Path) -> None:
-    """Its text encoder and autoencoder stay; the transformer moves by what the learning rate allows."""
-    arguments = ["--stage", "denoiser", "--batch", "1", "--device", "cpu", "--threads", "1", "--begin", "tiny"]
-    old = model.load_model(model.WEIGHTS, CPU)
-    moved = []
-    for rate, blend in (("1", "0"), ("30", "0"), ("30", "0.75")):  # the last goes on with what the second has trained
-        out = tmp_path / rate
-        assert __main__.main([*arguments, "--steps", "2", "--rate", rate, "--blend", blend, "--out", str(out)]) == 0
-        new = model.load_model(out / "model", CPU)
-        assert isinstance(new.text, TinyText) and isinstance(old.text, TinyText)
-        assert equal(new.text.encoder.state_dict(), old.text.encoder.state_dict())
-        made, given = (each.decoder.network for each in (new, old))
-        assert isinstance(made, TaehvDecoder) and isinstance(given, TaehvDecoder)
-        assert equal(made.autoencoder.state_dict(), given.autoencoder.state_dict())
-        pairs = zip(new.denoiser.model.parameters(), old.denoiser.model.parameters(), strict=True)
-        moved.append(max(float((a - b).detach().abs().max()) for a, b in pairs))
-    assert 0 < moved[0] < 0.1 * moved[1]
-    assert moved[2] == pytest.approx(0.25 * moved[1], rel=0.05), "weights are stored in float16"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_windows")
-def test_minutes_stop_a_run(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    arguments = ["--out", str(out), "--stage", "autoencoder", "--batch", "1", "--device", "cpu", "--threads", "1"]
-    assert __main__.main([*arguments, "--minutes", "0.001", "--steps", "1000"]) == 0
-    assert torch.load(out / "autoencoder.pt", weights_only=True)["step"] < 100
-    assert load_decoder(out / "model", CPU).config == train_autoencoder.AUTOENCODER

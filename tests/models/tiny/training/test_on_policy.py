@@ -1,161 +1,183 @@
-"""The network's own streams in training: the world finds their shapes, and says what should follow."""
+"""Streams that the network plays itself: what is seen of them, and what they are told should have come next."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import fields, replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from streamdiff.models.autoencoder.autoencoder import load_decoder
-from streamdiff.models.tiny import model, world
-from streamdiff.models.tiny.text_encoder import TinyText
-from streamdiff.models.tiny.training import corruption, denoiser, on_policy
-from streamdiff.models.tiny.training.batches import FRAMES, LEVELS, LatentEncoder, Starts, Windows, stream_latents
-from streamdiff.models.tiny.training.on_policy import PAST, OwnPasts
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.tiny import model
+from streamdiff.models.tiny.render import render
+from streamdiff.models.tiny.scene import COLUMN, Scene, Thing, draw_scenes
+from streamdiff.models.tiny.tracks import PAN, SCROLL, SIZE, Streams, Track, join
+from streamdiff.models.tiny.training import autoencoder as clips
+from streamdiff.models.tiny.training import on_policy as own_past
+from streamdiff.models.tiny.training.autoencoder import initialise
+from streamdiff.models.tiny.training.batches import TrackEncoder
+from streamdiff.models.tiny.training.denoiser import lesson_of, rollout_step
+from streamdiff.models.tiny.training.network import Network
+from streamdiff.models.tiny.training.on_policy import PAST, OwnPasts, locate
+from streamdiff.models.tiny.training.rows import LEVELS
 from tests.small import CPU
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("on-policy training")]
-STREAMS = 12
+
+def dice(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def frame_of(scene: Scene) -> Track:
+    rows = torch.tensor([scene.row()])
+    return Streams(rows).play(rows, 1).flat()
+
+
+TWO = Scene(Thing("red", "star", "right"), Thing("blue", "heart", "down", "small"), "city", camera="left")
+
+
+@pytest.mark.slow
+@settings(max_examples=15)
+@given(st.integers(-5, 5), st.integers(-5, 5), st.integers(-1, 1))
+def test_it_sees_how_far_things_and_scenery_are_from_where_they_should_be(y: int, x: int, slip: int) -> None:
+    should, seen = frame_of(TWO), frame_of(TWO)
+    seen.place[0, 0] += 4 * torch.tensor([y, x])
+    seen.place[0, 1] -= 4 * torch.tensor([y, x])
+    seen.scroll[0] = (seen.scroll[0] + PAN * slip) % SCROLL
+    found = locate(render(seen).frames, should)
+    assert found.scroll.tolist() == [PAN * slip]
+    assert found.shift.tolist() == [[[4 * y, 4 * x], [-4 * y, -4 * x]]]
+    assert (found.seen > 0.9).all()
+
+
+def test_it_sees_that_a_thing_has_gone() -> None:
+    should, seen = frame_of(TWO), frame_of(TWO)
+    seen.scenes[0, COLUMN["second"]] = 0
+    found = locate(render(seen).frames, should)
+    assert found.seen[0, 0] > 0.9 and found.seen[0, 1] < own_past.LOST
+    assert found.shift[0, 0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("x", "hidden"), [(68, True), (252, True), (160, False)])
+def test_a_thing_behind_another_has_not_gone(x: int, hidden: bool) -> None:
+    """It would begin again elsewhere, and the network would learn that what hides for a moment jumps."""
+    should = frame_of(TWO)
+    should.place[0, 1] = should.place[0, 0] + torch.tensor([4, x - should.place[0, 0, 1]])
+    seen = replace(should, scenes=should.scenes.clone())
+    seen.scenes[0, COLUMN["second"]] = 0
+    found = locate(render(seen).frames, should)
+    assert (found.seen[0, 1] == 1) == hidden, "the first thing is at x = 64, and pictures repeat after 256"
+    assert not hidden or found.shift[0, 1].tolist() == [0, 0]
+
+
+def test_streams_looked_at_together_are_seen_as_each_alone() -> None:
+    generator = dice(4)
+    scenes = draw_scenes(12, generator)
+    should = Streams(scenes, generator).play(scenes, 1).flat()
+    seen = replace(should, place=should.place + 4 * torch.randint(-4, 5, should.place.shape, generator=generator))
+    frames = render(seen).frames
+    together = locate(frames, should)
+    for row in range(12):
+        alone = locate(frames[row : row + 1], should.rows(slice(row, row + 1)))
+        assert all(torch.equal(getattr(alone, f.name)[0], getattr(together, f.name)[row]) for f in fields(alone))
+
+
+def test_one_thing_needs_no_second() -> None:
+    track = frame_of(Scene())
+    found = locate(render(track).frames, track)
+    assert found.seen[0, 1] == 1 and found.scroll.tolist() == [0]
+
+
+def numbers(scenes: Tensor) -> Tensor:
+    """A stand-in for the ids of the sentences of `scenes`."""
+    return scenes
 
 
 @pytest.fixture(scope="module")
-def encode() -> LatentEncoder:
-    decoder = load_decoder(model.WEIGHTS, CPU)
-    normalisation = decoder.normalisation
-    assert normalisation is not None
-    return LatentEncoder(decoder.autoencoder, normalisation.mean.flatten(), normalisation.std.flatten())
+def pasts() -> OwnPasts:
+    torch.manual_seed(0)
+    autoencoder = TAEHV(clips.AUTOENCODER)
+    initialise(autoencoder)
+    return OwnPasts(TrackEncoder(autoencoder, torch.zeros(16), torch.ones(16), numbers), 3, dice())
+
+
+@pytest.mark.slow
+def test_streams_take_turns_and_see_what_the_network_made(pasts: OwnPasts) -> None:
+    made: list[Tensor] = []
+
+    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, ids: Tensor) -> Tensor:
+        assert past.shape == (2, PAST, 16, 3, 16, 16) and len(ids) == 2
+        made.append(noisy)
+        return noisy  # so that what is clean is the noise less all of it: zeros
+
+    windows = pasts.turn(2, flow, (1.0,), dice())
+    assert windows.latents.shape == (2, PAST + 1, 16, 3, 16, 16)
+    assert windows.place.shape == (2, PAST + 1, 3, 2, 2)
+    assert not windows.start.any() and len(made) == 1
+    again = pasts.turn(2, flow, (1.0,), dice(1))
+    assert torch.equal(again.scenes[1], windows.scenes[0]), "the third stream, then the first again"
+    assert again.latents[1, PAST - 1].abs().max() < 1e-5, "what the network made is its past now"
+    assert again.latents[1, PAST].abs().max() > 0.1, "and the world says what follows"
+
+
+def test_what_is_told_of_a_stream_that_is_right_is_how_the_world_goes_on() -> None:
+    """A network that makes what the world shows is told nothing else."""
+    torch.manual_seed(0)
+    autoencoder = TAEHV(clips.AUTOENCODER)
+    initialise(autoencoder)
+    pasts = OwnPasts(TrackEncoder(autoencoder, torch.zeros(16), torch.ones(16), numbers), 1, dice(3))
+    state = pasts.streams.take(torch.tensor([0]))
+    expected = state.play(pasts.scenes)
+    windows = pasts.turn(1, lambda past, noisy, sigma, ids: noisy, (1.0,), dice())
+    away = (windows.place[0, PAST, :, 0] - expected.place[0, 2::4, 0] + SIZE / 2).remainder(SIZE) - SIZE / 2
+    assert away.abs().max() <= own_past.REACH, "an untrained autoencoder shows it roughly"
 
 
 @pytest.fixture(scope="module")
-def starts(encode: LatentEncoder) -> Starts:
-    """Of one in thirty of the world's scenes."""
-    with pytest.MonkeyPatch.context() as patch:
-        some = world.all_scenes()[::30]
-        patch.setattr(world, "all_scenes", lambda: some)
-        return Starts(encode)
+def trained() -> tuple[Network, TrackEncoder]:
+    """The packaged model."""
+    network = Network()
+    mean, std = network.load_model(model.load_model(model.WEIGHTS, CPU))
+    return network, TrackEncoder(load_decoder(model.WEIGHTS, CPU).autoencoder, mean, std, network.tokens)
 
 
-@pytest.fixture
-def own(encode: LatentEncoder, starts: Starts) -> OwnPasts:
-    return OwnPasts(encode, starts, STREAMS, torch.Generator().manual_seed(3))
-
-
-def far(places: Tensor, others: Tensor) -> Tensor:
-    """Pixels between places `[..., 2]`, the short way around the torus, along the worse axis."""
-    half = world.SIZE // 2
-    return ((places - others + half).remainder(world.SIZE) - half).abs().amax(-1)
-
-
-def following(own: OwnPasts, chunk: int) -> Tensor:
-    """Latents of chunk `chunk` of the streams as they should go on from their start: `[B, C, CHUNK, h, w]`."""
-    centre = torch.full((STREAMS, 2), world.SIZE // 2)
-    return stream_latents(own.encode, own.scenes, centre, chunk + 1)[0][:, chunk]
-
-
+@pytest.mark.slow
 @torch.inference_mode()
-def test_shapes_are_found_where_they_are_across_the_edge_and_with_a_side_gone(own: OwnPasts) -> None:
-    origin = torch.randint(world.SIZE, (STREAMS, 2), generator=torch.Generator().manual_seed(5))
-    latents, place = stream_latents(own.encode, own.scenes, origin, 1)
-    last = origin + world.velocities()[own.scenes[:, 2]] * (FRAMES - 1)
-    found, seen = own.locate(latents[:, 0], own.scenes)
-    assert far(found, last).max() <= 2 and seen.min() > 0.8
-
-    bare = corruption.empty_latents(own.encode)[own.scenes[:, 3]]
-    window = Windows(latents, own.scenes[:, None], torch.zeros(STREAMS, dtype=torch.bool), place)
-    right_side = (window.from_centers()[1] > 4)[:, 0, :, None].unsqueeze(1)
-    halved = torch.where(right_side, bare[:, :, None], latents[:, 0])
-    found, seen_of_half = own.locate(halved, own.scenes)
-    assert far(found, last).float().median() <= 3
-    assert (seen_of_half < seen).all() and seen_of_half.mean() < 0.8
-    assert own.locate(bare[:, :, None].expand_as(latents[:, 0]), own.scenes)[1].max() < 0.3
+def test_a_thing_that_is_lost_begins_where_streams_begin(trained: tuple[Network, TrackEncoder]) -> None:
+    _, encode = trained
+    own = OwnPasts(encode, 6, dice(3))
+    track = join([own.streams.take(torch.arange(6)).play(own.scenes) for _ in range(PAST)])
+    own.latents = encode.latents_of(track, things=False).unflatten(1, (PAST, -1)).transpose(2, 3)
+    windows = own.turn(6, lambda past, noisy, sigma, ids: noisy, LEVELS[2], dice())
+    fresh = Streams(windows.scenes[:, -1].cpu()).play(windows.scenes[:, -1]).middles()
+    alone = windows.scenes[:, -1, COLUMN["second"]] == 0
+    assert alone.any() and torch.equal(windows.place[alone, -1, 0, 0], fresh[alone, 0, 0])
 
 
-@torch.inference_mode()
-@pytest.mark.soak
-def test_a_pupil_without_fault_makes_what_the_teacher_says(own: OwnPasts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its streams go on as the world would have them, chunk by chunk, and so does what it should have made."""
-    monkeypatch.setattr(on_policy, "FRESH", 0.0)
-    turns = 3
-    scenes = own.scenes.clone()
-    truth, _ = stream_latents(own.encode, scenes, torch.full((STREAMS, 2), world.SIZE // 2), PAST + turns)
-    for chunk in range(PAST, PAST + turns):
-
-        def flow(past: Tensor, noisy: Tensor, sigma: Tensor, scenes: Tensor, due: Tensor = truth[:, chunk]) -> Tensor:
-            return (noisy - due) / sigma.view(-1, 1, 1, 1, 1)
-
-        windows = own.turn(STREAMS, flow, LEVELS[4], torch.Generator().manual_seed(0))
-        assert torch.equal(windows.scenes[:, -1], scenes)
-        assert torch.allclose(own.latents, truth[:, chunk - PAST + 1 : chunk + 1], atol=1e-4)
-        assert (windows.latents[:, -1] - truth[:, chunk]).square().mean() < 0.05, "to a pixel or two"
-        # Halfway through the first latent frame of the chunk.
-        middle = world.SIZE // 2 + world.velocities()[scenes[:, 2]] * (chunk * FRAMES + 1.5)
-        assert far(windows.place[:, -1, 0], middle).max() <= 3
-
-
-@torch.inference_mode()
-def test_a_pupil_that_loses_the_shape_is_told_to_begin_where_streams_begin(own: OwnPasts, starts: Starts) -> None:
-    bare = corruption.empty_latents(own.encode)[own.scenes[:, 3]]
-    own.latents = bare[:, None, :, None].expand_as(own.latents).clone()
-    windows = own.turn(STREAMS, lambda past, noisy, sigma, scenes: noisy, LEVELS[2], torch.Generator().manual_seed(0))
-    assert torch.allclose(windows.latents[:, -1], following_first(own, windows), atol=1e-4)
-
-
-def following_first(own: OwnPasts, windows: Windows) -> Tensor:
-    return stream_latents(own.encode, windows.scenes[:, -1], torch.full((STREAMS, 2), world.SIZE // 2), 1)[0][:, 0]
-
-
-@torch.inference_mode()
-def test_streams_take_turns_and_begin_anew(own: OwnPasts, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = own.latents.clone()
-    noise = torch.Generator().manual_seed(0)
-    own.turn(5, lambda past, noisy, sigma, scenes: noisy, LEVELS[2], noise)
-    changed = (own.latents != before).flatten(1).any(1)
-    assert changed.tolist() == [True] * 5 + [False] * (STREAMS - 5)
-    own.turn(STREAMS - 5, lambda past, noisy, sigma, scenes: noisy, LEVELS[2], noise)
-    assert (own.latents != before).flatten(1).any(1).all()
-    monkeypatch.setattr(on_policy, "FRESH", 1.0)
-    own.turn(STREAMS, lambda past, noisy, sigma, scenes: noisy, LEVELS[2], noise)
-    assert torch.equal(own.latents[:, 1], following(own, 1)), "all of them at their second chunk again"
-
-
-def test_the_packaged_network_makes_nearly_what_is_right(own: OwnPasts) -> None:
-    loaded = model.load_model(model.WEIGHTS, CPU)
-    network = denoiser.TinyNetwork()
-    network.transformer.load_state_dict(loaded.denoiser.model.state_dict())
-    assert isinstance(loaded.text, TinyText)
-    network.encoder.load_state_dict(loaded.text.encoder.state_dict())
-    chance = random.Random(0)
-
-    def ids_of(scenes: Tensor, chunks: int) -> Tensor:
-        return network.text.tokens(denoiser.captions(scenes[:, None].expand(-1, chunks, -1), chance))
-
-    windows = denoiser.rollout_step(network, own, 6, chance, torch.Generator().manual_seed(0), ids_of)
+@pytest.mark.slow
+def test_the_packaged_network_makes_nearly_what_is_right(trained: tuple[Network, TrackEncoder]) -> None:
+    network, encode = trained
+    own = OwnPasts(encode, 6, dice(3))
+    windows = rollout_step(network, own, 6, random.Random(0), dice())
     made, right = own.latents[:6, -1], windows.latents[:, -1]
-    assert (made - right).square().mean() < 0.1 * (windows.latents[:, -2] - right).square().mean()
+    assert (made - right).square().mean() < 0.3 * (windows.latents[:, -2] - right).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # the norms of a transformer in float32
-def test_gradients_in_bfloat16_point_where_those_in_float32_do(starts: Starts, encode: LatentEncoder) -> None:
-    network = denoiser.TinyNetwork()
-    network.load_model(model.load_model(model.WEIGHTS, CPU))
+def test_gradients_in_bfloat16_point_where_those_in_float32_do(trained: tuple[Network, TrackEncoder]) -> None:
+    network, encode = trained
     network.encoder.requires_grad_(False)
-    windows = starts.sample(2, torch.Generator().manual_seed(1))
-    windows = Windows(
-        windows.latents.repeat(1, 3, 1, 1, 1, 1),
-        windows.scenes.repeat(1, 3, 1),
-        windows.start,
-        windows.place.repeat(1, 3, 1, 1),
-    )
-    empty = corruption.empty_latents(encode)
+    windows = OwnPasts(encode, 2, dice(1)).turn(2, lambda past, noisy, sigma, ids: noisy, LEVELS[2], dice())
     gradients = []
     for bf16 in (False, True):
         network.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            chance, generator = random.Random(0), torch.Generator().manual_seed(0)
-            lesson = denoiser.lesson_of(network, windows, empty, "own", chance, generator)
-            (loss,) = network.losses({"own": lesson}).values()
+            (loss,) = network.losses({"own": lesson_of(windows, "own", random.Random(0), dice())}).values()
         assert loss.dtype is torch.float32
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in network.transformer.parameters() if p.grad is not None]))

@@ -145,7 +145,9 @@ def test_what_changed_after_it_was_saved_holds_from_the_next_chunk(driven: Drive
     applied = [event for event in driven.events if isinstance(event, Applied) and event.session == "c"]
     assert (applied[-1].epoch, min(driven.frames["c"])) == (9, 200)
     before = made - 200
-    assert all(np.array_equal(driven.frames["c"][n], driven.frames["a"][n + before]) for n in driven.frames["c"])
+    assert all(
+        np.array_equal(driven.frames["c"][n], driven.frames["a"][n + before]) for n in range(200, 200 + 2 * CHUNK)
+    )
     driven.tell(SetPrompt("c", RED, "r3"))
     accepted = driven.last(Accepted)
     assert isinstance(accepted, Accepted) and accepted.epoch == 10

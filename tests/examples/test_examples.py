@@ -96,7 +96,7 @@ def test_animated_picture(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked")
 def test_restyle(tmp_path: Path) -> None:
     """The meadow's circle on the left, a star at night on the right; both begin in the middle and move alike."""
-    assert "a blue star in its place" in run("restyle.py", cwd=tmp_path)
+    assert "a red circle, and beside it the blue star of the prompt" in run("restyle.py", cwd=tmp_path)
     with av.open(tmp_path / "restyled.mp4") as container:
         pictures = [frame.to_ndarray(format="rgb24").astype(int) for frame in container.decode(video=0)]
     assert len(pictures) == 96
@@ -115,7 +115,7 @@ def _middle(columns: np.ndarray) -> float:
     return float(np.angle(turns) / (2 * np.pi) * len(columns))
 
 
-def _apart(one: float, other: float, width: int = 128) -> float:
+def _apart(one: float, other: float, width: int = 256) -> float:
     return min((one - other) % width, (other - one) % width)
 
 

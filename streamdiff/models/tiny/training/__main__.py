@@ -66,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--stage", choices=("all", "autoencoder", "denoiser", "decoder"), default="all", help="what to train"
     )
-    made.add_argument("--minutes", type=float, help="stop after this many minutes, learning rate cooled down to zero")
+    made.add_argument(
+        "--minutes", type=float, help="end each trained stage after this many minutes, learning rate at zero"
+    )
     made.add_argument("--steps", type=int, help="updates of each trained stage (default 8000, of a decoder 1000)")
     made.add_argument("--batch", type=int, default=4, help="samples per process and step (default 4)")
     made.add_argument("--rate", type=float, default=1.0, help="factor on the denoiser's learning rates (default 1)")

@@ -81,6 +81,14 @@ def status_of(receipts: list[Receipt]) -> int:
     return 202 if any(receipt.stage == "asked" for receipt in receipts) else 200
 
 
+def check(state: AppState, session: LiveSession, messages: list[ControlMessage]) -> None:
+    """Raises Problem where one of `messages`, carried out in this order, would be refused: before any is."""
+    try:
+        session.check(messages)
+    except ControlError as error:
+        raise _refused(state, error) from error
+
+
 async def carry_out(state: AppState, session: LiveSession, message: ControlMessage) -> Receipt:
     """Carry out a message; the receipt says `accepted`, or `asked` when the engine has it and takes its time.
 

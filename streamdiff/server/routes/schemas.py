@@ -282,7 +282,6 @@ def messages_of(change: SessionChange, ready: Ready, picture: Pictures | None = 
         Problem: 422 for steps that the engine does not have.
     """
     _check_steps(change.steps, ready)
-    # The strength first, as it may be refused, and then nothing is changed.
     settings = {name: getattr(change, name) for name in ("strength", "adaptive", "fps", "steps")}
     messages: list[control.ControlMessage] = [
         control.MESSAGES[name].model_validate({"type": name, name: value})

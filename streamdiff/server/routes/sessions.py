@@ -19,7 +19,7 @@ from streamdiff.server.auth import Role
 from streamdiff.server.load.capacity import Unavailable
 from streamdiff.server.problem import Problem, Responses, media_type, problem_responses, read_body
 from streamdiff.server.routes import forms, schemas
-from streamdiff.server.routes.control import carry_out, status_of
+from streamdiff.server.routes.control import carry_out, check, status_of
 from streamdiff.server.routes.dependencies import BINARY, JSON, Controlled, State, Watched, needs
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.routes.snapshots import given_snapshot, place_for_upload
@@ -258,7 +258,9 @@ def _capacity(state: AppState) -> schemas.CapacityInfo:
 async def _carry_out_all(
     state: AppState, session: LiveSession, messages: list[ControlMessage], response: Response
 ) -> Receipts:
-    """Carry out all, in order; the response's status says whether some is still to come. Mutates: response."""
+    """Carry out all, in order, or none where one would be refused; the response's status says whether some is still to
+    come. Mutates: response."""
+    check(state, session, messages)
     receipts = [await carry_out(state, session, message) for message in messages]
     if session.closed:
         raise Problem(410, "The session has ended.", code="ended")

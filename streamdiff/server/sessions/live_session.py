@@ -242,12 +242,7 @@ class LiveSession(SessionState):
             ControlError: the session has changed since the revision it is for, or cannot do it, or has no engine.
             EngineFailure: the engine has ended.
         """
-        if not self.engine.running:
-            raise self._unavailable(message.id)
-        if isinstance(message, control.ChangeMessage) and message.if_rev not in (None, self.rev):
-            text = f"The session has changed: its state has revision {self.rev}, the request is for {message.if_rev}."
-            raise ControlError("conflict", text, "if_rev", message.id)
-        self._check_capacity(message)
+        self.check([message])
         if isinstance(message, control.PromptMessage) and message.switch is None:
             message = message.model_copy(update={"switch": self.switches[0]})
         self._demand = demand_after(self._demand, message)
@@ -308,15 +303,34 @@ class LiveSession(SessionState):
         await self._send(messages.SetMaxAhead(self.id, self.playback.ahead_frames))
         self._send_state()
 
-    def _check_capacity(self, message: ControlMessage) -> None:
-        """Raises ControlError for steps that the model does not have, or for more work than there is time for."""
-        if isinstance(message, control.StepsMessage) and (why := control.steps_refusal(message.steps, self._ready)):
-            raise ControlError("out_of_range", why, "steps", message.id)
-        if isinstance(message, control.StrengthMessage) and self.input.video_input is None:
-            raise ControlError("no_input", "No video feeds the session; send one by WHIP.", "strength", message.id)
-        demand = demand_after(self._demand, message)
-        if is_more(demand, self._demand) and (why := self._may_play(demand)):
-            raise ControlError("no_capacity", why, message.type, message.id)
+    def check(self, messages: Sequence[ControlMessage]) -> None:
+        """Check that `messages`, carried out in this order, would not be refused here; the engine may still refuse.
+
+        Raises:
+            ControlError: see `control`.
+        """
+        demand = self._demand
+        for message in messages:
+            if not self.engine.running:
+                raise self._unavailable(message.id)
+            if isinstance(message, control.ChangeMessage) and message.if_rev not in (None, self.rev):
+                text = f"The session has changed: its state has revision {self.rev}, the request is for "
+                raise ControlError("conflict", f"{text}{message.if_rev}.", "if_rev", message.id)
+            self._check_value(message)
+            before, demand = demand, demand_after(demand, message)
+            if is_more(demand, before) and (why := self._may_play(demand)):
+                raise ControlError("no_capacity", why, message.type, message.id)
+
+    def _check_value(self, message: ControlMessage) -> None:
+        """Raises ControlError for what the model or the session cannot do."""
+        match message:
+            case control.StepsMessage(steps=steps) if why := control.steps_refusal(steps, self._ready):
+                raise ControlError("out_of_range", why, "steps", message.id)
+            case control.StrengthMessage() if self.input.video_input is None:
+                raise ControlError("no_input", "No video feeds the session; send one by WHIP.", "strength", message.id)
+            case control.PromptMessage(switch=switch) if switch is not None and switch not in self.switches:
+                why = f"`switch` is {switch!r}; this session can do {', '.join(self.switches)}."
+                raise ControlError("out_of_range", why, "switch", message.id)
 
     async def control_and_wait(self, message: ControlMessage, owner: str, timeout_s: float) -> Receipt:
         """Like `control`, and wait for the engine's answer: a receipt `accepted` or `refused`; `asked` when it has not

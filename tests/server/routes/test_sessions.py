@@ -151,9 +151,10 @@ def test_the_state_tells_which_switches_a_session_can_have() -> None:
         matched = await _open(site, prompt="green", kv_context="matched")
         state = (await site.http.get("/api/state", params={"session": matched["id"]})).json()["state"]
         assert (state["session"], state["switches"]) == (matched["id"], ["keep", "flush", "reset"])
-        change = {"prompt": "blue", "switch": "recache"}
-        refused = await site.http.patch(f"/api/sessions/{matched['id']}", json=change, headers=matched["headers"])
+        path, change = f"/api/sessions/{matched['id']}", {"steps": 2, "prompt": "blue", "switch": "recache"}
+        refused = await site.http.patch(path, json=change, headers=matched["headers"])
         assert (refused.status_code, refused.json()["field"]) == (422, "switch")
+        assert (await site.http.get(path)).json()["steps"] == 4, "and the rest of the request is not carried out"
         default = (await site.http.get("/api/state")).json()["state"]
         assert default["switches"] == ["keep", "recache", "recache-causal", "flush", "reset"]
 
@@ -441,7 +442,10 @@ def test_more_steps_need_room_too() -> None:
         response = await site.http.patch(path, json={"steps": 4}, headers=few["headers"])
         answer = response.json()
         assert (response.status_code, answer["code"], answer["field"]) == (503, "no_capacity", "steps")
-        assert (await site.http.get(path)).json()["steps"] == 2
+        both = await site.http.patch(path, json={"fps": 39, "steps": 4}, headers=few["headers"])
+        assert (both.status_code, both.json()["field"]) == (503, "steps")
+        now = (await site.http.get(path)).json()
+        assert (now["steps"], now["fps"], now["rev"]) == (2, 40, few["rev"]), "nor is what could be had of the second"
 
     _run(scene, Painter(chunk_s=0.1))  # the default session takes half of the time, this one 0.3 or half
 

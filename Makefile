@@ -11,7 +11,8 @@ BIN := $(VENV)/bin
 SOURCES := streamdiff tests benchmarks examples
 # What the quick loop leaves out; `make test` runs everything but the soak tests.
 QUICK := not slow and not browser and not packaging and not interop
-# They start a browser or another house's viewer; everything else shares the cores.
+# They start a browser or another house's viewer, which want most of the machine: two files at a time, everything else
+# shares the cores.
 ALONE := browser or interop
 # No other folder has such tests (tests/rules/test_markers.py), and need not be looked through for them.
 ALONE_IN := tests/browser tests/interop
@@ -56,9 +57,9 @@ side-by-side:
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips $(RETRY) --durations=15 -q -n $(WORKERS) --dist loadgroup $(if $(ARGS),,$(ASIDE)) -m "not ($(ALONE))" $(ARGS) $(NONE)
 
 alone:
-	@echo "==> tests that want the machine to themselves"
+	@echo "==> tests with browsers and other houses' viewers"
 	@without="$$(tools/interop.sh)" && \
-	    $(BIN)/python -m pytest --no-skips $(RETRY) --durations=15 -m "($(ALONE))$${without:+ and $$without}" $(or $(ARGS),$(ALONE_IN)) $(NONE) && \
+	    $(BIN)/python -m pytest --no-skips $(RETRY) --durations=15 -n 2 --dist loadfile -m "($(ALONE))$${without:+ and $$without}" $(or $(ARGS),$(ALONE_IN)) $(NONE) && \
 	    echo "==> all tests passed$${without:+ but those left out here, see above: $$without}"
 
 check: test-environment lint ## the quick loop: style, types, fast tests

@@ -32,6 +32,8 @@ def test_rows_see_the_past_only_and_predict_only_noisy_chunks_whose_past_is_ther
         assert rows.target.any() and (rows.sigma[rows.target] >= 0.02).all() and (rows.sigma <= 1).all()
         for row, seen in enumerate(rows.visible):
             assert seen[-1] == row
+            if kind == "video" and len(seen) == 1:
+                continue
             assert [rows.chunk[other] for other in seen[:-1]] == list(range(rows.chunk[row]))
         if kind in ("staircase", "clean", "anchored"):
             for window in (~part.start).nonzero().flatten().tolist():
@@ -59,3 +61,17 @@ def test_all_of_an_anchored_window_is_at_one_level_but_for_what_is_seen_clean() 
         clean = {rows.chunk[row] - other for row in noisy for other in rows.visible[row] if other < CHUNKS - 1}
         ages |= clean or {0}
     assert ages == set(range(CHUNKS)), "anchors of every age, and none at all"
+
+
+def test_a_video_goes_on_from_a_past_or_begins_a_stream() -> None:
+    alone = 0
+    for seed in range(40):
+        rows = shown.video_rows(drawn(2), random.Random(seed), torch.Generator().manual_seed(seed))
+        levels = rows.sigma[rows.target]
+        assert (levels >= shown.VIDEO_SIGMA[0]).all() and (levels <= shown.VIDEO_SIGMA[1]).all()
+        targets = [row for row in range(len(rows.chunk)) if rows.target[0, row]]
+        assert [rows.chunk[row] for row in targets] == [1] * shown.COPIES
+        seen = [len(rows.visible[row]) for row in targets]
+        assert seen in ([1, 1], [2, 2])
+        alone += seen == [1, 1]
+    assert 4 <= alone <= 20

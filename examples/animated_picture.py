@@ -15,7 +15,7 @@ import streamdiff
 
 PROMPTS = (
     "a red circle moving right and a small yellow star bouncing over a meadow, camera panning left",
-    "the day turns into night",
+    "now at night",
     "a white heart moving up slowly over the sea at dusk in the snow",
     "make it purple, and now in the city at night",
 )

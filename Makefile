@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 SOURCES := streamdiff tests benchmarks examples
 # What the quick loop leaves out; `make test` runs everything but the soak tests.
 QUICK := not slow and not browser and not packaging and not interop
-# They start a browser or another house's viewer, which want most of the machine: two files at a time, everything else
-# shares the cores.
+# They start a browser or another house's viewer, which want most of the machine: two files of them run at a time, when
+# everything else, which shares the cores, has ended.
 ALONE := browser or interop
 # No other folder has such tests (tests/rules/test_markers.py), and need not be looked through for them.
 ALONE_IN := tests/browser tests/interop

@@ -314,8 +314,8 @@ class LiveSession(SessionState):
             if not self.engine.running:
                 raise self._unavailable(message.id)
             if isinstance(message, control.ChangeMessage) and message.if_rev not in (None, self.rev):
-                text = f"The session has changed: its state has revision {self.rev}, the request is for "
-                raise ControlError("conflict", f"{text}{message.if_rev}.", "if_rev", message.id)
+                now = f"its state has revision {self.rev}, the request is for {message.if_rev}"
+                raise ControlError("conflict", f"The session has changed: {now}.", "if_rev", message.id)
             self._check_value(message)
             before, demand = demand, demand_after(demand, message)
             if is_more(demand, before) and (why := self._may_play(demand)):

@@ -8,7 +8,8 @@ each the flow's mean squared error (decisions 0006 and 0017):
 - *first*: first chunks of streams, alone;
 - *next*: a chunk after one clean chunk, at several levels;
 - *again*: a chunk after one that lacks a thing, which begins again where streams begin;
-- *video*: a chunk whose noisy copies show another scene, whose places and motions it keeps (`video_windows`);
+- *video*: a chunk whose noisy copies show another scene, whose places and motions it keeps (`video_windows`), after
+  another chunk or as the first;
 - *own*: what should follow chunks that the network made itself (`on_policy`), towards the end.
 
 Only where a stream starts or its prompt changes must a chunk be drawn from words; everywhere else it can be copied

@@ -22,8 +22,8 @@ COPIES = 2
 """Noisy copies of the last chunk in one window of *next*."""
 VIDEO_SIGMA = (0.3, 0.8)
 """Levels between which a video that comes in is trained on."""
-ALONE = 0.3
-"""Share of the forwards in which a video begins a stream."""
+WITHOUT_PAST = 0.3
+"""Share of the forwards whose videos begin a stream."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ def _both_copies(windows: Windows, levels: Tensor, visible: list[list[int]], gen
 
 
 def video_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
-    """Like `next_rows`, at levels that leave something of the video to be seen; in a share `ALONE` of the calls without
-    the past, as in the first chunk of a stream."""
+    """Like `next_rows`, at levels that leave something of the video to be seen; in a share `WITHOUT_PAST` of the
+    calls without the past, as in the first chunk of a stream."""
     rows = next_rows(windows, chance, generator)
     low, high = VIDEO_SIGMA
     level = low + (high - low) * torch.rand(rows.sigma.shape, generator=generator)
-    if chance.random() < ALONE:
+    if chance.random() < WITHOUT_PAST:
         visible = [[copy] for copy in range(COPIES)]
         return Rows(rows.chunk[-COPIES:], visible, level[:, -COPIES:], rows.target[:, -COPIES:])
     return Rows(rows.chunk, rows.visible, torch.where(rows.target, level, rows.sigma), rows.target)

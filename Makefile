@@ -30,6 +30,8 @@ RETRY := $(if $(CI),--reruns 1 --rerun-show-tracebacks -raR,--reruns 0)
 
 # An interpreter given on the command line or in the environment reaches tools/environment.sh this way.
 export VENV
+# Modules stay compiled, whatever the environment says: hundreds of processes of the tests read the same ones.
+unexport PYTHONDONTWRITEBYTECODE
 ifdef PYTHON
 export PYTHON
 endif

@@ -10,10 +10,17 @@ from typing import Any
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.keys import Keys
 
-from benchmarks.browser import probe
+from benchmarks.browser import SERVE, probe
+from tests import fork_server
 
 PAINTED = (sys.executable, "-m", "tests.server.scripted", "serve", "--no-browser")
 LIMIT_S = 60.0
+
+
+def model_server(*options: str) -> tuple[str, ...]:
+    """The command of a server with the embedded model, whose engine is forked from a process that has everything
+    imported. For tests that are not about how it starts."""
+    return fork_server.interpreter(), *SERVE[1:], *options
 
 
 def until(browser: WebDriver, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

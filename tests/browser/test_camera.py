@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 
-from benchmarks.browser import SERVE, Server, chromium, console_errors, running_server
-from tests.browser.looking import coloured, until
+from benchmarks.browser import Server, chromium, console_errors, running_server
+from tests.browser.looking import coloured, model_server, until
 
 pytestmark = pytest.mark.browser
 PIXELS = 1024
@@ -35,7 +35,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running_server((*SERVE, "--prompt", "a red circle over a meadow")) as server:
+    with running_server(model_server("--prompt", "a red circle over a meadow")) as server:
         yield server
 
 

@@ -12,8 +12,8 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from benchmarks.browser import SERVE, Server, console_errors, running_server
-from tests.browser.looking import PAINTED, coloured, until
+from benchmarks.browser import Server, console_errors, running_server
+from tests.browser.looking import PAINTED, coloured, model_server, until
 from tests.server.scripted import COLOURS
 
 pytestmark = pytest.mark.browser
@@ -67,7 +67,7 @@ def test_a_link_opens_a_session_with_its_prompt_and_seed_and_can_be_shared_on(
 def test_a_page_behind_a_relay_tells_the_server_its_addresses(browser: WebDriver, tmp_path: Path) -> None:
     """A relay lets nobody in whose address it was not told."""
     (tmp_path / "relay.yaml").write_text("serve:\n  ice_servers: [{url: 'stun:127.0.0.1:9'}]\n")
-    with running_server((*SERVE, "--config", str(tmp_path / "relay.yaml"))) as server:
+    with running_server(model_server("--config", str(tmp_path / "relay.yaml"))) as server:
         browser.get(server.url)
         until(browser, lambda seen: seen["status"] == "Live")
         told = "performance.getEntriesByType('resource').filter((each) => /whep[/][^/?]+/.test(each.name)).length"

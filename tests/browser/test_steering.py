@@ -14,8 +14,8 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
-from benchmarks.browser import SERVE, Server, console_errors, running_server
-from tests.browser.looking import PAINTED, ask, coloured, until
+from benchmarks.browser import Server, console_errors, running_server
+from tests.browser.looking import PAINTED, ask, coloured, model_server, until
 from tests.server.scripted import MARKS
 
 pytestmark = pytest.mark.browser
@@ -214,7 +214,7 @@ def bar_rows(page: WebDriver) -> list[tuple[int, int, int]]:
 
 
 def test_a_ring_of_two_ranks_shows_how_busy_each_is(browser: WebDriver) -> None:
-    with running_server((*SERVE, "--stages", "2", "--kv-context", "matched")) as server:
+    with running_server(model_server("--stages", "2", "--kv-context", "matched")) as server:
         visit(browser, server.url)
         shares = "return [...document.querySelectorAll('#rank-bars meter')].map((each) => each.value)"
         until(browser, lambda _: [0 < share <= 1 for share in browser.execute_script(shares)] == [True, True])

@@ -15,6 +15,8 @@ from streamdiff.models.tiny.scene import Scene, Thing
 from streamdiff.models.tiny.tracks import Streams, Track
 from streamdiff.models.tiny.training.autoencoder import AUTOENCODER
 
+pytestmark = pytest.mark.xdist_group("judge of the embedded model's world")
+
 
 def still(*places: tuple[int, int]) -> tuple[Scene, Track]:
     """A chunk of things that stand still at `places`, (y, x)."""

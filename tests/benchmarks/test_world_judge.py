@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from benchmarks.autoencoder_quality import hidden
-from benchmarks.world_judge import ATTRIBUTES, describe, judge, mistake, shares
+from benchmarks.world_judge import ATTRIBUTES, Verdict, describe, judge, mistake, shares
 from streamdiff.models.tiny.render import render
 from streamdiff.models.tiny.scene import Scene, Thing, draw_scenes, from_row
 from streamdiff.models.tiny.tracks import SIZE, Streams, Track
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("judge of the embedded model's world")]
 
 
 def film(scene: Scene, seed: int | None = None, things: bool = True) -> tuple[torch.Tensor, Track]:
@@ -23,6 +24,12 @@ def film(scene: Scene, seed: int | None = None, things: bool = True) -> tuple[to
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     track = Streams(rows, generator).play(rows)
     return render(track.flat(), things=things).frames, track
+
+
+@cache
+def judged(scene: Scene) -> Verdict:
+    """Of the first chunk of a stream."""
+    return judge(film(scene)[0])
 
 
 # Together they hold every name of every table.
@@ -45,8 +52,7 @@ SCENES = [
     ids=range(len(SCENES)),
 )
 def test_it_reads_every_attribute_from_rendered_pictures(scene: Scene) -> None:
-    frames, _ = film(scene)
-    verdict = judge(frames)
+    verdict = judged(scene)
     assert all(verdict.right(scene).values()), describe(verdict)
 
 
@@ -87,8 +93,7 @@ def test_pictures_of_something_else_are_nothing_it_knows() -> None:
 
 
 def test_a_wrong_scene_is_wrong_in_what_differs_and_right_in_the_rest() -> None:
-    frames, _ = film(SCENES[0])
-    verdict = judge(frames)
+    verdict = judged(SCENES[0])
     asked = replace(SCENES[0], first=replace(SCENES[0].first, color="blue"), hour="night")
     right = verdict.right(asked)
     assert [name for name in ATTRIBUTES if not right[name]] == ["color", "hour"]
@@ -100,10 +105,9 @@ def test_a_wrong_scene_is_wrong_in_what_differs_and_right_in_the_rest() -> None:
 
 
 def test_the_order_of_two_things_does_not_matter() -> None:
-    frames, _ = film(SCENES[0])
     second = SCENES[0].second
     assert second is not None
-    assert all(judge(frames).right(replace(SCENES[0], first=second, second=SCENES[0].first)).values())
+    assert all(judged(SCENES[0]).right(replace(SCENES[0], first=second, second=SCENES[0].first)).values())
 
 
 @pytest.mark.parametrize("shape", [(12, 3, 128, 128), (4, 3, SIZE, SIZE), (12, SIZE, SIZE, 3)])

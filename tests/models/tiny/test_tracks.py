@@ -91,7 +91,7 @@ def test_things_move_as_their_motion_and_speed_say(motion: str, speed: str) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(seeds)
 def test_every_chunk_begins_on_the_lattice(seed: int) -> None:
     """A latent cell, and whole steps of the camera, of turns and of the weather: few states to be learnt."""
@@ -120,7 +120,7 @@ def test_a_chunk_shows_what_the_one_before_showed_moved_by_whole_cells(motion: s
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(seeds)
 def test_a_chunk_follows_from_the_state_and_the_scene_alone(seed: int) -> None:
     generator = dice(seed)

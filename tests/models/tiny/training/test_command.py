@@ -35,7 +35,7 @@ def autoencoder() -> TAEHV:
 def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pools and few statistics: encoding the usual ones takes longer than the test."""
     monkeypatch.setattr(batches, "STATISTICS", 1)
-    monkeypatch.setitem(denoiser.FILLING, "cpu", denoiser.Filling((2, 2, 2, 2), 3, (1, 3, 1, 1)))
+    monkeypatch.setitem(denoiser.FILLING, "cpu", denoiser.Filling((1, 1, 1, 1), 3, (1, 1, 1, 1)))
     monkeypatch.setattr(denoiser, "KEPT", 4)
 
 

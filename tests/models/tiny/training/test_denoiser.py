@@ -21,8 +21,8 @@ def pool() -> Pool:
     torch.manual_seed(0)
     autoencoder = TAEHV(AUTOENCODER)
     initialise(autoencoder)
-    made = Pool(TrackEncoder(autoencoder.eval(), torch.zeros(16), torch.ones(16), Network().tokens), 4)
-    made.grow(4, torch.Generator().manual_seed(1))
+    made = Pool(TrackEncoder(autoencoder.eval(), torch.zeros(16), torch.ones(16), Network().tokens), 2)
+    made.grow(2, torch.Generator().manual_seed(1))
     return made
 
 

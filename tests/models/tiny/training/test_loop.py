@@ -140,20 +140,20 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_and_goes_on_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    whole = autoencoder(tmp_path / "whole", loop.Budget(4))
-    autoencoder(tmp_path / "parts", Stops(4, at=2))
-    resumed = autoencoder(tmp_path / "parts", loop.Budget(4))
+    whole = autoencoder(tmp_path / "whole", loop.Budget(3))
+    autoencoder(tmp_path / "parts", Stops(3, at=2))
+    resumed = autoencoder(tmp_path / "parts", loop.Budget(3))
     assert equal(whole, resumed)
     start = TAEHV(train_autoencoder.AUTOENCODER)
     assert not equal(whole, start.state_dict())
-    assert not equal(whole, autoencoder(tmp_path / "short", Stops(4, at=3)))
+    assert not equal(whole, autoencoder(tmp_path / "short", Stops(3, at=1)))
 
 
 @pytest.mark.slow
 def test_bfloat16_is_for_multiplying_only(tmp_path: Path) -> None:
     """What is kept, latents and loss are float32; the weights end near those of a run in float32."""
-    exact = autoencoder(tmp_path / "exact", loop.Budget(3))
-    rounded = train_autoencoder.train(tmp_path / "bf16", loop.Budget(3), 3, CPU, 1, bf16=True).state_dict()
+    exact = autoencoder(tmp_path / "exact", loop.Budget(2))
+    rounded = train_autoencoder.train(tmp_path / "bf16", loop.Budget(2), 3, CPU, 1, bf16=True).state_dict()
     assert {value.dtype for value in rounded.values()} == {torch.float32}
     assert not equal(exact, rounded)
     for name, value in exact.items():
@@ -166,7 +166,7 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> 
     autoencoder(tmp_path / "start", Stops(102, at=1))
     file = tmp_path / "start" / "autoencoder.pt"
     state = torch.load(file, weights_only=True)
-    torch.save({**state, "step": 98}, file)  # as if 98 steps were done
+    torch.save({**state, "step": 99}, file)  # as if 99 steps were done
     shutil.copytree(tmp_path / "start", tmp_path / "cut")
     whole = autoencoder(tmp_path / "start", loop.Budget(102))
     with pytest.raises(KeyboardInterrupt):

@@ -47,7 +47,7 @@ CHUNK = 12
 
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[Pipeline]:
-    pipeline = _load_runtime(ModelConfig())
+    pipeline = _load_runtime(ModelConfig(steps=2))
     yield pipeline
     pipeline.close()
 
@@ -109,7 +109,7 @@ def test_a_stream_goes_on_from_the_bytes_beside_others(driven: Driven) -> None:
     driven.tell(SetPrompt("a", BLUE, "r1"))
     data = saved(driven, "a")
     told = read_saved_session(data)
-    assert (told.text, told.seed, told.steps) == (BLUE, 4, 4)
+    assert (told.text, told.seed, told.steps) == (BLUE, 4, 2)
     assert 2 * CHUNK <= told.made_frames <= max(driven.frames["a"]) + 1, "it plays on while the file is made"
     driven.tell(Open("c", "", snapshot=data))
     opened = driven.last(Opened)
@@ -133,11 +133,11 @@ def test_what_changed_after_it_was_saved_holds_from_the_next_chunk(driven: Drive
     driven.tell(Pause("a"))  # or further chunks of the old prompt may come before the new one
     data = saved(driven, "a")
     made = read_saved_session(data).made_frames
-    driven.tell(SetPrompt("a", BLUE, "r1"), SetSteps("a", 2, "r2"), Resume("a"))
+    driven.tell(SetPrompt("a", BLUE, "r1"), SetSteps("a", 4, "r2"), Resume("a"))
     driven.frames_to("a", made + 2 * CHUNK)
     driven.tell(Close("a"))
 
-    driven.tell(Open("c", BLUE, steps=2, snapshot=data, epoch=9, made_frames=200, shown_frames=190))
+    driven.tell(Open("c", BLUE, steps=4, snapshot=data, epoch=9, made_frames=200, shown_frames=190))
     opened = driven.last(Opened)
     assert isinstance(opened, Opened) and (opened.text, opened.epoch) == (BLUE, 9)
     driven.tell(Resume("c"))
@@ -153,7 +153,7 @@ def test_what_changed_after_it_was_saved_holds_from_the_next_chunk(driven: Drive
     assert isinstance(accepted, Accepted) and accepted.epoch == 10
     driven.play("c", lambda: any(isinstance(event, Applied) and event.epoch == 10 for event in driven.events))
     again = read_saved_session(saved(driven, "c"))
-    assert (again.text, again.steps) == (RED, 2)
+    assert (again.text, again.steps) == (RED, 4)
     driven.tell(Close("c"))
 
 

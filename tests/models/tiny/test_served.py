@@ -47,7 +47,7 @@ def test_the_folder_is_small_and_reads_prompts(folder: Path) -> None:
     assert text.read("make it blue", prompts.EXAMPLES[4]).text == "a blue star bouncing fast over a meadow in the snow"
 
 
-@pytest.mark.parametrize("kv_context", ["clean", "staircase"])
+@pytest.mark.parametrize("kv_context", ["clean", pytest.param("staircase", marks=pytest.mark.soak)])
 def test_a_stream_of_it_is_steered_saved_and_gone_on_with(folder: Path, tmp_path: Path, kv_context: str) -> None:
     options: Any = {"model": str(folder), "steps": 2, "kv_context": kv_context}
     with streamdiff.open("a sunflower", **options) as session:
@@ -58,12 +58,12 @@ def test_a_stream_of_it_is_steered_saved_and_gone_on_with(folder: Path, tmp_path
         assert session.prompt("now at nihgt") == (
             "“nihgt”: I read “night”. Showing “a yellow star moving right over a meadow at night”."
         )
-        list(itertools.islice(session, 24))
+        list(itertools.islice(session, 12))
         session.save(tmp_path / "stream.safetensors")
-        then = [frame.tobytes() for frame in itertools.islice(session, 24)]
+        then = [frame.tobytes() for frame in itertools.islice(session, 12)]
     with streamdiff.load(tmp_path / "stream.safetensors", **options) as session:
         assert session.text == "a yellow star moving right over a meadow at night"
-        assert [frame.tobytes() for frame in itertools.islice(session, 24)] == then
+        assert [frame.tobytes() for frame in itertools.islice(session, 12)] == then
 
 
 def test_it_begins_with_a_picture_and_follows_a_video(folder: Path) -> None:

@@ -99,6 +99,7 @@ def test_the_fast_paths_are_measured_beside_the_plain_one_before_anything_else()
 def test_two_sessions_at_once_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for CUDA's graphs, nothing compiled; a CPU's pool is for one session."""
     monkeypatch.setattr(compiled_stage, "graph_cache_on", lambda device: GraphCache(record))
+    monkeypatch.setattr(gpu_check, "_BEYOND", 1)
     with torch.compiler.set_stance("force_eager"):
         told = gpu_check.two_sessions("clean", CPU)
     assert told.startswith("1 of 2 sessions captured, off by ")
@@ -106,8 +107,9 @@ def test_two_sessions_at_once_are_checked(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_only_replayed_forwards_are_asked_for_the_memory_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the window of 3 chunks fills there are no graphs; of the 4 chunks after that the last has no clean pass."""
+    """While the window of 3 chunks fills there are no graphs; of the 2 chunks after that the last has no clean pass."""
     monkeypatch.setattr(compiled_stage, "graph_cache_on", lambda device: GraphCache(record))
+    monkeypatch.setattr(gpu_check, "_CHUNKS", 4)
     config = {"device": "cpu", "compile": "on", "clean_pass": "alone"}
     with torch.compiler.set_stance("force_eager"):
         runtime = build_pipeline(ModelConfig.model_validate(config))
@@ -116,7 +118,7 @@ def test_only_replayed_forwards_are_asked_for_the_memory_they_take(monkeypatch: 
             taken = gpu_check.taken_in_replays(runtime, lambda: next(counts))
         finally:
             runtime.close()
-    assert taken == [1] * (4 * 4 - 1)
+    assert taken == [1] * (2 * 4 - 1)
 
 
 def test_checks_run_beside_each_other_and_are_told_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

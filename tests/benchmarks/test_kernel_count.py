@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from benchmarks import kernel_count
 from benchmarks.kernel_count import CONTEXTS, micro_step, per_block, row, spec_of
 from benchmarks.operation_counter import Counter
 
+TELLING = {("self-forcing", "clean"), ("self-forcing", "staircase"), ("longlive-1.3b", "matched")}
+"""One for each way to see the past, and one with a sink."""
 OPERATIONS, ACTIVATIONS = 30, 70
 """Of a block, at most. A staircase's window lies in two pieces for most chunks, whose results are put together; a sink
 that moves does so with each chunk, and in `matched` each step has a cache of its own."""
@@ -28,8 +32,13 @@ def test_kernels_bytes_and_reads_of_a_cache_are_counted() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", kernel_count.MODELS)
-@pytest.mark.parametrize("kv_context", CONTEXTS)
+@pytest.mark.parametrize(
+    ("model", "kv_context"),
+    [
+        case if case in TELLING else pytest.param(*case, marks=pytest.mark.soak)
+        for case in product(kernel_count.MODELS, CONTEXTS)
+    ],
+)
 def test_a_block_is_few_kernels_that_move_few_bytes(model: str, kv_context: str) -> None:
     spec = spec_of(model)
     block = per_block(lambda blocks: micro_step(spec, kv_context, blocks))

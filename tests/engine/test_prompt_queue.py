@@ -43,7 +43,6 @@ from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline, PaintedText, checksum
 from tests.engine.test_engine import batches, chunks, pictures, run
 from tests.models.text_encoder import umt5
-from tests.small import CPU, small_model
 
 LIMIT_S = 60.0
 
@@ -498,11 +497,12 @@ def test_the_real_model_streams_with_wans_text_encoder(tmp_path: Path) -> None:
     assert encoded == ["a red fox", "two blue stars"] and not encoder.loaded
 
 
-def test_slowness_changes_no_frame_of_a_model() -> None:
+@pytest.mark.slow
+def test_slowness_changes_no_frame_of_the_real_model() -> None:
     """A prompt is in force from the same chunk on, whether it is encoded at once or on a thread."""
 
     def frames(slow: bool) -> np.ndarray:
-        pipeline = StreamingPipeline(small_model(4), CPU)
+        pipeline = _load_runtime(ModelConfig(steps=2))
         pipeline.text.slow = slow  # type: ignore[misc]
         with StreamSession(pipeline, "a red circle moving left", seed=3) as session:
             made = []

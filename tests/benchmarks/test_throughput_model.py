@@ -14,20 +14,8 @@ from benchmarks import fps_ttff, throughput_model
 @pytest.mark.slow
 def test_the_floor_follows_from_what_the_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "floor.json", tmp_path / "floor.png"
-    words = [
-        "--kv-context",
-        "clean",
-        "--steps",
-        "2",
-        "--rounds",
-        "1",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-        "--plot",
-        str(plot),
-    ]
+    words = ["--kv-context", "clean", "--steps", "2", "--rounds", "1", "--device", "cpu"]
+    words += ["--out", str(out), "--plot", str(plot)]
     assert throughput_model.main(words) == fps_ttff.OK
     stored = json.loads(out.read_text())
     assert stored["benchmark"] == "throughput_model" and stored["header"]["warm_up"]

@@ -9,11 +9,15 @@ from functools import partial
 import pytest
 import torch
 
+FOUND = "eager"
+"""Graphs are found, and no code is made: what they are of runs as it is."""
 TRACED = "aot_eager"
 """Functions become the graphs that they are compiled from, and those run as they are."""
 COMPILED = "inductor"
 """The product's own. A stage takes half a minute of the C++ compiler."""
 BACKENDS = [TRACED, pytest.param(COMPILED, marks=pytest.mark.soak)]
+FINDING = [FOUND, *BACKENDS[1:]]
+"""For tests of which graphs there are, and of what runs without one. Finding is half of what `TRACED` takes."""
 
 
 @contextmanager

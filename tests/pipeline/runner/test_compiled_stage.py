@@ -22,7 +22,7 @@ from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.runner.torch_compile import keep_compiled_code
 from streamdiff.pipeline.scheduler.step import MicroStep
-from tests.pipeline.compiling import BACKENDS, TRACED, compiled_by
+from tests.pipeline.compiling import BACKENDS, FINDING, FOUND, TRACED, compiled_by
 from tests.pipeline.playing import Order, play
 from tests.pipeline.processes import ROOT
 from tests.small import BLUE, CPU, RED, WHITE, small_model
@@ -85,7 +85,7 @@ SIZES = [ONE, (3, 4, 2), (2, 12, 2), FOUR]
     ("kv_context", "with_next", "sizes"),
     [
         ("clean", True, [ONE, FOUR]),
-        ("matched", False, [ONE, FOUR]),
+        ("matched", False, [FOUR]),
         ("staircase", False, [FOUR]),
         *(
             pytest.param(*more, SIZES, marks=pytest.mark.soak)
@@ -102,7 +102,7 @@ def test_neither_blocks_nor_the_window_make_more_graphs(
     for layers, window, sink in sizes:
         ring = RingExecutor(small_model(3, layers=layers, window=window, sink=sink), CPU, clean_with_next=with_next)
         before = counters["stats"]["unique_graphs"]
-        with compiled_by("eager"):  # graphs are found, no code is made
+        with compiled_by(FOUND):
             ring.stage.compile(PreallocatedCaches(1, 4, kv_context), clean_with_next=with_next)
         kinds, graphs = 2 if with_next else 1, 2 if layers == 1 else 3
         extra = (sink > 0) + (kv_context == "staircase")
@@ -216,7 +216,7 @@ def test_what_no_graph_was_made_for_runs_the_plain_path(ring: LocalRing) -> None
         ring.turn()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FINDING)
 def test_a_chosen_attention_kernel_is_in_the_graph_too(backend: str) -> None:
     part = MODEL.part(1, 2)
     part.denoiser.attention = "math"
@@ -233,8 +233,15 @@ def test_a_chosen_attention_kernel_is_in_the_graph_too(backend: str) -> None:
     assert worst(results[4:], results[:4]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("kv_context", "window", "sink"), [("matched", 6, 2), ("staircase", 8, 0)])
+@pytest.mark.parametrize(
+    ("kv_context", "window", "sink", "dtype"),
+    [
+        ("matched", 6, 2, torch.bfloat16),
+        ("staircase", 8, 0, torch.float32),
+        pytest.param("matched", 6, 2, torch.float32, marks=pytest.mark.soak),
+        pytest.param("staircase", 8, 0, torch.bfloat16, marks=pytest.mark.soak),
+    ],
+)
 @torch.inference_mode()
 def test_what_is_compiled_is_the_plain_path_to_the_bit(
     kv_context: str, window: int, sink: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -291,7 +298,7 @@ def test_rows_of_one_session_share_its_caches_in_a_graph_too(backend: str) -> No
     assert any(key.sessions == (0, 0) for key in compiled.compiled._graphs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FINDING)
 def test_rows_of_several_sessions_run_compiled_whosever_they_are(backend: str) -> None:
     """Of sessions that no graph was made with, at different chunks; while one's window fills the plain path runs."""
     plain, compiled = (ModelRunner(MODEL.part(1, 2), CPU, 1, 2) for _ in range(2))
@@ -313,7 +320,7 @@ def test_rows_of_several_sessions_run_compiled_whosever_they_are(backend: str) -
     assert worst(results[2:], results[:2]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FINDING)
 @pytest.mark.parametrize(("window", "sink", "keep"), [(6, 2, 0.5), (5, 1, None)])
 def test_averaged_sinks_and_windows_that_cut_chunks_have_graphs_too(
     window: int, sink: int, keep: float | None, backend: str
@@ -332,8 +339,8 @@ def test_averaged_sinks_and_windows_that_cut_chunks_have_graphs_too(
     assert full_window_only(ran_a_graph, 3 * FULL)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kv_context", ["clean", "matched"])
+@pytest.mark.parametrize("backend", FINDING)
+@pytest.mark.parametrize("kv_context", ["clean", pytest.param("matched", marks=pytest.mark.soak)])
 def test_after_chunks_that_are_made_together_graphs_run(kv_context: str, backend: str) -> None:
     model = replace(MODEL, spec=replace(MODEL.spec, first_chunks=2))
     ring = RingExecutor(model, CPU)

@@ -25,7 +25,7 @@ def alone() -> dict[int, list[torch.Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("stages", [3, *(pytest.param(stages, marks=pytest.mark.soak) for stages in (2, 4))])
 @pytest.mark.parametrize("name", THREE)
 def test_stages_change_nothing(stages: int, name: int, alone: dict[int, list[torch.Tensor]]) -> None:
     assert same(play(LocalRing(MODEL, CPU, stages), MODEL, {name: THREE[name]})[name], alone[name])
@@ -118,7 +118,7 @@ def test_what_cannot_be_reset_goes_on() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3))])
 def test_sessions_that_come_change_pause_and_go_at_random_are_as_if_alone(seed: int) -> None:
     """Three slots on three stages; every finished chunk equals that of the same session with the ring to itself."""
     chance = random.Random(seed)

@@ -16,8 +16,8 @@ from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.reference import Explicit, Reference, window
 from tests.small import BLUE, CPU, RED, small_model
 
-CHUNKS = 9
-CHANGE_AT = 5
+CHUNKS = 7
+CHANGE_AT = 4
 
 
 def streamed(
@@ -43,13 +43,32 @@ def referenced(model: Model, *, steps: int, kv_context: str) -> list[torch.Tenso
     return Reference(model, text, seed=11, steps=steps, kv_context=kv_context).chunks(CHUNKS)
 
 
+CUT = [
+    ("clean", 3, 7, 0),  # the oldest chunk with its last frame
+    ("clean", 3, 8, 2),  # the sink ends within a chunk
+    ("clean", 2, 7, 3),
+    ("clean", 3, 5, 1),
+    ("staircase", 2, 5, 0),
+    ("staircase", 2, 6, 1),
+    ("matched", 3, 8, 2),
+    ("matched", 2, 5, 2),
+]
+"""Windows and sinks that are no whole chunks: KV context; latent frames of a chunk, of the window, of the sink."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sink", [0, 2])
 @pytest.mark.parametrize(
-    ("kv_context", "steps"), [("clean", 4), ("clean", 2), ("staircase", 4), ("staircase", 2), ("matched", 2)]
+    ("kv_context", "steps"),
+    [
+        ("clean", 4),
+        ("staircase", 4),
+        ("matched", 2),
+        *(pytest.param(context, 2, marks=pytest.mark.soak) for context in ("clean", "staircase")),
+    ],
 )
 def test_a_stream_equals_the_uncached_reference(kv_context: str, steps: int, sink: int) -> None:
-    """Nine chunks with a window of three: six evictions, one prompt change."""
+    """Seven chunks with a window of three: four evictions, one prompt change."""
     model = small_model(1, sink=sink)
     got = streamed(model, steps=steps, kv_context=kv_context)
     for one, expected in zip(got, referenced(model, steps=steps, kv_context=kv_context), strict=True):
@@ -58,18 +77,13 @@ def test_a_stream_equals_the_uncached_reference(kv_context: str, steps: int, sin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rope", ["relative", "absolute"])
 @pytest.mark.parametrize(
-    ("kv_context", "chunk", "window", "sink"),
+    ("kv_context", "chunk", "window", "sink", "rope"),
     [
-        ("clean", 3, 7, 0),  # the oldest chunk with its last frame
-        ("clean", 3, 8, 2),  # the sink ends within a chunk
-        ("clean", 2, 7, 3),
-        ("clean", 3, 5, 1),
-        ("staircase", 2, 5, 0),
-        ("staircase", 2, 6, 1),
-        ("matched", 3, 8, 2),
-        ("matched", 2, 5, 2),
+        *((*case, "relative") for case in CUT),
+        ("clean", 3, 8, 2, "absolute"),
+        ("staircase", 2, 6, 1, "absolute"),
+        *(pytest.param(*case, "absolute", marks=pytest.mark.soak) for case in CUT if case not in (CUT[1], CUT[5])),
     ],
 )
 def test_windows_and_sinks_need_not_be_whole_chunks(
@@ -111,7 +125,9 @@ def test_the_past_may_be_shown_with_a_little_noise(kv_context: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("window", "sink"), [(4, 0), (5, 0), (6, 2), (7, 3)])
+@pytest.mark.parametrize(
+    ("window", "sink"), [(4, 0), (7, 3), *(pytest.param(*more, marks=pytest.mark.soak) for more in ((5, 0), (6, 2)))]
+)
 @pytest.mark.parametrize("kv_context", ["clean", "staircase"])
 def test_a_past_may_be_kept_without_what_was_before_it(kv_context: str, window: int, sink: int) -> None:
     plain = small_model(1, window=window, sink=sink)
@@ -162,16 +178,19 @@ def test_anchors_are_seen_clean_as_the_uncached_reference_has_it(sink: int, ever
     assert (got[-1] - streamed(model, steps=steps, kv_context="matched")[-1]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("sink", "every", "steps"), ANCHORS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sink", "every", "steps"), [*(pytest.param(*more, marks=pytest.mark.soak) for more in ANCHORS[:2]), *ANCHORS[2:]]
+)
 def test_anchors_are_the_same_on_any_number_of_stages_and_after_a_flush(sink: int, every: int, steps: int) -> None:
-    """Fewer stages than steps, as many and more; several rows to a rounding; fewer steps from chunk 6 on."""
+    """Fewer stages than steps, as many and more; several rows to a rounding; fewer steps from chunk 5 on."""
     model = anchored(sink, every)
     blue = model.text.encode(BLUE)
 
     def stream(ring: RingExecutor) -> torch.Tensor:
         ring.open(0, model.text.encode(RED), seed=11, epoch=0, steps=steps, kv_context="anchored")
         done: dict[int, torch.Tensor] = {}
-        changes = {4: lambda: ring.set_text(0, 1, blue, "flush"), 6: lambda: ring.set_steps(0, 2, 6 - steps)}
+        changes = {3: lambda: ring.set_text(0, 1, blue, "flush"), 5: lambda: ring.set_steps(0, 2, 6 - steps)}
         while len(done) < CHUNKS:
             admitted = ring.scheduler.next_chunk(0)
             if change := changes.pop(admitted, None):

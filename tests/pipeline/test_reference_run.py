@@ -17,14 +17,15 @@ from tests.pipeline.reference import Reference
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 CHUNKS = 7
+STAGES = [pytest.param(1, marks=pytest.mark.soak), 3]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model() -> Model:
     return small_model(3, layers=3, sink=2)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain(model: Model) -> ReferenceRun:
     return ReferenceRun(model.text.encode(RED), CHUNKS, sampling.embedded_schedule(2, model.spec.shift), seed=11)
 
@@ -56,7 +57,7 @@ def test_noise_from_tensors_is_used_instead_of_the_seed(model: Model, plain: Ref
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_noise_is_scaled_where_it_is_drawn_and_not_where_it_is_given(
     model: Model, plain: ReferenceRun, kv_context: str, stages: int
@@ -77,7 +78,7 @@ def test_noise_is_scaled_where_it_is_drawn_and_not_where_it_is_given(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize(
     ("policy", "kv_context"),
     [("keep", "clean"), ("keep", "staircase"), ("keep", "matched"), ("recache", "clean"), ("recache", "staircase")],
@@ -138,7 +139,7 @@ def test_beyond_the_given_noise_the_seed_goes_on(model: Model, plain: ReferenceR
 @pytest.mark.parametrize(
     ("policy", "kv_context"),
     [
-        (policy, context)
+        pytest.param(policy, context, marks=[] if context == "clean" or policy == "flush" else pytest.mark.soak)
         for policy in PROMPT_POLICIES
         for context in ("clean", "staircase", "matched")
         if policy not in RECACHES or context != "matched"  # refused, see below

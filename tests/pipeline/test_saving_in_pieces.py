@@ -78,8 +78,14 @@ class Saving:
         self.streams.take(self.pipeline.step(0.01))
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("kv_context", CONTEXTS)
+@pytest.mark.parametrize(
+    ("kv_context", "stages"),
+    [
+        ("clean", 1),
+        *((context, 3) for context in CONTEXTS),
+        *(pytest.param(context, 1, marks=pytest.mark.soak) for context in CONTEXTS[1:]),
+    ],
+)
 def test_it_is_copied_by_and_by_while_another_session_plays(kv_context: str, stages: int) -> None:
     """And goes on; from the snapshot the same stream goes on, in mid-chunk."""
     place = Saving(kv_context, stages)

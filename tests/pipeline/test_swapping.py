@@ -123,8 +123,14 @@ def until_at_rest(streams: Streams) -> None:
         streams.take(streams.pipeline.step(0.01))
 
 
-@pytest.mark.parametrize("stages", [1, 4])
-@pytest.mark.parametrize("kv_context", CONTEXTS)
+@pytest.mark.parametrize(
+    ("kv_context", "stages"),
+    [
+        ("clean", 1),
+        *((context, 4) for context in CONTEXTS),
+        *(pytest.param(context, 1, marks=pytest.mark.soak) for context in CONTEXTS[1:]),
+    ],
+)
 def test_in_mid_chunk_and_between_chunks_in_host_memory_and_on_disk(
     kv_context: str, stages: int, tmp_path: Path
 ) -> None:

@@ -184,8 +184,15 @@ def test_two_sessions_at_once_are_both_captured_and_make_the_plain_streams(keep:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("kv_context", ["clean", "matched", "staircase"])
+@pytest.mark.parametrize(
+    ("kv_context", "stages"),
+    [
+        ("clean", 1),
+        ("matched", 1),
+        ("staircase", 2),
+        *(pytest.param(*more, marks=pytest.mark.soak) for more in (("clean", 2), ("matched", 2), ("staircase", 1))),
+    ],
+)
 def test_rows_of_any_sessions_have_one_graph_for_each_number_of_them(
     kv_context: str, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ HEAVY = {
     "benchmarks.stream_rank",
     "streamdiff.engine.process.main",
     "tests.engine.faulty",
+    "tests.pipeline.distributed.start_process",
     "tests.pipeline.forked_ranks",
     "tests.pipeline.runner.compiled_process",
 }

@@ -197,7 +197,7 @@ def unlike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", CASES)
+@pytest.mark.parametrize("kv_context", ["staircase", "matched", pytest.param("anchored", marks=pytest.mark.soak)])
 def test_some_values_and_tensors_are_anything(kv_context: str) -> None:
     offer_changed_values(kv_context, 16)
     offer_changed_tensors(kv_context, 6)

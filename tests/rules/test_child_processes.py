@@ -8,6 +8,8 @@ import pytest
 
 from tests.rules.source import Module, modules, parse
 
+pytestmark = pytest.mark.xdist_group("source rules")
+
 STARTS = {
     "Popen", "run", "call", "check_call", "check_output", "getoutput", "getstatusoutput",
     "create_subprocess_exec", "create_subprocess_shell", "subprocess_exec", "subprocess_shell", "start_processes",

@@ -8,6 +8,8 @@ import pytest
 
 from tests.rules.source import Module, imports, modules, parse
 
+pytestmark = pytest.mark.xdist_group("source rules")
+
 CLOCKS = {"streamdiff.clock"}
 READING = {"now", "utcnow", "today", "fromtimestamp"}
 

@@ -6,7 +6,11 @@ import re
 import sys
 import tomllib
 
+import pytest
+
 from tests.rules.source import ROOT, imports, modules
+
+pytestmark = pytest.mark.xdist_group("source rules")
 
 # Where the name to install and the name to import differ.
 IMPORT_NAMES = {

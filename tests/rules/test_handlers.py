@@ -8,6 +8,8 @@ import pytest
 
 from tests.rules.source import Module, modules, parse
 
+pytestmark = pytest.mark.xdist_group("source rules")
+
 BROAD = {"Exception", "BaseException"}
 
 

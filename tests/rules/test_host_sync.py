@@ -9,6 +9,8 @@ import pytest
 
 from tests.rules.source import Module, modules, parse
 
+pytestmark = pytest.mark.xdist_group("source rules")
+
 HOT = ("streamdiff.models", "streamdiff.pipeline.kv_cache", "streamdiff.pipeline")
 SYNC_METHODS = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
 SYNC_FUNCTIONS = {"torch.cuda.synchronize", "torch.nonzero", "torch.masked_select", "torch.equal", "torch.allclose"}

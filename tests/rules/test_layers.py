@@ -13,6 +13,8 @@ import pytest
 
 from tests.rules.source import ROOT, Module, imports, modules, parse
 
+pytestmark = pytest.mark.xdist_group("source rules")
+
 # From the top down. A floor may import what stands below it; what shares a floor does not import each other.
 PACKAGE = (
     ("__main__",),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 from tests.rules.source import Module, modules, parse
+
+pytestmark = pytest.mark.xdist_group("source rules")
 
 FILE_LINES = 400
 FUNCTION_LINES = 60

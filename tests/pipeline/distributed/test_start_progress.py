@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from queue import SimpleQueue
 
 import pytest
@@ -16,6 +15,7 @@ from streamdiff.engine.process.engine_process import loading_limit_s
 from streamdiff.engine.process.launcher import open_store
 from streamdiff.pipeline.distributed.rendezvous import START_LIMIT, RankContext
 from streamdiff.pipeline.distributed.start_progress import PHASES, RankState, StartProgress, StartWatch
+from tests import fork_server
 from tests.pipeline.processes import ROOT
 
 LIMIT_S = 900.0  # ends what hangs
@@ -105,7 +105,7 @@ def test_a_rank_that_starts_ends_when_its_launcher_is_gone() -> None:
 @pytest.fixture(scope="module")
 def said() -> dict[str, list[str]]:
     """What the other ranks of a real ring say, by where rank 2 stops."""
-    command = [sys.executable, "-m", "tests.pipeline.distributed.start_process"]
+    command = [fork_server.interpreter(), "-m", "tests.pipeline.distributed.start_process"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True)
     rings: dict[str, list[str]] = json.loads(done.stdout)
     return rings

@@ -160,9 +160,9 @@ def small_model(
     return Model(spec, WanDenoiser(parts.transformer), parts.text, decoder)
 
 
-def save_model(folder: Path) -> None:
+def save_model(folder: Path, layers: int = 2) -> None:
     """Write a small model as one that says everything about itself, so that the product loads it by its folder."""
-    parts = small_parts(7)
+    parts = small_parts(7, layers=layers)
     stream: dict[str, object] = {
         "latent_height": LATENT_SIDE,
         "latent_width": LATENT_SIDE,

@@ -24,7 +24,10 @@ FORBIDDEN = {"multiprocessing", "ProcessPoolExecutor", "elastic_launch"}
 
 def starts(call: ast.Call) -> bool:
     """Whether the call starts a process."""
-    *of, name = ast.unparse(call.func).split(".")
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if name not in STARTS and not name.startswith(FAMILIES):
+        return False
+    of = ast.unparse(call.func).split(".")[:-1]
     if name in ("run", "call"):
         return of == ["subprocess"]
     return name in STARTS or (of == ["os"] and name.startswith(FAMILIES))

@@ -22,7 +22,7 @@ def faults(module: Module) -> list[str]:
         if name == "time" or name.startswith("time.")
     ]
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {*READING, "time"}:
             owner = ast.unparse(node.func.value)
             if (node.func.attr in READING and owner.split(".")[-1] in ("datetime", "date")) or (
                 node.func.attr == "time" and owner.endswith(("loop", "loop()"))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +27,7 @@ from streamdiff.pipeline.distributed import rendezvous, start_progress
 from streamdiff.pipeline.distributed.nccl import NcclReceiver
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
+from tests.small import save_model
 
 RANKS = 3
 LIMITS_S = {"rendezvous": 5.0, "weights": 30.0, "communicators": 5.0, "first transfers": 5.0, "graphs": 5.0}
@@ -86,8 +89,8 @@ def break_rank(where: str, arrivals: int) -> None:
             ModelRunner.carry_out = hang  # type: ignore[method-assign]
 
 
-def rank_main(rank: int, port: int, where: str, output: int, arrivals: tuple[int, int]) -> NoReturn:
-    """A rank as the launcher starts it; `arrivals` is a pipe that all ranks share."""
+def rank_main(rank: int, port: int, where: str, output: int, arrivals: tuple[int, int], model: Path) -> NoReturn:
+    """A rank as the launcher starts it, of a ring of the model in this folder; `arrivals` is a pipe that all ranks share."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -105,7 +108,7 @@ def rank_main(rank: int, port: int, where: str, output: int, arrivals: tuple[int
         break_rank(where, arrivals[0])
     else:
         topology.warm_up = say_first(arrivals[1], topology.warm_up)
-    config = ModelConfig(stages=RANKS, device="cpu", hang_s=HANG_S)
+    config = ModelConfig(name=str(model), stages=RANKS, device="cpu", hang_s=HANG_S)
     try:
         worker_main.run_worker(config) if rank else build.build_pipeline(config)
     except Exception:
@@ -113,14 +116,14 @@ def rank_main(rank: int, port: int, where: str, output: int, arrivals: tuple[int
     os._exit(1)
 
 
-def play(where: str) -> list[str]:
+def play(where: str, model: Path) -> list[str]:
     """What ranks 0 and 1 said."""
     store, arrivals = open_store(), os.pipe()
     ranks, outputs = [], []
     for rank in range(RANKS):
         reading, writing = os.pipe()
         if (pid := os.fork()) == 0:
-            rank_main(rank, store.port, where, writing, arrivals)
+            rank_main(rank, store.port, where, writing, arrivals, model)
         os.close(writing)
         ranks.append(pid)
         outputs.append(os.fdopen(reading))
@@ -134,4 +137,6 @@ def play(where: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({where: play(where) for where in (*LIMITS_S, "warm-up")}))
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), RANKS)
+        print(json.dumps({where: play(where, Path(folder)) for where in (*LIMITS_S, "warm-up")}))

@@ -19,7 +19,7 @@ from streamdiff.pipeline.build import load_pipeline
 from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.profiler import SUMMARY, TRACE, Profiler, describe, summarise
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from tests.small import CPU, RED, small_model
+from tests.small import CPU, RED, save_model, small_model
 
 STREAM, DECODE = 7, 8
 
@@ -157,9 +157,11 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_configuration_with_a_folder_is_traced(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    name = str(tmp_path / "model")
     plain, traced = (
-        load_pipeline(ModelConfig()),
-        load_pipeline(ModelConfig(trace=str(tmp_path / "new"), trace_chunks=3)),
+        load_pipeline(ModelConfig(name=name)),
+        load_pipeline(ModelConfig(name=name, trace=str(tmp_path / "new"), trace_chunks=3)),
     )
     try:
         assert plain.hook is None

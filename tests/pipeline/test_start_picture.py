@@ -126,7 +126,7 @@ def test_every_later_chunk_depends_on_the_picture(pipeline: Recording, kv_contex
 
 
 @pytest.mark.parametrize("kv_context", CONTEXTS)
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_stages_change_no_bit(pipeline: Recording, stages: int, kv_context: str) -> None:
     begin(pipeline, pipeline.encode_picture(pixels(1)), kv_context=kv_context)
     ring = Recording(stages)

@@ -90,7 +90,7 @@ def break_rank(where: str, arrivals: int) -> None:
 
 
 def rank_main(rank: int, port: int, where: str, output: int, arrivals: tuple[int, int], model: Path) -> NoReturn:
-    """A rank as the launcher starts it, of a ring of the model in this folder; `arrivals` is a pipe that all ranks share."""
+    """A rank as the launcher starts it, with the model in this folder; `arrivals` is a pipe that all ranks share."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

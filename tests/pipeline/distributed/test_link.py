@@ -126,7 +126,7 @@ class Delaying(LocalLink):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("link", [Scribbling, Delaying])
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_a_ring_over_bad_links_gives_the_same_numbers(link: type[LocalLink], stages: int) -> None:
     bad = play(LocalRing(MODEL, CPU, stages, link=link), MODEL, THREE)
     good = play(RingExecutor(MODEL, CPU), MODEL, THREE)

@@ -322,9 +322,9 @@ def test_nothing_copies_the_window(spare: int, chunk: int, sink: int, window: in
                 rows(layer, *given)
         return reads
 
-    for number in range(30):
-        steps = [run(number, 20 if number >= 20 else 0) for _ in range(4)]
+    for number in range(18):
+        steps = [run(number, 12 if number >= 12 else 0) for _ in range(4)]
         assert [each.window for each in steps] == [0] * 4, number
         assert [each.sink for each in steps[1:]] == [0] * 3
         assert not steps[0].sink or not absolute or number * chunk < sink, "which stays where it is"
-    assert run(27).window == 0, "again, behind newer ones"
+    assert run(15).window == 0, "again, behind newer ones"

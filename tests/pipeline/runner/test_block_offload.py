@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from streamdiff.pipeline.runner.block_offload import BUFFERS, CopyAhead, offload
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.distributed.fake_device import RUBBISH, Deaf, Device, Point, World
-from tests.small import CPU, RED, small_model, small_transformer
+from tests.small import CPU, RED, save_model, small_model, small_transformer
 
 LAYERS = 5
 SEEDS = range(30)
@@ -249,7 +250,10 @@ def test_pinned_memory_is_hardly_more_than_the_weights(blocks: int, nbytes: int)
 
 
 @pytest.mark.slow
-def test_a_stream_of_an_offloaded_model_has_the_same_pictures() -> None:
+def test_a_stream_of_an_offloaded_model_has_the_same_pictures(tmp_path: Path) -> None:
+    save_model(tmp_path, layers=4)
+    name = str(tmp_path)
+
     def pictures(config: ModelConfig) -> list[Tensor]:
         runtime = build_pipeline(config)
         runtime.open(0, runtime.text.encode(RED), seed=3, epoch=0, steps=2, kv_context="clean")
@@ -261,7 +265,8 @@ def test_a_stream_of_an_offloaded_model_has_the_same_pictures() -> None:
         runtime.close()
         return found[:3]
 
-    for here, there in zip(pictures(ModelConfig()), pictures(ModelConfig(offload="blocks")), strict=True):
+    plain, offloaded = (pictures(ModelConfig(name=name, device="cpu", offload=how)) for how in ("none", "blocks"))
+    for here, there in zip(plain, offloaded, strict=True):
         assert torch.equal(here, there)
 
 

@@ -3,10 +3,12 @@
 An import takes four seconds of a core, and a ring of three ranks four of them. `interpreter` is an executable to be
 taken for `sys.executable`: as `python -m MODULE ...` it is a small process that stands for the forked one (same
 output, input, environment and folder; signals are passed on, both end together, with the same code), where `MODULE` is
-one of HEAVY, or makes a video or a plan, and so as `python SCRIPT.py ...`; anything else it runs itself, and what that
-starts in turn is started so too.
+one of HEAVY, or one of the COMMANDS of the command line, and so as `python SCRIPT.py ...`; anything else it runs itself,
+and what that starts in turn is started so too. `behind` is the process that another one stands for, with its children
+and sockets.
 
-For tests whose subject is not how a process starts, what it imports, or what it has open. CUDA does not bear it.
+For tests whose subject is not how a process starts, what it imports, or what it has open, and that set no variable which
+is read at an import, as the hub's client does. CUDA does not bear it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import array
 import atexit
 import contextlib
 import fcntl
+import gc
 import importlib
 import io
 import json
@@ -26,10 +29,14 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import psutil
 
 from streamdiff.heavy_import import heavy_import
 
@@ -39,13 +46,21 @@ HEAVY = {
     "benchmarks.sleeping_ring",
     "benchmarks.stage_drift",
     "benchmarks.stream_rank",
+    "streamdiff.engine.process.launcher",
     "streamdiff.engine.process.main",
     "tests.engine.faulty",
+    "tests.engine.painted",
     "tests.pipeline.distributed.start_process",
     "tests.pipeline.forked_ranks",
     "tests.pipeline.runner.compiled_process",
+    "tests.server.scripted",
+    "torch.distributed.run",
 }
-_IMPORTED = ("streamdiff.pipeline.build", "streamdiff.pipeline.worker_main")
+COMMANDS = {"doctor", "generate", "plan", "serve"}
+_IMPORTED = (
+    "streamdiff.pipeline.build", "streamdiff.pipeline.worker_main", "streamdiff.server.main",
+    "torch.distributed.elastic.multiprocessing",
+)  # fmt: skip
 _DESCRIPTORS = (0, 1, 2)
 _LENGTH = 16
 """Bytes of every number that is sent."""
@@ -56,7 +71,7 @@ import array, os, sys
 argv, environment = sys.argv[1:], dict(os.environ)
 if argv[:1] == ["-u"]:
     argv, environment["PYTHONUNBUFFERED"] = argv[1:], "1"
-command = argv[1:2] == ["streamdiff"] and argv[2:3] in (["generate"], ["plan"])
+command = argv[1:2] == ["streamdiff"] and argv[2:3] and argv[2] in {commands!r}
 module = argv[:1] == ["-m"] and (command or argv[1] in {heavy!r})
 if not module and not (argv and argv[0].endswith(".py")):
     os.execv({python!r}, [{path!r}, *sys.argv[1:]])
@@ -69,6 +84,8 @@ signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 server.sendmsg([b"%{length}d" % len(told)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", {fds}))])
 server.sendall(told)
 process = int(server.recv({length}, socket.MSG_WAITALL))
+with open("/proc/self/comm", "w") as name:
+    name.write(str(process))
 for number in signals:
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, lambda number, _: os.kill(process, number))
@@ -105,6 +122,16 @@ def interpreter() -> str:
     return str(path)
 
 
+def behind(process: int) -> psutil.Process:
+    """The process that this one stands for; itself, if it stands for none. Its own name says which."""
+    one = psutil.Process(process)
+    if folder is not None and str(folder / "bin" / "python") in one.cmdline():
+        while not one.name().isdigit():  # it is being forked
+            time.sleep(0.01)
+        return psutil.Process(int(one.name()))
+    return one
+
+
 def _start_server(address: Path) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(address))
@@ -128,8 +155,9 @@ def _write_stand_in(path: Path, address: Path) -> None:
     python = str(Path(sys.executable).resolve())
     path.write_text(
         _STAND_IN.format(
-            python=python, path=str(path), heavy=HEAVY, address=str(address), length=_LENGTH, fds=list(_DESCRIPTORS)
-        )
+            python=python, path=str(path), heavy=HEAVY, commands=COMMANDS, address=str(address), length=_LENGTH,
+            fds=list(_DESCRIPTORS),
+        )  # fmt: skip
     )
     path.chmod(0o755)
 
@@ -242,13 +270,28 @@ def become(wanted: dict[str, Any], executable: str) -> None:
     argv, sys.executable = wanted["argv"], executable
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(write_through="PYTHONUNBUFFERED" in os.environ)  # as `python` reads it when it starts
-    if argv[0] == "-m":
-        sys.argv = argv[1:]
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = argv
-        sys.path.insert(0, str(Path(argv[0]).resolve().parent))
-        runpy.run_path(argv[0], run_name="__main__")
+    try:
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = argv
+            sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+            runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        _end(end.code or 0)
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    """End this process as the interpreter does, but for taking all modules down, which takes half a second."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main() -> None:
@@ -259,6 +302,7 @@ def main() -> None:
     with heavy_import():
         for module in _IMPORTED:
             importlib.import_module(module)
+    gc.freeze()  # or each forked process looks through all of it, and has a copy then
     wanted = Server(listener).serve()
     if wanted is not None:
         become(wanted, str(address.parent / "bin" / "python"))

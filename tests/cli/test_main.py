@@ -185,6 +185,7 @@ def test_plan_answers_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_doctor_finds_this_machine_ready(streamdiff_command: Command) -> None:
     process = streamdiff_command("doctor", "--port", "0")
     assert process.returncode == 0, process.stdout + process.stderr
@@ -246,6 +247,7 @@ def test_doctor_says_in_how_many_steps(asked: str, words: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_port_in_use_is_told_in_one_line(streamdiff_command: Command) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -256,6 +258,7 @@ def test_a_port_in_use_is_told_in_one_line(streamdiff_command: Command) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_generate_makes_the_video_that_was_asked_for(streamdiff_command: Command, tmp_path: Path) -> None:
     """Length, rate, and the change of prompt: the picture's mean colour goes from red to blue."""
     process = streamdiff_command(
@@ -303,6 +306,7 @@ def test_what_is_wrong_with_a_ring_is_told_once(streamdiff_command: Command, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("number", "status", "stages"),
     [(signal.SIGINT, 130, "2"), pytest.param(signal.SIGTERM, 143, "1", marks=pytest.mark.soak)],

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,13 +28,11 @@ FRAMES = 20
 pytestmark = pytest.mark.slow
 
 
-def start(*arguments: str, cwd: Path, forked: bool = True) -> subprocess.Popen[str]:
-    """torchrun, whose ranks are `forked`, so that they need not import everything again."""
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    """torchrun; it and its ranks are forked, so that they need not import everything again."""
     environment = {"PYTHONPATH": str(EXAMPLE.parents[1]), "OMP_NUM_THREADS": "1"}
-    if forked:
-        environment["PYTHON_EXEC"] = fork_server.interpreter()
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        [fork_server.interpreter(), "-m", "torch.distributed.run", *arguments],
         cwd=cwd,
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -106,7 +103,7 @@ def test_two_nodes(tmp_path: Path, plain: list[np.ndarray], nothing_left: None) 
     meet = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
     agents = [
         start(
-            *meet, "--local-addr", "127.0.0.1", "--rdzv-id", "two", str(EXAMPLE), *ARGUMENTS, cwd=tmp_path, forked=False
+            *meet, "--local-addr", "127.0.0.1", "--rdzv-id", "two", str(EXAMPLE), *ARGUMENTS, cwd=tmp_path
         )
         for _ in range(2)
     ]
@@ -153,7 +150,7 @@ def test_live_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(
     )
 
     def rank_1() -> psutil.Process:
-        ranks = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == "1"]
+        ranks = [child for child in fork_server.behind(process.pid).children() if child.environ().get("RANK") == "1"]
         assert len(ranks) == 1
         return ranks[0]
 

@@ -13,7 +13,7 @@ import pytest
 from tests.server.sessions.test_file_feed import video
 from tests.server.test_restart import LIMIT_S, MODEL, start, watching
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 
 def test_the_next_engine_is_fed_with_the_frames_that_come_then(tmp_path: Path) -> None:

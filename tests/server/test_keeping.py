@@ -24,7 +24,7 @@ from tests.server.conftest import open_site
 from tests.server.scripted import Painter, Text
 from tests.server.test_restart import GREEN, LIMIT_S, Server, Watching, change, near, start, watching
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -19,7 +19,7 @@ from streamdiff.config import ServeConfig
 from streamdiff.server import logging_setup
 from tests.server.test_main import start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 
 def _records(text: str) -> list[dict[str, Any]]:

@@ -20,16 +20,19 @@ from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server import main
+from tests import fork_server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 ROOT = Path(__file__).resolve().parents[2]
+REAL = sys.executable
+"""Read before it stands for what is forked."""
 Running = tuple[subprocess.Popen[str], str]
 
 
-def start(*options: str) -> subprocess.Popen[str]:
+def start(*options: str, python: str | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.server.scripted", "serve", "--no-browser", *options],
+        [python or sys.executable, "-m", "tests.server.scripted", "serve", "--no-browser", *options],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -62,11 +65,13 @@ def wait_until_ready(url: str) -> None:
             assert status == 503
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_serves_and_ends_clean(number: signal.Signals, running: Running) -> None:
-    process, url = running
+@pytest.mark.parametrize(("number", "python"), [(signal.SIGINT, REAL), (signal.SIGTERM, None)], ids=["2-real", "15"])
+def test_it_serves_and_ends_clean(number: signal.Signals, python: str | None) -> None:
+    """Also with an interpreter that starts and is taken down, of the server and of its engines."""
+    process = start(python=python)
+    url = printed_address(process)
     wait_until_ready(url)
-    engine, spare = sorted(psutil.Process(process.pid).children(), key=psutil.Process.create_time)
+    engine, spare = sorted(fork_server.behind(process.pid).children(), key=psutil.Process.create_time)
     assert "streamdiff" in httpx.get(url, timeout=20).text
     process.send_signal(number)
     _, complaints = process.communicate(timeout=30)
@@ -181,7 +186,7 @@ def test_viewers_may_finish_while_no_session_is_opened_any_more() -> None:
 def test_an_engine_that_dies_is_named_and_ends_the_server_where_it_is_not_started_again() -> None:
     process = start("--restarts", "0")
     printed_address(process)
-    [engine] = psutil.Process(process.pid).children()
+    [engine] = fork_server.behind(process.pid).children()
     os.kill(engine.pid, signal.SIGKILL)
     _, complaints = process.communicate(timeout=30)
     assert process.returncode == 1

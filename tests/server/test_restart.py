@@ -24,11 +24,12 @@ import pytest
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 from av import VideoFrame
 
+from tests import fork_server
 from tests.free_ports import free_port
 from tests.server.conftest import Peer
 from tests.server.socket_client import SocketClient
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240.0
@@ -112,7 +113,7 @@ class Server:
     @property
     def engine(self) -> psutil.Process:
         """The engine process, or the launcher of its ranks."""
-        return min(psutil.Process(self.process.pid).children(), key=psutil.Process.create_time)  # a spare is younger
+        return min(fork_server.behind(self.process.pid).children(), key=psutil.Process.create_time)  # a spare is younger
 
     def close(self) -> int:
         """End it as Ctrl-C does; returns the exit code."""
@@ -362,7 +363,7 @@ def test_nothing_is_left_when_the_server_is_ended_while_an_engine_starts(gate: G
             async with asyncio.timeout(LIMIT_S):
                 while (await http.get("/readyz")).json().get("code") != "restarting":
                     await asyncio.sleep(0.05)
-                while not (children := [c for c in psutil.Process(server.process.pid).children() if c != first]):
+                while not (children := [c for c in fork_server.behind(server.process.pid).children() if c != first]):
                     await asyncio.sleep(0.05)
         return children[0]
 
@@ -374,7 +375,6 @@ def test_nothing_is_left_when_the_server_is_ended_while_an_engine_starts(gate: G
     assert not second.is_running()
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "ring",
     [
@@ -400,7 +400,7 @@ def test_the_model_streams_again_after_a_process_of_its_engine_was_killed(ring: 
                     pass
             said = len(viewer.messages)
             [victim] = [server.engine] if not ring else [
-                rank for rank in server.engine.children() if rank.environ().get("RANK") == "1"
+                rank for rank in fork_server.behind(server.engine.pid).children() if rank.environ().get("RANK") == "1"
             ]  # fmt: skip
             victim.send_signal(signal.SIGKILL)
             state = await viewer.after(said, {"type": "state", "engine": "restarting"})

@@ -21,6 +21,7 @@ from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.media.encoder import as_rgb
+from tests.fork_server import behind
 
 LIMIT_S = 600.0  # ends what hangs; a busy machine takes minutes
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
@@ -44,7 +45,7 @@ async def ring(
         await supervisor.prepare()
     client = await supervisor.start()
     launcher = psutil.Process(supervisor.pid)
-    processes = [launcher, *sorted(launcher.children(), key=lambda process: int(process.environ()["RANK"]))]
+    processes = [launcher, *sorted(behind(launcher.pid).children(), key=lambda process: int(process.environ()["RANK"]))]
     try:
         yield supervisor, client, processes
     finally:

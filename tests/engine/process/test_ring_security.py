@@ -22,8 +22,9 @@ from streamdiff.engine.process import private_folder
 from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.ipc import EngineClient
 from tests.engine.process.test_launcher import watch
+from tests.fork_server import behind
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 LIMIT_S = 120.0
 STAGES = 2
 STREAM_KEY, CREDENTIAL = "the-stream-key", "the-turn-credential"
@@ -38,14 +39,15 @@ def config() -> Config:
 
 @asynccontextmanager
 async def ring() -> AsyncIterator[tuple[EngineClient, list[psutil.Process]]]:
-    """A ring with a session, and its processes: the launcher first. Afterwards none of them is left."""
+    """A ring with a session, and its processes: the launcher first. Afterwards none of them is left. They are those that
+    stand for forked ones (`behind`), and have the arguments and the environment that they are given."""
     supervisor = EngineProcess(config(), start_limit_s=LIMIT_S, stop_limit_s=2.0)
     client = await supervisor.start()
     processes: list[psutil.Process] = []
     try:
         await client.send(Open("one", "a red circle moving left"))
         launcher = psutil.Process(supervisor.pid)
-        processes += [launcher, *launcher.children(recursive=True)]
+        processes += [launcher, *behind(launcher.pid).children(recursive=True)]
         yield client, processes
     finally:
         await supervisor.stop()
@@ -88,7 +90,7 @@ async def test_a_ring_lets_nobody_in(tmp_path: Path) -> None:
     async with ring() as (client, processes):
         assert len(processes) == 1 + STAGES + 1, "a launcher, the stages, and a rank that decodes"
         assert await watch(client, 1) == ""
-        reachable = {process.pid: listening(process) for process in processes}
+        reachable = {process.pid: listening(behind(process.pid)) for process in processes}
         for process in processes:
             shown = " ".join([*process.cmdline(), *process.environ().values()])
             assert STREAM_KEY not in shown and CREDENTIAL not in shown, shown

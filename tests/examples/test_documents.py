@@ -59,14 +59,26 @@ def test_commands_that_need_nothing_more_run_as_they_stand(tmp_path: Path) -> No
     assert (tmp_path / "star.mp4").stat().st_size > 0
 
 
-@pytest.mark.slow
-def test_readmes_python_runs_from_a_script_beside_the_clone(tmp_path: Path) -> None:
-    """A folder named `streamdiff` beside a script must not be taken for the package (installed in editable mode)."""
-    (tmp_path / "streamdiff").symlink_to(ROOT, target_is_directory=True)
-    (code,) = fenced(ROOT / "README.md", "python")
-    (tmp_path / "hello.py").write_text(code, encoding="utf-8")
-    done = subprocess.run([sys.executable, "hello.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+def run_script(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Python code as a script of that folder."""
+    (folder / "hello.py").write_text(code, encoding="utf-8")
+    words = [sys.executable, "hello.py"]
+    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_script_beside_the_clone_imports_the_package(tmp_path: Path) -> None:
+    """A folder named `streamdiff` beside it must not be taken for the package (installed in editable mode)."""
+    (tmp_path / "streamdiff").symlink_to(ROOT, target_is_directory=True)
+    run_script(tmp_path, "import streamdiff; print(streamdiff.open)")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_readmes_python_runs_as_it_stands(tmp_path: Path) -> None:
+    (code,) = fenced(ROOT / "README.md", "python")
+    done = run_script(tmp_path, code)
     assert done.stdout.splitlines()[-1].startswith("frame 120: (")
 
 

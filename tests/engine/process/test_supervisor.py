@@ -23,7 +23,7 @@ from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.supervisor import EngineSupervisor, Restarting, RestartPolicy
 from streamdiff.errors import EngineFailure
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 LIMIT_S = 60.0
 

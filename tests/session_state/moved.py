@@ -145,7 +145,7 @@ def play(ring: RingExecutor, model: Model, moved: bool) -> Streams:
                     ring.set_steps(name, 1, order.then_steps)
                 else:
                     ring.set_text(name, 1, model.text.encode(BLUE), order.switch)
-            limit = CHUNKS + 6 if name in changed else CHANGE_AT
+            limit = CHUNKS + 1 if name in changed else CHANGE_AT
             ring.scheduler.set_frame_credit(name, (limit - admitted) * model.spec.chunk_frames)
         assert ring.has_work, "the ring stands still"
         for row, latents in ring.turn(1.0)[1]:

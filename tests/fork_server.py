@@ -3,12 +3,12 @@
 An import takes four seconds of a core, and a ring of three ranks four of them. `interpreter` is an executable to be
 taken for `sys.executable`: as `python -m MODULE ...` it is a small process that stands for the forked one (same
 output, input, environment and folder; signals are passed on, both end together, with the same code), where `MODULE` is
-one of HEAVY, or one of the COMMANDS of the command line, and so as `python SCRIPT.py ...`; anything else it runs itself,
-and what that starts in turn is started so too. `behind` is the process that another one stands for, with its children
-and sockets.
+one of HEAVY, or one of the COMMANDS of the command line, and so as `python SCRIPT.py ...`; anything else it runs
+itself, and what that starts in turn is started so too. `behind` is the process that another one stands for, with its
+children and sockets.
 
-For tests whose subject is not how a process starts, what it imports, or what it has open, and that set no variable which
-is read at an import, as the hub's client does. CUDA does not bear it.
+For tests whose subject is not how a process starts, what it imports, or what it has open, and that set no variable
+which is read at an import, as the hub's client does. CUDA does not bear it.
 """
 
 from __future__ import annotations
@@ -155,9 +155,14 @@ def _write_stand_in(path: Path, address: Path) -> None:
     python = str(Path(sys.executable).resolve())
     path.write_text(
         _STAND_IN.format(
-            python=python, path=str(path), heavy=HEAVY, commands=COMMANDS, address=str(address), length=_LENGTH,
+            python=python,
+            path=str(path),
+            heavy=HEAVY,
+            commands=COMMANDS,
+            address=str(address),
+            length=_LENGTH,
             fds=list(_DESCRIPTORS),
-        )  # fmt: skip
+        )
     )
     path.chmod(0o755)
 

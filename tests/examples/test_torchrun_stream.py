@@ -102,9 +102,7 @@ def test_two_nodes(tmp_path: Path, plain: list[np.ndarray], nothing_left: None) 
     port = free_port()
     meet = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
     agents = [
-        start(
-            *meet, "--local-addr", "127.0.0.1", "--rdzv-id", "two", str(EXAMPLE), *ARGUMENTS, cwd=tmp_path
-        )
+        start(*meet, "--local-addr", "127.0.0.1", "--rdzv-id", "two", str(EXAMPLE), *ARGUMENTS, cwd=tmp_path)
         for _ in range(2)
     ]
     said = [agent.communicate(timeout=LIMIT_S)[0] for agent in agents]

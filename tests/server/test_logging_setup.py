@@ -64,7 +64,7 @@ def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told(as
     process = start("--log-format", "json", *(["--log-prompts"] if asked else []))
     try:
         url, begin = _first_with_url(process)
-        session = asyncio.run(_play(url, 200, [f"green secret {number}" for number in range(5)]))
+        session = asyncio.run(_play(url, 80, [f"green secret {number}" for number in range(5)]))
     finally:
         process.send_signal(signal.SIGTERM)
         said, complaints = process.communicate(timeout=30)
@@ -86,7 +86,7 @@ def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told(as
     text = json.dumps(records)
     for secret in (session["viewer"], session["control_token"], session["view_token"]):
         assert secret not in text
-    assert len(records) <= len(begin) + len(ours) + len(prompts), "200 frames add no line"
+    assert len(records) <= len(begin) + len(ours) + len(prompts), "80 frames add no line"
 
 
 def test_as_json_the_engine_s_last_words_and_the_end_are_objects_too() -> None:
@@ -109,7 +109,7 @@ def test_as_text_comings_and_goings_are_not_told() -> None:
         if "http://" in line:
             break
     try:
-        asyncio.run(_play(lines[-1].split()[2], 60, ["green", "red"]))
+        asyncio.run(_play(lines[-1].split()[2], 30, ["green", "red"]))
     finally:
         process.send_signal(signal.SIGINT)
         said, complaints = process.communicate(timeout=30)

@@ -113,7 +113,9 @@ class Server:
     @property
     def engine(self) -> psutil.Process:
         """The engine process, or the launcher of its ranks."""
-        return min(fork_server.behind(self.process.pid).children(), key=psutil.Process.create_time)  # a spare is younger
+        return min(
+            fork_server.behind(self.process.pid).children(), key=psutil.Process.create_time
+        )  # a spare is younger
 
     def close(self) -> int:
         """End it as Ctrl-C does; returns the exit code."""

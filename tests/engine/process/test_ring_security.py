@@ -39,8 +39,8 @@ def config() -> Config:
 
 @asynccontextmanager
 async def ring() -> AsyncIterator[tuple[EngineClient, list[psutil.Process]]]:
-    """A ring with a session, and its processes: the launcher first. Afterwards none of them is left. They are those that
-    stand for forked ones (`behind`), and have the arguments and the environment that they are given."""
+    """A ring with a session, and its processes: the launcher first. Afterwards none of them is left. They are those
+    that stand for forked ones (`behind`), and have the arguments and the environment that they are given."""
     supervisor = EngineProcess(config(), start_limit_s=LIMIT_S, stop_limit_s=2.0)
     client = await supervisor.start()
     processes: list[psutil.Process] = []

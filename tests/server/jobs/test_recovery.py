@@ -46,6 +46,7 @@ async def _until(http: httpx.AsyncClient, id: str, condition: Any) -> dict[str, 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_killed_server_loses_no_job_and_leaves_no_half_video(tmp_path: Path) -> None:
     """One job done, one under way, one waiting when the server is killed; the next server has all three whole."""
 
@@ -84,6 +85,7 @@ def test_a_killed_server_loses_no_job_and_leaves_no_half_video(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_job_goes_on_with_the_next_engine_and_one_that_ends_it_again_and_again_is_given_up(tmp_path: Path) -> None:
     """Each engine paints twelve chunks and fails; three of them are the default session's."""
 

@@ -89,22 +89,20 @@ def test_every_method_that_is_answered_is_described_and_no_other(tmp_path: Path)
     run_scene(scene, _locked(tmp_path))
 
 
-EXAMPLES = 12
-"""For each operation; some ten seconds for all."""
-
-
-def test_what_schemathesis_thinks_of_is_answered_as_described(tmp_path: Path) -> None:
-    """Requests made from the description, valid ones and others. Half of them are about the session that is there."""
+@pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.soak)])
+def test_what_schemathesis_thinks_of_is_answered_as_described(tmp_path: Path, examples: int) -> None:
+    """Requests made from the description, so many for each operation, valid ones and others. Half of them are about the
+    session that is there."""
 
     async def scene(site: Site) -> None:
         await site.until(lambda: site.state.manager.sessions[0].playback.pacer.picture() is not None)
-        said = await asyncio.to_thread(_schemathesis, f"{site.base}/api/openapi.json")
+        said = await asyncio.to_thread(_schemathesis, f"{site.base}/api/openapi.json", examples)
         assert {200, 201, 400, 404, 422} <= said, "and not only refused"
 
     run_scene(scene, _locked(tmp_path))
 
 
-def _schemathesis(url: str) -> set[int]:
+def _schemathesis(url: str, examples: int) -> set[int]:
     """Check every operation; returns the statuses that were answered."""
     import schemathesis  # takes a second, of every worker that collects tests
     from schemathesis import checks
@@ -128,7 +126,7 @@ def _schemathesis(url: str) -> set[int]:
             for fixed in ({}, there)
         ]
 
-        @settings(max_examples=EXAMPLES, database=None, derandomize=True, deadline=None)
+        @settings(max_examples=examples, database=None, derandomize=True, deadline=None)
         @given(st.one_of(ways))
         def check(case: schemathesis.Case) -> None:
             response = case.call()

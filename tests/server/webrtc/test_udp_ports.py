@@ -50,6 +50,7 @@ def run_on(ports: range, scene: Callable[[Site], Awaitable[None]]) -> None:
         runner.run(main())
 
 
+@pytest.mark.usefixtures("forked")
 def ports_of(sdp: str) -> list[int]:
     return [int(port) for port in re.findall(r"^a=candidate:\S+ 1 udp \d+ \S+ (\d+) typ host", sdp, re.MULTILINE)]
 

@@ -50,11 +50,11 @@ def run_on(ports: range, scene: Callable[[Site], Awaitable[None]]) -> None:
         runner.run(main())
 
 
-@pytest.mark.usefixtures("forked")
 def ports_of(sdp: str) -> list[int]:
     return [int(port) for port in re.findall(r"^a=candidate:\S+ 1 udp \d+ \S+ (\d+) typ host", sdp, re.MULTILINE)]
 
 
+@pytest.mark.usefixtures("forked")
 def test_media_comes_from_ports_of_the_range() -> None:
     ports = free_range(8)
     process = start("--port", "0", "--udp-ports", f"{ports[0]}-{ports[-1]}")

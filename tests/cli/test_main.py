@@ -306,12 +306,12 @@ def test_what_is_wrong_with_a_ring_is_told_once(streamdiff_command: Command, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("number", "status", "stages"),
     [(signal.SIGINT, 130, "2"), pytest.param(signal.SIGTERM, 143, "1", marks=pytest.mark.soak)],
 )
 def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int, stages: str) -> None:
+    """By an interpreter for each of its processes: other tests fork their launchers and ranks."""
     root = Path(main.__file__).parents[2]
     command = [sys.executable, "-m", "streamdiff", "generate", "--output", str(tmp_path / "o.mp4"), "--seconds", "999"]
     command += ["--stages", stages]

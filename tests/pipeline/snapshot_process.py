@@ -1,4 +1,4 @@
-"""One rank of a ring, and the ranks that decode, with the model in FOLDER/model:
+"""One rank of a ring, and the ranks that decode, with the embedded model:
 `python -m tests.pipeline.snapshot_process RANK RANKS PORT FOLDER STAGES SHARES DECODE`.
 
 The head plays a session, saves it to FOLDER/ring, and goes on from FOLDER/alone with another; it writes what it showed
@@ -48,9 +48,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     use_rendezvous()
-    config = ModelConfig(
-        name=str(folder / "model"), parallel=f"{stages}x{shares}", decode=decode, device="cpu", threads=1
-    )
+    config = ModelConfig(parallel=f"{stages}x{shares}", decode=decode, device="cpu", threads=1)
     if rank:
         worker_main.run_worker(config)
         return

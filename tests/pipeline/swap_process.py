@@ -1,4 +1,4 @@
-"""One rank of a ring, and the ranks that decode, over rough links, with the model in FOLDER/model:
+"""One rank of a ring, and the ranks that decode, over rough links, with the embedded model:
 `python -m tests.pipeline.swap_process RANK RANKS PORT FOLDER STAGES SHARES DECODE`.
 
 The head plays two sessions and swaps the first out and in, with micro-steps in the ring, to host memory or, where
@@ -94,8 +94,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     use_rendezvous()
     topology.TcpSender, topology.TcpReceiver = LINKS["rough"]  # type: ignore[misc]
     config = ServedModel(
-        name=str(folder / "model"), parallel=f"{stages}x{shares}", decode=decode, device="cpu", threads=1,
-        pictures="rgb",
+        parallel=f"{stages}x{shares}", decode=decode, device="cpu", threads=1, pictures="rgb",
         host_memory_gb=0.0 if (folder / "disk").exists() else 1.0, state_dir=str(folder / "state"),
     )  # fmt: skip
     if rank:

@@ -11,20 +11,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import FrameBatch, Open, Reset
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.model import Model
-from streamdiff.pipeline.build import build_pipeline
+from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline import snapshot_process as process
 from tests.pipeline.processes import run_ranks
-from tests.small import BLUE, CPU, RED, WHITE, save_model, small_encoder, small_model
+from tests.small import BLUE, CPU, RED, WHITE, small_encoder, small_model
 
 PLAIN = small_model(4, layers=4, sink=2)
 MODEL = replace(PLAIN, spec=replace(PLAIN.spec, anchor_every=2))
@@ -238,9 +237,9 @@ def test_a_file_that_is_no_snapshot_is_refused(snapshot: Snapshot, tmp_path: Pat
 def test_between_one_process_and_a_ring_of_processes(tmp_path: Path, stages: int, shares: int, decode: str) -> None:
     """Both ways, with micro-steps in flight; what is saved in the one goes on in the other. Also where ranks share a
     stage, and each has the caches of its own heads, or share decoding, and each remembers its own rows."""
-    save_model(tmp_path / "model", layers=3)
-    config = ModelConfig(name=str(tmp_path / "model"), device="cpu")
-    pipeline, alone = build_pipeline(config), list[np.ndarray]()
+    with torch.inference_mode():
+        model = load_model(WEIGHTS, CPU)
+    pipeline, alone = StreamingPipeline(model, CPU), list[np.ndarray]()
     process.opened(pipeline)
     process.play(pipeline, alone, 1)
     alone += saved(pipeline, tmp_path / "alone")

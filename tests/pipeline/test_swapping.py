@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamdiff.config import ModelConfig
-from streamdiff.pipeline.build import build_pipeline
+from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -18,7 +17,7 @@ from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state.swap_store import SwapStore
 from tests.pipeline import swap_process as process
 from tests.pipeline.processes import run_ranks
-from tests.small import CPU, RED, WHITE, save_model, small_model
+from tests.small import CPU, RED, WHITE, small_model
 
 PLAIN = small_model(4, layers=4, sink=2)
 MODEL = replace(PLAIN, spec=replace(PLAIN.spec, anchor_every=2))
@@ -214,12 +213,12 @@ def test_on_a_ring_of_processes_over_rough_links(ring: tuple[int, int, str], how
     """Messages leave late, and slots hold rubbish once they are free: nothing is swapped in the middle of a send. Where
     ranks share a stage they agree when all have read their files, and what one of them has lost is lost to all."""
     stages, shares, decode = ring
-    save_model(tmp_path / "model", layers=3)
     for word in how.split():
         (tmp_path / word).touch()
     ranks = stages * shares + (decode == "own-rank")
     run_ranks("tests.pipeline.swap_process", [str(tmp_path), str(stages), str(shares), decode], ranks, 200)
-    pipeline = build_pipeline(ModelConfig(name=str(tmp_path / "model"), device="cpu"))
+    with torch.inference_mode():
+        pipeline = StreamingPipeline(load_model(WEIGHTS, CPU), CPU)
     process.opened(pipeline)
     alone = process.Shown(pipeline)
     alone.play(process.CHUNKS, 0, 1)

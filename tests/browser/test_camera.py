@@ -58,7 +58,7 @@ def test_the_stream_follows_the_camera_at_the_strength_that_is_set_and_goes_on_w
     browser.get(server.url)
     until(browser, lambda seen: seen["status"] == "Live" and coloured(seen, 2, 0) < PIXELS / 2)
     set_strength(browser, 0.05)
-    assert browser.find_element("id", "camera-embedded").is_displayed()
+    until(browser, lambda _: browser.find_element("id", "camera-embedded").is_displayed())
     camera, stop = (browser.find_element("id", name) for name in ("camera-camera", "camera-stop"))
     assert not stop.is_displayed()
     camera.click()

@@ -279,8 +279,8 @@ class StreamSession:
             self._take(self._engine.handle(command))
 
     def _ask(self, command: Command, request: str, answer: type[_AnswerT]) -> _AnswerT:
-        """Send a command that is answered by an `answer`, and wait for it without making frames: so the same calls
-        give the same frames, however long it takes."""
+        """Send a command that is answered by an `answer`, and wait for it without making frames: how long that takes
+        does not change from which chunk on it holds."""
         self._tell(command)
         while True:
             with self._lock:
@@ -340,7 +340,8 @@ def open(
 
     Args:
         prompt: what to show.
-        seed: the same seed, prompts, picture and model give the same frames.
+        seed: the same seed, prompt, picture and model give the same frames. What comes later holds from the first chunk
+            that is not begun, which is another one where decoding is slower.
         image: the picture that the stream begins with and goes on from: a file, its bytes, or an array.
         fit: how a picture of other proportions is fitted: `cover` (what is over is cut) or `contain` (black bars).
         options: see `ModelOptions`.

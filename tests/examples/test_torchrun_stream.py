@@ -19,6 +19,7 @@ from PIL import Image
 import streamdiff
 from tests import fork_server
 from tests.free_ports import free_port
+from tests.server.test_main import wait_until_ready
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "torchrun_stream.py"
 LIMIT_S = 240
@@ -158,7 +159,9 @@ def test_live_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(
         assert time.monotonic() < end_s
         time.sleep(0.05)
     first.kill()
-    assert "<video" in httpx.get(address(process), timeout=60).text
+    url = address(process)
+    assert "<video" in httpx.get(url, timeout=60).text
+    wait_until_ready(url)  # or the second may be killed before the session is there again
     assert rank_1() != first
     if end == "ctrl-c":
         process.send_signal(signal.SIGINT)

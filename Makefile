@@ -19,7 +19,7 @@ ALONE_IN := tests/browser tests/interop
 # All of the first are of that kind, and take a second to import in every worker.
 ASIDE := --ignore=tests/browser
 # More than there are cores: many tests wait, for processes to start and for video to play.
-WORKERS := $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 3 )))
+WORKERS := $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
 # Where ARGS choose tests, all of them may be of one kind.
 NONE := $(if $(ARGS),|| [ $$? -eq 5 ],)
 

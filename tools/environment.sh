@@ -87,7 +87,9 @@ rm -f "$venv/.streamdiff-$kind"
 say "installing streamdiff and what it needs into $venv (the first time takes minutes: torch is large)"
 target=.
 if [[ $kind == test ]]; then target='.[test]'; fi
-"$venv/bin/python" -m pip install --disable-pip-version-check --editable "$target"
+"$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --editable "$target"
+# pip compiles on one core, longer than it takes for all else. Files for other versions of Python stay as they are.
+"$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true
 match_gpu
 key "$kind" >"$venv/.streamdiff-$kind"
 say "$venv is ready"

@@ -66,8 +66,9 @@ CUDA, DTYPE = torch.device("cuda", 0), torch.bfloat16
 STEPS, TEXT_TOKENS = 4, 512
 _LATE = 20
 """Chunks after which every window has long been full."""
-Written = dict[tuple[Any, ...], list[str]]
-"""Names of the kernels of what is compiled, by its name and its tensors: one graph does for all blocks."""
+KernelNames = dict[tuple[Any, ...], list[str]]
+"""Names of the kernels that torch's compiler writes for a function, by the function and its arguments: all blocks have
+the same."""
 
 
 class WithoutDevice(TorchFunctionMode):
@@ -159,7 +160,7 @@ def spec_of(model: str) -> ModelSpec:
 
 
 def micro_step(
-    spec: ModelSpec, kv_context: str, blocks: int, step: int = 2, *, compiled: Written | None = None
+    spec: ModelSpec, kv_context: str, blocks: int, step: int = 2, *, compiled: KernelNames | None = None
 ) -> Count:
     """One micro-step of ours in the steady state: the chunk's steps before it have run. With `compiled`, what is
     compiled counts as many operations as torch's compiler writes kernels for it, and none of their bytes; what is
@@ -188,8 +189,15 @@ def micro_step(
     return counted
 
 
+def _described(argument: Any) -> Any:
+    """What kernels depend on: of a tensor its layout, of a number its value, of a block or another object its kind."""
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype
+    return argument if isinstance(argument, bool | int | float | str | None) else type(argument)
+
+
 @contextmanager
-def _written_code(counter: Counter, mode: FakeTensorMode, written: Written) -> Iterator[None]:
+def _written_code(counter: Counter, mode: FakeTensorMode, written: KernelNames) -> Iterator[None]:
     """Meanwhile what would be compiled is written for CUDA, and told to `counter`. Mutates: the compiled stage's way to
     torch's compiler, counter, written."""
     from benchmarks import generated_kernels  # imports torch's compiler
@@ -208,7 +216,7 @@ def _written_code(counter: Counter, mode: FakeTensorMode, written: Written) -> I
             with counter.paused() as counting:
                 if counting:
                     tensors = [leaves[place] for place in places]
-                    key = function.__qualname__, *((each.shape, each.stride(), each.dtype) for each in tensors)
+                    key = function.__qualname__, *map(_described, leaves)
                     if key not in written:
                         written[key] = generated_kernels.kernels(of_tensors, tensors, mode)
                     names = written[key]
@@ -248,7 +256,7 @@ def compiled_block(spec: ModelSpec, kv_context: str) -> Count:
     """A block where the stage is compiled: one between two others, so that all that stands from one self-attention to
     the next is in it. Matrix products and cross-attention are calls within what is compiled, and not among its
     operations."""
-    written: Written = {}
+    written: KernelNames = {}
     counted = [micro_step(spec, kv_context, blocks, compiled=written) for blocks in (3, 2)]
     return counted[0] - counted[1]
 

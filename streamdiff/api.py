@@ -340,8 +340,8 @@ def open(
 
     Args:
         prompt: what to show.
-        seed: the same seed, prompt, picture and model give the same frames. What comes later holds from the first chunk
-            that is not begun, which is another one where decoding is slower.
+        seed: the same seed, prompt, picture and model give the same frames. A prompt that comes later holds from the
+            first chunk that is not begun: which one that is depends on how fast chunks are made and decoded.
         image: the picture that the stream begins with and goes on from: a file, its bytes, or an array.
         fit: how a picture of other proportions is fitted: `cover` (what is over is cut) or `contain` (black bars).
         options: see `ModelOptions`.

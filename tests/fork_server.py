@@ -3,7 +3,7 @@
 An import takes four seconds of a core, and a ring of three ranks four of them. `interpreter` is an executable to be
 taken for `sys.executable`: as `python -m MODULE ...` it is a small process that stands for the forked one (same
 output, input, environment and folder; signals are passed on, both end together, with the same code), where `MODULE` is
-one of HEAVY, or one of the COMMANDS of the command line, and so as `python SCRIPT.py ...`; anything else it runs
+one of MODULES, or `streamdiff` with one of COMMANDS, and so as `python SCRIPT.py ...`; anything else it runs
 itself, and what that starts in turn is started so too. `behind` is the process that another one stands for, with its
 children and sockets.
 
@@ -41,7 +41,7 @@ import psutil
 from streamdiff.heavy_import import heavy_import
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = {
+MODULES = {
     "benchmarks.gpu_check",
     "benchmarks.sleeping_ring",
     "benchmarks.stage_drift",
@@ -72,7 +72,7 @@ argv, environment = sys.argv[1:], dict(os.environ)
 if argv[:1] == ["-u"]:
     argv, environment["PYTHONUNBUFFERED"] = argv[1:], "1"
 command = argv[1:2] == ["streamdiff"] and argv[2:3] and argv[2] in {commands!r}
-module = argv[:1] == ["-m"] and (command or argv[1] in {heavy!r})
+module = argv[:1] == ["-m"] and (command or argv[1] in {modules!r})
 if not module and not (argv and argv[0].endswith(".py")):
     os.execv({python!r}, [{path!r}, *sys.argv[1:]])
 import json, signal, socket
@@ -157,7 +157,7 @@ def _write_stand_in(path: Path, address: Path) -> None:
         _STAND_IN.format(
             python=python,
             path=str(path),
-            heavy=HEAVY,
+            modules=MODULES,
             commands=COMMANDS,
             address=str(address),
             length=_LENGTH,

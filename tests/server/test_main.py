@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL = sys.executable
-"""Read before it stands for what is forked."""
+"""The interpreter itself; in a test that forks, `sys.executable` is what stands for it."""
 Running = tuple[subprocess.Popen[str], str]
 
 

@@ -62,6 +62,8 @@ _IMPORTED = (
     "torch.distributed.elastic.multiprocessing",
 )  # fmt: skip
 _DESCRIPTORS = (0, 1, 2)
+_SIGNALS = [int(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)]
+"""Those that are passed on."""
 _LENGTH = 16
 """Bytes of every number that is sent."""
 
@@ -78,17 +80,17 @@ if not module and not (argv and argv[0].endswith(".py")):
 import json, signal, socket
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-told = json.dumps({{"argv": argv, "environment": environment, "folder": os.getcwd()}}).encode()
-signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+signals = {signals}
+ignored = [number for number in signals if signal.getsignal(number) is signal.SIG_IGN]
+told = json.dumps({{"argv": argv, "environment": environment, "folder": os.getcwd(), "ignored": ignored}}).encode()
 signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 server.sendmsg([b"%{length}d" % len(told)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", {fds}))])
 server.sendall(told)
 process = int(server.recv({length}, socket.MSG_WAITALL))
 with open("/proc/self/comm", "w") as name:
     name.write(str(process))
-for number in signals:
-    if signal.getsignal(number) is not signal.SIG_IGN:
-        signal.signal(number, lambda number, _: os.kill(process, number))
+for number in signals:  # those that are ignored too, as the forked one may have a handler of its own
+    signal.signal(number, lambda number, _: os.kill(process, number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 for descriptor in {fds}:
     os.close(descriptor)
@@ -160,6 +162,7 @@ def _write_stand_in(path: Path, address: Path) -> None:
             modules=MODULES,
             commands=COMMANDS,
             address=str(address),
+            signals=_SIGNALS,
             length=_LENGTH,
             fds=list(_DESCRIPTORS),
         )
@@ -269,6 +272,9 @@ def _number(value: int) -> bytes:
 def become(wanted: dict[str, Any], executable: str) -> None:
     """Be the process that was asked for, to its end. Mutates: this process."""
     os.setsid()
+    for number in _SIGNALS:  # as an interpreter that starts has them
+        plain = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in wanted["ignored"] else plain)
     os.chdir(wanted["folder"])
     os.environ.clear()
     os.environ.update(wanted["environment"])

@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 SOURCES := streamdiff tests benchmarks examples
 # What the quick loop leaves out; `make test` runs everything but the soak tests.
 QUICK := not slow and not browser and not packaging and not interop
-# They start a browser or another house's viewer, which want most of the machine: two files of them run at a time, when
+# They start a browser or another house's viewer, which want most of the machine: three files of them run at a time, when
 # everything else, which shares the cores, has ended.
 ALONE := browser or interop
 # No other folder has such tests (tests/rules/test_markers.py), and need not be looked through for them.
@@ -61,7 +61,7 @@ side-by-side:
 alone:
 	@echo "==> tests with browsers and other houses' viewers"
 	@without="$$(tools/interop.sh)" && \
-	    $(BIN)/python -m pytest --no-skips $(RETRY) --durations=15 -n 2 --dist loadfile -m "($(ALONE))$${without:+ and $$without}" $(or $(ARGS),$(ALONE_IN)) $(NONE) && \
+	    $(BIN)/python -m pytest --no-skips $(RETRY) --durations=15 -n 3 --dist loadfile -m "($(ALONE))$${without:+ and $$without}" $(or $(ARGS),$(ALONE_IN)) $(NONE) && \
 	    echo "==> all tests passed$${without:+ but those left out here, see above: $$without}"
 
 check: test-environment lint ## the quick loop: style, types, fast tests

@@ -15,6 +15,8 @@ from tests import fork_server
 
 PAINTED = (sys.executable, "-m", "tests.server.scripted", "serve", "--no-browser")
 LIMIT_S = 60.0
+LOOK_S = 0.05
+"""Between two looks, each of which takes time of the cores that play the video."""
 
 
 def model_server(*options: str) -> tuple[str, ...]:
@@ -28,6 +30,7 @@ def until(browser: WebDriver, condition: Callable[[dict[str, Any]], bool]) -> di
     end = time.monotonic() + LIMIT_S
     while not condition(seen := probe(browser)):
         assert time.monotonic() < end, {name: value for name, value in seen.items() if name != "pixels"}
+        time.sleep(LOOK_S)
     return seen
 
 

@@ -324,6 +324,7 @@ def test_while_the_model_loads_it_lives_is_not_ready_and_the_page_looks_again(ga
                     with contextlib.suppress(httpx.ConnectError):  # it does not listen yet
                         alive = await http.get("/healthz")
                         break
+                    await asyncio.sleep(0.05)
             assert (alive.status_code, alive.json()) == (200, {"alive": True})
             for path in ("/readyz", "/api/state"):
                 answer = await http.get(path)

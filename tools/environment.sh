@@ -87,9 +87,13 @@ rm -f "$venv/.streamdiff-$kind"
 say "installing streamdiff and what it needs into $venv (the first time takes minutes: torch is large)"
 target=.
 if [[ $kind == test ]]; then target='.[test]'; fi
+# The pip that comes with Python 3.11 takes more than twice as long to choose the versions.
+"$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --quiet --upgrade pip
 "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --editable "$target"
-# pip compiles on one core, longer than it takes for all else. Files for other versions of Python stay as they are.
-"$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true
+# pip compiles on one core, longer than it takes for all else. Of these folders few modules are ever imported, which
+# Python compiles then; files for other versions of Python stay as they are.
+rarely='/(transformers/models|diffusers/(modular_)?pipelines|openai/types|torch/testing|networkx|matplotlib|fontTools|mypyc?|pip)/'
+"$venv/bin/python" -m compileall -qq -j 0 -x "$rarely" "$venv/lib" || true
 match_gpu
 key "$kind" >"$venv/.streamdiff-$kind"
 say "$venv is ready"

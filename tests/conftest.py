@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import fcntl
 import gc
 import getpass
 import os
@@ -89,6 +91,35 @@ def _group(file: str) -> str | None:
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return TogetherScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+_COLLECTED = pytest.StashKey[Any]()
+"""What is locked while the first worker collects."""
+
+
+def pytest_configure_node(node: Any) -> None:
+    """Of xdist, for each worker: in a fresh clone half of what collecting takes is pytest's own version of each file's
+    asserts, which is kept on disk. So one worker collects first, and the others find them there."""
+    if _COLLECTED not in node.config.stash:
+        node.config.stash[_COLLECTED] = lock = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    else:
+        node.workerinput["after"] = node.config.stash[_COLLECTED].name
+
+
+def pytest_xdist_node_collection_finished(node: Any) -> None:
+    fcntl.flock(node.config.stash[_COLLECTED], fcntl.LOCK_UN)
+
+
+def pytest_testnodedown(node: Any) -> None:
+    fcntl.flock(node.config.stash[_COLLECTED], fcntl.LOCK_UN)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    if (path := getattr(session.config, "workerinput", {}).get("after")) is not None:
+        with contextlib.suppress(FileNotFoundError), open(path) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def pytest_configure() -> None:

@@ -33,7 +33,7 @@ class Trace:
     cpu_s: list[float] = field(default_factory=list)
     """Processor time of the process, at the end of each forward's sleep."""
     layers_s: list[float] = field(default_factory=list)
-    """Of a forward, seconds of embedding and output layer."""
+    """Seconds of layers between two forwards' sleeps: the first one's output layer and the second one's embedding."""
 
     def forward(self, begin_s: float) -> float:
         """A forward's sleep has ended; returns when. Mutates: self."""

@@ -75,12 +75,13 @@ class Sleeping(ModelRunner):
     ) -> None:
         super().__init__(model, CPU, place.stage, place.stages, group)
         self.seconds, self.trace, self.group = forward_s / place.stages / place.shares, trace, group
-        self.never = Event()
+        self.never, self._leave_s = Event(), 0.0
 
     def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
         came_s = clock.monotonic_s()
         tokens = self._forward.enter(given)
         begin_s = clock.monotonic_s()
+        self.trace.layers_s.append(self._leave_s + begin_s - came_s)
         if self.group is None:
             self.never.wait(self.seconds)
         else:
@@ -90,7 +91,7 @@ class Sleeping(ModelRunner):
                 exchange(self.group, tokens.hidden)
         end_s = self.trace.forward(begin_s)
         result = self._forward.leave(tokens)  # all but the blocks
-        self.trace.layers_s.append(begin_s - came_s + clock.monotonic_s() - end_s)
+        self._leave_s = clock.monotonic_s() - end_s
         return result
 
 

@@ -314,7 +314,7 @@ def test_they_are_never_mixed_between_sessions(place: Place) -> None:
     that are used again and again; each shows what it shows alone."""
     wanted = {kind: place.alone(opening("alone", kind, 3), COMPARED) for kind in KINDS}
     rng, names, open_ = random.Random(1), iter(range(10_000)), dict[str, str]()
-    checked = places = 0
+    acts = checked = places = 0
 
     def check(name: str) -> int:
         frames = place.shown[name][: COMPARED * FRAMES]
@@ -322,7 +322,8 @@ def test_they_are_never_mixed_between_sessions(place: Place) -> None:
         assert same, f"{name}, {open_[name]}"
         return len(frames)
 
-    for _ in range(35):
+    while acts < 35 or checked <= 100 or places <= 5:  # how soon a swap is done depends on the machine
+        acts += 1
         act = rng.choice(("open", "close", "swap", "swap", "reset"))
         name = rng.choice(list(open_)) if open_ else ""
         if (act == "open" and len(open_) < 4) or not open_:
@@ -342,8 +343,8 @@ def test_they_are_never_mixed_between_sessions(place: Place) -> None:
             place.shown[name] = []
         for _ in range(12):
             places += sum(isinstance(event, Swapped) for event in place.take(place.engine.step(0.0)))
-    checked += sum(map(check, open_))
-    assert checked > 100 and places > 5, (checked, places)
+    for name in open_:
+        check(name)
 
 
 def test_they_share_forwards_with_other_sessions(place: Place) -> None:

@@ -60,6 +60,7 @@ print(gc.get_freeze_count())
     assert process.stdout.split() == ["0", "True"]
 
 
+@pytest.mark.slow
 def test_the_console_script_ends_without_a_look_at_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["streamdiff", "--version"])
     kept: list[object] = [[] for _ in range(1000)]

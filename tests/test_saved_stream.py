@@ -13,6 +13,7 @@ from streamdiff.errors import ConfigError, RequestError
 from tests.small import BLUE, RED
 
 
+@pytest.mark.slow
 def test_a_loaded_stream_has_the_frames_of_the_one_that_was_saved(tmp_path: Path) -> None:
     """Saved with frames that are made and not taken, right after a prompt; then both begin afresh alike."""
     path = tmp_path / "stream.safetensors"

@@ -175,6 +175,7 @@ def test_a_video_that_is_queued_for_long_and_whose_content_comes_late_is_waited_
         assert stand.bodies == [expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "error"), [(1, "failed"), (2, "http 429"), (3, "answer"), (5, "empty"), (6, "http 404")]
 )
@@ -190,6 +191,7 @@ def test_a_video_that_is_never_done_is_given_up_and_deleted() -> None:
         assert stand.deleted == ["/v1/videos/v-4"]
 
 
+@pytest.mark.slow
 def test_the_warm_up_waits_for_a_place_and_one_that_fails_ends_all() -> None:
     with standing() as stand:
         words = ["--base-url", stand.url, "--num-prompts", "1", "--poll", "0.01"]

@@ -54,6 +54,7 @@ def test_adaptive_sessions_lose_steps_where_too_many_have_come_and_show_more() -
     assert max(rates[0]) < 0.85 < 0.9 < min(rates[1])
 
 
+@pytest.mark.slow
 def test_a_ring_of_stages_carries_more_sessions_than_one_stage() -> None:
     who = [Visitor(0.1 * number, 30.0, number, ()) for number in range(16)]
     quick = replace(TIMES, decode_s=0.01)
@@ -80,6 +81,7 @@ def test_nothing_differs_between_two_runs() -> None:
     assert runs[0] == runs[1] and len(runs[0][0]) > 10
 
 
+@pytest.mark.slow
 def test_jobs_take_what_is_left_and_a_full_engine_leaves_nothing() -> None:
     who = [Visitor(0.0, 30.0, number, ()) for number in range(6)]
     jobs = [JobArrival(2.0, 2.4, 0), JobArrival(2.5, 2.4, 1)]

@@ -60,6 +60,7 @@ def test_figures_are_those_of_what_was_finished_after_the_warm_up() -> None:
     assert (found["mean_gap_s"], found["longest_gap_s"]) == pytest.approx(((3 * 2 + 2 + 2 + 2.5) / 6, 2.5))
 
 
+@pytest.mark.slow
 def test_the_ideal_of_the_design_is_four_times_the_chunks_at_the_same_latency() -> None:
     for context in KV_CONTEXTS:
         plan = Plan(kv_context=context, forward_s=1.0)

@@ -12,6 +12,7 @@ MODEL = small_model(5)
 CONTEXTS = ("clean", "staircase", "matched")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_streams_together_are_the_streams_alone(kv_context: str) -> None:
     together = rollout(MODEL, [RED, BLUE, WHITE], chunks=4, steps=4, kv_context=kv_context, seed=3)

@@ -35,6 +35,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -138,6 +139,7 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "commands:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_example_in_the_help_parses() -> None:
     texts = (
         options.EXAMPLES,
@@ -167,6 +169,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
     assert process.stdout.splitlines() == [f"streamdiff {__version__}", "[]"]
 
 
+@pytest.mark.slow
 def test_plan_answers_without_torch(tmp_path: Path) -> None:
     """The whole command in a fresh interpreter: JSON on stdout, a trace in its file, and nothing heavy imported."""
     path = tmp_path / "trace.json"

@@ -22,6 +22,7 @@ def chosen(count: int, goal: str | None = None, titles: tuple[str, ...] = (H100,
     return with_best(config(**model), count, goal, lambda: titles)
 
 
+@pytest.mark.slow
 def test_one_stream_gets_ranks_that_share_and_many_get_stages(capsys: pytest.CaptureFixture[str]) -> None:
     one = chosen(4).model
     assert (one.parallel, one.stages, one.shares, one.decode) == ("1x4", 1, 4, "head")

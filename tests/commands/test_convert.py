@@ -84,6 +84,7 @@ def test_decode_takes_latents_without_chunks(
     assert relative_error(tensor("out.safetensors", "video"), expected_video(autoencoder)) <= 1e-5
 
 
+@pytest.mark.slow
 def test_decode_writes_pictures_and_videos(
     place: Path, capsys: pytest.CaptureFixture[str], autoencoder: AutoencoderKLWan
 ) -> None:
@@ -113,6 +114,7 @@ def test_encode_gives_diffusers_means(
     assert relative_error(latents, (raw - MEAN) / STD) <= 1e-5
 
 
+@pytest.mark.slow
 def test_raw_latents_are_the_networks_own_and_decode_as_the_others_do(
     place: Path, capsys: pytest.CaptureFixture[str], autoencoder: AutoencoderKLWan
 ) -> None:
@@ -131,6 +133,7 @@ def test_raw_latents_are_the_networks_own_and_decode_as_the_others_do(
     assert relative_error(seen, plain) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vae", "lengths"), [("vae.pth", [1, 4, 4]), ("taew2_1.pth", [4, 4, 1])])
 @pytest.mark.parametrize("chunk", ["", "--chunk-frames 1"])
 def test_encode_notes_how_the_pixels_move(
@@ -147,6 +150,7 @@ def test_encode_notes_how_the_pixels_move(
     assert got == pytest.approx(expected, rel=1e-6) and len(set(got)) == 3
 
 
+@pytest.mark.slow
 def test_an_autoencoder_that_knows_no_raw_latents_says_so(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(TAEHV(TaehvConfig()).state_dict(), "taew2_1.pth")
     write_tensor(Path("raw.safetensors"), "latents", zeros(16, 2, 2, 3), RAW)

@@ -126,6 +126,7 @@ def test_the_json_list_holds_every_model_that_streams(capsys: pytest.CaptureFixt
     assert trees["tiny"]["embedded"] and not trees["self-forcing"]["embedded"]
 
 
+@pytest.mark.slow
 def test_bases_without_pictures_are_not_offered_but_shown_to_who_asks(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["models"], ["models", "--json"]):
         assert main.main(arguments) == 0
@@ -134,6 +135,7 @@ def test_bases_without_pictures_are_not_offered_but_shown_to_who_asks(capsys: py
     assert json.loads(capsys.readouterr().out).get("schedule") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", entries.entries())
 def test_every_model_can_be_shown(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """What is not known is said to be unknown, never None."""

@@ -67,6 +67,7 @@ class Embeddings:
         return self.rows
 
 
+@pytest.mark.slow
 def test_stages_do_not_matter(given: Given) -> None:
     switch = ["--prompt-switch", f"2:{given.folder / 'other.safetensors'}:recache", "--window", "9", "--sink", "3"]
     one = given.latents(*switch)
@@ -88,6 +89,7 @@ def test_a_prompt_switch_changes_what_comes_after_it(given: Given) -> None:
     torch.testing.assert_close(flushed, fresh, rtol=1e-4, atol=1e-5, msg="without a sink both see nothing")
 
 
+@pytest.mark.slow
 def test_a_prompt_may_come_over_chunks(given: Given) -> None:
     plain, text, other = given.latents(), given.text, load_file(given.folder / "other.safetensors")["prompt_embeds"]
     switch = ["--prompt-switch", f"2:{given.folder / 'other.safetensors'}:keep"]
@@ -100,6 +102,7 @@ def test_a_prompt_may_come_over_chunks(given: Given) -> None:
     assert torch.equal(given.latents(*switch, "--prompt-mix", "1"), at_once)
 
 
+@pytest.mark.slow
 def test_context_noise_and_positions_are_used(given: Given) -> None:
     plain = given.latents("--window", "9", "--sink", "3")
     noisy = given.latents("--window", "9", "--sink", "3", "--context-noise", "200")
@@ -109,6 +112,7 @@ def test_context_noise_and_positions_are_used(given: Given) -> None:
     assert (absolute[3] - plain[3]).abs().max() > 1e-5
 
 
+@pytest.mark.slow
 def test_chunks_start_from_encoded_video(given: Given) -> None:
     """In chunks or as a clip, as `streamdiff encode` writes it; with motion noise the still part keeps the level."""
     draw = torch.randn(CHUNKS, LATENT_CHANNELS, CHUNK, SIDE, SIDE, generator=torch.Generator().manual_seed(2))
@@ -122,6 +126,7 @@ def test_chunks_start_from_encoded_video(given: Given) -> None:
     assert (given.latents(steps="700,500,400") - in_chunks).abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_motion_is_that_of_pixels_where_the_file_says_it(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
     draw = torch.randn(LATENT_CHANNELS, CHUNKS * CHUNK, SIDE, SIDE, generator=torch.Generator().manual_seed(2))
     path = given.folder / "video.safetensors"
@@ -154,6 +159,7 @@ def test_an_averaged_sink_takes_in_what_leaves(given: Given, kv_context: str) ->
     assert torch.equal(mixed, given.latents(*parts, "--averaged-sink", "0.5", "--stages", "3"))
 
 
+@pytest.mark.slow
 def test_an_adaptive_sink_takes_in_what_is_unlike_it(given: Given) -> None:
     parts = ["--window", "9", "--sink", "3"]
     plain, never = given.latents(*parts), given.latents(*parts, "--adaptive-sink", "-1")
@@ -246,6 +252,7 @@ def test_what_is_missing_is_named(given: Given, missing: str, capsys: pytest.Cap
     assert missing in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_in_8_bits_too_the_bits_do_not_depend_on_the_stages(given: Given) -> None:
     plain, whole, split = (
         given.latents(*extra) for extra in ((), ("--quantize", "int8"), ("--quantize", "int8", "--stages", "3"))

@@ -51,6 +51,7 @@ def files_for(given: Given, shape: tuple[int, ...]) -> Files:
     return Files(options, 900 * by_frame, by_frame, level.view(CHUNKS, -1).expand(-1, CHUNK), video, by_chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 @pytest.mark.parametrize("shape", [(CHUNKS,), (CHUNKS, CHUNK), (CHUNKS, 3, CHUNK)])
 def test_levels_video_and_given_latents_from_files_equal_float64(
@@ -83,6 +84,7 @@ def test_levels_video_and_given_latents_from_files_equal_float64(
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_noise_levels_are_timesteps_over_1000_where_the_file_has_none(given: Given) -> None:
     said = files_for(given, (CHUNKS, 3, CHUNK))
     first = given.folder / "first.safetensors"
@@ -128,6 +130,7 @@ def clean(chunks: int = 2, channels: int = LATENT_CHANNELS, width: int = SIDE) -
 FIRST, GIVEN = "--first-steps", "--given-latents"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "tensors", "words"),
     [

@@ -144,6 +144,7 @@ def differ(one: np.ndarray, other: np.ndarray) -> bool:
     return not np.array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["clean", "staircase"])
 def test_a_prompts_embeddings_show_what_the_prompt_shows_and_no_text_is_encoded(place: Place, kv_context: str) -> None:
     given = place.alone(Open("a", "", seed=3, kv_context=kv_context, prompt_embeds=embeds(RED)))
@@ -153,6 +154,7 @@ def test_a_prompts_embeddings_show_what_the_prompt_shows_and_no_text_is_encoded(
     assert differ(given, place.alone(Open("a", "", seed=3, kv_context=kv_context, prompt_embeds=embeds(BLUE))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["clean", "matched"])
 def test_a_pictures_latents_begin_the_stream_as_the_picture_does(place: Place, kv_context: str) -> None:
     latents = place.pipeline.encode_picture(pixels(1)[0])
@@ -164,6 +166,7 @@ def test_a_pictures_latents_begin_the_stream_as_the_picture_does(place: Place, k
     assert differ(given, place.alone(Open("a", RED, kv_context=kv_context)))
 
 
+@pytest.mark.slow
 def test_latents_may_come_as_a_clip_and_in_any_float_type(place: Place) -> None:
     whole = noise(1).half()
     expected = place.alone(Open("a", RED, image_latents=save({"latents": whole})))
@@ -197,6 +200,7 @@ def test_a_videos_latents_are_followed_as_the_video_itself_is(place: Place) -> N
     assert differ(given, place.alone(Open("a", RED, seed=5), 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["staircase", "anchored"])
 def test_behind_the_videos_end_chunks_start_from_noise_and_a_reset_begins_it_again(
     place: Place, kv_context: str
@@ -225,6 +229,7 @@ def test_strength_says_how_much_of_the_video_stays(place: Place) -> None:
     assert distances == sorted(distances) and distances[0] < distances[-1] / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 def test_stages_change_no_bit(stages: int) -> None:
     ring, place = Place(stages, model=DEEP), Place(model=DEEP)
@@ -236,6 +241,7 @@ def test_stages_change_no_bit(stages: int) -> None:
         place.engine.close()
 
 
+@pytest.mark.slow
 def test_a_prompt_takes_the_place_of_embeddings_and_a_picture_that_of_a_video(place: Place) -> None:
     place.ask(Open("a", "", prompt_embeds=embeds(RED), video_latents=video_latents(1)), SetPrompt("a", BLUE))
     place.ask(Reset("a", 7))
@@ -254,6 +260,7 @@ def test_a_live_input_takes_the_place_of_a_video(place: Place) -> None:
     assert np.array_equal(place.play("a"), place.alone(Open("b", RED, seed=7)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_a_snapshot_has_them(place: Place, kv_context: str) -> None:
     """Taken in mid-stream while the video lasts; it goes on elsewhere to the bit, and begins there as it began here."""
@@ -347,6 +354,7 @@ def test_they_are_never_mixed_between_sessions(place: Place) -> None:
         check(name)
 
 
+@pytest.mark.slow
 def test_they_share_forwards_with_other_sessions(place: Place) -> None:
     wanted = {kind: place.alone(opening("alone", kind, 3), COMPARED) for kind in KINDS}
     shared = Place(max_rows=4)

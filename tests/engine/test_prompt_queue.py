@@ -338,6 +338,7 @@ def test_only_the_conditioning_in_force_is_held(engine: Engine, pipeline: SlowPi
     assert not any(made() for made in pipeline.text.made)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_opened_is_refused_with_all_that_waits(engine: Engine, pipeline: SlowPipeline) -> None:
     pipeline.text.hold("blue")
     pipeline.text.errors["blue"] = RuntimeError("no memory")

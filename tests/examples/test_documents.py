@@ -41,6 +41,7 @@ def commands(document: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.startswith("streamdiff ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", [each for each in DOCUMENTS if commands(each)], ids=lambda path: path.name)
 def test_commands_in_documents_can_be_typed(document: Path) -> None:
     for words in commands(document):
@@ -71,6 +72,7 @@ def run_script(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 def test_a_script_beside_the_clone_imports_the_package(tmp_path: Path) -> None:
     """A folder named `streamdiff` beside it must not be taken for the package (installed in editable mode)."""
     (tmp_path / "streamdiff").symlink_to(ROOT, target_is_directory=True)

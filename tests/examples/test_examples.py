@@ -136,6 +136,7 @@ class _Whep(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_custom_viewer_hands_out_its_page_and_passes_offers_on() -> None:
     spec = importlib.util.spec_from_file_location("custom_viewer", EXAMPLES / "custom_viewer.py")
     assert spec is not None and spec.loader is not None

@@ -28,6 +28,7 @@ def small_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entries, "parts", lambda: parts)
 
 
+@pytest.mark.slow
 def test_real_sizes_are_those_of_the_published_models() -> None:
     for name, billions in (("random:wan2.1-1.3b", 1.419), ("random:wan2.1-14b", 14.288)):
         checkpoint = ModelLoader(ModelConfig(name=name), CPU).checkpoint.checkpoint

@@ -140,6 +140,7 @@ def test_weights_that_do_not_tell_are_a_users_error(tmp_path: Path, capsys: pyte
     assert "self-forcing" in (told := capsys.readouterr().err) and "--model NAME" in told
 
 
+@pytest.mark.slow
 def test_it_takes_no_torch(tmp_path: Path) -> None:
     path = write(tmp_path / "self_forcing_dmd.pt", 30, "generator_ema")
     code = (

@@ -62,6 +62,7 @@ def test_noise_has_known_values() -> None:
     assert sampling.counter_seed(1234, 7, 2) == 3589142827
 
 
+@pytest.mark.slow
 @given(counters, st.integers(0, 10**7), st.integers(0, 4))
 def test_noise_is_a_pure_function_of_its_counters(seed: int, chunk: int, step: int) -> None:
     torch.manual_seed(chunk % 17)  # the global generator has no say

@@ -39,6 +39,7 @@ def test_sessions_of_all_contexts_share_the_ring(stages: int, alone: dict[int, l
         assert same(together[name], alone[name]), f"session {name}"
 
 
+@pytest.mark.slow
 def test_several_rows_per_forward_agree_closely(alone: dict[int, list[torch.Tensor]]) -> None:
     """Kernels for larger matrices sum in another order."""
     together = play(LocalRing(MODEL, CPU, 3, max_rows=4), MODEL, THREE)
@@ -57,6 +58,7 @@ def test_stages_hold_their_own_blocks_only() -> None:
     assert owned == [id(block) for block in MODEL.denoiser.blocks]
 
 
+@pytest.mark.slow
 def test_what_is_in_the_ring_at_a_reset_is_nobodys() -> None:
     ring = LocalRing(MODEL, CPU, 4)
     order = THREE[1]
@@ -85,6 +87,7 @@ class Lost(InitLatents):
         raise torch.OutOfMemoryError("the test's own fault")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_opened_leaves_nothing_open() -> None:
     """The slot can be used again, and what it makes is as if nothing had been."""
     ring, order = LocalRing(MODEL, CPU, 2), THREE[1]

@@ -61,6 +61,7 @@ def test_a_stream_equals_the_uncached_reference(
     assert (got[0] - alone[0]).abs().max() > 1e-3, "the first part sees the second"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_together_they_are_one_chunk_of_their_length(kv_context: str) -> None:
     """Of a model that has such chunks from the start, with the same noise: one row in place of three."""
@@ -105,6 +106,7 @@ def test_those_made_together_have_the_level_without_motion() -> None:
     assert float(source.timestep[2]) < 700 and float(source.noise_level[2]) == pytest.approx(0.9 * 0.7 + 0.1 * 0.8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["clean", "staircase"])
 def test_recache_causal_runs_them_together_again(kv_context: str) -> None:
     """A new prompt with `recache-causal` while both are in the window: as if their clean pass had been under it from

@@ -210,6 +210,7 @@ def test_every_value_and_tensor_is_anything(kv_context: str) -> None:
     offer_changed_tensors(kv_context, None)
 
 
+@pytest.mark.slow
 def test_a_video_without_dimensions_is_refused() -> None:
     header, tensors = parts(taken("staircase"))
     place = Place(CASES["staircase"], 2)
@@ -219,6 +220,7 @@ def test_a_video_without_dimensions_is_refused() -> None:
     place.engine.close()
 
 
+@pytest.mark.slow
 def test_a_tensor_without_numbers_and_with_more_than_can_be_counted_is_refused() -> None:
     header, tensors = parts(taken("staircase"))
     place = Place(CASES["staircase"], 2)
@@ -235,6 +237,7 @@ def test_a_tensor_without_numbers_and_with_more_than_can_be_counted_is_refused()
     place.engine.close()
 
 
+@pytest.mark.slow
 def test_a_key_that_is_a_list_and_a_text_that_is_no_text_are_refused() -> None:
     header, tensors = parts(taken("staircase"))
     place = Place(CASES["staircase"], 2)
@@ -248,6 +251,7 @@ def test_a_key_that_is_a_list_and_a_text_that_is_no_text_are_refused() -> None:
     place.engine.close()
 
 
+@pytest.mark.slow
 def test_a_header_is_looked_at_first_and_one_that_is_refused_is_not_written(tmp_path: Path) -> None:
     header, tensors = parts(taken("staircase"))
     for text in ("[" * 100_000, "[]", '{"model": NaN}', '{"a": ' + "9" * 5000 + "}", json.dumps(header | {"trees": 3})):

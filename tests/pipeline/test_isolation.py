@@ -63,6 +63,7 @@ def test_interleaved_sessions_are_bit_identical_to_each_alone() -> None:
     assert not torch.equal(together[0][0], together[2][0]), "the same seed with another prompt is another stream"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_rows", [2, 4])
 def test_batched_sessions_equal_each_alone(max_rows: int) -> None:
     ring = RingExecutor(MODEL, CPU, max_rows=max_rows)
@@ -94,6 +95,7 @@ def test_a_session_that_comes_and_one_that_goes_do_not_disturb() -> None:
     assert same([*got, *finished], alone(ORDERS[0], 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_a_prompt_change_touches_later_chunks_only_and_no_chunk_mixes(kv_context: str) -> None:
     order = Order(RED, 4, 4, kv_context)

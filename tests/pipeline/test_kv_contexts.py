@@ -99,6 +99,7 @@ def test_windows_and_sinks_need_not_be_whole_chunks(
     assert (got[-1] - far[-1]).abs().max() > 1e-3, "a single frame more is seen"
 
 
+@pytest.mark.slow
 def test_a_model_may_see_less_where_its_past_is_clean() -> None:
     """Of three chunks' window two in `clean`; in `staircase` nothing changes."""
     model = small_model(1)
@@ -112,6 +113,7 @@ def test_a_model_may_see_less_where_its_past_is_clean() -> None:
     assert torch.equal(torch.stack(noisy[0]), torch.stack(noisy[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["clean", "staircase"])
 def test_the_past_may_be_shown_with_a_little_noise(kv_context: str) -> None:
     model = small_model(1)
@@ -169,6 +171,7 @@ def anchored(sink: int, every: int) -> Model:
     return replace(model, spec=replace(model.spec, anchor_every=every))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sink", "every", "steps"), ANCHORS)
 def test_anchors_are_seen_clean_as_the_uncached_reference_has_it(sink: int, every: int, steps: int) -> None:
     model = anchored(sink, every)
@@ -239,6 +242,7 @@ def test_the_contexts_are_different_streams() -> None:
         assert (streams[i] - streams[j]).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_rows", [2, 3, 5])
 def test_a_round_of_a_staircase_in_one_forward_equals_its_rows_one_by_one(max_rows: int) -> None:
     model = small_model(1)

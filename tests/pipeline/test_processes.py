@@ -17,6 +17,7 @@ def left(folder: Path) -> list[int]:
     return [int(file.name) for file in folder.iterdir() if psutil.pid_exists(int(file.read_text() or -1))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forked", [True, False])
 def test_a_rank_that_fails_is_heard_while_the_others_wait_and_none_is_left(forked: bool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 of .*lost_rank ended with 1:(?s:.*)ValueError: no luck"):

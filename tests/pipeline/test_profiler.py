@@ -125,6 +125,7 @@ def test_a_short_stream_says_that_there_is_no_profile(tmp_path: Path, capsys: py
     assert "no profile: the stream ended before a chunk was made after the first 4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an earlier run left is gone, and what this one cannot finish is not there either."""
     (tmp_path / f"{profiler._UNFINISHED}old").mkdir()

@@ -132,6 +132,7 @@ def test_any_number_of_stages_gives_the_same(policy: str, kv_context: str) -> No
     assert torch.equal(one, three)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_context", "kept"), [("clean", [0, 17, 18, 19]), ("matched", [])])
 def test_only_what_the_next_chunk_may_see_is_kept(kv_context: str, kept: list[int]) -> None:
     """Of `matched`, which has no clean pass, nothing is."""

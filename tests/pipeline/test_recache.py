@@ -30,6 +30,7 @@ def made(model: Model, switches: dict[int, str], policy: str = "recache", stages
     return torch.stack([latents for latents, _ in run_reference(model, CPU, script, stages=stages)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", ["relative", "absolute"])
 @pytest.mark.parametrize(
     ("chunk", "window", "sink", "full"),
@@ -104,6 +105,7 @@ def played(ring: RingExecutor, policy: str) -> tuple[int, list[list[MicroStep]]]
     return turns, forwards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_rows", [1, 4])
 def test_another_session_waits_no_longer_than_the_long_forward_takes(max_rows: int) -> None:
     """A turn is a message's time on a stage, and the long forward is one message per row."""

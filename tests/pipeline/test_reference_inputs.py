@@ -20,6 +20,7 @@ def played(model: Model, script: ReferenceRun, stages: int = 1) -> Tensor:
     return torch.stack([latents for latents, _ in run_reference(model, CPU, script, stages=stages)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_equals_float64_on_any_number_of_stages(name: str) -> None:
     run = case(name).run
@@ -29,6 +30,7 @@ def test_a_run_equals_float64_on_any_number_of_stages(name: str) -> None:
     assert torch.equal(played(case_model(), run, stages=3), one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_what_is_said_matters(kv_context: str) -> None:
     """Each of the values has an effect far above the tolerance of the comparison."""
@@ -46,6 +48,7 @@ def test_what_is_said_matters(kv_context: str) -> None:
         assert (played(case_model(), other)[GIVEN:] - plain[GIVEN:]).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averaged", [None, 0.5])
 def test_a_stream_goes_on_from_its_own_latents_as_if_it_had_never_ended(averaged: float | None) -> None:
     """To the bit, where only finished chunks are seen; also what is folded into the sink on the way."""
@@ -59,6 +62,7 @@ def test_a_stream_goes_on_from_its_own_latents_as_if_it_had_never_ended(averaged
         assert torch.equal(played(model, going_on, stages=3), latents), f"from chunk {count} on three stages"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["keep", "recache", "reset"])
 def test_a_prompt_may_change_where_what_is_given_ends(policy: str) -> None:
     model = small_model(3, layers=3, chunk=2, window=6, sink=2)

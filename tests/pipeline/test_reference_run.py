@@ -174,6 +174,7 @@ def test_a_first_chunk_with_a_schedule_of_its_own(plain: ReferenceRun, kv_contex
     assert torch.equal(played(model, again)[3:], one[: CHUNKS - 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
 def test_windows_that_cut_chunks_are_the_same_on_any_number_of_stages(plain: ReferenceRun, kv_context: str) -> None:
     model = small_model(3, layers=3, window=6, sink=1, chunk=3)

@@ -69,6 +69,7 @@ def test_the_session_ends_and_the_others_do_not_notice(
     assert spoilt not in ring.stage.sessions and not stage_of(ring, stages // 2).guard.broken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "spoilt"), [(1, 0), (1, 2), pytest.param(4, 1, marks=SLOW), pytest.param(4, 3, marks=SLOW)]
 )
@@ -91,6 +92,7 @@ def test_a_staircase_whose_later_rows_have_read_the_bad_one_ends() -> None:
     assert list(lost) == [1] and "NaN" in lost[1]
 
 
+@pytest.mark.slow
 def test_an_error_that_a_forward_of_several_has_is_tried_session_by_session(
     alone: dict[int, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ class Saving:
         self.streams.take(self.pipeline.step(0.01))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_context", "stages"),
     [
@@ -133,6 +134,7 @@ def changed(pipeline: StreamingPipeline) -> None:
     pipeline.set_conditioning(0, pipeline.text.encode(BLUE), epoch=6, switch="flush")
 
 
+@pytest.mark.slow
 def test_a_prompt_that_comes_while_it_is_copied_is_not_in_it() -> None:
     place = Saving("matched", 2, changed)
     place.pipeline.close_session(0)
@@ -153,6 +155,7 @@ def closed(pipeline: StreamingPipeline) -> None:
     pipeline.open(0, pipeline.text.encode(RED), seed=3, epoch=6, steps=4, kv_context="clean")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "why"), [(reset, "begun afresh meanwhile"), (closed, "ended meanwhile")])
 def test_what_ends_or_begins_afresh_while_it_is_copied_is_not_saved(
     change: Callable[[StreamingPipeline], None], why: str

@@ -69,6 +69,7 @@ def change(pipeline: StreamingPipeline, session: int = 0) -> None:
     pipeline.set_conditioning(session, pipeline.text.encode(BLUE), epoch=6, switch="flush")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_context", "stages", "then"),
     [
@@ -105,6 +106,7 @@ def test_a_stream_goes_on_from_its_file(kv_context: str, stages: int, then: int,
     assert np.array_equal(np.stack(resumed[: CHUNKS * CHUNK - before]), np.stack(expected[before : CHUNKS * CHUNK]))
 
 
+@pytest.mark.slow
 def test_a_change_of_steps_and_a_prompt_that_wait_are_saved_too(tmp_path: Path) -> None:
     """Between a change that has been asked for and the chunk that it holds from."""
 
@@ -141,6 +143,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snapshot]:
     yield Snapshot.read(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -162,6 +165,7 @@ def test_what_does_not_fit_is_refused_by_name(snapshot: Snapshot, model: Model, 
     pipeline.close()
 
 
+@pytest.mark.slow
 def test_tensors_of_another_size_are_refused_before_any_stage_has_them(snapshot: Snapshot) -> None:
     name = next(name for name in snapshot.tensors if name.endswith("state.value"))
     broken = replace(snapshot, tensors={**snapshot.tensors, name: snapshot.tensors[name][:, :, :1]})

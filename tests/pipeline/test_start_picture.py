@@ -99,6 +99,7 @@ def test_chunks_that_are_made_together_are_all_given() -> None:
     assert both.shape == (2, *SPEC.chunk_shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_it_is_shown_first_and_the_stream_goes_on_from_it_as_a_reference_run_does(
     pipeline: Recording, kv_context: str
@@ -113,6 +114,7 @@ def test_it_is_shown_first_and_the_stream_goes_on_from_it_as_a_reference_run_doe
     assert same(shown, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_every_later_chunk_depends_on_the_picture(pipeline: Recording, kv_context: str) -> None:
     streams = []
@@ -125,6 +127,7 @@ def test_every_later_chunk_depends_on_the_picture(pipeline: Recording, kv_contex
         assert (one - none).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_stages_change_no_bit(pipeline: Recording, stages: int, kv_context: str) -> None:
@@ -137,6 +140,7 @@ def test_stages_change_no_bit(pipeline: Recording, stages: int, kv_context: str)
         ring.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_a_reset_to_a_picture_is_a_fresh_stream_and_so_is_one_without(pipeline: Recording, kv_context: str) -> None:
     conditioning = pipeline.text.encode(RED)
@@ -172,6 +176,7 @@ def test_a_pipeline_without_an_encoder_says_so() -> None:
     bare.close()
 
 
+@pytest.mark.slow
 def test_sessions_with_and_without_pictures_interleaved_equal_each_alone(pipeline: Recording) -> None:
     starts = {0: latents(1), 1: None, 2: latents(2)}
     alone = {}

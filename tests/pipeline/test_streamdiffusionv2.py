@@ -152,6 +152,7 @@ def played(model: Model, run: ReferenceRun, stages: int = 1) -> Tensor:
     return torch.stack([latents for latents, _ in run_reference(model, CPU, run, stages=stages)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sink", "together", "threshold"), [(3, 2, 0.2), (3, 2, 0.7), (3, 1, 0.7), (1, 1, 0.9)])
 def test_a_stream_is_as_published(sink: int, together: int, threshold: float) -> None:
     """Frames that replace sink frames at once, or wait to while the ring fills; each layer and step decides."""
@@ -199,6 +200,7 @@ class PublishedVideo(Published):
         return self.mixed[first] * noise + (1 - self.mixed[first]) * video, float(told), level
 
 
+@pytest.mark.slow
 def test_video_to_video_is_as_published() -> None:
     """x0 of the first step is made with the nearest of 1,000 shifted levels, whatever the motion."""
     model, plain = made_for(0.7, sink=3, together=2)

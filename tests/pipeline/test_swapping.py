@@ -123,6 +123,7 @@ def until_at_rest(streams: Streams) -> None:
         streams.take(streams.pipeline.step(0.01))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_context", "stages"),
     [
@@ -154,6 +155,7 @@ def test_in_mid_chunk_and_between_chunks_in_host_memory_and_on_disk(
         assert np.array_equal(streams.shown(session), alone(kv_context).shown(session)), f"session {session}"
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_told_and_only_that_stream_begins_afresh(tmp_path: Path) -> None:
     pipeline = started(2, tmp_path, host_bytes=0)
     opened(pipeline, "matched")
@@ -179,6 +181,7 @@ def test_a_damaged_file_is_told_and_only_that_stream_begins_afresh(tmp_path: Pat
         assert np.array_equal(streams.shown(session), alone("matched").shown(session)), f"session {session}"
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_a_session_that_is_away_is_whole_and_its_end_leaves_nothing() -> None:
     pipeline = started(2)
     opened(pipeline, "staircase")

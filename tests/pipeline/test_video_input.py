@@ -99,6 +99,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_neither_stages_nor_pieces_change_a_bit(pipeline: Fed, kv_context: str) -> None:
     pipeline.begin(kv_context)

@@ -47,11 +47,13 @@ def faults(module: Module) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_child_has_the_safe_environment() -> None:
     found = [fault for module in modules() for fault in faults(module)]
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_the_rule_sees_the_children_there_are() -> None:
     seen = {
         module.name

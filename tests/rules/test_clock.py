@@ -31,6 +31,7 @@ def faults(module: Module) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_only_the_clock_module_reads_the_clock() -> None:
     found = [fault for module in modules() if module.name not in CLOCKS for fault in faults(module)]
     assert not found, "\n".join(found)

@@ -48,12 +48,14 @@ def imported() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_import_is_declared() -> None:
     known = declared() | declared("plot") | declared("quantize")
     missing = {name: place for name, place in imported().items() if COMES_WITH.get(name, name) not in known}
     assert not missing, f"imported but not in pyproject.toml: {missing}"
 
 
+@pytest.mark.slow
 def test_every_dependency_is_imported() -> None:
     unused = declared() - set(imported()) - set(INDIRECT)
     assert not unused, f"in pyproject.toml but never imported: {sorted(unused)}"

@@ -27,11 +27,13 @@ def faults(module: Module) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_handler_swallows_everything() -> None:
     found = [fault for module in modules() for fault in faults(module)]
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_at_most_one_outer_frame_per_file() -> None:
     crowded = []
     for module in modules():

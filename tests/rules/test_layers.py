@@ -205,11 +205,13 @@ def test_every_part_of_a_folder_has_a_floor(folder: str) -> None:
     assert parts == known, f"put into the table of {folder}, or take out: {sorted(parts ^ known)}"
 
 
+@pytest.mark.slow
 def test_imports_go_downward() -> None:
     found = [fault for module in modules() for fault in faults(module)]
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_no_imports_go_in_a_circle() -> None:
     assert not circles(modules())
 
@@ -258,6 +260,7 @@ def test_type_checking_imports_are_free() -> None:
     assert not faults(parse(text, "streamdiff.server.app"))
 
 
+@pytest.mark.slow
 def test_importing_leaves_torch_alone() -> None:
     """In a fresh interpreter, so that whatever is imported on the way counts too."""
     heavy = "{'torch', 'diffusers', 'transformers'} & set(sys.modules)"

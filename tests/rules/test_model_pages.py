@@ -73,6 +73,7 @@ def test_how_it_runs_is_what_the_catalogue_says(page: str) -> None:
         assert row.endswith(f"| {licence} |")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
 def test_commands_can_be_typed(page: str, line: str) -> None:
     """They parse, their values are allowed, and the model they name is known. Nothing is loaded."""

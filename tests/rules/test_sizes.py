@@ -35,11 +35,13 @@ def too_long(module: Module) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_files_and_functions_are_short() -> None:
     found = [fault for module in modules() for fault in too_long(module)]
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_every_exception_is_still_needed() -> None:
     now = {place: size for module in modules() for place, size in sizes(module).items()}
     stale = [place for place in EXCEPTIONS if place not in now or now[place][0] <= now[place][1]]

@@ -84,6 +84,7 @@ async def test_a_wake_descriptor_ends_a_waiting_poll(tmp_path: Path) -> None:
     os.close(writer)
 
 
+@pytest.mark.slow
 async def test_a_reader_that_reads_nothing_stops_the_engine_and_not_its_memory(
     tmp_path: Path, server: EngineServer
 ) -> None:
@@ -98,6 +99,7 @@ async def test_a_reader_that_reads_nothing_stops_the_engine_and_not_its_memory(
     client.close()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_reads_nothing_holds_its_caller_back(tmp_path: Path, server: EngineServer) -> None:
     client = EngineClient(tmp_path)
     await client.send(Pause("a"))

@@ -36,6 +36,7 @@ def test_the_embedded_models_decoder_is_the_one_that_streams(path: str | Path) -
     assert torch.equal(pictures, expected)
 
 
+@pytest.mark.slow
 def test_the_embedded_models_encoder_gives_latents_that_decode_to_the_frames() -> None:
     encoder, decoder = load_encoder("tiny", CPU), load_decoder("tiny", CPU)
     assert isinstance(encoder, TaehvEncoder)
@@ -46,6 +47,7 @@ def test_the_embedded_models_encoder_gives_latents_that_decode_to_the_frames() -
     assert (decoder.decode_video(latents, decoder.new_memory()) - video).abs().mean() < 0.05
 
 
+@pytest.mark.slow
 def test_a_diffusers_folder_and_a_pipelines_folder_and_an_original_file(tmp_path: Path) -> None:
     stored = small_wan_autoencoder()
     stored.save_pretrained(tmp_path / "pipeline" / "vae")
@@ -61,6 +63,7 @@ def test_a_diffusers_folder_and_a_pipelines_folder_and_an_original_file(tmp_path
     assert native_fps("tiny") == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "normalised"), [("taew2_1", False), ("lighttaew2_1", True)])
 def test_a_small_autoencoder_by_name_is_the_published_file(
     name: str, normalised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

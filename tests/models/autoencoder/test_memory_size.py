@@ -57,6 +57,7 @@ def test_taehv(kind: str) -> None:
     assert decoder.stream_bytes(HEIGHT, WIDTH) == held(decoder, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WAN)
 def test_a_wan_decoders_weights_and_operations(kind: str) -> None:
     network = small_wan_autoencoder(**WAN[kind])

@@ -40,6 +40,7 @@ def frames_of(config: TaehvConfig, batch: int) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(2))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(configs, splits(), st.integers(1, 2))
 def test_decoding_in_any_pieces_equals_decoding_whole(config: TaehvConfig, pieces: list[int], batch: int) -> None:
@@ -59,6 +60,7 @@ def test_growing_equals_enlarging_first(stride: int, scale: int) -> None:
     torch.testing.assert_close(grow(x), plain.unflatten(1, (stride, 5)).flatten(0, 1))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(configs, splits(), st.integers(1, 2))
 def test_encoding_in_any_pieces_equals_encoding_whole(config: TaehvConfig, pieces: list[int], batch: int) -> None:

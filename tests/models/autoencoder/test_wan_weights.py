@@ -125,6 +125,7 @@ def instead(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors.update({name: tensor})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -80,6 +80,7 @@ def changed(folder: Path, tmp_path: Path) -> Callable[[Callable[[Names], object]
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_embeddings_are_those_of_diffusers(text: WanText, reference: WanPipeline, prompt: str) -> None:
     with torch.no_grad():

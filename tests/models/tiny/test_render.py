@@ -47,6 +47,7 @@ def test_a_window_is_a_cut_out_of_the_whole_picture(seed: int, top: int, left: i
     torch.testing.assert_close(part.things, whole.things[:, :, rows, cols])
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.integers(0, 1000))
 def test_rendering_many_equals_rendering_each(seed: int) -> None:
@@ -57,6 +58,7 @@ def test_rendering_many_equals_rendering_each(seed: int) -> None:
         torch.testing.assert_close(render(one).frames[0], together[index])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("things", [True, False])
 def test_all_frames_at_once_are_those_drawn_one_by_one(things: bool) -> None:
     for seed in range(4):

@@ -144,6 +144,7 @@ def test_there_are_a_hundred() -> None:
     assert len(SENTENCES) >= 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "before", "shown"), SENTENCES, ids=[f"{t} ({len(b or '')})" for t, b, _ in SENTENCES]
 )

@@ -107,6 +107,7 @@ def test_every_chunk_begins_on_the_lattice(seed: int) -> None:
         assert (streams.angle.remainder(12) == 0).all() and (streams.fall == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("camera", ["still", "left"])
 @pytest.mark.parametrize("motion", [motion for motion in MOTIONS if motion != "bouncing"])
 def test_a_chunk_shows_what_the_one_before_showed_moved_by_whole_cells(motion: str, camera: str) -> None:

@@ -108,6 +108,7 @@ def flags() -> list[bool]:
     return [getattr(backends, f"{kind}_sdp_enabled")() for kind in ("math", "flash", "mem_efficient", "cudnn")]
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize(("name", "operation"), [("math", "math"), ("flash", "flash_attention_for_cpu")])
 def test_the_chosen_kernel_runs_for_own_keys_and_for_text(name: str, operation: str) -> None:

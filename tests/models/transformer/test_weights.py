@@ -99,6 +99,7 @@ def test_a_torch_file_in_any_layout_is_the_same_model(layout: str, tmp_path: Pat
     assert_same(load(tmp_path / "model.pt"), small_transformer(3, planes=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "table" not in name])
 def test_a_safetensors_file_in_any_layout_is_the_same_model(layout: str, tmp_path: Path) -> None:
     path = save(tmp_path / "model.safetensors", LAYOUTS[layout](small_state()))
@@ -146,6 +147,7 @@ def test_image_conditioned_models(tmp_path: Path) -> None:
 # ---- only what is needed -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])
 @pytest.mark.parametrize("blocks", [(0, 1), (1, 3), (3, 4), None])
 def test_a_stage_reads_its_own_tensors_and_each_once(kind: str, blocks: tuple[int, int] | None, tmp_path: Path) -> None:
@@ -197,6 +199,7 @@ def test_large_files_show_progress_on_a_terminal_only(
     assert FILE in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_stage_of_a_model_of_published_size_holds_its_own_part_only(tmp_path: Path) -> None:
     """The 1.3B architecture as it is published, in a file that is a hole: 825 tensors of zeros, 2.8 GB."""
     path = tmp_path / "model.safetensors"
@@ -223,6 +226,7 @@ def as_diffusers_loads(source: WanTransformer3DModel, dtype: torch.dtype) -> Wan
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_that_of_diffusers(dtype: torch.dtype, folder: Path) -> None:
     expected = as_diffusers_loads(small_transformer(3, layers=4), dtype)

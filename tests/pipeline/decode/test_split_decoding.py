@@ -92,6 +92,7 @@ class Counting:
         return own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wan", "wan2.2", "taehv"])
 def test_what_ranks_remember_of_their_rows_is_put_together_and_cut_again(kind: str) -> None:
     """Of a running stream: to what one rank remembers, and a rank takes back what it had."""

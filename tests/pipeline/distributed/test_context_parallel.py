@@ -73,6 +73,7 @@ def test_no_long_stream_of_shared_stages_drifts_from_that_of_one_rank(tmp_path: 
     check([*cases, case("1x2", 60, link="nccl"), case("1x4", 60, ADAPTIVE)], tmp_path)
 
 
+@pytest.mark.slow
 def test_the_sink_of_the_comparison_takes_chunks_in() -> None:
     """Of both sessions, or the comparison above would say nothing about it."""
     taken, model = alone(ADAPTIVE, 12), shared_model(ADAPTIVE)
@@ -102,6 +103,7 @@ def test_edges_lead_side_by_side_from_stage_to_stage() -> None:
     assert ring_edges(2, 2) == [(0, 2), (1, 3), (2, 0), (0, 1)]
 
 
+@pytest.mark.slow
 def test_of_ranks_that_exchange_the_one_that_says_nothing_more_is_named() -> None:
     """Rank 0's exchange ended; rank 1 goes on saying how it is, rank 2 does not."""
     store, loop = dist.HashStore(), SimpleNamespace(timer=DeviceTimer.on(CPU), done=0, now=None, where=lambda: "here")

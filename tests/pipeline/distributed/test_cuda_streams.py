@@ -135,6 +135,7 @@ HARMS: dict[str, Harm] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", HARMS)
 def test_each_wait_is_needed(harm: str) -> None:
     found = faults(HARMS[harm])

@@ -91,6 +91,7 @@ def test_the_rank_is_named_before_the_engine_is_ended_for_its_silence(compiled: 
     assert max(limits) < loading_limit_s(Config(model=ModelConfig(compile=compiled)))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_rank_that_starts_ends_when_its_launcher_is_gone() -> None:
     """The store goes with the launcher."""
     store = open_store()

@@ -77,6 +77,7 @@ def test_no_thread_stands_between_send_and_the_kernel(edge: tuple[TcpSender, Tcp
         check(receiver.receive(WAIT_S), number)
 
 
+@pytest.mark.slow
 def test_what_the_kernel_does_not_take_leaves_while_send_has_returned() -> None:
     """Nobody receives, and the messages are larger than what a socket holds."""
     receiver = TcpReceiver(LARGE, PEER, 0, CPU)

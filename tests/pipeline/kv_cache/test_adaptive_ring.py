@@ -36,6 +36,7 @@ def drawn(count: int, chunk: int = 1) -> torch.Tensor:
     return own + torch.randn(3, 1, 2, 12, generator=generator) + tokens / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flush", [None, 4, 17])
 @pytest.mark.parametrize("threshold", [0.5, 1.0])
 @pytest.mark.parametrize(("sink", "window", "chunk"), [(3, 6, 1), (1, 4, 1), (2, 6, 2)])

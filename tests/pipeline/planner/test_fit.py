@@ -61,6 +61,7 @@ def with_options(given: dict[str, Any], words: str) -> ModelConfig:
     return ModelConfig(**{**given, **changed})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit_gb", [16.0, 12.0, 9.0])
 def test_every_option_makes_it_fit_and_takes_what_it_says(limit_gb: float) -> None:
     text = refused(ModelConfig(**SMALL, device_memory_gb=limit_gb))
@@ -78,6 +79,7 @@ def test_a_window_and_a_picture_are_no_smaller_than_they_must() -> None:
     assert "--window 9 (17.3 GB)" in text and "--size 704x416 (14.3 GB)" in text
 
 
+@pytest.mark.slow
 def test_options_that_help_only_together_are_told_together() -> None:
     text = refused(ModelConfig(**LARGE, device_memory_gb=24))
     words, figure = re.findall(r"these together do: (.*) \(([\d.]+) GB\)", text)[0]
@@ -96,6 +98,7 @@ def test_offload_makes_14b_fit_where_8_bits_do_not() -> None:
     assert "--offload blocks (" in text and "--quantize" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "fits"), [(0, False), (1, True), (2, False)])
 def test_each_rank_of_a_ring_is_asked_for_its_own(rank: int, fits: bool) -> None:
     """Two stages of 14B, and a rank that decodes with Wan's large decoder, under the same limit."""

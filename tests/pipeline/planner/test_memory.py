@@ -23,6 +23,7 @@ from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.peak_memory import peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("wan2.1-t2v-1.3b", 1.419e9), ("wan2.1-t2v-14b", 14.288e9)])
 def test_weights_are_counted_as_diffusers_has_them(name: str, count: float) -> None:
     sizes = entry_sizes(entries.find(name))

@@ -78,6 +78,7 @@ def test_the_slower_link_costs_more() -> None:
         compared(2, sizes(), gpu="4090", link="nvlink")
 
 
+@pytest.mark.slow
 def test_every_split_that_the_model_allows_is_there() -> None:
     found = compared(4, sizes())
     assert {place for place in cases(found)} == {
@@ -100,6 +101,7 @@ def test_sharing_is_best_for_one_stream_and_stages_for_several() -> None:
     assert shared.alone.first_chunk_s < staged.alone.first_chunk_s / 2
 
 
+@pytest.mark.slow
 def test_a_large_decoder_is_shared_or_gets_a_gpu_of_its_own_where_that_is_faster() -> None:
     found = cases(compared(4, sizes(vae=None), sessions=4))
     shared, apart = found["1x4", "split"], found["1x3", "own-rank"]
@@ -136,6 +138,7 @@ def test_what_does_not_fit_is_not_taken() -> None:
     assert found.for_one is None and found.for_many is None
 
 
+@pytest.mark.slow
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--gpus", "4", "--gpu", "h100", "--model", "self-forcing", "--vae", "taew2_1", "--sessions", "4"]
     assert main.main(words) == 0

@@ -73,6 +73,7 @@ def setups(draw: st.DrawFn) -> Setup:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(setups())
 def test_nobody_does_two_things_at_once_and_order_is_kept(setup: Setup) -> None:
@@ -100,6 +101,7 @@ def test_nobody_does_two_things_at_once_and_order_is_kept(setup: Setup) -> None:
                 assert at[0].begin_s >= back_s - CLOSE, "a step begins when the one before has come back"
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(setups())
 def test_every_chunk_is_denoised_then_decoded_and_the_ring_is_never_overfull(setup: Setup) -> None:
@@ -151,6 +153,7 @@ def test_four_equal_stages_reach_the_designs_throughput_and_latency(
     assert figures.first_chunk_s <= 4 + (sessions - 1) / 4 + CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_context", "sessions"), [("matched", 1), ("clean", 1), ("clean", 4), ("staircase", 1)])
 def test_a_first_chunk_with_more_steps_is_later_and_costs_nothing_afterwards(kv_context: str, sessions: int) -> None:
     def figures(first_steps: int | None) -> tuple[float, float]:
@@ -205,6 +208,7 @@ def test_a_slow_link_sets_the_pace_too() -> None:
     assert simulate(setup).figures.chunks_per_s == pytest.approx(1 / (5 * 0.5), rel=0.03)
 
 
+@pytest.mark.slow
 def test_decode_costs_the_stage_on_which_it_runs_and_no_other() -> None:
     def figures(stage: int | None) -> tuple[float, tuple[float, ...], float]:
         setup = Setup(((0.25,),) * 4, (Stream(4, "clean"),) * 5, decode_s=0.5, decode_stage=stage, forwards=6)
@@ -257,6 +261,7 @@ def test_bad_values_are_refused_before_anything_runs(make: object, words: str) -
         make()
 
 
+@pytest.mark.slow
 def test_planning_never_imports_torch() -> None:
     names = ("simulator", "model_sizes", "costs", "stage_layout", "memory", "trace")
     script = "import sys, streamdiff.commands.plan\n"
@@ -266,6 +271,7 @@ def test_planning_never_imports_torch() -> None:
     assert process.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "steps", "every"), [(1, 4, 10), (2, 4, 10), (3, 4, 5), (2, 3, 5), (4, 4, 0), (4, 4, 8)]
 )

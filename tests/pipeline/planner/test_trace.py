@@ -20,6 +20,7 @@ from streamdiff.pipeline.planner import trace
 JOB = PlanJob(stage_times="0.25,0.25,0.25,0.25", decode_time=0.1, chunks=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left on device"), SystemExit])
 @pytest.mark.parametrize("name", ["plan.json", "plan.svg"])
 def test_an_end_on_the_way_leaves_an_earlier_trace_or_plot_whole(
@@ -54,6 +55,7 @@ def test_a_trace_is_written_through_links_and_into_pipes(tmp_path: Path) -> None
     assert sorted(each.name for each in tmp_path.iterdir()) == ["link.json", "pipe", "target.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg", "plan.pdf"])
 def test_a_plot_is_of_the_kind_that_its_name_says(tmp_path: Path, name: str) -> None:
     plan.run(ModelConfig(), replace(JOB, plot=tmp_path / name))

@@ -195,6 +195,7 @@ def fresh(fused: bool = True) -> Model:
     return replace(small_model(), denoiser=denoiser.fuse() if fused else denoiser)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_offloaded_blocks_give_the_same_bits(fused: bool, stages: int) -> None:

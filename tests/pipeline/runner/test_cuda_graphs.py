@@ -121,6 +121,7 @@ class Noted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_replayed_micro_step_takes_no_memory(monkeypatch: pytest.MonkeyPatch, stages: int) -> None:
     """It looks at tensors and copies into what is there. A chunk's first step makes its table of rotary factors. While
@@ -130,6 +131,7 @@ def test_a_replayed_micro_step_takes_no_memory(monkeypatch: pytest.MonkeyPatch, 
     assert {name for names in noted for name in names} == {"aten.view.default", "aten.copy_.default"}
 
 
+@pytest.mark.slow
 def test_sessions_that_take_turns_copy_a_prompt_in_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is keys and values of each layer."""
     alone, together = asked_for(monkeypatch, 1, {0: TWO[0]}), asked_for(monkeypatch, 1, TWO)

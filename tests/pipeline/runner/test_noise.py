@@ -77,6 +77,7 @@ def test_streams_with_noise_drawn_ahead_are_the_same_bit_for_bit(thread: ThreadP
     assert all(same(got[name], expected[name]) for name in THREE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("video", [False, True])
 @pytest.mark.parametrize("kv_context", KV_CONTEXTS)
 def test_what_a_micro_step_needs_is_ready_before_it_can_enter(

@@ -51,6 +51,7 @@ def test_forty_blocks_over_eight_ranks_make_way_for_what_else_a_rank_does() -> N
     assert sorted(counts[1:-1]) == [6] * 6
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.data())
 def test_equal_blocks_are_split_as_even_as_can_be_the_longer_runs_first(blocks: int, data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, blocks))

@@ -111,6 +111,7 @@ def test_a_chunk_that_nothing_in_flight_stands_before_is_admitted_at_once() -> N
             judge.come_back()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_context", "stages", "steps", "sessions", "rate", "gap"),
     [
@@ -146,6 +147,7 @@ def test_several_matched_sessions_share_the_ring_and_each_stays_even() -> None:
         assert max(gaps(settled)) <= 1.5 * mean
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 6))
 @settings(max_examples=25)
 def test_unequal_stages_run_at_the_pace_of_the_slowest(ticks: list[int], steps: int) -> None:

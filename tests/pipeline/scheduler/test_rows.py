@@ -113,6 +113,7 @@ def test_nobody_is_worse_off(
     check_not_worse(stages, (Stream(steps, kv_context, anchors=Anchors(1)),) * sessions, max_rows, marginal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "steps", "sessions", "kv_context", "max_rows", "marginal"),
     [

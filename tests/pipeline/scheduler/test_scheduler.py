@@ -108,6 +108,7 @@ def keeps_the_rules_and_finishes(stages: int, max_rows: int, late: int, history:
     raise AssertionError("chunks that were admitted, or that there was room for, never finished")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_context", KV_CONTEXTS)
 @pytest.mark.parametrize("stages", [1, 4])
 @pytest.mark.parametrize("extra", [0, 3])
@@ -191,6 +192,7 @@ def test_bad_values_are_refused_with_what_is_allowed() -> None:
     assert not scheduler.has_work and scheduler.next() == []
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     ticks=st.lists(st.integers(1, 9), min_size=1, max_size=5),

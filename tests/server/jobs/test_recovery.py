@@ -127,6 +127,7 @@ def test_a_session_that_has_no_memory_gets_that_of_a_job_which_begins_again_late
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_videos_expire_with_their_files(tmp_path: Path) -> None:
     async def main() -> None:
         async with making(tmp_path, jobs_keep_s=0.4) as site:
@@ -139,6 +140,7 @@ def test_videos_expire_with_their_files(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_one_server_at_a_time_uses_a_folder_and_none_of_a_later_version(tmp_path: Path) -> None:
     store = JobStore(tmp_path)
     with pytest.raises(ConfigError, match="another server uses it; name another folder"):

@@ -91,6 +91,7 @@ def test_a_video_whose_session_fails_says_so_and_the_next_is_made(tmp_path: Path
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_openai_s_client_has_a_video_made_watches_it_takes_it_and_deletes_it(tmp_path: Path) -> None:
     import openai
 
@@ -125,6 +126,7 @@ def test_openai_s_client_has_a_video_made_watches_it_takes_it_and_deletes_it(tmp
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_what_other_houses_documents_show_is_taken_and_what_would_be_ignored_is_refused_by_name(tmp_path: Path) -> None:
     """vLLM-Omni's and sglang's documents, FastVideo's protocol: the same requests at this engine's size."""
 
@@ -163,6 +165,7 @@ def test_what_other_houses_documents_show_is_taken_and_what_would_be_ignored_is_
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_video_begins_with_the_picture_of_its_form_or_its_json(tmp_path: Path) -> None:
     yellow = io.BytesIO()
     Image.new("RGB", (300, 200), COLOURS["yellow"]).save(yellow, "PNG")
@@ -306,6 +309,7 @@ def test_a_video_is_there_when_it_is_whole_and_in_parts(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_deleted_video_is_made_no_further(tmp_path: Path) -> None:
     async def main() -> None:
         async with making(tmp_path, Painter(chunk_s=0.05)) as site:
@@ -369,6 +373,7 @@ def test_queue_share_and_disk_have_limits_that_say_when_to_come_back(tmp_path: P
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_tokens_let_in_as_for_sessions(tmp_path: Path) -> None:
     view, control = "a-token-to-watch-with", "a-token-to-steer-with"
     for name, token in (("view", view), ("control", control)):

@@ -132,6 +132,7 @@ def _stalls(seen: list[Viewing], at_least_s: float = 0.1) -> int:
     return sum(wait_s > at_least_s for each in seen for _, wait_s in each.waits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "kv_context"), [(1, "clean"), (4, "staircase")])
 def test_load_doubles_and_nobody_stalls(stages: int, kv_context: str) -> None:
     machine = Machine(0.7 / 4 * CHUNK_S * stages / 5, stages=stages)
@@ -145,6 +146,7 @@ def test_load_doubles_and_nobody_stalls(stages: int, kv_context: str) -> None:
     assert _stalls(rigid) > 100
 
 
+@pytest.mark.slow
 def test_a_slow_moment_that_no_measurement_tells_is_met_and_passes() -> None:
     machine = Machine(0.8 / 3 * CHUNK_S / 5, slow=1.5, slow_s=(20.0, 50.0))
     seen = simulate(machine, [Visit()] * 3, 120.0)
@@ -154,6 +156,7 @@ def test_a_slow_moment_that_no_measurement_tells_is_met_and_passes() -> None:
     assert all(each.chunks[-1][1] == 4 for each in seen) and all(len(each.limits) <= 6 for each in seen)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15, derandomize=True)
 @given(
     st.integers(1, 4), st.floats(0.3, 0.88), st.integers(1, 2), st.sampled_from(("clean", "staircase")),

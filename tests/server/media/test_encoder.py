@@ -62,6 +62,7 @@ def test_a_key_frame_can_be_decoded_alone(codec: Codec) -> None:
     assert frame.width == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_bit_rate_is_kept_on_noise(codec: Codec) -> None:
     noise = np.random.default_rng(0).integers(100, 160, (30, 128, 128, 3)).astype(np.uint8)
@@ -120,6 +121,7 @@ def test_the_thread_delivers_in_order_and_drops_the_oldest_when_flooded(codec: C
     assert len(out) + thread.dropped == 203
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_another_bit_rate_holds_from_a_key_frame_on(codec: Codec) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (8, 128, 128, 3)).astype(np.uint8)

@@ -65,6 +65,7 @@ def opened_by(site: Site, session: str) -> list[Open]:
     return [each for each in site.client.sent if isinstance(each, Open) and each.session == session]
 
 
+@pytest.mark.slow
 def test_a_session_is_opened_with_features_and_says_so() -> None:
     async def scene(site: Site) -> None:
         form = {"seed": "5", "strength": "0.3"}
@@ -89,6 +90,7 @@ def test_a_session_is_opened_with_features_and_says_so() -> None:
     run(scene)
 
 
+@pytest.mark.slow
 def test_they_are_kept_for_an_engine_that_is_started_again_until_something_takes_their_place() -> None:
     async def scene(site: Site) -> None:
         given = files(prompt_embeds=EMBEDS, image_latents=PICTURE)
@@ -130,6 +132,7 @@ def test_a_session_that_has_them_from_a_snapshot_alone_begins_afresh_with_the_de
     run(scene)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ['boundary="a,b"', 'Boundary="a b"', "boundary=ab"])
 def test_any_legal_boundary_of_a_form_will_do(kind: str) -> None:
     async def scene(site: Site) -> None:
@@ -158,6 +161,7 @@ def test_the_next_server_has_them(tmp_path: Path) -> None:
     run(scene)
 
 
+@pytest.mark.slow
 def test_the_encoder_is_skipped_which_a_counter_shows() -> None:
     async def counted(site: Site) -> float:
         text = (await site.http.get("/metrics")).text
@@ -232,6 +236,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["/api/sessions", "/v1/videos"])
 def test_each_fault_names_the_tensor_and_nothing_is_queued(where: str, tmp_path: Path) -> None:
     async def main() -> None:
@@ -263,6 +268,7 @@ TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOGETHER)
 def test_what_would_be_ignored_is_refused(name: str) -> None:
     async def scene(site: Site) -> None:

@@ -45,6 +45,7 @@ def sent(site: Site, kind: type[Any], session: str) -> list[Any]:
     return [each for each in site.client.sent if isinstance(each, kind) and each.session == session]
 
 
+@pytest.mark.slow
 def test_a_session_is_opened_with_a_picture_as_a_file_or_as_base64() -> None:
     async def scene(site: Site) -> None:
         form = {"prompt": "blue", "seed": "5"}
@@ -73,6 +74,7 @@ def test_contain_leaves_bars_where_cover_fills() -> None:
     run(scene)
 
 
+@pytest.mark.slow
 def test_a_change_begins_afresh_with_a_picture_which_later_resets_keep_until_it_is_taken_away() -> None:
     async def scene(site: Site) -> None:
         opened = (await site.http.post("/api/sessions", json={"prompt": "blue"})).json()
@@ -124,6 +126,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["post", "patch"])
 def test_what_cannot_be_used_is_refused_by_name_and_nothing_changes(method: str) -> None:
     async def scene(site: Site) -> None:

@@ -35,12 +35,14 @@ def _is_message(message: dict[str, Any]) -> bool:
     return True
 
 
+@pytest.mark.slow
 @given(st.sampled_from([*MESSAGES, "explode"]), FIELDS)
 def test_the_description_of_a_message_takes_what_is_obeyed_and_nothing_else(kind: str, fields: dict[str, Any]) -> None:
     message = {"type": kind, **fields}
     assert _is_valid(message_schema(), message) == _is_message(message), message
 
 
+@pytest.mark.slow
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_the_description_takes_the_prompts_that_are_obeyed(prompt: str) -> None:
     message = {"type": "prompt", "prompt": prompt}

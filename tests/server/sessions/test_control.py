@@ -105,6 +105,7 @@ _json = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(_json)
 def test_any_json_is_a_control_or_a_control_error(value: object) -> None:

@@ -61,6 +61,7 @@ def test_a_new_engine_is_told_of_the_source_there_is_and_of_none() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_frames_go_on_in_pieces_and_what_cannot_be_used_is_counted() -> None:
     async def main() -> None:
         told = Told()

@@ -23,6 +23,7 @@ from streamdiff.server.webrtc.viewers import Viewer, Viewers
 from tests.server.conftest import Site, run_scene
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joins", ["before the viewers are sent away", "after it"])
 def test_nobody_joins_a_session_that_is_being_ended(joins: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The viewer's negotiation begins before the DELETE and ends in the middle of it."""
@@ -161,6 +162,7 @@ def test_a_connection_whose_good_bye_does_not_get_away_leaves_nothing(monkeypatc
     run_scene(scene)
 
 
+@pytest.mark.slow
 def test_a_connection_whose_close_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(site: Site) -> None:
         posted = await _post(site, await _offer_of_nobody())

@@ -85,6 +85,7 @@ def test_a_peer_is_told_how_long_a_message_may_be() -> None:
     run_scene(scene)
 
 
+@pytest.mark.slow
 def test_a_peer_that_sends_megabytes_in_one_message_is_let_go_before_they_are_held() -> None:
     async def scene(site: Site) -> None:
         peer, other = await site.watch(), await site.watch()
@@ -200,6 +201,7 @@ def _acknowledge_nothing(peer: Peer) -> tuple[int, int, bytes]:
     return 101, WEBRTC_DCEP, b"\x02"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", [_open_again, _label_of_bytes, _acknowledge_nothing])
 def test_a_peer_whose_channel_packets_cannot_be_read_is_let_go_in_one_line(
     message: Callable[[Peer], tuple[int, int, bytes]], caplog: pytest.LogCaptureFixture

@@ -62,6 +62,7 @@ def test_it_sees_that_a_thing_has_gone() -> None:
     assert found.shift[0, 0].tolist() == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("x", "hidden"), [(68, True), (252, True), (160, False)])
 def test_a_thing_behind_another_has_not_gone(x: int, hidden: bool) -> None:
     """It would begin again elsewhere, and the network would learn that what hides for a moment jumps."""
@@ -74,6 +75,7 @@ def test_a_thing_behind_another_has_not_gone(x: int, hidden: bool) -> None:
     assert not hidden or found.shift[0, 1].tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_streams_looked_at_together_are_seen_as_each_alone() -> None:
     generator = dice(4)
     scenes = draw_scenes(6, generator)
@@ -124,6 +126,7 @@ def test_streams_take_turns_and_see_what_the_network_made(pasts: OwnPasts) -> No
     assert again.latents[1, PAST].abs().max() > 0.1, "and the world says what follows"
 
 
+@pytest.mark.slow
 def test_what_is_told_of_a_stream_that_is_right_is_how_the_world_goes_on() -> None:
     """A network that makes what the world shows is told nothing else."""
     torch.manual_seed(0)

@@ -95,7 +95,7 @@ SPREAD = {"count", "latencies_ms", "max_ms", "max_s", "median_ms", "median_s", "
         "live_browser",
         "ring_schedule",
         "scheduler_cost",
-        "tiny_quality_quick",
+        "tiny_quality",
     ],
 )
 def test_the_readme_defines_the_figures_of_a_stored_result(name: str) -> None:

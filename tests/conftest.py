@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import fcntl
 import gc
@@ -94,7 +93,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 _COLLECTED = pytest.StashKey[Any]()
-"""What is locked while the first worker collects."""
+"""A file that is locked while the first worker collects."""
 
 
 def pytest_configure_node(node: Any) -> None:
@@ -104,7 +103,7 @@ def pytest_configure_node(node: Any) -> None:
         node.config.stash[_COLLECTED] = lock = tempfile.NamedTemporaryFile()  # noqa: SIM115
         fcntl.flock(lock, fcntl.LOCK_EX)
     else:
-        node.workerinput["after"] = node.config.stash[_COLLECTED].name
+        node.workerinput["collects_after"] = node.config.stash[_COLLECTED].name
 
 
 def pytest_xdist_node_collection_finished(node: Any) -> None:
@@ -117,8 +116,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    if (path := getattr(session.config, "workerinput", {}).get("after")) is not None:
-        with contextlib.suppress(FileNotFoundError), open(path) as lock:
+    if (path := getattr(session.config, "workerinput", {}).get("collects_after")) is not None:
+        with open(path) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
 
 

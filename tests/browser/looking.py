@@ -16,7 +16,7 @@ from tests import fork_server
 PAINTED = (sys.executable, "-m", "tests.server.scripted", "serve", "--no-browser")
 LIMIT_S = 60.0
 LOOK_S = 0.05
-"""Between two looks, each of which takes time of the cores that play the video."""
+"""Seconds between two looks, which take time of the cores that play the video."""
 
 
 def model_server(*options: str) -> tuple[str, ...]:

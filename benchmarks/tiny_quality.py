@@ -28,14 +28,15 @@ from tqdm import tqdm
 
 from benchmarks import report
 from benchmarks.contact_sheet import Strip, write_sheet
-from benchmarks.world_judge import describe, judge, mistake, shares
+from benchmarks.tiny_figures import Rights, bars_met, change_figures, figures_of, truth_figures
+from benchmarks.world_judge import describe, judge, mistake
 from streamdiff import clock
 from streamdiff.config import ModelConfig
 from streamdiff.errors import StreamdiffError
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import with_anchors, with_window
 from streamdiff.models.tiny.prompts import canonical, draw
-from streamdiff.models.tiny.scene import COLOR_NAMES, PLACES, THING_TABLES, Scene, plain
+from streamdiff.models.tiny.scene import COLOR_NAMES, PLACES, Scene, plain
 
 SUMMARY = "Judge what the embedded model shows, at chosen chunks and after a prompt change."
 RUN_UP = 2
@@ -44,14 +45,9 @@ DECODE_STREAMS = 8
 SHEET_STREAMS = 8
 STILLS = [0, 6, -1]
 CONTEXTS = ("clean", "staircase", "matched", "anchored")
-WITHOUT_BAR = ("matched", "anchored")
 PLAIN = ModelConfig()
-BARS = {"color": 0.98, "place": 0.98, "motion": 0.95, "shape": 0.92, "camera": 0.90}
-BOTH_BAR, CHANGE_BAR, DRIFT_BAR = 0.85, 0.95, 0.02
 COLUMNS = ("color", "shape", "motion", "size", "speed", "place", "hour", "weather", "camera", "both", "all")
 """What the printed table shows."""
-Rights = list[dict[str, bool]]
-"""`Verdict.right` of one chunk of each stream."""
 
 
 class Rollout(Protocol):
@@ -220,34 +216,6 @@ def changed(scene: Scene, chance: random.Random) -> Scene:
     return plain(replace(scene, first=first, place=other(PLACES, scene.place)))
 
 
-def figures_of(rights: Rights, scenes: Sequence[Scene]) -> dict[str, float]:
-    """Shares of right verdicts; `both` of those scenes that have two things, whether all of both is right."""
-    things = (*THING_TABLES, "count")
-    two = [all(right[name] for name in things) for right, scene in zip(rights, scenes, strict=True) if scene.second]
-    return {**shares(rights), **({"both": sum(two) / len(two)} if two else {})}
-
-
-def change_figures(rights: dict[str, Rights], scenes: Sequence[Scene]) -> dict[str, float]:
-    """Figures of the second chunk under a new prompt, and whether what is new was right in it, and in the first."""
-    first, second = rights.values()
-    seen = [[right["color"] and right["place"] for right in each] for each in (first, second)]
-    at_once, then = (sum(each) / len(each) for each in seen)
-    return {**figures_of(second, scenes), "color_and_place_at_once": at_once, "color_and_place": then}
-
-
-def bars_met(context: str, marks: dict[str, dict[str, float]], after: dict[str, float]) -> dict[str, bool]:
-    """Which bars are met; none are set for some contexts, nor for two things where no scene has them."""
-    if context in WITHOUT_BAR:
-        return {}
-    parts = list(marks.values())
-    met = {f"{name} >= {bar:.2f}": all(part[name] >= bar for part in parts) for name, bar in BARS.items()}
-    if all("both" in part for part in parts):
-        met[f"both things >= {BOTH_BAR}"] = all(part["both"] >= BOTH_BAR for part in parts)
-    met[f"drift within {DRIFT_BAR}"] = all(parts[-1][name] - parts[0][name] >= -DRIFT_BAR - 1e-9 for name in BARS)
-    met[f"change within 2 chunks >= {CHANGE_BAR}"] = after["color_and_place"] >= CHANGE_BAR
-    return met
-
-
 def estimate_s(subject: Subject, plan: Plan) -> float:
     """Seconds the plan will take, from a trial of two lengths (so that start-up does not count)."""
     count, chance = min(plan.batch, plan.prompts, 4), random.Random(plan.seed)
@@ -279,7 +247,8 @@ def run(subject: Subject, plan: Plan, out: Path, head: report.Header, kept: Kept
     chance = random.Random(plan.seed)
     others = [changed(scene, chance) for scene in scenes]
     results: dict[str, Any] = {}
-    lines: list[dict[str, report.Value]] = []
+    truth = truth_figures(scenes, plan.marks)
+    lines = [_line("world", None, f"chunk {mark}", part) for mark, part in truth.items()]
     total = len(plan.configurations) * plan.prompts * sum(plan.chunks)
     with tqdm(total=total, unit="chunk", smoothing=0.05) as bar:
         for context, steps in plan.configurations:
@@ -296,17 +265,22 @@ def run(subject: Subject, plan: Plan, out: Path, head: report.Header, kept: Kept
                 "wrong after change": change.wrong,
             }
             for name, part in (*((f"chunk {mark}", part) for mark, part in marks.items()), ("2nd after change", after)):
-                lines.append({"context": context, "steps": steps, "at": name, **{c: part.get(c) for c in COLUMNS}})
+                lines.append(_line(context, steps, name, part))
             for kind, outcome in (("", steady), ("_change", change)):
                 if outcome.strips:  # none when all batches were done before an interruption
                     write_sheet(out.with_name(f"{out.stem}_{context}_{steps}{kind}.png"), outcome.strips)
-            report.write_json(out, head, results, plan=vars(plan))
+            report.write_json(out, head, results, plan=vars(plan), truth=truth)
     kept.done()
     print(report.table(lines))
     for name, figures in results.items():
         for bar_name, met in figures["met"].items():
             print(f"{'met   ' if met else 'MISSED'}  {name} steps: {bar_name}")
     return results
+
+
+def _line(context: str, steps: int | None, at: str, part: dict[str, float]) -> dict[str, report.Value]:
+    """A row of the printed table."""
+    return {"context": context, "steps": steps, "at": at, **{name: part.get(name) for name in COLUMNS}}
 
 
 def load_subject(folder: Path, device: torch.device, config: ModelConfig = PLAIN) -> Subject:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks import report, tiny_quality
+from benchmarks import report, tiny_figures, tiny_quality
 from benchmarks.tiny_quality import Plan, Subject
 from benchmarks.world_judge import ATTRIBUTES, Verdict, judge
 from streamdiff.config import ModelConfig
@@ -90,7 +90,8 @@ def judge_once(verdicts: dict[bytes, Verdict], monkeypatch: pytest.MonkeyPatch) 
             verdicts[key] = judge(frames)
         return verdicts[key]
 
-    monkeypatch.setattr(tiny_quality, "judge", judged)
+    for module in (tiny_quality, tiny_figures):
+        monkeypatch.setattr(module, "judge", judged)
 
 
 @pytest.fixture
@@ -188,18 +189,30 @@ def test_both_counts_scenes_with_two_things_alone() -> None:
     assert 2 <= pairs < len(scenes)
     good = dict.fromkeys(ATTRIBUTES, True)
     rights = [{**good, "size": False}, {**good, "hour": False}, *[good] * (len(scenes) - 2)]
-    assert tiny_quality.figures_of(rights, scenes)["both"] == (pairs - 1) / pairs
-    assert tiny_quality.figures_of(rights, scenes)["all"] == (len(scenes) - 2) / len(scenes)
-    assert "both" not in tiny_quality.figures_of(rights[pairs:], scenes[pairs:])
+    assert tiny_figures.figures_of(rights, scenes)["both"] == (pairs - 1) / pairs
+    assert tiny_figures.figures_of(rights, scenes)["all"] == (len(scenes) - 2) / len(scenes)
+    assert "both" not in tiny_figures.figures_of(rights[pairs:], scenes[pairs:])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("judge_once")
+def test_what_hides_behind_another_thing_is_lost_in_the_world_too() -> None:
+    scene = scene_of(
+        "a small purple circle moving left and a small purple heart moving up fast in the desert at dusk in the wind, "
+        "camera panning left"
+    )
+    apart, meeting = tiny_figures.truth_figures([scene], (1, 4)).values()
+    assert (apart["both"], meeting["both"]) == (1.0, 0.0)
+    assert meeting["place"] == meeting["color"] == 1.0
 
 
 def test_contexts_without_a_bar_are_reported_without_one() -> None:
-    assert tiny_quality.bars_met("matched", {}, {}) == {}
+    assert tiny_figures.bars_met("matched", {}, {}) == {}
 
 
 def test_what_no_scene_shows_is_held_to_no_bar() -> None:
     part = dict.fromkeys(ATTRIBUTES, 1.0)
-    met = tiny_quality.bars_met("clean", {"5": part}, {"color_and_place": 1.0})
+    met = tiny_figures.bars_met("clean", {"5": part}, {"color_and_place": 1.0})
     assert all(met.values()) and not any("both" in bar for bar in met)
 
 

@@ -97,6 +97,12 @@ def shares_of_light(phase: Tensor) -> Tensor:
     return (1 - torch.minimum(away, 4 - away)).clamp(min=0)
 
 
+def phase_of(light: Tensor) -> Tensor:
+    """The phase `[...]` in [0, 4) of shares of light `[..., 4]`: the inverse of `shares_of_light`."""
+    hours = torch.where(light[..., 3:] > 0, torch.tensor([4.0, 1.0, 2.0, 3.0]), torch.arange(4.0))
+    return (light * hours).sum(-1).remainder(4)
+
+
 def pixels(parts: Tensor) -> Tensor:
     """Whole pixels of places counted in `PARTS` of one, to the nearest."""
     return (parts + PARTS // 2).div(PARTS, rounding_mode="floor")

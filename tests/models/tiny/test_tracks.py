@@ -187,6 +187,11 @@ def test_time_that_passes_goes_through_all_hours_and_around() -> None:
     assert (light[1:] - light[:-1]).abs().max() < 0.02, "slowly"
 
 
+def test_light_tells_its_phase() -> None:
+    phase = torch.arange(48) / 12
+    torch.testing.assert_close(tracks.phase_of(tracks.shares_of_light(phase)), phase)
+
+
 def test_new_weather_begins_at_its_beginning_and_goes_on() -> None:
     track = play(Scene(), Scene(weather="snow"), Scene(weather="snow"), Scene(weather="rain"))
     assert (track.fall[0, :12] == 0).all() or track.scenes[0, 0, COLUMN["weather"]] == WEATHERS.index("clear")

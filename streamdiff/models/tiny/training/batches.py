@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamdiff.models.autoencoder.taehv import TAEHV, Memory
 from streamdiff.models.tiny.render_batch import draw_frames
-from streamdiff.models.tiny.scene import COLUMN, THING_TABLES, draw_scenes, redraw, tidy
+from streamdiff.models.tiny.scene import COLUMN, HOURS, THING_TABLES, draw_scenes, redraw, tidy
 from streamdiff.models.tiny.tracks import CHUNK_FRAMES, Streams, Track, join
 from streamdiff.models.tiny.training.autoencoder import encode_groups
 from streamdiff.models.tiny.training.windows import CHUNK, CHUNKS, Windows
@@ -27,6 +27,8 @@ CORRUPTED = 0.3
 """Share of the windows whose past is corrupted."""
 LOST = 0.2
 """Share of the windows that begin no stream, whose first chunk lacks a thing."""
+STALLED = 0.3
+"""Share of the windows of time that passes and that begin no stream, in whose first chunk the light stands still."""
 RENDERED = {"cpu": 4, "cuda": 32}
 """Windows rendered at once: a chunk of frames takes 9 MB, on a GPU 120 MB."""
 
@@ -61,6 +63,14 @@ def draw_lost(scenes: Tensor, share: float, generator: torch.Generator) -> Tenso
     chosen = torch.rand(len(scenes), generator=generator) < share
     lost: Tensor = chosen[:, None] & (which[:, None] == torch.arange(2))
     return lost
+
+
+def stall(track: Track, share: float, start: Tensor, generator: torch.Generator) -> None:
+    """Let light that passes stand still in the first chunk of a `share` of the windows that are not in `start` bool
+    `[N]`, where it is when that is over: so a stream whose light has stopped goes on. Mutates: track."""
+    passing = track.scenes[:, 0, COLUMN["hour"]] == HOURS.index("passing")
+    stalled = passing & ~start & (torch.rand(len(start), generator=generator) < share)
+    track.light[stalled, :CHUNK_FRAMES] = track.light[stalled, CHUNK_FRAMES - 1 : CHUNK_FRAMES]
 
 
 class TrackEncoder:
@@ -113,6 +123,7 @@ class Pool:
         start = torch.rand(count, generator=generator) < self.starts
         lost = draw_lost(scenes[:, 0], self.lost, generator) & ~start[:, None]
         track = play(scenes, start, lost, generator)
+        stall(track, STALLED, start, generator)
         latents = self.encode.latents_of(track)
         if len(rows := lost.any(1).nonzero()[:, 0]):
             first = track.rows(rows).each(lambda part: part[:, :CHUNK_FRAMES])

@@ -22,8 +22,21 @@ from torch import Tensor
 from streamdiff.models import sampling
 from streamdiff.models.tiny import shapes
 from streamdiff.models.tiny.render_batch import draw_frames
-from streamdiff.models.tiny.scene import COLUMN, SIZES, draw_scenes
-from streamdiff.models.tiny.tracks import LATTICE, PAN, PARTS, SCROLL, SIZE, Streams, Track, join
+from streamdiff.models.tiny.scene import COLUMN, HOURS, SIZES, draw_scenes
+from streamdiff.models.tiny.tracks import (
+    CHUNK_FRAMES,
+    LATTICE,
+    PAN,
+    PARTS,
+    QUARTER,
+    SCROLL,
+    SIZE,
+    Streams,
+    Track,
+    join,
+    phase_of,
+    shares_of_light,
+)
 from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.batches import TrackEncoder
 from streamdiff.models.tiny.training.windows import CHUNK, Windows
@@ -38,6 +51,8 @@ REACH, STEP = 20, 4
 """Pixels each way, and between two looks, in which a thing is looked for around where it should be."""
 SLIPS = (-PAN, 0, PAN)
 """Pixels of scrolling by which the scenery may be off: a chunk of the camera's way."""
+SHIFTS = (-CHUNK_FRAMES / QUARTER, 0.0, CHUNK_FRAMES / QUARTER)
+"""Phases by which light that passes may be off: what a chunk takes."""
 AT_ONCE = {"cpu": 8, "cuda": 64}
 """Streams that are looked at together: the places where a thing is tried take 0.1 GB per stream."""
 
@@ -49,11 +64,13 @@ of each stream's sentence, to the chunk's flow."""
 
 @dataclass(frozen=True)
 class Correction:
-    """What is seen of N streams, on the CPU: how much further the scenery has scrolled, in pixels, int64 `[N]`, how far
-    each thing is from where it should be, int64 `[N, 2, 2]` (y, x), and the share of it that is there, float32
-    `[N, 2]`. Of what may be hidden: that it is whole, and where it should be."""
+    """What is seen of N streams, on the CPU: how much further the scenery has scrolled, in pixels, int64 `[N]`, and
+    light that passes has gone, in phases, float32 `[N]`; how far each thing is from where it should be, int64
+    `[N, 2, 2]` (y, x), and the share of it that is there, float32 `[N, 2]`. Of what may be hidden: that it is whole,
+    and where it should be."""
 
     scroll: Tensor
+    phase: Tensor
     shift: Tensor
     seen: Tensor
 
@@ -136,6 +153,7 @@ class OwnPasts:
         frames = self.encode.last_frames(chunk, 1, AT_ONCE[chunk.device.type])[:, 0]
         found = locate(frames.clamp(0, 1), self.last.rows(rows))
         streams.scroll = (streams.scroll + found.scroll * PARTS) % (SCROLL * PARTS)
+        streams.phase = (streams.phase + found.phase) % 4
         cell = LATTICE * PARTS
         moved = (streams.place + found.shift * PARTS + cell // 2) // cell * cell % (SIZE * PARTS)
         streams.place = moved
@@ -157,13 +175,7 @@ def _draw(past: Tensor, ids: Tensor, flow: Flow, levels: tuple[float, ...], gene
 def locate(frames: Tensor, should: Track) -> Correction:
     """Where things and scenery are in `frames` `[N, 3, SIZE, SIZE]`; `should`, of as many frames, is where they
     belong."""
-    slips = torch.tensor(SLIPS)
-    repeated = should.each(lambda part: part.repeat_interleave(len(slips), 0))
-    tries = replace(repeated, scroll=(repeated.scroll + slips.repeat(len(frames))).remainder(SCROLL))
-    grounds = draw_frames(tries, frames.device, things=False).unflatten(0, (len(frames), len(slips)))
-    far = (grounds - frames[:, None]).abs().clamp(max=0.15).mean((2, 3, 4)) + 1e-5 * slips.abs().to(frames.device)
-    best = far.argmin(1)
-    ground = grounds[torch.arange(len(frames), device=frames.device), best]
+    scroll, phase, ground = _scenery(frames, should)
     shifts = torch.zeros(len(frames), 2, 2, dtype=torch.int64, device=frames.device)
     seens = torch.ones(len(frames), 2, device=frames.device)
     for thing, prefix in enumerate(("", "second_")):
@@ -176,7 +188,38 @@ def locate(frames: Tensor, should: Track) -> Correction:
                 shifts[here, thing], seens[here, thing] = found
     behind = (may_be_hidden(should) & (should.scenes[:, COLUMN["second"]] == 1)).to(frames.device)
     shifts[behind, 1], seens[behind, 1] = 0, 1.0
-    return Correction(slips[best.cpu()], shifts.cpu(), seens.cpu())
+    return Correction(scroll, phase, shifts.cpu(), seens.cpu())
+
+
+def _scenery(frames: Tensor, should: Track) -> tuple[Tensor, Tensor, Tensor]:
+    """How much further than in `should` the scenery of `frames` has scrolled and its light passed, as a `Correction`
+    says it, and pictures of it as it is, like `frames`."""
+    slips = torch.tensor(SLIPS)
+    tries = _repeat(should, len(slips))
+    tries = replace(tries, scroll=(tries.scroll + slips.repeat(len(frames))).remainder(SCROLL))
+    best, ground = _likest(frames, tries, 1e-5 * slips.abs())
+    scroll = slips[best.cpu()]
+    seen, phase = replace(should, scroll=(should.scroll + scroll).remainder(SCROLL)), torch.zeros(len(frames))
+    if len(passing := (should.scenes[:, COLUMN["hour"]] == HOURS.index("passing")).nonzero()[:, 0]):
+        here, steps = passing.to(frames.device), torch.tensor(SHIFTS)
+        tries = _repeat(seen.rows(passing), len(steps))
+        light = shares_of_light((phase_of(tries.light) + steps.repeat(len(passing))).remainder(4))
+        best, ground[here] = _likest(frames[here], replace(tries, light=light), torch.zeros(len(steps)))
+        phase[passing] = steps[best.cpu()]
+    return scroll, phase, ground
+
+
+def _repeat(track: Track, times: int) -> Track:
+    return track.each(lambda part: part.repeat_interleave(times, 0))
+
+
+def _likest(frames: Tensor, tries: Track, handicap: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `tries`, as many for each of `frames` `[N, 3, SIZE, SIZE]` as `handicap` `[tries]` has errors that each begins
+    with, which scenery is likest, `[N]`, and its pictures, like `frames`."""
+    grounds = draw_frames(tries, frames.device, things=False).unflatten(0, (len(frames), len(handicap)))
+    error = (grounds - frames[:, None]).abs().clamp(max=0.15).mean((2, 3, 4)) + handicap.to(frames.device)
+    best = error.argmin(1)
+    return best, grounds[torch.arange(len(frames), device=frames.device), best]
 
 
 def may_be_hidden(track: Track) -> Tensor:

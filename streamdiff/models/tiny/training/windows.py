@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from streamdiff.models.tiny.scene import COLUMN, HOURS, SIZES
+from streamdiff.models.tiny.scene import CAMERAS, COLUMN, HOURS, SIZES
 from streamdiff.models.tiny.shapes import RADIUS
 from streamdiff.models.tiny.tracks import SIZE
 
@@ -16,6 +16,13 @@ CHUNK = 3
 """Latent frames of a chunk."""
 CHUNKS = 5
 """Chunks of a whole window."""
+NEAR = (6.0, 12.0)
+"""Loss weights around a thing, for each of `scene.SIZES`: what is small covers a quarter of the latent pixels."""
+AROUND = 1.5
+"""How far around a thing that is, in its radii."""
+PLAIN_CHANGE, MOST_MOVING = 0.3, 6.0
+"""Mean squared change per chunk of scenery under a camera that pans by day (sky at night: a tenth of it, light that
+passes: a twentieth), and the most that scenery which changes less may weigh."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +81,31 @@ class Windows:
         scaled: Tensor = away / radius[sizes][:, :, None, :, None, None]
         return torch.where(there[:, :, None, :, None, None] > 0, scaled, 99.0)
 
-    def weight(self, near: float = 6.0) -> Tensor:
-        """Loss weights `[B, n, 1, CHUNK, h, w]`: `near` around things, 1 elsewhere; twice as much at night, when there
-        is half as much to be seen."""
-        night = self.scenes[..., COLUMN["hour"]] == HOURS.index("night")
-        dark = torch.where(night, 2.0, 1.0).view(*night.shape, 1, 1, 1, 1)
-        return dark * torch.where(self.reach().amin(3) < 1.5, near, 1.0).unsqueeze(2)
+    def weight(self) -> Tensor:
+        """Loss weights `[B, n, 1, CHUNK, h, w]`: more around things, and where scenery moves; twice as much at night,
+        when there is half as much to be seen."""
+        hour = self.scenes[..., COLUMN["hour"]]
+        dark = torch.where(hour == HOURS.index("night"), 2.0, 1.0).view(*hour.shape, 1, 1, 1, 1)
+        sizes = torch.stack([self.scenes[..., COLUMN[name]] for name in ("size", "second_size")], -1)
+        reach, moving = self.reach(), self._moving()[:, :, None, None, None]
+        heavy = torch.tensor(NEAR).to(reach.device, non_blocking=True)[sizes][:, :, None, :, None, None]
+        near = torch.where(reach < AROUND, heavy, 0.0).amax(3)
+        return dark * torch.maximum(near, moving.expand_as(near)).unsqueeze(2)
+
+    def _moving(self) -> Tensor:
+        """Loss weights `[B, n]` of scenery: 1 where it stands still; where the camera pans or time passes, more the
+        less of it changes from chunk to chunk, since the loss would hardly notice whether it does."""
+        if self.latents.shape[1] == 1:
+            return torch.ones_like(self.scenes[..., 0], dtype=torch.float32)
+        free = (self.reach().amin(3) > AROUND).unsqueeze(2)
+        both = (free[:, 1:] & free[:, :-1]).expand_as(self.bare[:, 1:])
+        squared = torch.where(both, (self.bare[:, 1:] - self.bare[:, :-1]).square(), 0.0)
+        change = squared.sum((2, 3, 4, 5)) / both.sum((2, 3, 4, 5)).clamp(min=1)
+        change = torch.cat([change[:, :1], change], 1)  # the first chunk's is that of the next
+        weight = (PLAIN_CHANGE / change.clamp(min=1e-6)).sqrt().clamp(1.0, MOST_MOVING)
+        pans = self.scenes[..., COLUMN["camera"]] != CAMERAS.index("still")
+        passes = self.scenes[..., COLUMN["hour"]] == HOURS.index("passing")
+        return torch.where(pans | passes, weight, 1.0)
 
     def corrupted(self, generator: torch.Generator) -> Tensor:
         """Latents with things faded, shrunk, or full of holes, in all chunks of the windows to be corrupted."""

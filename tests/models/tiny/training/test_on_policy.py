@@ -16,7 +16,7 @@ from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import model
 from streamdiff.models.tiny.render import render
 from streamdiff.models.tiny.scene import COLUMN, Scene, Thing, draw_scenes
-from streamdiff.models.tiny.tracks import PAN, SCROLL, SIZE, Streams, Track, join
+from streamdiff.models.tiny.tracks import PAN, SCROLL, SIZE, Streams, Track, join, shares_of_light
 from streamdiff.models.tiny.training import autoencoder as clips
 from streamdiff.models.tiny.training import on_policy as own_past
 from streamdiff.models.tiny.training.autoencoder import initialise
@@ -38,6 +38,20 @@ def frame_of(scene: Scene) -> Track:
 
 
 TWO = Scene(Thing("red", "star", "right"), Thing("blue", "heart", "down", "small"), "city", camera="left")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [-1, 0, 1])
+@pytest.mark.parametrize("begins", [0.0, 2.5, 3.75])
+def test_it_sees_how_far_light_that_passes_has_come(begins: float, late: int) -> None:
+    """Told to go on from where the light should be, a stream whose light lags would be told to jump."""
+    scene = replace(TWO, hour="passing", weather="rain")
+    should, seen = frame_of(scene), frame_of(scene)
+    should.light[0] = shares_of_light(torch.tensor(begins))
+    seen.light[0] = shares_of_light(torch.tensor((begins + late / 6) % 4))
+    found = locate(render(seen).frames, should)
+    assert found.phase.tolist() == pytest.approx([late / 6]) and found.scroll.tolist() == [0]
+    assert (found.seen > 0.9).all()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,10 +18,10 @@ from streamdiff.models.tiny.training import autoencoder as clips
 from streamdiff.models.tiny.training import denoiser as train_denoiser
 from streamdiff.models.tiny.training import learner
 from streamdiff.models.tiny.training.autoencoder import initialise
-from streamdiff.models.tiny.training.batches import Pool, TrackEncoder, draw_window_scenes, play
+from streamdiff.models.tiny.training.batches import Pool, TrackEncoder, draw_window_scenes, play, stall
 from streamdiff.models.tiny.training.network import Network
 from streamdiff.models.tiny.training.video_windows import VideoPool
-from streamdiff.models.tiny.training.windows import Windows
+from streamdiff.models.tiny.training.windows import MOST_MOVING, PLAIN_CHANGE, Windows
 from tests.small import CPU
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("training of the embedded model")]
@@ -155,6 +156,19 @@ def test_a_share_of_whole_windows_lacks_a_thing_at_first() -> None:
     assert torch.equal(latents[lacks], pool.parts["bare"][lacks]), "what lacks a thing is not corrupted too"
 
 
+def test_light_that_has_stopped_goes_on_in_the_second_chunk() -> None:
+    scenes = torch.tensor([Scene(hour="passing").row(), Scene(hour="passing").row(), Scene(hour="night").row()])
+    start = torch.tensor([False, True, False])
+    track = play(scenes[:, None].expand(-1, 2, -1), start, torch.zeros(3, 2, dtype=torch.bool), dice())
+    before = track.light.clone()
+    stall(track, 1.0, start, dice())
+    light = track.light[0]
+    assert (light[:12] == before[0, 11]).all() and torch.equal(light[12:], before[0, 12:])
+    assert torch.equal(track.light[1:], before[1:]), "a stream that begins, and an hour that stays"
+    stall(track, 0.0, start, dice())
+    assert torch.equal(track.light[0], light)
+
+
 def test_a_video_says_where_things_are_and_how_they_move_and_the_prompt_how_they_look() -> None:
     encode = NotedTracks()
     videos = VideoPool(encode, 40)
@@ -191,10 +205,24 @@ def test_the_flow_leads_from_what_a_video_shows_to_what_is_to_come_of_it() -> No
 def test_losses_weigh_what_is_near_things_and_what_is_there(pool: Pool) -> None:
     some = pool.sample(6, dice())
     night = some.scenes[..., COLUMN["hour"]] == HOURS.index("night")
-    assert night.any() and set(some.weight()[~night].unique().tolist()) == {1.0, 6.0}
-    assert set(some.weight()[night].unique().tolist()) == {2.0, 12.0}
+    moves = (some.scenes[..., COLUMN["camera"]] > 0) | (some.scenes[..., COLUMN["hour"]] == HOURS.index("passing"))
+    assert (night & ~moves).any() and set(some.weight()[~night & ~moves].unique().tolist()) == {1.0, 6.0, 12.0}
+    assert set(some.weight()[night & ~moves].unique().tolist()) <= {2.0, 12.0, 24.0}
     alone = some.scenes[..., COLUMN["second"]] == 0
     assert (some.reach()[:, :, :, 1].amin((2, 3, 4))[alone] == 99).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"), [(1.0, 1.0), (0.05, math.sqrt(PLAIN_CHANGE / 0.05)), (1e-4, MOST_MOVING)]
+)
+def test_scenery_that_moves_weighs_more_the_less_that_changes_it(pool: Pool, change: float, expected: float) -> None:
+    some = pool.sample(3, dice())
+    scenes = torch.tensor([Scene(camera="left").row(), Scene(hour="passing").row(), Scene().row()])
+    scenes = scenes[:, None].expand(-1, some.scenes.shape[1], -1)
+    steps = math.sqrt(change) * torch.arange(some.bare.shape[1]).view(1, -1, 1, 1, 1, 1)
+    weight = replace(some, scenes=scenes, bare=steps.expand_as(some.bare)).weight().amin((2, 3, 4, 5))
+    assert torch.allclose(weight[:2], torch.full_like(weight[:2], expected)), "under a camera that pans, as time passes"
+    assert (weight[2] == 1).all(), "what stands still weighs what it did"
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -51,7 +51,7 @@ REACH, STEP = 20, 4
 """Pixels each way, and between two looks, in which a thing is looked for around where it should be."""
 SLIPS = (-PAN, 0, PAN)
 """Pixels of scrolling by which the scenery may be off: a chunk of the camera's way."""
-SHIFTS = (-CHUNK_FRAMES / QUARTER, 0.0, CHUNK_FRAMES / QUARTER)
+PHASE_SLIPS = (-CHUNK_FRAMES / QUARTER, 0.0, CHUNK_FRAMES / QUARTER)
 """Phases by which light that passes may be off: what a chunk takes."""
 AT_ONCE = {"cpu": 8, "cuda": 64}
 """Streams that are looked at together: the places where a thing is tried take 0.1 GB per stream."""
@@ -175,7 +175,7 @@ def _draw(past: Tensor, ids: Tensor, flow: Flow, levels: tuple[float, ...], gene
 def locate(frames: Tensor, should: Track) -> Correction:
     """Where things and scenery are in `frames` `[N, 3, SIZE, SIZE]`; `should`, of as many frames, is where they
     belong."""
-    scroll, phase, ground = _scenery(frames, should)
+    scroll, phase, ground = _look_at_scenery(frames, should)
     shifts = torch.zeros(len(frames), 2, 2, dtype=torch.int64, device=frames.device)
     seens = torch.ones(len(frames), 2, device=frames.device)
     for thing, prefix in enumerate(("", "second_")):
@@ -191,20 +191,20 @@ def locate(frames: Tensor, should: Track) -> Correction:
     return Correction(scroll, phase, shifts.cpu(), seens.cpu())
 
 
-def _scenery(frames: Tensor, should: Track) -> tuple[Tensor, Tensor, Tensor]:
+def _look_at_scenery(frames: Tensor, should: Track) -> tuple[Tensor, Tensor, Tensor]:
     """How much further than in `should` the scenery of `frames` has scrolled and its light passed, as a `Correction`
     says it, and pictures of it as it is, like `frames`."""
     slips = torch.tensor(SLIPS)
     tries = _repeat(should, len(slips))
     tries = replace(tries, scroll=(tries.scroll + slips.repeat(len(frames))).remainder(SCROLL))
-    best, ground = _likest(frames, tries, 1e-5 * slips.abs())
+    best, ground = _nearest_scenery(frames, tries, 1e-5 * slips.abs())
     scroll = slips[best.cpu()]
     seen, phase = replace(should, scroll=(should.scroll + scroll).remainder(SCROLL)), torch.zeros(len(frames))
     if len(passing := (should.scenes[:, COLUMN["hour"]] == HOURS.index("passing")).nonzero()[:, 0]):
-        here, steps = passing.to(frames.device), torch.tensor(SHIFTS)
+        here, steps = passing.to(frames.device), torch.tensor(PHASE_SLIPS)
         tries = _repeat(seen.rows(passing), len(steps))
         light = shares_of_light((phase_of(tries.light) + steps.repeat(len(passing))).remainder(4))
-        best, ground[here] = _likest(frames[here], replace(tries, light=light), torch.zeros(len(steps)))
+        best, ground[here] = _nearest_scenery(frames[here], replace(tries, light=light), torch.zeros(len(steps)))
         phase[passing] = steps[best.cpu()]
     return scroll, phase, ground
 
@@ -213,11 +213,11 @@ def _repeat(track: Track, times: int) -> Track:
     return track.each(lambda part: part.repeat_interleave(times, 0))
 
 
-def _likest(frames: Tensor, tries: Track, handicap: Tensor) -> tuple[Tensor, Tensor]:
-    """Of `tries`, as many for each of `frames` `[N, 3, SIZE, SIZE]` as `handicap` `[tries]` has errors that each begins
-    with, which scenery is likest, `[N]`, and its pictures, like `frames`."""
-    grounds = draw_frames(tries, frames.device, things=False).unflatten(0, (len(frames), len(handicap)))
-    error = (grounds - frames[:, None]).abs().clamp(max=0.15).mean((2, 3, 4)) + handicap.to(frames.device)
+def _nearest_scenery(frames: Tensor, tries: Track, penalty: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of its `tries` each of `frames` `[N, 3, SIZE, SIZE]` is nearest to, `[N]`, and pictures of these without
+    things, like `frames`. A frame has as many tries as `penalty` `[tries]` is long, which is added to their errors."""
+    grounds = draw_frames(tries, frames.device, things=False).unflatten(0, (len(frames), len(penalty)))
+    error = (grounds - frames[:, None]).abs().clamp(max=0.15).mean((2, 3, 4)) + penalty.to(frames.device)
     best = error.argmin(1)
     return best, grounds[torch.arange(len(frames), device=frames.device), best]
 

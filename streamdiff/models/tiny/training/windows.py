@@ -17,12 +17,12 @@ CHUNK = 3
 CHUNKS = 5
 """Chunks of a whole window."""
 NEAR = (6.0, 12.0)
-"""Loss weights around a thing, for each of `scene.SIZES`: what is small covers a quarter of the latent pixels."""
+"""Loss weights around a thing, for each of `scene.SIZES`: what is small covers less than half as many pixels."""
 AROUND = 1.5
 """How far around a thing that is, in its radii."""
 PLAIN_CHANGE, MOST_MOVING = 0.3, 6.0
-"""Mean squared change per chunk of scenery under a camera that pans by day (sky at night: a tenth of it, light that
-passes: a twentieth), and the most that scenery which changes less may weigh."""
+"""Mean squared change of latents per chunk that is usual under a camera that pans (over the sky a quarter of it, where
+time passes a twentieth), and the most that scenery which changes less may weigh."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Windows:
         away where there is no thing."""
         dy, dx = self.from_centers()
         radius = torch.tensor([RADIUS[name] for name in SIZES]).to(self.place.device, non_blocking=True)
-        sizes = torch.stack([self.scenes[..., COLUMN[name]] for name in ("size", "second_size")], -1)
+        sizes = self._sizes()
         there = torch.stack([torch.ones_like(sizes[..., 0]), self.scenes[..., COLUMN["second"]]], -1)
         away = (dy[..., :, None].square() + dx[..., None, :].square()).sqrt()
         scaled: Tensor = away / radius[sizes][:, :, None, :, None, None]
@@ -86,19 +86,23 @@ class Windows:
         when there is half as much to be seen."""
         hour = self.scenes[..., COLUMN["hour"]]
         dark = torch.where(hour == HOURS.index("night"), 2.0, 1.0).view(*hour.shape, 1, 1, 1, 1)
-        sizes = torch.stack([self.scenes[..., COLUMN[name]] for name in ("size", "second_size")], -1)
-        reach, moving = self.reach(), self._moving()[:, :, None, None, None]
-        heavy = torch.tensor(NEAR).to(reach.device, non_blocking=True)[sizes][:, :, None, :, None, None]
+        reach = self.reach()
+        heavy = torch.tensor(NEAR).to(reach.device, non_blocking=True)[self._sizes()][:, :, None, :, None, None]
         near = torch.where(reach < AROUND, heavy, 0.0).amax(3)
-        return dark * torch.maximum(near, moving.expand_as(near)).unsqueeze(2)
+        scenery = self._scenery_weight(reach.amin(3) > AROUND)[:, :, None, None, None]
+        return dark * torch.maximum(near, scenery).unsqueeze(2)
 
-    def _moving(self) -> Tensor:
-        """Loss weights `[B, n]` of scenery: 1 where it stands still; where the camera pans or time passes, more the
-        less of it changes from chunk to chunk, since the loss would hardly notice whether it does."""
+    def _sizes(self) -> Tensor:
+        """Rows of both things' sizes in `scene.SIZES`, int64 `[B, n, 2]`."""
+        return torch.stack([self.scenes[..., COLUMN[name]] for name in ("size", "second_size")], -1)
+
+    def _scenery_weight(self, free: Tensor) -> Tensor:
+        """Loss weights `[B, n]` of scenery, which is where `free` bool `[B, n, CHUNK, h, w]` says: 1 where it stands
+        still; where the camera pans or time passes, more the less of it changes from chunk to chunk, since the loss
+        would hardly notice whether it does."""
         if self.latents.shape[1] == 1:
             return torch.ones_like(self.scenes[..., 0], dtype=torch.float32)
-        free = (self.reach().amin(3) > AROUND).unsqueeze(2)
-        both = (free[:, 1:] & free[:, :-1]).expand_as(self.bare[:, 1:])
+        both = (free[:, 1:] & free[:, :-1]).unsqueeze(2).expand_as(self.bare[:, 1:])
         squared = torch.where(both, (self.bare[:, 1:] - self.bare[:, :-1]).square(), 0.0)
         change = squared.sum((2, 3, 4, 5)) / both.sum((2, 3, 4, 5)).clamp(min=1)
         change = torch.cat([change[:, :1], change], 1)  # the first chunk's is that of the next

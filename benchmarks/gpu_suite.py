@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -271,7 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def checks(options: argparse.Namespace, deadline: Deadline) -> Generator[Found, None, None]:
-    """What every check says: first contact alone, where there are several GPUs, then `options.at_once` at a time."""
+    """What every check says, as each ends: first contact alone, where there are several GPUs, then `options.at_once` at
+    a time."""
     log = (options.out / "checks" / "nccl").resolve()
     log.parent.mkdir(exist_ok=True)
     running: set[subprocess.Popen[str]] = set()
@@ -286,8 +287,9 @@ def checks(options: argparse.Namespace, deadline: Deadline) -> Generator[Found, 
         yield one(_CONTACT)
     with ThreadPoolExecutor(options.at_once) as pool:
         try:
-            # the tests take longest, and are begun first
-            yield from pool.map(one, (_TESTS, *gpu_check.NAMES))
+            # the tests take longest, and are begun first; what ends before them is told before them
+            for each in as_completed([pool.submit(one, name) for name in (_TESTS, *gpu_check.NAMES)]):
+                yield each.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(running):

@@ -129,18 +129,17 @@ def rollout_step(
 ) -> Windows:
     """Extend the next `count` of the network's own streams by a chunk, in `clean` or, in a share `ON_STAIRS` of the
     calls, as `staircase` does, and return them with the right targets. Mutates: own."""
-    steps, on_stairs = 4 if chance.random() < 0.75 else 2, chance.random() < ON_STAIRS
-    chunks = (PAST if on_stairs else CLEAN_PAST) + 1
-
-    def levels(step: int) -> Tensor:
-        """Of the past and, at `step`, the new chunk, `[chunks]`."""
-        at = newest_steps(torch.tensor([step]), chunks)[0]
-        found = levels_at(at if on_stairs else at.where(at == step, steps), steps)
-        found[:-1].clamp_(min=CONTEXT_SIGMA)
-        return found
+    steps = 4 if chance.random() < 0.75 else 2
+    chunks = (PAST if chance.random() < ON_STAIRS else CLEAN_PAST) + 1
 
     def flow(past: Tensor, noisy: Tensor, step: int, ids: Tensor) -> Tensor:
-        past, sigma = past[:, 1 - chunks :], levels(step).to(past.device, non_blocking=True).expand(len(past), -1)
+        at = newest_steps(torch.full((len(past),), step), chunks)
+        if chunks == CLEAN_PAST + 1:
+            at[:, :-1] = steps
+        levels = levels_at(at, steps)
+        levels[:, :-1].clamp_(min=CONTEXT_SIGMA)
+        sigma = levels.to(past.device, non_blocking=True)
+        past = past[:, 1 - chunks :]
         noise = loop.noise_like(past, generator)
         seen = sampling.add_noise(past, noise, sigma[:, :-1, None, None, None, None])
         every = torch.cat([seen, noisy[:, None]], 1).flatten(0, 1)

@@ -110,7 +110,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     for chunks in (2, 3):
         shown.play(chunks, 0, 1)
         while under_way(pipeline) < (2 if stages > 1 else 0):
-            shown.step(0, 1)
+            shown.step(0)  # not both: it would mostly wait for the other, with nothing in the ring
         out(shown, folder, parts)
         back(shown)
     shown.play(len(shown.pictures[0]) / pipeline.info.chunk_frames + 2, 0, 1)  # made after the last swap

@@ -5,6 +5,7 @@ Defined in benchmarks/README.md. Knows nothing about models.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -12,13 +13,16 @@ import torch
 from benchmarks.world_judge import judge, shares
 from streamdiff.models.tiny.render import render
 from streamdiff.models.tiny.scene import THING_TABLES, Scene
-from streamdiff.models.tiny.tracks import Streams
+from streamdiff.models.tiny.tracks import Streams, Track, join
 
 WITHOUT_BAR = ("matched", "anchored")
 BARS = {"color": 0.98, "place": 0.98, "motion": 0.95, "shape": 0.92, "camera": 0.90}
 BOTH_BAR, CHANGE_BAR, DRIFT_BAR = 0.85, 0.95, 0.02
+TOGETHER = 2
+"""Chunks that are judged together, 0.6 s of a stream that goes on: of what hides behind another thing for one chunk
+nobody can say what it is."""
 Rights = list[dict[str, bool]]
-"""`Verdict.right` of one chunk of each stream."""
+"""`Verdict.right` of one look at each stream."""
 
 
 def figures_of(rights: Rights, scenes: Sequence[Scene]) -> dict[str, float]:
@@ -53,10 +57,11 @@ def truth_figures(scenes: Sequence[Scene], marks: Sequence[int]) -> dict[str, di
     """The figures of `scenes` at the chunks `marks`, rising, of the world as it is drawn: what a model may reach, since
     of what hides behind another thing nobody can say what it is."""
     rows = torch.tensor([scene.row() for scene in scenes])
-    streams, found = Streams(rows), {}
+    streams, found, last = Streams(rows), {}, deque[Track](maxlen=TOGETHER)
     for chunk in range(marks[-1] + 1):
-        track = streams.play(rows)
+        last.append(streams.play(rows))
         if chunk in marks:
+            track = join(list(last))
             each = (render(track.rows(slice(at, at + 1)).flat()).frames for at in range(len(scenes)))
             rights = [judge(frames).right(scene) for frames, scene in zip(each, scenes, strict=True)]
             found[str(chunk)] = figures_of(rights, scenes)

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from benchmarks import report
 from benchmarks.contact_sheet import Strip, write_sheet
-from benchmarks.tiny_figures import Rights, bars_met, change_figures, figures_of, truth_figures
+from benchmarks.tiny_figures import TOGETHER, Rights, bars_met, change_figures, figures_of, truth_figures
 from benchmarks.world_judge import describe, judge, mistake
 from streamdiff import clock
 from streamdiff.config import ModelConfig
@@ -40,7 +40,7 @@ from streamdiff.models.tiny.scene import COLOR_NAMES, PLACES, Scene, plain
 
 SUMMARY = "Judge what the embedded model shows, at chosen chunks and after a prompt change."
 RUN_UP = 2
-"""Chunks decoded before a judged one: the decoder remembers frames, so it needs them to be in its stride."""
+"""Chunks decoded before what is judged: the decoder remembers frames, so it needs them to be in its stride."""
 DECODE_STREAMS = 8
 SHEET_STREAMS = 8
 STILLS = [0, 6, -1]
@@ -78,7 +78,8 @@ class Subject:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. `marks`: the chunks that are judged, rising, counted from 0; prompts change at `change_at`."""
+    """What to run. `marks`: the chunks that are judged, each with the `TOGETHER` - 1 before it, rising, counted from 0;
+    prompts change at `change_at`."""
 
     prompts: int = 200
     marks: tuple[int, ...] = (5, 50, 200)
@@ -148,7 +149,8 @@ class Case:
 
     def run(self, old: Sequence[Scene], new: Sequence[Scene] | None = None) -> Outcome:
         """Streams of the scenes `old`, judged at the plan's marks; or, with `new`, which these scenes become at
-        `change_at`, in the two chunks from there on. Batches that are kept are not made again, and have no strips."""
+        `change_at`, in each of the two chunks from there on. Batches that are kept are not made again, and have no
+        strips."""
         found = Outcome({}, [], [])
         for begin in range(0, len(old), self.plan.batch):
             span = slice(begin, begin + self.plan.batch)
@@ -165,7 +167,7 @@ class Case:
 
     def _batch(self, old: Sequence[Scene], new: Sequence[Scene] | None, seed: int) -> Outcome:
         change, wanted = self.plan.change_at, new or old
-        looks = (change, change + 1) if new else self.plan.marks
+        looks, length = ((change, change + 1), 1) if new else (self.plan.marks, TOGETHER)
         prompts, asked = ([canonical(scene) for scene in each] for each in (old, wanted))
         latents = self.subject.rollout(
             prompts,
@@ -174,11 +176,11 @@ class Case:
             kv_context=self.context,
             seed=seed,
             switch={change: asked} if new else None,
-            keep={chunk for look in looks for chunk in _until(look)},
+            keep={chunk for look in looks for chunk in _until(look, length)},
         )
         found, stills = Outcome({}, [], []), []
         for look in looks:
-            frames = decode(self.subject, latents, _until(look))[:, -1]
+            frames = decode(self.subject, latents, _until(look, length))[:, -length:].flatten(1, 2)
             verdicts = [judge(each) for each in frames]
             rights = [verdict.right(scene) for verdict, scene in zip(verdicts, wanted, strict=True)]
             found.rights[str(look)] = rights
@@ -193,9 +195,9 @@ class Case:
         return found
 
 
-def _until(chunk: int) -> range:
-    """What is decoded to judge a chunk."""
-    return range(max(0, chunk - RUN_UP), chunk + 1)
+def _until(chunk: int, length: int) -> range:
+    """What is decoded to judge the `length` chunks that end with `chunk`."""
+    return range(max(0, chunk + 1 - length - RUN_UP), chunk + 1)
 
 
 def decode(subject: Subject, latents: dict[int, Tensor], chunks: Sequence[int]) -> Tensor:
@@ -232,10 +234,12 @@ def estimate_s(subject: Subject, plan: Plan) -> float:
     judge(frames[0, 1])  # makes the pictures that it compares with
     began = clock.monotonic_s()
     judge(frames[0, 1])
-    per_look = (RUN_UP + 1) * per_decode + clock.monotonic_s() - began
-    looks = plan.prompts * len(plan.configurations) * (len(plan.marks) + 2)
+    per_chunk = per_decode + clock.monotonic_s() - began
+    shown = len(plan.marks) * TOGETHER + 2
+    runs_up = (len(plan.marks) + 2) * RUN_UP
+    looks = (shown * per_chunk + runs_up * per_decode) * plan.prompts * len(plan.configurations)
     passes = sum(plan.prompts * sum(plan.chunks) * (steps + 1) for _, steps in plan.configurations)
-    return per_pass * passes + per_look * looks
+    return per_pass * passes + looks
 
 
 def run(subject: Subject, plan: Plan, out: Path, head: report.Header, kept: Kept | None = None) -> dict[str, Any]:

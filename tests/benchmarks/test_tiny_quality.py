@@ -27,7 +27,7 @@ from streamdiff.models.tiny.tracks import CHUNK_FRAMES, CHUNK_LATENTS, SIZE, Str
 
 # The judge's pictures to compare with, and verdicts of pictures that several tests show, are made once.
 pytestmark = pytest.mark.xdist_group("judge of the embedded model's world")
-PLAN = Plan(prompts=2, marks=(1, 3), contexts=("clean",), steps=(4,), batch=1, change_at=2)
+PLAN = Plan(prompts=2, marks=(1, 4), contexts=("clean",), steps=(4,), batch=1, change_at=2)
 """The first of its two scenes has two things, the second one."""
 ONE = replace(PLAN, prompts=1)
 
@@ -114,11 +114,11 @@ def test_truth_scores_everything(
     found = run(Painter().subject())
     for part in (*found["steady"].values(), found["change"]):
         assert all(part[name] == 1.0 for name in (*ATTRIBUTES, "all", "both"))
-    assert list(found["steady"]) == ["1", "3"]
+    assert list(found["steady"]) == ["1", "4"]
     assert found["change"]["color_and_place_at_once"] == found["change"]["color_and_place"] == 1.0
     assert len(found["met"]) == 8 and all(found["met"].values())
     assert not found["wrong"] and not found["wrong after change"]
-    assert "| clean   | 4     | chunk 3" in capsys.readouterr().out
+    assert "| clean   | 4     | chunk 4" in capsys.readouterr().out
     for name in ("quality_clean_4.png", "quality_clean_4_change.png"):
         with Image.open(tmp_path / name) as sheet:
             assert sheet.height > 2 * SIZE // 2 and sheet.width > 6 * SIZE // 2
@@ -136,7 +136,7 @@ def test_a_color_that_fades_in_the_end_is_drift(run: Callable[..., dict[str, Any
         "drift within 0.02",
         "change within 2 chunks >= 0.95",  # whose second chunk is the faded one
     }
-    assert len(found["wrong"]) == 1 and found["wrong"][0].startswith("chunk 3 color: asked ")
+    assert len(found["wrong"]) == 1 and found["wrong"][0].startswith("chunk 4 color: asked ")
 
 
 @pytest.mark.slow
@@ -196,14 +196,29 @@ def test_both_counts_scenes_with_two_things_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("judge_once")
-def test_what_hides_behind_another_thing_is_lost_in_the_world_too() -> None:
+def test_what_hides_for_both_chunks_of_a_look_is_lost_in_the_world_too() -> None:
+    scene = scene_of(
+        "a green star moving down slowly and an orange circle moving left fast over the sea at dawn, camera panning "
+        "right"
+    )
+    meeting, apart = tiny_figures.truth_figures([scene], (2, 4)).values()
+    assert (meeting["both"], apart["both"]) == (0.0, 1.0)
+    assert meeting["place"] == meeting["count"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("judge_once")
+def test_what_hides_for_one_chunk_of_a_look_is_read() -> None:
     scene = scene_of(
         "a small purple circle moving left and a small purple heart moving up fast in the desert at dusk in the wind, "
         "camera panning left"
     )
-    apart, meeting = tiny_figures.truth_figures([scene], (1, 4)).values()
-    assert (apart["both"], meeting["both"]) == (1.0, 0.0)
-    assert meeting["place"] == meeting["color"] == 1.0
+    rows = torch.tensor([scene.row()])
+    streams = Streams(rows)
+    for _ in range(5):
+        track = streams.play(rows)
+    assert not all(judge(render(track.flat()).frames).right(scene).values())
+    assert tiny_figures.truth_figures([scene], (4,))["4"]["all"] == 1.0
 
 
 def test_contexts_without_a_bar_are_reported_without_one() -> None:

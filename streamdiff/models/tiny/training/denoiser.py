@@ -10,7 +10,8 @@ each the flow's mean squared error (decisions 0006 and 0017):
 - *again*: a chunk after one that lacks a thing, which begins again where streams begin;
 - *video*: a chunk whose noisy copies show another scene, whose places and motions it keeps (`video_windows`), after
   another chunk or as the first;
-- *own*: what should follow chunks that the network made itself (`on_policy`), towards the end.
+- *own*: what should follow chunks that the network made itself (`on_policy`), towards the end; *own_staircase*: the
+  same, where these stand at the levels of a full ring.
 
 Only where a stream starts or its prompt changes must a chunk be drawn from words; everywhere else it can be copied
 from the past. The short kinds hold many such places at a fraction of a window's cost. Things are corrupted in a share
@@ -35,8 +36,17 @@ from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.batches import Pool, TrackEncoder, latent_statistics
 from streamdiff.models.tiny.training.learner import Learner, Plan
 from streamdiff.models.tiny.training.network import Forward, Lesson, Network
-from streamdiff.models.tiny.training.on_policy import OwnPasts
-from streamdiff.models.tiny.training.rows import CONTEXT_SIGMA, LEVELS, LOWEST, ROWS, Rows, causal
+from streamdiff.models.tiny.training.on_policy import CLEAN_PAST, PAST, OwnPasts
+from streamdiff.models.tiny.training.rows import (
+    CONTEXT_SIGMA,
+    LEVELS,
+    LOWEST,
+    ROWS,
+    Rows,
+    causal,
+    levels_at,
+    newest_steps,
+)
 from streamdiff.models.tiny.training.video_windows import VideoPool
 from streamdiff.models.tiny.training.windows import CHUNKS, Windows
 
@@ -44,7 +54,7 @@ KEPT = 2500
 """Windows of each kind that are kept."""
 SHARES = {
     "staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "again": 0.2, "anchored": 0.3, "video": 0.4, "own": 0.6,
-    "reading": 0.1,
+    "own_staircase": 0.4, "reading": 0.1,
 }  # fmt: skip
 LONG = {"staircase": 0.5, "clean": 0.3, "anchored": 0.2}
 """How often a step's windows of five chunks are of which kind."""
@@ -52,6 +62,8 @@ UNSAID = -1
 """In place of a field's value, where the sentence does not say it."""
 STREAMS = 48
 """The network's own streams, at least."""
+ON_STAIRS = 0.5
+"""Share of the chunks that the network makes as `staircase` does."""
 PLAYED = 64
 """A step plays a quarter as many of them as it has samples, but all up to this number: looking where their things are
 takes several times as long as learning from them."""
@@ -66,7 +78,7 @@ class Schedule:
     own_from: float
 
 
-FROM_NOTHING, FROM_MODEL = Schedule(0.5, 0.85), Schedule(0.0, 0.6)
+FROM_NOTHING, FROM_MODEL = Schedule(0.5, 0.85), Schedule(0.0, 0.4)
 
 
 @dataclass(frozen=True)
@@ -115,23 +127,29 @@ def is_said(scenes: Tensor, column: int) -> Tensor:
 def rollout_step(
     network: Network, own: OwnPasts, count: int, chance: random.Random, generator: torch.Generator
 ) -> Windows:
-    """Extend the next `count` of the network's own streams by a chunk, and return them with the right targets. Mutates:
-    own."""
+    """Extend the next `count` of the network's own streams by a chunk, in `clean` or, in a share `ON_STAIRS` of the
+    calls, as `staircase` does, and return them with the right targets. Mutates: own."""
+    steps, on_stairs = 4 if chance.random() < 0.75 else 2, chance.random() < ON_STAIRS
+    chunks = (PAST if on_stairs else CLEAN_PAST) + 1
 
-    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, ids: Tensor) -> Tensor:
-        kept = torch.full((len(past), past.shape[1]), CONTEXT_SIGMA, device=past.device)
+    def levels(step: int) -> Tensor:
+        """Of the past and, at `step`, the new chunk, `[chunks]`."""
+        at = newest_steps(torch.tensor([step]), chunks)[0]
+        found = levels_at(at if on_stairs else at.where(at == step, steps), steps)
+        found[:-1].clamp_(min=CONTEXT_SIGMA)
+        return found
+
+    def flow(past: Tensor, noisy: Tensor, step: int, ids: Tensor) -> Tensor:
+        past, sigma = past[:, 1 - chunks :], levels(step).to(past.device, non_blocking=True).expand(len(past), -1)
         noise = loop.noise_like(past, generator)
-        seen = sampling.add_noise(past, noise, kept.view(*kept.shape, 1, 1, 1, 1))
-        chunks = past.shape[1] + 1
-        rows = Rows(list(range(chunks)), causal(chunks), sigma, sigma)
+        seen = sampling.add_noise(past, noise, sigma[:, :-1, None, None, None, None])
         every = torch.cat([seen, noisy[:, None]], 1).flatten(0, 1)
-        levels = torch.cat([kept, sigma[:, None]], 1)
         words = ids[:, None].expand(-1, chunks, -1).flatten(0, 1)
-        made = network.flow(Forward(every, levels, words, rows))
-        newest: Tensor = made.unflatten(0, (len(past), chunks))[:, -1]
+        made = network.flow(Forward(every, sigma, words, Rows(list(range(chunks)), causal(chunks), sigma, sigma)))
+        newest: Tensor = made.unflatten(0, sigma.shape)[:, -1]
         return newest
 
-    return own.turn(count, flow, LEVELS[4 if chance.random() < 0.75 else 2], generator)
+    return own.turn(count, flow, LEVELS[steps], generator)
 
 
 def draw(
@@ -202,7 +220,8 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
             if done >= schedule.own_from:
                 played = min(plan.batch, max(PLAYED, plan.batch // 4))
                 own = own or OwnPasts(encode, max(STREAMS, 2 * played), generator)
-                drawn["own"] = rollout_step(network, own, played, shared, generator)
+                drawn["own_staircase"] = windows = rollout_step(network, own, played, shared, generator)
+                drawn["own"] = windows.cut(torch.full((played,), PAST - CLEAN_PAST), CLEAN_PAST + 1)
             found = network.losses({kind: lesson_of(some, kind, shared, generator) for kind, some in drawn.items()})
             return found if plan.begin else found | {"reading": reading_loss(network, generator)}
 

@@ -41,8 +41,8 @@ from streamdiff.models.tiny.training import loop
 from streamdiff.models.tiny.training.batches import TrackEncoder
 from streamdiff.models.tiny.training.windows import CHUNK, Windows
 
-PAST = 2
-"""Chunks that a new one sees, as in a stream's `clean` window."""
+PAST, CLEAN_PAST = 4, 2
+"""Chunks that a new one sees in a stream's window of `staircase`, and in its `clean` one."""
 FRESH = 1 / 80
 """Share of the steps after which a stream begins anew."""
 LOST = 0.3
@@ -57,8 +57,8 @@ AT_ONCE = {"cpu": 8, "cuda": 64}
 """Streams that are looked at together: the places where a thing is tried take 0.1 GB per stream."""
 
 
-Flow = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Past `[B, PAST, C, CHUNK, h, w]`, noisy chunk `[B, C, CHUNK, h, w]`, its sigma `[B]`, and the ids `[B, tokens]`
+Flow = Callable[[Tensor, Tensor, int, Tensor], Tensor]
+"""Past `[B, PAST, C, CHUNK, h, w]`, noisy chunk `[B, C, CHUNK, h, w]`, at which step it is, and the ids `[B, tokens]`
 of each stream's sentence, to the chunk's flow."""
 
 
@@ -163,11 +163,10 @@ class OwnPasts:
 def _draw(past: Tensor, ids: Tensor, flow: Flow, levels: tuple[float, ...], generator: torch.Generator) -> Tensor:
     """The network's next chunk `[B, C, CHUNK, h, w]`."""
     chunk = torch.zeros_like(past[:, 0])
-    for level in levels:
-        sigma = torch.full((len(past),), level, device=past.device)
+    for step, level in enumerate(levels):
         noise = loop.noise_like(chunk, generator)
-        noisy = sampling.add_noise(chunk, noise, sigma.view(-1, 1, 1, 1, 1))
-        chunk = sampling.clean_from_flow(noisy, flow(past, noisy, sigma, ids), level)
+        noisy = sampling.add_noise(chunk, noise, torch.full((1,) * chunk.ndim, level, device=chunk.device))
+        chunk = sampling.clean_from_flow(noisy, flow(past, noisy, step, ids), level)
     return chunk
 
 

@@ -49,14 +49,32 @@ def staircase_rows(windows: Windows, chance: random.Random, generator: torch.Gen
     """
     batch = windows.latents.shape[0]
     steps = 4 if chance.random() < 0.75 else 2
-    levels = torch.tensor([*LEVELS[steps], 0.0])
     newest = torch.randint(1000, (batch,), generator=generator)
     ahead = torch.where(newest < 600, 0, newest % 4) if steps == 4 else newest % 2
     base = torch.where(windows.start, torch.randint(steps + 2, (batch,), generator=generator), CHUNKS - 1 + ahead)
     step = base[:, None] - torch.arange(CHUNKS)
-    sigma = levels[step.clamp(0, steps)]
     target = (step >= 0) & (step < steps)
-    return Rows(list(range(CHUNKS)), causal(CHUNKS), _context_noise(sigma, generator), target)
+    sigma = _context_noise(levels_at(step, steps), generator)
+    return Rows(list(range(CHUNKS)), causal(CHUNKS), sigma, target)
+
+
+def levels_at(step: Tensor, steps: int) -> Tensor:
+    """The noise levels at `step` of `steps`, of any shape; 0 from the last one on."""
+    return torch.tensor([*LEVELS[steps], 0.0])[step.clamp(0, steps)]
+
+
+def newest_steps(newest: Tensor, chunks: int) -> Tensor:
+    """At which step each of `chunks` chunks in a full ring is, `[B, chunks]`, where the newest is at `newest` `[B]`."""
+    return newest[:, None] + torch.arange(chunks - 1, -1, -1)
+
+
+def newest_on_stairs_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
+    """Levels as in a full ring. Only the newest chunk has a target: what the others show is there already."""
+    batch, chunks = windows.latents.shape[:2]
+    steps = 4 if chance.random() < 0.75 else 2
+    step = newest_steps(torch.randint(steps, (batch,), generator=generator), chunks)
+    target = (torch.arange(chunks) == chunks - 1).repeat(batch, 1)
+    return Rows(list(range(chunks)), causal(chunks), _context_noise(levels_at(step, steps), generator), target)
 
 
 def clean_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
@@ -138,5 +156,5 @@ def _context_noise(sigma: Tensor, generator: torch.Generator) -> Tensor:
 
 ROWS = {
     "staircase": staircase_rows, "clean": clean_rows, "first": first_rows, "next": next_rows, "again": next_rows,
-    "own": next_rows, "anchored": anchored_rows, "video": video_rows,
+    "own": next_rows, "own_staircase": newest_on_stairs_rows, "anchored": anchored_rows, "video": video_rows,
 }  # fmt: skip

@@ -18,6 +18,7 @@ from streamdiff.models.tiny.render import render
 from streamdiff.models.tiny.scene import COLUMN, Scene, Thing, draw_scenes
 from streamdiff.models.tiny.tracks import PAN, SCROLL, SIZE, Streams, Track, join, shares_of_light
 from streamdiff.models.tiny.training import autoencoder as clips
+from streamdiff.models.tiny.training import denoiser
 from streamdiff.models.tiny.training import on_policy as own_past
 from streamdiff.models.tiny.training.autoencoder import initialise
 from streamdiff.models.tiny.training.batches import TrackEncoder
@@ -125,7 +126,7 @@ def pasts() -> OwnPasts:
 def test_streams_take_turns_and_see_what_the_network_made(pasts: OwnPasts) -> None:
     made: list[Tensor] = []
 
-    def flow(past: Tensor, noisy: Tensor, sigma: Tensor, ids: Tensor) -> Tensor:
+    def flow(past: Tensor, noisy: Tensor, step: int, ids: Tensor) -> Tensor:
         assert past.shape == (2, PAST, 16, 3, 16, 16) and len(ids) == 2
         made.append(noisy)
         return noisy  # so that what is clean is the noise less all of it: zeros
@@ -149,7 +150,7 @@ def test_what_is_told_of_a_stream_that_is_right_is_how_the_world_goes_on() -> No
     pasts = OwnPasts(TrackEncoder(autoencoder, torch.zeros(16), torch.ones(16), numbers), 1, dice(3))
     state = pasts.streams.take(torch.tensor([0]))
     expected = state.play(pasts.scenes)
-    windows = pasts.turn(1, lambda past, noisy, sigma, ids: noisy, (1.0,), dice())
+    windows = pasts.turn(1, lambda past, noisy, step, ids: noisy, (1.0,), dice())
     away = (windows.place[0, PAST, :, 0] - expected.place[0, 2::4, 0] + SIZE / 2).remainder(SIZE) - SIZE / 2
     assert away.abs().max() <= own_past.REACH, "an untrained autoencoder shows it roughly"
 
@@ -169,15 +170,19 @@ def test_a_thing_that_is_lost_begins_where_streams_begin(trained: tuple[Network,
     own = OwnPasts(encode, 3, dice(2))
     track = join([own.streams.take(torch.arange(3)).play(own.scenes) for _ in range(PAST)])
     own.latents = encode.latents_of(track, things=False).unflatten(1, (PAST, -1)).transpose(2, 3)
-    windows = own.turn(3, lambda past, noisy, sigma, ids: noisy, LEVELS[2], dice())
+    windows = own.turn(3, lambda past, noisy, step, ids: noisy, LEVELS[2], dice())
     fresh = Streams(windows.scenes[:, -1].cpu()).play(windows.scenes[:, -1]).middles()
     alone = windows.scenes[:, -1, COLUMN["second"]] == 0
     assert alone.any() and torch.equal(windows.place[alone, -1, 0, 0], fresh[alone, 0, 0])
 
 
 @pytest.mark.slow
-def test_the_packaged_network_makes_nearly_what_is_right(trained: tuple[Network, TrackEncoder]) -> None:
+@pytest.mark.parametrize("on_stairs", [0.0, 1.0])
+def test_the_packaged_network_makes_nearly_what_is_right(
+    trained: tuple[Network, TrackEncoder], on_stairs: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network, encode = trained
+    monkeypatch.setattr(denoiser, "ON_STAIRS", on_stairs)
     own = OwnPasts(encode, 3, dice(3))
     windows = rollout_step(network, own, 3, random.Random(0), dice())
     made, right = own.latents[:, -1], windows.latents[:, -1]
@@ -189,7 +194,7 @@ def test_the_packaged_network_makes_nearly_what_is_right(trained: tuple[Network,
 def test_gradients_in_bfloat16_point_where_those_in_float32_do(trained: tuple[Network, TrackEncoder]) -> None:
     network, encode = trained
     network.encoder.requires_grad_(False)
-    windows = OwnPasts(encode, 1, dice(1)).turn(1, lambda past, noisy, sigma, ids: noisy, LEVELS[2], dice())
+    windows = OwnPasts(encode, 1, dice(1)).turn(1, lambda past, noisy, step, ids: noisy, LEVELS[2], dice())
     gradients = []
     for bf16 in (False, True):
         network.zero_grad()

@@ -11,7 +11,8 @@ from streamdiff.models.tiny.training import rows as shown
 from streamdiff.models.tiny.training.windows import CHUNK, CHUNKS, Windows
 
 KINDS = {
-    "staircase": CHUNKS, "clean": CHUNKS, "anchored": CHUNKS, "first": 1, "next": 2, "again": 2, "own": 3, "video": 2,
+    "staircase": CHUNKS, "clean": CHUNKS, "anchored": CHUNKS, "first": 1, "next": 2, "again": 2, "own": 3,
+    "own_staircase": CHUNKS, "video": 2,
 }  # fmt: skip
 
 
@@ -49,6 +50,19 @@ def test_a_staircase_gets_noisier_from_chunk_to_chunk() -> None:
     assert (clean.diff(dim=1) >= 0).all()
     levels = {round(level, 4) for steps in (4, 2) for level in shown.LEVELS[steps]}
     assert {round(level, 4) for level in rows.sigma[rows.target].tolist()} <= levels
+
+
+def test_the_newest_of_own_chunks_sees_the_others_one_step_further_each() -> None:
+    seen = set()
+    for seed in range(20):
+        rows = shown.newest_on_stairs_rows(drawn(), random.Random(seed), torch.Generator().manual_seed(seed))
+        assert rows.target.tolist() == 6 * [[False] * (CHUNKS - 1) + [True]], "the others show what is there already"
+        for sigma in rows.sigma.tolist():
+            noisy = tuple(round(level, 4) for level in reversed(sigma) if level > 0.3)
+            stairs = [tuple(round(level, 4) for level in shown.LEVELS[steps]) for steps in (4, 2)]
+            assert any(noisy == levels[len(levels) - len(noisy) :] for levels in stairs)
+            seen.add(noisy)
+    assert len(seen) == 6, "each of four steps and of two"
 
 
 def test_all_of_an_anchored_window_is_at_one_level_but_for_what_is_seen_clean() -> None:

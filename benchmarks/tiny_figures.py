@@ -19,8 +19,8 @@ WITHOUT_BAR = ("matched", "anchored")
 BARS = {"color": 0.98, "place": 0.98, "motion": 0.95, "shape": 0.92, "camera": 0.90}
 BOTH_BAR, CHANGE_BAR, DRIFT_BAR = 0.85, 0.95, 0.02
 TOGETHER = 2
-"""Chunks that are judged together, 0.6 s of a stream that goes on: of what hides behind another thing for one chunk
-nobody can say what it is."""
+"""Chunks that are judged together, 0.6 s of a stream that goes on: things that cross hide each other for one of them at
+times."""
 Rights = list[dict[str, bool]]
 """`Verdict.right` of one look at each stream."""
 

@@ -1,4 +1,5 @@
-"""Says from pixels alone what a chunk of the embedded model's world shows, and whether that is what a scene says.
+"""Says from pixels alone what a chunk of the embedded model's world shows, or two in a row, and whether that is what a
+scene says.
 
 Never sees the truth, and knows nothing about prompts, latents or models.
 """
@@ -57,7 +58,7 @@ def _agreements(wanted: list[list[int]], seen: list[list[int]]) -> list[list[boo
 
 @torch.no_grad()
 def judge(frames: Tensor) -> Verdict:
-    """What one chunk shows: float `[T, 3, SIZE, SIZE]` in [0, 1], T >= 8.
+    """What one chunk shows, or two that follow each other: float `[T, 3, SIZE, SIZE]` in [0, 1], T >= 8.
 
     Raises:
         ValueError: another layout or size.

@@ -43,7 +43,6 @@ RUN_UP = 2
 """Chunks decoded before what is judged: the decoder remembers frames, so it needs them to be in its stride."""
 DECODE_STREAMS = 8
 SHEET_STREAMS = 8
-STILLS = [0, 6, -1]
 CONTEXTS = ("clean", "staircase", "matched", "anchored")
 PLAIN = ModelConfig()
 COLUMNS = ("color", "shape", "motion", "size", "speed", "place", "hour", "weather", "camera", "both", "all")
@@ -187,7 +186,8 @@ class Case:
             for each in zip(verdicts, rights, asked, strict=True):
                 if not all(each[1].values()):
                     found.wrong.append(f"chunk {look} {mistake(*each)}")
-            stills.append(avg_pool2d(frames[:SHEET_STREAMS, STILLS].flatten(0, 1), 2).unflatten(0, (-1, len(STILLS))))
+            shown = frames[:SHEET_STREAMS, [0, frames.shape[1] // 2, -1]]
+            stills.append(avg_pool2d(shown.flatten(0, 1), 2).unflatten(0, shown.shape[:2]))
         for row, pictures in enumerate(torch.cat(stills, 1)):
             text = f"{prompts[row]} -> {asked[row]}" if new else prompts[row]
             good = all(rights[row].values())

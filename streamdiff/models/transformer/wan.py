@@ -57,6 +57,14 @@ class Fused(NamedTuple):
     bias: Tensor
 
 
+class PlacedPatches(NamedTuple):
+    """The patch embedding of a model with position planes, as one product: weights `[patch * C, D]` of a patch of
+    latents, and what the planes and the bias add to each token of a frame `[1, L / F, D]`, of any row."""
+
+    weight: Tensor
+    places: Tensor
+
+
 class BlockWeights(NamedTuple):
     """A block's modules, and its `fused` weights where there are any."""
 
@@ -192,14 +200,35 @@ class WanDenoiser:
         hidden = self.patches(latents)
         return Tokens(hidden, self.time_embedding(timestep).type_as(hidden))
 
-    def patches(self, latents: Tensor) -> Tensor:
-        """Latents `[R, C, F, h, w]` to hidden states `[R, L, D]`."""
+    def patches(self, latents: Tensor, placed: PlacedPatches | None = None) -> Tensor:
+        """Latents `[R, C, F, h, w]` to hidden states `[R, L, D]`. `placed` is what `placed_patches` returns; without it
+        the layer runs as in the original, over latents and position planes."""
+        if placed is not None:
+            return _row_by_row(partial(self._placed, placed), latents)
         if self.extra_channels:
             rows, _, frames, height, width = latents.shape
             planes = position_planes(self.extra_channels, height, width, latents.device, latents.dtype, frames)
             latents = torch.cat([latents, planes.expand(rows, -1, -1, -1, -1) if rows > 1 else planes], 1)
         hidden: Tensor = _row_by_row(self.model.patch_embedding, latents).flatten(2).transpose(1, 2).contiguous()
         return hidden
+
+    @torch.no_grad()
+    def placed_patches(self, height: int, width: int) -> PlacedPatches | None:
+        """What `patches` may be given for latents of this size; None where the model has no position planes. Weights
+        must not change afterwards."""
+        layer, square = self.model.patch_embedding, self.patch == (1, self.patch[1], self.patch[1])
+        if not self.extra_channels or not square:
+            return None
+        ours, rest = layer.weight.tensor_split([self.latent_channels], 1)
+        planes = position_planes(self.extra_channels, height, width, ours.device, ours.dtype, 1)
+        places = F.conv3d(planes, rest, layer.bias, self.patch)
+        return PlacedPatches(ours.flatten(1).t().contiguous(), places.flatten(2).transpose(1, 2).contiguous())
+
+    def _placed(self, placed: PlacedPatches, latents: Tensor) -> Tensor:
+        """`patches` of rows `[R, C, F, h, w]`: a third of the layer's products, and no planes copied beside latents."""
+        frames = F.pixel_unshuffle(latents.transpose(1, 2).flatten(0, 1), self.patch[1]).flatten(2).transpose(1, 2)
+        hidden = torch.baddbmm(placed.places, frames, placed.weight.expand(len(frames), -1, -1))
+        return hidden.reshape(len(latents), -1, self.width)
 
     def time_embedding(self, timestep: Tensor) -> Tensor:
         """Timesteps in [0, 1000] `[R, F]` to time embeddings `[R, F, D]`, in the dtype of the layer that makes them."""

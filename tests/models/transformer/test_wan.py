@@ -89,6 +89,21 @@ def test_position_planes_tell_every_place_apart() -> None:
 
 
 @torch.inference_mode()
+def test_the_embedding_as_one_product_equals_the_layer_over_latents_and_planes() -> None:
+    denoiser = WanDenoiser(small_transformer(4, planes=6))
+    latents = torch.randn(3, LATENT_CHANNELS, 2, 4, 6, generator=torch.Generator().manual_seed(3))
+    placed = denoiser.placed_patches(4, 6)
+    assert placed is not None
+    found = denoiser.patches(latents, placed)
+    assert relative_error(found, denoiser.patches(latents)) <= 1e-6
+    assert torch.equal(denoiser.patches(latents[1:2], placed), found[1:2]), "a row depends on no other"
+    denoiser.model.patch_embedding.weight[:, LATENT_CHANNELS:] *= 2
+    moved = denoiser.placed_patches(4, 6)
+    assert moved is not None and relative_error(denoiser.patches(latents, moved), found) > 1e-2
+    assert WanDenoiser(small_transformer(4, planes=0)).placed_patches(4, 6) is None
+
+
+@torch.inference_mode()
 def test_fused_query_key_value_and_modulation_equal_the_plain_ones_and_cost_no_memory() -> None:
     transformer = small_transformer(6, layers=3)
     generator = torch.Generator().manual_seed(4)

@@ -1,16 +1,16 @@
 """Operations and bytes of one forward of a Wan transformer, by arithmetic. Pure: no torch, no device.
 
 For one chunk of L tokens in f latent frames, with N blocks of width D and feed-forward width F, that sees S tokens of
-keys (the window, itself included) and T text tokens, C_in and C_out latent channels, patches of p values:
+keys (the window, itself included) and T text tokens, C latent channels, patches of p values:
 
-    embedding                 2 L D C_in p
+    embedding                 2 L D C p              position planes' share is worked out once
     modulation                2 f 6 D^2              time embeddings are made once per session
     self-attention matrices   N 2 L 4 D^2            query, key, value, output
     self-attention            N 4 L S D              Q K^T and P V
     cross-attention matrices  N 2 L 2 D^2            query, output; keys and values are made once per prompt
     cross-attention           N 4 L T D
     feed-forward              N 4 L D F
-    output layer              2 L D C_out p
+    output layer              2 L D C p
 
 A multiplication and an addition are two operations. Norms, rotations, softmax and gates are left out: they are not
 matrix work, and fused they move nothing of their own. Bytes are the least there can be: weights once, the cache's keys
@@ -51,10 +51,10 @@ def forward(sizes: ModelSizes, kv_context: str) -> list[Part]:
     tokens, width, ffn, blocks = sizes.tokens, sizes.width, sizes.ffn_dim, sizes.blocks
     seen, text = tokens * sizes.spec.window_chunks(kv_context), sizes.text_tokens
     frames, patch = sizes.spec.chunk_latents // sizes.patch[0], prod(sizes.patch)
-    sizes_in, sizes_out = sizes.in_channels * patch, sizes.out_channels * patch
+    values = sizes.out_channels * patch  # of a patch of latents
     square = width**2 + width  # a square matrix with its bias
     return [
-        Part("embedding", 2.0 * tokens * width * sizes_in, (sizes_in + 1) * width + tokens * (sizes_in + width)),
+        Part("embedding", 2.0 * tokens * width * values, (values + 1) * width + tokens * (values + width)),
         Part("modulation", 12.0 * frames * width**2, 6 * width**2 + 6 * width + 7 * frames * width),
         Part(
             "self-attention matrices",
@@ -81,5 +81,5 @@ def forward(sizes: ModelSizes, kv_context: str) -> list[Part]:
             blocks * 4.0 * tokens * width * ffn,
             blocks * (2 * width * ffn + ffn + width + 2 * tokens * (width + ffn)),
         ),
-        Part("output layer", 2.0 * tokens * width * sizes_out, sizes.output_values + tokens * (width + sizes_out)),
+        Part("output layer", 2.0 * tokens * width * values, sizes.output_values + tokens * (width + values)),
     ]

@@ -3,7 +3,7 @@
 For one chunk of L tokens in f latent frames, with N blocks of width D and feed-forward width F, that sees S tokens of
 keys (the window, itself included) and T text tokens, C latent channels, patches of p values:
 
-    embedding                 2 L D C p              position planes' share is worked out once
+    embedding                 2 L D C p              position planes are folded into its bias
     modulation                2 f 6 D^2              time embeddings are made once per session
     self-attention matrices   N 2 L 4 D^2            query, key, value, output
     self-attention            N 4 L S D              Q K^T and P V
@@ -50,11 +50,10 @@ def forward(sizes: ModelSizes, kv_context: str) -> list[Part]:
     """The parts of a forward of one chunk, window full, with all blocks."""
     tokens, width, ffn, blocks = sizes.tokens, sizes.width, sizes.ffn_dim, sizes.blocks
     seen, text = tokens * sizes.spec.window_chunks(kv_context), sizes.text_tokens
-    frames, patch = sizes.spec.chunk_latents // sizes.patch[0], prod(sizes.patch)
-    values = sizes.out_channels * patch  # of a patch of latents
+    frames, patch = sizes.spec.chunk_latents // sizes.patch[0], sizes.out_channels * prod(sizes.patch)
     square = width**2 + width  # a square matrix with its bias
     return [
-        Part("embedding", 2.0 * tokens * width * values, (values + 1) * width + tokens * (values + width)),
+        Part("embedding", 2.0 * tokens * width * patch, (patch + 1) * width + tokens * (patch + width)),
         Part("modulation", 12.0 * frames * width**2, 6 * width**2 + 6 * width + 7 * frames * width),
         Part(
             "self-attention matrices",
@@ -81,5 +80,5 @@ def forward(sizes: ModelSizes, kv_context: str) -> list[Part]:
             blocks * 4.0 * tokens * width * ffn,
             blocks * (2 * width * ffn + ffn + width + 2 * tokens * (width + ffn)),
         ),
-        Part("output layer", 2.0 * tokens * width * values, sizes.output_values + tokens * (width + values)),
+        Part("output layer", 2.0 * tokens * width * patch, sizes.output_values + tokens * (width + patch)),
     ]

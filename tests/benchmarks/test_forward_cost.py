@@ -55,7 +55,7 @@ def test_weights_are_read_once() -> None:
     text += sizes.blocks * (2 * (sizes.width**2 + sizes.width) + sizes.width)  # its keys and values
     time = sizes.freq_dim * sizes.width + sizes.width**2 + 2 * sizes.width  # once per session
     small = sizes.blocks * 8 * sizes.width  # modulation tables and the norm before cross-attention
-    planes = (sizes.in_channels - sizes.out_channels) * prod(sizes.patch) * sizes.width  # worked out once
+    planes = (sizes.in_channels - sizes.out_channels) * prod(sizes.patch) * sizes.width  # folded
     values = sum(part.values for part in forward(sizes, "clean"))
     half = sum(part.values for part in forward(small_tokens(sizes), "clean"))
     weights = 2 * half - values  # numbers that do not double with the chunk

@@ -57,12 +57,12 @@ class Fused(NamedTuple):
     bias: Tensor
 
 
-class PlacedPatches(NamedTuple):
-    """The patch embedding of a model with position planes, as one product: weights `[patch * C, D]` of a patch of
-    latents, and what the planes and the bias add to each token of a frame `[1, L / F, D]`, of any row."""
+class FoldedPatchEmbedding(NamedTuple):
+    """The patch embedding of a model with position planes as one linear layer over latents: weight `[C * patch, D]`,
+    and a bias of each token of a frame `[1, L / F, D]`, into which the planes are folded."""
 
     weight: Tensor
-    places: Tensor
+    bias: Tensor
 
 
 class BlockWeights(NamedTuple):
@@ -200,11 +200,11 @@ class WanDenoiser:
         hidden = self.patches(latents)
         return Tokens(hidden, self.time_embedding(timestep).type_as(hidden))
 
-    def patches(self, latents: Tensor, placed: PlacedPatches | None = None) -> Tensor:
-        """Latents `[R, C, F, h, w]` to hidden states `[R, L, D]`. `placed` is what `placed_patches` returns; without it
-        the layer runs as in the original, over latents and position planes."""
-        if placed is not None:
-            return _row_by_row(partial(self._placed, placed), latents)
+    def patches(self, latents: Tensor, folded: FoldedPatchEmbedding | None = None) -> Tensor:
+        """Latents `[R, C, F, h, w]` to hidden states `[R, L, D]`. `folded` is what `fold_position_planes` returns;
+        without it the layer runs as in the original, over latents and position planes."""
+        if folded is not None:
+            return _row_by_row(partial(self._folded_patches, folded), latents)
         if self.extra_channels:
             rows, _, frames, height, width = latents.shape
             planes = position_planes(self.extra_channels, height, width, latents.device, latents.dtype, frames)
@@ -213,21 +213,21 @@ class WanDenoiser:
         return hidden
 
     @torch.no_grad()
-    def placed_patches(self, height: int, width: int) -> PlacedPatches | None:
-        """What `patches` may be given for latents of this size; None where the model has no position planes. Weights
-        must not change afterwards."""
+    def fold_position_planes(self, height: int, width: int) -> FoldedPatchEmbedding | None:
+        """The patch embedding for latents of this size, with its position planes folded into the bias; None where the
+        model has none, or its patches are not square. Weights must not change afterwards."""
         layer, square = self.model.patch_embedding, self.patch == (1, self.patch[1], self.patch[1])
         if not self.extra_channels or not square:
             return None
         ours, rest = layer.weight.tensor_split([self.latent_channels], 1)
         planes = position_planes(self.extra_channels, height, width, ours.device, ours.dtype, 1)
-        places = F.conv3d(planes, rest, layer.bias, self.patch)
-        return PlacedPatches(ours.flatten(1).t().contiguous(), places.flatten(2).transpose(1, 2).contiguous())
+        bias = F.conv3d(planes, rest, layer.bias, self.patch)
+        return FoldedPatchEmbedding(ours.flatten(1).t().contiguous(), bias.flatten(2).transpose(1, 2).contiguous())
 
-    def _placed(self, placed: PlacedPatches, latents: Tensor) -> Tensor:
-        """`patches` of rows `[R, C, F, h, w]`: a third of the layer's products, and no planes copied beside latents."""
+    def _folded_patches(self, folded: FoldedPatchEmbedding, latents: Tensor) -> Tensor:
+        """`patches` of rows `[R, C, F, h, w]`: products of latents alone, and no planes copied beside them."""
         frames = F.pixel_unshuffle(latents.transpose(1, 2).flatten(0, 1), self.patch[1]).flatten(2).transpose(1, 2)
-        hidden = torch.baddbmm(placed.places, frames, placed.weight.expand(len(frames), -1, -1))
+        hidden = torch.baddbmm(folded.bias, frames, folded.weight.expand(len(frames), -1, -1))
         return hidden.reshape(len(latents), -1, self.width)
 
     def time_embedding(self, timestep: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ class ModelRunner:
             spec.chunk_latents, *grid, self.denoiser.head_dim, device, self.denoiser.attend_parts(), all_heads
         )
         first, last = index == 0, index == stages - 1
-        placed = self.denoiser.placed_patches(spec.latent_height, spec.latent_width) if first else None
-        self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], first, last, group, placed)
+        folded = self.denoiser.fold_position_planes(spec.latent_height, spec.latent_width) if first else None
+        self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], first, last, group, folded)
         self.compiled: CompiledStage | None = None
         self.sessions: dict[int, RunnerSession] = {}
         self.guard = StageGuard(self)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from streamdiff.models.transformer.wan import KeyValue, PlacedPatches, SelfAttention, Tokens, WanDenoiser
+from streamdiff.models.transformer.wan import FoldedPatchEmbedding, KeyValue, SelfAttention, Tokens, WanDenoiser
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 
 Tensors = tuple[Tensor, ...]
@@ -22,14 +22,14 @@ Tensors = tuple[Tensor, ...]
 class StageForward:
     """The blocks of `denoiser`; on the `first` stage the embedding before them, on the `last` the output layer behind.
     `grid` is a chunk's (F, h, w) in latent units. Where `group` shares the stage, hidden states are this rank's tokens
-    only; latents and flow are whole. `placed` makes the embedding quicker, see `WanDenoiser.patches`."""
+    only; latents and flow are whole. `folded`: see `WanDenoiser.patches`."""
 
     denoiser: WanDenoiser
     grid: tuple[int, int, int]
     first: bool
     last: bool
     group: ContextGroup | None = None
-    placed: PlacedPatches | None = None
+    folded: FoldedPatchEmbedding | None = None
 
     def __call__(self, given: Tensors, text: Sequence[KeyValue], attention: SelfAttention) -> Tensors:
         """Run it. `text` holds one entry per block.
@@ -50,7 +50,7 @@ class StageForward:
         first, time = given
         if not self.first:
             return Tokens(first, time)
-        hidden = self.denoiser.patches(first, self.placed)
+        hidden = self.denoiser.patches(first, self.folded)
         return Tokens(hidden if self.group is None else self.group.own_tokens(hidden), time)
 
     def leave(self, tokens: Tokens) -> Tensors:

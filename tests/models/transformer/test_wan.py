@@ -89,18 +89,18 @@ def test_position_planes_tell_every_place_apart() -> None:
 
 
 @torch.inference_mode()
-def test_the_embedding_as_one_product_equals_the_layer_over_latents_and_planes() -> None:
+def test_position_planes_folded_into_the_bias_equal_planes_beside_the_latents() -> None:
     denoiser = WanDenoiser(small_transformer(4, planes=6))
     latents = torch.randn(3, LATENT_CHANNELS, 2, 4, 6, generator=torch.Generator().manual_seed(3))
-    placed = denoiser.placed_patches(4, 6)
-    assert placed is not None
-    found = denoiser.patches(latents, placed)
+    folded = denoiser.fold_position_planes(4, 6)
+    assert folded is not None
+    found = denoiser.patches(latents, folded)
     assert relative_error(found, denoiser.patches(latents)) <= 1e-6
-    assert torch.equal(denoiser.patches(latents[1:2], placed), found[1:2]), "a row depends on no other"
+    assert torch.equal(denoiser.patches(latents[1:2], folded), found[1:2]), "a row depends on no other"
     denoiser.model.patch_embedding.weight[:, LATENT_CHANNELS:] *= 2
-    moved = denoiser.placed_patches(4, 6)
+    moved = denoiser.fold_position_planes(4, 6)
     assert moved is not None and relative_error(denoiser.patches(latents, moved), found) > 1e-2
-    assert WanDenoiser(small_transformer(4, planes=0)).placed_patches(4, 6) is None
+    assert WanDenoiser(small_transformer(4, planes=0)).fold_position_planes(4, 6) is None
 
 
 @torch.inference_mode()

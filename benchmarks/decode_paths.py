@@ -3,8 +3,9 @@
     python -m benchmarks.decode_paths                                     # the embedded model's: a minute, compiling
     python -m benchmarks.decode_paths --vae random:wan2.1 --size 832x480 --device cuda --at-once 3
 
-Paths: `plain`; `compiled` (`--compile on`); `yuv420` (`--pictures yuv420`); `both`. Each with channels last, and, with
-`--layouts`, with the width last too. Seconds are those of a chunk on the device, its copy to the host included; `ratio`
+Paths: `plain`; `compiled` (`--compile on`); `yuv420` (`--pictures yuv420`); `both`; `bfloat16`, in which the others are
+where the autoencoder is not the embedded model's and the device no CPU. Each with channels last, and, with `--layouts`,
+with the width last too. Seconds are those of a chunk on the device, its copy to the host included; `ratio`
 is how many times as fast as the first row a path is, by the medians. `off_by` compares pictures, in levels of 255.
 """
 
@@ -29,7 +30,13 @@ from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
 from streamdiff.pipeline.runner.torch_compile import one_graph
 
 SUMMARY = "Seconds per chunk of each fast path of the decoder beside the plain one, taking turns."
-PATHS = {"plain": (False, rgb24), "compiled": (True, rgb24), "yuv420": (False, yuv420p), "both": (True, yuv420p)}
+PATHS = {
+    "plain": (False, rgb24),
+    "compiled": (True, rgb24),
+    "yuv420": (False, yuv420p),
+    "both": (True, yuv420p),
+    "bfloat16": (False, rgb24),
+}
 LAYOUTS = {"channels last": True, "width last": False}
 WARM_UP = 2  # chunks whose times do not count
 
@@ -58,9 +65,10 @@ class Run:
         self.seconds.append(clock.monotonic_s() - begun_s)
 
 
-def load(vae: str, device: torch.device) -> Any:
-    """The decoder half of an autoencoder, or of one with random weights, in the dtype that serving has."""
-    dtype = torch.float32 if device.type == "cpu" or vae == "tiny" else torch.bfloat16
+def load(vae: str, device: torch.device, path: str = "plain") -> Any:
+    """The decoder half of an autoencoder, or of one with random weights, in the path's dtype."""
+    plain = torch.float32 if device.type == "cpu" or vae == "tiny" else torch.bfloat16
+    dtype = torch.bfloat16 if path == "bfloat16" else plain
     return autoencoder.load_decoder(vae, device, dtype)
 
 
@@ -90,7 +98,7 @@ def measure(
 def main() -> int:
     parser = argparse.ArgumentParser(description=SUMMARY)
     parser.add_argument("--vae", default="tiny", help="tiny, a path, random:wan2.1 or random:taew2_1 (default: tiny)")
-    parser.add_argument("--size", default="128x128", help="WIDTHxHEIGHT of the picture (default: 128x128)")
+    parser.add_argument("--size", default="256x256", help="WIDTHxHEIGHT of the picture (default: 256x256)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     paths.add_option(parser, PATHS)
     parser.add_argument("--layouts", action="store_true", help="each path with the width last too")
@@ -108,7 +116,7 @@ def main() -> int:
     like = torch.zeros(shape, device=device)
     with paths.no_compiled_code():
         runs = {
-            f"{path}, {layout}": Run(load(options.vae, device), path, layout, like, options.at_once)
+            f"{path}, {layout}": Run(load(options.vae, device, path), path, layout, like, options.at_once)
             for layout in (LAYOUTS if options.layouts else ("channels last",))
             for path in names
         }

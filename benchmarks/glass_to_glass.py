@@ -33,6 +33,7 @@ import httpx
 
 from benchmarks import camera_code, live_browser, report, time_code
 from benchmarks.browser import SERVE, chromium, running_server
+from streamdiff.config import PlaybackConfig
 
 CAMERA_STRENGTH = 0.05
 """The least that the page's slider has: what comes out is nearly what goes in."""
@@ -169,7 +170,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="how long time codes are read (default 20)")
     parser.add_argument("--prompts", type=int, default=10, help="prompt changes that are timed; 0 leaves them out")
-    parser.add_argument("--lead", type=float, default=0.6, help="seconds of video made ahead, at most (default 0.6)")
+    most_s = PlaybackConfig().lead_s
+    parser.add_argument(
+        "--lead", type=float, default=most_s, help=f"seconds of video made ahead, at most (default {most_s:g})"
+    )
     parser.add_argument(
         "--settle",
         type=float,

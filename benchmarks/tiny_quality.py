@@ -32,6 +32,7 @@ from benchmarks.tiny_figures import TOGETHER, Rights, bars_met, change_figures, 
 from benchmarks.world_judge import describe, judge, mistake
 from streamdiff import clock
 from streamdiff.config import ModelConfig
+from streamdiff.device import embedded_autoencoder_dtype
 from streamdiff.errors import StreamdiffError
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import with_anchors, with_window
@@ -296,7 +297,7 @@ def load_subject(folder: Path, device: torch.device, config: ModelConfig = PLAIN
     from benchmarks.rollout import rollout
     from streamdiff.models.tiny import model as tiny
 
-    loaded = tiny.load_model(folder, device)
+    loaded = tiny.load_model(folder, device, decoder_dtype=embedded_autoencoder_dtype(device))
     loaded = replace(loaded, spec=with_anchors(with_window(loaded.spec, None, config.sink, None), config))
     decoder = loaded.decoder
     assert decoder is not None, "the whole model was loaded"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.device import pick_dtype
+from streamdiff.device import embedded_autoencoder_dtype, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import random_weights, sampling
 from streamdiff.models.autoencoder import autoencoder
@@ -58,8 +58,8 @@ class ModelLoader:
 
     @property
     def decoder_dtype(self) -> torch.dtype:
-        """Dtype of the autoencoder: float32 for the embedded model's, which is small; bfloat16 gains nothing there."""
-        return torch.float32 if self.model.embedded else self._usual_dtype
+        """Dtype of the autoencoder."""
+        return embedded_autoencoder_dtype(self.device) if self.model.embedded else self._usual_dtype
 
     # ---- facts: headers and configurations are read, no weights ----------------------------------------------------
 

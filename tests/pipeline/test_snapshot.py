@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from streamdiff.device import embedded_autoencoder_dtype
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import FrameBatch, Open, Reset
 from streamdiff.errors import ConfigError, RequestError
@@ -242,7 +243,7 @@ def test_between_one_process_and_a_ring_of_processes(tmp_path: Path, stages: int
     """Both ways, with micro-steps in flight; what is saved in the one goes on in the other. Also where ranks share a
     stage, and each has the caches of its own heads, or share decoding, and each remembers its own rows."""
     with torch.inference_mode():
-        model = load_model(WEIGHTS, CPU)
+        model = load_model(WEIGHTS, CPU, decoder_dtype=embedded_autoencoder_dtype(CPU))
     pipeline, alone = StreamingPipeline(model, CPU), list[np.ndarray]()
     process.opened(pipeline)
     process.play(pipeline, alone, 1)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from streamdiff.device import embedded_autoencoder_dtype
 from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import Frames
@@ -221,7 +222,7 @@ def test_on_a_ring_of_processes_over_rough_links(ring: tuple[int, int, str], how
     ranks = stages * shares + (decode == "own-rank")
     run_ranks("tests.pipeline.swap_process", [str(tmp_path), str(stages), str(shares), decode], ranks, 200)
     with torch.inference_mode():
-        pipeline = StreamingPipeline(load_model(WEIGHTS, CPU), CPU)
+        pipeline = StreamingPipeline(load_model(WEIGHTS, CPU, decoder_dtype=embedded_autoencoder_dtype(CPU)), CPU)
     process.opened(pipeline)
     alone = process.Shown(pipeline)
     there = np.load(tmp_path / "shown.npz")

@@ -93,15 +93,21 @@ class Memory:
     first: bool = field(default=True, metadata=STATE)
 
 
+def memory_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """What layers of `dtype` keep of a stream in: float32 on a CPU, some of which decode in bfloat16 and some do not
+    (`device.embedded_autoencoder_dtype`), so that a saved stream goes on on either."""
+    return torch.float32 if device.type == "cpu" else dtype
+
+
 def run(
     layers: nn.Sequential, x: Tensor, past: Mapping[int, Tensor], layout: torch.memory_format = torch.channels_last
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Apply `layers` to a chunk `[B, T, C, H, W]`, all frames of the chunk at once.
 
-    `past` is the last input frame of every MemBlock before the chunk, and that after it comes back; of what is not in
-    it, zeros are taken. Pictures lie in `layout` on the way.
+    `past` is the last input frame of every MemBlock before the chunk, and that after it comes back, in `memory_dtype`;
+    of what is not in it, zeros are taken. Pictures lie in `layout` on the way.
     """
-    batch, after = x.shape[0], {}
+    batch, after, remembered = x.shape[0], {}, memory_dtype(x.device, x.dtype)
     x = x.flatten(0, 1).contiguous(memory_format=layout)
     for index, layer in enumerate(layers):
         if isinstance(layer, MemBlock):
@@ -109,10 +115,12 @@ def run(
             before = past.get(index)
             if before is None:
                 before = torch.zeros_like(frames[:, 0])
-            shifted = torch.cat([before.unsqueeze(1), frames[:, :-1]], 1).flatten(0, 1)
+            shifted = torch.cat([before.to(x.dtype).unsqueeze(1), frames[:, :-1]], 1).flatten(0, 1)
             # A copy, which does not keep the chunk, in a layout that is always the same: a graph is made for it.
             last = frames[:, -1]
-            after[index] = last if torch.is_grad_enabled() else last.clone(memory_format=layout)
+            if not torch.is_grad_enabled():
+                last = last.to(remembered, copy=True, memory_format=layout)
+            after[index] = last
             x = layer(x, shifted.contiguous(memory_format=layout))
         else:
             x = layer(x)
@@ -187,13 +195,14 @@ class TAEHV(nn.Module):
         return trimmed
 
     def blank(self, latents: Tensor) -> dict[int, Tensor]:
-        """The memory of a stream before its first frame: zeros, in the layout in which `run` leaves them; sizes and
-        dtype for `latents` `[B, T, C, h, w]`."""
+        """The memory of a stream before its first frame: zeros, in the layout and dtype in which `run` leaves them; for
+        `latents` `[B, T, C, h, w]`."""
         (batch, _, _, height, width), past = latents.shape, {}
         for index, layer in enumerate(self.decoder):
             if isinstance(layer, MemBlock):
                 shape = batch, layer.channels, height, width
-                past[index] = latents.new_zeros(shape).contiguous(memory_format=self.layout)
+                zeros = latents.new_zeros(shape, dtype=memory_dtype(latents.device, latents.dtype))
+                past[index] = zeros.contiguous(memory_format=self.layout)
             elif isinstance(layer, TGrow):
                 height, width = height * layer.scale, width * layer.scale
         return past

@@ -28,7 +28,7 @@ from streamdiff.models.autoencoder.normalisation import (
     split_whole,
 )
 from streamdiff.models.autoencoder.picture_decoder import DecoderState
-from streamdiff.models.autoencoder.taehv import TAEHV, Memory, TaehvConfig
+from streamdiff.models.autoencoder.taehv import TAEHV, Memory, TaehvConfig, memory_dtype
 from streamdiff.session_state.fields import STATE, session_state
 
 TAEHV_CLASS = "TAEHV"
@@ -74,7 +74,7 @@ class TaehvDecoder(_Half):
 
     def stream_bytes(self, height: int, width: int) -> int:
         """Bytes of a running stream's memory, for latents of `height` x `width`."""
-        return self.dtype.itemsize * self.config.memory_values(height, width)
+        return memory_dtype(self.device, self.dtype).itemsize * self.config.memory_values(height, width)
 
     @torch.inference_mode()
     def decode_video(self, latents: Tensor, memory: Memory) -> Tensor:

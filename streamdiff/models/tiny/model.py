@@ -27,15 +27,18 @@ from streamdiff.models.transformer.weights import FILE, load_transformer, open_t
 WEIGHTS = EMBEDDED_WEIGHTS
 
 
-def load_model(folder: Path, device: torch.device, name: str = "tiny") -> Model:
-    """All of the model under `folder`, in float32.
+def load_model(
+    folder: Path, device: torch.device, name: str = "tiny", decoder_dtype: torch.dtype = torch.float32
+) -> Model:
+    """All of the model under `folder`, in float32 but for the decoder, which streams have in
+    `device.embedded_autoencoder_dtype`.
 
     Raises:
         ConfigError: the folder or one of its parts is missing, or the weights do not fit the configuration.
     """
     spec = read_folder(folder, name).spec
     weights = load_transformer(open_transformer(folder / "transformer"), device=device, dtype=torch.float32)
-    decoder = PictureDecoder(load_decoder(folder / "vae", device))
+    decoder = PictureDecoder(load_decoder(folder / "vae", device, decoder_dtype))
     return Model(spec, WanDenoiser(weights), TinyText.load(folder, device), decoder)
 
 

@@ -11,8 +11,10 @@ import torch
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_decoder
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.autoencoder.taehv import Memory
 from streamdiff.models.tiny import model
+from streamdiff.session_state import walk
 from tests.small import AUTOENCODER, CPU, LATENT_CHANNELS, LATENT_SIDE, RED, small_parts
 
 STREAM: dict[str, object] = {
@@ -49,6 +51,25 @@ def test_a_saved_model_loads_as_it_was_up_to_half_precision(folder: Path) -> Non
     assert all(torch.equal(read[name], weight) for name, weight in written.items())
     assert {weight.dtype for weight in read.values()} == {torch.float32}
     torch.testing.assert_close(loaded.text.encode(RED), parts.text.encode(RED), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+def test_a_saved_stream_goes_on_on_a_cpu_that_decodes_in_another_dtype(first: torch.dtype) -> None:
+    """And shows what it would have shown, but for the last bits of bfloat16."""
+    latents = torch.randn(3, 1, 16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    kinds = [
+        PictureDecoder(load_decoder(model.WEIGHTS / "vae", CPU, dtype)) for dtype in (torch.float32, torch.bfloat16)
+    ]
+    here, there = kinds if first == torch.float32 else kinds[::-1]
+    memory, other = here.new_memory(), there.new_memory()
+    here.decode(latents[0], memory)
+    there.decode(latents[1], other)
+    assert walk.outline(memory) == walk.outline(other)
+    assert sum(tensor.nbytes for tensor in memory.past.values()) == here.stream_bytes(16, 16)
+    moved = walk.load(other, *walk.save(memory))
+    one, same = here.decode(latents[1], memory), there.decode(latents[1], moved)
+    assert (one.float() - same.float()).square().mean().sqrt() < 1
+    assert (one.float() - here.decode(latents[1], here.new_memory()).float()).square().mean().sqrt() > 3, "it remembers"
 
 
 def test_the_decoder_gives_the_same_pictures(folder: Path) -> None:

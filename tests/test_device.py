@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from streamdiff.device import pick_device, pick_dtype, seconds_per_call
+from streamdiff.config import ModelConfig
+from streamdiff.device import embedded_autoencoder_dtype, pick_device, pick_dtype, seconds_per_call
 from streamdiff.errors import ConfigError
+from streamdiff.models.model_loader import ModelLoader
 from streamdiff.pipeline.runner.torch_compile import compile_fault
 from tests.pipeline.device import Device, Event
 
@@ -38,6 +40,16 @@ def test_a_device_that_is_not_there_or_unknown(monkeypatch: pytest.MonkeyPatch) 
 def test_dtypes() -> None:
     assert pick_dtype("auto", CPU) == pick_dtype("float32", CUDA) == torch.float32
     assert pick_dtype("auto", CUDA) == pick_dtype("bfloat16", CPU) == torch.bfloat16
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_the_embedded_autoencoder_has_bfloat16_where_a_cpu_multiplies_in_it(
+    monkeypatch: pytest.MonkeyPatch, native: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    loader = ModelLoader(ModelConfig(), CPU)
+    assert embedded_autoencoder_dtype(CPU) == loader.decoder_dtype == dtype
+    assert embedded_autoencoder_dtype(CUDA) == torch.float32
     with pytest.raises(ConfigError, match="--dtype is int8, but must be auto, float32 or bfloat16"):
         pick_dtype("int8", CPU)
 

@@ -62,8 +62,8 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 def embedded_autoencoder_dtype(device: torch.device) -> torch.dtype:
     """The dtype in which the embedded model's autoencoder runs: bfloat16 on CPUs that have products of it (AVX512_BF16:
-    Zen 4, Cooper Lake, and later), where that takes half the time; float32 on others, and on GPUs, where bfloat16 gains
-    nothing for a network so small."""
+    AMD's from Zen 4 on, Intel's Xeons from Sapphire Rapids on), where a chunk takes little more than half the time;
+    float32 on others, and on GPUs, where bfloat16 gains nothing for a network so small."""
     native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if native else torch.float32
 

@@ -40,6 +40,8 @@ def test_a_device_that_is_not_there_or_unknown(monkeypatch: pytest.MonkeyPatch) 
 def test_dtypes() -> None:
     assert pick_dtype("auto", CPU) == pick_dtype("float32", CUDA) == torch.float32
     assert pick_dtype("auto", CUDA) == pick_dtype("bfloat16", CPU) == torch.bfloat16
+    with pytest.raises(ConfigError, match="--dtype is int8, but must be auto, float32 or bfloat16"):
+        pick_dtype("int8", CPU)
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
@@ -50,8 +52,6 @@ def test_the_embedded_autoencoder_has_bfloat16_where_a_cpu_multiplies_in_it(
     loader = ModelLoader(ModelConfig(), CPU)
     assert embedded_autoencoder_dtype(CPU) == loader.decoder_dtype == dtype
     assert embedded_autoencoder_dtype(CUDA) == torch.float32
-    with pytest.raises(ConfigError, match="--dtype is int8, but must be auto, float32 or bfloat16"):
-        pick_dtype("int8", CPU)
 
 
 @pytest.mark.parametrize(

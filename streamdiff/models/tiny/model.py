@@ -30,7 +30,7 @@ WEIGHTS = EMBEDDED_WEIGHTS
 def load_model(
     folder: Path, device: torch.device, name: str = "tiny", decoder_dtype: torch.dtype = torch.float32
 ) -> Model:
-    """All of the model under `folder`, in float32 but for the decoder, which streams have in
+    """All of the model under `folder`, in float32, but the decoder in `decoder_dtype`: a server's is in
     `device.embedded_autoencoder_dtype`.
 
     Raises:

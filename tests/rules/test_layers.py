@@ -216,13 +216,6 @@ def test_no_imports_go_in_a_circle() -> None:
     assert not circles(modules())
 
 
-def test_no_folder_has_more_than_fourteen_files() -> None:
-    folders: dict[str, list[str]] = {}
-    for module in modules():
-        folders.setdefault(module.place.rpartition("/")[0], []).append(module.place)
-    assert not {folder: len(files) for folder, files in folders.items() if len(files) > 14}
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -164,10 +164,12 @@ def _check_rerun(head: HeadState) -> None:
     if new.kv_context in PER_STEP:
         _must(not new.rerun, "head.scheduled.rerun", new.rerun, "empty without a clean pass")
         return
-    there = sampler.kept.keys() | sampler.given_latents.keys()
+    # A rerun waits for the chunks in flight, whose latents are kept by then.
+    coming = {number for chunk in new.chunks for number in range(chunk.number, chunk.number + new.together(chunk.number))}
+    there = sampler.kept.keys() | sampler.given_latents.keys() | coming
     ascending = all(a < b for a, b in zip(new.rerun, new.rerun[1:], strict=False))
     _must(ascending and set(new.rerun) <= there, "head.scheduled.rerun", new.rerun,
-          f"ascending, of the chunks whose latents are kept: {sorted(there)}")  # fmt: skip
+          f"ascending, of the chunks kept or in flight: {sorted(there)}")  # fmt: skip
     if new.rerun and new.rerun_as_one:
         last, geometry = new.next_chunk - 1, sampler.geometry
         firsts = {0, *range(max(0, last - geometry.slots), new.next_chunk + 1)}

@@ -10,7 +10,7 @@
     python -m benchmarks.gpu_check memory:clean --device cuda     replayed micro-steps that take no memory
     python -m benchmarks.gpu_check shared:clean --device cuda     two ranks that share a stage, against one
 
-Prints one line; exit code 0 it holds, 1 it does not, 3 it cannot be tried here.
+Prints one line; exit code 0 it holds, 1 it does not, 77 it cannot be tried here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from streamdiff.pipeline.runner.torch_compile import one_graph
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
-HOLDS, WRONG, NOT_HERE = 0, 1, 3
+HOLDS, WRONG, NOT_HERE = 0, 1, 77
+"""Exit codes; the last is no code of pytest's, nor of a shell's, nor 128 and a signal."""
 CPU = torch.device("cpu")
 _SESSION, _CHUNKS, _BEYOND = 0, 6, 3
 # Two chunks in, a stream repeats what differed before; so this is far above rounding and far below a wrong kernel.

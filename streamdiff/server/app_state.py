@@ -74,6 +74,8 @@ class AppState:
         self.started_s = int(clock.wall_s())
         self.jobs: JobRunner | None = None
         """None: this server makes no videos."""
+        self.metrics.viewers_limit.set(serve.max_viewers)
+        self.metrics.jobs_limit.set(0 if serve.jobs_dir is None else serve.jobs_queue)
         if serve.jobs_dir is not None:
             self.jobs = self._make_jobs(JobStore(Path(serve.jobs_dir).expanduser(), serve.name), connection)
         self.outputs = [Output(target, lambda: self.manager.get(DEFAULT_SESSION), self.metrics) for target in targets]
@@ -112,6 +114,9 @@ class AppState:
         for session in self.manager.sessions:
             session.update_metrics()
         self.metrics.sessions.set(len(self.manager.sessions))
+        self.metrics.sessions_watched.set(sum(session.watched for session in self.manager.sessions))
+        limit = self.manager.sessions_limit()
+        self.metrics.sessions_limit.set(float("nan") if limit is None else limit)
         for location, count in self.manager.sessions_by_location().items():
             self.metrics.sessions_at.labels(location).set(count)
         self.viewers.update_metrics()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import shutil
+from pathlib import Path
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
+from streamdiff.config import ServeConfig
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
 from streamdiff.server.problem import Problem, problem_responses
@@ -61,8 +66,22 @@ async def readyz(request: Request, state: State) -> Readiness:
 async def metrics(request: Request, state: State) -> Response:
     state.require(request, Role.VIEWER)
     state.update_metrics()
+    state.metrics.ready.set(_unready(state, may_control=False) is None)
+    for folder, free in (await asyncio.to_thread(_free_ratios, state.config.serve)).items():
+        state.metrics.disk_free.labels(folder).set(free)
     sessions = {session.id for session in state.watchable(request)}
     return Response(state.metrics.text(sessions), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _free_ratios(serve: ServeConfig) -> dict[str, float]:
+    """The free share of the disk of each folder that the server writes to, by setting. Blocking."""
+    found = {}
+    for name in ("jobs_dir", "state_dir", "handover"):
+        if (folder := getattr(serve, name)) is not None:
+            with contextlib.suppress(OSError):  # a network's disk that is gone has no figure
+                usage = shutil.disk_usage(Path(folder).expanduser())
+                found[name] = usage.free / usage.total
+    return found
 
 
 def _unready(state: AppState, may_control: bool) -> Problem | None:

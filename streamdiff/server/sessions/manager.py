@@ -135,6 +135,10 @@ class SessionManager:
         """How many more sessions could be opened and play; None: no session was measured yet."""
         return 0 if self.draining or not self.engine.running else self.load.free_sessions()
 
+    def sessions_limit(self) -> int | None:
+        """How many sessions of the default kind can play at once, now 0 if none is opened; None: not measured yet."""
+        return 0 if self.draining or not self.engine.running else self.load.sessions_limit()
+
     def sessions_by_location(self) -> dict[str, int]:
         """Number of open sessions by location of their caches: `device`, `host` and `disk`."""
         return {where: sum(each.place == where for each in self.sessions) for where in ("device", "host", "disk")}

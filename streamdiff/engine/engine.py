@@ -168,7 +168,15 @@ class Engine(SavingEngine):
 
     def _open_now(self, command: Open, reading: ParsedPrompt, made: Encoded = NOTHING) -> list[Event]:
         if command.snapshot is not None:
-            return self._go_on(command, reading, made.start)
+            events = self._go_on(command, reading, made.start)
+        else:
+            events = self._begin(command, reading, made)
+        if not command.active:
+            self._swapping.set_active(self._slots[command.session], SetActive(command.session, False))
+        return events
+
+    def _begin(self, command: Open, reading: ParsedPrompt, made: Encoded) -> list[Event]:
+        """Open a session whose stream begins."""
         slot = self._free_slot()
         try:
             session, events = self._swapping.retry_after_swap_out(lambda: self._start(slot, command, reading, made))

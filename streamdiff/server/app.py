@@ -82,26 +82,26 @@ async def attach_engine(
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
     Format(ready.width, ready.height, config.playback.fps, config.serve.scale, config.serve.bitrate)  # or its error
     targets = target.parse_all(config.serve.outputs)
-    folders = open_folders(config.serve)
-    found = await asyncio.to_thread(find_sessions, folders)
-    keeper = SessionKeeper(config.serve, folders)
-    state = AppState(config, connection, ready, codecs, read_tokens(config.serve), targets, keeper, found)
-    await state.manager.start()
-    if state.jobs is not None:
-        await state.jobs.start()
-    app.state.app_state = state
-    try:
-        await state.feed_file()
-        yield state
-    finally:
-        if state.file_feed is not None:
-            await state.file_feed.stop()
+    with open_folders(config.serve) as folders:
+        found = await asyncio.to_thread(find_sessions, folders)
+        keeper = SessionKeeper(config.serve, folders)
+        state = AppState(config, connection, ready, codecs, read_tokens(config.serve), targets, keeper, found)
+        await state.manager.start()
         if state.jobs is not None:
-            await state.jobs.stop()
-        await asyncio.gather(state.session_outputs.stop(), *(output.stop() for output in state.outputs))
-        await state.feeders.stop()
-        await state.viewers.stop()
-        await state.manager.stop()
+            await state.jobs.start()
+        app.state.app_state = state
+        try:
+            await state.feed_file()
+            yield state
+        finally:
+            if state.file_feed is not None:
+                await state.file_feed.stop()
+            if state.jobs is not None:
+                await state.jobs.stop()
+            await asyncio.gather(state.session_outputs.stop(), *(output.stop() for output in state.outputs))
+            await state.feeders.stop()
+            await state.viewers.stop()
+            await state.manager.stop()
 
 
 def _add_errors(app: FastAPI, routes: list[Route]) -> None:

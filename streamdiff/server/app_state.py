@@ -23,6 +23,7 @@ from streamdiff.server.outputs.session_outputs import AllowedTargets, SessionOut
 from streamdiff.server.outputs.target import Target
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
+from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.keeper import SessionKeeper
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, SessionManager
@@ -195,9 +196,12 @@ class AppState:
             raise self.engine_problem(self.may_control(request, session))
         return session
 
-    def engine_problem(self, may_control: bool) -> Problem:
-        """The answer while the engine does not run, to a caller that may control a session, or may not."""
+    def engine_problem(self, may_control: bool, session: LiveSession | None = None) -> Problem:
+        """The answer while the engine does not run, or has not opened `session`, to a caller that may control it, or
+        may not."""
         engine = self.manager.engine
+        if engine.running and session is not None:
+            engine = EngineStatus("opening") if session.engine.running else session.engine
         headers = {"Retry-After": str(engine.retry_after_s)}
         return Problem(503, engine.message(may_control), headers, code=engine.code)
 

@@ -130,8 +130,9 @@ class SessionInfo(BaseModel):
     height: int
     paused: bool
     watched: bool
-    place: Literal["device", "host", "disk"] = Field(
-        description="where its caches lie: on the device, or swapped out to host memory or disk as nobody watches"
+    place: Literal["device", "host", "disk", "none"] = Field(
+        description="where its caches lie: on the device, or swapped out to host memory or disk as nobody watches; "
+        "none: the engine has not opened it yet, after a start or a restart"
     )
     rev: int = Field(description="goes up with every change")
     age_s: float

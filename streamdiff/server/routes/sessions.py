@@ -136,6 +136,15 @@ async def end_session(request: Request, state: State, session: str) -> schemas.E
     return schemas.EndedSession(id=session, ended=state.manager.end_reason(session) or "deleted")
 
 
+@router.delete(
+    "/{session}/input", status_code=204, summary="End the video that feeds it, whoever sends it", **needs("steer")
+)  # fmt: skip
+async def end_input(state: State, live: Controlled) -> Response:
+    if not await state.end_input(live):
+        raise Problem(404, "No video feeds the session.", code="no_input")
+    return Response(status_code=204)
+
+
 @router.post("/{session}/pause", summary="Hold it", responses=_LATER | _NO_ENGINE, **needs("steer"))
 async def pause_session(response: Response, state: State, live: Controlled) -> Receipts:
     return await _carry_out_all(state, live, [messages.PauseMessage(type="pause")], response)

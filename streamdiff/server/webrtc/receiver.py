@@ -18,6 +18,7 @@ from aiortc import (
 )
 from aiortc.mediastreams import MediaStreamError
 
+from streamdiff import clock
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.webrtc import aiortc_compat
 
@@ -46,6 +47,11 @@ class VideoReceiver:
         self._on_frame = on_frame
         self._task: asyncio.Task[None] | None = None
         self._queue: aiortc_compat.DecoderQueue | None = None
+        self._heard_s = clock.monotonic_s()
+
+    def silent_s(self, now_s: float) -> float:
+        """Seconds for which nothing has come from the peer, not even STUN or RTCP."""
+        return now_s - self._heard_s
 
     async def answer(self, offer: str) -> str:
         """The SDP answer to a checked offer. Mutates: self.
@@ -66,7 +72,7 @@ class VideoReceiver:
                 if aiortc_compat.negotiated_codec(transceiver) is None:
                     raise ValueError("no common video codec; send H.264 of the baseline profile, or VP8")
         assert taken is not None, "a checked offer has video"
-        aiortc_compat.take_requests_as_consent(self.pc)
+        aiortc_compat.listen(self.pc, self._note_heard)
         await self.pc.setLocalDescription(await self.pc.createAnswer())
         self._task = asyncio.create_task(self._receive(taken), name="receive-video")
         return with_start_bitrate(str(self.pc.localDescription.sdp))
@@ -79,6 +85,9 @@ class VideoReceiver:
         await aiortc_compat.close(self.pc, limit_s)
         if self._queue is not None:
             await self._queue.join_decoder(limit_s)
+
+    def _note_heard(self) -> None:
+        self._heard_s = clock.monotonic_s()
 
     async def _receive(self, track: MediaStreamTrack) -> None:
         """Take frames at once, as aiortc's queue of them has no bound."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from ipaddress import ip_network
 from typing import Any, Literal, cast
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 from wsproto.events import Ping
 
-from streamdiff.config import ServeConfig
+from streamdiff.config import PREFIX, ServeConfig
 from streamdiff.server.peers import group_of, parse_address, share_of
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
@@ -46,7 +47,7 @@ class Connections:
     def add(self, connection: BoundedProtocol, host: str) -> Admission:
         """Count a connection; crowded: it may ask for health only; refused: it is not counted. Mutates: self."""
         own = self._open.get(group_of(host), {})
-        over = 0 if self._is_proxy(host) else len(own) + 1 - self._per_address
+        over = 0 if self.is_proxy(host) else len(own) + 1 - self._per_address
         victim: BoundedProtocol | None = None
         if over > 0:
             victim = next((each for each in own if each.waiting), None)
@@ -67,7 +68,8 @@ class Connections:
         if not own:
             self._open.pop(group_of(host), None)
 
-    def _is_proxy(self, host: str) -> bool:
+    def is_proxy(self, host: str) -> bool:
+        """Whether `host` is a trusted proxy."""
         address = parse_address(host)
         return address is not None and any(address in network for network in self._proxies)
 
@@ -195,6 +197,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.config.load()
+        self.config.loaded_app = _below_prefix(self.config.loaded_app, serve.root_path, connections.is_proxy)
         self.config.ssl = None if self._certificate is None else self._certificate.context
 
     async def on_tick(self, counter: int) -> bool:
@@ -205,3 +208,25 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _below_prefix(app: ASGIApp, root_path: str, is_proxy: Callable[[str], bool]) -> ASGIApp:
+    """`app` with the path prefix of each request in its scope, as ASGI has it: `root_path`, which `path` begins with,
+    whether the proxy has taken it off or not."""
+
+    async def with_prefix(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            client, path = scope.get("client"), scope["path"]
+            prefix = (_forwarded_prefix(scope["headers"]) if client and is_proxy(client[0]) else "") or root_path
+            if prefix:
+                whole = path == prefix or path.startswith(f"{prefix}/")
+                scope.update(root_path=prefix, path=path if whole else prefix + path)
+        await app(scope, receive, send)
+
+    return with_prefix
+
+
+def _forwarded_prefix(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """X-Forwarded-Prefix; empty where it is missing, comes twice or is no plain path."""
+    given = [value.decode("latin-1").strip() for name, value in headers if name == b"x-forwarded-prefix"]
+    return given[0].rstrip("/") if len(given) == 1 and re.fullmatch(PREFIX, given[0]) else ""

@@ -15,7 +15,7 @@ import inspect
 import logging
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from queue import Empty, Queue
 from types import SimpleNamespace
@@ -247,6 +247,24 @@ def listen(pc: RTCPeerConnection, on_heard: Callable[[], None]) -> None:
             setattr(dtls, name, partial(_after, (on_heard,), getattr(dtls, name)))
 
 
+def on_media(pc: RTCPeerConnection, call: Callable[[], None]) -> None:
+    """Call `call` for every packet of the peer's video that is more than padding. To be called between the offer and
+    the answer. Mutates: pc."""
+    for transceiver in pc.getTransceivers():
+        codec, receiver = negotiated_codec(transceiver), transceiver.receiver
+        if codec is not None and transceiver.kind == "video":
+            handle = partial(_handle_media, call, codec.payloadType, receiver._handle_rtp_packet)
+            setattr(receiver, "_handle_rtp_packet", handle)  # noqa: B010
+
+
+async def _handle_media(
+    call: Callable[[], None], payload_type: int, handle: Callable[..., Awaitable[None]], packet: Any, **when: Any
+) -> None:
+    if packet.payload and packet.payload_type == payload_type:
+        call()
+    await handle(packet, **when)
+
+
 def _after(first: Sequence[Callable[[], None]], call: Callable[..., Any], *given: Any, **named: Any) -> Any:
     for each in first:
         each()
@@ -390,6 +408,7 @@ def check() -> None:
         hasattr(aioice.Connection, "check_incoming") and hasattr(aioice.ice, "CONSENT_FAILURES"),
         inspect.iscoroutinefunction(_handle_rtcp_data),
         inspect.iscoroutinefunction(getattr(RTCDtlsTransport, "_handle_rtp_data", None)),
+        inspect.iscoroutinefunction(getattr(aiortc.RTCRtpReceiver, "_handle_rtp_packet", None)),
         *(inspect.iscoroutinefunction(vars(RTCSctpTransport).get(name)) for name in _SCTP_METHODS),
         {"_advertised_rwnd", "_inbound_streams", "_sack_misordered"}
         <= set(RTCSctpTransport.__init__.__code__.co_names),
@@ -399,6 +418,7 @@ def check() -> None:
 
 
 check()
+logging.getLogger("aiortc.rtcrtpreceiver").setLevel(logging.ERROR)  # it warns of every frame that is not decoded
 setattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE", RETRANSMIT_PACKETS)  # noqa: B010
 aioice.ice.get_host_addresses = host_addresses
 setattr(RTCDtlsTransport, "_handle_rtcp_data", _read_rtcp)  # noqa: B010

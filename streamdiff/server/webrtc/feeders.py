@@ -129,7 +129,8 @@ class Feeders(Peers[Feeder]):
             return
         end = "gone" if end in ("failed", "closed") else end
         fields = log_fields(session=feeder.session.id, reason=end)
-        logger.info("Video for session %s has ended: %s.", feeder.session.id, end, extra=fields)
+        level = logging.WARNING if end == "fault" else logging.INFO
+        logger.log(level, "Video for session %s has ended: %s.", feeder.session.id, end, extra=fields)
         await feeder.session.input.give_back(feeder.video_input)
         await feeder.receiver.close(CLOSE_S)
         if feeder.ends_session and end not in ("session_ended", "shutdown", "connect_timeout", "replaced"):

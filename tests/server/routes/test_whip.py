@@ -25,7 +25,7 @@ from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.webrtc import aiortc_compat, feeders, peer_connections
+from streamdiff.server.webrtc import aiortc_compat, feeders, peer_connections, receiver
 from streamdiff.server.webrtc.aiortc_compat import HELD_FRAMES, RECEIVE_WINDOW_BYTES
 from streamdiff.server.webrtc.receiver import with_start_bitrate
 from tests.server.conftest import Site, bearer, open_site
@@ -231,6 +231,38 @@ def test_a_sender_that_vanished_gives_way_and_a_still_screen_does_not(monkeypatc
         await second.pc.close()
 
     run(scene)
+
+
+class Garbage(VideoStreamTrack):
+    """Packets that say they are encoded video, and are not."""
+
+    async def recv(self) -> Any:
+        await asyncio.sleep(0.01)
+        packet = av.Packet(b"\x9d\x01\x2a" + bytes(200))
+        packet.pts = packet.dts = clock.monotonic_s() * 90000 // 1
+        packet.time_base = fractions.Fraction(1, 90000)
+        return packet
+
+
+def test_video_that_cannot_be_decoded_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(receiver, "UNDECODABLE_S", 0.5)
+
+    async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
+        async with sending(site, Garbage()):
+            [feeder] = site.state.feeders._peers.values()
+            await site.until(lambda: feeder.video_input is not feeder.session.input.video_input)
+            assert (await state(site))["input"] is None
+        await site.until(lambda: not site.state.feeders._peers)
+        monkeypatch.setattr(receiver, "UNDECODABLE_S", 60.0)  # a busy machine takes long to decode the first
+        async with sending(site, Colour((9, 9, 9))):
+            await used(site)
+
+    run(scene)
+    [line] = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert line.args == ("default", "fault"), "and none for each frame"
 
 
 def test_an_input_is_ended_by_whoever_may_steer(tmp_path: Path) -> None:

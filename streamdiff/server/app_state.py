@@ -92,6 +92,12 @@ class AppState:
             self.file_feed = FileFeed(self.config.session, session.input, session.control_and_wait, self.manager.end)
             await self.file_feed.start()
 
+    async def end_input(self, session: LiveSession) -> bool:
+        """End the video that feeds a session, whatever it is; False if none does."""
+        if session.id == DEFAULT_SESSION and self.file_feed is not None and await self.file_feed.end():
+            return True
+        return await self.feeders.end_input(session)
+
     async def _session_ends(self, session: LiveSession, reason: str) -> None:
         """Close a session's viewers, outputs and inputs."""
         if session.id == DEFAULT_SESSION and self.file_feed is not None and reason != "input_ended":

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.requests import HTTPConnection, Request
+from starlette.types import Scope
 
 DRAIN_BYTES = 1024 * 1024
 MAX_TEXT = 4000
@@ -94,6 +95,11 @@ class Problem(Exception):
 def _sendable(text: str) -> str:
     """`text` without what a stranger may have put into it that is no UTF-8 (half a surrogate pair), and not endless."""
     return text[:MAX_TEXT].encode("utf-8", "backslashreplace").decode()
+
+
+def route_path(scope: Scope) -> str:
+    """The path of a request without the prefix below which a proxy shows the server."""
+    return str(scope["path"]).removeprefix(scope.get("app_root_path", scope.get("root_path", "")))
 
 
 def respond(problem: Problem, path: str = "") -> JSONResponse:

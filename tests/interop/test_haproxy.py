@@ -269,3 +269,57 @@ def test_the_file_is_one_that_haproxy_takes_without_a_remark(kind: str, tmp_path
         environment["TRUSTED_PROXIES"] = "SET-ME"  # as the file has it
         checked = subprocess.run([program, "-c", "-f", str(path)], env=environment, capture_output=True, text=True)
         assert checked.returncode != 0, "a network that nobody has named"
+
+
+BELOW = """
+defaults
+  mode http
+  timeout connect 10s
+  timeout client 60s
+  timeout server 60s
+frontend all
+  bind 127.0.0.1:{here}
+  use_backend ai if {{ path_beg /ai/ }}
+backend ai
+  http-request replace-path /ai/(.*) /\\1
+  http-request set-header X-Forwarded-Prefix /ai
+  server a 127.0.0.1:{there}
+"""
+
+
+def test_a_viewer_below_a_path_prefix_is_ended_by_the_location_that_it_got(tmp_path: Path) -> None:
+    here, there = free_ports(2)
+    (tmp_path / "haproxy.cfg").write_text(BELOW.format(here=here, there=there))
+    server = start("--port", str(there), "--server-name", "a")
+    program = shutil.which("haproxy") or "/usr/sbin/haproxy"
+    balancer = subprocess.Popen([program, "-f", tmp_path / "haproxy.cfg", "-db"], stderr=subprocess.DEVNULL)
+
+    async def scene() -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{here}", timeout=LIMIT_S) as http:
+
+            async def ready() -> bool:
+                with contextlib.suppress(httpx.TransportError):
+                    return (await http.get("/ai/readyz")).status_code == 200
+                return False
+
+            await until(ready)
+            pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+            pc.addTransceiver("video", direction="recvonly")
+            await pc.setLocalDescription(await pc.createOffer())
+            headers = {"Content-Type": "application/sdp"}
+            answer = await http.post(
+                "/ai/whep/", content=pc.localDescription.sdp, headers=headers, follow_redirects=True
+            )
+            assert answer.status_code == 201, answer.text
+            assert (await http.delete(answer.headers["location"])).status_code == 200
+            assert (await http.get("/ai/api/state")).json()["viewers"] == 0
+            await pc.close()
+
+    try:
+        printed_address(server)
+        asyncio.run(scene())
+    finally:
+        balancer.kill()
+        balancer.wait()
+        server.kill()
+        server.communicate()

@@ -19,7 +19,7 @@ from streamdiff.engine import messages
 from streamdiff.engine.messages import Command, Data, Event, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.engine.snapshot_header import read_saved_session
-from streamdiff.errors import EngineFailure, RequestError
+from streamdiff.errors import NOT_FINITE, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load.capacity import Lifetime, Unavailable
 from streamdiff.server.load.load_policy import SessionDemand
@@ -384,7 +384,8 @@ class SessionManager:
                 self._tasks.append(asyncio.create_task(self._ask_waiting()))
         if isinstance(event, messages.Closed) and event.reason:
             session.handle(event)
-            self._tasks.append(asyncio.create_task(self.end(session.id, "failed", event.reason)))
+            reason = "not_finite" if NOT_FINITE in event.reason else "failed"
+            self._tasks.append(asyncio.create_task(self.end(session.id, reason, event.reason)))
         else:
             if isinstance(event, messages.FrameBatch):
                 self.load.chunk(session, event)

@@ -15,7 +15,7 @@ import inspect
 import logging
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from queue import Empty, Queue
 from types import SimpleNamespace
@@ -64,6 +64,9 @@ ACKNOWLEDGED_CHUNKS = 4096
 
 HELD_FRAMES = 30
 """A peer's encoded frames that may wait to be decoded: a second of them."""
+
+ASK_S = 1.0
+"""Interval of STUN requests to a sender of video, which a living one answers also while nothing on its screen moves."""
 
 CANCEL_ROUNDS = 50
 """Turns of the event loop that the tasks of a closed connection get to end in. Some catch a cancellation to send a
@@ -232,32 +235,56 @@ class DecoderQueue(Queue[Any]):
         return count
 
 
-def take_requests_as_consent(pc: RTCPeerConnection) -> None:
-    """Let a peer that answers no STUN request stay as long as its own authenticated ones come: FFmpeg's sender, which
-    aioice would close after half a minute. To be called before the connection begins. Mutates: pc."""
+def listen(pc: RTCPeerConnection, on_heard: Callable[[], None]) -> None:
+    """Call `on_heard` for every authentic STUN, RTP and RTCP packet of the peer, which is asked by STUN every ASK_S.
+    A peer that never answers stays as long as its own requests come: FFmpeg's sender, which aioice would close after
+    half a minute. To be called before the connection begins. Mutates: pc."""
     for dtls in getattr(pc, _TRANSPORTS_ATTRIBUTE):
-        connection, heard = dtls.transport._connection, asyncio.Event()
-        connection.check_incoming = partial(_note_check, connection.check_incoming, heard)
-        connection.query_consent = partial(_query_consent, connection, heard)
+        connection, asked = dtls.transport._connection, asyncio.Event()
+        connection.check_incoming = partial(_after, (on_heard, asked.set), connection.check_incoming)
+        connection.query_consent = partial(_query_consent, connection, asked, on_heard)
+        for name in ("_handle_rtp_data", "_handle_rtcp_data"):
+            setattr(dtls, name, partial(_after, (on_heard,), getattr(dtls, name)))
 
 
-def _note_check(check: Callable[..., None], heard: asyncio.Event, *request: Any) -> None:
-    heard.set()
-    check(*request)
+def on_media(pc: RTCPeerConnection, call: Callable[[], None]) -> None:
+    """Call `call` for every packet of the peer's video that is more than padding. To be called between the offer and
+    the answer. Mutates: pc."""
+    for transceiver in pc.getTransceivers():
+        codec, receiver = negotiated_codec(transceiver), transceiver.receiver
+        if codec is not None and transceiver.kind == "video":
+            handle = partial(_handle_media, call, codec.payloadType, receiver._handle_rtp_packet)
+            setattr(receiver, "_handle_rtp_packet", handle)  # noqa: B010
 
 
-async def _query_consent(self: Any, heard: asyncio.Event) -> None:
-    """`aioice.Connection.query_consent`, where what was `heard` counts as an answer. `_tasks_of` knows it by `self`."""
+async def _handle_media(
+    call: Callable[[], None], payload_type: int, handle: Callable[..., Awaitable[None]], packet: Any, **when: Any
+) -> None:
+    if packet.payload and packet.payload_type == payload_type:
+        call()
+    await handle(packet, **when)
+
+
+def _after(first: Sequence[Callable[[], None]], call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    for each in first:
+        each()
+    return call(*given, **named)
+
+
+async def _query_consent(self: Any, asked: asyncio.Event, on_heard: Callable[[], None]) -> None:
+    """`aioice.Connection.query_consent`, where a request of the peer, `asked`, is an answer. `_tasks_of` knows it by
+    `self`."""
     silent = 0
-    while silent < aioice.ice.CONSENT_FAILURES:
-        await asyncio.sleep(aioice.ice.CONSENT_INTERVAL)
-        answered = heard.is_set()
-        heard.clear()
+    while silent < aioice.ice.CONSENT_FAILURES * aioice.ice.CONSENT_INTERVAL / ASK_S:
+        await asyncio.sleep(ASK_S)
+        answered = asked.is_set()
+        asked.clear()
         for pair in self._nominated.values():
             request, key = self.build_request(pair, nominate=False), self.remote_password.encode()
             with contextlib.suppress(aioice.stun.TransactionError):
                 await pair.protocol.request(request, pair.remote_addr, integrity_key=key, retransmissions=0)
                 answered = True
+                on_heard()
         silent = 0 if answered else silent + 1
     self._query_consent_task = None
     await self.close()
@@ -380,6 +407,8 @@ def check() -> None:
         inspect.iscoroutinefunction(getattr(aioice.Connection, "query_consent", None)),
         hasattr(aioice.Connection, "check_incoming") and hasattr(aioice.ice, "CONSENT_FAILURES"),
         inspect.iscoroutinefunction(_handle_rtcp_data),
+        inspect.iscoroutinefunction(getattr(RTCDtlsTransport, "_handle_rtp_data", None)),
+        inspect.iscoroutinefunction(getattr(aiortc.RTCRtpReceiver, "_handle_rtp_packet", None)),
         *(inspect.iscoroutinefunction(vars(RTCSctpTransport).get(name)) for name in _SCTP_METHODS),
         {"_advertised_rwnd", "_inbound_streams", "_sack_misordered"}
         <= set(RTCSctpTransport.__init__.__code__.co_names),
@@ -389,6 +418,7 @@ def check() -> None:
 
 
 check()
+logging.getLogger("aiortc.rtcrtpreceiver").setLevel(logging.ERROR)  # it warns of every frame that is not decoded
 setattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE", RETRANSMIT_PACKETS)  # noqa: B010
 aioice.ice.get_host_addresses = host_addresses
 setattr(RTCDtlsTransport, "_handle_rtcp_data", _read_rtcp)  # noqa: B010

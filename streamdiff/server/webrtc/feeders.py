@@ -26,6 +26,8 @@ from streamdiff.server.webrtc.receiver import READ, VideoReceiver
 
 logger = logging.getLogger(__name__)
 
+SILENT_S = 3.0
+"""A sender from which nothing came for so long gives its session to the next one."""
 _MISSING = "Nobody of that name feeds the session; it may have ended. POST a new offer."
 
 
@@ -41,7 +43,8 @@ class Feeder(Peer):
 class Feeders(Peers[Feeder]):
     """All that feed sessions, at most one each. Lives on the event loop.
 
-    Who is only silent stays: it may be a screen on which nothing moves.
+    One from which nothing came for SILENT_S gives way to the next. A screen on which nothing moves still sends RTCP and
+    STUN.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Feeders(Peers[Feeder]):
         self, session: LiveSession, offer: str, address: str, strength: float | None, ends_session: bool = False
     ) -> tuple[str, str]:
         """Connect a video sender to a session, which continues with its prompt only when that ends, or ends too if
-        `ends_session`; returns its id and the SDP answer.
+        `ends_session`; returns its id and the SDP answer. It replaces a sender that is silent.
 
         Raises:
             Problem: 400 or 422 for the offer, or where the model takes no video; 409, another feeds it; 410; 429 and
@@ -64,8 +67,11 @@ class Feeders(Peers[Feeder]):
         """
         checked = checked_offer(offer, "sender", READ, "read here: send H.264 or VP8")
         self._offers.check(address, "connections", clock.monotonic_s())
-        if (refusal := self._slots.refusal(address)) is not None:
+        silent = self._silent_of(session)
+        if (refusal := self._slots.refusal(address, silent.address if silent else None)) is not None:
             raise refusal
+        if silent is not None:
+            await self._end(silent, "replaced")
         video_input = _taken(session)
         self._slots.take(address)
         receiver = VideoReceiver(
@@ -104,15 +110,30 @@ class Feeders(Peers[Feeder]):
         """End a sender; one that ended lately is fine as well. Raises Problem: 404."""
         await self._delete(session, id, _MISSING)
 
+    async def end_input(self, session: LiveSession) -> bool:
+        """End the sender of a session; False if it has none."""
+        if (feeder := self._of(session)) is None:
+            return False
+        await self._end(feeder, "delete")
+        return True
+
+    def _of(self, session: LiveSession) -> Feeder | None:
+        return next((feeder for feeder in self._peers.values() if feeder.session is session), None)
+
+    def _silent_of(self, session: LiveSession) -> Feeder | None:
+        feeder = self._of(session)
+        return feeder if feeder is not None and feeder.receiver.silent_s(clock.monotonic_s()) > SILENT_S else None
+
     async def _end(self, feeder: Feeder, end: str) -> None:
         if not self._unregister(feeder):
             return
         end = "gone" if end in ("failed", "closed") else end
         fields = log_fields(session=feeder.session.id, reason=end)
-        logger.info("Video for session %s has ended: %s.", feeder.session.id, end, extra=fields)
+        level = logging.WARNING if end == "fault" else logging.INFO
+        logger.log(level, "Video for session %s has ended: %s.", feeder.session.id, end, extra=fields)
         await feeder.session.input.give_back(feeder.video_input)
         await feeder.receiver.close(CLOSE_S)
-        if feeder.ends_session and end not in ("session_ended", "shutdown", "connect_timeout"):
+        if feeder.ends_session and end not in ("session_ended", "shutdown", "connect_timeout", "replaced"):
             await self._end_its_session(feeder.session.id, "input_ended")
 
 

@@ -7,6 +7,7 @@ import contextlib
 import fractions
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiortc.rtcrtpreceiver
@@ -18,12 +19,13 @@ import torch
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription, VideoStreamTrack
 from aiortc.codecs import get_decoder
 
-from streamdiff.config import Config, PlaybackConfig, ServeConfig
+from streamdiff import clock
+from streamdiff.config import Config, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.webrtc import peer_connections
+from streamdiff.server.webrtc import aiortc_compat, feeders, peer_connections, receiver
 from streamdiff.server.webrtc.aiortc_compat import HELD_FRAMES, RECEIVE_WINDOW_BYTES
 from streamdiff.server.webrtc.receiver import with_start_bitrate
 from tests.server.conftest import Site, bearer, open_site
@@ -201,6 +203,88 @@ def test_one_feeds_at_a_time_and_who_comes_next_may_when_it_has_gone() -> None:
                 await used(site)
 
     run(scene)
+
+
+def test_a_sender_that_vanished_gives_way_and_a_still_screen_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeders, "SILENT_S", 60.0)  # a busy machine may be silent for long
+
+    async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
+        camera, second = Colour((9, 9, 9)), Sender(site, Colour((9, 9, 9)))
+        async with sending(site, camera, "/whip?on_end=end") as first:
+            await used(site)
+            camera.running.clear()
+            [feeder] = site.state.feeders._peers.values()
+            await site.until(lambda: feeder.video_input.holds)
+            for _ in range(2):  # RTCP or STUN comes
+                heard_s = feeder.receiver._heard_s
+                await site.until(lambda heard_s=heard_s: feeder.receiver._heard_s > heard_s)
+            assert (await second.post()).json()["code"] == "fed"
+            aiortc_compat._drop_sockets(first.pc)
+            monkeypatch.setattr(feeders, "SILENT_S", 0.1)
+            await site.until(lambda: feeder.receiver.silent_s(clock.monotonic_s()) > 0.1)
+            async with sending(site, Colour((20, 200, 30))):
+                await site.until(lambda: np.median(fed(site)[-1].reshape(-1, 3), axis=0)[1] > 150)
+                assert len(site.state.feeders._peers) == 1
+                assert (await site.http.delete(first.location)).status_code == 200, "of the one that vanished"
+                assert (await state(site))["input"] is not None
+        await second.pc.close()
+
+    run(scene)
+
+
+class Garbage(VideoStreamTrack):
+    """Packets that say they are encoded video, and are not."""
+
+    async def recv(self) -> Any:
+        await asyncio.sleep(0.01)
+        packet = av.Packet(b"\x9d\x01\x2a" + bytes(200))
+        packet.pts = packet.dts = clock.monotonic_s() * 90000 // 1
+        packet.time_base = fractions.Fraction(1, 90000)
+        return packet
+
+
+def test_video_that_cannot_be_decoded_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(receiver, "UNDECODABLE_S", 0.5)
+
+    async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
+        async with sending(site, Garbage()):
+            [feeder] = site.state.feeders._peers.values()
+            await site.until(lambda: feeder.video_input is not feeder.session.input.video_input)
+            assert (await state(site))["input"] is None
+        await site.until(lambda: not site.state.feeders._peers)
+        monkeypatch.setattr(receiver, "UNDECODABLE_S", 60.0)  # a busy machine takes long to decode the first
+        async with sending(site, Colour((9, 9, 9))):
+            await used(site)
+
+    run(scene)
+    [line] = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert line.args == ("default", "fault"), "and none for each frame"
+
+
+def test_an_input_is_ended_by_whoever_may_steer(tmp_path: Path) -> None:
+    where, path = "/api/sessions/default/input", tmp_path / "a.mp4"
+
+    async def scene(site: Site) -> None:
+        await site.watch()
+        await used(site)
+        assert (await site.http.delete(where)).status_code == 204
+        assert (await state(site))["input"] is None
+        async with sending(site, Colour((9, 9, 9))):
+            assert (await site.http.delete(where)).status_code == 204
+            assert (await state(site))["input"] is None
+            nothing = await site.http.delete(where)
+            assert (nothing.status_code, nothing.json()["code"]) == (404, "no_input")
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width, stream.height = 64, 48
+        container.mux([*stream.encode(av.VideoFrame(64, 48, "yuv420p")), *stream.encode()])
+    session = SessionConfig(input=str(path), input_end="loop")
+    run(scene, Config(session=session, playback=PlaybackConfig(lead_s=1.0)))
 
 
 def test_when_a_camera_stops_the_picture_holds_and_goes_on_with_it() -> None:

@@ -64,7 +64,7 @@ class AppState:
         self._requests = PerAddressLimiter(REQUESTS_PER_S, REQUEST_BURST)
         self.manager = SessionManager(config, connection, ready, self.metrics, keeper, found)
         slots = SlotPool(serve.max_viewers, serve.address_share, "viewers", "serve.max_viewers")
-        self.ice_servers = IceServers(serve.ice_servers)
+        self.ice_servers = IceServers(serve.ice_servers, lambda url: self.metrics.ice_failures.labels(url).inc())
         self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)
         self.feeders = Feeders(slots, self.ice_servers, self.manager.end)
         self.file_feed: FileFeed | None = None

@@ -115,6 +115,9 @@ class Metrics:
         self.viewer_dropped = counter("viewer_dropped", "Encoded frames that a slow viewer did not get")
         self.keyframe_requests = counter("key_wishes", "Key frames that viewers asked for after a loss")
         self.keyframe_requests_refused = counter("key_wishes_refused", "The same, from viewers that ask too often")
+        self.ice_failures = counter(
+            "ice_failures", "Times that a STUN or TURN server gave this server no address, and was left out", ["url"]
+        )
         self.sockets = gauge("control_sockets", "Open control WebSockets")
         self.sockets_refused = counter("control_sockets_refused", "Those not let in, by the reason", reason)
         self.sockets_ended = counter("control_sockets_ended", "Control WebSockets, by their end", end)

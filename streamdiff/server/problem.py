@@ -126,8 +126,12 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     the answer.
 
     Raises:
-        Problem: 413.
+        Problem: 413; 415 for a body that is compressed.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"The body has Content-Encoding {encoding[:40]!r}; send it as it is, without one."
+        raise Problem(415, message, {"Accept-Encoding": "identity"}, code="encoding")
     body = bytearray()
     length = 0
     async for piece in request.stream():

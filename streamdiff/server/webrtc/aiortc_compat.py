@@ -16,7 +16,7 @@ import logging
 import struct
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from queue import Empty, Queue
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +28,12 @@ import aiortc
 import aiortc.rtcrtpsender
 import av
 from aiortc import RTCDtlsTransport, RTCPeerConnection, RTCRtpSender, RTCRtpTransceiver, RTCSctpTransport
-from aiortc.codecs import get_encoder
+from aiortc.codecs import CODECS, get_encoder
 from aiortc.exceptions import InternalError, InvalidAccessError, InvalidStateError, OperationError
+from aiortc.rtcpeerconnection import find_common_codecs
 from aiortc.rtcsctptransport import WEBRTC_BINARY, WEBRTC_STRING, RTCSctpCapabilities, SackChunk
 from aiortc.rtp import RTCP_RTPFB_NACK, RtcpRtpfbPacket
+from aiortc.sdp import MediaDescription
 
 from streamdiff import clock
 from streamdiff.errors import StreamdiffError
@@ -61,6 +63,9 @@ CHUNKS_PER_S, CHUNK_BURST = 1000.0, 2000.0
 """SCTP chunks that a peer may send. 50 messages of 16 KiB in a second are 700; what it is sent it acknowledges."""
 ACKNOWLEDGED_CHUNKS = 4096
 """Chunks that one acknowledgement may list beyond the first gap; aiortc walks through every one."""
+
+GATHER_S = 0.9
+"""For STUN and TURN servers to give an address, while the viewer waits for its answer. aioice gives them 5 s."""
 
 HELD_FRAMES = 30
 """A peer's encoded frames that may wait to be decoded: a second of them."""
@@ -101,6 +106,11 @@ class Packetizer:
     def target_bitrate(self, bitrate: int) -> None:
         self._estimate_bps = bitrate
         self._on_estimate(bitrate)
+
+
+def common_codecs(media: MediaDescription) -> list[Any]:
+    """The codecs of an offered section that aiortc can answer it with."""
+    return find_common_codecs(CODECS.get(media.kind, []), media.rtp.codecs)
 
 
 def negotiated_codec(transceiver: RTCRtpTransceiver) -> Any | None:
@@ -380,6 +390,18 @@ async def _read_rtcp(self: Any, data: bytes) -> None:
         logger.debug("RTCP of a peer cannot be read: %s: %s", type(error).__name__, error)
 
 
+_connect: Any = getattr(RTCPeerConnection, "_RTCPeerConnection__connect", None)
+
+
+async def _connect_or_end(self: Any) -> None:
+    """`RTCPeerConnection.__connect`, for which a connection that is closed meanwhile is no error."""
+    try:
+        await _connect(self)
+    except InvalidStateError:
+        if self.signalingState != "closed":
+            raise
+
+
 def check() -> None:
     """Check that the installed aiortc has the private names used here.
 
@@ -405,8 +427,9 @@ def check() -> None:
         "_connection" in aiortc.RTCIceTransport.__init__.__code__.co_names,
         {"_protocols", "_nominated", "_query_consent_task"} <= set(aioice.Connection.__init__.__code__.co_names),
         inspect.iscoroutinefunction(getattr(aioice.Connection, "query_consent", None)),
+        "timeout" in inspect.signature(aioice.Connection.get_component_candidates).parameters,
         hasattr(aioice.Connection, "check_incoming") and hasattr(aioice.ice, "CONSENT_FAILURES"),
-        inspect.iscoroutinefunction(_handle_rtcp_data),
+        inspect.iscoroutinefunction(_handle_rtcp_data) and inspect.iscoroutinefunction(_connect),
         inspect.iscoroutinefunction(getattr(RTCDtlsTransport, "_handle_rtp_data", None)),
         inspect.iscoroutinefunction(getattr(aiortc.RTCRtpReceiver, "_handle_rtp_packet", None)),
         *(inspect.iscoroutinefunction(vars(RTCSctpTransport).get(name)) for name in _SCTP_METHODS),
@@ -421,4 +444,7 @@ check()
 logging.getLogger("aiortc.rtcrtpreceiver").setLevel(logging.ERROR)  # it warns of every frame that is not decoded
 setattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE", RETRANSMIT_PACKETS)  # noqa: B010
 aioice.ice.get_host_addresses = host_addresses
+_gather = partialmethod(aioice.Connection.get_component_candidates, timeout=GATHER_S)
+setattr(aioice.Connection, "get_component_candidates", _gather)  # noqa: B010
+setattr(RTCPeerConnection, "_RTCPeerConnection__connect", _connect_or_end)  # noqa: B010
 setattr(RTCDtlsTransport, "_handle_rtcp_data", _read_rtcp)  # noqa: B010

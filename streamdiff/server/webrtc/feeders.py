@@ -19,7 +19,6 @@ from streamdiff.server.sessions.control import ControlError, StrengthMessage
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import SessionEnded
 from streamdiff.server.sessions.session_input import ANSWER_S
-from streamdiff.server.webrtc import sdp
 from streamdiff.server.webrtc.ice_servers import IceServers
 from streamdiff.server.webrtc.peer_connections import CLOSE_S, Peer, Peers, answered, checked_offer
 from streamdiff.server.webrtc.receiver import READ, VideoReceiver
@@ -62,10 +61,10 @@ class Feeders(Peers[Feeder]):
         `ends_session`; returns its id and the SDP answer. It replaces a sender that is silent.
 
         Raises:
-            Problem: 400 or 422 for the offer, or where the model takes no video; 409, another feeds it; 410; 429 and
+            Problem: 400 or 406 for the offer; 422 where the model takes no video; 409, another feeds it; 410; 429 and
                 503 with Retry-After.
         """
-        checked = checked_offer(offer, "sender", READ, "read here: send H.264 or VP8")
+        checked = checked_offer(offer, "sender", READ)
         self._offers.check(address, "connections", clock.monotonic_s())
         silent = self._silent_of(session)
         if (refusal := self._slots.refusal(address, silent.address if silent else None)) is not None:
@@ -74,14 +73,13 @@ class Feeders(Peers[Feeder]):
             await self._end(silent, "replaced")
         video_input = _taken(session)
         self._slots.take(address)
-        receiver = VideoReceiver(
-            self._ice_servers(), video_input.push, lambda end: self._end_soon(feeder, end), video_input.leave_out
-        )
-        name = sdp.username_of(checked)
-        feeder = Feeder(session, receiver.pc, address, name, video_input, receiver, ends_session)
+        ice = self._ice.to_ask()
+        receiver = VideoReceiver(ice, video_input.push, lambda end: self._end_soon(feeder, end), video_input.leave_out)
+        feeder = Feeder(session, receiver.pc, address, checked, video_input, receiver, ends_session)
         feeder.pc.on("connectionstatechange", lambda: self._state_changed(feeder))
         try:
-            answer = await answered(receiver.answer(checked), "one more connection")
+            answer = await answered(checked, receiver.answer(checked.sdp), "one more connection")
+            self._ice.take_answer(ice, answer)
             if session.closed:
                 raise _ended(session)
             session.input.begin()  # first: whatever comes between, `give_back` tells the engine of the end

@@ -23,7 +23,7 @@ from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.webrtc import aiortc_compat
 
 READ = ("h264", "vp8")
-"""Codecs that aiortc decodes; H.264 of the baseline profile."""
+"""Codecs that aiortc decodes."""
 UNDECODABLE_S = 10.0
 _START_KBPS = 2500
 """Chromium begins at 300 kbit/s, which is a small and coarse picture for many seconds, unless the answer says more."""
@@ -58,7 +58,7 @@ class VideoReceiver:
         return now_s - self._heard_s
 
     async def answer(self, offer: str) -> str:
-        """The SDP answer to a checked offer. Mutates: self.
+        """aiortc's answer to the `sdp` of a checked offer. Mutates: self.
 
         Raises:
             ValueError, or another of `aiortc_compat.OFFER_ERRORS`: it cannot be answered.
@@ -74,7 +74,7 @@ class VideoReceiver:
                 taken = transceiver.receiver.track
                 self._queue = aiortc_compat.DecoderQueue(transceiver.receiver, self._on_dropped)
                 if aiortc_compat.negotiated_codec(transceiver) is None:
-                    raise ValueError("no common video codec; send H.264 of the baseline profile, or VP8")
+                    raise ValueError("no common video codec")
         assert taken is not None, "a checked offer has video"
         aiortc_compat.listen(self.pc, self._note_heard)
         aiortc_compat.on_media(self.pc, self._check_decodable)

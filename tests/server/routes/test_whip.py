@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fractions
+import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -153,6 +154,51 @@ def test_what_is_sent_is_fitted_and_the_stream_starts_from_it(codec: str) -> Non
             await viewer.frame()
             assert (await site.http.delete(sender.location)).status_code == 200, "it has ended, as is asked for"
             assert (await site.http.delete(f"{sender.location}x")).status_code == 404
+
+    run(scene)
+
+
+class Encoded(Colour):
+    """The same as packets of H.264 of a `profile`."""
+
+    def __init__(self, profile: str) -> None:
+        super().__init__((20, 200, 30))
+        context = av.CodecContext.create("libx264", "w")
+        assert isinstance(context, av.VideoCodecContext)
+        context.width, context.height, context.pix_fmt = 320, 180, "yuv420p"
+        context.time_base, context.profile = fractions.Fraction(1, 90000), profile
+        context.options = {"tune": "zerolatency", "x264-params": "keyint=10:repeat-headers=1"}
+        self._context = context
+
+    async def recv(self) -> av.Packet[Any]:  # type: ignore[override]
+        frame = (await super().recv()).reformat(format="yuv420p")
+        [packet] = self._context.encode(frame)
+        return packet
+
+
+@pytest.mark.parametrize(
+    ("profile", "fmtp"),
+    [("Main", "profile-level-id=4d001f; packetization-mode=1"), ("High", "profile-level-id=640028"), ("Baseline", "")],
+)
+def test_h264_of_other_profiles_and_modes_is_read(profile: str, fmtp: str) -> None:
+    async def scene(site: Site) -> None:
+        viewer = await site.watch()
+        sender = Sender(site, Encoded(profile), codec="H264")
+        await sender.pc.setLocalDescription(await sender.pc.createOffer())
+        offer = sender.pc.localDescription.sdp
+        written = re.sub(r"a=fmtp:(\d+) (level\S*)\r\n", rf"a=fmtp:\1 {fmtp}\r\n" * bool(fmtp), offer)
+        answer = await site.http.post("/whip", content=written, headers=SDP)
+        assert answer.status_code == 201, answer.text
+        [first, *_] = re.findall(r"a=fmtp:\d+ (level\S*)\r\n", answer.text)
+        assert {word.strip() for word in fmtp.split(";") if word} <= set(first.split(";"))
+        assert ("packetization-mode" in first) == ("packetization-mode" in fmtp)
+        known = re.sub(r"(a=fmtp:\d+) level\S*", r"\1 packetization-mode=1;profile-level-id=42e01f", answer.text)
+        await sender.pc.setRemoteDescription(RTCSessionDescription(known, "answer"))
+        await used(site, MODEL.spec.chunk_frames)
+        middle = np.median(fed(site)[-1].reshape(-1, 3), axis=0)
+        assert np.abs(middle - (20, 200, 30)).max() < 16
+        await viewer.frame()
+        await sender.pc.close()
 
     run(scene)
 
@@ -447,15 +493,20 @@ def test_bad_offers_are_refused_by_name_and_the_stream_goes_on() -> None:
         receiving = await site.offer(control=False)
         receive = receiving.pc.localDescription.sdp
         hevc = receive.replace("a=recvonly", "a=sendonly").replace("VP8/90000", "H265/90000").replace("H264/", "H265/")
-        for body, status, says in (
-            (b"v=0", 400, "no media section"),
-            (b"hello", 400, "no SDP offer"),
-            (b"\xff\xfe", 400, "not UTF-8"),
-            (receive.encode(), 422, "sendonly"),
-            (hevc.encode(), 422, "H.264 or VP8"),
+        send = receive.replace("a=recvonly", "a=sendonly")
+        text = "m=text 9 UDP/TLS/RTP/SAVPF 98\r\na=mid:text\r\n"
+        video = send[send.index("m=video") :].replace("a=mid:0", "a=mid:1")
+        for body, status, code in (
+            (b"v=0", 400, "offer"),
+            (b"hello", 400, "offer"),
+            (b"\xff\xfe", 400, "400"),
+            (receive.encode(), 406, "offer"),
+            (hevc.encode(), 406, "codec"),
+            ((send + video).encode(), 406, "offer"),
+            ((send + text).encode(), 406, "offer"),
         ):
             answer = await site.http.post("/whip", content=body, headers=SDP)
-            assert answer.status_code == status and says in answer.json()["detail"], answer.text
+            assert (answer.status_code, answer.json().get("code", "400")) == (status, code), answer.text
         assert (await site.http.post("/whip", content=b"{}")).status_code == 415
         assert (await site.http.post("/whip?strength=7", content=b"v=0", headers=SDP)).status_code == 400
         assert (await site.http.patch("/whip/default/nobody", content=b"")).status_code == 415

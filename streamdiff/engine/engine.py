@@ -111,6 +111,7 @@ class Engine(SavingEngine):
             Measured(
                 work_s, tuple(pipeline.occupancy()), tuple(pipeline.busy_s()),
                 forwards, tuple(counts.alone), tuple(counts.alone.values()), encodings,
+                pipeline.memory_bytes(),
             )
         ]  # fmt: skip
 

@@ -312,7 +312,8 @@ class Measured:
     `occupancy`: share of the time each rank was at work (empty with one rank); `busy_s`: seconds of work of each rank
     since its process began. `forwards`: their number since then with 1 row, 2 rows, and so on; `alone`: the reasons why
     those of one row had no more (see `ForwardCounts`), and `alone_forwards`, how many had each.
-    `encodings`: how many texts, pictures and pieces of video were encoded since its process began."""
+    `encodings`: how many texts, pictures and pieces of video were encoded since its process began. `memory_bytes`: what
+    the first rank has taken of its GPU, or without one of the machine's memory."""
 
     work_s: float
     occupancy: tuple[float, ...] = ()
@@ -321,6 +322,7 @@ class Measured:
     alone: tuple[str, ...] = ()
     alone_forwards: tuple[int, ...] = ()
     encodings: tuple[int, ...] = (0, 0, 0)
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,12 @@ class AppState:
         if self._tokens != Tokens():
             self._require(request, needed, role_of(_token_of(request), self._tokens, Tokens()))
 
+    def caller(self, request: HTTPConnection) -> str:
+        """Who asks for a job: whoever has a token of the server, or else an address, with the key that it sends."""
+        token = _token_of(request) or ""
+        known = self._tokens.role_of(token) > Role.NOBODY
+        return f"token {token}" if known else f"address {address_of(request)} {token}"
+
     def _require(self, request: HTTPConnection, needed: Role, role: Role) -> None:
         if role is Role.NOBODY or (role < needed and _token_of(request) is None):
             raise Problem(401, "This takes a token: send it as `Authorization: Bearer ...`.", _BEARER, code="token")

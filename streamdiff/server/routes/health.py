@@ -49,6 +49,10 @@ async def healthz() -> Health:
 
 
 @router.get(
+    "/health", summary="The same as /readyz, as vLLM calls it", responses=_NOT_READY | _WRONG_TOKEN,
+    **needs("steer", optional=True),
+)  # fmt: skip
+@router.get(
     "/readyz", summary="Whether viewers can be sent here", responses=_NOT_READY | _WRONG_TOKEN,
     **needs("steer", optional=True),
 )  # fmt: skip

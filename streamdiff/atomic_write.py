@@ -28,6 +28,12 @@ def check_parent(target: Path) -> None:
         raise ConfigError(f"the folder {parent} of {target.name} cannot be written to; choose another")
 
 
+def check_free(target: Path) -> None:
+    """Raises ConfigError if there is something at `target` already, also a link that leads nowhere."""
+    if os.path.lexists(target):
+        raise ConfigError(f"{target} exists; name another, or give --overwrite to replace it")
+
+
 @contextmanager
 def temporary_sibling(target: Path) -> Iterator[Path]:
     """A free name in the folder of `target`, for a file or a folder that is moved there when it is whole. What still

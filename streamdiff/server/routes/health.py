@@ -76,7 +76,7 @@ async def readyz(request: Request, state: State) -> Readiness:
 async def metrics(request: Request, state: State) -> Response:
     state.require(request, Role.VIEWER)
     state.update_metrics()
-    state.metrics.ready.set(_unready(state, may_control=False) is None)
+    state.metrics.ready.set(_unready(state, may_control=False, known=set()) is None)
     for folder, free in (await asyncio.to_thread(_free_ratios, state.config.serve)).items():
         state.metrics.disk_free.labels(folder).set(free)
     sessions = {session.id for session in state.watchable(request)}

@@ -72,7 +72,7 @@ async def control(request: Request, state: State, live: Controlled) -> Response:
 async def frame(live: Watched) -> Response:
     jpeg = await live.playback.snapshot.jpeg()
     if jpeg is None:
-        raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"})
+        raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"}, code="opening")
     return Response(jpeg, media_type="image/jpeg")
 
 

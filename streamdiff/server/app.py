@@ -113,7 +113,7 @@ def _heads(routes: Iterable[BaseRoute]) -> APIRouter:
     """HEAD for every route that has GET; the HTTP server leaves the body out."""
     router = APIRouter()
     for route in routes:
-        if isinstance(route, APIRoute) and "GET" in route.methods:
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
             head = copy(route)
             head.methods, head.include_in_schema = {"HEAD"}, False
             router.routes.append(head)

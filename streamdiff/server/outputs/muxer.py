@@ -3,7 +3,8 @@ address.
 
 A process of its own per output, since FFmpeg may wait for the other side for as long as it likes, and PyAV holds the
 interpreter's lock while it connects. Standard input: one JSON line (`Header`), then records of `RECORD` and a payload,
-until it ends. Exit: 0 everything written, 1 with a line on standard error that says why not.
+until it ends. Standard output: a byte for each packet that was taken. Exit: 0 everything written, 1 with a line on
+standard error that says why not.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ class Header:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-def write(source: BinaryIO) -> int:
-    """Write until `source` ends; returns how many packets were written. The first one is a key frame.
+def write(source: BinaryIO, reports: BinaryIO) -> None:
+    """Write until `source` ends, with a byte to `reports` for each packet that was taken. The first is a key frame.
 
     Raises:
         FFmpegError: the target cannot be opened or written any more.
     """
     header = Header(**json.loads(source.readline()))
-    count, zero = 0, None
+    zero = None
     with av.open(header.url, "w", format=header.container, container_options=header.options) as container:
         rate = Fraction(header.fps).limit_denominator(1001)
         stream = container.add_mux_stream(header.codec, rate=rate, width=header.width, height=header.height)
@@ -60,16 +61,16 @@ def write(source: BinaryIO) -> int:
             packet.pts = packet.dts = pts - zero
             packet.duration = round(90_000 / header.fps)
             packet.time_base, packet.stream, packet.is_keyframe = TIME_BASE, stream, bool(key)
-            container.mux(packet)
-            count += 1
-    return count
+            container.mux(packet)  # the first one connects
+            reports.write(b".")
+            reports.flush()
 
 
 def main() -> int:
     """Write standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the end of the input is the end
     try:
-        write(sys.stdin.buffer)
+        write(sys.stdin.buffer, sys.stdout.buffer)
     except (FFmpegError, ValueError) as error:
         # Without the address: a stream key is often part of it.
         print(getattr(error, "strerror", None) or error, file=sys.stderr)

@@ -50,10 +50,16 @@ class OutputStatus:
 
 
 class Output:
-    """One target. `find_session` returns the session, or None while there is none."""
+    """One target. `find_session` returns the session, or None while there is none; `allows`: see `Publication`."""
 
-    def __init__(self, target: Target, find_session: Callable[[], LiveSession | None], metrics: Metrics) -> None:
-        self.status = OutputStatus(target.name)
+    def __init__(
+        self,
+        target: Target,
+        find_session: Callable[[], LiveSession | None],
+        metrics: Metrics,
+        allows: Callable[[str], bool],
+    ) -> None:
+        self.status, self._allows = OutputStatus(target.name), allows
         self.target, self._find_session, self._metrics = target, find_session, metrics
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._available = asyncio.Event()
@@ -125,12 +131,14 @@ class Output:
                 *(sys.executable, "-m", "streamdiff.server.outputs.muxer"),
                 env=child_process.environment(),
                 stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
             )
         except OSError as error:  # no more processes, files or memory
             return f"its writer cannot be started: {error.strerror}"
-        assert process.stdin is not None and process.stderr is not None
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         stderr = asyncio.create_task(process.stderr.read())
+        written = asyncio.create_task(self._count_written(process.stdout))
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._fanout = session.playback.fanout
         reason = ""
@@ -152,6 +160,7 @@ class Output:
             self._fanout = None
             process.stdin.close()
             await _end(process)
+            await written
         if session.closed:
             return None
         lines = (await stderr).decode(errors="replace").splitlines()
@@ -179,11 +188,15 @@ class Output:
             process.stdin.write(RECORD.pack(encoded.pts, encoded.key, len(data)) + data)
             async with asyncio.timeout(STUCK_S):  # `wait_for` would make a task for every packet
                 await process.stdin.drain()
-            self._count(1, 0)
+
+    async def _count_written(self, reports: asyncio.StreamReader) -> None:
+        """Count what the writer reports: a byte for each packet that its target took. Mutates: self."""
+        while written := await reports.read(4096):
+            self._count(len(written), 0)
 
     async def _publish(self, session: LiveSession) -> str | None:
         """Publish the session until something fails; says what. None: the session has ended."""
-        publication = Publication(self.target.url, session.playback.fanout, self.target.codec)
+        publication = Publication(self.target.url, session.playback.fanout, self.target.codec, self._allows)
         frames, dropped = CounterDelta(), CounterDelta()
         try:
             await publication.open()
@@ -202,7 +215,8 @@ class Output:
     def _count(self, frames: int, dropped: int) -> None:
         """What went out and what did not. Mutates: self."""
         if frames:
-            self.status.state, self.status.frames = "sending", self.status.frames + frames
+            self.status.state, self.status.reason = "sending", ""
+            self.status.frames += frames
             self._metrics.output_up.labels(self.status.name).set(1)
             self._metrics.output_frames.labels(self.status.name).inc(frames)
         if self.status.frames:  # what came before the first key frame is not missing

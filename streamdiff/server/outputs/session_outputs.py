@@ -36,6 +36,10 @@ class AllowedTargets:
             if not folder.is_dir():
                 raise ConfigError(f"serve.output_targets: {folder} is no folder; create it first")
 
+    def allows(self, address: str) -> bool:
+        """Whether an address is on the list, or below one that is."""
+        return any(_is_below(address, allowed) for allowed in self._addresses)
+
     def parse(self, text: str) -> Target:
         """An allowed target: an address, or the name of a file, which goes into the first folder.
 
@@ -43,7 +47,7 @@ class AllowedTargets:
             RequestError: another one, or one that cannot be written; says what is allowed.
         """
         if "://" in text:
-            if not any(_is_below(text, allowed) for allowed in self._addresses):
+            if not self.allows(text):
                 raise RequestError("target", "the address is not among those this server allows (serve.output_targets)")
         elif not self._folders:
             raise RequestError("target", "this server allows no files; give an address that it allows")
@@ -98,7 +102,9 @@ class SessionOutputs:
         if target.is_file and any(output.target.url == target.url for output in self._outputs.values()):
             raise RequestError("target", f"{text} is being written; choose another name")
         id = secrets.token_urlsafe(6)
-        output = Output(replace(target, name=f"{target.name} {id}"), lambda: session, self._metrics)
+        output = Output(
+            replace(target, name=f"{target.name} {id}"), lambda: session, self._metrics, self._allowed.allows
+        )
         self._outputs[session.id, id] = output
         return id, output.status
 

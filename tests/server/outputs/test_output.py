@@ -125,6 +125,7 @@ def test_a_session_is_pushed_and_comes_back_when_its_receiver_does(
         for _ in range(2):
             receiver = await _receive(listening, container, "listen" if scheme == "rtmp" else "")
             await _is_received(receiver)
+            assert sent.state == "retrying" or not sent.reason, "of what is over"
             if scheme != "udp":  # nobody there is no news to UDP
                 restarts = sent.restarts
                 await site.until(lambda restarts=restarts: sent.restarts > restarts)
@@ -134,6 +135,27 @@ def test_a_session_is_pushed_and_comes_back_when_its_receiver_does(
 
     _run(scene, url)
     assert not _writers()
+
+
+def test_a_listener_that_never_answers_is_not_sent_to() -> None:
+    async def scene(site: Site) -> None:
+        came = asyncio.Event()
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1)
+            came.set()
+
+        async with await asyncio.start_server(listen, "127.0.0.1", port):
+            await asyncio.wait_for(came.wait(), 60)
+            viewer = await site.watch()
+            for _ in range(20):
+                await viewer.frame()
+            [sent] = _statuses(site)
+            assert sent.state != "sending" and sent.frames == 0
+            assert f'streamdiff_output_up{{output="{sent.name}"}} 1.0' not in (await site.http.get("/metrics")).text
+
+    port = free_port()
+    _run(scene, f"rtmp://127.0.0.1:{port}/live/x")
 
 
 def test_a_writer_that_hangs_holds_nobody_up(
@@ -185,12 +207,24 @@ def test_a_recording_that_breaks_off_can_be_played_and_is_not_written_over(
         ("show.avi", "no known kind.*mp4.*rtmp"),
         ("ftp://example.org/x", "no known kind"),
         ("rtmp:///live", "no host"),
+        ("RTMP:///live", "no host"),
+        ("rtmp://host:99999/live", "can never be"),
+        ("rtmp://host:0/live", "can never be"),
+        ("rtmp://[::1/live", "can never be"),
+        ("rtmp://a host/live", "can never be"),
+        ("tcp://host/live", "no port"),
         ("/nowhere/at/all/show.mp4", "nowhere"),
     ],
 )
 def test_what_cannot_be_written_is_refused_at_once(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         targets.parse(text)
+
+
+@pytest.mark.parametrize("text", ["RTMP://Host/Live", "UDP://127.0.0.1:9000", "WHIP+HTTP://host/Room"])
+def test_schemes_are_written_in_capitals_too(text: str) -> None:
+    scheme, rest = text.split("://")
+    assert targets.parse(text).url == f"{scheme.lower()}://{rest}"
 
 
 def test_a_recording_never_replaces_a_file(tmp_path: Path) -> None:

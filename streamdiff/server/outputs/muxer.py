@@ -9,11 +9,13 @@ until it ends. Exit: 0 everything written, 1 with a line on standard error that 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import struct
 import sys
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import BinaryIO
 
 import av
@@ -21,6 +23,7 @@ from av.error import FFmpegError
 
 RECORD = struct.Struct("<qqI")
 """Presentation time in 90 kHz ticks, 1 for a key frame, length of the payload in bytes."""
+_BOX = struct.Struct(">I4s")
 TIME_BASE = Fraction(1, 90_000)
 
 
@@ -42,12 +45,48 @@ class Header:
 
 
 def write(source: BinaryIO) -> int:
-    """Write until `source` ends; returns how many packets were written. The first one is a key frame.
+    """Write until `source` ends; returns how many packets were written. The first one is a key frame. A new file is for
+    its user alone, and goes again where nothing of it can be played.
 
     Raises:
-        FFmpegError: the target cannot be opened or written any more.
+        FFmpegError, OSError: the target cannot be opened or written any more.
     """
     header = Header(**json.loads(source.readline()))
+    if "://" in header.url:
+        return _write(source, header)
+    os.close(os.open(header.url, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        return _write(source, header)
+    finally:
+        if header.container == "mp4":
+            _cut_off_half(Path(header.url))
+        if not _plays(header.url):
+            Path(header.url).unlink(missing_ok=True)
+
+
+def _cut_off_half(path: Path) -> None:
+    """Cut an mp4 file off behind its last whole piece, `moof` and `mdat`: on a full disk FFmpeg leaves half of one, and
+    at the end of a file without an error. Mutates: the file."""
+    with path.open("r+b") as file:
+        size, box, whole = os.fstat(file.fileno()).st_size, 0, 0
+        while box < size:
+            file.seek(box)
+            length, kind = _BOX.unpack(file.read(_BOX.size).ljust(_BOX.size, b"\0"))
+            box += max(length, _BOX.size)
+            if kind != b"moof" and box <= size:
+                whole = box
+        file.truncate(whole)
+
+
+def _plays(path: str) -> bool:
+    try:
+        with av.open(path) as container:
+            return any(packet.size for packet in container.demux(video=0))
+    except (FFmpegError, IndexError):
+        return False
+
+
+def _write(source: BinaryIO, header: Header) -> int:
     count, zero = 0, None
     with av.open(header.url, "w", format=header.container, container_options=header.options) as container:
         rate = Fraction(header.fps).limit_denominator(1001)
@@ -70,7 +109,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the end of the input is the end
     try:
         write(sys.stdin.buffer)
-    except (FFmpegError, ValueError) as error:
+    except (FFmpegError, OSError, ValueError) as error:
         # Without the address: a stream key is often part of it.
         print(getattr(error, "strerror", None) or error, file=sys.stderr)
         return 1

@@ -18,10 +18,13 @@ import pytest
 from streamdiff import clock
 from streamdiff.engine.features import Features
 from streamdiff.errors import ConfigError
+from streamdiff.server.jobs import runner
 from streamdiff.server.jobs.job import VideoRequest
 from streamdiff.server.jobs.store import JobStore
+from tests.full_disk import fill
 from tests.server.conftest import bearer
-from tests.server.jobs.test_videos import ask, ended, making, pictures_of
+from tests.server.jobs.test_videos import ask, ended, making, pictures_of, refusal, yellow_png
+from tests.server.outputs.test_output import Snow
 from tests.server.scripted import Painter
 from tests.server.test_restart import start
 
@@ -141,6 +144,79 @@ def test_videos_expire_with_their_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_on_a_full_disk_jobs_wait_and_requests_are_told_and_then_all_goes_on(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "DISK_RETRY_S", 0.2)
+
+    async def main() -> None:
+        async with making(small_disk / "jobs", Snow(chunk_s=0.02)) as site:
+            kept = await ended(site, (await ask(site, num_frames=8))["id"])
+            running, waiting = await ask(site, num_frames=120), await ask(site, num_frames=8)
+            await _until(site.http, running["id"], lambda video: video["progress"] > 20)
+            filler = fill(small_disk)
+            for picture in ("", yellow_png()):
+                full = await site.http.post("/v1/videos", json={"prompt": "blue", "input_reference": picture})
+                assert refusal(full) == (507, None, "storage") and int(full.headers["retry-after"]) > 0
+            jobs = site.state.jobs
+            await site.until(lambda: jobs is not None and not any(run.in_engine for run in jobs._runs.values()))
+            assert not list(small_disk.rglob("*.part"))
+            for job in (running, waiting):
+                shown = (await site.http.get(f"/v1/videos/{job['id']}")).json()
+                assert shown["status"] in ("queued", "in_progress")
+            assert (await site.http.delete(f"/v1/videos/{kept['id']}")).status_code == 200, "which makes room"
+            fill(small_disk)
+            said = [record for record in caplog.records if "jobs_dir" in record.getMessage()]
+            assert len(said) == 1 and said[0].exc_info is None
+            filler.unlink()
+            for job in (running, waiting):
+                assert (await ended(site, job["id"]))["status"] == "completed"
+            video = (await site.http.get(f"/v1/videos/{running['id']}/content")).content
+            assert len(pictures_of(video)) == 120
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_video_for_which_there_is_never_room_fails_and_others_are_made(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "DISK_RETRY_S", 0.05)
+
+    async def main() -> None:
+        async with making(small_disk, Snow(chunk_s=0.0)) as site:
+            large, small = await ask(site, num_frames=1200), await ask(site, num_frames=8)
+            failed = await ended(site, large["id"])
+            assert failed["status"] == "failed" and "no room" in failed["error"]["message"]
+            assert (await ended(site, small["id"]))["status"] == "completed"
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_a_job_during_which_servers_are_killed_is_given_up(tmp_path: Path) -> None:
+    async def scene(address: str, id: str | None) -> dict[str, Any]:
+        async with httpx.AsyncClient(base_url=address, timeout=60) as http:
+            id = id or await _ask(http, 2000)
+            return await _until(http, id, lambda video: video["status"] in ("in_progress", "failed"))
+
+    job: dict[str, Any] = {"id": None}
+    for number in range(5):
+        server = start("--jobs-dir", str(tmp_path / "jobs"))
+        try:
+            job = asyncio.run(scene(server.address(), job["id"]))
+            assert job["status"] == ("failed" if number == 4 else "in_progress")
+            if number == 0:  # ends as it should, which is no attempt
+                server.process.terminate()
+                server.process.wait(60)
+            server.process.kill()
+        finally:
+            server.close()
+    assert "3 times" in job["error"]["message"]
+
+
+@pytest.mark.slow
 def test_one_server_at_a_time_uses_a_folder_and_none_of_a_later_version(tmp_path: Path) -> None:
     store = JobStore(tmp_path)
     with pytest.raises(ConfigError, match="another server uses it; name another folder"):
@@ -166,8 +242,7 @@ def test_a_store_recovers_what_was_running_and_what_was_taken_away(tmp_path: Pat
             store.path(job.id).write_bytes(b"video")
             store.complete(job.id, 10.0, 20.0)
     (tmp_path / ".streamdiff-0123456789ab.part").write_bytes(b"half")
-    store.path(f"video_{'0' * 32}").write_bytes(b"stray")
-    others = {"holiday.mp4", "video_1.mp4", "large.iso.part", "notes.txt"}
+    others = {"holiday.mp4", "video_1.mp4", "large.iso.part", "notes.txt", f"video_{'0' * 32}.mp4"}
     for name in others:
         (tmp_path / name).write_text("somebody's own")
     store.close()

@@ -19,6 +19,7 @@ from streamdiff.server.outputs import output as outputs
 from streamdiff.server.outputs import target as targets
 from streamdiff.video.reader import open_clip
 from tests.free_ports import free_port
+from tests.full_disk import fill
 from tests.server.conftest import Site, in_slots, open_site
 from tests.server.scripted import COLOURS, SIZE, Painter
 
@@ -177,6 +178,32 @@ def test_a_recording_that_breaks_off_can_be_played_and_is_not_written_over(
     _run(scene, str(tmp_path / f"show{ending}"))
     assert len(list(open_clip(tmp_path / f"show{ending}"))) >= 40
     assert len(list(open_clip(tmp_path / f"show-2{ending}"))) >= 20
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_recording_waits_on_a_full_disk_and_goes_on_in_a_new_file(
+    early: bool, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outputs, "BACK_OFF_S", (0.05,))
+
+    async def scene(site: Site) -> None:
+        [sent] = _statuses(site)
+        if not early:
+            await site.until(lambda: sent.frames > 120)
+            fill(small_disk)
+        await site.until(lambda: sent.restarts > 5)
+        assert len(list(small_disk.glob("*.mp4"))) == (not early)
+        assert sum("broke off" in record.getMessage() for record in caplog.records) <= 2, "said once for each reason"
+        (small_disk / "filler").unlink()
+        frames = sent.frames
+        await site.until(lambda: sent.frames > frames + 80)
+
+    if early:
+        fill(small_disk)
+    _run(scene, str(small_disk / "show.mp4"), painter=Snow(chunk_s=0.02))
+    videos = list(small_disk.glob("*.mp4"))
+    assert len(videos) == 2 - early
+    assert all(len(list(open_clip(video))) >= 10 and video.stat().st_mode & 0o777 == 0o600 for video in videos)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from streamdiff.errors import ConfigError
 
@@ -39,6 +40,11 @@ def check_parent(target: Path) -> None:
         raise ConfigError(f"the folder {parent} of {target.name} does not exist; create it first")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"the folder {parent} of {target.name} cannot be written to; choose another")
+
+
+def open_private(path: Path) -> BinaryIO:
+    """A new file that only its user can read, to be written. Raises OSError."""
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ thread of their own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -23,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from streamdiff.atomic_write import check_room
+from streamdiff.atomic_write import check_room, open_private
 from streamdiff.engine.features import NAMES, NOTHING, Features
 from streamdiff.engine.messages import Pictures
 from streamdiff.errors import ConfigError, StreamdiffError
@@ -78,7 +79,9 @@ class JobStore:
         self.folder = folder.absolute()
         self._prefix = "video_" if name is None else f"video_{name}_"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # what SQLite writes beside it has its mode
+                open_private(self.folder / DATABASE).close()
             self._database = sqlite3.connect(
                 self.folder / DATABASE, timeout=LOCKED_S, isolation_level=None, check_same_thread=False
             )
@@ -189,9 +192,11 @@ class JobStore:
         job = Job(f"{self._prefix}{secrets.token_hex(16)}", request, "queued", now_s)
         try:
             if picture is not None:  # before the job is there, so that it never lacks it
-                Image.fromarray(picture[0]).save(self._picture_path(job.id))
+                with open_private(self._picture_path(job.id)) as file:
+                    Image.fromarray(picture[0]).save(file, "PNG")
             for name in features.names:
-                self._feature_path(job.id, name).write_bytes(getattr(features, name))
+                with open_private(self._feature_path(job.id, name)) as file:
+                    file.write(getattr(features, name))
             self._database.execute(
                 "INSERT INTO jobs (id, request, status, created_s, owner, bytes, request_key, request_digest) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",

@@ -21,6 +21,8 @@ from typing import BinaryIO
 import av
 from av.error import FFmpegError
 
+from streamdiff.atomic_write import open_private
+
 RECORD = struct.Struct("<qqI")
 """Presentation time in 90 kHz ticks, 1 for a key frame, length of the payload in bytes."""
 _BOX = struct.Struct(">I4s")
@@ -54,7 +56,7 @@ def write(source: BinaryIO) -> int:
     header = Header(**json.loads(source.readline()))
     if "://" in header.url:
         return _write(source, header)
-    os.close(os.open(header.url, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    open_private(Path(header.url)).close()
     try:
         return _write(source, header)
     finally:

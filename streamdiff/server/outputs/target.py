@@ -57,9 +57,9 @@ def parse(text: str) -> Target:
     parts = urlsplit(text)
     if "://" in text:
         if parts.scheme not in _STREAMS:
-            raise ConfigError(f"the output {text[:60]!r} is of no known kind; use {_KNOWN}")
+            raise ConfigError(f"the output {parts.scheme[:20]}://... is of no known kind; use {_KNOWN}")
         if not parts.hostname:
-            raise ConfigError(f"the output {text[:60]!r} names no host")
+            raise ConfigError(f"the output {parts.scheme}://... names no host")
         if _STREAMS[parts.scheme] == "whip" and parts.password is not None:
             raise ConfigError(
                 f"an output at {parts.hostname} has a name and a password; WHIP takes a token: TOKEN@host"
@@ -77,6 +77,18 @@ def parse(text: str) -> Target:
         raise ConfigError(f"the output {text[:60]!r} exists, and a recording never replaces one; choose another name")
     container, codec, options = _FILES[path.suffix.lower()]
     return Target(str(path), path.name, container, codec, options, True)
+
+
+def read_file(path: str | None) -> list[str]:
+    """The targets in `serve.outputs_file`, one a line; none without a file. Raises ConfigError."""
+    if path is None:
+        return []
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"serve.outputs_file: {path} cannot be read: {why}") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def parse_all(texts: Sequence[str]) -> list[Target]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import json
+import os
 import sqlite3
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,9 @@ def test_a_video_for_which_there_is_never_room_fails_and_others_are_made(
 
     async def main() -> None:
         async with making(small_disk, Snow(chunk_s=0.0)) as site:
-            large, small = await ask(site, num_frames=1200), await ask(site, num_frames=8)
+            filler = fill(small_disk)
+            os.truncate(filler, filler.stat().st_size - 600_000)
+            large, small = await ask(site, num_frames=120), await ask(site, num_frames=8)
             failed = await ended(site, large["id"])
             assert failed["status"] == "failed" and "no room" in failed["error"]["message"]
             assert (await ended(site, small["id"]))["status"] == "completed"
@@ -283,6 +285,9 @@ def test_a_picture_counts_as_long_as_it_is_there_and_goes_with_a_job_that_fails(
     store = JobStore(tmp_path)
     picture = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), dtype=np.uint8)
     job = store.add(REQUEST, "somebody", 1.0, picture)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600} and len(
+        list(tmp_path.iterdir())
+    ) == 3
     held = sum(path.stat().st_size for path in tmp_path.glob("*.png"))
     assert store.used_bytes() == held > 64 * 64
     store.begin(1.0)
@@ -292,9 +297,11 @@ def test_a_picture_counts_as_long_as_it_is_there_and_goes_with_a_job_that_fails(
 
 
 def test_features_count_while_there_is_a_job_and_none_is_left_of_one_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_disk: Path,
 ) -> None:
+    tmp_path = small_disk / "jobs"
     store = JobStore(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
     features = Features(prompt_embeds=b"p" * 10, video_latents=b"v" * 20)
     job = store.add(REQUEST, "somebody", 1.0, features=features)
     assert job.id and store.used_bytes() == 30
@@ -304,16 +311,7 @@ def test_features_count_while_there_is_a_job_and_none_is_left_of_one_that_cannot
     store.path(job.id).unlink()
     assert (store.recover(), store.used_bytes()) == (1, 30), "it is made again, with the features"
     store.delete(job.id)
-    write = Path.write_bytes
-
-    def full(path: Path, data: bytes) -> int:
-        if "video_latents" in path.name:
-            write(path, data[:5])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, data)
-
-    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space left"):
-        store.add(REQUEST, "somebody", 1.0, features=features)
+        store.add(REQUEST, "somebody", 1.0, features=replace(features, video_latents=bytes(8 << 20)))
     assert store.count() == 0 and not list(tmp_path.glob("video_*"))
     store.close()

@@ -118,6 +118,7 @@ def test_openai_s_client_has_a_video_made_watches_it_takes_it_and_deletes_it(tmp
             pictures = pictures_of(content.read())
             assert len(pictures) == 20 and all(is_colour(picture, "blue") for picture in pictures[1:])
             assert pictures[0][:20, :20].mean() > 200, "the painter's mark of fewer steps"
+            assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
             [opened] = [each for each in site.client.sent if isinstance(each, Open) and each.background]
             assert (opened.prompt, opened.seed, opened.steps) == (PROMPT, 7, 2)
             assert Close(opened.session) in site.client.sent

@@ -220,6 +220,29 @@ def test_what_cannot_be_written_is_refused_at_once(text: str, words: str) -> Non
         targets.parse(text)
 
 
+def test_outputs_come_from_a_file_that_is_not_shown(tmp_path: Path) -> None:
+    file, show = tmp_path / "outputs", tmp_path / "show.mp4"
+    file.write_text(f"{show}\n\n  rtmp://host.example/live/key1\n")
+    assert [target.name for target in targets.parse_all(targets.read_file(str(file)))] == [
+        "show.mp4",
+        "rtmp://host.example",
+    ]
+    file.write_text("ftp://host.example/live/key1\n")
+    with pytest.raises(ConfigError, match="no known kind") as caught:
+        targets.parse_all(targets.read_file(str(file)))
+    assert "key1" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"serve\.outputs_file: .*none cannot be read"):
+        targets.read_file(str(tmp_path / "none"))
+
+    async def main(config: ServeConfig) -> None:
+        async with open_site(Config(serve=config)) as site:
+            await site.until(lambda: _statuses(site)[0].frames > 20)
+
+    file.write_text(str(show))
+    asyncio.run(main(ServeConfig(outputs_file=str(file))))
+    assert show.stat().st_size > 1000
+
+
 def test_a_recording_never_replaces_a_file(tmp_path: Path) -> None:
     (tmp_path / "show.mp4").write_text("precious")
     with pytest.raises(ConfigError, match="exists"):

@@ -222,7 +222,7 @@ class JobRunner:
 
     async def start(self) -> None:
         """Recover the jobs of the last server, and start to run jobs."""
-        waiting = await self._stored(self._store.recover, clock.wall_s() + self._config.jobs_keep_s)
+        waiting = await self._stored(self._store.recover, await self._now_s() + self._config.jobs_keep_s)
         if waiting:
             logger.info("%d jobs of an earlier run begin again.", waiting)
         self._tasks = [
@@ -284,7 +284,7 @@ class JobRunner:
         period_s = min(LONGEST_HOUSEKEEPING_S, self._config.jobs_keep_s / 4)
         while True:
             try:
-                for id in await self._stored(self._store.expire, clock.wall_s()):
+                for id in await self._stored(self._store.expire, await self._now_s()):
                     logger.info("Job %s has expired.", id, extra=log_fields(job=id))
             except (sqlite3.Error, OSError) as error:
                 self._tell(error)
@@ -302,6 +302,12 @@ class JobRunner:
             self._tell(error)
             why = getattr(error, "strerror", None) or error  # without paths, which are nobody's business
             raise Unavailable("storage", f"The server cannot write: {why}.", math.ceil(DISK_RETRY_S)) from error
+
+    async def _now_s(self) -> float:
+        """The wall clock, by which jobs expire, after the store has seen it."""
+        now_s = clock.wall_s()
+        await self._noted(self._store.see_time, now_s, clock.monotonic_s())
+        return now_s
 
     async def _noted(self, call: Callable[..., None], *given: object) -> None:
         """The same for what becomes of a job: tried until the disk takes it."""
@@ -351,7 +357,7 @@ class JobRunner:
 
     async def _keep(self, note: Callable[[float, float], None]) -> None:
         """Store a job's end now, and its expiry `serve.jobs_keep_s` later, by `note(now_s, expires_s)`."""
-        now_s = clock.wall_s()
+        now_s = await self._now_s()
         await self._noted(note, now_s, now_s + self._config.jobs_keep_s)
 
     async def _fail(self, run: _Run, why: str) -> None:

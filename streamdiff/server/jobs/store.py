@@ -40,6 +40,8 @@ _UNFINISHED = r"\.streamdiff-[0-9a-f]{12}\.part"
 _OF_A_JOB = r"video_([a-z0-9]+_)?[0-9a-f]{32}(\.\w+)?\.(mp4|png|safetensors)"
 _ADDED = ("request_key TEXT", "request_digest TEXT", "inference_s REAL", "peak_memory_mb REAL")
 """Columns that folders of earlier versions lack; earlier versions leave them alone."""
+LONGEST_DOWN_S = 3600.0
+"""What the time between two servers counts for at most, as nobody saw it pass."""
 LOCKED_S = 0.5
 """How long another server's hold on the folder is waited for."""
 _SCHEMA = """
@@ -58,6 +60,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     bytes INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS jobs_status ON jobs (status, number);
+CREATE TABLE IF NOT EXISTS clock (id INTEGER PRIMARY KEY CHECK (id = 1), wall_s REAL NOT NULL);
 """
 _COLUMNS = "id, request, status, created_s, attempts, started_s, ended_s, expires_s, error, inference_s, peak_memory_mb"
 
@@ -78,6 +81,7 @@ class JobStore:
         """
         self.folder = folder.absolute()
         self._prefix = "video_" if name is None else f"video_{name}_"
+        self._seen_s: tuple[float, float] | None = None
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):  # what SQLite writes beside it has its mode
@@ -272,11 +276,33 @@ class JobStore:
         for path in (self.path(id), *self._given_paths(id)):
             path.unlink(missing_ok=True)
 
+    def see_time(self, wall_s: float, monotonic_s: float) -> None:
+        """Move the expiry of jobs along with a wall clock that jumps: what they have left passes by the monotonic
+        clock, and between two servers by the wall clock, LONGEST_DOWN_S at most. To be called before jobs end or
+        expire. Mutates: self."""
+        if self._seen_s is None:
+            before = self._select("SELECT wall_s FROM clock")
+            passed_s = min(max(wall_s - before[0][0], 0.0), LONGEST_DOWN_S) if before else 0.0
+            jump_s = wall_s - before[0][0] - passed_s if before else 0.0
+        else:
+            jump_s = (wall_s - self._seen_s[0]) - (monotonic_s - self._seen_s[1])
+        if abs(jump_s) >= 1:
+            with self._transaction():
+                self._database.execute("UPDATE jobs SET expires_s = expires_s + ?", (jump_s,))
+                self._note_time(wall_s)
+            logger.warning("The clock says %.0f s more than were seen to pass; jobs expire so much later.", jump_s)
+        self._seen_s = wall_s, monotonic_s
+
+    def _note_time(self, now_s: float) -> None:
+        self._database.execute("INSERT OR REPLACE INTO clock (id, wall_s) VALUES (1, ?)", (now_s,))
+
     def expire(self, now_s: float) -> list[str]:
-        """Forget the jobs that have been kept long enough, and their files; returns which."""
+        """Forget the jobs that have been kept long enough, and their files; returns which. Notes the time for the next
+        server."""
         old = [id for (id,) in self._select("SELECT id FROM jobs WHERE expires_s <= ?", now_s)]
         for id in old:
             self.delete(id)
+        self._note_time(now_s)
         return old
 
     # ---- what there is ------------------------------------------------------------------------------------------

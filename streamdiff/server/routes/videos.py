@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -26,6 +27,8 @@ POLL_S = 0.5
 RETRY_S = 2
 MP4 = "video/mp4"
 
+_NAMED = re.compile(r"video_([a-z0-9]{1,32})_")
+"""An id of a server with a name."""
 _PROBLEMS = openai_problem_responses(
     s401="This takes a token, as API key",
     s403="The token is good for watching only, or the page is of another origin",
@@ -134,13 +137,25 @@ async def list_videos(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> schemas.VideoList:
+    name = state.config.serve.name
     found = await jobs.page(after=after, limit=limit + 1, order=order)
     if found is None:
-        raise Problem(400, f"`after` is {(after or '')[:64]!r}, which is no video here.", code="invalid", field="after")
+        raise _unknown_start(after or "", name)
     data = [video_of(job, jobs.progress(job)) for job in found[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     more = len(found) > limit
-    return schemas.VideoList(data=data, first_id=first, last_id=last, has_more=more, server=state.config.serve.name)
+    return schemas.VideoList(data=data, first_id=first, last_id=last, has_more=more, server=name)
+
+
+def _unknown_start(after: str, name: str | None) -> Problem:
+    """What is wrong with `after`, on the server `name`."""
+    why, code = f"`after` is {after[:64]!r}, which is no video here.", "invalid"
+    other = _NAMED.match(after)
+    if other is not None and other[1] != name:
+        here = "one without a name" if name is None else repr(name)
+        code = "other_server"
+        why += f" It is of the server {other[1]!r}; a list has the videos of one server, here of {here}."
+    return Problem(400, why, code=code, field="after")
 
 
 @router.get("/videos/{id}", summary="How far one is", **needs("watch"))

@@ -130,6 +130,35 @@ def test_a_session_that_has_no_memory_gets_that_of_a_job_which_begins_again_late
     asyncio.run(main())
 
 
+def test_videos_outlive_a_clock_that_jumps_and_expire_by_the_time_that_passes(tmp_path: Path) -> None:
+    day_s, year_s = 86_400.0, 3e7
+
+    def opened(wall_s: float) -> JobStore:
+        store = JobStore(tmp_path)
+        store.see_time(wall_s, 50.0)
+        return store
+
+    store = opened(1000.0)
+    job = store.add(REQUEST, "somebody", 1000.0)
+    store.begin(1000.0)
+    store.path(job.id).write_bytes(b"video")
+    store.complete(job.id, 1000.0, 1000.0 + day_s)
+    for wall_s, monotonic_s in ((1060.0, 110.0), (year_s, 170.0), (2000.0, 230.0), (year_s, 290.0)):
+        store.see_time(wall_s, monotonic_s)
+        assert store.expire(wall_s) == []
+    found = store.get(job.id)
+    assert found is not None and found.expires_s == year_s + day_s - 240, "four minutes have passed"
+    for wall_s in (2 * year_s, 1000.0):  # while no server ran
+        store.close()
+        store = opened(wall_s)
+        assert store.recover() == 0 and store.expire(wall_s) == []
+    store.see_time(1000.0 + day_s - 3841, 50.0 + day_s - 3841)
+    assert store.expire(1000.0 + day_s - 3841) == []
+    store.see_time(1000.0 + day_s - 3839, 50.0 + day_s - 3839)
+    assert store.expire(1000.0 + day_s - 3839) == [job.id], "the time without a server counts for an hour"
+    store.close()
+
+
 @pytest.mark.slow
 def test_videos_expire_with_their_files(tmp_path: Path) -> None:
     async def main() -> None:

@@ -257,15 +257,20 @@ class IceServer(_Section):
     username: str | None = Field(None, pattern=r'^[^\s"\\]+$')
     credential: str | None = Field(None, pattern=r'^[^\s"\\]+$')
     """Both of a TURN server."""
+    credential_file: str | None = None
+    """A file with the credential, instead of that."""
     secret_file: str | None = None
     """A file with a TURN server's secret (coturn's static-auth-secret): viewers get credentials for an hour each."""
 
     @model_validator(mode="after")
     def _turn_needs_a_name(self) -> IceServer:
-        given = [self.username is not None, self.credential is not None, self.secret_file is not None]
-        wanted = ([True, True, False], [False, False, True]) if self.url.startswith("turn") else ([False] * 3,)
-        if given not in wanted:
-            raise ValueError("a TURN server has username and credential, or secret_file, a STUN server none of them")
+        given = self.model_fields_set & {"username", "credential", "credential_file", "secret_file"}
+        given = {name for name in given if getattr(self, name) is not None}
+        wanted = [{"username", "credential"}, {"username", "credential_file"}, {"secret_file"}]
+        if given not in (wanted if self.url.startswith("turn") else [set()]):
+            raise ValueError(
+                "a TURN server has username and credential (or credential_file), or secret_file, a STUN server none"
+            )
         return self
 
 
@@ -321,6 +326,8 @@ class ServeConfig(_Section):
     """Open a browser where there is a display."""
     outputs: list[str] = []
     """Files and addresses that the default session is also sent to."""
+    outputs_file: str | None = None
+    """A file with more of them, one a line: addresses may hold stream keys."""
     udp_ports: str | None = Field(None, pattern=r"^\d{1,5}-\d{1,5}$")
     """UDP ports for viewers' media, as 50000-50100; a viewer takes one per local address. null: any."""
     tls_cert: str | None = None

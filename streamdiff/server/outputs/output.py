@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import av
 
 from streamdiff import child_process, clock
+from streamdiff.atomic_write import check_room
 from streamdiff.server.media.fanout import Fanout
 from streamdiff.server.media.packets import EncodedFrame, PacketQueue
 from streamdiff.server.metrics import CounterDelta, Metrics
@@ -34,6 +37,10 @@ STUCK_S = 15.0
 KEY_S = 2.0
 """Interval of key frames sent to an address, as receivers there cannot request one."""
 POLL_S = 1.0
+ROOM_S = 1.0
+"""How often a recording looks whether the disk has room."""
+TELL_S = 60.0
+"""How often the log says the same of an output."""
 EXIT_S = 3.0
 
 
@@ -91,7 +98,7 @@ class Output:
         self.status.state = "ended"
 
     async def _run(self) -> None:
-        attempt, failures = 0, 0
+        attempt, failures, told = 0, 0, ("", 0.0)
         while not self._stopping.is_set():
             session = self._find_session()
             if session is None or session.closed:
@@ -109,7 +116,9 @@ class Output:
             attempt += 1
             self.status.state, self.status.reason, self.status.restarts = "retrying", reason, attempt
             wait_s = BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1]
-            logger.warning("Output %s broke off: %s. Tried again in %g s.", self.status.name, reason, wait_s)
+            if reason != told[0] or clock.monotonic_s() - told[1] >= TELL_S:
+                told = reason, clock.monotonic_s()
+                logger.warning("Output %s broke off: %s. Tried again in %g s.", self.status.name, reason, wait_s)
             await self._sleep(wait_s)
 
     async def _sleep(self, seconds: float) -> None:
@@ -127,6 +136,7 @@ class Output:
     async def _send(self, session: LiveSession, attempt: int) -> str | None:
         """Write the session until something fails; says what. None: the session has ended."""
         try:
+            await self._check_room()
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "streamdiff.server.outputs.muxer"),
                 env=child_process.environment(),
@@ -135,6 +145,8 @@ class Output:
                 stderr=asyncio.subprocess.PIPE,
             )
         except OSError as error:  # no more processes, files or memory
+            if error.errno == errno.ENOSPC:
+                return str(error.strerror)
             return f"its writer cannot be started: {error.strerror}"
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         stderr = asyncio.create_task(process.stderr.read())
@@ -153,8 +165,8 @@ class Output:
             reason = f"its encoder failed: {error}"
         except TimeoutError:
             reason = f"the other side took nothing for {STUCK_S:g} s"
-        except OSError:
-            pass  # the writer has ended; it says why
+        except OSError as error:  # else the writer has ended, and says why
+            reason = str(error.strerror) if error.errno == errno.ENOSPC else ""
         finally:
             session.playback.fanout.detach(self.target.codec, self)
             self._fanout = None
@@ -170,16 +182,19 @@ class Output:
         """Hand over packets until the end is asked for, the session ends or the writer does.
 
         Raises:
-            TimeoutError: the writer takes nothing. OSError: it is gone.
+            TimeoutError: the writer takes nothing. OSError: it is gone, or the disk has no room.
         """
         assert process.stdin is not None
-        key_s = clock.monotonic_s()
+        key_s = looked_s = clock.monotonic_s()
         while not self._stopping.is_set() and not session.closed and process.returncode is None:
             encoded = self._queue.get()
             if encoded is None:
                 await self._poll()
                 continue
             now_s = clock.monotonic_s()
+            if now_s - looked_s >= ROOM_S:
+                looked_s = now_s
+                await self._check_room()
             if encoded.key:
                 key_s = now_s
             elif not self.target.is_file and now_s - key_s > KEY_S:
@@ -193,6 +208,11 @@ class Output:
         """Count what the writer reports: a byte for each packet that its target took. Mutates: self."""
         while written := await reports.read(4096):
             self._count(len(written), 0)
+
+    async def _check_room(self) -> None:
+        """Raises OSError (ENOSPC) where this is a recording whose disk has no room for more."""
+        if self.target.is_file:
+            await asyncio.to_thread(check_room, Path(self.target.url).parent)
 
     async def _publish(self, session: LiveSession) -> str | None:
         """Publish the session until something fails; says what. None: the session has ended."""

@@ -62,9 +62,9 @@ def parse(text: str) -> Target:
         parts = _address(text)
         text = parts.scheme + text[len(parts.scheme) :]  # in small letters, as FFmpeg knows it
         if parts.scheme not in _STREAMS:
-            raise ConfigError(f"the output {text[:60]!r} is of no known kind; use {_KNOWN}")
+            raise ConfigError(f"the output {parts.scheme[:20]}://... is of no known kind; use {_KNOWN}")
         if not parts.hostname:
-            raise ConfigError(f"the output {text[:60]!r} names no host")
+            raise ConfigError(f"the output {parts.scheme}://... names no host")
         if parts.port is None and parts.scheme in _WITH_PORT:
             raise ConfigError(f"the output at {parts.hostname} names no port; write {parts.scheme}://HOST:PORT")
         if _STREAMS[parts.scheme] == "whip" and parts.password is not None:
@@ -96,6 +96,18 @@ def _address(text: str) -> SplitResult:
         pass
     shown = text.partition("://")[2].partition("/")[0].rpartition("@")[2]
     raise ConfigError(f"an output names the host and port {shown[:60]!r}, which can never be; write HOST:PORT")
+
+
+def read_file(path: str | None) -> list[str]:
+    """The targets in `serve.outputs_file`, one a line; none without a file. Raises ConfigError."""
+    if path is None:
+        return []
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"serve.outputs_file: {path} cannot be read: {why}") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def parse_all(texts: Sequence[str]) -> list[Target]:

@@ -19,6 +19,7 @@ from streamdiff.server.outputs import output as outputs
 from streamdiff.server.outputs import target as targets
 from streamdiff.video.reader import open_clip
 from tests.free_ports import free_port
+from tests.full_disk import fill
 from tests.server.conftest import Site, in_slots, open_site
 from tests.server.scripted import COLOURS, SIZE, Painter
 
@@ -201,6 +202,32 @@ def test_a_recording_that_breaks_off_can_be_played_and_is_not_written_over(
     assert len(list(open_clip(tmp_path / f"show-2{ending}"))) >= 20
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_recording_waits_on_a_full_disk_and_goes_on_in_a_new_file(
+    early: bool, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outputs, "BACK_OFF_S", (0.05,))
+
+    async def scene(site: Site) -> None:
+        [sent] = _statuses(site)
+        if not early:
+            await site.until(lambda: sent.frames > 120)
+            fill(small_disk)
+        await site.until(lambda: sent.restarts > 5)
+        assert len(list(small_disk.glob("*.mp4"))) == (not early)
+        assert sum("broke off" in record.getMessage() for record in caplog.records) <= 2, "said once for each reason"
+        (small_disk / "filler").unlink()
+        frames = sent.frames
+        await site.until(lambda: sent.frames > frames + 80)
+
+    if early:
+        fill(small_disk)
+    _run(scene, str(small_disk / "show.mp4"), painter=Snow(chunk_s=0.02))
+    videos = list(small_disk.glob("*.mp4"))
+    assert len(videos) == 2 - early
+    assert all(len(list(open_clip(video))) >= 10 and video.stat().st_mode & 0o777 == 0o600 for video in videos)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -225,6 +252,29 @@ def test_what_cannot_be_written_is_refused_at_once(text: str, words: str) -> Non
 def test_schemes_are_written_in_capitals_too(text: str) -> None:
     scheme, rest = text.split("://")
     assert targets.parse(text).url == f"{scheme.lower()}://{rest}"
+
+
+def test_outputs_come_from_a_file_that_is_not_shown(tmp_path: Path) -> None:
+    file, show = tmp_path / "outputs", tmp_path / "show.mp4"
+    file.write_text(f"{show}\n\n  rtmp://host.example/live/key1\n")
+    assert [target.name for target in targets.parse_all(targets.read_file(str(file)))] == [
+        "show.mp4",
+        "rtmp://host.example",
+    ]
+    file.write_text("ftp://host.example/live/key1\n")
+    with pytest.raises(ConfigError, match="no known kind") as caught:
+        targets.parse_all(targets.read_file(str(file)))
+    assert "key1" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"serve\.outputs_file: .*none cannot be read"):
+        targets.read_file(str(tmp_path / "none"))
+
+    async def main(config: ServeConfig) -> None:
+        async with open_site(Config(serve=config)) as site:
+            await site.until(lambda: _statuses(site)[0].frames > 20)
+
+    file.write_text(str(show))
+    asyncio.run(main(ServeConfig(outputs_file=str(file))))
+    assert show.stat().st_size > 1000
 
 
 def test_a_recording_never_replaces_a_file(tmp_path: Path) -> None:

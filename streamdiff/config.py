@@ -218,6 +218,8 @@ class ServedModel(ModelConfig):
     batching: BatchingConfig = BatchingConfig()
     host_memory_gb: float | None = None
     state_dir: str | None = None
+    keep_s: float | None = None
+    spare: bool = False
 
 
 class SessionConfig(_Section):
@@ -404,5 +406,6 @@ class Config(_Section):
     def served_model(self) -> ServedModel:
         """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB, unless it says."""
         pictures = "rgb" if self.serve.pictures == "auto" and self.serve.scale > 1 else self.serve.pictures
-        own = self.serve.model_dump(include={"host_memory_gb", "state_dir"}) | {"batching": self.batching}
-        return ServedModel.model_validate(self.model.model_dump() | own | {"pictures": pictures})
+        own = self.serve.model_dump(include={"host_memory_gb", "state_dir", "keep_s"}) | {"batching": self.batching}
+        own |= {"pictures": pictures, "spare": self.serve.spare and self.serve.restarts > 0}
+        return ServedModel.model_validate(self.model.model_dump() | own)

@@ -20,8 +20,9 @@ from streamdiff.config import ServeConfig
 from streamdiff.server.peers import parse_address
 from streamdiff.server.problem import Problem, is_own_page, respond
 
+_CSP = "Content-Security-Policy"
 SECURITY_HEADERS = {
-    "Content-Security-Policy": (
+    _CSP: (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self' blob:; "
         "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
@@ -94,6 +95,11 @@ class GuardMiddleware:
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         """`config`: names of the server, and the other origins whose pages may use it."""
         self._app, self._hosts, self._origins = app, HostPolicy(config), config.cors_origins
+        self._headers = SECURITY_HEADERS
+        if config.whep_url is not None:
+            origin = "/".join(config.whep_url.split("/")[:3])
+            policy = SECURITY_HEADERS[_CSP].replace("connect-src 'self'", f"connect-src 'self' {origin}")
+            self._headers = {**SECURITY_HEADERS, _CSP: policy}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -105,7 +111,9 @@ class GuardMiddleware:
             nonlocal started
             if message["type"] in ("http.response.start", "websocket.http.response.start"):
                 started = True
-                _add_headers(message, scope["path"])
+                headers = MutableHeaders(scope=message)
+                headers.update(self._headers)
+                headers.setdefault("Cache-Control", "no-cache" if scope["path"].startswith("/static") else "no-store")
             await send(message)
 
         try:
@@ -145,12 +153,6 @@ class GuardMiddleware:
         ):
             foreign = connection.headers["origin"]
             raise Problem(403, f"Pages of {foreign[:80]!r} may not use this server.", code="origin")
-
-
-def _add_headers(message: Message, path: str) -> None:
-    headers = MutableHeaders(scope=message)
-    headers.update(SECURITY_HEADERS)
-    headers.setdefault("Cache-Control", "no-cache" if path.startswith("/static") else "no-store")
 
 
 def _loading(scope: Scope) -> Response:

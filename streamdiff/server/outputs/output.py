@@ -23,6 +23,7 @@ from streamdiff.server.outputs.muxer import RECORD, Header
 from streamdiff.server.outputs.target import Target
 from streamdiff.server.outputs.whip import Publication, WhipError
 from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.webrtc.ice_servers import IceServers
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +51,18 @@ class OutputStatus:
 
 
 class Output:
-    """One target. `find_session` returns the session, or None while there is none."""
+    """One target. `find_session` returns the session, or None while there is none; `ice_servers` are for WHIP."""
 
-    def __init__(self, target: Target, find_session: Callable[[], LiveSession | None], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        target: Target,
+        find_session: Callable[[], LiveSession | None],
+        metrics: Metrics,
+        ice_servers: IceServers | None = None,
+    ) -> None:
         self.status = OutputStatus(target.name)
         self.target, self._find_session, self._metrics = target, find_session, metrics
+        self._ice_servers = ice_servers or IceServers(())
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._available = asyncio.Event()
         self._fanout: Fanout | None = None
@@ -183,7 +191,8 @@ class Output:
 
     async def _publish(self, session: LiveSession) -> str | None:
         """Publish the session until something fails; says what. None: the session has ended."""
-        publication = Publication(self.target.url, session.playback.fanout, self.target.codec)
+        ice_servers = self._ice_servers.for_aiortc()
+        publication = Publication(self.target.url, session.playback.fanout, self.target.codec, ice_servers)
         frames, dropped = CounterDelta(), CounterDelta()
         try:
             await publication.open()

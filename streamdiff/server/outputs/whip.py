@@ -7,10 +7,11 @@ PyAV 18.1 has it, its DTLS did not get through to aiortc. Knows nothing about re
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from urllib.parse import unquote, urljoin, urlsplit
 
 import httpx
-from aiortc import RTCSessionDescription
+from aiortc import RTCIceServer, RTCSessionDescription
 
 from streamdiff import clock
 from streamdiff.server.media.codecs import Codec
@@ -32,14 +33,14 @@ class WhipError(Exception):
 class Publication:
     """One WHIP publication: `open`, then ask for a `fault` regularly, and `close` in any case."""
 
-    def __init__(self, url: str, fanout: Fanout, codec: Codec) -> None:
+    def __init__(self, url: str, fanout: Fanout, codec: Codec, ice_servers: Sequence[RTCIceServer] = ()) -> None:
         """`url` is `whip+https://[TOKEN@]HOST[:PORT]/PATH`, or `whip+http://...`; the token is sent as a bearer's."""
         parts = urlsplit(url.removeprefix(PREFIX))
         self._url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         self._headers = {"Authorization": f"Bearer {unquote(parts.username)}"} if parts.username else {}
         self._codec = codec
         # What this line carries must not lower the viewers' picture.
-        self._sender = VideoSender(fanout, adapts_bitrate=False)
+        self._sender = VideoSender(fanout, ice_servers, adapts_bitrate=False)
         self._resource: str | None = None
         self._resource_headers = self._headers
         self._opened_s = 0.0

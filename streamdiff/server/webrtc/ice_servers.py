@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from aiortc import RTCIceServer
+
 from streamdiff import clock
 from streamdiff.config import IceServer
 from streamdiff.errors import ConfigError
@@ -33,6 +35,10 @@ class IceServers:
     def issue(self) -> list[IceServer]:
         """The servers for one viewer, each with a user name and a credential where it is a TURN server."""
         return [server if secret is None else _signed(server, secret) for server, secret in self._servers]
+
+    def for_aiortc(self) -> list[RTCIceServer]:
+        """The same for a connection of this server's own."""
+        return [RTCIceServer(each.url, each.username, each.credential) for each in self.issue()]
 
 
 def _secret(server: IceServer) -> bytes | None:

@@ -122,7 +122,7 @@ class Peers(ABC, Generic[PeerT]):
             task.add_done_callback(self._closing.discard)
 
     def _ice_servers(self) -> list[RTCIceServer]:
-        return [RTCIceServer(each.url, each.username, each.credential) for each in self._ice.issue()]
+        return self._ice.for_aiortc()
 
     async def _add_candidates(self, peer: PeerT, fragment: str, whose: str) -> None:
         """Take candidates that a peer found after its offer; those beyond the limit are left out. Mutates: peer.

@@ -339,6 +339,8 @@ class ServeConfig(_Section):
     """Folders, and beginnings of addresses, to which whoever steers a session may send it over the API."""
     ice_servers: list[IceServer] = []
     """STUN and TURN servers; none are asked unless named here."""
+    whep_url: str | None = Field(None, pattern=r'^https?://[^\s"<>;,]+$')
+    """A media server's WHEP address, from which the page of who only watches plays the default session."""
     insecure: bool = False
     """Let others in without a token, where `host` is no loopback address."""
     view_token_file: str | None = None

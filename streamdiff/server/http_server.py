@@ -167,6 +167,11 @@ class BoundedProtocol(H11Protocol):
         self._uncount()  # it has limits of its own from here on
         super().handle_websocket_upgrade(event)
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.cycle is not None and self.scope["path"].endswith("/events"):  # which go on for ever by themselves
+            self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._uncount()
         super().connection_lost(exc)

@@ -26,6 +26,7 @@ from streamdiff.server.outputs.muxer import RECORD, Header
 from streamdiff.server.outputs.target import Target
 from streamdiff.server.outputs.whip import Publication, WhipError
 from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.webrtc.ice_servers import IceServers
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ class OutputStatus:
 
 
 class Output:
-    """One target. `find_session` returns the session, or None while there is none; `allows`: see `Publication`."""
+    """One target. `find_session` returns the session, or None while there is none; `allows`: see `Publication`;
+    `ice_servers` are for WHIP."""
 
     def __init__(
         self,
@@ -65,9 +67,11 @@ class Output:
         find_session: Callable[[], LiveSession | None],
         metrics: Metrics,
         allows: Callable[[str], bool],
+        ice_servers: IceServers | None = None,
     ) -> None:
         self.status, self._allows = OutputStatus(target.name), allows
         self.target, self._find_session, self._metrics = target, find_session, metrics
+        self._ice_servers = ice_servers or IceServers(())
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._available = asyncio.Event()
         self._fanout: Fanout | None = None
@@ -216,7 +220,9 @@ class Output:
 
     async def _publish(self, session: LiveSession) -> str | None:
         """Publish the session until something fails; says what. None: the session has ended."""
-        publication = Publication(self.target.url, session.playback.fanout, self.target.codec, self._allows)
+        ice_servers = self._ice_servers.to_ask()
+        fanout, codec = session.playback.fanout, self.target.codec
+        publication = Publication(self.target.url, fanout, codec, self._allows, ice_servers)
         frames, dropped = CounterDelta(), CounterDelta()
         try:
             await publication.open()

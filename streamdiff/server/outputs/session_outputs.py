@@ -15,6 +15,7 @@ from streamdiff.server.outputs import target as targets
 from streamdiff.server.outputs.output import Output, OutputStatus
 from streamdiff.server.outputs.target import Target
 from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.webrtc.ice_servers import IceServers
 
 MAX_PER_SESSION, MAX_OUTPUTS = 4, 32
 """Each takes a process, or a peer connection."""
@@ -83,8 +84,8 @@ def _host_text(netloc: str) -> str:
 class SessionOutputs:
     """The outputs of all sessions but those of the configuration. Lives on the event loop."""
 
-    def __init__(self, allowed: AllowedTargets, metrics: Metrics) -> None:
-        self._allowed, self._metrics = allowed, metrics
+    def __init__(self, allowed: AllowedTargets, metrics: Metrics, ice_servers: IceServers) -> None:
+        self._allowed, self._metrics, self._ice_servers = allowed, metrics, ice_servers
         self._outputs: dict[tuple[str, str], Output] = {}  # by the session's id and their own
 
     async def add(self, session: LiveSession, text: str) -> tuple[str, OutputStatus]:
@@ -102,9 +103,8 @@ class SessionOutputs:
         if target.is_file and any(output.target.url == target.url for output in self._outputs.values()):
             raise RequestError("target", f"{text} is being written; choose another name")
         id = secrets.token_urlsafe(6)
-        output = Output(
-            replace(target, name=f"{target.name} {id}"), lambda: session, self._metrics, self._allowed.allows
-        )
+        named = replace(target, name=f"{target.name} {id}")
+        output = Output(named, lambda: session, self._metrics, self._allowed.allows, self._ice_servers)
         self._outputs[session.id, id] = output
         return id, output.status
 

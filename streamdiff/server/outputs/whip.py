@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import unquote, urljoin, urlsplit
 
 import httpx
-from aiortc import RTCSessionDescription
+from aiortc import RTCIceServer, RTCSessionDescription
 
 from streamdiff import clock
 from streamdiff.server.media.codecs import Codec
@@ -35,7 +35,14 @@ class WhipError(Exception):
 class Publication:
     """One WHIP publication: `open`, then ask for a `fault` regularly, and `close` in any case."""
 
-    def __init__(self, url: str, fanout: Fanout, codec: Codec, allows: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        url: str,
+        fanout: Fanout,
+        codec: Codec,
+        allows: Callable[[str], bool],
+        ice_servers: Sequence[RTCIceServer] = (),
+    ) -> None:
         """`url` is `whip+https://[TOKEN@]HOST[:PORT]/PATH`, or `whip+http://...`; the token is sent as a bearer's.
         `allows` says of an address of that form whether the server may speak to it where a media server at another
         one names it."""
@@ -44,7 +51,7 @@ class Publication:
         self._headers = {"Authorization": f"Bearer {unquote(parts.username)}"} if parts.username else {}
         self._codec, self._allows = codec, allows
         # What this line carries must not lower the viewers' picture.
-        self._sender = VideoSender(fanout, adapts_bitrate=False)
+        self._sender = VideoSender(fanout, ice_servers, adapts_bitrate=False)
         self._resource: str | None = None
         self._resource_headers = self._headers
         self._opened_s = 0.0

@@ -39,6 +39,8 @@ class MediaServer:
     host: str = ""
     """Where the publication is said to be; "": where it was asked for."""
     heard: list[tuple[str, str, str]] = field(default_factory=list)
+    seen: Callable[[str], str] = str
+    """What it sees of an offer."""
 
     async def post(self, request: Request) -> Response:
         self.heard.append(("POST", request.headers.get("authorization", ""), request.headers["content-type"]))
@@ -49,7 +51,7 @@ class MediaServer:
             return Response(status_code=307, headers={"Location": f"http://{self.elsewhere}:{self.port}/ingest"})
         self.pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
         self.pc.on("track", lambda track: setattr(self, "track", track))
-        await self.pc.setRemoteDescription(RTCSessionDescription((await request.body()).decode(), "offer"))
+        await self.pc.setRemoteDescription(RTCSessionDescription(self.seen((await request.body()).decode()), "offer"))
         await self.pc.setLocalDescription(await self.pc.createAnswer())
         headers = {"Location": f"http://{self.host}:{self.port}/publications/1" if self.host else "/publications/1"}
         return Response(self.pc.localDescription.sdp, 201, headers, media_type="application/sdp")

@@ -36,7 +36,7 @@ node_plays() {
         fi
         cp package.json node_modules/.installed.json
     fi
-    say "interop: $(node --version), @roamhq/wrtc, @eyevinn/webrtc-player, whip-whep"
+    say "interop: $(node --version), @roamhq/wrtc, @eyevinn/webrtc-player, whip-whep, openai"
 }
 
 GSTREAMER=(gstreamer1.0-plugins-good gstreamer1.0-plugins-bad gstreamer1.0-nice gir1.2-gst-plugins-bad-1.0 python3-gi)

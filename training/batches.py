@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -160,6 +161,17 @@ class Pool:
                 self.parts[name] = new.new_empty(self.capacity, *new.shape[1:])
             self.parts[name][slots.to(new.device)] = new
         self.written += len(start)
+        self.filled = min(self.written, self.capacity)
+
+    def save(self, file: Path) -> None:
+        """Write the windows, with which a run that was stopped goes on at once (`load`)."""
+        torch.save({"parts": self.parts, "written": self.written}, file)
+
+    def load(self, file: Path) -> None:
+        """Hold the windows of another pool of this kind. Mutates: the pool."""
+        state = torch.load(file, map_location=self.device, weights_only=True)
+        self.parts, self.written = state["parts"], state["written"]
+        self.parts["start"] = self.parts["start"].cpu()
         self.filled = min(self.written, self.capacity)
 
     def sample(self, count: int, generator: torch.Generator) -> Windows:

@@ -64,7 +64,7 @@ FIRST_SINGLES = 0.3
 """Share of the steps whose chunks of one latent frame begin a stream."""
 UNSAID = -1
 """In place of a field's value, where the sentence does not say it."""
-STREAMS = 48
+STREAMS = 24
 """The network's own streams, at least."""
 ON_STAIRS = 0.5
 """Share of the chunks that the network makes as `staircase` does."""
@@ -208,7 +208,8 @@ def lesson_of(windows: Windows, kind: str, chance: random.Random, generator: tor
 
 
 def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device: torch.device, plan: Plan) -> Learner:
-    """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 50 steps."""
+    """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 50 steps; a run that is told to
+    end (`loop.stopping`) writes its windows too, which take minutes of a CPU to make."""
     torch.manual_seed(seed)
     network = Network().to(device)
     chance = torch.Generator().manual_seed(seed)
@@ -242,6 +243,14 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
             return found if plan.begin else found | {"reading": reading_loss(network, generator)}
 
     with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
-        grow(filling.begin, loop.step_generator(seed + 1, learner.progress.step))
+        kept = [out / f"windows-{loop.rank()}-{number}.pt" for number in range(len(pools))]
+        if all(file.is_file() for file in kept):
+            for some, file in zip(pools, kept, strict=True):
+                some.load(file)
+        else:
+            grow(filling.begin, loop.step_generator(seed + 1, learner.progress.step))
     learner.train(budget, seed, 50, SHARES, losses)
+    if loop.stopping.is_set():
+        for some, file in zip(pools, kept, strict=True):
+            some.save(file)
     return learner

@@ -311,6 +311,15 @@ def test_windows_of_single_latent_frames_hold_each_with_what_it_shows_and_what_s
         assert torch.equal(getattr(single, name)[:, 6:9], getattr(whole, name)[:, 2, None].expand(-1, 3, -1))
 
 
+def test_a_pool_goes_on_with_the_windows_of_another(pool: Pool, tmp_path: Path) -> None:
+    pool.save(tmp_path / "windows.pt")
+    other = Pool(pool.encode, capacity=6)
+    other.load(tmp_path / "windows.pt")
+    one, same = (each.sample(4, dice()) for each in (pool, other))
+    assert all(torch.equal(getattr(one, name), getattr(same, name)) for name in ("start", *Windows.by_chunk))
+    assert other.written == pool.written
+
+
 def test_pools_hold_what_steered_their_windows(pool: Pool) -> None:
     some = pool.sample(40, dice())
     assert some.controls.shape == (40, 5, 3, 4) and some.controls.any() and (some.controls == 0).flatten(1).all(1).any()

@@ -6,7 +6,8 @@
     python -m training --stage decoder --begin runs/tiny/model --out runs/decoder
     torchrun --nproc-per-node 2 -m training --bf16 --batch 4   # gradients averaged
 
-Checkpoints lie under --out; the same command goes on where it stopped. The learning rate falls to zero as --steps or
+Checkpoints lie under --out; the same command goes on where it stopped, also after SIGTERM, which ends a run after its
+step. The learning rate falls to zero as --steps or
 --minutes, of this and resumed runs together, are used up. At the end the model is written to OUT/model in diffusers
 layout; `--install` puts it into the package instead of the present one.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -33,7 +35,7 @@ from training.autoencoder import AUTOENCODER
 from training.batches import latent_statistics
 from training.learner import Plan
 from training.windows import CHUNK, CHUNKS
-from training.world.tracks import SIZE
+from training.world.tracks import CONTROL_AXES, CONTROL_BUTTONS, SIZE
 
 STEPS = {"autoencoder": 8000, "denoiser": 8000, "decoder": 1000}
 
@@ -52,6 +54,8 @@ def stream_settings() -> dict[str, object]:
         "shift": 5.0,
         "context_sigma": 0.25,
         "steps": [4, 2],
+        "control_axes": list(CONTROL_AXES),
+        "control_buttons": list(CONTROL_BUTTONS),
     }
 
 
@@ -116,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.threads:
         torch.set_num_threads(args.threads)
+    signal.signal(signal.SIGTERM, lambda *_: loop.stopping.set())
     try:
         _train(args)
     except ConfigError as error:
@@ -163,7 +168,7 @@ def _stages(args: argparse.Namespace, device: torch.device, autoencoder: TAEHV |
     else:
         plan = Plan(args.batch, args.rate, begin, args.bf16)
         learner = denoiser.train(args.out, autoencoder, budget("denoiser"), args.seed, device, plan)
-        parts = learner.network.text, learner.network.transformer
+        parts = learner.network.text, learner.network.finished()
         mean, std = learner.statistics
     if loop.rank() == 0:
         model.save(args.out / "model", autoencoder, mean, std, parts, stream_settings())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from torch import Tensor
 from streamdiff.models.autoencoder.taehv import TAEHV, Memory
 from streamdiff.models.tiny.scene import COLUMN, HOURS, THING_TABLES
 from training.autoencoder import encode_groups
+from training.keys import draw_controls
 from training.windows import CHUNK, CHUNKS, Windows
 from training.world.render_batch import draw_frames
 from training.world.scenes import draw_scenes, redraw, tidy
-from training.world.tracks import CHUNK_FRAMES, Streams, Track, join
+from training.world.tracks import CHUNK_FRAMES, CONTROLS, Streams, Track, join
 
 CHANGE, REDRAW = 0.5, 0.3
 STARTS = 0.25
@@ -43,15 +45,19 @@ def draw_window_scenes(count: int, chunks: int, generator: torch.Generator) -> T
     return torch.stack(scenes, 1)
 
 
-def play(scenes: Tensor, start: Tensor, lost: Tensor, generator: torch.Generator) -> Track:
-    """Streams over the chunks of `scenes` `[B, n, fields]`; those not in `start` bool `[B]` have begun long ago. Things
-    in `lost` bool `[B, 2]` begin with the second chunk as in a new stream."""
+def play(
+    scenes: Tensor, start: Tensor, lost: Tensor, generator: torch.Generator, controls: Tensor | None = None
+) -> Track:
+    """Streams over the chunks of `scenes` `[B, n, fields]`, steered by `controls` `[B, n, CHUNK, K]` (None: by none);
+    those not in `start` bool `[B]` have begun long ago. Things in `lost` bool `[B, 2]` begin with the second chunk as
+    in a new stream."""
+    controls = torch.zeros(*scenes.shape[:2], CHUNK, len(CONTROLS)) if controls is None else controls
     tracks = []
     for streams in (Streams(scenes[:, 0]), Streams(scenes[:, 0], generator)):
-        chunks = [streams.play(scenes[:, 0])]
-        for at, scene in enumerate(scenes[:, 1:].unbind(1)):
-            streams.lose(scene, lost & (at == 0))
-            chunks.append(streams.play(scene))
+        chunks = []
+        for at, (scene, steered) in enumerate(zip(scenes.unbind(1), controls.unbind(1), strict=True)):
+            streams.lose(scene, lost & (at == 1))
+            chunks.append(streams.play(scene, controls=steered))
         tracks.append(join(chunks))
     new, old = tracks
     old.put(start, new.rows(start))
@@ -123,7 +129,8 @@ class Pool:
         scenes = draw_window_scenes(count, self.chunks, generator)
         start = torch.rand(count, generator=generator) < self.starts
         lost = draw_lost(scenes[:, 0], self.lost, generator) & ~start[:, None]
-        track = play(scenes, start, lost, generator)
+        controls = draw_controls(count, self.chunks, generator)
+        track = play(scenes, start, lost, generator, controls)
         stall(track, STALLED, start, generator)
         latents = self.encode.latents_of(track)
         if len(rows := lost.any(1).nonzero()[:, 0]):
@@ -133,7 +140,7 @@ class Pool:
         bare = latents.clone()
         if len(rows := corrupted.nonzero()[:, 0]):
             bare[rows.to(self.device)] = self.encode.latents_of(track.rows(rows), False)
-        self._keep(latents, bare, start, scenes, track)
+        self._keep(latents, bare, start, scenes, track, controls=controls)
 
     def _without(self, track: Track, lost: Tensor) -> Tensor:
         """Latents of `track` without the things `lost` bool `[N, 2]`, one of each."""
@@ -144,15 +151,27 @@ class Pool:
         return latents
 
     def _keep(self, latents: Tensor, bare: Tensor, start: Tensor, scenes: Tensor, track: Track, **more: Tensor) -> None:
-        on_device = {"scenes": scenes, "ids": self.encode.tokens(scenes), "place": track.middles()}
+        more = {"controls": torch.zeros(*scenes.shape[:2], CHUNK, len(CONTROLS)), **more}
+        on_device = {"scenes": scenes, "ids": self.encode.tokens(scenes), "place": track.middles(), **more}
         parts = {name: part.to(self.device) for name, part in on_device.items()}
-        parts |= {"latents": latents.half(), "bare": bare.half(), "start": start, **more}
+        parts |= {"latents": latents.half(), "bare": bare.half(), "start": start}
         slots = torch.arange(self.written, self.written + len(start)) % self.capacity
         for name, new in parts.items():
             if name not in self.parts:
                 self.parts[name] = new.new_empty(self.capacity, *new.shape[1:])
             self.parts[name][slots.to(new.device)] = new
         self.written += len(start)
+        self.filled = min(self.written, self.capacity)
+
+    def save(self, file: Path) -> None:
+        """Write the windows, with which a run that was stopped goes on at once (`load`)."""
+        torch.save({"parts": self.parts, "written": self.written}, file)
+
+    def load(self, file: Path) -> None:
+        """Hold the windows of another pool of this kind. Mutates: the pool."""
+        state = torch.load(file, map_location=self.device, weights_only=True)
+        self.parts, self.written = state["parts"], state["written"]
+        self.parts["start"] = self.parts["start"].cpu()
         self.filled = min(self.written, self.capacity)
 
     def sample(self, count: int, generator: torch.Generator) -> Windows:

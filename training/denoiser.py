@@ -10,6 +10,7 @@ each the flow's mean squared error (decisions 0006 and 0017):
 - *again*: a chunk after one that lacks a thing, which begins again where streams begin;
 - *video*: a chunk whose noisy copies show another scene, whose places and motions it keeps (`video_windows`), after
   another chunk or as the first;
+- *single*: chunks of one latent frame, after the finished ones before them, for streams that answer keys sooner;
 - *own*: what should follow chunks that the network made itself (`on_policy`), towards the end; *own_staircase*: the
   same, where these stand at the levels of a full ring.
 
@@ -36,7 +37,7 @@ from training import loop
 from training.batches import Pool, TrackEncoder, latent_statistics
 from training.learner import Learner, Plan
 from training.network import Forward, Lesson, Network
-from training.on_policy import CLEAN_PAST, PAST, OwnPasts
+from training.on_policy import CLEAN_PAST, PAST, Flow, OwnPasts
 from training.rows import (
     CONTEXT_SIGMA,
     LEVELS,
@@ -55,13 +56,15 @@ KEPT = 2500
 """Windows of each kind that are kept."""
 SHARES = {
     "staircase": 0.4, "clean": 0.4, "first": 0.3, "next": 0.4, "again": 0.2, "anchored": 0.3, "video": 0.4, "own": 0.6,
-    "own_staircase": 0.4, "reading": 0.1,
+    "own_staircase": 0.4, "reading": 0.1, "single": 0.3,
 }  # fmt: skip
 LONG = {"staircase": 0.5, "clean": 0.3, "anchored": 0.2}
 """How often a step's windows of five chunks are of which kind."""
+FIRST_SINGLES = 0.3
+"""Share of the steps whose chunks of one latent frame begin a stream."""
 UNSAID = -1
 """In place of a field's value, where the sentence does not say it."""
-STREAMS = 48
+STREAMS = 24
 """The network's own streams, at least."""
 ON_STAIRS = 0.5
 """Share of the chunks that the network makes as `staircase` does."""
@@ -93,7 +96,7 @@ class Filling:
 
 
 FILLING = {
-    "cpu": Filling((160, 400, 100, 100), 3, (1, 3, 1, 1)),
+    "cpu": Filling((64, 128, 32, 32), 2, (1, 3, 1, 1)),
     "cuda": Filling((960, 640, 384, 384), 32, (192, 128, 96, 96)),
 }
 
@@ -131,6 +134,11 @@ def rollout_step(
     """Extend the next `count` of the network's own streams by a chunk, in `clean` or, in a share `ON_STAIRS` of the
     calls, as `staircase` does, and return them with the right targets. Mutates: own."""
     steps, on_stairs = 4 if chance.random() < 0.75 else 2, chance.random() < ON_STAIRS
+    return own.turn(count, stream_flow(network, steps, on_stairs, generator), LEVELS[steps], generator)
+
+
+def stream_flow(network: Network, steps: int, on_stairs: bool, generator: torch.Generator) -> Flow:
+    """How the network makes a chunk of a stream in `steps`: in `clean` or, `on_stairs`, as `staircase` does."""
     chunks = (PAST if on_stairs else CLEAN_PAST) + 1
 
     def levels(step: int) -> Tensor:
@@ -140,25 +148,26 @@ def rollout_step(
         found[:-1].clamp_(min=CONTEXT_SIGMA)
         return found
 
-    def flow(past: Tensor, noisy: Tensor, step: int, ids: Tensor) -> Tensor:
+    def flow(past: Tensor, noisy: Tensor, step: int, ids: Tensor, controls: Tensor) -> Tensor:
         past, sigma = past[:, 1 - chunks :], levels(step).to(past.device, non_blocking=True).expand(len(past), -1)
         noise = loop.noise_like(past, generator)
         seen = sampling.add_noise(past, noise, sigma[:, :-1, None, None, None, None])
         every = torch.cat([seen, noisy[:, None]], 1).flatten(0, 1)
         words = ids[:, None].expand(-1, chunks, -1).flatten(0, 1)
-        made = network.flow(Forward(every, sigma, words, Rows(list(range(chunks)), causal(chunks), sigma, sigma)))
+        rows = Rows(list(range(chunks)), causal(chunks), sigma, sigma)
+        made = network.flow(Forward(every, sigma, words, controls[:, -chunks:].flatten(0, 1), rows))
         newest: Tensor = made.unflatten(0, sigma.shape)[:, -1]
         return newest
 
-    return own.turn(count, flow, LEVELS[steps], generator)
+    return flow
 
 
 def draw(
     pools: Sequence[Pool], batch: int, whole: bool, chance: random.Random, generator: torch.Generator
 ) -> dict[str, Windows]:
-    """One step's windows by kind: half as many first chunks again as `batch`; half of `batch` of lost things, and of
-    videos; with `whole`, half of `batch` five chunks long and `batch` of two chunks; without, twice `batch` of two
-    chunks, each with `COPIES` targets. `pools` are as in `Filling`."""
+    """One step's windows by kind: half as many first chunks again as `batch`; half of `batch` of lost things, of
+    videos, and of chunks of one latent frame; with `whole`, half of `batch` five chunks long and `batch` of two chunks;
+    without, twice `batch` of two chunks, each with `COPIES` targets. `pools` are as in `Filling`."""
     pool, firsts, lost, videos = pools
     (kind,) = chance.choices(list(LONG), list(LONG.values()))
     pairs = batch if whole else 2 * batch
@@ -169,6 +178,12 @@ def draw(
         "video": videos.sample(max(1, batch // 2), generator),
         "next": pool.sample(pairs, generator).cut(offset, 2),
     }
+    if chance.random() < FIRST_SINGLES:
+        singles = firsts.sample(max(1, batch // 2), generator)
+    else:
+        singles = pool.sample(max(1, batch // 2), generator)
+        singles = singles.cut(torch.randint(CHUNKS - 2, (len(singles.start),), generator=generator), 3)
+    drawn["single"] = singles.singles()
     return {kind: pool.sample(max(1, batch // 2), generator), **drawn} if whole else drawn
 
 
@@ -188,12 +203,13 @@ def lesson_of(windows: Windows, kind: str, chance: random.Random, generator: tor
     noisy = sampling.add_noise(seen, noise, level)
     # from what is shown to what is to come of it; levels below LOWEST have no target
     wanted = (noisy - clean) / level.clamp(min=LOWEST)
-    ids = windows.ids[:, chunk].flatten(0, 1)
-    return Lesson(noisy.flatten(0, 1), sigma, ids, rows, wanted.flatten(0, 1), windows.weight()[:, chunk])
+    ids, controls = windows.ids[:, chunk].flatten(0, 1), windows.controls[:, chunk].flatten(0, 1)
+    return Lesson(noisy.flatten(0, 1), sigma, ids, controls, rows, wanted.flatten(0, 1), windows.weight()[:, chunk])
 
 
 def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device: torch.device, plan: Plan) -> Learner:
-    """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 50 steps."""
+    """Train, or go on with, the transformer under `out`. Writes `out/denoiser.pt` every 50 steps; a run that is told to
+    end (`loop.stopping`) writes its windows too, which take minutes of a CPU to make."""
     torch.manual_seed(seed)
     network = Network().to(device)
     chance = torch.Generator().manual_seed(seed)
@@ -222,11 +238,19 @@ def train(out: Path, autoencoder: TAEHV, budget: loop.Budget, seed: int, device:
                 played = min(plan.batch, max(PLAYED, plan.batch // 4))
                 own = own or OwnPasts(encode, max(STREAMS, 2 * played), generator)
                 drawn["own_staircase"] = windows = rollout_step(network, own, played, shared, generator)
-                drawn["own"] = windows.cut(torch.full((played,), PAST - CLEAN_PAST), CLEAN_PAST + 1)
+                drawn["own"] = windows.cut(torch.full((len(windows.start),), PAST - CLEAN_PAST), CLEAN_PAST + 1)
             found = network.losses({kind: lesson_of(some, kind, shared, generator) for kind, some in drawn.items()})
             return found if plan.begin else found | {"reading": reading_loss(network, generator)}
 
     with torch.autocast(device.type, torch.bfloat16, enabled=plan.bf16):
-        grow(filling.begin, loop.step_generator(seed + 1, learner.progress.step))
+        kept = [out / f"windows-{loop.rank()}-{number}.pt" for number in range(len(pools))]
+        if all(file.is_file() for file in kept):
+            for some, file in zip(pools, kept, strict=True):
+                some.load(file)
+        else:
+            grow(filling.begin, loop.step_generator(seed + 1, learner.progress.step))
     learner.train(budget, seed, 50, SHARES, losses)
+    if loop.stopping.is_set():
+        for some, file in zip(pools, kept, strict=True):
+            some.save(file)
     return learner

@@ -17,6 +17,9 @@ from training.network import Network
 
 MATRIX_LR = 1e-2
 OTHER_LR = 2e-3
+CONTROL_LR = 4e-3
+"""Of what reads the controls, whatever the factor on the others: it begins with nothing in a model that knows the rest.
+"""
 # Matrices that AdamW trains: tables, embeddings and the two ends, for which orthogonal updates make no sense.
 ADAM_PARTS: tuple[str, ...] = (
     "encoder",
@@ -57,7 +60,8 @@ class Learner:
         self.network, self.smooth = network, dict[str, Tensor]()
         tables = (f"transformer.blocks.{i}.scale_shift_table" for i in range(len(network.transformer.blocks)))
         adam = (*ADAM_PARTS, *tables)
-        self.optimizer = loop.Optimizer(network, MATRIX_LR * plan.rate, OTHER_LR * plan.rate, adam=adam)
+        apart = {"control": CONTROL_LR}
+        self.optimizer = loop.Optimizer(network, MATRIX_LR * plan.rate, OTHER_LR * plan.rate, adam, apart)
         self._checkpoint = loop.Checkpoint(out / "denoiser.pt")
         state = self._checkpoint.load(device)
         self.progress = self._checkpoint.progress

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -87,16 +88,28 @@ def orthogonal(matrices: Tensor) -> Tensor:
 class Optimizer:
     """Muon for matrices and convolutions, AdamW for everything else; one ramp for both."""
 
-    def __init__(self, model: torch.nn.Module, matrix_lr: float, other_lr: float, adam: tuple[str, ...] = ()) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        matrix_lr: float,
+        other_lr: float,
+        adam: tuple[str, ...] = (),
+        apart: Mapping[str, float] | None = None,
+    ) -> None:
+        """`adam` are beginnings of names of matrices that AdamW trains, `apart` such with their own rate there."""
+        every = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        own = tuple(apart or {})
+        named = [(name, p) for name, p in every if not name.startswith(own)] if own else every
         matrices = [p for name, p in named if p.ndim >= 2 and not name.startswith(adam)]
-        others = [p for name, p in named if p.ndim < 2 or name.startswith(adam)]
-        fused = others[0].is_cuda or None  # one kernel for all
-        self.parts: list[tuple[torch.optim.Optimizer, float]] = [
-            (Muon(matrices, matrix_lr), matrix_lr),
-            (torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.97), weight_decay=0.01, fused=fused), other_lr),
-        ]
-        self.params = [p for _, p in named]
+        groups = {other_lr: [p for name, p in named if p.ndim < 2 or name.startswith(adam)]}
+        for start, rate in (apart or {}).items():
+            groups.setdefault(rate, []).extend(p for name, p in every if name.startswith(start))
+        fused = matrices[0].is_cuda or None  # one kernel for all
+        self.parts: list[tuple[torch.optim.Optimizer, float]] = [(Muon(matrices, matrix_lr), matrix_lr)]
+        for rate, some in groups.items():
+            adamw = torch.optim.AdamW(some, lr=rate, betas=(0.9, 0.97), weight_decay=0.01, fused=fused)
+            self.parts.append((adamw, rate))
+        self.params = [p for _, p in every]
 
     def step(self, loss: Tensor, progress: float, step: int) -> None:
         """Back-propagate `loss` and update. Mutates: the model, the optimizers' state."""
@@ -226,6 +239,10 @@ class Checkpoint:
         return state
 
 
+stopping = threading.Event()
+"""Set when the run is to end after the step that it is at, and to write what it has."""
+
+
 def steps(budget: Budget, progress: Progress, label: str) -> Iterator[float]:
     """Yield the progress in [0, 1] before each step until the budget is spent. Mutates: progress."""
     began = clock.monotonic_s() - progress.spent_s
@@ -234,7 +251,7 @@ def steps(budget: Budget, progress: Progress, label: str) -> Iterator[float]:
     ) as bar:
         while progress.step < budget.steps:
             progress.spent_s = clock.monotonic_s() - began
-            done = agree(budget.progress(progress.step, progress.spent_s))
+            done = agree(1.0 if stopping.is_set() else budget.progress(progress.step, progress.spent_s))
             if done >= 1.0:
                 break
             yield done

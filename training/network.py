@@ -17,10 +17,11 @@ from streamdiff.models.tiny.scene import FIELD_SIZES, from_row
 from streamdiff.models.tiny.text_encoder import WIDTH, TinyText, build_text
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.attention_backend import Attend
-from streamdiff.models.transformer.wan import BlockWeights, KeyValue, Tokens, WanDenoiser, attend
+from streamdiff.models.transformer.wan import BlockWeights, KeyValue, Tokens, WanDenoiser, add_controls, attend
 from training.autoencoder import AUTOENCODER
 from training.rows import Rows
 from training.windows import CHUNK
+from training.world.tracks import CONTROLS
 
 TRANSFORMER: dict[str, Any] = {
     "patch_size": (1, 2, 2),
@@ -39,11 +40,12 @@ TRANSFORMER: dict[str, Any] = {
 @dataclass(frozen=True)
 class Forward:
     """Input of the network: noisy latents `[B * rows, C, F, h, w]`, their sigma `[B, rows]`, token ids
-    `[B * rows, tokens]`, and which rows each row attends to."""
+    `[B * rows, tokens]`, controls `[B * rows, F, K]`, and which rows each row attends to."""
 
     latents: Tensor
     sigma: Tensor
     ids: Tensor
+    controls: Tensor
     rows: Rows
 
 
@@ -69,8 +71,9 @@ class BlockCausal:
     Stands in for the cache that a stream uses, so that training and streaming run the same transformer code.
     """
 
-    def __init__(self, windows: int, rows: Rows) -> None:
-        self.shape, self.rows = (windows, len(rows.visible)), rows
+    def __init__(self, windows: int, rows: Rows, latents: int = CHUNK) -> None:
+        """`latents`: latent frames of a row."""
+        self.shape, self.rows, self.latents = (windows, len(rows.visible)), rows, latents
 
     @property
     def count(self) -> int:
@@ -80,7 +83,7 @@ class BlockCausal:
     def factors(self, tokens: tuple[int, int], head_dim: int, device: torch.device) -> Tensor:
         """Rotary factors of every row, see `rope.table`, `[count, L, 1, head_dim / 2]`; on a GPU as `rope.matrices` has
         them, `[count, 2, L, 1, head_dim / 2, 2]`."""
-        frames = torch.tensor([[p * CHUNK + f for f in range(CHUNK)] for p in self.rows.chunk])
+        frames = torch.tensor(self.rows.chunk)[:, None] * self.latents + torch.arange(self.latents)
         table = rope.table(frames.to(device, non_blocking=True), *tokens, head_dim)
         if device.type == "cuda":
             table = rope.matrices(table).transpose(0, 1)
@@ -159,6 +162,9 @@ class Network(nn.Module):
         self.transformer = WanTransformer3DModel(**TRANSFORMER)
         self.denoiser = TrainedDenoiser(self.transformer)
         self.reader = nn.Linear(WIDTH, sum(FIELD_SIZES))  # used in training only
+        self.control = nn.Linear(len(CONTROLS), self.denoiser.width, bias=False)
+        """Input channels of the patch embedding in the `finished` model; apart, it learns at its own rate."""
+        nn.init.zeros_(self.control.weight)
 
     def tokens(self, scenes: Tensor) -> Tensor:
         """The ids `[..., tokens]` of the sentences of `scenes` `[..., fields]`."""
@@ -174,17 +180,34 @@ class Network(nn.Module):
         assert isinstance(model.text, TinyText) and model.decoder is not None
         normalisation = model.decoder.network.normalisation
         assert normalisation is not None, "a folder always says it"
-        self.transformer.load_state_dict(model.denoiser.model.state_dict())
+        state, controls = model.denoiser.model.state_dict(), model.denoiser.controls
+        if controls:
+            self.control.load_state_dict({"weight": model.denoiser.control_weight()})
+            state["patch_embedding.weight"] = state["patch_embedding.weight"][:, :-controls]
+        self.transformer.load_state_dict(state)
         self.encoder.load_state_dict(model.text.encoder.state_dict())
         nn.init.zeros_(self.reader.weight)
         return normalisation.mean.flatten(), normalisation.std.flatten()
+
+    def finished(self) -> WanTransformer3DModel:
+        """The transformer with the controls as the last input channels of its patch embedding."""
+        made: WanTransformer3DModel = WanTransformer3DModel(
+            **TRANSFORMER | {"in_channels": TRANSFORMER["in_channels"] + len(CONTROLS)}
+        )
+        state = self.transformer.state_dict()
+        kernel = state["patch_embedding.weight"]
+        planes = self.control.weight.detach()[:, :, None, None, None] / kernel[0, 0].numel()
+        state["patch_embedding.weight"] = torch.cat([kernel, planes.expand(-1, -1, *kernel.shape[2:])], 1)
+        made.load_state_dict(state)
+        return made
 
     def flow(self, forward: Forward) -> Tensor:
         """Predicted flow, in the shape of the latents."""
         return self.flows([forward])[0]
 
     def flows(self, forwards: Sequence[Forward]) -> list[Tensor]:
-        """The flow of each, by one pass of the blocks, as starting a pass costs a GPU more than what it computes."""
+        """The flow of each, all of chunks of one length, by one pass of the blocks, as starting a pass costs a GPU more
+        than what it computes."""
         latents = torch.cat([each.latents for each in forwards])
         _, _, frames, height, width = latents.shape
         patch = self.denoiser.patch
@@ -192,7 +215,9 @@ class Network(nn.Module):
         timestep = torch.cat([(each.sigma * sampling.TIMESTEPS).flatten() for each in forwards])[:, None]
         text: list[KeyValue] = self.denoiser.text(self.text.embed(torch.cat([each.ids for each in forwards])))
         state = self.denoiser.embed(latents, timestep.expand(-1, frames))
-        parts = [BlockCausal(len(each.sigma), each.rows) for each in forwards]
+        controls = torch.cat([each.controls for each in forwards])
+        state = Tokens(add_controls(state.hidden, controls, self.control.weight), state.time)
+        parts = [BlockCausal(len(each.sigma), each.rows, frames) for each in forwards]
         counts = [part.count for part in parts]
         factors = torch.cat([part.factors(tokens, self.denoiser.head_dim, latents.device) for part in parts])
 
@@ -205,5 +230,9 @@ class Network(nn.Module):
 
     def losses(self, lessons: Mapping[str, Lesson]) -> dict[str, Tensor]:
         """The loss of each lesson."""
-        flows = self.flows(list(lessons.values()))
-        return {kind: lesson.loss(flow) for (kind, lesson), flow in zip(lessons.items(), flows, strict=True)}
+        found: dict[str, Tensor] = {}
+        for length in sorted({lesson.latents.shape[2] for lesson in lessons.values()}):
+            alike = {kind: lesson for kind, lesson in lessons.items() if lesson.latents.shape[2] == length}
+            flows = self.flows(list(alike.values()))
+            found |= {kind: lesson.loss(flow) for (kind, lesson), flow in zip(alike.items(), flows, strict=True)}
+        return found

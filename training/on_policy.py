@@ -23,12 +23,14 @@ from streamdiff.models import sampling
 from streamdiff.models.tiny.scene import COLUMN, HOURS, SIZES
 from training import loop
 from training.batches import TrackEncoder
+from training.keys import Player
 from training.windows import CHUNK, Windows
 from training.world import shapes
 from training.world.render_batch import draw_frames
 from training.world.scenes import draw_scenes
 from training.world.tracks import (
     CHUNK_FRAMES,
+    CONTROLS,
     LATTICE,
     PAN,
     PARTS,
@@ -54,13 +56,14 @@ SLIPS = (-PAN, 0, PAN)
 """Pixels of scrolling by which the scenery may be off: a chunk of the camera's way."""
 PHASE_SLIPS = (-CHUNK_FRAMES / QUARTER, 0.0, CHUNK_FRAMES / QUARTER)
 """Phases by which light that passes may be off: what a chunk takes."""
+MOVES = [CONTROLS.index(name) for name in ("move_x", "move_y", "stop")]
 AT_ONCE = {"cpu": 8, "cuda": 64}
 """Streams that are looked at together: the places where a thing is tried take 0.1 GB per stream."""
 
 
-Flow = Callable[[Tensor, Tensor, int, Tensor], Tensor]
-"""Past `[B, PAST, C, CHUNK, h, w]`, noisy chunk `[B, C, CHUNK, h, w]`, at which step it is, and the ids `[B, tokens]`
-of each stream's sentence, to the chunk's flow."""
+Flow = Callable[[Tensor, Tensor, int, Tensor, Tensor], Tensor]
+"""Past `[B, PAST, C, CHUNK, h, w]`, noisy chunk `[B, C, CHUNK, h, w]`, at which step it is, the ids `[B, tokens]` of
+each stream's sentence, and the controls `[B, PAST + 1, CHUNK, K]` of past and chunk, to the chunk's flow."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Correction:
 
 class OwnPasts:
     """`streams` streams that the network plays, which take turns: `scenes` `[streams, fields]`, and `latents` of their
-    last chunks `[streams, PAST, C, CHUNK, h, w]`."""
+    last chunks `[streams, PAST, C, CHUNK, h, w]`, which `controls` `[streams, PAST, CHUNK, K]` steered."""
 
     def __init__(self, encode: TrackEncoder, streams: int, generator: torch.Generator) -> None:
         self.encode = encode
@@ -89,6 +92,8 @@ class OwnPasts:
         self.latents = self._chunks(track)
         self.last = self._last(track)
         self.place = self._middles(track)
+        self.player = Player.of(streams, generator)
+        self.controls = torch.zeros(streams, PAST, CHUNK, len(CONTROLS))
         self._next = 0
 
     @torch.no_grad()  # not inference mode: what it makes is trained on
@@ -96,32 +101,37 @@ class OwnPasts:
         """Extend the next `count` streams by a chunk that the network makes, and return training windows for it.
 
         Returns:
-            windows of PAST chunks that the network made and the one that should follow. Mutates: self.
+            windows of PAST chunks that the network made and the one that should follow, of those streams whose first
+            thing is where it was steered to, and of all where none is. The others begin anew. Mutates: self.
         """
         rows = (self._next + torch.arange(count)) % len(self.scenes)
         self._next = (self._next + count) % len(self.scenes)
         past = self.latents[rows]
-        windows, ids = self._go_on(rows, past)
-        self.latents[rows] = torch.cat([past[:, 1:], _draw(past, ids, flow, levels, generator)[:, None]], 1)
-        fresh = rows[torch.rand(count, generator=generator) < FRESH]
+        windows, ids, astray = self._go_on(rows, past, generator)
+        chunk = next_chunk(past, ids, windows.controls, flow, levels, generator)
+        self.latents[rows] = torch.cat([past[:, 1:], chunk[:, None]], 1)
+        fresh = rows[(torch.rand(count, generator=generator) < FRESH) | astray]
         if len(fresh):
             self._begin_anew(fresh, generator)
-        return windows
+        return windows if astray.all() or not astray.any() else windows.rows((~astray).nonzero()[:, 0])
 
-    def _go_on(self, rows: Tensor, past: Tensor) -> tuple[Windows, Tensor]:
-        """Windows of the streams of `rows`: `past`, their latents, and what should follow; and the ids of their
-        sentences. Mutates: self."""
+    def _go_on(self, rows: Tensor, past: Tensor, generator: torch.Generator) -> tuple[Windows, Tensor, Tensor]:
+        """Windows of the streams of `rows`: `past`, their latents, and what should follow; the ids of their sentences;
+        and which have gone elsewhere than they were steered, bool `[n]`. Mutates: self."""
         scenes, ids = self.scenes[rows], self.ids[rows]
         streams = self.streams.take(rows)
-        self._correct(streams, past[:, -1], rows)
-        track = streams.play(scenes)
+        astray = self._correct(streams, past[:, -1], rows)
+        controls = torch.cat([self.controls[rows], self.player.next_chunk(rows, generator)[:, None]], 1)
+        self.controls[rows] = controls[:, 1:]
+        track = streams.play(scenes, controls=controls[:, -1])
         place = torch.cat([self.place[rows], self._middles(track)], 1)
         latents = torch.cat([past, self._chunks(track)], 1)
         every, words = (each[:, None].expand(-1, PAST + 1, -1) for each in (scenes.to(past.device), ids))
         self.streams.put(rows, streams)
         self.last.put(rows, self._last(track))
         self.place[rows] = place[:, 1:]
-        return Windows(latents, every, torch.zeros(len(rows), dtype=torch.bool), place, latents, words), ids
+        start = torch.zeros(len(rows), dtype=torch.bool)
+        return Windows(latents, every, start, place, latents, words, controls.to(past.device)), ids, astray
 
     def _begin_anew(self, rows: Tensor, generator: torch.Generator) -> None:
         """Put new streams in the place of those of `rows`. Mutates: self."""
@@ -132,6 +142,7 @@ class OwnPasts:
         self.latents[rows], self.place[rows] = self._chunks(track), self._middles(track)
         self.streams.put(rows, fresh)
         self.last.put(rows, self._last(track))
+        self.controls[rows], self.player.held[rows] = 0, 0
 
     def _chunks(self, track: Track) -> Tensor:
         """Latents `[B, chunks, C, CHUNK, h, w]` of a track of whole chunks."""
@@ -148,9 +159,9 @@ class OwnPasts:
         """The last frame of every stream: what its picture should show, `[B, ...]`."""
         return track.each(lambda part: part[:, -1].clone())
 
-    def _correct(self, streams: Streams, chunk: Tensor, rows: Tensor) -> None:
-        """Move `streams` to what is seen in the last frame of their last `chunk` `[B, C, CHUNK, h, w]`. Mutates:
-        streams."""
+    def _correct(self, streams: Streams, chunk: Tensor, rows: Tensor) -> Tensor:
+        """Move `streams` to what is seen in the last frame of their last `chunk` `[B, C, CHUNK, h, w]`. Returns of
+        which the first thing is not to be seen where it was steered to, bool `[B]`. Mutates: streams."""
         frames = self.encode.last_frames(chunk, 1, AT_ONCE[chunk.device.type])[:, 0]
         found = locate(frames.clamp(0, 1), self.last.rows(rows))
         streams.scroll = (streams.scroll + found.scroll * PARTS) % (SCROLL * PARTS)
@@ -159,15 +170,19 @@ class OwnPasts:
         moved = (streams.place + found.shift * PARTS + cell // 2) // cell * cell % (SIZE * PARTS)
         streams.place = moved
         streams.lose(self.scenes[rows], found.seen < LOST)
+        steered = (self.controls[rows, -1][..., MOVES] != 0).flatten(1).any(1)
+        return steered & (found.seen[:, 0] < LOST)
 
 
-def _draw(past: Tensor, ids: Tensor, flow: Flow, levels: tuple[float, ...], generator: torch.Generator) -> Tensor:
+def next_chunk(
+    past: Tensor, ids: Tensor, controls: Tensor, flow: Flow, levels: tuple[float, ...], generator: torch.Generator
+) -> Tensor:
     """The network's next chunk `[B, C, CHUNK, h, w]`."""
     chunk = torch.zeros_like(past[:, 0])
     for step, level in enumerate(levels):
         noise = loop.noise_like(chunk, generator)
         noisy = sampling.add_noise(chunk, noise, torch.full((1,) * chunk.ndim, level, device=chunk.device))
-        chunk = sampling.clean_from_flow(noisy, flow(past, noisy, step, ids), level)
+        chunk = sampling.clean_from_flow(noisy, flow(past, noisy, step, ids, controls), level)
     return chunk
 
 

@@ -140,6 +140,17 @@ def next_rows(windows: Windows, chance: random.Random, generator: torch.Generato
     return Rows([*range(past), *[past] * COPIES], visible, _context_noise(sigma, generator), target)
 
 
+def single_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
+    """Chunks of one latent frame (`Windows.singles`): of all but the last one clean copies, and noisy copies of the
+    last three, each of which sees the clean ones before it."""
+    batch, chunks = windows.latents.shape[:2]
+    past, last = chunks - 1, list(range(chunks - 3, chunks))
+    sigma = torch.cat([torch.zeros(batch, past), _step_noise(batch, len(last), generator)], 1)
+    target = torch.arange(past + len(last)).expand(batch, -1) >= past
+    visible = causal(past) + [[*range(chunk), past + copy] for copy, chunk in enumerate(last)]
+    return Rows([*range(past), *last], visible, _context_noise(sigma, generator), target)
+
+
 def _step_noise(batch: int, chunks: int, generator: torch.Generator) -> Tensor:
     """Levels `[batch, chunks]`: mostly those of the four sampling steps, the others anywhere above `LOWEST`."""
     levels = torch.tensor(LEVELS[4])[torch.randint(4, (batch, chunks), generator=generator)]
@@ -157,4 +168,5 @@ def _context_noise(sigma: Tensor, generator: torch.Generator) -> Tensor:
 ROWS = {
     "staircase": staircase_rows, "clean": clean_rows, "first": first_rows, "next": next_rows, "again": next_rows,
     "own": next_rows, "own_staircase": newest_on_stairs_rows, "anchored": anchored_rows, "video": video_rows,
+    "single": single_rows,
 }  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streamdiff.models.tiny.scene import CAMERAS, COLUMN, HOURS, SIZES
 from training.world.shapes import RADIUS
-from training.world.tracks import SIZE
+from training.world.tracks import CONTROLS, SIZE
 
 CHUNK = 3
 """Latent frames of a chunk."""
@@ -33,7 +33,8 @@ class Windows:
     window's first chunk is its stream's first; place float `[B, n, CHUNK, 2, 2]`: centres (y, x) of both things in
     pixels, halfway through each latent frame; bare like latents, but without things (in windows that are not to be
     corrupted, with them); ids int64 `[B, n, tokens]`: those of the scenes' sentences; video `[B, C, CHUNK, h, w]` or
-    None: what the noisy copies of the last chunk show instead of it.
+    None: what the noisy copies of the last chunk show instead of it; controls `[B, n, CHUNK, K]`: what steered each
+    latent frame.
     """
 
     latents: Tensor
@@ -42,9 +43,10 @@ class Windows:
     place: Tensor
     bare: Tensor
     ids: Tensor
+    controls: Tensor
     video: Tensor | None = None
 
-    by_chunk: ClassVar[tuple[str, ...]] = ("latents", "scenes", "place", "bare", "ids")
+    by_chunk: ClassVar[tuple[str, ...]] = ("latents", "scenes", "place", "bare", "ids", "controls")
     """Fields that have a value for every chunk."""
 
     def cut(self, first: Tensor, chunks: int) -> Self:
@@ -54,6 +56,30 @@ class Windows:
         chunk = (first[:, None] + torch.arange(chunks)).to(device, non_blocking=True)
         parts = {name: getattr(self, name)[window, chunk] for name in self.by_chunk}
         return replace(self, start=self.start & (first == 0), **parts)
+
+    def rows(self, rows: Tensor) -> Self:
+        """The windows `rows` `[n]`, on the CPU, of windows without a video."""
+        here = rows.to(self.latents.device)
+        return replace(self, start=self.start[rows], **{name: getattr(self, name)[here] for name in self.by_chunk})
+
+    def singles(self) -> Self:
+        """The windows with each latent frame as a chunk of its own."""
+
+        def apart(part: Tensor) -> Tensor:
+            return part.transpose(2, 3).flatten(1, 2).unsqueeze(3)
+
+        def repeated(part: Tensor) -> Tensor:
+            return part.repeat_interleave(self.latents.shape[3], 1)
+
+        return replace(
+            self,
+            latents=apart(self.latents),
+            bare=apart(self.bare),
+            scenes=repeated(self.scenes),
+            ids=repeated(self.ids),
+            place=self.place.flatten(1, 2).unsqueeze(2),
+            controls=self.controls.flatten(1, 2).unsqueeze(2),
+        )
 
     def drawn(self, low: float, high: float, generator: torch.Generator) -> Tensor:
         """A number from `low` to `high` for every window, `[B, 1, 1, 1, 1]`."""
@@ -106,8 +132,10 @@ class Windows:
         squared = torch.where(both, (self.bare[:, 1:] - self.bare[:, :-1]).square(), 0.0)
         change = squared.sum((2, 3, 4, 5)) / both.sum((2, 3, 4, 5)).clamp(min=1)
         change = torch.cat([change[:, :1], change], 1)  # the first chunk's is that of the next
-        weight = (PLAIN_CHANGE / change.clamp(min=1e-6)).sqrt().clamp(1.0, MOST_MOVING)
+        plain = PLAIN_CHANGE * (free.shape[2] / CHUNK) ** 2
+        weight = (plain / change.clamp(min=1e-6)).sqrt().clamp(1.0, MOST_MOVING)
         pans = self.scenes[..., COLUMN["camera"]] != CAMERAS.index("still")
+        pans |= (self.controls[..., CONTROLS.index("pan_x")] != 0).any(-1)
         passes = self.scenes[..., COLUMN["hour"]] == HOURS.index("passing")
         return torch.where(pans | passes, weight, 1.0)
 

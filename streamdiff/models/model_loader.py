@@ -194,7 +194,7 @@ class ModelLoader:
                 f"{model.weights}: this is an image-to-video model, which is not supported: it takes the picture "
                 "through CLIP. Use a text-to-video model; a stream of one can begin with a picture too (--image)"
             )
-        denoiser = WanDenoiser(weights)
+        denoiser = WanDenoiser(weights, len(self.spec.controls))
         if denoiser.extra_channels and not model.embedded:
             raise ConfigError(
                 f"{model.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing "

@@ -45,7 +45,8 @@ class ModelSpec:
     `first_chunks` of a stream are made together, as one longer chunk; with `context_alone` the clean pass of a chunk
     sees nothing before it but the sink, and with `context_pictures` it is shown a first latent frame that was encoded
     again from its picture; `switch` is what a new prompt does to the past unless it says; with `anchor_every` N every
-    Nth chunk is an anchor of KV context `anchored`, beside the sink's (0: none is)."""
+    Nth chunk is an anchor of KV context `anchored`, beside the sink's (0: none is); `control_axes` and
+    `control_buttons` are the names of what steers it."""
 
     name: str
     latent_channels: int
@@ -72,6 +73,14 @@ class ModelSpec:
     context_pictures: bool = False
     switch: str = "keep"
     anchor_every: int = 0
+    control_axes: tuple[str, ...] = ()
+    control_buttons: tuple[str, ...] = ()
+
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """Names of the numbers of a control vector, of which each latent frame has one: axes, -1 to 1, then buttons, 0
+        or 1."""
+        return self.control_axes + self.control_buttons
 
     def schedule(self, steps: int) -> Schedule:
         """The denoise steps of a chunk in `steps` steps: those published, else the embedded model's."""

@@ -72,7 +72,7 @@ def test_a_transformer_that_is_there_is_gone_on_with(tmp_path: Path, autoencoder
     channels = stage_one.AUTOENCODER.latent_channels
     mean, std = torch.arange(channels) / 10.0, torch.full((channels,), 2.0)
     begin = tmp_path / "begin"
-    parts = (network.text, network.transformer)
+    parts = (network.text, network.finished())
     model.save(begin, autoencoder, mean, std, parts, command.stream_settings())
     arguments = ["--stage", "denoiser", "--begin", str(begin), "--steps", "1", "--batch", "1", "--threads", "1"]
     assert command.main([*arguments, "--rate", "1e-9", "--out", str(tmp_path / "on")]) == 0

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.transformer.wan import attend
+from streamdiff.models.tiny import model
+from streamdiff.models.transformer.wan import add_controls, attend
+from training.__main__ import stream_settings
 from training.autoencoder import AUTOENCODER, initialise
 from training.batches import Pool, TrackEncoder
 from training.denoiser import lesson_of
 from training.network import TRANSFORMER, Lesson, Network, _attend
+from training.world.tracks import CONTROLS
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,37 @@ def test_attention_in_bfloat16_is_attention_forwards_and_backwards(seen: int) ->
     for own, theirs in zip(written_out, plain, strict=True):
         assert own.grad is not None and theirs.grad is not None
         torch.testing.assert_close(own.grad, theirs.grad, atol=0.05, rtol=0)
+
+
+@pytest.mark.slow
+def test_the_finished_model_is_steered_as_the_network_in_training_and_begins_it_again(
+    pool: Pool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    network = Network().eval()
+    torch.nn.init.normal_(network.transformer.proj_out.weight, std=0.1)
+    windows = pool.sample(1, torch.Generator().manual_seed(0))
+    zero, keys = torch.zeros(5, 3, len(CONTROLS)), torch.rand(5, 3, len(CONTROLS))
+    given = windows.latents[0], torch.full((5, 3), 500.0)
+    before = network.denoiser.embed(*given)
+
+    def hidden(controls: Tensor) -> Tensor:
+        return add_controls(before.hidden, controls, network.control.weight)
+
+    assert torch.equal(hidden(keys), before.hidden), "it begins with nothing"
+    torch.nn.init.normal_(network.control.weight)
+    channels = AUTOENCODER.latent_channels
+    parts = network.text, network.finished()
+    model.save(tmp_path, pool.encode.autoencoder, torch.zeros(channels), torch.ones(channels), parts, stream_settings())
+    made = model.load_model(tmp_path, torch.device("cpu"))
+    assert made.spec.controls == CONTROLS and torch.equal(hidden(zero), before.hidden)
+    torch.testing.assert_close(made.denoiser.embed(*given, keys).hidden, hidden(keys), atol=0.02, rtol=0.01)
+    again = Network()
+    again.load_model(made)
+    torch.testing.assert_close(again.control.weight, network.control.weight, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        again.transformer.patch_embedding.weight, network.transformer.patch_embedding.weight, atol=1e-3, rtol=1e-3
+    )
 
 
 @pytest.mark.slow

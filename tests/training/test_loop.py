@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,20 @@ def test_a_run_that_was_stopped_and_goes_on_ends_as_one_that_was_not(tmp_path: P
     start = TAEHV(train_autoencoder.AUTOENCODER)
     assert not equal(whole, start.state_dict())
     assert not equal(whole, autoencoder(tmp_path / "short", Stops(3, at=1)))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_told_to_end_writes_its_step_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "stopping", threading.Event())
+
+    def stop() -> float:
+        loop.stopping.set()
+        return 0.0
+
+    autoencoder(tmp_path / "parts", Stops(3, at=0, how=stop))
+    assert torch.load(tmp_path / "parts" / "autoencoder.pt", weights_only=True)["step"] == 1
+    loop.stopping.clear()
+    assert equal(autoencoder(tmp_path / "whole", loop.Budget(3)), autoencoder(tmp_path / "parts", loop.Budget(3)))
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from training.on_policy import PAST, OwnPasts, locate
 from training.rows import LEVELS
 from training.world.render import render
 from training.world.scenes import draw_scenes
-from training.world.tracks import PAN, SCROLL, SIZE, Streams, Track, join, shares_of_light
+from training.world.tracks import CONTROLS, PAN, SCROLL, SIZE, Streams, Track, join, shares_of_light
 
 
 def dice(seed: int = 0) -> torch.Generator:
@@ -127,8 +127,12 @@ def pasts() -> OwnPasts:
 def test_streams_take_turns_and_see_what_the_network_made(pasts: OwnPasts) -> None:
     made: list[Tensor] = []
 
-    def flow(past: Tensor, noisy: Tensor, step: int, ids: Tensor) -> Tensor:
-        assert past.shape == (2, PAST, 16, 3, 16, 16) and len(ids) == 2
+    def flow(past: Tensor, noisy: Tensor, step: int, ids: Tensor, controls: Tensor) -> Tensor:
+        assert (
+            past.shape == (2, PAST, 16, 3, 16, 16)
+            and len(ids) == 2
+            and controls.shape == (2, PAST + 1, 3, len(CONTROLS))
+        )
         made.append(noisy)
         return noisy  # so that what is clean is the noise less all of it: zeros
 
@@ -150,8 +154,10 @@ def test_what_is_told_of_a_stream_that_is_right_is_how_the_world_goes_on() -> No
     initialise(autoencoder)
     pasts = OwnPasts(TrackEncoder(autoencoder, torch.zeros(16), torch.ones(16), numbers), 1, dice(3))
     state = pasts.streams.take(torch.tensor([0]))
-    expected = state.play(pasts.scenes)
-    windows = pasts.turn(1, lambda past, noisy, step, ids: noisy, (1.0,), dice())
+    pasts.player.plays[:] = True
+    windows = pasts.turn(1, lambda past, noisy, step, ids, controls: noisy, (1.0,), dice())
+    assert windows.controls[:, -1].any(), "which is where a key steers it"
+    expected = state.play(pasts.scenes, controls=windows.controls[:, -1])
     away = (windows.place[0, PAST, :, 0] - expected.place[0, 2::4, 0] + SIZE / 2).remainder(SIZE) - SIZE / 2
     assert away.abs().max() <= own_past.REACH, "an untrained autoencoder shows it roughly"
 
@@ -171,10 +177,25 @@ def test_a_thing_that_is_lost_begins_where_streams_begin(trained: tuple[Network,
     own = OwnPasts(encode, 3, dice(2))
     track = join([own.streams.take(torch.arange(3)).play(own.scenes) for _ in range(PAST)])
     own.latents = encode.latents_of(track, things=False).unflatten(1, (PAST, -1)).transpose(2, 3)
-    windows = own.turn(3, lambda past, noisy, step, ids: noisy, LEVELS[2], dice())
+    windows = own.turn(3, lambda past, noisy, step, ids, controls: noisy, LEVELS[2], dice())
     fresh = Streams(windows.scenes[:, -1].cpu()).play(windows.scenes[:, -1]).middles()
     alone = windows.scenes[:, -1, COLUMN["second"]] == 0
     assert alone.any() and torch.equal(windows.place[alone, -1, 0, 0], fresh[alone, 0, 0])
+
+
+@pytest.mark.slow
+def test_what_went_elsewhere_than_it_was_steered_is_not_told_to_jump_home(
+    trained: tuple[Network, TrackEncoder],
+) -> None:
+    _, encode = trained
+    own = OwnPasts(encode, 2, dice(2))
+    own.player.plays[:] = False
+    track = join([own.streams.take(torch.arange(2)).play(own.scenes) for _ in range(PAST)])
+    own.latents = encode.latents_of(track, things=False).unflatten(1, (PAST, -1)).transpose(2, 3)
+    own.controls[0, -1, :, CONTROLS.index("move_x")] = 1
+    windows = own.turn(2, lambda past, noisy, step, ids, controls: noisy, LEVELS[2], dice())
+    assert len(windows.latents) == len(windows.start) == 1 and not windows.controls.any()
+    assert not own.controls[0].any(), "it begins anew"
 
 
 @pytest.mark.slow
@@ -195,7 +216,7 @@ def test_the_packaged_network_makes_nearly_what_is_right(
 def test_gradients_in_bfloat16_point_where_those_in_float32_do(trained: tuple[Network, TrackEncoder]) -> None:
     network, encode = trained
     network.encoder.requires_grad_(False)
-    windows = OwnPasts(encode, 1, dice(1)).turn(1, lambda past, noisy, step, ids: noisy, LEVELS[2], dice())
+    windows = OwnPasts(encode, 1, dice(1)).turn(1, lambda past, noisy, step, ids, controls: noisy, LEVELS[2], dice())
     gradients = []
     for bf16 in (False, True):
         network.zero_grad()

@@ -9,10 +9,12 @@ import torch
 
 from training import rows as shown
 from training.windows import CHUNK, CHUNKS, Windows
+from training.world.tracks import CONTROLS
 
 KINDS = {
     "staircase": CHUNKS, "clean": CHUNKS, "anchored": CHUNKS, "first": 1, "next": 2, "again": 2, "own": 3,
     "own_staircase": CHUNKS, "video": 2,
+    "single": 9,
 }  # fmt: skip
 
 
@@ -20,7 +22,8 @@ def drawn(chunks: int = CHUNKS) -> Windows:
     """Six windows, two of which begin a stream."""
     latents, place = torch.zeros(6, chunks, 16, CHUNK, 16, 16), torch.zeros(6, chunks, CHUNK, 2, 2)
     start, words = torch.arange(6) < 2, torch.zeros(6, chunks, 15, dtype=torch.int64)
-    return Windows(latents, words, start, place, latents, words)
+    controls = torch.zeros(6, chunks, CHUNK, len(CONTROLS))
+    return Windows(latents, words, start, place, latents, words, controls)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     initialise(autoencoder)
     path = tmp_path_factory.mktemp("tiny")
     channels = clips.AUTOENCODER.latent_channels
-    parts = (network.text, network.transformer)
+    parts = (network.text, network.finished())
     model.save(path, autoencoder, torch.zeros(channels), torch.ones(channels), parts, stream_settings())
     return path
 

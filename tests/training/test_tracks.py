@@ -193,3 +193,69 @@ def test_still_things_stay_and_all_motions_are_known() -> None:
         place = play(Scene(Thing(motion=motion))).place[0, :, 0]
         moved = bool((place[1:] != place[:-1]).any())
         assert moved == (motion not in ("still", "spinning"))
+
+
+KEYS = {
+    "right": ([(1, 0, 0, 0)] * 3, (0, 32), "still"),
+    "up and left": ([(-1, -1, 0, 0)] * 3, (-32, -32), "still"),
+    "half way down": ([(0, 0.5, 0, 0)] * 3, (16, 0), "still"),
+    "a tap": ([(1, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0)], (0, 16), "still"),
+    "a tap, then as prompted": ([(1, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0)], (-16, 16), "up"),
+    "a tap while another key is held": ([(1, -1, 0, 0), (1, 0, 0, 0), (1, 0, 0, 0)], (-16, 32), "down"),
+    "pressed late": ([(0, 0, 0, 0), (0, 0, 0, 0), (-1, 0, 0, 0)], (16, -16), "down"),
+    "stop": ([(0, 0, 0, 1)] * 3, (0, 0), "bouncing"),
+    "stop and a way": ([(1, 1, 0, 1)] * 3, (0, 0), "right"),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_keys_move_the_first_thing_in_place_of_its_motion_and_it_goes_on_from_there(name: str) -> None:
+    keys, way, motion = KEYS[name]
+    scene = replace(TWO, first=Thing(motion=motion))
+    streams = Streams(rows(scene))
+    begin = streams.play(rows(scene))
+    track = streams.play(rows(scene), controls=torch.tensor([keys], dtype=torch.float32))
+    after = streams.play(rows(scene))
+    alone = play(scene, scene, scene)
+    first = short_way(after.place[0, 0] - track.place[0, 0])
+    assert first[0].tolist() == list(way)
+    assert (after.place[0, 0] % tracks.LATTICE == 0).all(), "every chunk begins on the lattice"
+    assert torch.equal(track.place[0, :, 1], alone.place[0, 12:24, 1]), "the second thing is not steered"
+    assert torch.equal(track.place[0, 0, 0], begin.place[0, -1, 0]) or motion != "still"
+    one, other = (short_way(each[0, -1, 0] - each[0, 0, 0]) for each in (after.place, alone.place[:, 24:]))
+    assert motion == "bouncing" or torch.equal(one, other), "released, it goes on as its scene says"
+
+
+@pytest.mark.parametrize("side", [-1, 1])
+def test_a_key_pans_the_camera_whatever_the_scene_says(side: int) -> None:
+    scene = replace(TWO, camera="left")
+    streams, prompted = Streams(rows(scene)), Streams(rows(scene))
+    keys = torch.tensor([[[0.0, 0, side, 0]] * 3])
+    track, same = streams.play(rows(scene), controls=keys), prompted.play(rows(scene))
+    assert torch.equal(track.place, same.place)
+    way = (track.scroll[0, -1] - track.scroll[0, 0] + tracks.SCROLL // 2) % tracks.SCROLL - tracks.SCROLL // 2
+    assert way == side * round(tracks.PAN * 11 / 12)
+
+
+@given(seeds)
+def test_a_stream_without_keys_goes_on_as_one_that_has_none(seed: int) -> None:
+    scenes = draw_scenes(8, dice(seed))
+    plain, steered = (Streams(scenes, dice(seed)) for _ in range(2))
+    for _ in range(3):
+        one = plain.play(scenes)
+        other = steered.play(scenes, controls=torch.zeros(8, 3, len(tracks.CONTROLS)))
+        assert all(torch.equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(Track))
+
+
+@given(seeds)
+def test_what_spins_keeps_its_angle_while_it_is_moved_and_bounces_on_the_way_it_went(seed: int) -> None:
+    scene = replace(TWO, first=Thing(motion="spinning", speed=SPEEDS[seed % 3]))
+    streams = Streams(rows(scene))
+    angle = streams.play(rows(scene)).angle[0, -1, 0]
+    held = streams.play(rows(scene), controls=torch.tensor([[[-1.0, 0, 0, 0]] * 3])).angle[0, :, 0]
+    assert len(set(held.tolist())) == 1 and held[0] != angle
+    bounces = replace(TWO, first=Thing(motion="bouncing"))
+    streams.play(rows(bounces))
+    streams.play(rows(bounces), controls=torch.tensor([[[1.0, -1.0, 0, 0]] * 3]))
+    after = streams.play(rows(bounces)).place[0, :3, 0]
+    assert short_way(after[2] - after[0])[0] < 0 < short_way(after[2] - after[0])[1]

@@ -230,6 +230,7 @@ def test_whole_windows_come_after_pairs_of_chunks(pool: Pool, whole: bool) -> No
     drawn = train_denoiser.draw([pool] * 4, 4, whole, random.Random(0), dice())
     chunks = {kind: windows.latents.shape[:2] for kind, windows in drawn.items()}
     assert chunks.pop("first")[0] == 6 and chunks.pop("again")[0] == chunks.pop("video")[0] == 2
+    assert chunks.pop("single")[0] == 2
     assert chunks.pop("next") == ((4, 2) if whole else (8, 2))
     assert list(chunks.values()) == ([(2, 5)] if whole else [])
 
@@ -244,7 +245,8 @@ def test_worn_things_lie_between_whole_and_missing_ones(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["staircase", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("clean", "first", "next"))]
+    "kind",
+    ["staircase", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("clean", "first", "next", "single"))],
 )
 def test_every_kind_of_row_has_a_loss_that_trains_the_network(pool: Pool, kind: str) -> None:
     torch.manual_seed(0)
@@ -252,7 +254,8 @@ def test_every_kind_of_row_has_a_loss_that_trains_the_network(pool: Pool, kind: 
     some = pool.sample(2, dice())
     start = torch.ones_like(some.start)
     some = replace(some, start=start)
-    some = some.cut(torch.zeros(2, dtype=torch.int64), {"first": 1, "next": 2}.get(kind, 5))
+    some = some.cut(torch.zeros(2, dtype=torch.int64), {"first": 1, "next": 2, "single": 3}.get(kind, 5))
+    some = some.singles() if kind == "single" else some
     (loss,) = network.losses({kind: train_denoiser.lesson_of(some, kind, random.Random(0), dice())}).values()
     loss.backward()
     assert loss.isfinite() and loss > 0.1
@@ -277,11 +280,13 @@ def test_tables_of_all_blocks_are_trained_by_adam(tmp_path: Path) -> None:
     network = Network()
     statistics = (torch.zeros(16), torch.ones(16))
     made = learner.Learner(network, tmp_path, learner.Plan(), CPU, lambda: statistics)
-    (matrices, _), _ = made.optimizer.parts
+    (matrices, _), *_, (apart, rate) = made.optimizer.parts
     by_muon = {id(weight) for weight in matrices.param_groups[0]["params"]}
     tables = [block.scale_shift_table for block in network.transformer.blocks]
     assert len(tables) == 6 and not any(id(table) in by_muon for table in tables)
     assert all(id(block.ffn.net[2].weight) in by_muon for block in network.transformer.blocks)
+    (alone,) = apart.param_groups[0]["params"]
+    assert alone is network.control.weight and rate == learner.CONTROL_LR
 
 
 def test_a_cut_holds_the_same_chunks_and_is_a_start_only_from_chunk_zero(pool: Pool) -> None:
@@ -293,6 +298,31 @@ def test_a_cut_holds_the_same_chunks_and_is_a_start_only_from_chunk_zero(pool: P
     for row, offset in enumerate(first.tolist()):
         for name in Windows.by_chunk:
             assert torch.equal(getattr(part, name)[row], getattr(whole, name)[row, offset : offset + 2])
+
+
+def test_windows_of_single_latent_frames_hold_each_with_what_it_shows_and_what_steered_it(pool: Pool) -> None:
+    whole = pool.sample(3, dice())
+    single = whole.singles()
+    assert single.latents.shape == single.bare.shape == (3, 15, 16, 1, 16, 16)
+    assert torch.equal(single.latents[:, 7, :, 0], whole.latents[:, 2, :, 1])
+    assert torch.equal(single.controls[:, 7, 0], whole.controls[:, 2, 1])
+    assert torch.equal(single.place[:, 14, 0], whole.place[:, 4, 2]) and single.weight().shape == (3, 15, 1, 1, 16, 16)
+    for name in ("scenes", "ids"):
+        assert torch.equal(getattr(single, name)[:, 6:9], getattr(whole, name)[:, 2, None].expand(-1, 3, -1))
+
+
+def test_a_pool_goes_on_with_the_windows_of_another(pool: Pool, tmp_path: Path) -> None:
+    pool.save(tmp_path / "windows.pt")
+    other = Pool(pool.encode, capacity=6)
+    other.load(tmp_path / "windows.pt")
+    one, same = (each.sample(4, dice()) for each in (pool, other))
+    assert all(torch.equal(getattr(one, name), getattr(same, name)) for name in ("start", *Windows.by_chunk))
+    assert other.written == pool.written
+
+
+def test_pools_hold_what_steered_their_windows(pool: Pool) -> None:
+    some = pool.sample(40, dice())
+    assert some.controls.shape == (40, 5, 3, 4) and some.controls.any() and (some.controls == 0).flatten(1).all(1).any()
 
 
 def test_the_pool_replaces_its_oldest() -> None:

@@ -44,6 +44,12 @@ HOME = ((128, 128), (96, 64))
 """Where the first thing of a stream begins, (y, x): alone, or with a second one."""
 APART = (64, 128)
 """Where a second thing appears, seen from the first."""
+CONTROL_AXES, CONTROL_BUTTONS = ("move_x", "move_y", "pan_x"), ("stop",)
+"""What steers a stream, one vector per latent frame. `move_x` and `move_y` move the first thing right and down at up to
+`STEERED` pixels per chunk, `stop` keeps it where it is, whatever the scene says. `pan_x` pans the camera right or left,
+in either direction at the usual speed, and is the same all over a chunk. At 0 the scene says what moves."""
+CONTROLS = (*CONTROL_AXES, *CONTROL_BUTTONS)
+STEERED = 32
 
 _DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 
@@ -111,6 +117,64 @@ def pixels(parts: Tensor) -> Tensor:
 def steps(stride: int) -> int:
     """What a stride, in pixels per chunk, is per frame, in `PARTS` of a pixel."""
     return stride * PARTS // CHUNK_FRAMES
+
+
+def paced(kind: Tensor, rate: Tensor, unit: int, least: Tensor) -> Tensor:
+    """How far something moves in each frame of a chunk, in whole parts, `[N, F * FRAMES_PER_LATENT]`, that moves at
+    `rate` `[N, F]` parts per latent frame: each run of latent frames of one `kind` `[N, F]`, in which the rate is the
+    same, ends a multiple of `unit` from where it began; where `least` bool `[N, F]`, at least one, if it moves at all.
+    """
+    count, frames = kind.shape
+    new = torch.cat([torch.zeros(count, 1, dtype=torch.int64), (kind[:, 1:] != kind[:, :-1]).long()], 1).cumsum(1)
+    same = (new[:, :, None] == new[:, None, :]).long()
+    length, first = same.sum(2), same.argmax(2)
+    whole = (length * rate.abs() / unit).round().long()
+    total = torch.where(least & (rate != 0), whole.clamp(min=1), whole) * unit
+    at = (torch.arange(frames) - first)[:, :, None] * FRAMES_PER_LATENT + torch.arange(FRAMES_PER_LATENT)
+    total, span = total[:, :, None], length[:, :, None] * FRAMES_PER_LATENT
+    moved = (at + 1) * total // span - at * total // span
+    return (moved * rate.sign().long()[:, :, None]).flatten(1)
+
+
+@dataclass(frozen=True)
+class Steering:
+    """What moves in each of a chunk's T frames. move int64 `[N, T, 2]`: how far the first thing is moved (y, x), in
+    `PARTS` of a pixel, where `held` bool `[N, T]` says that controls move it; elsewhere `pace` int64 `[N, T]` is its
+    speed, in `PARTS` per frame, and `spin` how many `ANGLES` it turns, as its scene says; pan int64 `[N, T]`: how far
+    the scenery scrolls, in `PARTS`."""
+
+    move: Tensor
+    held: Tensor
+    pace: Tensor
+    spin: Tensor
+    pan: Tensor
+
+
+def steering(scenes: Tensor, controls: Tensor) -> Steering:
+    """That of a chunk under `scenes` `[N, fields]` and `controls` `[N, F, K]`."""
+    x, y, pan, stop = controls.unbind(2)
+    stopped = stop > 0
+    held = stopped | (x != 0) | (y != 0)
+    cell, latents = LATTICE * PARTS, controls.shape[1]
+    move = []
+    for axis in (y, x):
+        value = torch.where(stopped, 0.0, axis)
+        rate = value * (STEERED * PARTS / CHUNK_LATENTS)
+        move.append(paced((value * 64).long(), rate, cell, torch.ones_like(held)))
+    rank = scenes[:, COLUMN["speed"]]
+    kind, never = held.long(), torch.zeros_like(held)
+    speed = torch.tensor(STRIDE)[rank, None] * (PARTS / CHUNK_LATENTS)
+    turn = torch.tensor(SPIN)[rank, None].float() * FRAMES_PER_LATENT
+    camera = scenes[:, COLUMN["camera"]]
+    side = (camera == CAMERAS.index("right")).long() - (camera == CAMERAS.index("left")).long()
+    side = torch.where(pan != 0, pan.sign().long(), side[:, None])
+    return Steering(
+        torch.stack(move, 2),
+        held.repeat_interleave(FRAMES_PER_LATENT, 1),
+        paced(kind, speed.expand(-1, latents), cell, never),
+        paced(kind, turn.expand(-1, latents), CHUNK_FRAMES, never),
+        (side * steps(PAN)).repeat_interleave(FRAMES_PER_LATENT, 1),
+    )
 
 
 def homes(scenes: Tensor) -> Tensor:
@@ -187,8 +251,11 @@ class Streams:
         self.way = torch.where(lost[:, :, None], 1, self.way)
         self.angle = torch.where(lost, 0, self.angle)
 
-    def play(self, scenes: Tensor, frames: int = CHUNK_FRAMES) -> Track:
-        """The next chunk, or its first `frames` frames, under `scenes` `[N, fields]`. Mutates: self."""
+    def play(self, scenes: Tensor, frames: int = CHUNK_FRAMES, controls: Tensor | None = None) -> Track:
+        """The next chunk, or its first `frames` frames, under `scenes` `[N, fields]` and `controls` `[N, CHUNK_LATENTS,
+        K]` (None: all 0). Mutates: self."""
+        controls = torch.zeros(len(scenes), CHUNK_LATENTS, len(CONTROLS)) if controls is None else controls
+        steered = steering(scenes, controls)
         before = scenes if self.before is None else self.before
         self._appear(before, scenes)
         light_before = shares_of_light(self.phase)
@@ -200,7 +267,7 @@ class Streams:
                 ("scroll", pixels(self.scroll).remainder(SCROLL)), ("light", passed), ("fall", self.fall),
             ):  # fmt: skip
                 made[name].append(value.clone())
-            self._move(scenes)
+            self._move(scenes, steered, frame)
         self._settle(scenes, frames)
         self.before = scenes.clone()
         every = scenes[:, None].expand(-1, frames, -1)
@@ -223,7 +290,7 @@ class Streams:
         other = scenes[:, COLUMN["weather"]] != before[:, COLUMN["weather"]]
         self.fall = torch.where(other | clear, 0, self.fall)
 
-    def _move(self, scenes: Tensor) -> None:
+    def _move(self, scenes: Tensor, steered: Steering, frame: int) -> None:
         speeds, table = torch.tensor([steps(s) for s in STRIDE]), torch.zeros(len(MOTIONS), 2, dtype=torch.int64)
         for name, direction in _DIRECTIONS.items():
             table[MOTIONS.index(name)] = torch.tensor(direction)
@@ -231,8 +298,8 @@ class Streams:
         for thing, prefix in enumerate(("", "second_")):
             motion = scenes[:, COLUMN[prefix + "motion"]]
             rank = scenes[:, COLUMN[prefix + "speed"]]
-            speed = speeds[rank, None]
-            place, way = self.place[:, thing], self.way[:, thing]
+            speed = speeds[rank, None] if thing else steered.pace[:, frame, None]
+            place, way, still = (each[:, thing].clone() for each in (self.place, self.way, self.angle))
             drift = (place + table[motion] * speed).remainder(SIZE * PARTS)
             way = torch.where(place >= high, -1, torch.where(place <= low, 1, way))
             ahead = place + way * speed
@@ -242,11 +309,16 @@ class Streams:
             self.place[:, thing] = torch.where(bouncing, ahead, drift)
             self.way[:, thing] = torch.where(bouncing, torch.where(over, -1, torch.where(under, 1, way)), 1)
             spinning = motion == MOTIONS.index("spinning")
-            turned = (self.angle[:, thing] + torch.tensor(SPIN)[rank]).remainder(ANGLES)
+            turned = (self.angle[:, thing] + (torch.tensor(SPIN)[rank] if thing else steered.spin[:, frame])) % ANGLES
             self.angle[:, thing] = torch.where(spinning, turned, self.angle[:, thing])
-        camera = scenes[:, COLUMN["camera"]]
-        side = (camera == CAMERAS.index("right")).long() - (camera == CAMERAS.index("left")).long()
-        self.scroll = (self.scroll + side * steps(PAN)).remainder(SCROLL * PARTS)
+            if not thing:
+                held, move = steered.held[:, frame, None], steered.move[:, frame]
+                moved = (place + move).remainder(SIZE * PARTS)
+                self.place[:, 0] = torch.where(held, moved, self.place[:, 0])
+                # What bounces goes on the way it was moved, else right and down: as the pictures show.
+                self.way[:, 0] = torch.where(held, torch.where(move < 0, -1, 1), self.way[:, 0])
+                self.angle[:, 0] = torch.where(held[:, 0], still, self.angle[:, 0])
+        self.scroll = (self.scroll + steered.pan[:, frame]).remainder(SCROLL * PARTS)
         self.fall = (self.fall + 1).remainder(FALL)
 
     def _light(self, scenes: Tensor, before: Tensor, share: float) -> Tensor:

@@ -54,6 +54,13 @@ class Table:
             raise self._wrong(key, value, f"a list of {count or 'some'} whole numbers, each at least {low}")
         return tuple(value)
 
+    def names(self, key: str) -> tuple[str, ...]:
+        value = self._get(key)
+        good = isinstance(value, list) and all(isinstance(item, str) and item for item in value)
+        if not good or len(set(value)) < len(value):
+            raise self._wrong(key, value, "a list of names, each another")
+        return tuple(value)
+
     def number(self, key: str) -> float:
         value = self._get(key)
         # An int may be larger than any float.

@@ -83,6 +83,8 @@ def read_folder(folder: Path, name: str) -> FolderFacts:
     for key, low in (("clean_window_latents", 1), ("sink_latents", 0)):
         facts[key] = stream.integer(key, low) if key in stream.values else {"sink_latents": 0}.get(key)
     facts |= {key: stream.number(key) for key in ("native_fps", "shift")}
+    for key in ("control_axes", "control_buttons"):
+        facts[key] = stream.names(key) if key in stream.values else ()
     spec = ModelSpec(
         **facts
         | {
@@ -99,6 +101,12 @@ def read_folder(folder: Path, name: str) -> FolderFacts:
     architecture["patch_size"] = transformer.integers("patch_size", 3)
     architecture["cross_attn_norm"] = bool(transformer.values.get("cross_attn_norm", True))
     architecture |= {key: value for key, value in transformer.values.items() if key in ("eps", "rope_max_seq_len")}
+    planes = architecture["in_channels"] - architecture["out_channels"]
+    if len(spec.controls) > planes:
+        raise ConfigError(
+            f"{folder}: controls are {', '.join(spec.controls)}, but the transformer has {planes} input channels "
+            "beside the latents'; each control needs one"
+        )
     tokens = prod(size // patch for size, patch in zip(spec.chunk_shape[1:], architecture["patch_size"], strict=True))
     if tokens < 1 or min(map(spec.window, ("matched", "clean"))) < spec.sink_latents + spec.chunk_latents:
         raise ConfigError(

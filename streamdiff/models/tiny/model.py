@@ -39,7 +39,7 @@ def load_model(
     spec = read_folder(folder, name).spec
     weights = load_transformer(open_transformer(folder / "transformer"), device=device, dtype=torch.float32)
     decoder = PictureDecoder(load_decoder(folder / "vae", device, decoder_dtype))
-    return Model(spec, WanDenoiser(weights), TinyText.load(folder, device), decoder)
+    return Model(spec, WanDenoiser(weights, len(spec.controls)), TinyText.load(folder, device), decoder)
 
 
 def save(

@@ -59,10 +59,12 @@ class Fused(NamedTuple):
 
 class FoldedPatchEmbedding(NamedTuple):
     """The patch embedding of a model with position planes as one linear layer over latents: weight `[C * patch, D]`,
-    and a bias of each token of a frame `[1, L / F, D]`, into which the planes are folded."""
+    and a bias of each token of a frame `[1, L / F, D]`, into which the planes are folded; `control` `[D, K]` as of
+    `WanDenoiser.control_weight`."""
 
     weight: Tensor
     bias: Tensor
+    control: Tensor | None
 
 
 class BlockWeights(NamedTuple):
@@ -120,15 +122,18 @@ def _position_planes(
 class WanDenoiser:
     """A `WanTransformer3DModel` in parts: text, embedding, blocks, output layer. Holds weights and constants only."""
 
-    def __init__(self, model: WanTransformer3DModel) -> None:
+    def __init__(self, model: WanTransformer3DModel, controls: int = 0) -> None:
+        """`controls`: the last input channels of the patch embedding are one plane for each of so many controls."""
         self.model = model
+        self.controls = controls
         config: Any = model.config
         self.patch: tuple[int, int, int] = tuple(config.patch_size)
         self.heads: int = config.num_attention_heads
         self.head_dim: int = config.attention_head_dim
         self.latent_channels: int = config.out_channels
         self.text_width: int = config.text_dim
-        self.extra_channels: int = config.in_channels - config.out_channels
+        self.extra_channels: int = config.in_channels - config.out_channels - controls
+        """Position planes, see `position_planes`."""
         self.blocks = cast("list[WanTransformerBlock]", list(model.blocks))
         self.attention = "auto"
         """The kernel that attention runs with, see `models.transformer.attention_backend`."""
@@ -195,22 +200,35 @@ class WanDenoiser:
             result.append(KeyValue(self._split(key), self._split(value)))
         return result
 
-    def embed(self, latents: Tensor, timestep: Tensor) -> Tokens:
-        """Latents `[R, C, F, h, w]` and timesteps in [0, 1000] `[R, F]` to tokens."""
-        hidden = self.patches(latents)
+    def embed(self, latents: Tensor, timestep: Tensor, controls: Tensor | None = None) -> Tokens:
+        """Latents `[R, C, F, h, w]`, timesteps in [0, 1000] `[R, F]` and controls as in `patches` to tokens."""
+        hidden = self.patches(latents, controls=controls)
         return Tokens(hidden, self.time_embedding(timestep).type_as(hidden))
 
-    def patches(self, latents: Tensor, folded: FoldedPatchEmbedding | None = None) -> Tensor:
-        """Latents `[R, C, F, h, w]` to hidden states `[R, L, D]`. `folded` is what `fold_position_planes` returns;
-        without it the layer runs as in the original, over latents and position planes."""
+    def patches(
+        self, latents: Tensor, folded: FoldedPatchEmbedding | None = None, controls: Tensor | None = None
+    ) -> Tensor:
+        """Latents `[R, C, F, h, w]` and `controls` `[R, F, K]`, one vector per latent frame (None: all 0), to hidden
+        states `[R, L, D]`. `folded` is what `fold_position_planes` returns; without it the layer runs as in the
+        original, over latents and position planes."""
         if folded is not None:
-            return _row_by_row(partial(self._folded_patches, folded), latents)
+            hidden = _row_by_row(partial(self._folded_patches, folded), latents)
+            return hidden if controls is None else add_controls(hidden, controls, folded.control)
         if self.extra_channels:
             rows, _, frames, height, width = latents.shape
             planes = position_planes(self.extra_channels, height, width, latents.device, latents.dtype, frames)
             latents = torch.cat([latents, planes.expand(rows, -1, -1, -1, -1) if rows > 1 else planes], 1)
-        hidden: Tensor = _row_by_row(self.model.patch_embedding, latents).flatten(2).transpose(1, 2).contiguous()
-        return hidden
+        layer: Callable[[Tensor], Tensor] = self.model.patch_embedding
+        if self.controls:
+            own = self.model.patch_embedding
+            layer = partial(F.conv3d, weight=own.weight[:, : -self.controls], bias=own.bias, stride=self.patch)
+        hidden = _row_by_row(layer, latents).flatten(2).transpose(1, 2).contiguous()
+        return hidden if controls is None else add_controls(hidden, controls, self.control_weight())
+
+    def control_weight(self) -> Tensor | None:
+        """The patch embedding of the control planes, each the same all over a latent frame, as a linear layer `[D, K]`;
+        None where the model has no controls."""
+        return self.model.patch_embedding.weight[:, -self.controls :].sum((2, 3, 4)) if self.controls else None
 
     @torch.no_grad()
     def fold_position_planes(self, height: int, width: int) -> FoldedPatchEmbedding | None:
@@ -219,10 +237,12 @@ class WanDenoiser:
         layer, square = self.model.patch_embedding, self.patch == (1, self.patch[1], self.patch[1])
         if not self.extra_channels or not square:
             return None
-        ours, rest = layer.weight.tensor_split([self.latent_channels], 1)
+        channels = self.latent_channels, self.latent_channels + self.extra_channels
+        ours, rest, _ = layer.weight.tensor_split(channels, 1)
         planes = position_planes(self.extra_channels, height, width, ours.device, ours.dtype, 1)
         bias = F.conv3d(planes, rest, layer.bias, self.patch)
-        return FoldedPatchEmbedding(ours.flatten(1).t().contiguous(), bias.flatten(2).transpose(1, 2).contiguous())
+        tokens = bias.flatten(2).transpose(1, 2).contiguous()
+        return FoldedPatchEmbedding(ours.flatten(1).t().contiguous(), tokens, self.control_weight())
 
     def _folded_patches(self, folded: FoldedPatchEmbedding, latents: Tensor) -> Tensor:
         """`patches` of rows `[R, C, F, h, w]`: products of latents alone, and no planes copied beside them."""
@@ -341,6 +361,21 @@ def _row_by_row(layer: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     if len(rows) == 1 or rows.device.type != "cpu":
         return layer(rows)
     return torch.cat([layer(row) for row in rows.split(1)])
+
+
+def add_controls(hidden: Tensor, controls: Tensor, weight: Tensor | None) -> Tensor:
+    """Hidden states `[R, L, D]`, each latent frame's tokens with its vector of `controls` `[R, F, K]`, by `weight`
+    `[D, K]`.
+
+    Raises:
+        ValueError: the model has no controls.
+    """
+    if weight is None:
+        raise ValueError("the model has no controls")
+    frames = hidden.unflatten(1, (controls.shape[1], -1))
+    steered = _row_by_row(partial(F.linear, weight=weight), controls.to(hidden.dtype))
+    result: Tensor = (frames + steered[:, :, None]).flatten(1, 2)
+    return result
 
 
 def block_modulation(table: Tensor, modulation: Tensor) -> Tensor:

@@ -121,6 +121,28 @@ def test_a_missing_part_is_named_with_the_way_out(folder: Path, tmp_path: Path, 
     assert str(broken) in message and missing in message and "--model tiny" in message
 
 
+def rewritten(folder: Path, to: Path, **stream: object) -> Path:
+    """A copy of a model's folder with other stream settings."""
+    shutil.copytree(folder, to)
+    index = json.loads((to / "model_index.json").read_text())
+    index["stream"] |= stream
+    (to / "model_index.json").write_text(json.dumps(index))
+    return to
+
+
+def test_a_model_names_its_controls_and_one_without_has_none(folder: Path, tmp_path: Path) -> None:
+    assert model.load_model(folder, CPU).spec.controls == ()
+    loaded = model.load_model(rewritten(folder, tmp_path / "m", control_axes=["x"], control_buttons=["jump"]), CPU)
+    assert loaded.spec.controls == ("x", "jump") and loaded.denoiser.controls == 2
+    assert loaded.denoiser.extra_channels == model.load_model(folder, CPU).denoiser.extra_channels - 2
+
+
+@pytest.mark.parametrize("axes", ["x", [1], ["x", "x"], [f"x{i}" for i in range(99)]])
+def test_controls_that_cannot_be_are_refused(folder: Path, tmp_path: Path, axes: object) -> None:
+    with pytest.raises(ConfigError):
+        model.load_model(rewritten(folder, tmp_path / "m", control_axes=axes), CPU)
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         model.load_model(tmp_path / "nowhere", CPU)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import Tensor
 
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.elementwise import gelu
@@ -101,6 +102,33 @@ def test_position_planes_folded_into_the_bias_equal_planes_beside_the_latents() 
     moved = denoiser.fold_position_planes(4, 6)
     assert moved is not None and relative_error(denoiser.patches(latents, moved), found) > 1e-2
     assert WanDenoiser(small_transformer(4, planes=0)).fold_position_planes(4, 6) is None
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("folded", [False, True])
+def test_controls_are_planes_beside_the_latents_that_add_nothing_until_they_are_trained(folded: bool) -> None:
+    steered = WanDenoiser(small_transformer(4, planes=9), controls=3)
+    layer = steered.model.patch_embedding
+    plain = WanDenoiser(small_transformer(4, planes=6))
+    plain.model.patch_embedding.load_state_dict({"weight": layer.weight[:, :-3], "bias": layer.bias})
+    generator = torch.Generator().manual_seed(3)
+    latents = torch.randn(3, LATENT_CHANNELS, 2, 4, 6, generator=generator)
+    controls = torch.rand(3, 2, 3, generator=generator)
+
+    def tokens(denoiser: WanDenoiser, rows: slice = slice(None), **more: Tensor) -> Tensor:
+        return denoiser.patches(latents[rows], denoiser.fold_position_planes(4, 6) if folded else None, **more)
+
+    assert torch.equal(tokens(steered), tokens(plain))
+    planes = controls.transpose(1, 2)[..., None, None].expand(-1, -1, -1, 4, 6)
+    positions = position_planes(6, 4, 6, frames=2).expand(3, -1, -1, -1, -1)
+    expected = layer(torch.cat([latents, positions, planes], 1)).flatten(2).transpose(1, 2)
+    found = tokens(steered, controls=controls)
+    assert relative_error(found, expected) <= 1e-5 and relative_error(tokens(steered), expected) > 1e-2
+    assert torch.equal(tokens(steered, slice(1, 2), controls=controls[1:2]), found[1:2]), "a row depends on no other"
+    layer.weight[:, -3:] = 0
+    assert torch.equal(tokens(steered, controls=controls), tokens(plain))
+    with pytest.raises(ValueError):
+        tokens(plain, controls=controls)
 
 
 @torch.inference_mode()

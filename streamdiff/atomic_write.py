@@ -1,7 +1,9 @@
-"""Atomic writes: a temporary name beside the target, moved into place when complete; clean-up on SIGTERM."""
+"""Atomic writes: a temporary name beside the target, moved into place when complete; clean-up on SIGTERM; and locks of
+files and folders that one process uses at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -26,6 +28,12 @@ def check_parent(target: Path) -> None:
         raise ConfigError(f"the folder {parent} of {target.name} cannot be written to; choose another")
 
 
+def check_free(target: Path) -> None:
+    """Raises ConfigError if there is something at `target` already, also a link that leads nowhere."""
+    if os.path.lexists(target):
+        raise ConfigError(f"{target} exists; name another, or give --overwrite to replace it")
+
+
 @contextmanager
 def temporary_sibling(target: Path) -> Iterator[Path]:
     """A free name in the folder of `target`, for a file or a folder that is moved there when it is whole. What still
@@ -38,6 +46,27 @@ def temporary_sibling(target: Path) -> Iterator[Path]:
             shutil.rmtree(temporary)
         else:
             temporary.unlink(missing_ok=True)
+
+
+def lock_of(path: Path, flags: int = os.O_RDONLY) -> int | None:
+    """A descriptor that holds the lock of a file or a folder until it is closed, or the process ends in any way; None:
+    another process holds it, or there is no such path. `flags`: how it is opened.
+
+    Raises:
+        OSError: it cannot be opened, or its file system has no locks.
+    """
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return descriptor
 
 
 @contextmanager

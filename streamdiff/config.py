@@ -20,6 +20,10 @@ PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
 
+PREFIX = r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*/?"
+"""A path prefix: plain segments, none of which begins with a dot."""
+PathPrefix = Annotated[str, Field(pattern=f"^{PREFIX}$"), AfterValidator(lambda value: value.rstrip("/"))]
+
 
 def _network(value: str) -> str:
     ip_network(value)  # or its ValueError
@@ -289,7 +293,9 @@ class ServeConfig(_Section):
     request_s: float = Field(10.0, gt=0)
     """Seconds within which a request's head, and then its body, has to arrive."""
     trusted_proxies: list[Proxy] = []
-    """Addresses and networks whose X-Forwarded-For is believed; they have to pass on Host as it is."""
+    """Addresses and networks whose X-Forwarded-For, -Proto and -Prefix are believed; they pass on Host as it is."""
+    root_path: PathPrefix = ""
+    """Path below which a proxy shows the server, as /ai; X-Forwarded-Prefix of a trusted proxy comes first."""
     grace_s: float = Field(5.0, ge=0)
     """Seconds for which a stream goes on when its last viewer has left."""
     idle_s: float | None = Field(300.0, gt=0)

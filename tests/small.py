@@ -19,11 +19,11 @@ from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, TaehvEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.tiny import model as tiny
-from streamdiff.models.tiny.render import render
 from streamdiff.models.tiny.scene import Scene
 from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, WIDTH, TinyText, build_text
-from streamdiff.models.tiny.tracks import Streams
 from streamdiff.models.transformer.wan import WanDenoiser
+from training.world.render import render
+from training.world.tracks import Streams
 
 CPU = torch.device("cpu")
 LATENT_CHANNELS = 4

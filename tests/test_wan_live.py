@@ -63,7 +63,8 @@ class Files:
 
     @property
     def flags(self) -> list[str]:
-        return [part for name, value in self.options.items() for part in (f"--{name.replace('_', '-')}", value)]
+        said = [part for name, value in self.options.items() for part in (f"--{name.replace('_', '-')}", value)]
+        return [*said, "--overwrite"]
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,7 @@ def test_it_streams_and_equals_the_way_over_files(files: Files, live: np.ndarray
 def decoded(files: Files, latents: Path) -> np.ndarray:
     """Pictures uint8 `[n, H, W, 3]` of a file of latents."""
     video = latents.with_name("video.safetensors")
+    video.unlink(missing_ok=True)
     assert main.main(["decode", "--vae", str(files.vae), "--latents", str(latents), "--out", str(video)]) == 0
     frames = load_file(video)["video"].permute(1, 2, 3, 0)
     pictures: np.ndarray = ((frames + 1) / 2 * 255).round().clamp(0, 255).to(torch.uint8).numpy()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install the viewers of other houses that tests/interop plays with, where that is ours to do: Node and npm packages
-# (libwebrtc, prebuilt; WHEP players for pages), GStreamer, coturn, and HAProxy.
+# (libwebrtc, prebuilt; WHEP players for pages), GStreamer, Firefox, coturn, HAProxy, and Prometheus' promtool.
 # Prints what pytest has to leave out: nothing, or the tests whose viewer cannot be had here. In continuous integration
 # (CI is set, as .ci/run does) none may be left out: what cannot be had is an error there.
 set -euo pipefail
@@ -66,7 +66,9 @@ plays() {
 without=()
 node_plays || without+=("not node")
 gstreamer_plays || without+=("not gstreamer")
+plays firefox-esr firefox-esr || without+=("not firefox")
 plays coturn turnserver || without+=("not coturn")
 plays haproxy haproxy || without+=("not haproxy")
+plays prometheus promtool || without+=("not promtool")
 words="${without[*]}"
 echo "${words// not/ and not}"

@@ -244,6 +244,7 @@ CONFIGURATION = (*ADDRESS, PROMPT, *IMAGE, *INPUT, STEPS_OR_LIST, *MODEL, *PARTS
 # ---- of the commands ----------------------------------------------------------------------------------------------
 
 JSON = Option("--json", "", "print as JSON", key="as_json", action=SWITCH)
+OVERWRITE = Option("--overwrite", "", "replace what exists (default: refuse)", action=SWITCH)
 CONFIG = Option("--config", "FILE", "a YAML file with the same settings, see configs/", Path)
 GENERATE = (
     CONFIG,
@@ -257,11 +258,12 @@ GENERATE = (
     DECODE,
     *TRACE,
     Option("--output", "FILE", ".mp4, .webm, or a folder for PNG frames", Path),
+    OVERWRITE,
     Option("--seconds", "S", "length (default 10)", float),
     Option("--prompt-at", "SECONDS:TEXT", "change the prompt at this time; may be given several times",
            action="append"),
     Option("--prompts", "FILE", "many videos by one engine, into the folder --output: a prompt a line, or .jsonl with "
-           "prompt, seed, seconds, size, output", Path),
+           "prompt, seed, seconds, size, output (below the folder)", Path),
     Option("--resume", "", "with --prompts: skip the videos that are there", action=SWITCH),
 )
 PLAN = (

@@ -41,6 +41,7 @@ class ReferenceJob:
     prompt: str = ""
     seed: int = 0
     output: Path | None = None
+    overwrite: bool = False
     fps: float | None = None
     chunks: int | None = None
     latents_out: Path | None = None

@@ -102,7 +102,7 @@ def expects_answer(pending: PendingRequest) -> bool:
 
 def refused(command: Command, error: RequestError) -> Refused:
     session = "" if isinstance(command, Shutdown) else command.session
-    request = command.request if isinstance(command, Save | SetPrompt | SetSteps | SetInput | Reset) else ""
+    request = command.request if isinstance(command, Open | Save | SetPrompt | SetSteps | SetInput | Reset) else ""
     return Refused(session, request, error.field, str(error), error.code)
 
 

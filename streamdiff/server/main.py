@@ -57,7 +57,8 @@ def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineP
     with configure(config.serve):
         try:
             tokens = read_tokens(config.serve)
-            open_folders(config.serve)  # or its error, before a model is loaded
+            with open_folders(config.serve):  # or its error, before a model is loaded
+                pass
             ports = config.serve.media_ports
             make_loop = None if ports is None else partial(UdpPortLoop, ports)  # None: asyncio's own choice
             with listen(config.serve.host, config.serve.port) as listener:
@@ -201,7 +202,8 @@ async def _unless_shut_down(starting: Coroutine[Any, Any, None], shutdown: Shutd
 async def _serve_engine(
     config: Config, state: AppState, engine: EngineSupervisor, serving: asyncio.Task[None], shutdown: ShutdownRequest
 ) -> int:
-    """Serve a warm engine until the server is asked to end, or the engine has failed for good."""
+    """Serve a warm engine until the server is asked to end, or the engine has failed for good; the exit code."""
+    code = EXIT_OK
     requested, ended = (asyncio.create_task(event.wait()) for event in (shutdown.requested, state.manager.ended))
     try:
         await asyncio.wait({serving, requested, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -212,14 +214,15 @@ async def _serve_engine(
             fatal.error("%s", state.manager.engine.reason)
             fatal.error("the server stays to say so, /readyz answers 503 (Ctrl-C ends)")
             await asyncio.wait({serving, requested}, return_when=asyncio.FIRST_COMPLETED)
-            return EXIT_ENGINE
-        if shutdown.requested.is_set() and state.manager.engine.state != "failed":
-            if config.serve.handover is not None and not shutdown.immediate.is_set():
+            code = EXIT_ENGINE
+        hands_over = config.serve.handover is not None and not shutdown.immediate.is_set()
+        if shutdown.requested.is_set() and (hands_over or state.manager.engine.state != "failed"):
+            if hands_over:
                 await state.manager.hand_over()
             else:
                 await _drain(state, config.serve.drain_s, shutdown)
             await state.manager.keeper.end()
-        return EXIT_OK
+        return code
     finally:
         for task in (requested, ended):
             task.cancel()

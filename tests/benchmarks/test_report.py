@@ -15,8 +15,8 @@ from benchmarks import report
 
 
 def test_the_header_names_what_a_reader_needs() -> None:
-    head = report.header([str(report.ROOT / "benchmarks" / "tiny_quality.py"), "--quick"], warm_up="5 s")
-    assert head.command == "python -m benchmarks.tiny_quality --quick"
+    head = report.header([str(report.ROOT / "training" / "judges" / "tiny_quality.py"), "--quick"], warm_up="5 s")
+    assert head.command == "python -m training.judges.tiny_quality --quick"
     assert head.date.endswith("+00:00")
     assert head.hardware["cpu"] and head.hardware["cores"]
     assert {"python", "torch"} <= set(head.software)
@@ -86,22 +86,18 @@ SPREAD = {"count", "latencies_ms", "max_ms", "max_s", "median_ms", "median_s", "
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("folder", "name"),
     [
-        "autoencoder_quality",
-        "encode_viewers",
-        "glass_to_glass",
-        "hot_path_tiny",
-        "live_browser",
-        "ring_schedule",
-        "scheduler_cost",
-        "tiny_quality",
+        *(("benchmarks", name) for name in ("encode_viewers", "glass_to_glass", "hot_path_tiny", "live_browser")),
+        *(("benchmarks", name) for name in ("ring_schedule", "scheduler_cost")),
+        *(("training", name) for name in ("autoencoder_quality", "tiny_quality")),
     ],
 )
-def test_the_readme_defines_the_figures_of_a_stored_result(name: str) -> None:
+def test_the_readme_defines_the_figures_of_a_stored_result(folder: str, name: str) -> None:
     """Those of speed are in `metrics.METRICS`, which has a test of its own."""
-    found = numbers(json.loads((report.RESULTS / f"{name}.json").read_text())["results"]) - CONDITIONS - SPREAD
-    text = (report.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    stored = json.loads((report.ROOT / folder / "results" / f"{name}.json").read_text())
+    found = numbers(stored["results"]) - CONDITIONS - SPREAD
+    text = (report.ROOT / folder / "README.md").read_text(encoding="utf-8")
     assert found and not [figure for figure in found if f"`{figure}`" not in text]
 
 

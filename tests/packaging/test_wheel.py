@@ -85,7 +85,7 @@ def test_weights_and_page_are_inside(wheel: Path) -> None:
     for page in ("index.html", "app.js", "style.css"):
         assert sizes[f"streamdiff/server/static/{page}"] > 0
     assert "streamdiff/py.typed" in sizes
-    assert not [name for name in sizes if name.startswith(("tests", "benchmarks")) or "__pycache__" in name]
+    assert not [name for name in sizes if name.startswith(("tests", "benchmarks", "training")) or "__pycache__" in name]
     assert any(name.endswith("licenses/LICENSE") for name in sizes)
 
 

@@ -95,7 +95,7 @@ def test_a_chunk_gives_its_frames_in_order(runtime: StreamingPipeline, kv_contex
 
 def test_the_frames_are_the_decoded_latents(runtime: StreamingPipeline) -> None:
     """Piecewise decoding on the decoding thread gives the pictures of decoding the finished latents whole."""
-    from benchmarks.rollout import rollout
+    from training.judges.rollout import rollout
 
     open_session(runtime, seed=6)
     got = pictures(take(runtime, 0, 3))[: 3 * CHUNK]

@@ -10,7 +10,7 @@ from tests.rules.source import ROOT
 
 PROGRAMS = sorted(
     path
-    for path in (ROOT / "benchmarks").glob("*.py")
+    for path in (*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "training" / "judges").glob("*.py"))
     if "__main__" in (text := path.read_text(encoding="utf-8")) and ('"--out"' in text or "write_json(" in text)
 )
 

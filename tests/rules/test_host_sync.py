@@ -20,11 +20,6 @@ UPLOADS = {"torch.tensor", "torch.as_tensor", "torch.from_numpy"}
 # Modules that are not part of a micro-step, by prefix, and functions that are where the device is meant to be left.
 COLD = {
     "streamdiff.models.text_encoder.embedding_store": "writes files, on the thread that encodes texts",
-    "streamdiff.models.tiny.training": "training and its parts",
-    **dict.fromkeys(
-        (f"streamdiff.models.tiny.{name}" for name in ("painting", "render", "shapes", "weather")),
-        "draws the training world",
-    ),
     "streamdiff.models.tiny.weights": "files",
     "streamdiff.models.checkpoint.first_steps": "files",
     "streamdiff.models.checkpoint.tensor_file": "files",

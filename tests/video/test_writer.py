@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from streamdiff.errors import ConfigError
-from streamdiff.video.writer import write_video
+from streamdiff.video.writer import check_target, write_video
 
 
 def paint(count: int, height: int = 32, width: int = 48) -> list[np.ndarray]:
@@ -62,6 +62,32 @@ def test_a_folder_of_pictures(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     assert sorted(os.listdir(folder)) == ["00000.png", "00001.png", "00002.png"]
     assert np.array_equal(np.asarray(Image.open(folder / "00002.png")), pictures[2])
+
+
+def test_a_shorter_video_replaces_the_pictures_in_a_folder_also_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("pictures")
+    write_video(tmp_path / "pictures", paint(3), 10)
+    inode = (tmp_path / "pictures").stat().st_ino  # it may be a volume of a container, which cannot be renamed
+    write_video(f"{tmp_path}/link/", paint(2), 10)
+    assert sorted(os.listdir(tmp_path / "pictures")) == ["00000.png", "00001.png"]
+    assert (tmp_path / "pictures").stat().st_ino == inode and sorted(os.listdir(tmp_path)) == ["link", "pictures"]
+
+
+@pytest.mark.parametrize(("name", "exists"), [
+    ("a.mp4", "a.mp4"), ("link.webm", "link.webm"), ("pictures", "pictures/00000.png"), ("p-%03d.png", "p-417.png"),
+    ("*.png", "00009.png"),
+])  # fmt: skip
+def test_without_overwrite_what_exists_is_refused(tmp_path: Path, name: str, exists: str) -> None:
+    check_target(tmp_path / name, overwrite=False)
+    (tmp_path / exists).parent.mkdir(exist_ok=True)
+    if exists.startswith("link"):
+        (tmp_path / exists).symlink_to("x.webm")
+        (tmp_path / "x.webm").touch()
+    else:
+        (tmp_path / exists).touch()
+    check_target(tmp_path / name)
+    with pytest.raises(ConfigError, match="--overwrite"):
+        check_target(tmp_path / name, overwrite=False)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def _check_parts(folder: Path) -> None:
             raise ConfigError(
                 f"model folder {folder} has no {part}; a model is a folder with model_index.json, transformer, "
                 "text_encoder, tokenizer and vae. Use the embedded model with `--model tiny`, or train one with "
-                "`python -m streamdiff.models.tiny.training`"
+                "`python -m training`"
             )
 
 

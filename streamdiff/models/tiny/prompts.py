@@ -6,7 +6,6 @@ text; knows nothing about tensors.
 
 from __future__ import annotations
 
-import random
 from dataclasses import fields
 
 from streamdiff.models.interfaces import ParsedPrompt
@@ -18,7 +17,6 @@ from streamdiff.models.tiny.scene import (
     THING_TABLES,
     Scene,
     Thing,
-    plain,
 )
 from streamdiff.models.tiny.vocabulary import Word
 
@@ -100,16 +98,6 @@ def _thing(thing: Thing) -> str:
     article = "an" if (size or thing.color)[0] in "aeiou" else "a"
     speed = "" if thing.motion == "still" else SPEED_WORDS[thing.speed]
     return f"{article} {size}{thing.color} {thing.shape} {MOTION_WORDS[thing.motion]}{speed}"
-
-
-def draw(chance: random.Random) -> Scene:
-    """A random scene that can be said."""
-
-    def thing() -> Thing:
-        return Thing(*(chance.choice(table) for table in THING_TABLES.values()))
-
-    rest = {name: chance.choice(table) for name, table in SETTING_TABLES.items()}
-    return plain(Scene(thing(), thing() if chance.random() < 0.5 else None, **rest))
 
 
 def known_words() -> list[str]:

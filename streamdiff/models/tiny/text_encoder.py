@@ -73,7 +73,7 @@ class TinyText(TextEncoder):
         if missing := sorted(set(WORDS) - tokenizer.get_vocab().keys()):
             raise ConfigError(
                 f"{folder} was trained on another world: its tokenizer has no {', '.join(missing[:5])}; train one with "
-                "`python -m streamdiff.models.tiny.training`, or leave --model out"
+                "`python -m training`, or leave --model out"
             )
         transformers_logging.disable_progress_bar()  # a bar for 0.1 MB only clutters the start
         encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float32)

@@ -165,9 +165,7 @@ def _check_rerun(head: HeadState) -> None:
         _must(not new.rerun, "head.scheduled.rerun", new.rerun, "empty without a clean pass")
         return
     # A rerun waits for the chunks in flight, whose latents are kept by then.
-    coming = {
-        number for chunk in new.chunks for number in range(chunk.number, chunk.number + new.together(chunk.number))
-    }
+    coming = {number for chunk in new.chunks for number in _numbers(new, chunk.number)}
     there = sampler.kept.keys() | sampler.given_latents.keys() | coming
     ascending = all(a < b for a, b in zip(new.rerun, new.rerun[1:], strict=False))
     _must(ascending and set(new.rerun) <= there, "head.scheduled.rerun", new.rerun,

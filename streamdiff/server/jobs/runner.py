@@ -68,6 +68,8 @@ class _Run:
     encoded: int = 0
     in_engine: bool = False
     preempted: bool = False
+    inference_s: float | None = None
+    peak_memory_mb: float | None = None
     end: str = "aborted"
     """How it ended: completed, failed, put_back or aborted; label of a metric."""
 
@@ -99,21 +101,36 @@ class JobRunner:
     # ---- for the routes -----------------------------------------------------------------------------------------
 
     async def submit(
-        self, request: VideoRequest, owner: str, owner_share: int, picture: Pictures | None, features: Features
+        self,
+        request: VideoRequest,
+        owner: str,
+        owner_share: int,
+        picture: Pictures | None,
+        features: Features,
+        key: tuple[str, str] | None = None,
     ) -> Job:
         """Put a job into the queue, of which `owner` may hold `owner_share` places, with what the store keeps of it.
+        Where a request with this `key` came before, its job is returned; see `JobStore.of_key`.
 
         Raises:
-            Unavailable: the queue or the disk is full.
+            Unavailable: the queue or the disk is full. KeyReused: that request was another one.
         """
-        job = await self._stored(self._submit, request, owner, owner_share, picture, features)
+        job = await self._stored(self._submit, request, owner, owner_share, picture, features, key)
         logger.info("Job %s waits: %d frames.", job.id, request.frames, extra=log_fields(job=job.id))
         self._wake.set()
         return job
 
     def _submit(
-        self, request: VideoRequest, owner: str, owner_share: int, picture: Pictures | None, features: Features
+        self,
+        request: VideoRequest,
+        owner: str,
+        owner_share: int,
+        picture: Pictures | None,
+        features: Features,
+        key: tuple[str, str] | None,
     ) -> Job:
+        if key is not None and (known := self._store.of_key(*key)) is not None:
+            return known
         serve, now_s = self._config, clock.wall_s()
         if self._store.count() >= serve.jobs_queue:
             raise Unavailable("queue", f"All {serve.jobs_queue} places are taken (serve.jobs_queue).", 10)
@@ -130,7 +147,7 @@ class JobRunner:
                 "disk", f"The videos kept here take {used_gb:.2f} GB of {serve.jobs_disk_gb:g} (serve.jobs_disk_gb). "
                 "DELETE some, or wait until they expire.", wait_s,
             )  # fmt: skip
-        return self._store.add(request, owner, now_s, picture, features)
+        return self._store.add(request, owner, now_s, picture, features, key)
 
     async def get(self, id: str) -> Job | None:
         return await self._stored(self._store.get, id)
@@ -179,6 +196,9 @@ class JobRunner:
         elif isinstance(event, Ready):
             self._engine_runs = True
             self._wake.set()
+        elif isinstance(event, messages.Measured):
+            for run in self._runs.values():
+                run.peak_memory_mb = round(max(run.peak_memory_mb or 0.0, event.memory_bytes / 2**20), 1)
         elif isinstance(event, messages.SessionMessage):
             for run in self._runs.values():
                 if run.session == event.session:
@@ -273,7 +293,8 @@ class JobRunner:
         job = run.job
         try:
             await self._make(run)
-            await self._keep(partial(self._store.complete, job.id))
+            measured = run.inference_s, run.peak_memory_mb
+            await self._keep(partial(self._store.complete, job.id, measured=measured))
             run.end = "completed"
         except _RequeueJob as requeue:
             await self._put_back(run, requeue)
@@ -342,7 +363,7 @@ class JobRunner:
             session, request.prompt, request.seed, request.steps, max_ahead_frames=ahead_frames, background=True,
             image=image, **features.fields(),
         )  # fmt: skip
-        run.in_engine = True
+        run.in_engine, begun_s = True, clock.monotonic_s()
         try:
             await self._send(opening)  # a job that is cancelled here may have reached the engine
             taken = 0
@@ -351,6 +372,7 @@ class JobRunner:
                     case messages.FrameBatch() as batch:
                         pictures = batch.pictures[: request.frames - taken]
                         taken += len(pictures)
+                        run.inference_s = round(clock.monotonic_s() - begun_s, 3)
                         video.put(pictures)
                     case int() as encoded:
                         run.encoded = max(run.encoded, encoded)

@@ -24,7 +24,7 @@ from PIL import Image
 
 from streamdiff.engine.features import NAMES, NOTHING, Features
 from streamdiff.engine.messages import Pictures
-from streamdiff.errors import ConfigError
+from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.server.jobs.job import ENDED, Job, VideoRequest
 
 Order = Literal["asc", "desc"]
@@ -32,6 +32,8 @@ DATABASE, SUFFIX, PICTURE_SUFFIX, FEATURES_SUFFIX = "jobs.sqlite3", ".mp4", ".pn
 VERSION = 1
 _FIELDS = {each.name for each in fields(VideoRequest)}
 _OWN_FILE = r"video_([a-z0-9]+_)?[0-9a-f]{32}(\.\w+)?\.(mp4|png|safetensors)|\.streamdiff-[0-9a-f]{12}\.part"
+_ADDED = ("request_key TEXT", "request_digest TEXT", "inference_s REAL", "peak_memory_mb REAL")
+"""Columns that folders of earlier versions lack; earlier versions leave them alone."""
 LOCKED_S = 0.5
 """How long another server's hold on the folder is waited for."""
 _SCHEMA = """
@@ -51,7 +53,11 @@ CREATE TABLE IF NOT EXISTS jobs (
 );
 CREATE INDEX IF NOT EXISTS jobs_status ON jobs (status, number);
 """
-_COLUMNS = "id, request, status, created_s, attempts, started_s, ended_s, expires_s, error"
+_COLUMNS = "id, request, status, created_s, attempts, started_s, ended_s, expires_s, error, inference_s, peak_memory_mb"
+
+
+class KeyReused(StreamdiffError):
+    """A request has the key of another one."""
 
 
 class JobStore:
@@ -79,6 +85,11 @@ class JobStore:
             if found not in (0, VERSION):
                 raise ConfigError(f"serve.jobs_dir: {self.folder} is of version {found}, and this program of {VERSION}")
             self._database.executescript(_SCHEMA)
+            found_columns = {name for _, name, *_ in self._select("PRAGMA table_info(jobs)")}
+            for column in _ADDED:
+                if column.split()[0] not in found_columns:
+                    self._database.execute(f"ALTER TABLE jobs ADD COLUMN {column}")
+            self._database.execute("CREATE UNIQUE INDEX IF NOT EXISTS jobs_request_key ON jobs (request_key)")
             self._database.execute(f"PRAGMA user_version = {VERSION}")
         except OSError as error:
             raise ConfigError(f"serve.jobs_dir: {folder} cannot be used: {error.strerror}") from error
@@ -151,9 +162,10 @@ class JobStore:
         now_s: float,
         picture: Pictures | None = None,
         features: Features = NOTHING,
+        key: tuple[str, str] | None = None,
     ) -> Job:
         """A new job at the end of the queue. Its video begins with `picture` `[1, H, W, 3]`; `features` stand for that,
-        for the prompt, or for a video."""
+        for the prompt, or for a video. `key`: see `of_key`."""
         request = replace(request, image=picture is not None, features=features.names, strength=features.strength)
         job = Job(f"{self._prefix}{secrets.token_hex(16)}", request, "queued", now_s)
         try:
@@ -162,8 +174,12 @@ class JobStore:
             for name in features.names:
                 self._feature_path(job.id, name).write_bytes(getattr(features, name))
             self._database.execute(
-                "INSERT INTO jobs (id, request, status, created_s, owner, bytes) VALUES (?, ?, ?, ?, ?, ?)",
-                (job.id, json.dumps(asdict(request)), job.status, now_s, owner, self._given_bytes(job.id)),
+                "INSERT INTO jobs (id, request, status, created_s, owner, bytes, request_key, request_digest) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(job.id, json.dumps(asdict(request)), job.status, now_s, owner, self._given_bytes(job.id)),
+                    *(key or (None, None)),
+                ),
             )
         except BaseException:  # no room on the disk, say: there is no such job, so nothing of it may stay
             self._remove_files(job.id)
@@ -184,10 +200,19 @@ class JobStore:
             "UPDATE jobs SET status = 'queued', started_s = NULL, attempts = attempts + ? WHERE id = ?", (attempt, id)
         )
 
-    def complete(self, id: str, now_s: float, expires_s: float) -> None:
-        """A job's file is complete."""
+    def complete(
+        self,
+        id: str,
+        now_s: float,
+        expires_s: float,
+        measured: tuple[float | None, float | None] = (None, None),
+    ) -> None:
+        """A job's file is complete; `measured`: its `inference_s` and `peak_memory_mb`."""
         size = self.path(id).stat().st_size + self._given_bytes(id)
-        self._update(id, status="completed", ended_s=now_s, expires_s=expires_s, bytes=size)
+        self._update(
+            id, status="completed", ended_s=now_s, expires_s=expires_s, bytes=size,
+            inference_s=measured[0], peak_memory_mb=measured[1],
+        )  # fmt: skip
 
     def fail(self, id: str, error: str, now_s: float, expires_s: float) -> None:
         """A job cannot be made, ever: what was given for it is removed."""
@@ -216,6 +241,13 @@ class JobStore:
 
     def get(self, id: str) -> Job | None:
         return next(iter(self._jobs("WHERE id = ?", id)), None)
+
+    def of_key(self, key: str, digest: str) -> Job | None:
+        """The job of an earlier request with this key, or None. Raises KeyReused where that was another request."""
+        found = self._select("SELECT id, request_digest FROM jobs WHERE request_key = ?", key)
+        if found and found[0][1] != digest:
+            raise KeyReused("`Idempotency-Key` belongs to another request; send one of its own with each new request")
+        return self.get(found[0][0]) if found else None
 
     def page(self, *, after: str | None, limit: int, order: Order) -> list[Job] | None:
         """At most `limit` jobs in the order in which they were asked for, those behind `after`; None: there is no such

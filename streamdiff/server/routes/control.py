@@ -116,7 +116,10 @@ def _refused(state: AppState, error: ControlError) -> Problem:
     state.metrics.controls.labels("any", error.code).inc()
     known = {"bad_json": 400, "bad_message": 400, "conflict": 409}
     engine_s = state.manager.engine.retry_after_s
-    waits = {"no_capacity": state.manager.retry_after_s(), "restarting": engine_s, "engine_ended": engine_s}
+    waits = {
+        "no_capacity": state.manager.retry_after_s(), "restarting": engine_s, "memory": engine_s,
+        "engine_ended": engine_s,
+    }  # fmt: skip
     headers = {"Retry-After": str(waits[error.code])} if error.code in waits else {}
     status = 503 if error.code in waits else known.get(error.code, 422)
     return Problem(status, str(error), headers, code=error.code, field=error.field, id=error.id)

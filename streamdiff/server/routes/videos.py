@@ -7,10 +7,12 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse
 
+from streamdiff.engine.features import NAMES
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
 from streamdiff.server.jobs.job import Job
 from streamdiff.server.jobs.runner import JobRunner
+from streamdiff.server.jobs.store import KeyReused
 from streamdiff.server.load.capacity import Unavailable
 from streamdiff.server.peers import address_of, share_of
 from streamdiff.server.problem import Problem, openai_problem_responses
@@ -32,6 +34,7 @@ _PROBLEMS = openai_problem_responses(
 _NOT_CREATED = openai_problem_responses(
     s400="A field is wrong, or would be ignored; `param` names it",
     s404="No such model, or this server makes no videos (serve.jobs_dir)",
+    s409="Another request had this `Idempotency-Key`",
     s413="The body is too large",
     s415="The body is neither JSON nor a form",
     s422="`prompt_embeds`, `image_latents` or `video_latents` are not such as the model takes; `param` names them",
@@ -101,21 +104,25 @@ Found = Annotated[Job, Depends(_visible_job)]
 async def create_video(request: Request, state: State, jobs: Changeable) -> Video:
     serve, ready = state.config.serve, state.manager.ready
     wanted, image, files = await schemas.read_new_video(request, ready)
-    names = frozenset((ready.model, state.config.model.name))
-    made = schemas.resolve(wanted, ready, serve.jobs_seconds, names)
+    made = schemas.resolve(wanted, ready, serve.jobs_seconds, state.config.model.name)
     picture = await given_picture(image, ready, wanted.fit, status=400, field="input_reference")
     prompt, share = wanted.prompt is not None, share_of(serve.jobs_queue, serve.address_share)
     given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
+    sent = [image, *(files.get(name) for name in NAMES)]
+    key = schemas.idempotency(request, state.caller(request), wanted, *sent)
     try:
-        job = await jobs.submit(made, address_of(request), share, picture, given)
+        job = await jobs.submit(made, address_of(request), share, picture, given, key)
+    except KeyReused as error:
+        raise Problem(409, str(error), code="idempotency_key", field="Idempotency-Key") from error
     except Unavailable as error:
         headers = {"Retry-After": str(error.retry_after_s)}
         raise Problem(429, str(error), headers, code=error.code) from error
-    return video_of(job, 0)
+    return video_of(job, jobs.progress(job))
 
 
 @router.get("/videos", summary="Videos asked for, and kept", responses=_BAD_QUERY, **needs("watch"))
 async def list_videos(
+    state: State,
     jobs: Visible,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -126,7 +133,8 @@ async def list_videos(
         raise Problem(400, f"`after` is {(after or '')[:64]!r}, which is no video here.", code="invalid", field="after")
     data = [video_of(job, jobs.progress(job)) for job in found[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
-    return schemas.VideoList(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
+    more = len(found) > limit
+    return schemas.VideoList(data=data, first_id=first, last_id=last, has_more=more, server=state.config.serve.name)
 
 
 @router.get("/videos/{id}", summary="How far one is", **needs("watch"))
@@ -168,3 +176,10 @@ async def delete_video(jobs: Changeable, id: str) -> schemas.DeletedVideo:
 async def list_models(request: Request, state: State) -> schemas.ModelList:
     state.require_for_jobs(request, Role.VIEWER)
     return schemas.ModelList(data=[schemas.ServedModel(id=state.manager.ready.model, created=state.started_s)])
+
+
+@router.get("/models/{id:path}", summary="The same, by its name", **needs("watch"))
+async def show_model(request: Request, state: State, id: str) -> schemas.ServedModel:
+    state.require_for_jobs(request, Role.VIEWER)
+    schemas.check_model(id, state.manager.ready, state.config.model.name)
+    return schemas.ServedModel(id=id, created=state.started_s)

@@ -98,14 +98,16 @@ for endpoint in ("/whep", "/whep/{session}"):
     )  # fmt: skip
 
 
-async def describe_viewer(session: SessionId, id: ViewerId) -> Response:
+async def describe_viewer(request: Request, state: State, session: SessionId, id: ViewerId) -> Response:
+    state.viewers.check(session, id, address_of(request))
     headers = {"Accept-Patch": TRICKLE_TYPE, "Allow": "OPTIONS, GET, HEAD, PATCH, DELETE"}
     return Response(headers=headers)
 
 
 for method in ("OPTIONS", "GET", "HEAD"):
     router.add_api_route(
-        _VIEWER, describe_viewer, methods=[method], summary="What is taken here", responses=_ACCEPTS, **open_to_all(),
+        _VIEWER, describe_viewer, methods=[method], summary="What is taken here", responses=_ACCEPTS | _NO_VIEWER,
+        **open_to_all(),
     )  # fmt: skip
 
 
@@ -155,10 +157,14 @@ def answered(state: AppState, location: str, answer: str) -> Response:
 
 
 async def read_sdp(request: Request, name: str, kind: str, accept: str) -> str:
-    """The SDP of a body of that `kind`; `accept` is the header that names it. Raises Problem: 400, 413, 415."""
+    """The SDP of a body of that `kind`, without a byte order mark; `accept` is the header that names it.
+
+    Raises:
+        Problem: 400, 413, 415.
+    """
     if media_type(request) != kind:
         raise Problem(415, f"{name} is {kind}.", {accept: kind})
     try:
-        return (await read_body(request, MAX_SDP_BYTES)).decode()
+        return (await read_body(request, MAX_SDP_BYTES)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Problem(400, "The body is not UTF-8 text.") from error

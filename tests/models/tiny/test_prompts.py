@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamdiff.models.tiny import prompts, vocabulary
-from streamdiff.models.tiny.scene import SETTING_TABLES, THING_TABLES, Scene, Thing
+from streamdiff.models.tiny.scene import SETTING_TABLES, THING_TABLES, Scene, Thing, plain
 from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, UNKNOWN, build_text
+from training.world.scenes import random_scene
 
 TEXT = build_text()
-scenes = st.integers(0, 100_000).map(lambda seed: prompts.draw(random.Random(seed)))
+scenes = st.integers(0, 100_000).map(lambda seed: random_scene(random.Random(seed)))
 TWO = Scene(Thing(), Thing("blue", "star", "down"), place="sea")
 
 
@@ -64,7 +65,7 @@ NEW_PICTURES = [
 
 @pytest.mark.parametrize(("prompt", "expected"), NEW_PICTURES, ids=[prompt[:24] for prompt, _ in NEW_PICTURES])
 def test_what_a_first_prompt_shows(prompt: str, expected: Scene) -> None:
-    assert after(prompt) == prompts.plain(expected)
+    assert after(prompt) == plain(expected)
 
 
 CHANGES = [

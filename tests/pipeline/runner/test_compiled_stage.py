@@ -92,7 +92,8 @@ SIZES = [ONE, (3, 4, 2), (2, 12, 2), FOUR]
 )
 def test_neither_blocks_nor_the_window_make_more_graphs(kv_context: str, sizes: list[tuple[int, int, int]]) -> None:
     """Up to the first self-attention, from one to the next, from the last on. One block has no next. One more rotates
-    the sink, if there is one, for all blocks; one more puts the results over a window in two pieces together. `sizes` are (blocks, window, sink)."""
+    the sink, if there is one, for all blocks; one more puts the results over a window in two pieces together.
+    `sizes` are (blocks, window, sink)."""
     for layers, window, sink in sizes:
         ring = RingExecutor(small_model(3, layers=layers, window=window, sink=sink), CPU)
         before = counters["stats"]["unique_graphs"]

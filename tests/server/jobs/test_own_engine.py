@@ -54,6 +54,7 @@ def test_a_job_beside_a_live_session_is_the_video_that_generate_makes(
                 job = (await site.http.post("/v1/videos", json=body)).json()
                 video = await ended(site, job["id"])
                 assert (video["status"], video["model"]) == ("completed", MODEL.spec.name)
+                assert video["inference_time_s"] > 0 and video["peak_memory_mb"] > 10
                 await viewer.frame()
                 return (await site.http.get(f"/v1/videos/{job['id']}/content")).content
         finally:

@@ -84,7 +84,7 @@ def test_every_method_that_is_answered_is_described_and_no_other(tmp_path: Path)
                 for method in ("get", "head", "options", "post", "put", "patch", "delete")
                 if (await site.http.request(method, _filled(path))).status_code != 405
             }
-            assert answered == set(methods), path
+            assert answered == set(methods) | ({"head"} if "get" in methods else set()), path
 
     run_scene(scene, _locked(tmp_path))
 

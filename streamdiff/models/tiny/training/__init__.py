@@ -1,1 +1,0 @@
-"""Training the embedded model: `python -m streamdiff.models.tiny.training`."""

@@ -1,0 +1,75 @@
+"""The autoencoder's figures mean what they say: perfect for truth, and none for one that has learnt nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.tiny.scene import Scene, Thing
+from training.autoencoder import AUTOENCODER
+from training.judges import autoencoder_quality as quality
+from training.judges.world_judge import ATTRIBUTES
+from training.world.tracks import Streams, Track
+
+pytestmark = pytest.mark.xdist_group("judge of the embedded model's world")
+
+
+def still(*places: tuple[int, int]) -> tuple[Scene, Track]:
+    """A chunk of things that stand still at `places`, (y, x)."""
+    things = [Thing(motion="still") for _ in places]
+    scene = Scene(things[0], things[1] if len(things) > 1 else None)
+    rows = torch.tensor([scene.row()])
+    track = Streams(rows).play(rows)
+    for thing, place in enumerate(places):
+        track.place[:, :, thing] = torch.tensor(place)
+    return scene, track
+
+
+@pytest.mark.parametrize(
+    ("places", "hide"),
+    [
+        ([(100, 100), (100, 150)], True),
+        ([(10, 100), (250, 100)], True),  # across the border
+        ([(60, 60), (180, 180)], False),
+        ([(100, 100)], False),
+    ],
+)
+def test_things_that_are_near_hide_each_other(places: list[tuple[int, int]], hide: bool) -> None:
+    assert quality.hidden(*still(*places)) is hide
+
+
+def test_chunks_whose_things_hide_each_other_are_held_to_no_bar() -> None:
+    good, bad = dict.fromkeys(ATTRIBUTES, 1.0), dict.fromkeys(ATTRIBUTES, 0.5)
+    assert all(quality.bars_met({"psnr_db": 31.0, "apart": good, "hidden": bad}).values())
+    met = quality.bars_met({"psnr_db": 29.0, "apart": {**good, "shape": 0.96}, "hidden": good})
+    assert met == {"psnr >= 30 dB": False, "every verdict >= 0.97": False}
+    assert quality.bars_met({"apart": {**good, "hour": 0.98}}) == {"every verdict on truth >= 0.99": False}
+
+
+@pytest.mark.slow
+def test_truth_is_right_in_everything() -> None:
+    found, strips = quality.measure(None, 2, seed=1)
+    assert found["chunks"] == 2 and found["hidden_chunks"] == 0 and not found["wrong"]
+    assert all(found["apart"][name] == 1.0 for name in (*ATTRIBUTES, "all"))
+    assert all(quality.bars_met(found).values())
+    assert [strip.good for strip in strips] == [True] * 4
+
+
+@pytest.mark.slow
+def test_an_untrained_autoencoder_fails_every_bar(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    torch.save({"model": TAEHV(AUTOENCODER).state_dict()}, tmp_path / "autoencoder.pt")
+    found, strips = quality.measure(quality.load_weights(tmp_path), 1, seed=1)
+    assert not any(quality.bars_met(found).values())
+    assert found["psnr_worst_chunk_db"] == pytest.approx(found["psnr_db"])
+    assert [strip.good for strip in strips] == [True, False]  # truth above what is left of it
+    assert len(found["wrong"]) == 1 and "place" in found["wrong"][0].partition(":")[0]
+
+
+def test_a_missing_autoencoder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no autoencoder at .*nowhere.*autoencoder\.pt"):
+        quality.load_weights(tmp_path / "nowhere")

@@ -1,0 +1,218 @@
+"""The command that trains the embedded model: its options, and a few real steps of all stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamdiff.models.autoencoder.autoencoder import load_decoder
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.tiny import model
+from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, TinyText
+from tests.small import AUTOENCODER, CPU
+from training import __main__ as command
+from training import autoencoder as stage_one
+from training import batches, denoiser, loop
+from training.learner import Plan
+from training.network import Network
+
+VAE = "vae/diffusion_pytorch_model.safetensors"
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("training of the embedded model")]
+
+
+@pytest.fixture(scope="module")
+def autoencoder() -> TAEHV:
+    torch.manual_seed(0)
+    made = TAEHV(stage_one.AUTOENCODER)
+    stage_one.initialise(made)
+    return made
+
+
+@pytest.fixture
+def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small pools and few statistics: encoding the usual ones takes longer than the test."""
+    monkeypatch.setattr(batches, "STATISTICS", 1)
+    monkeypatch.setitem(denoiser.FILLING, "cpu", denoiser.Filling((1, 1, 1, 1), 3, (1, 1, 1, 1)))
+    monkeypatch.setattr(denoiser, "KEPT", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_windows")
+@pytest.mark.soak
+def test_a_few_steps_write_a_model_that_loads_and_the_command_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["--out", str(out), "--batch", "1", "--threads", "1"]
+    assert command.main([*arguments, "--steps", "1"]) == 0
+    made = model.load_model(out / "model", CPU)
+    assert (made.spec.width, made.spec.height, made.spec.text_shape) == (256, 256, (TEXT_TOKENS, 64))
+    assert isinstance(made.text, TinyText)
+    reading = made.text.read("a sunflower by the sea", None)
+    assert "yellow star" in reading.text
+    assert made.text.encode(reading.text).shape == (TEXT_TOKENS, 64)
+    decoder = made.decoder
+    assert decoder is not None
+    assert decoder.decode(torch.zeros(1, 16, 3, 16, 16), decoder.new_memory()).shape == (12, 256, 256, 3)
+    assert command.main([*arguments, "--steps", "2", "--stage", "denoiser"]) == 0
+    assert torch.load(out / "denoiser.pt", weights_only=True)["step"] == 2
+    assert torch.load(out / "autoencoder.pt", weights_only=True)["step"] == 1
+    begin = ["--stage", "denoiser", "--begin", str(out / "model"), "--steps", "1"]
+    assert command.main(["--out", str(tmp_path / "again"), *arguments[2:], *begin]) == 0
+    assert not (tmp_path / "again" / "autoencoder.pt").exists(), "it was there"
+    again = tmp_path / "again" / "model"
+    assert (again / "vae" / "config.json").is_file()
+
+
+@pytest.mark.usefixtures("few_windows")
+def test_a_transformer_that_is_there_is_gone_on_with(tmp_path: Path, autoencoder: TAEHV) -> None:
+    torch.manual_seed(3)
+    network = Network()
+    channels = stage_one.AUTOENCODER.latent_channels
+    mean, std = torch.arange(channels) / 10.0, torch.full((channels,), 2.0)
+    begin = tmp_path / "begin"
+    parts = (network.text, network.transformer)
+    model.save(begin, autoencoder, mean, std, parts, command.stream_settings())
+    arguments = ["--stage", "denoiser", "--begin", str(begin), "--steps", "1", "--batch", "1", "--threads", "1"]
+    assert command.main([*arguments, "--rate", "1e-9", "--out", str(tmp_path / "on")]) == 0
+    for part in ("transformer", "text_encoder"):
+        before, after = (
+            load_file(next((folder / part).glob("*.safetensors"))) for folder in (begin, tmp_path / "on" / "model")
+        )
+        assert before.keys() == after.keys()
+        assert all(torch.allclose(before[name].float(), after[name].float(), atol=1e-3) for name in before), part
+    state = torch.load(tmp_path / "on" / "denoiser.pt", weights_only=True)
+    assert torch.allclose(state["mean"], mean) and torch.allclose(state["std"], std)
+
+
+def test_a_decoder_is_trained_alone_and_all_else_of_the_model_stays(autoencoder: TAEHV, tmp_path: Path) -> None:
+    begin, out = tmp_path / "begin", tmp_path / "run"
+    channels = stage_one.AUTOENCODER.latent_channels
+    model.save(begin, autoencoder, torch.zeros(channels), torch.full((channels,), 2.0), None, {})
+    (begin / "transformer").mkdir()
+    (begin / "transformer" / "config.json").write_text("{}")
+    arguments = ["--stage", "decoder", "--begin", str(begin), "--steps", "1", "--batch", "1", "--threads", "1"]
+    assert command.main([*arguments, "--out", str(out)]) == 0
+    old, new = (file_contents(folder) for folder in (begin, out / "model"))
+    assert {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)} == {VAE}
+    before, after = (load_file(folder / VAE) for folder in (begin, out / "model"))
+    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("encoder"))
+    assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("decoder"))
+
+
+def file_contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("few_windows")
+def test_a_denoiser_that_was_stopped_goes_on(autoencoder: TAEHV, tmp_path: Path) -> None:
+    plan = Plan(batch=1)
+    denoiser.train(tmp_path, autoencoder, loop.Budget(1), 0, CPU, plan)
+    first = torch.load(tmp_path / "denoiser.pt", weights_only=True)
+    trained = denoiser.train(tmp_path, autoencoder, loop.Budget(1), 0, CPU, plan)
+    assert torch.equal(trained.statistics[0], first["mean"])
+    for name, value in trained.network.state_dict().items():
+        assert torch.equal(value, first["average"][name]), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--steps", "0"], "--steps is 0; it must be more than 0"),
+        (["--threads", "-1"], "--threads is -1; it must be at least 1"),
+        (["--minutes", "nan"], "--minutes is nan; it must be more than 0"),
+        (["--device", "cuda"], "torch sees no CUDA device"),
+        (["--stage", "denoiser"], "autoencoder.pt; train the autoencoder first"),
+        (["--begin", "somewhere"], "--begin goes with --stage denoiser or decoder"),
+        (["--stage", "decoder"], "--stage decoder needs --begin"),
+        (["--begin", "nowhere", "--stage", "denoiser"], "nowhere, which has no vae/config.json"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_before_anything_is_written(
+    arguments: list[str],
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.main([*arguments, "--out", str(tmp_path / "run")]) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_autoencoder_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = AUTOENCODER.latent_channels
+    model.save(tmp_path / "other", TAEHV(AUTOENCODER), torch.zeros(other), torch.ones(other), None, {})
+    arguments = ["--begin", str(tmp_path / "other"), "--stage", "decoder", "--out", str(tmp_path / "run")]
+    assert command.main(arguments) == 2
+    assert "is of another kind; give one that this command has made" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_is_not_written_onto_the_one_that_training_begins_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--stage", "decoder", "--begin", str(tmp_path / "model"), "--out", str(tmp_path)]
+    assert command.main(arguments) == 2
+    assert "which is where --out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--steps", "0"],
+        ["--batch", "-1"],
+        ["--minutes", "0"],
+        ["--rate", "0"],
+        ["--steps", "many"],
+        ["--stage", "x"],
+        ["--colour"],
+    ],
+)
+def test_bad_arguments_end_with_two_and_a_reason(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = command.main([*arguments, "--out", str(tmp_path / "run")])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert arguments[0] in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("few_windows")
+def test_a_finished_model_is_trained_further(tmp_path: Path) -> None:
+    """Its text encoder and autoencoder stay; the transformer moves by what the learning rate allows."""
+    arguments = ["--stage", "denoiser", "--batch", "1", "--device", "cpu", "--threads", "1", "--begin", "tiny"]
+    old, moved = parts_of(model.WEIGHTS), []
+    for rate in ("1", "30"):
+        out = tmp_path / rate
+        assert command.main([*arguments, "--steps", "2", "--rate", rate, "--out", str(out)]) == 0
+        new = parts_of(out / "model")
+        for part in ("text_encoder", "vae"):
+            assert all(torch.equal(new[part][name], value) for name, value in old[part].items()), part
+        pairs = [(new["transformer"][name], value) for name, value in old["transformer"].items()]
+        moved.append(max(float((a.float() - b.float()).abs().max()) for a, b in pairs))
+    assert 0 < moved[0] < 0.1 * moved[1]
+
+
+def parts_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of a model's parts."""
+    parts = ("transformer", "text_encoder", "vae")
+    return {part: load_file(next((folder / part).glob("*.safetensors"))) for part in parts}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_windows")
+def test_minutes_stop_a_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["--out", str(out), "--stage", "autoencoder", "--batch", "1", "--device", "cpu", "--threads", "1"]
+    assert command.main([*arguments, "--minutes", "0.001", "--steps", "1000"]) == 0
+    assert torch.load(out / "autoencoder.pt", weights_only=True)["step"] < 100
+    assert load_decoder(out / "model", CPU).config == stage_one.AUTOENCODER

@@ -1,0 +1,97 @@
+"""The denoiser's training: attention written out in bfloat16 is the attention that streams run with."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.transformer.wan import attend
+from training.autoencoder import AUTOENCODER, initialise
+from training.batches import Pool, TrackEncoder
+from training.denoiser import lesson_of
+from training.network import TRANSFORMER, Lesson, Network, _attend
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    torch.manual_seed(0)
+    autoencoder = TAEHV(AUTOENCODER)
+    initialise(autoencoder)
+    made = Pool(TrackEncoder(autoencoder.eval(), torch.zeros(16), torch.ones(16), Network().tokens), 2)
+    made.grow(2, torch.Generator().manual_seed(1))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are alike."""
+    monkeypatch.setitem(TRANSFORMER, "num_layers", 2)
+
+
+@pytest.mark.parametrize("seen", [48, 240])
+def test_attention_in_bfloat16_is_attention_forwards_and_backwards(seen: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 48, 6, 32), (2, seen, 6, 32), (2, seen, 6, 32))
+    plain = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    written_out = [tensor.detach().clone().requires_grad_() for tensor in plain]
+    expected = attend(*plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = _attend(*written_out)
+    assert found.dtype == torch.bfloat16, "without autocast it is `attend` itself"
+    torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0)
+    weights = torch.randn(expected.shape, generator=generator)
+    (expected * weights).sum().backward()
+    (found.float() * weights).sum().backward()
+    for own, theirs in zip(written_out, plain, strict=True):
+        assert own.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(own.grad, theirs.grad, atol=0.05, rtol=0)
+
+
+@pytest.mark.slow
+def test_kinds_of_windows_in_one_pass_have_the_flows_of_each_alone(pool: Pool) -> None:
+    torch.manual_seed(0)
+    network = Network()
+    torch.nn.init.normal_(network.transformer.proj_out.weight, std=0.1)
+    chance, generator = random.Random(0), torch.Generator().manual_seed(0)
+    drawn = {"clean": pool.sample(2, generator), "next": pool.sample(3, generator).cut(torch.tensor([0, 2, 3]), 2)}
+    asked = [lesson_of(windows, kind, chance, generator) for kind, windows in drawn.items()]
+    with torch.no_grad():
+        together, alone = network.flows(asked), [network.flow(each) for each in asked]
+    for one, other in zip(together, alone, strict=True):
+        assert one.std() > 0.01
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
+def test_compiled_blocks_have_the_flows_and_gradients_of_plain_ones_for_any_number_of_rows(pool: Pool) -> None:
+    torch.manual_seed(0)
+    network = Network()
+    for weight in network.transformer.parameters():
+        torch.nn.init.normal_(weight, std=0.05)
+    chance, generator = random.Random(0), torch.Generator().manual_seed(0)
+    asked = [
+        lesson_of(pool.sample(count, generator), kind, chance, generator)
+        for count, kind in ((2, "clean"), (3, "staircase"), (1, "clean"))
+    ]
+
+    def run(one: Lesson) -> list[Tensor]:
+        network.zero_grad()
+        flow = network.flow(one)
+        one.loss(flow).backward()
+        return [flow.detach(), *(each.grad for each in network.transformer.parameters() if each.grad is not None)]
+
+    plain = [run(one) for one in asked]
+    before, after = network.denoiser._before, network.denoiser._after
+    network.denoiser.compile("aot_eager")
+    assert network.denoiser._before is not before and network.denoiser._after is not after
+    compiled = [run(asked[0])]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled += [run(one) for one in asked[1:]]
+    for found, expected in zip(compiled, plain, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).norm() <= 1e-4 * other.norm()

@@ -1,0 +1,331 @@
+"""What the embedded model is trained on: clips, windows, and losses."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamdiff.models.autoencoder.taehv import TAEHV
+from streamdiff.models.tiny.scene import COLUMN, FIELDS, HOURS, MOTIONS, THING_TABLES, Scene, Thing, from_row
+from tests.small import CPU
+from training import autoencoder as clips
+from training import denoiser as train_denoiser
+from training import learner
+from training.autoencoder import initialise
+from training.batches import Pool, TrackEncoder, draw_window_scenes, play, stall
+from training.network import Network
+from training.video_windows import VideoPool
+from training.windows import MOST_MOVING, PLAIN_CHANGE, Windows
+from training.world.scenes import random_scene
+from training.world.tracks import PARTS, SIZE, Track, homes
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("training of the embedded model")]
+
+
+def dice(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def autoencoder() -> TAEHV:
+    torch.manual_seed(0)
+    made = TAEHV(clips.AUTOENCODER)
+    initialise(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def pool(autoencoder: TAEHV) -> Pool:
+    channels = clips.AUTOENCODER.latent_channels
+    tokens = Network().tokens
+    made = Pool(TrackEncoder(autoencoder, torch.zeros(channels), torch.ones(channels), tokens), capacity=6)
+    made.grow(6, dice(1))
+    return made
+
+
+def test_clips_lie_on_the_latent_grid_and_weigh_things_more() -> None:
+    drawn = clips.draw_clips(6, clips.CROP, dice(), CPU)
+    assert drawn.frames.shape == (6, 12, 3, clips.CROP, clips.CROP)
+    assert set(drawn.weight.unique().tolist()) == {1.0, 4.0, clips.FALLING}
+    track = clips.draw_track(6, dice())
+    for window in clips.draw_windows(track, clips.CROP, dice()):
+        assert window.top % clips.CELL == window.left % clips.CELL == 0
+        assert max(window.top, window.left) + window.side <= SIZE
+
+
+def test_what_falls_or_blows_weighs_more_too() -> None:
+    track = clips.draw_track(8, dice())
+    windows = [window for window in clips.draw_windows(track, clips.CROP, dice()) for _ in range(track.place.shape[1])]
+    seen = clips._falling(track.flat(), windows).flatten(1).float().mean(1)
+    weather = track.flat().scenes[:, COLUMN["weather"]]
+    assert ((seen > 0) == (weather > 0)).all() and len(set(weather.tolist())) >= 3
+    assert seen.max() < 0.3
+
+
+def test_scenes_of_a_window_change_now_and_then() -> None:
+    scenes = draw_window_scenes(200, 5, dice())
+    assert scenes.shape == (200, 5, len(FIELDS))
+    same = (scenes[:, 1:] == scenes[:, :-1]).all(-1).float().mean()
+    assert 0.4 < same < 0.65
+
+
+def pick(windows: Windows, rows: torch.Tensor) -> Windows:
+    parts = {field.name: getattr(windows, field.name) for field in fields(Windows)}
+    return Windows(**{name: part if part is None else part[rows] for name, part in parts.items()})
+
+
+def test_windows_that_start_begin_at_home_and_others_anywhere() -> None:
+    scenes = draw_window_scenes(20, 1, dice())
+    start = torch.arange(20) % 2 == 0
+    track = play(scenes, start, torch.zeros(20, 2, dtype=torch.bool), dice(1))
+    alone = scenes[:, 0, COLUMN["second"]] == 0
+    home = (track.place[:, 0, 0] == torch.tensor([128, 128])).all(-1)
+    assert home[start & alone].all() and not home[~start].all()
+
+
+def to_be_worn(windows: Windows) -> torch.Tensor:
+    """Which windows are kept without their things as well, bool `[B]`."""
+    return (windows.latents != windows.bare).flatten(1).any(1)
+
+
+def test_the_pool_holds_a_share_of_the_windows_without_their_things_too(pool: Pool) -> None:
+    every = pool.sample(40, dice())
+    assert 0 < to_be_worn(every).sum() < 40
+    some = pick(every, to_be_worn(every).nonzero()[:4, 0])
+    assert some.latents.shape == some.bare.shape == (4, 5, 16, 3, 16, 16)
+    differs = (some.latents - some.bare).abs().mean(2)
+    near, far = some.reach().amin(3) < 1.0, some.reach().amin(3) > 4.0
+    far[..., 12:, :] = False  # where shadows lie
+    assert differs[near].mean() > 5 * differs[far].mean()
+    last = some.cut(torch.tensor([3, 3, 0, 0]), 2)
+    assert torch.equal(last.latents[0], some.latents[0, 3:]) and not last.start[:2].any()
+
+
+class NotedTracks(TrackEncoder):
+    """Keeps what it should draw and encode."""
+
+    def __init__(self) -> None:
+        super().__init__(TAEHV(clips.AUTOENCODER), torch.zeros(16), torch.ones(16), lambda scenes: scenes)
+        self.noted: list[tuple[Track, bool]] = []
+
+    def latents_of(self, track: Track, things: bool = True) -> torch.Tensor:
+        self.noted.append((track, things))
+        return torch.full((len(track.scroll), track.scroll.shape[1] // 4, 16, 16, 16), float(len(self.noted)))
+
+
+def test_what_is_missing_begins_again_as_in_a_new_stream() -> None:
+    encode = NotedTracks()
+    lost = Pool(encode, 40, chunks=2, starts=0.0, lost=1.0)
+    lost.grow(40, dice())
+    (track, _), (shown, things), (bare, no_things) = encode.noted[:3]
+    before, after = (track.each(lambda part, at=at: part[:, at : at + 12]) for at in (0, 12))
+    alone = before.scenes[:, 0, COLUMN["second"]] == 0
+    assert not no_things and len(bare.scroll) == alone.sum() > 3, "of one thing nothing is shown"
+    latents = lost.parts["latents"]
+    assert (latents[alone, :3] == 3).all() and (latents[~alone, :3] == 2).all() and (latents[:, 3:] == 1).all()
+    home = (after.place[:, 0] == homes(after.scenes[:, 0]) // PARTS).all(2)
+    assert home[alone, 0].all()
+    assert things and (shown.scenes[..., COLUMN["second"]] == 0).all(), "of two things one"
+    still_two = ~alone & (after.scenes[:, 0, COLUMN["second"]] == 1)
+    shown, said, after = (each.rows(still_two) for each in (shown, before, after))
+    begun = home[still_two]
+    assert 0 < begun[:, 0].sum() < len(begun) and 0 < begun[:, 1].sum() < len(begun)
+    for row, (first, second) in enumerate(begun.tolist()):
+        assert first or second
+        if first != second:
+            prefix = "second_" if first else ""
+            for name in THING_TABLES:
+                assert shown.scenes[row, 0, COLUMN[name]] == said.scenes[row, 0, COLUMN[prefix + name]], name
+            goes_on = (after.place[row, 0, int(first)] - shown.place[row, -1, 0] + SIZE // 2) % SIZE - SIZE // 2
+            assert goes_on.abs().max() <= 6, "the other one goes on: at most 64 pixels in 12 frames"
+
+
+def test_a_share_of_whole_windows_lacks_a_thing_at_first() -> None:
+    encode = NotedTracks()
+    pool = Pool(encode, 80)
+    pool.grow(80, dice())
+    latents, start = pool.parts["latents"], pool.parts["start"]
+    lacks = (latents[:, :3] != 1).flatten(1).any(1)
+    assert 5 < lacks.sum() < 30 and not lacks[start].any()
+    assert (latents[:, 3:] == 1).all(), "from the second chunk on nothing is missing"
+    assert torch.equal(latents[lacks], pool.parts["bare"][lacks]), "what lacks a thing is not corrupted too"
+
+
+def test_light_that_has_stopped_goes_on_in_the_second_chunk() -> None:
+    scenes = torch.tensor([Scene(hour="passing").row(), Scene(hour="passing").row(), Scene(hour="night").row()])
+    start = torch.tensor([False, True, False])
+    track = play(scenes[:, None].expand(-1, 2, -1), start, torch.zeros(3, 2, dtype=torch.bool), dice())
+    before = track.light.clone()
+    stall(track, 1.0, start, dice())
+    light = track.light[0]
+    assert (light[:12] == before[0, 11]).all() and torch.equal(light[12:], before[0, 12:])
+    assert torch.equal(track.light[1:], before[1:]), "a stream that begins, and an hour that stays"
+    stall(track, 0.0, start, dice())
+    assert torch.equal(track.light[0], light)
+
+
+def test_a_video_says_where_things_are_and_how_they_move_and_the_prompt_how_they_look() -> None:
+    encode = NotedTracks()
+    videos = VideoPool(encode, 40)
+    videos.grow(40, dice())
+    (went, _), (after, _), (film, _) = encode.noted[1:]
+    assert 0 < len(went.scroll) < 20, "in a quarter of them the stream was elsewhere"
+    for field in ("place", "scroll"):
+        assert torch.equal(getattr(film, field), getattr(after, field)), field
+    windows = videos.sample(40, dice())
+    assert windows.video is not None and windows.video.shape == (40, 16, 3, 16, 16)
+    prompt = videos.parts["scenes"][:, 1]
+    for name in FIELDS:
+        shown, comes, told = (each[:, COLUMN[name]] for each in (film.scenes[:, 0], after.scenes[:, 0], prompt))
+        if name == "second":
+            assert torch.equal(shown, comes) and torch.equal(comes, told)
+        elif name.endswith(("motion", "speed", "camera")):
+            assert torch.equal(shown, comes) and not torch.equal(comes, told), name
+        else:
+            assert torch.equal(comes, told) and not torch.equal(shown, told), name
+
+
+def test_the_flow_leads_from_what_a_video_shows_to_what_is_to_come_of_it() -> None:
+    videos = VideoPool(NotedTracks(), 4)
+    videos.grow(4, dice())
+    windows = replace(videos.sample(4, dice()), video=torch.randn(4, 16, 3, 16, 16, generator=dice()))
+    lesson = train_denoiser.lesson_of(windows, "video", random.Random(0), dice())
+    level, target = lesson.sigma.view(4, -1, 1, 1, 1, 1), lesson.rows.target
+    comes = (lesson.latents - level.flatten(0, 1) * lesson.wanted).unflatten(0, target.shape)
+    assert torch.allclose(comes[target], windows.latents[:, lesson.rows.chunk][target], atol=1e-5)
+    noise = lesson.latents.unflatten(0, target.shape) - (1 - level) * windows.video[:, None]
+    assert (noise / level)[target].std() == pytest.approx(1.0, abs=0.05), "what is shown is the video, with noise"
+
+
+def test_losses_weigh_what_is_near_things_and_what_is_there(pool: Pool) -> None:
+    some = pool.sample(6, dice())
+    night = some.scenes[..., COLUMN["hour"]] == HOURS.index("night")
+    moves = (some.scenes[..., COLUMN["camera"]] > 0) | (some.scenes[..., COLUMN["hour"]] == HOURS.index("passing"))
+    assert (night & ~moves).any() and set(some.weight()[~night & ~moves].unique().tolist()) == {1.0, 6.0, 12.0}
+    assert set(some.weight()[night & ~moves].unique().tolist()) == {2.0, 12.0, 24.0}
+    alone = some.scenes[..., COLUMN["second"]] == 0
+    assert (some.reach()[:, :, :, 1].amin((2, 3, 4))[alone] == 99).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"), [(1.0, 1.0), (0.05, math.sqrt(PLAIN_CHANGE / 0.05)), (1e-4, MOST_MOVING)]
+)
+def test_scenery_that_moves_weighs_more_the_less_that_changes_it(pool: Pool, change: float, expected: float) -> None:
+    some = pool.sample(3, dice())
+    scenes = torch.tensor([Scene(camera="left").row(), Scene(hour="passing").row(), Scene().row()])
+    scenes = scenes[:, None].expand(-1, some.scenes.shape[1], -1)
+    steps = math.sqrt(change) * torch.arange(some.bare.shape[1]).view(1, -1, 1, 1, 1, 1)
+    weight = replace(some, scenes=scenes, bare=steps.expand_as(some.bare)).weight().amin((2, 3, 4, 5))
+    assert torch.allclose(weight[:2], torch.full_like(weight[:2], expected)), "under a camera that pans, as time passes"
+    assert (weight[2] == 1).all(), "what stands still weighs what it did"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_whole_windows_come_after_pairs_of_chunks(pool: Pool, whole: bool) -> None:
+    drawn = train_denoiser.draw([pool] * 4, 4, whole, random.Random(0), dice())
+    chunks = {kind: windows.latents.shape[:2] for kind, windows in drawn.items()}
+    assert chunks.pop("first")[0] == 6 and chunks.pop("again")[0] == chunks.pop("video")[0] == 2
+    assert chunks.pop("next") == ((4, 2) if whole else (8, 2))
+    assert list(chunks.values()) == ([(2, 5)] if whole else [])
+
+
+def test_worn_things_lie_between_whole_and_missing_ones(pool: Pool) -> None:
+    some = pool.sample(12, dice())
+    corrupted = some.corrupted(dice())
+    low, high = torch.minimum(some.latents, some.bare), torch.maximum(some.latents, some.bare)
+    assert ((corrupted >= low - 1e-4) & (corrupted <= high + 1e-4)).all()
+    changed = (corrupted - some.latents).abs().amax((1, 2, 3, 4, 5)) > 0.01
+    assert torch.equal(changed, to_be_worn(some)) and changed.any() and not changed.all()
+
+
+@pytest.mark.parametrize(
+    "kind", ["staircase", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("clean", "first", "next"))]
+)
+def test_every_kind_of_row_has_a_loss_that_trains_the_network(pool: Pool, kind: str) -> None:
+    torch.manual_seed(0)
+    network = Network()
+    some = pool.sample(2, dice())
+    start = torch.ones_like(some.start)
+    some = replace(some, start=start)
+    some = some.cut(torch.zeros(2, dtype=torch.int64), {"first": 1, "next": 2}.get(kind, 5))
+    (loss,) = network.losses({kind: train_denoiser.lesson_of(some, kind, random.Random(0), dice())}).values()
+    loss.backward()
+    assert loss.isfinite() and loss > 0.1
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in network.transformer.proj_out.parameters())
+
+
+def test_reading_asks_only_for_what_the_sentence_says() -> None:
+    rows = torch.stack([torch.tensor(random_scene(random.Random(seed)).row()) for seed in range(60)])
+    for column, name in enumerate(FIELDS):
+        told = train_denoiser.is_said(rows, column)
+        for row, says in zip(rows.tolist(), told.tolist(), strict=True):
+            scene = from_row(row)
+            owner = scene.second if name.startswith("second_") else scene.first
+            silent = owner is None or (name.endswith("speed") and owner.motion == MOTIONS[4])
+            assert says != silent
+    network = Network()
+    assert train_denoiser.reading_loss(network, dice(), batch=8).isfinite()
+
+
+def test_tables_of_all_blocks_are_trained_by_adam(tmp_path: Path) -> None:
+    """For what is added to a block's features an orthogonal update makes no sense."""
+    network = Network()
+    statistics = (torch.zeros(16), torch.ones(16))
+    made = learner.Learner(network, tmp_path, learner.Plan(), CPU, lambda: statistics)
+    (matrices, _), _ = made.optimizer.parts
+    by_muon = {id(weight) for weight in matrices.param_groups[0]["params"]}
+    tables = [block.scale_shift_table for block in network.transformer.blocks]
+    assert len(tables) == 6 and not any(id(table) in by_muon for table in tables)
+    assert all(id(block.ffn.net[2].weight) in by_muon for block in network.transformer.blocks)
+
+
+def test_a_cut_holds_the_same_chunks_and_is_a_start_only_from_chunk_zero(pool: Pool) -> None:
+    whole = pool.sample(4, dice())
+    whole = replace(whole, start=torch.ones(4, dtype=torch.bool))
+    first = torch.tensor([0, 1, 3, 0])
+    part = whole.cut(first, 2)
+    assert part.start.tolist() == [True, False, False, True]
+    for row, offset in enumerate(first.tolist()):
+        for name in Windows.by_chunk:
+            assert torch.equal(getattr(part, name)[row], getattr(whole, name)[row, offset : offset + 2])
+
+
+def test_the_pool_replaces_its_oldest() -> None:
+    pool = Pool(NotedTracks(), 2)
+    pool.grow(2, dice(1))
+    kept = pool.parts["scenes"].clone()
+    pool.grow(1, dice(5))
+    assert (pool.filled, pool.written) == (2, 3)
+    scenes = pool.parts["scenes"]
+    assert not torch.equal(scenes[0], kept[0]) and torch.equal(scenes[1], kept[1])
+
+
+@pytest.mark.parametrize(("size", "near"), [("large", 6.0), ("small", 12.0)])
+def test_weights_are_high_where_things_are_also_across_the_border(pool: Pool, size: str, near: float) -> None:
+    one = pool.sample(1, dice()).cut(torch.zeros(1, dtype=torch.int64), 1)
+    scenes = torch.tensor(Scene(Thing(size=size)).row())[None, None]
+    one = replace(one, scenes=scenes, place=torch.tensor([8.0, 128.0]).expand(1, 1, 3, 2, 2))
+    weight = one.weight()[0, 0, 0, 0]
+    assert weight[0, 8] == weight[15, 8] == near and weight[8, 8] == weight[0, 0] == 1.0
+
+
+@pytest.mark.soak
+def test_the_encoder_can_learn_to_read() -> None:
+    """The reading loss falls below that of the best guess without reading."""
+    torch.manual_seed(0)
+    network = Network()
+    parameters = [*network.encoder.parameters(), *network.reader.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=5e-3)
+    losses = []
+    for step in range(60):
+        loss = train_denoiser.reading_loss(network, dice(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.75 * losses[0]

@@ -1,0 +1,117 @@
+"""The judge of the embedded model's world is right about rendered truth, and is not fooled by what is not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from streamdiff.models.tiny.scene import Scene, Thing, from_row
+from training.judges.autoencoder_quality import hidden
+from training.judges.world_judge import ATTRIBUTES, Verdict, describe, judge, mistake, shares
+from training.world.render import render
+from training.world.scenes import draw_scenes
+from training.world.tracks import SIZE, Streams, Track
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("judge of the embedded model's world")]
+
+
+def film(scene: Scene, seed: int | None = None, things: bool = True) -> tuple[torch.Tensor, Track]:
+    """A chunk of a stream: its first, or one in the middle of its life."""
+    rows = torch.tensor([scene.row()])
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    track = Streams(rows, generator).play(rows)
+    return render(track.flat(), things=things).frames, track
+
+
+@cache
+def judged(scene: Scene) -> Verdict:
+    """Of the first chunk of a stream."""
+    return judge(film(scene)[0])
+
+
+# Together they hold every name of every table.
+PAIR = Scene(Thing("red", "circle", "right"), Thing("blue", "star", "down", "small", "slow"))
+SCENES = [
+    PAIR,
+    Scene(Thing("orange", "square", "left", "small", "fast"), None, "desert", "dusk", "wind", "left"),
+    Scene(Thing("white", "heart", "bouncing", "large", "slow"), None, "sea", "night", "rain", "right"),
+    Scene(Thing("green", "triangle", "spinning", speed="fast"), Thing("purple", "circle", "still"), "sky", "dawn"),
+    Scene(Thing("yellow", "star", "spinning", "small"), None, "city", "passing", "snow"),
+    Scene(Thing("purple", "heart", "up", "large", "fast"), None, "sea", "passing", camera="left"),
+    Scene(Thing("blue", "circle", "spinning", "small", "slow"), Thing("red", "square", "up"), "city", "night"),
+    Scene(Thing("green", "star", "bouncing", "small", "fast"), None, "meadow", "day", "snow", "right"),
+]
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [pytest.param(scene, marks=pytest.mark.soak if number % 2 else ()) for number, scene in enumerate(SCENES)],
+    ids=range(len(SCENES)),
+)
+def test_it_reads_every_attribute_from_rendered_pictures(scene: Scene) -> None:
+    verdict = judged(scene)
+    assert all(verdict.right(scene).values()), describe(verdict)
+
+
+@pytest.mark.soak
+def test_it_is_right_about_random_chunks() -> None:
+    """A few of those of `autoencoder_quality --truth`, where every verdict must be right in 99 of 100."""
+    generator = torch.Generator().manual_seed(5)
+    rights = []
+    for row in draw_scenes(8, generator).tolist():
+        scene = from_row(row)
+        frames, track = film(scene, seed=len(rights))
+        if not hidden(scene, track):
+            rights.append(judge(frames).right(scene))
+    assert len(rights) >= 5
+    found = shares(rights)
+    assert all(found[name] >= 0.99 for name in ATTRIBUTES), found
+
+
+def test_it_sees_through_softness_and_noise() -> None:
+    frames, _ = film(SCENES[0])
+    soft = F.interpolate(F.avg_pool2d(frames, 3), size=SIZE, mode="bilinear")
+    noisy = (soft + 0.03 * torch.randn(soft.shape, generator=torch.Generator().manual_seed(0))).clamp(0, 1)
+    verdict = judge(noisy)
+    assert all(verdict.right(SCENES[0]).values()), describe(verdict)
+
+
+def test_where_there_is_nothing_it_sees_nothing() -> None:
+    for scene in (SCENES[1], SCENES[4]):
+        frames, _ = film(scene, things=False)
+        assert judge(frames).things == ()
+
+
+def test_pictures_of_something_else_are_nothing_it_knows() -> None:
+    noise = torch.rand(12, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    verdict = judge(noise)
+    assert verdict.setting.place == -1 and verdict.things == ()
+    assert not any(verdict.right(SCENES[0]).values())
+
+
+def test_a_wrong_scene_is_wrong_in_what_differs_and_right_in_the_rest() -> None:
+    verdict = judged(SCENES[0])
+    asked = replace(SCENES[0], first=replace(SCENES[0].first, color="blue"), hour="night")
+    right = verdict.right(asked)
+    assert [name for name in ATTRIBUTES if not right[name]] == ["color", "hour"]
+    assert mistake(verdict, right, "asked so") == f"color, hour: asked asked so, seen {describe(verdict)}"
+    assert shares([right, dict.fromkeys(ATTRIBUTES, True)])["hour"] == 0.5
+    assert shares([right, dict.fromkeys(ATTRIBUTES, True)])["all"] == 0.5
+    alone = replace(SCENES[0], second=None)
+    assert [name for name, good in verdict.right(alone).items() if not good] == ["count"]
+
+
+def test_the_order_of_two_things_does_not_matter() -> None:
+    second = SCENES[0].second
+    assert second is not None
+    assert all(judged(SCENES[0]).right(replace(SCENES[0], first=second, second=SCENES[0].first)).values())
+
+
+@pytest.mark.parametrize("shape", [(12, 3, 128, 128), (4, 3, SIZE, SIZE), (12, SIZE, SIZE, 3)])
+def test_other_layouts_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="cannot judge pictures of shape"):
+        judge(torch.zeros(shape))

@@ -1,0 +1,1 @@
+"""Training the embedded model: `python -m training`."""

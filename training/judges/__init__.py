@@ -1,0 +1,1 @@
+"""What the embedded model shows, read from its pictures and compared with the prompt."""

@@ -209,6 +209,8 @@ class ServedModel(ModelConfig):
     batching: BatchingConfig = BatchingConfig()
     host_memory_gb: float | None = None
     state_dir: str | None = None
+    keep_s: float | None = None
+    spare: bool = False
 
 
 class SessionConfig(_Section):
@@ -248,15 +250,20 @@ class IceServer(_Section):
     username: str | None = Field(None, pattern=r'^[^\s"\\]+$')
     credential: str | None = Field(None, pattern=r'^[^\s"\\]+$')
     """Both of a TURN server."""
+    credential_file: str | None = None
+    """A file with the credential, instead of that."""
     secret_file: str | None = None
     """A file with a TURN server's secret (coturn's static-auth-secret): viewers get credentials for an hour each."""
 
     @model_validator(mode="after")
     def _turn_needs_a_name(self) -> IceServer:
-        given = [self.username is not None, self.credential is not None, self.secret_file is not None]
-        wanted = ([True, True, False], [False, False, True]) if self.url.startswith("turn") else ([False] * 3,)
-        if given not in wanted:
-            raise ValueError("a TURN server has username and credential, or secret_file, a STUN server none of them")
+        given = self.model_fields_set & {"username", "credential", "credential_file", "secret_file"}
+        given = {name for name in given if getattr(self, name) is not None}
+        wanted = [{"username", "credential"}, {"username", "credential_file"}, {"secret_file"}]
+        if given not in (wanted if self.url.startswith("turn") else [set()]):
+            raise ValueError(
+                "a TURN server has username and credential (or credential_file), or secret_file, a STUN server none"
+            )
         return self
 
 
@@ -312,6 +319,8 @@ class ServeConfig(_Section):
     """Open a browser where there is a display."""
     outputs: list[str] = []
     """Files and addresses that the default session is also sent to."""
+    outputs_file: str | None = None
+    """A file with more of them, one a line: addresses may hold stream keys."""
     udp_ports: str | None = Field(None, pattern=r"^\d{1,5}-\d{1,5}$")
     """UDP ports for viewers' media, as 50000-50100; a viewer takes one per local address. null: any."""
     tls_cert: str | None = None
@@ -321,6 +330,8 @@ class ServeConfig(_Section):
     """Folders, and beginnings of addresses, to which whoever steers a session may send it over the API."""
     ice_servers: list[IceServer] = []
     """STUN and TURN servers; none are asked unless named here."""
+    whep_url: str | None = Field(None, pattern=r'^https?://[^\s"<>;,]+$')
+    """A media server's WHEP address, from which the page of who only watches plays the default session."""
     insecure: bool = False
     """Let others in without a token, where `host` is no loopback address."""
     view_token_file: str | None = None
@@ -388,5 +399,6 @@ class Config(_Section):
     def served_model(self) -> ServedModel:
         """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB, unless it says."""
         pictures = "rgb" if self.serve.pictures == "auto" and self.serve.scale > 1 else self.serve.pictures
-        own = self.serve.model_dump(include={"host_memory_gb", "state_dir"}) | {"batching": self.batching}
-        return ServedModel.model_validate(self.model.model_dump() | own | {"pictures": pictures})
+        own = self.serve.model_dump(include={"host_memory_gb", "state_dir", "keep_s"}) | {"batching": self.batching}
+        own |= {"pictures": pictures, "spare": self.serve.spare and self.serve.restarts > 0}
+        return ServedModel.model_validate(self.model.model_dump() | own)

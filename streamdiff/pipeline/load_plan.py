@@ -172,7 +172,7 @@ class LoadPlan:
         """Bytes for sessions on the rank, now that the weights are loaded."""
         config, demand = self.config, self.demand(runs)
         work = demand.memory()[rank].work + demand.libraries
-        free = free_bytes(self.device, _ranks_here(), config.memory_gb, work, self.swap_bytes)
+        free = free_bytes(config, self.device, _ranks_here(), work, self.swap_bytes)
         if config.device_memory_gb is None:
             return free
         return max(0, min(free, round(config.device_memory_gb * 1e9) - demand.without_sessions(rank)))
@@ -259,7 +259,7 @@ def check_world(config: ModelConfig) -> None:
     raise ConfigError(f"{wanted}, but torchrun started {world} ranks; start {ranks}, or change the configuration")
 
 
-SWAP = {"host_memory_gb", "state_dir"}
+SWAP = {"host_memory_gb", "state_dir", "keep_s", "spare"}
 
 
 def rank_facts(config: ModelConfig, models: ModelLoader) -> dict[str, str]:

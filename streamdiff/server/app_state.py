@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import Counter
@@ -68,7 +69,8 @@ class AppState:
         self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)
         self.feeders = Feeders(slots, self.ice_servers, self.manager.end)
         self.file_feed: FileFeed | None = None
-        self.session_outputs = SessionOutputs(AllowedTargets(serve.output_targets), self.metrics)
+        allowed = AllowedTargets(serve.output_targets)
+        self.session_outputs = SessionOutputs(allowed, self.metrics, self.ice_servers)
         self.snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
         """Files of sessions that are being taken or sent, which lie in memory meanwhile."""
         self.manager.on_end = self._session_ends
@@ -79,7 +81,8 @@ class AppState:
         self.metrics.jobs_limit.set(0 if serve.jobs_dir is None else serve.jobs_queue)
         if serve.jobs_dir is not None:
             self.jobs = self._make_jobs(JobStore(Path(serve.jobs_dir).expanduser(), serve.name), connection)
-        self.outputs = [Output(target, lambda: self.manager.get(DEFAULT_SESSION), self.metrics) for target in targets]
+        default = partial(self.manager.get, DEFAULT_SESSION)
+        self.outputs = [Output(target, default, self.metrics, allowed.allows, self.ice_servers) for target in targets]
 
     async def feed_file(self) -> None:
         """Feed the default session with the file of the configuration, if it names one. Mutates: self.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import logging
 import re
+import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from ipaddress import ip_network
@@ -32,7 +35,14 @@ SPARE = 16
 """Connections above the limits, in which health is answered and nothing else."""
 CUT_OFF_S = 5.0
 """After which a WebSocket that has ended is cut off, whatever its peer has not read yet."""
+BACKLOG = 512
+"""Connections that may wait to be accepted."""
+ACCEPTS = 8
+"""Connections accepted in a turn of the loop: those above the limits are closed in the next ones."""
+FULL_AGAIN_S = 60.0
+"""After which it is logged again that descriptors are used up."""
 Admission = Literal["served", "crowded", "refused"]
+logger = logging.getLogger(__name__)
 
 
 class Connections:
@@ -157,6 +167,11 @@ class BoundedProtocol(H11Protocol):
         self._uncount()  # it has limits of its own from here on
         super().handle_websocket_upgrade(event)
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.cycle is not None and self.scope["path"].endswith("/events"):  # which go on for ever by themselves
+            self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._uncount()
         super().connection_lost(exc)
@@ -203,6 +218,7 @@ class HttpServer(uvicorn.Server):
             ConfigError: a certificate that cannot be used.
         """
         self._certificate: Certificate | None = None  # plain HTTP
+        self._full_s = -FULL_AGAIN_S
         if serve.tls_cert is not None and serve.tls_key is not None:
             self._certificate = Certificate(serve.tls_cert, serve.tls_key)
         connections = Connections(serve.max_connections, serve.address_share, serve.trusted_proxies)
@@ -211,6 +227,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=cast(type[H11Protocol], protocol),  # uvicorn calls it, no more
+                backlog=ACCEPTS,  # asyncio's name for both; see `startup`
                 log_config=None,  # it writes as we do
                 log_level="warning",
                 access_log=False,
@@ -227,6 +244,26 @@ class HttpServer(uvicorn.Server):
         self.config.load()
         self.config.loaded_app = _below_prefix(self.config.loaded_app, serve.root_path, connections.is_proxy)
         self.config.ssl = None if self._certificate is None else self._certificate.context
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
+        asyncio.get_running_loop().set_exception_handler(self._report)
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error of the loop's own; once a minute that no connection can be accepted, which asyncio tries again
+        after a second. Mutates: self."""
+        error = context.get("exception")
+        if "socket" not in context or not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif clock.monotonic_s() - self._full_s >= FULL_AGAIN_S:
+            self._full_s = clock.monotonic_s()
+            logger.warning(
+                "Connections wait: all file descriptors are in use (%s). Raise the limit (ulimit -n, LimitNOFILE), or "
+                "lower serve.max_connections or serve.max_viewers.",
+                error.strerror,
+            )
 
     async def on_tick(self, counter: int) -> bool:
         if self._certificate is not None and counter % CERTIFICATE_TICKS == 0:

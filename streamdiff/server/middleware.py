@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv6Address
 from typing import Any
@@ -21,8 +21,9 @@ from streamdiff.config import ServeConfig
 from streamdiff.server.peers import parse_address
 from streamdiff.server.problem import Problem, is_own_page, respond, route_path
 
+_CSP = "Content-Security-Policy"
 SECURITY_HEADERS = {
-    "Content-Security-Policy": (
+    _CSP: (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self' blob:; "
         "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
@@ -95,6 +96,11 @@ class GuardMiddleware:
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         """`config`: names of the server, and the other origins whose pages may use it."""
         self._app, self._hosts, self._origins = app, HostPolicy(config), config.cors_origins
+        self._headers = SECURITY_HEADERS
+        if config.whep_url is not None:
+            origin = "/".join(config.whep_url.split("/")[:3])
+            policy = SECURITY_HEADERS[_CSP].replace("connect-src 'self'", f"connect-src 'self' {origin}")
+            self._headers = {**SECURITY_HEADERS, _CSP: policy}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -106,7 +112,7 @@ class GuardMiddleware:
             nonlocal started
             if message["type"] in ("http.response.start", "websocket.http.response.start"):
                 started = True
-                _add_headers(message, path, prefix)
+                _add_headers(message, path, prefix, self._headers)
             await send(message)
 
         try:
@@ -148,11 +154,11 @@ class GuardMiddleware:
             raise Problem(403, f"Pages of {foreign[:80]!r} may not use this server.", code="origin")
 
 
-def _add_headers(message: Message, path: str, prefix: str) -> None:
+def _add_headers(message: Message, path: str, prefix: str, security: Mapping[str, str]) -> None:
     """Add what every answer to a request for `path`, below `prefix`, has. A Location becomes a path below the prefix:
     which scheme the client's proxy speaks is not known."""
     headers = MutableHeaders(scope=message)
-    headers.update(SECURITY_HEADERS)
+    headers.update(security)
     if (location := headers.get("location")) is not None:
         own = location.startswith("/")  # of a route; the router's redirects are whole addresses, with the prefix
         headers["location"] = prefix + location if own else urlsplit(location)._replace(scheme="", netloc="").geturl()

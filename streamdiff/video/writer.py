@@ -49,7 +49,7 @@ class _Plan:
     place: Callable[[Path], None]
 
 
-def write_video(path: str | Path, frames: Iterable[Frame], fps: float) -> None:
+def write_video(path: str | Path, frames: Iterable[Frame], fps: float, *, private: bool = False) -> None:
     """Write `frames` to `path`, which says the format.
 
     - `.mp4`: H.264, yuv420p. `.webm`: VP9, yuv420p. A picture with an odd side gets its last row or column twice.
@@ -60,6 +60,7 @@ def write_video(path: str | Path, frames: Iterable[Frame], fps: float) -> None:
     Args:
         frames: uint8 `[H, W, 3]`, RGB, all of one size, at least one.
         fps: frames per second, `LOWEST_FPS` to `HIGHEST_FPS`; PNG pictures do not use it.
+        private: a video file is for its user alone to read, whatever the umask says.
 
     Raises:
         ConfigError: a target that cannot be written, or an fps that cannot be; raised before a frame is taken.
@@ -69,6 +70,8 @@ def write_video(path: str | Path, frames: Iterable[Frame], fps: float) -> None:
         raise ConfigError(f"fps is {fps}; it must be at least {LOWEST_FPS} and at most {HIGHEST_FPS}")
     target, plan = _target(path)
     with atomic_write.temporary_sibling(target) as temporary:
+        if private:
+            atomic_write.open_private(temporary).close()
         plan.write(temporary, _checked(frames), Fraction(fps).limit_denominator(1001))
         plan.place(temporary)
 

@@ -226,3 +226,25 @@ def test_who_leaves_in_the_middle_of_a_body_leaves_nothing_in_the_log(
 
     run_scene(scene)
     assert caplog.text == ""
+
+
+def test_the_page_may_play_from_the_media_server_that_is_named_and_who_only_watches_is_told_of_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "control").write_text("a-token-to-steer-with")
+    sfu = "https://sfu.example.org:8443/whep/one"
+
+    async def scene(site: Site) -> None:
+        policy = (await site.http.get("/")).headers["content-security-policy"]
+        assert "connect-src 'self' https://sfu.example.org:8443;" in policy
+        assert policy.replace(" https://sfu.example.org:8443", "") == SECURITY_HEADERS["Content-Security-Policy"]
+        other = (await site.http.post("/api/sessions", headers=bearer("a-token-to-steer-with"), json={})).json()["id"]
+        links = {
+            (address, token): (await site.http.options(address, headers=bearer(token))).headers.get("link")
+            for address in ("/whep", f"/whep/{other}")
+            for token in ("", "a-token-to-steer-with")
+        }
+        told = {where for where, link in links.items() if link == f'<{sfu}>; rel="alternate"'}
+        assert told == {("/whep", "")} and set(links.values()) == {None, f'<{sfu}>; rel="alternate"'}
+
+    run_scene(scene, Config(serve=ServeConfig(control_token_file=str(tmp_path / "control"), whep_url=sfu)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from fractions import Fraction
@@ -10,10 +11,13 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint.tensor_file import write_tensor
 from streamdiff.video.writer import check_target, write_video
+from tests.full_disk import fill
 
 
 def paint(count: int, height: int = 32, width: int = 48) -> list[np.ndarray]:
@@ -111,6 +115,18 @@ def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, target: str, error: 
     with pytest.raises(error):
         write_video(tmp_path / target, frames(), 10)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["out.mp4", "out", "out-%d.png", "out.safetensors"])
+def test_a_full_disk_is_an_error_that_names_the_target(small_disk: Path, target: str) -> None:
+    fill(small_disk)
+    with pytest.raises(OSError, match="No space left") as caught:
+        if target.endswith("safetensors"):
+            write_tensor(small_disk / target, "latents", torch.zeros(3, 256, 256))
+        write_video(small_disk / target, paint(3, 256, 256), 10)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(small_disk / target))
+    assert os.listdir(small_disk) == ["filler"]
 
 
 def test_an_error_keeps_what_was_there(tmp_path: Path) -> None:

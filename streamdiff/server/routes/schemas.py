@@ -174,8 +174,9 @@ class CapacityInfo(BaseModel):
 
 
 class SessionList(BaseModel):
-    """The open sessions that the caller may watch, oldest first."""
+    """The open sessions of this server that the caller may watch, oldest first."""
 
+    server: str | None = Field(description="the one whose sessions these are (serve.name); others have their own")
     sessions: list[SessionInfo]
     capacity: CapacityInfo
 

@@ -68,7 +68,7 @@ router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEM
 async def list_sessions(request: Request, state: State) -> schemas.SessionList:
     state.require(request, Role.VIEWER)
     sessions = [_info_of(request, session) for session in state.watchable(request)]
-    return schemas.SessionList(sessions=sessions, capacity=_capacity(state))
+    return schemas.SessionList(server=state.config.serve.name, sessions=sessions, capacity=_capacity(state))
 
 
 @router.post(

@@ -56,8 +56,12 @@ _VIEWER = "/whep/{session}/{id}"
 async def options(request: Request, state: State, session: SessionId = DEFAULT_SESSION) -> Response:
     headers = {"Accept-Post": SDP_TYPE, "Allow": "OPTIONS, GET, HEAD, POST"}
     # Everybody is answered, but a TURN server's credentials are for those who may watch.
-    may_watch = state.role(request, state.manager.get(session)) is not Role.NOBODY
-    return with_links(Response(headers=headers), state.ice_servers.issue() if may_watch else [])
+    role = state.role(request, state.manager.get(session))
+    response = with_links(Response(headers=headers), state.ice_servers.issue() if role is not Role.NOBODY else [])
+    # Who may steer plays from here, over the connection that carries the controls.
+    if (elsewhere := state.config.serve.whep_url) and session == DEFAULT_SESSION and role is Role.VIEWER:
+        response.headers.append("Link", f'<{elsewhere}>; rel="alternate"')
+    return response
 
 
 async def describe(session: SessionId = DEFAULT_SESSION) -> Response:

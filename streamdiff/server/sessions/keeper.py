@@ -128,8 +128,9 @@ class SessionKeeper:
         if found is not None and (found.folder is not self._folder or self._keep_s is None):
             found.folder.remove(session.id)
         if not snapshot:
-            fields = log_fields(session=session.id)
-            logger.warning("Session %s begins afresh: of its stream nothing was saved.", session.id, extra=fields)
+            if session.playback.made_frames:
+                fields = log_fields(session=session.id)
+                logger.warning("Session %s begins afresh: of its stream nothing was saved.", session.id, extra=fields)
             return 0.0
         saved = read_saved_session(snapshot)
         lost_s = max(0, session.playback.made_frames - saved.made_frames) / session.fps

@@ -299,7 +299,7 @@ class LiveSession(SessionState):
         """
         slower, self.limit = limit.rate != self.limit.rate, limit
         steps = limit.steps_of(self._demand.steps)
-        if steps != self._sent_steps:
+        if steps != self._sent_steps and self.engine.state != "waiting":  # `ask_open` sends them
             message = control.StepsMessage(type="steps", steps=steps)
             request = self._requests.begin(message, LOAD, clock.monotonic_s(), steps=steps, reason=LOAD)
             await self._send_steps(steps, request)

@@ -280,7 +280,7 @@ class SessionManager:
             snapshot = await self.keeper.snapshot(session)
             if snapshot is None and session.id == DEFAULT_SESSION:
                 snapshot = self._begin_with
-            if session.closed:
+            if session.closed or session.opened:  # meanwhile
                 continue
             self._reopening[session.id] = snapshot
             with contextlib.suppress(EngineFailure):  # it has ended at once, and the event that says so comes next

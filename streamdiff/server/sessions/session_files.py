@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from streamdiff.atomic_write import lock_of, temporary_sibling
+from streamdiff.atomic_write import lock_of, open_private, temporary_sibling
 from streamdiff.engine.features import NAMES, Features
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Data
 from streamdiff.errors import ConfigError
@@ -118,8 +118,7 @@ class SessionFolder:
         """Keep a session, instead of what was kept of it before. Raises OSError."""
         target = self._of(record.id)
         with temporary_sibling(target) as temporary:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "wb") as file:
+            with open_private(temporary) as file:
                 file.write(_RECORD.dump_json(record) + b"\n")
                 file.write(snapshot)
                 file.flush()

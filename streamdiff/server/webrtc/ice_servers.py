@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from aiortc import RTCIceServer
 
@@ -37,7 +38,7 @@ class IceServers:
         Raises:
             ConfigError: a secret's file that cannot be read or is empty.
         """
-        self._servers = [(server, _secret(server)) for server in servers]
+        self._servers = [(_with_credential(server), _read(server, "secret_file")) for server in servers]
         self._on_failure = on_failure
         self._resting: dict[str, float] = {}  # until when
 
@@ -66,8 +67,20 @@ class IceServers:
                 logger.warning(message, url, GATHER_S, REST_S)
 
 
-def _secret(server: IceServer) -> bytes | None:
-    path, name = server.secret_file, f"serve.ice_servers: {server.url}: secret_file {server.secret_file}"
+def _with_credential(server: IceServer) -> IceServer:
+    """The server, with the credential from its file if it has one."""
+    if (credential := _read(server, "credential_file")) is None:
+        return server
+    try:
+        return IceServer(url=server.url, username=server.username, credential=credential.decode())
+    except ValueError:
+        file = f"serve.ice_servers: {server.url}: credential_file {server.credential_file}"
+        raise ConfigError(f"{file} has blanks, quotes or backslashes in it; it holds one word") from None
+
+
+def _read(server: IceServer, setting: Literal["secret_file", "credential_file"]) -> bytes | None:
+    path: str | None = getattr(server, setting)
+    name = f"serve.ice_servers: {server.url}: {setting} {path}"
     if path is None:
         return None
     try:
@@ -75,7 +88,8 @@ def _secret(server: IceServer) -> bytes | None:
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}") from error
     if not secret:
-        raise ConfigError(f"{name} is empty; it holds the TURN server's secret (coturn: static-auth-secret)")
+        what = "secret (coturn: static-auth-secret)" if setting == "secret_file" else "credential"
+        raise ConfigError(f"{name} is empty; it holds the TURN server's {what}")
     return secret
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -363,25 +362,30 @@ def _as_baseline(section: _Section, h264: _Formats, any_mode: bool) -> list[str]
     }
     chosen = baseline or fitting
     h264.update(chosen)
-    kept = [line for line in section if line.partition(" ")[0] not in {f"a=fmtp:{payload}" for payload in chosen}]
+    replaced = {f"a=fmtp:{payload}" for payload in chosen}
+    kept = [line for line in section if line.partition(" ")[0] not in replaced]
     return kept + [f"a=fmtp:{payload} {_BASELINE}" for payload in chosen]
 
 
 def _parsed(number: int, session: _Section, section: _Section) -> MediaDescription:
     """A section as aiortc reads it. Raises SdpError: names the line that it cannot read."""
-    lines = [*session, *section]
-
-    def fails(count: int) -> bool:
-        try:
-            SessionDescription.parse("".join(f"{line}\r\n" for line in lines[:count]))
-        except OFFER_ERRORS:
-            return True
-        return False
-
-    if fails(len(lines)):
-        line = lines[bisect_left(range(len(lines)), True, key=fails) - 1]
+    if (media := _media("\r\n".join((*session, *section)))) is None:
+        # One by one: a long offer takes no longer than this.
+        formats = {line.partition(" ")[0][9:]: line for line in section if line.startswith("a=rtpmap:")}
+        for line in (section[0], *session, *section[1:]):
+            payload = line.partition(" ")[0][7:] if line.startswith("a=fmtp:") else ""
+            if _media("\r\n".join((section[0], formats.get(payload, ""), line))) is None:
+                break
         raise SdpError(f"Media section {number} cannot be read: {line[:60]!r}.")
-    return SessionDescription.parse("".join(f"{line}\r\n" for line in lines)).media[0]
+    return media
+
+
+def _media(text: str) -> MediaDescription | None:
+    """The first section of a description; None: aiortc cannot read it."""
+    try:
+        return SessionDescription.parse(text).media[0]
+    except OFFER_ERRORS:
+        return None
 
 
 def _codecs(media: MediaDescription) -> set[str]:

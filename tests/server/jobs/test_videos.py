@@ -118,6 +118,7 @@ def test_openai_s_client_has_a_video_made_watches_it_takes_it_and_deletes_it(tmp
             pictures = pictures_of(content.read())
             assert len(pictures) == 20 and all(is_colour(picture, "blue") for picture in pictures[1:])
             assert pictures[0][:20, :20].mean() > 200, "the painter's mark of fewer steps"
+            assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
             [opened] = [each for each in site.client.sent if isinstance(each, Open) and each.background]
             assert (opened.prompt, opened.seed, opened.steps) == (PROMPT, 7, 2)
             assert Close(opened.session) in site.client.sent
@@ -357,13 +358,16 @@ def test_bodies_that_are_none_are_refused_in_both_shapes(tmp_path: Path) -> None
 
 def test_lists_go_on_behind_a_video_in_either_order(tmp_path: Path) -> None:
     async def main() -> None:
-        async with making(tmp_path) as site, client_of(site) as client:
+        async with making(tmp_path, name="a") as site, client_of(site) as client:
             ids = [(await ask(site, num_frames=1))["id"] for _ in range(5)]
             assert [each.id async for each in client.videos.list(limit=2, order="asc")] == ids
             assert [each.id async for each in client.videos.list(limit=2)] == ids[::-1]
             page = (await site.http.get("/v1/videos", params={"limit": 2, "after": ids[3]})).json()
             assert ([each["id"] for each in page["data"]], page["has_more"]) == ([ids[2], ids[1]], True)
             assert (page["first_id"], page["last_id"], page["object"]) == (ids[2], ids[1], "list")
+            assert page["server"] == "a" and (await site.http.get("/api/sessions")).json()["server"] == "a"
+            for after, code in ((f"video_b_{'0' * 32}", "other_server"), (f"video_a_{'0' * 32}", "invalid")):
+                assert refusal(await site.http.get("/v1/videos", params={"after": after})) == (400, "after", code)
 
     asyncio.run(main())
 

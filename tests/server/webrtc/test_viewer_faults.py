@@ -25,12 +25,13 @@ from aiortc.exceptions import OperationError
 
 from streamdiff import clock
 from streamdiff.config import Config, IceServer, ServeConfig
+from streamdiff.errors import ConfigError
 from streamdiff.server.media import encoder
 from streamdiff.server.media.codecs import Codec, Format
 from streamdiff.server.media.packets import QUEUE_PACKETS
 from streamdiff.server.problem import Problem
 from streamdiff.server.webrtc import peer_connections, sender, viewers
-from streamdiff.server.webrtc.ice_servers import REST_S
+from streamdiff.server.webrtc.ice_servers import REST_S, IceServers
 from tests.server.conftest import Peer, Site, in_slots, run_scene
 from tests.server.webrtc.test_sdp import UNUSABLE, as_jsep
 
@@ -238,10 +239,13 @@ def test_every_way_to_name_the_default_session_gives_one_place() -> None:
     run_scene(scene)
 
 
-def test_ice_servers_are_told_to_viewers_and_none_unless_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("from_file", [False, True])
+def test_ice_servers_are_told_to_viewers_and_none_unless_named(from_file: bool, tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("s3cret\n")
+    secret = {"credential_file": str(tmp_path / "password")} if from_file else {"credential": "s3cret"}
     servers = [
         IceServer(url="stun:127.0.0.1:9"),
-        IceServer(url="turn:turn.example:3478?transport=udp", username="ann", credential="s3cret"),
+        IceServer(url="turn:turn.example:3478?transport=udp", username="ann", **secret),
     ]
     wanted = (
         '<stun:127.0.0.1:9>; rel="ice-server", <turn:turn.example:3478?transport=udp>; rel="ice-server"; '
@@ -254,7 +258,7 @@ def test_ice_servers_are_told_to_viewers_and_none_unless_named(tmp_path: Path) -
         assert answer.headers.get_list("link") == wanted.split(", "), "one header for each, as OBS reads them"
         configured = site.state.viewers._ice.issue()
         assert [(each.url, each.username, each.credential) for each in configured] == [
-            (each.url, each.username, each.credential) for each in servers
+            (each.url, each.username, "s3cret" if each.username else None) for each in servers
         ]
 
     async def guarded(site: Site) -> None:
@@ -271,6 +275,9 @@ def test_ice_servers_are_told_to_viewers_and_none_unless_named(tmp_path: Path) -
 
     run_scene(told, Config(serve=ServeConfig(ice_servers=servers)))
     run_scene(untold)
+    (tmp_path / "other").write_text("two words")
+    with pytest.raises(ConfigError, match=r"ice_servers: turn:.*other"):
+        IceServers([IceServer(url="turn:t.example", username="ann", credential_file=str(tmp_path / "other"))])
     watch, steer = tmp_path / "watch", tmp_path / "steer"
     watch.write_text("w" * 24)
     steer.write_text("s" * 24)

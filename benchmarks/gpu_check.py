@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_check decoder:full --device cuda     the same pictures?
     python -m benchmarks.gpu_check graphs:full --device cuda      captured, channels last, and as YUV420: the same?
     python -m benchmarks.gpu_check wan:bfloat16 --device cuda     two blocks of Wan 1.3B, their numbers
-    python -m benchmarks.gpu_check fast:clean --device cuda       graphs, and clean passes with the next, against plain
+    python -m benchmarks.gpu_check fast:clean --device cuda       graphs against plain
     python -m benchmarks.gpu_check sessions:clean --device cuda   two at once: both captured, and against plain
     python -m benchmarks.gpu_check sync:clean --device cuda       micro-steps in which the host waits for nothing
     python -m benchmarks.gpu_check memory:clean --device cuda     replayed micro-steps that take no memory

@@ -126,7 +126,7 @@ def test_only_replayed_forwards_are_asked_for_the_memory_they_take(monkeypatch: 
     """While the window of 3 chunks fills there are no graphs; of the 2 chunks after that the last has no clean pass."""
     monkeypatch.setattr(compiled_stage, "graph_cache_on", lambda device: GraphCache(record))
     monkeypatch.setattr(gpu_check, "_CHUNKS", 4)
-    config = {"device": "cpu", "compile": "on", "clean_pass": "alone"}
+    config = {"device": "cpu", "compile": "on"}
     with torch.compiler.set_stance("force_eager"):
         runtime = build_pipeline(ModelConfig.model_validate(config))
         try:

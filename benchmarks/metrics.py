@@ -62,7 +62,6 @@ METRICS: dict[str, Metric] = {
     "text_s": Metric("s", "less", "one prompt through the text encoder, alone, median"),
     "step_s": Metric("s", "less", "one denoise step of a chunk through all blocks, window full, alone, median"),
     "clean_s": Metric("s", "less", "the pass that writes a finished chunk into the cache, alone, median"),
-    "fused_s": Metric("s", "less", "a clean pass and a first step in one forward, alone, median"),
     "decode_s": Metric("s", "less", "one chunk's latents to pictures on the device, alone, median"),
     "copy_s": Metric("s", "less", "one chunk's pictures from the device to the host, alone, median"),
     "encode_s": Metric("s", "less", "one chunk's pictures to H.264 (or VP8) on the host, alone, median"),

@@ -56,8 +56,7 @@ def judged(plan: Plan, alone: dict[str, float], ran: Ran) -> dict[str, Any]:
 
 def compare(plan: Plan) -> dict[str, Any]:
     """One stage against `plan.stages`, every KV context."""
-    contexts = (context for context in KV_CONTEXTS if context != "anchored")  # the embedded model has no sink
-    plans = [replace(plan, kv_context=context) for context in contexts]
+    plans = [replace(plan, kv_context=context) for context in KV_CONTEXTS]
     one, many = run_ring(1, plans), run_ring(plan.stages, plans)
     return {
         each.kv_context: judged(each, alone.figures, ran) for each, alone, ran in zip(plans, one, many, strict=True)

@@ -40,7 +40,7 @@ def add(made: argparse.ArgumentParser) -> None:
     lists.add_argument("--decoder", type=words, metavar="D,D", help="for Wan without a checkpoint: tiny, full")
     model = made.add_argument_group("model and machine, as in `streamdiff serve`")
     for field in (
-        *("device", "dtype", "attention", "compile", "clean_pass"),
+        *("device", "dtype", "attention", "compile"),
         *("weights", "vae", "text_encoder", "decode", "threads"),
     ):
         about = ModelConfig.model_fields[field].description

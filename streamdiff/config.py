@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 EMBEDDED = "tiny"
 """The model that comes with the package."""
 
-KVContext = Literal["clean", "staircase", "matched", "anchored"]
+KVContext = Literal["clean", "staircase", "matched"]
 PromptPolicy = Literal["keep", "recache", "recache-causal", "flush", "reset"]
 """What a new prompt does to the past: all of it stays as it was cached; it is cached again under the new prompt, in one
 forward or chunk by chunk; only the oldest chunks that always stay (the sink) are kept; or the stream begins afresh."""
@@ -97,10 +97,6 @@ class ModelConfig(_Section):
     """Latent frames of a chunk, of a model that the catalogue does not know."""
     kv_context: KVContext = "clean"
     """What a chunk sees of earlier chunks (docs/design.md)."""
-    anchor_every: int | None = Field(None, ge=1)
-    """With kv_context anchored: every so many chunks one is an anchor, beside those of the sink."""
-    clean_pass: Literal["auto", "alone", "with-next"] = "auto"
-    """Of finished chunks. with-next: in one forward with the next chunk's first step, where it can be. auto: alone."""
     window: int | None = Field(None, ge=1)
     """Latent frames a chunk can see, sink and itself included; default: the model's own."""
     sink: int | None = Field(None, ge=0)
@@ -131,11 +127,6 @@ class ModelConfig(_Section):
     """Memory of its device that a rank may take, weights and all; default: what is free on cuda, no limit on cpu."""
     memory_gb: float | None = Field(None, gt=0)
     """Memory for sessions' KV caches, per rank; default: what is free."""
-
-    @property
-    def clean_with_next(self) -> bool:
-        """Whether the clean pass takes the next chunk's first step with it; see `models.defaults` for `auto`."""
-        return self.clean_pass == "with-next"
 
     @model_validator(mode="before")
     @classmethod

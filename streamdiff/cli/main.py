@@ -205,7 +205,6 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     _check_by_chunks(arguments, config)
     for name, refused, plain in (
         ("compile", "on", "off"),
-        ("clean_pass", "with-next", "alone"),
         ("quantize", "auto", "none, fp8 or int8"),
         ("preset", "fast", "plain"),
     ):

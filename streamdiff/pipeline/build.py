@@ -42,9 +42,7 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
     batching = plan.batching
     if context is None:
         progress = StartProgress(None, 1)
-        ring = RingExecutor(
-            model, device, batching.max_rows, clean_with_next=config.clean_with_next, wait_s=batching.wait_s
-        )
+        ring = RingExecutor(model, device, batching.max_rows, wait_s=batching.wait_s)
     else:
         context.send_memory(memory)
         rank_topology = topology.StageTopology.of(config, 0, device, batching)

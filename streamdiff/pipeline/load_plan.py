@@ -140,7 +140,7 @@ class LoadPlan:
             decode_latents=self.decode_latents,
             decoder_bytes=models.decoder_dtype.itemsize,
         )
-        rows = rows_carried(self.spec, self.batching.max_rows, config.clean_with_next)
+        rows = rows_carried(self.spec, self.batching.max_rows)
         return Demand(
             self.sizes,
             storage,

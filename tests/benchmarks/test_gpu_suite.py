@@ -98,8 +98,8 @@ def test_rings_come_first_compiled_and_in_every_context(gpus: int) -> None:
 
 def test_on_one_gpu_the_compiled_stream_comes_first_and_the_plain_one_beside_it() -> None:
     cases = [case for case in wanted("cuda", 1, ("wan-1.3b",), Amount()) if case.config.steps == 4]
-    first = [(case.config.compile, case.config.kv_context, case.config.clean_with_next) for case in cases[:4]]
-    assert first == [("on", "clean", False)] * 2 + [("off", "clean", False)] * 2
+    first = [(case.config.compile, case.config.kv_context) for case in cases[:4]]
+    assert first == [("on", "clean")] * 2 + [("off", "clean")] * 2
     assert [case.config.vae for case in cases[:2]] == ["random:taew2_1", "random:wan2.1"]
     assert {case.config.ranks for case in cases} == {1}
     assert {case.config.device for case in wanted("cpu", 4, (), Amount())} == {"cpu"}
@@ -126,7 +126,7 @@ def test_only_replayed_forwards_are_asked_for_the_memory_they_take(monkeypatch: 
     """While the window of 3 chunks fills there are no graphs; of the 2 chunks after that the last has no clean pass."""
     monkeypatch.setattr(compiled_stage, "graph_cache_on", lambda device: GraphCache(record))
     monkeypatch.setattr(gpu_check, "_CHUNKS", 4)
-    config = {"device": "cpu", "compile": "on", "clean_pass": "alone"}
+    config = {"device": "cpu", "compile": "on"}
     with torch.compiler.set_stance("force_eager"):
         runtime = build_pipeline(ModelConfig.model_validate(config))
         try:
@@ -309,19 +309,18 @@ def test_a_wrong_fast_path_does_not_have_the_plain_one_measured_twice(
     assert left_out == [f"{asked[1].label}: its fast path is wrong, and the plain one is measured already"]
 
 
-def test_both_fast_paths_are_checked_where_there_are_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    played: list[tuple[object, object]] = []
+def test_the_fast_path_is_compared_with_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[object] = []
 
     def stream(**values: object) -> torch.Tensor:
-        played.append((values["compile"], values.get("clean_pass")))
-        return torch.full((3,), 2.0 if values.get("clean_pass") == "with-next" else 1.0)
+        played.append(values["compile"])
+        return torch.full((3,), 2.0 if values["kv_context"] == "clean" and values["compile"] == "on" else 1.0)
 
     monkeypatch.setattr(gpu_check, "played", stream)
-    assert "on, alone off by 0" in gpu_check.fast_as_plain("matched", CPU)
-    assert played == [("off", None), ("on", "alone")]
+    assert "on off by 0" in gpu_check.fast_as_plain("matched", CPU)
+    assert played == ["off", "on"]
     with pytest.raises(AssertionError, match="off by 1"):
         gpu_check.fast_as_plain("clean", CPU)
-    assert played[2:] == [("off", None), ("on", "alone"), ("on", "with-next")]
 
 
 def test_time_runs_out() -> None:

@@ -58,11 +58,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_s_defaults_are_what_a_rank_runs(hopper: None) -> None:
     loader = plan_load(ModelConfig(), CUDA)
-    assert (loader.config.compile, loader.config.clean_with_next) == ("on", False)
+    assert loader.config.compile == "on"
     assert loader.preallocated == PreallocatedCaches(1, 4, "clean")
     assert loader.rank_facts()["model.compile"] == "on", "ranks that settle otherwise are not alike"
     plain = plan_load(ModelConfig(preset="plain"), CUDA)
-    assert plain.preallocated is None and not plain.config.clean_with_next
+    assert plain.preallocated is None
     assert plan_load(ModelConfig(preset="fast"), CUDA).steps == 2
 
 

@@ -267,13 +267,8 @@ def _fresh_view(tensor: Tensor) -> Tensor:
     return tensor.view(tensor.shape)
 
 
-def forward_variants(
-    trial: int, chunk: int, steps: int, kv_context: str, anchor: bool, with_next: bool
-) -> Iterator[list[MicroStep]]:
-    """Yields the rows of each kind of forward of `chunk`: first step and clean pass; if each step has its own cache,
-    all steps and an `anchor`'s clean pass; or, `with_next`, a clean pass with the next chunk's first step."""
-    if with_next:
-        yield [MicroStep(trial, chunk, steps, steps, 0), MicroStep(trial, chunk + 1, 0, steps, 0)]
-        return
-    for step in range(steps + anchor) if kv_context in PER_STEP else (0, steps):
-        yield [MicroStep(trial, chunk, step, steps, 0)]
+def forward_variants(trial: int, chunk: int, steps: int, kv_context: str) -> Iterator[MicroStep]:
+    """Yields the micro-step of each kind of forward of `chunk`: first step and clean pass; if each step has its own
+    cache, all steps."""
+    for step in range(steps) if kv_context in PER_STEP else (0, steps):
+        yield MicroStep(trial, chunk, step, steps, 0)

@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "serve":
                 return _serve(arguments)
             case "generate":
-                return _generate(arguments, argv)
+                from streamdiff.engine.process.main import log_on_stderr
+
+                with log_on_stderr():
+                    return _generate(arguments, argv)
             case "plan":
                 return _plan(arguments)
             case "doctor":

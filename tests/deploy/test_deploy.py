@@ -20,6 +20,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.server import auth
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.routes import health
+from tests.packaging.test_wheel import SOURCES
 from tests.rules.source import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -342,12 +343,19 @@ def test_a_ring_over_several_nodes_is_a_command_that_we_know_and_nobody_else_rea
     assert rule == {"from": [{"podSelector": {"matchLabels": labels}}]}
 
 
-def test_the_image_is_made_of_the_wheel_and_runs_the_command() -> None:
+def test_the_image_is_made_of_a_checkout_and_runs_the_command() -> None:
+    """Of what the wheel's own tests build it of, which is what the build is sent."""
     lines = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").splitlines()
-    words = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
-    assert words["COPY"].startswith("dist/streamdiff-*.whl ") and words["USER"] == "10001"
+    build, image = "\n".join(line for line in lines if not line.startswith("#")).split("\n\n")
+    copied = [name for found in re.findall(r"^COPY (.+) \S+$", build, re.M) for name in found.split()]
+    assert sorted(copied) == sorted(SOURCES) and re.search(r"^RUN pip wheel .*--no-deps .*/source$", build, re.M)
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()[1:]
+    assert ignored == ["*", *(f"!{name}" for name in copied), "**/__pycache__"]
+    words = dict(line.split(" ", 1) for line in image.strip().splitlines())
+    assert words["COPY"] == "--from=build /wheel/ /tmp/wheel/" and words["USER"] == "10001"
     command = json.loads(words["ENTRYPOINT"]) + json.loads(words["CMD"])
     assert command[0] == "streamdiff" and cli_parsers.parse(command[1:]).command == "serve"
+    assert build.startswith(f"FROM {words['FROM']} AS build")
     python = re.fullmatch(r"python:(3\.\d+)-slim", words["FROM"])
     assert python is not None and tuple(map(int, python[1].split("."))) >= (3, 11)
 

@@ -105,7 +105,7 @@ class CompiledStage:
         tokens = chunk // self._forward.grid[0]
         shape = AttentionShape(denoiser.heads, denoiser.head_dim, chunk, window * tokens)
         self.paged, reason = try_paged(shape, rows, tokens, denoiser.attend_parts(), self._device, denoiser.dtype)
-        logger.info("Attention of several sessions' rows is computed %s", reason)
+        logger.debug("Attention of several sessions' rows is computed %s", reason)
 
     def run(self, given: Tensors, texts: Texts, metadata: Sequence[AttentionMetadata]) -> Tensors | None:
         """The result of the plain path by a compiled forward, or None if there is none for this key. Mutates: the rows'

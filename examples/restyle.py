@@ -1,7 +1,7 @@
 """A video made into another: `python restyle.py [VIDEO]` writes restyled.mp4, the input left, the stream beside it.
 
 Shape, colour and background become the prompt's. Without a video it takes one that the model makes itself. The result
-plays at the model's rate. The embedded model follows videos of its own world, but not always (docs/input.md has figures).
+plays at the model's rate. The embedded model follows videos of its own world, but not always (docs/input.md).
 """
 
 import sys

@@ -32,6 +32,8 @@ MAX_SEED = 2**31 - 1
 def check_prompt(prompt: str) -> None:
     if not prompt.strip():
         raise RequestError("prompt", "the prompt is empty; describe what to show")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise RequestError("prompt", f"the prompt is {prompt[:60]!r}, which is no UTF-8 text; send it as UTF-8")
     if len(prompt) > MAX_PROMPT_CHARACTERS:
         raise RequestError(
             "prompt",

@@ -156,7 +156,7 @@ def frames_of(encode: TrackEncoder, before: Tensor, chunk: Tensor) -> Tensor:
 
 def measure(
     network: Network, encode: TrackEncoder, count: int, marks: tuple[int, ...], steps: int, seed: int
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, float | None]]:
     """Figures of `count` streams by mark and chunk there, `LOOKS`."""
     generator = torch.Generator().manual_seed(seed)
     scenes = draw_played(count, generator)
@@ -167,7 +167,7 @@ def measure(
     for number, chunk in enumerate(tqdm(chunks, total=keys.shape[1], unit="chunk")):
         if number in wanted:
             made[number] = chunk
-    results: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float | None]] = {}
     for mark in marks:
         looks: dict[str, list[Look]] = {name: [] for name in LOOKS}
         for stream in tqdm(range(count), desc=f"chunk {mark}", unit="stream"):
@@ -181,21 +181,21 @@ def measure(
     return results
 
 
-def figures(looks: list[Look]) -> dict[str, float]:
-    """Shares of `looks`; of what is steered only where some of them are."""
+def figures(looks: list[Look]) -> dict[str, float | None]:
+    """Shares of `looks`; None where none is of the kind."""
+
+    def share(right: list[bool]) -> float | None:
+        return sum(right) / len(right) if right else None
+
     things = [each.thing for each in looks if each.thing_steered]
     cameras = [each.camera for each in looks if each.camera_steered]
-    found = {
-        "thing": sum(each.thing for each in looks) / len(looks),
-        "camera_right": sum(each.camera for each in looks) / len(looks),
+    return {
+        "thing": share([each.thing for each in looks]),
+        "camera_right": share([each.camera for each in looks]),
+        "thing_steered": share(things),
+        "camera_steered": share(cameras),
+        "obeyed": share([*things, *cameras]),
     }
-    if things:
-        found["thing_steered"] = sum(things) / len(things)
-    if cameras:
-        found["camera_steered"] = sum(cameras) / len(cameras)
-    if things or cameras:
-        found["obeyed"] = sum([*things, *cameras]) / len([*things, *cameras])
-    return found
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -180,7 +180,6 @@ def run(
         server.send(engine.ready())
         _serve(server, engine, stop, tap)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
         server.send(Failed(str(error)))
         return EXIT_CONFIG
     except Exception as error:

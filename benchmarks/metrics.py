@@ -72,8 +72,6 @@ METRICS: dict[str, Metric] = {
     "resumed_s": Metric("s", "less", "from the kill until every viewer has decoded a new picture, median"),
     "resumed_worst_s": Metric("s", "less", "the same, the slowest restart"),
     "still_s": Metric("s", "less", "how long the picture stood still, the worst viewer, median"),
-    "gap_worst_s": Metric("s", "less", "longest time without a frame for who watches meanwhile, the worst round"),
-    "waited_s": Metric("s", "less", "frames that were not there when they were due, in seconds of video, per viewer"),
     "load_s": Metric("s", "less", "from the process's start to a warm engine"),
     "floor_s": Metric("s", "less", "a forward if every part ran at the device's measured ceilings"),
     "forward_s": Metric("s", "less", "a forward as it was measured, window full"),

@@ -8,7 +8,7 @@ MAKEFLAGS += --no-print-directory
 VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
-SOURCES := streamdiff training tests benchmarks examples
+SOURCES := streamdiff training tests benchmarks examples deploy
 # What the quick loop leaves out; `make test` runs everything but the soak tests.
 QUICK := not slow and not browser and not packaging and not interop
 # They start a browser or another house's viewer, which want most of the machine: three files of them run at a time, when

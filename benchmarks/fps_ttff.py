@@ -183,7 +183,7 @@ _COLUMNS = {
     "1 s": "stalls_1",
     "peak GiB": "peak_gib",
 }
-_PARTS = ("text", "step", "clean", "fused", "decode", "copy", "encode")
+_PARTS = ("text", "step", "clean", "decode", "copy", "encode")
 
 
 def tables(results: Mapping[str, Any]) -> str:

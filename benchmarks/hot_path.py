@@ -1,11 +1,11 @@
 """What the fast paths of a micro-step are worth: each beside the plain path, in turns, so a busy machine hurts all.
 
     python -m benchmarks.hot_path                      # the embedded model: two to four minutes, most of it compiling
-    python -m benchmarks.hot_path --paths plain,with-next --chunks 20
+    python -m benchmarks.hot_path --paths plain --chunks 20
 
-Paths: `plain`; `compiled` (`--compile on`); `with-next` (`--clean-pass with-next`); `both`. Seconds are those of a
-chunk in steady state with KV context clean, transformer only: neither decoding nor text is in them. `ratio` is how many
-times as fast as `plain` a path is, by the medians; each path's latents are compared with `plain`'s.
+Paths: `plain`; `compiled` (`--compile on`). Seconds are those of a chunk in steady state with KV context clean,
+transformer only: neither decoding nor text is in them. `ratio` is how many times as fast as `plain` a path is, by the
+medians; each path's latents are compared with `plain`'s.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.rank_loader import load_rank
 
 SUMMARY = "Seconds per chunk of each fast path beside the plain one, taking turns."
-PATHS = {"plain": (False, False), "compiled": (True, False), "with-next": (False, True), "both": (True, True)}
+PATHS = ("plain", "compiled")
 WARM_UP = 2  # chunks beyond the window, whose times do not count
 
 
@@ -36,14 +36,13 @@ class Run:
     """One stream on one path."""
 
     def __init__(self, model: Model, device: torch.device, path: str, steps: int) -> None:
-        compiled, with_next = PATHS[path]
         self.device = device
         self.latents: list[Tensor] = []
         self.seconds: list[float] = []
-        self.ring = RingExecutor(model, device, clean_with_next=with_next)
+        self.ring = RingExecutor(model, device)
         begun_s = clock.monotonic_s()
-        if compiled:
-            self.ring.stage.compile(PreallocatedCaches(1, steps, "clean"), clean_with_next=with_next)
+        if path == "compiled":
+            self.ring.stage.compile(PreallocatedCaches(1, steps, "clean"))
         self.compile_s = clock.monotonic_s() - begun_s
         text = model.text.encode(model.text.examples[0])
         self.ring.open(0, text, seed=1, epoch=0, steps=steps, kv_context="clean")

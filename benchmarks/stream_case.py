@@ -48,7 +48,7 @@ class Case:
         steps = "own steps" if config.steps is None else f"{config.steps} step{'s' if config.steps > 1 else ''}"
         stages = f"{config.stages} stage{'s' if config.stages > 1 else ''}"
         stages = stages if config.shares == 1 else f"{config.parallel} ranks"
-        fast = (", compiled" if config.compile == "on" else "") + (", with-next" if config.clean_with_next else "")
+        fast = ", compiled" if config.compile == "on" else ""
         return f"{config.name}{size}, {steps}, {config.kv_context}{vae}, {stages}{fast}"
 
     def to_json(self) -> dict[str, Any]:

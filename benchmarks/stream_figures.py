@@ -108,7 +108,7 @@ def figures(raw: Raw) -> dict[str, float | None]:
         count, waited_s = stalls(times_s, raw.playback_fps, buffer_s)
         found[f"stalls_{buffer_name(buffer_s)}"] = count
         found[f"stalled_{buffer_name(buffer_s)}_s"] = waited_s
-    for name in ("text", "clean", "fused", "decode", "copy", "encode"):
+    for name in ("text", "clean", "decode", "copy", "encode"):
         found[f"{name}_s"] = median(raw.parts[name]) if raw.parts.get(name) else None
     steps = [value for name, values in raw.parts.items() if name.startswith("step ") for value in values]
     found["step_s"] = median(steps) if steps else None

@@ -103,7 +103,7 @@ def turns(runtime: StreamingPipeline, rounds: int, device: torch.device) -> tupl
     passes = 0 if info.kv_context == "matched" else rounds  # clean ones, which come after a chunk's latents
 
     def enough() -> bool:
-        return len(latents) >= rounds and len(times["clean"]) + len(times["fused"]) >= passes
+        return len(latents) >= rounds and len(times["clean"]) >= passes
 
     while not enough() and clock.monotonic_s() < end_s:
         ring.scheduler.set_frame_credit(SESSION, 10**6)
@@ -123,9 +123,9 @@ def _around(ring: RingExecutor) -> tuple[list[MicroStep], list[Finished]]:
 
 
 def name_of(rows: Sequence[MicroStep]) -> str:
-    """`step 0` and so on, `clean`, or `fused` for a clean pass and a step in one forward."""
+    """`step 0` and so on, or `clean`."""
     if len(rows) > 1:
-        return "fused" if any(row.clean for row in rows) else f"{len(rows)} steps"
+        return f"{len(rows)} steps"
     return "clean" if rows[0].clean else f"step {rows[0].step}"
 
 

@@ -19,6 +19,7 @@ frame, and how busy each rank has been.
 """
 
 import argparse
+import logging
 import os
 import queue
 import signal
@@ -114,7 +115,8 @@ def to_file(options: argparse.Namespace, model: dict[str, object]) -> None:
 
 
 def live(options: argparse.Namespace, model: dict[str, object]) -> int:
-    """Rank 0 with --serve: the web server is a child. Frames are made, and written too, while somebody watches."""
+    """Rank 0 with --serve: the web server is a child. Frames are made, and with --output written too, while somebody
+    watches."""
     config = Config(
         model=ModelConfig.model_validate(model),
         session=SessionConfig(prompt=options.prompt, seed=options.seed),
@@ -123,10 +125,10 @@ def live(options: argparse.Namespace, model: dict[str, object]) -> int:
             port=options.port,
             keep_s=options.keep_s,
             state_dir=options.state_dir,
-            pictures="rgb",  # the file takes no other
+            pictures="rgb" if options.output else "auto",  # the file takes no other
         ),
     )
-    recorder = Recorder(options.output, PlaybackConfig().fps, options.seconds)
+    recorder = Recorder(options.output, PlaybackConfig().fps, options.seconds) if options.output else None
     seen: list[tuple[Engine, Tally]] = []
 
     def tap(engine: Engine, event: Event) -> None:
@@ -134,14 +136,16 @@ def live(options: argparse.Namespace, model: dict[str, object]) -> int:
             seen.append((engine, Tally(engine.ready().chunk_frames)))
         if isinstance(event, FrameBatch):
             seen[0][1].add(len(event.pictures))
-            for picture in event.pictures:
+            for picture in event.pictures if recorder else ():
                 recorder.put(picture.copy())
 
     code = host(config, tap)
-    recorder.stop()
     for engine, tally in seen:
         tally.report(engine.occupancy())
-        print(f"wrote {options.output}")
+    if recorder:
+        recorder.stop()
+        if any(tally.frames for _, tally in seen):
+            print(f"wrote {options.output}")
     return code
 
 
@@ -149,7 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", default="a red circle moving right over a meadow")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("ring.mp4"), help=".mp4 or .webm (default ring.mp4)")
+    parser.add_argument("--output", type=Path, help=".mp4 or .webm (default ring.mp4; with --serve: none)")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of the file (default 10)")
     parser.add_argument("--kv-context", default="staircase", help="staircase (default): one stream fills the ring")
     parser.add_argument("--parallel", metavar="PxC", help="P stages that C ranks share each (default: a stage each)")
@@ -165,6 +169,8 @@ def main() -> int:
     parser.add_argument("--keep-s", type=float, help="every N seconds keep what plays in --state-dir")
     parser.add_argument("--state-dir", help="from there it goes on when torchrun (--max-restarts) starts ranks again")
     options = parser.parse_args()
+    logging.basicConfig(format="streamdiff: %(message)s")
+    logging.getLogger("streamdiff").setLevel(logging.INFO)  # what the start chooses
     world = int(os.environ.get("WORLD_SIZE", "1"))
     stages = world - 1 if options.decode == "own-rank" else world
     model: dict[str, object] = {
@@ -178,7 +184,10 @@ def main() -> int:
     if int(os.environ.get("RANK", "0")) > 0:
         streamdiff.follow(**model)  # type: ignore[arg-type]
         return 0
-    check_target(options.output)
+    if options.output is None and not options.serve:
+        options.output = Path("ring.mp4")
+    if options.output is not None:
+        check_target(options.output)
     if options.serve:
         return live(options, model)
     to_file(options, model)

@@ -241,12 +241,16 @@ class StreamSession:
             snapshot.with_pictures(self._frames).write(Path(path))
 
     def go_on_from(self, snapshot: Any) -> None:
-        """Open the session from a file that `save` has written. Raises RequestError where it does not fit."""
+        """Open the session from a file that `save` or a server has written. Raises RequestError where it does not
+        fit."""
         with self._lock:
             events = self._engine.load(_NAME, snapshot)
             self._frames.extend(snapshot.pictures())
             self._made, self.text = (snapshot.about["session"][name] for name in ("_made_frames", "text"))
             self._take(events)
+            # A server's snapshot has none of the frames that were made and not shown.
+            self._take(self._engine.handle(Shown(_NAME, self._made - len(self._frames))))
+            self._take(self._engine.handle(Resume(_NAME)))
             opened = self._answers.pop("")
             assert isinstance(opened, Opened)
             self._switch, self._is_open = opened.switches[0], True

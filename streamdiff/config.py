@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 EMBEDDED = "tiny"
 """The model that comes with the package."""
 
-KVContext = Literal["clean", "staircase", "matched", "anchored"]
+KVContext = Literal["clean", "staircase", "matched"]
 PromptPolicy = Literal["keep", "recache", "recache-causal", "flush", "reset"]
 """What a new prompt does to the past: all of it stays as it was cached; it is cached again under the new prompt, in one
 forward or chunk by chunk; only the oldest chunks that always stay (the sink) are kept; or the stream begins afresh."""
@@ -19,6 +19,10 @@ PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
 # What a browser sends as Origin, or * for every page there is; a DNS name, as in a Host header but without the port.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
+
+PREFIX = r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*/?"
+"""A path prefix: plain segments, none of which begins with a dot."""
+PathPrefix = Annotated[str, Field(pattern=f"^{PREFIX}$"), AfterValidator(lambda value: value.rstrip("/"))]
 
 
 def _network(value: str) -> str:
@@ -93,10 +97,6 @@ class ModelConfig(_Section):
     """Latent frames of a chunk, of a model that the catalogue does not know."""
     kv_context: KVContext = "clean"
     """What a chunk sees of earlier chunks (docs/design.md)."""
-    anchor_every: int | None = Field(None, ge=1)
-    """With kv_context anchored: every so many chunks one is an anchor, beside those of the sink."""
-    clean_pass: Literal["auto", "alone", "with-next"] = "auto"
-    """Of finished chunks. with-next: in one forward with the next chunk's first step, where it can be. auto: alone."""
     window: int | None = Field(None, ge=1)
     """Latent frames a chunk can see, sink and itself included; default: the model's own."""
     sink: int | None = Field(None, ge=0)
@@ -127,11 +127,6 @@ class ModelConfig(_Section):
     """Memory of its device that a rank may take, weights and all; default: what is free on cuda, no limit on cpu."""
     memory_gb: float | None = Field(None, gt=0)
     """Memory for sessions' KV caches, per rank; default: what is free."""
-
-    @property
-    def clean_with_next(self) -> bool:
-        """Whether the clean pass takes the next chunk's first step with it; see `models.defaults` for `auto`."""
-        return self.clean_pass == "with-next"
 
     @model_validator(mode="before")
     @classmethod
@@ -214,6 +209,8 @@ class ServedModel(ModelConfig):
     batching: BatchingConfig = BatchingConfig()
     host_memory_gb: float | None = None
     state_dir: str | None = None
+    keep_s: float | None = None
+    spare: bool = False
 
 
 class SessionConfig(_Section):
@@ -253,15 +250,20 @@ class IceServer(_Section):
     username: str | None = Field(None, pattern=r'^[^\s"\\]+$')
     credential: str | None = Field(None, pattern=r'^[^\s"\\]+$')
     """Both of a TURN server."""
+    credential_file: str | None = None
+    """A file with the credential, instead of that."""
     secret_file: str | None = None
     """A file with a TURN server's secret (coturn's static-auth-secret): viewers get credentials for an hour each."""
 
     @model_validator(mode="after")
     def _turn_needs_a_name(self) -> IceServer:
-        given = [self.username is not None, self.credential is not None, self.secret_file is not None]
-        wanted = ([True, True, False], [False, False, True]) if self.url.startswith("turn") else ([False] * 3,)
-        if given not in wanted:
-            raise ValueError("a TURN server has username and credential, or secret_file, a STUN server none of them")
+        given = self.model_fields_set & {"username", "credential", "credential_file", "secret_file"}
+        given = {name for name in given if getattr(self, name) is not None}
+        wanted = [{"username", "credential"}, {"username", "credential_file"}, {"secret_file"}]
+        if given not in (wanted if self.url.startswith("turn") else [set()]):
+            raise ValueError(
+                "a TURN server has username and credential (or credential_file), or secret_file, a STUN server none"
+            )
         return self
 
 
@@ -298,7 +300,9 @@ class ServeConfig(_Section):
     request_s: float = Field(10.0, gt=0)
     """Seconds within which a request's head, and then its body, has to arrive."""
     trusted_proxies: list[Proxy] = []
-    """Addresses and networks whose X-Forwarded-For is believed; they have to pass on Host as it is."""
+    """Addresses and networks whose X-Forwarded-For, -Proto and -Prefix are believed; they pass on Host as it is."""
+    root_path: PathPrefix = ""
+    """Path below which a proxy shows the server, as /ai; X-Forwarded-Prefix of a trusted proxy comes first."""
     grace_s: float = Field(5.0, ge=0)
     """Seconds for which a stream goes on when its last viewer has left."""
     idle_s: float | None = Field(300.0, gt=0)
@@ -315,6 +319,8 @@ class ServeConfig(_Section):
     """Open a browser where there is a display."""
     outputs: list[str] = []
     """Files and addresses that the default session is also sent to."""
+    outputs_file: str | None = None
+    """A file with more of them, one a line: addresses may hold stream keys."""
     udp_ports: str | None = Field(None, pattern=r"^\d{1,5}-\d{1,5}$")
     """UDP ports for viewers' media, as 50000-50100; a viewer takes one per local address. null: any."""
     tls_cert: str | None = None
@@ -324,6 +330,8 @@ class ServeConfig(_Section):
     """Folders, and beginnings of addresses, to which whoever steers a session may send it over the API."""
     ice_servers: list[IceServer] = []
     """STUN and TURN servers; none are asked unless named here."""
+    whep_url: str | None = Field(None, pattern=r'^https?://[^\s"<>;,]+$')
+    """A media server's WHEP address, from which the page of who only watches plays the default session."""
     insecure: bool = False
     """Let others in without a token, where `host` is no loopback address."""
     view_token_file: str | None = None
@@ -391,5 +399,6 @@ class Config(_Section):
     def served_model(self) -> ServedModel:
         """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB, unless it says."""
         pictures = "rgb" if self.serve.pictures == "auto" and self.serve.scale > 1 else self.serve.pictures
-        own = self.serve.model_dump(include={"host_memory_gb", "state_dir"}) | {"batching": self.batching}
-        return ServedModel.model_validate(self.model.model_dump() | own | {"pictures": pictures})
+        own = self.serve.model_dump(include={"host_memory_gb", "state_dir", "keep_s"}) | {"batching": self.batching}
+        own |= {"pictures": pictures, "spare": self.serve.spare and self.serve.restarts > 0}
+        return ServedModel.model_validate(self.model.model_dump() | own)

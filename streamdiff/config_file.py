@@ -114,6 +114,8 @@ def _explain(kind: str, location: tuple[int | str, ...], value: object) -> str:
         return f"is no known key; known here: {', '.join(entry.model_fields)}"
     if kind in ("extra_forbidden", "invalid_key"):
         return f"is no known key; {_suggest(key, location, known)}"
+    if kind == "string_unicode":
+        return f"is {_show(value)}, but must be UTF-8 text (its bytes that are not are shown as \\udc80 to \\udcff)"
     if len(location) == 1:
         inside = ", ".join(_section(key).model_fields)
         return f"is {_show(value)}, but must be a section with keys among {inside}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import psutil
 import torch
 
 from streamdiff import clock
@@ -12,6 +14,51 @@ from streamdiff.errors import ConfigError
 
 AUTO = "auto"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+_LIMITS = {"cgroup": ("memory.limit_in_bytes",), "cgroup2": ("memory.max", "memory.high")}
+_USED = {"cgroup": ("memory.usage_in_bytes", "total_inactive_file"), "cgroup2": ("memory.current", "inactive_file")}
+
+
+def host_memory(process: Path = Path("/proc/self")) -> tuple[int, int]:
+    """Bytes of host memory that are free for this process, and that there are: the least of the machine's and of each
+    of its cgroups', as containers have them. `process` is its folder in /proc.
+
+    Files that a cgroup has read and does not use (`inactive_file`) are free memory, as for the machine.
+    """
+    machine = psutil.virtual_memory()
+    free, total = [machine.available], [machine.total]
+    for kind, folder in _cgroups(process):
+        texts = [(folder / name).read_text().strip() for name in _LIMITS[kind] if (folder / name).exists()]
+        limit = min((int(text) for text in texts if text != "max"), default=machine.total)
+        if limit < machine.total:
+            used, unused = _USED[kind]
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            free.append(max(0, limit - int((folder / used).read_text()) + int(stat[unused])))
+            total.append(limit)
+    return min(free), min(total)
+
+
+def _cgroups(process: Path) -> Iterator[tuple[str, Path]]:
+    """Kind (type of its file system) and folder of each cgroup that may limit the process's memory, and of those above
+    it, as far as they are to be seen here."""
+    if not (process / "cgroup").exists():  # no Linux
+        return
+    paths = {}
+    for line in (process / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            paths["cgroup" if controllers else "cgroup2"] = path
+    for line in (process / "mountinfo").read_text().splitlines():
+        mounted, _, (kind, _, options) = (part.split() for part in line.partition(" - "))
+        if kind in paths and (kind == "cgroup2" or "memory" in options.split(",")):
+            root, mount = mounted[3], Path(mounted[4])
+            # In a container the path may be one of the host's, of which nothing but the mount is seen.
+            below = os.path.relpath(paths[kind], root)
+            folder = mount if below.startswith("..") else mount / below
+            for each in (folder, *folder.parents):
+                if each == mount or mount in each.parents:
+                    yield kind, each
 
 
 def pick_device(wanted: str, name: str = "--device") -> torch.device:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+NOT_FINITE = "no numbers (NaN or infinite)"
+"""In the reason of a session that ends as what its model computes has run over."""
+
 
 class StreamdiffError(Exception):
     """Base class: catch this to catch everything streamdiff raises on purpose."""

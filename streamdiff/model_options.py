@@ -27,7 +27,6 @@ class ModelOptions(TypedDict, total=False):
         small; default `none`.
     compile: `on` makes graphs of the transformer first, or finds those of an earlier start on disk, and runs these;
         default: `on` with CUDA, else `off`.
-    clean_pass: `alone`, or `with-next`: one forward less for each chunk, KV context `clean` only; default: `alone`.
     size: `WIDTHxHEIGHT` in pixels; default: the model's own.
     device: `auto`, `cpu` or `cuda`.
     steps: denoise steps per chunk, of those the model has; default: what it was made for. The embedded one has 4 and 2.
@@ -55,7 +54,6 @@ class ModelOptions(TypedDict, total=False):
     quantize: str
     offload: str
     compile: str
-    clean_pass: str
     size: str
     device: str
     steps: int | None

@@ -13,7 +13,8 @@ from streamdiff.model_options import ModelOptions, model_config
 
 def load(path: str | Path, **options: Unpack[ModelOptions]) -> StreamSession:
     """Load a model, and go on with a stream that `StreamSession.save` wrote: the next frame is the one that was to be
-    taken next, and all that follow are those of the stream that was saved, to the bit, on the same hardware.
+    taken next, and all that follow are those of the stream that was saved, to the bit, on the same hardware. Of a file
+    that a server gave the next frame is the one after those that it had made. A stream that was paused goes on too.
 
     Args:
         path: the file.

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(
         chosen, key=lambda item: [item.get_closest_marker(mark) is None for mark in ("slow", "xdist_group")]
     )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MiB. Mounting it takes root."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)), capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no disk can be mounted here: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(("umount", "--lazy", str(disk)), check=True)
 
 
 class TogetherScheduling(LoadScopeScheduling):  # type: ignore[misc]

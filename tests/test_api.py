@@ -200,7 +200,7 @@ def test_an_unknown_model_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_the_embedded_model_streams() -> None:
+def test_the_embedded_model_streams(capfd: pytest.CaptureFixture[str]) -> None:
     frames = list(streamdiff.stream("a red circle moving left", seconds=1, seed=3))
     with streamdiff.open("a red circle moving left", seed=3) as session:
         assert len(frames) == round(session.fps)
@@ -209,6 +209,7 @@ def test_the_embedded_model_streams() -> None:
     assert frames[0].shape == (session.height, session.width, 3) and frames[0].dtype == np.uint8
     assert np.array_equal(frames[:8], again), "the same seed gives the same frames"
     assert len({frame.tobytes() for frame in frames}) > len(frames) // 2, "they move"
+    assert "streamdiff:" not in capfd.readouterr().err, "a library is quiet"
 
 
 def test_importing_the_package_is_light() -> None:

@@ -47,6 +47,11 @@ def test_there_are_configs() -> None:
     assert {path.name for path in CONFIGS} >= {"cpu_tiny.yaml", "lan.yaml"}
 
 
+def test_a_network_gets_in_with_a_token_and_no_less_room_than_by_default() -> None:
+    serve = load(CONFIGS[[path.name for path in CONFIGS].index("lan.yaml")]).serve
+    assert serve.control_token_file and not serve.insecure and serve.max_viewers >= Config().serve.max_viewers
+
+
 def test_cpu_tiny_spells_out_the_defaults() -> None:
     spelled = load(CONFIGS[[path.name for path in CONFIGS].index("cpu_tiny.yaml")])
     assert spelled == Config(model=Config().model.model_copy(update={"device": "cpu"}))

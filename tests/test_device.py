@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.device import embedded_autoencoder_dtype, pick_device, pick_dtype, seconds_per_call
+from streamdiff.device import embedded_autoencoder_dtype, host_memory, pick_device, pick_dtype, seconds_per_call
 from streamdiff.errors import ConfigError
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.pipeline.runner.torch_compile import compile_fault
@@ -35,6 +37,53 @@ def test_a_device_that_is_not_there_or_unknown(monkeypatch: pytest.MonkeyPatch) 
         pick_device("cuda", "model.device")
     with pytest.raises(ConfigError, match="--device is gpu, but must be auto, cpu or cuda"):
         pick_device("gpu")
+
+
+V1 = "9:memory:{path}\n1:cpu:/\n0::/\n", "33 2 0:3{root} {mount} rw - cgroup cgroup rw,memory\n"
+V2 = "0::{path}\n", "33 2 0:3{root} {mount} rw - cgroup2 cgroup rw\n"
+
+
+@pytest.mark.parametrize(("version", "limit_file"), [(V1, ""), (V2, "memory.max"), (V2, "memory.high")])
+@pytest.mark.parametrize(
+    ("path", "root", "own"),
+    [
+        ("/a/b", "/", "a/b"),  # on the machine itself
+        ("/", "/", ""),  # in a container with a name space of its own
+        ("/docker/1", "/docker/1", ""),  # in one without
+        ("/docker/1/b", "/docker/1", "b"),
+        ("/../1", "/", ""),  # where the path is that of another name space
+    ],
+)
+@pytest.mark.parametrize("above", [False, True])
+def test_free_memory_is_the_least_of_the_machines_and_every_cgroups(
+    tmp_path: Path, version: tuple[str, str], limit_file: str, path: str, root: str, own: str, above: bool
+) -> None:
+    """The limit stands in the process's cgroup, or in the highest one that is seen."""
+    process, mount = tmp_path / "proc", tmp_path / "cgroup"
+    groups = [mount / own, *(each for each in (mount / own).parents if mount in (each, *each.parents))]
+    limit, used, inactive = 1_000_000_000, 700_000_000, 50_000_000
+    for folder in groups:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_limited = folder == (groups[-1] if above else groups[0])
+        if version is V1:
+            (folder / "memory.limit_in_bytes").write_text(f"{limit if is_limited else 9223372036854771712}\n")
+            (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+            (folder / "memory.stat").write_text(f"inactive_file 3\ntotal_inactive_file {inactive}\n")
+        elif is_limited or folder != mount:  # the root has no such files
+            for name in ("memory.max", "memory.high"):
+                (folder / name).write_text(f"{limit if is_limited and name == limit_file else 'max'}\n")
+            (folder / "memory.current").write_text(f"{used}\n")
+            (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
+    process.mkdir()
+    (process / "cgroup").write_text(version[0].format(path=path))
+    mounts = "32 2 0:2 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n" + version[1]
+    (process / "mountinfo").write_text(mounts.format(root=f" {root}", mount=mount))
+    assert host_memory(process) == (limit - used + inactive, limit)
+
+
+def test_without_cgroups_free_memory_is_the_machines(tmp_path: Path) -> None:
+    free, total = host_memory(tmp_path)
+    assert 0 < free <= total == psutil.virtual_memory().total
 
 
 def test_dtypes() -> None:

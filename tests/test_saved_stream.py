@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 import streamdiff
+from streamdiff import api
+from streamdiff.config import ModelConfig
+from streamdiff.engine.messages import Open, Pause, Resume, Save, Saved
 from streamdiff.errors import ConfigError, RequestError
+from tests.engine.test_saving import CHUNK, Driven
 from tests.small import BLUE, RED
 
 
@@ -39,3 +43,27 @@ def test_a_loaded_stream_has_the_frames_of_the_one_that_was_saved(tmp_path: Path
         streamdiff.load(path, dtype="bfloat16")
     with pytest.raises(ConfigError, match="not a readable snapshot"):
         streamdiff.load(tmp_path / "other")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paused", [False, True])
+def test_what_a_server_saved_goes_on_after_the_frames_that_it_had_made(paused: bool, tmp_path: Path) -> None:
+    """Frames that were made ahead and not shown are not in its file."""
+    path = tmp_path / "stream.safetensors"
+    driven = Driven(api.load(ModelConfig()))
+    try:
+        driven.tell(Open("a", RED, 4))
+        while max(driven.frames.get("a", {-1: None})) < 2 * CHUNK:
+            driven._take(driven.engine.step(0.01))
+        driven.tell(*([Pause("a")] if paused else []), Save("a", "s"))
+        while not isinstance(event := driven.events[-1], Saved):
+            driven._take(driven.engine.step(0.01))
+        path.write_bytes(event.data)
+        made = max(driven.frames["a"]) + 1
+        driven.tell(Resume("a"))
+        driven.frames_to("a", made + 2 * CHUNK)
+    finally:
+        driven.engine.close()
+    with streamdiff.load(path) as stream:
+        shown = list(islice(iter(stream), 2 * CHUNK))
+    assert np.array_equal(np.stack(shown), np.stack([driven.frames["a"][made + n] for n in range(2 * CHUNK)]))

@@ -63,7 +63,8 @@ class Files:
 
     @property
     def flags(self) -> list[str]:
-        return [part for name, value in self.options.items() for part in (f"--{name.replace('_', '-')}", value)]
+        said = [part for name, value in self.options.items() for part in (f"--{name.replace('_', '-')}", value)]
+        return [*said, "--overwrite"]
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,7 @@ def test_it_streams_and_equals_the_way_over_files(files: Files, live: np.ndarray
 def decoded(files: Files, latents: Path) -> np.ndarray:
     """Pictures uint8 `[n, H, W, 3]` of a file of latents."""
     video = latents.with_name("video.safetensors")
+    video.unlink(missing_ok=True)
     assert main.main(["decode", "--vae", str(files.vae), "--latents", str(latents), "--out", str(video)]) == 0
     frames = load_file(video)["video"].permute(1, 2, 3, 0)
     pictures: np.ndarray = ((frames + 1) / 2 * 255).round().clamp(0, 255).to(torch.uint8).numpy()
@@ -344,7 +346,7 @@ def after(files: Files, context: torch.Tensor, chunk: int) -> torch.Tensor:
 
 
 def test_a_longer_first_chunk_live_and_in_files(
-    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """StreamDiffusionV2 by name, which begins with two latent frames and goes on with one, in the KV context that it
     was made for; nothing but the name says so."""
@@ -352,7 +354,7 @@ def test_a_longer_first_chunk_live_and_in_files(
     with streamdiff.open(PROMPT, seed=3, **picked) as session:  # type: ignore[arg-type]
         assert session.chunk_frames == 4
         live = np.stack(list(islice(session, FRAMES)))
-    assert "was made to change a video, and noise alone is nothing that it knows" in capsys.readouterr().err
+    assert "was made to change a video, and noise alone is nothing that it knows" in caplog.text
     latents = tmp_path / "latents.safetensors"
     command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "6", "--no-decode", "--latents-out"]
     command += [str(latents), "--model", VIDEO_TO_VIDEO, *files.flags]
@@ -427,14 +429,14 @@ else:
 
 
 def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
-    files: Files, capsys: pytest.CaptureFixture[str]
+    files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     picked: dict[str, Any] = {"model": "self-forcing", **files.options}
     streamdiff.open(PROMPT, **picked).close()
-    assert "note" not in capsys.readouterr().err
+    assert "note" not in caplog.text
     streamdiff.open(PROMPT, **picked, kv_context="matched").close()
     told = "self-forcing was trained for clean; whether it keeps its quality with KV context matched is not known"
-    assert told in capsys.readouterr().err
+    assert told in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -536,14 +538,14 @@ def test_a_folder_or_a_repository_runs_live_once_everything_is_said_of_it(
     in_diffusers_layout: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its stream is that of the way over files."""
     folder = str(in_diffusers_layout)
     with streamdiff.open(PROMPT, model=folder, seed=3, **TOLD) as session:
         assert (session.width, session.height, session.chunk_frames, session.fps) == (64, 32, 12, 16.0)
         live = np.stack(list(islice(session, FRAMES)))
-    assert "nobody says in which KV context" in capsys.readouterr().err
+    assert "nobody says in which KV context" in caplog.text
     latents = tmp_path / "latents.safetensors"
     command = ["generate", "--model", folder, "--prompt", PROMPT, "--seed", "3", "--chunks", "2", "--no-decode"]
     command += ["--steps", "1000,937.5,833.33,625", "--chunk-frames", "3", "--window", "12", "--sink", "3"]

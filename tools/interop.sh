@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install the viewers of other houses that tests/interop plays with, where that is ours to do: Node and npm packages
-# (libwebrtc, prebuilt; WHEP players for pages), GStreamer, coturn, and HAProxy.
+# (libwebrtc, prebuilt; WHEP players for pages), GStreamer, Firefox, coturn, HAProxy, Janus, and Prometheus' promtool.
 # Prints what pytest has to leave out: nothing, or the tests whose viewer cannot be had here. In continuous integration
 # (CI is set, as .ci/run does) none may be left out: what cannot be had is an error there.
 set -euo pipefail
@@ -36,7 +36,7 @@ node_plays() {
         fi
         cp package.json node_modules/.installed.json
     fi
-    say "interop: $(node --version), @roamhq/wrtc, @eyevinn/webrtc-player, whip-whep"
+    say "interop: $(node --version), @roamhq/wrtc, @eyevinn/webrtc-player, whip-whep, openai"
 }
 
 GSTREAMER=(gstreamer1.0-plugins-good gstreamer1.0-plugins-bad gstreamer1.0-nice gir1.2-gst-plugins-bad-1.0 python3-gi)
@@ -66,7 +66,10 @@ plays() {
 without=()
 node_plays || without+=("not node")
 gstreamer_plays || without+=("not gstreamer")
+plays firefox-esr firefox-esr || without+=("not firefox")
 plays coturn turnserver || without+=("not coturn")
 plays haproxy haproxy || without+=("not haproxy")
+plays janus janus || without+=("not janus")
+plays prometheus promtool || without+=("not promtool")
 words="${without[*]}"
 echo "${words// not/ and not}"

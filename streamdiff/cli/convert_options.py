@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from streamdiff.cli.options import SWITCH, Option
+from streamdiff.cli.options import OVERWRITE, SWITCH, Option
 
 _FILES = """
 A tensor file is a .safetensors file with this tensor alone, floating-point, all values finite:
@@ -42,6 +42,7 @@ what theirs gets, to compare, or for its look. Other models refuse such a file.
 # fmt: off
 _VAE = Option("--vae", "PATH", "the autoencoder: a path or name, see below", required=True)
 _BOTH = (
+    OVERWRITE,
     Option("--chunk-frames", "N", "latent frames per call of the network (default: the file's chunks, else 4); the "
            "result is the same", int, "chunk_latents"),
     Option("--latent-space", "SPACE", "what a TAEHV file takes: normalised or raw (default: by its published name: "

@@ -33,32 +33,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments = parser.parse(argv)
-        match arguments.command:
-            case "serve":
-                return _serve(arguments)
-            case "generate":
-                return _generate(arguments, argv)
-            case "plan":
-                return _plan(arguments)
-            case "doctor":
-                return _doctor(arguments)
-            case "models":
-                return _models(arguments)
-            case "decode" | "encode":
-                return _convert(arguments)
-        parser.parsers()[""].print_help()
-        return OK
+        status = _carry_out(argv)
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
+        return status
     except (ConfigError, RequestError) as error:
         return _print_error(error, USER_ERROR)
     except BrokenPipeError:  # whoever read what is printed has had enough
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - or the interpreter complains when it flushes at its end
+        _drop_output()
         return OK
     except (StreamdiffError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None and _is_output_full():
+            _drop_output()
+            error = OSError(f"what there is to print cannot be written to standard output: {error.strerror}")
         return _print_error(error, FAILED)
     except KeyboardInterrupt:
         print("\nstreamdiff: stopped", file=sys.stderr)
         return INTERRUPTED
+
+
+def _is_output_full() -> bool:
+    """Whether standard output takes nothing more, as a file on a full disk."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    """Print nothing more, or the interpreter complains when it flushes at its end. Mutates: sys.stdout."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _carry_out(argv: list[str]) -> int:
+    arguments = parser.parse(argv)
+    match arguments.command:
+        case "serve":
+            return _serve(arguments)
+        case "generate":
+            from streamdiff.engine.process.main import log_on_stderr
+
+            with log_on_stderr():
+                return _generate(arguments, argv)
+        case "plan":
+            return _plan(arguments)
+        case "doctor":
+            return _doctor(arguments)
+        case "models":
+            return _models(arguments)
+        case "decode" | "encode":
+            return _convert(arguments)
+    parser.parsers()[""].print_help()
+    return OK
 
 
 def run() -> NoReturn:
@@ -83,7 +110,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         from streamdiff.cli.serve_gpus import with_best
 
         config = with_best(config, arguments.gpus, arguments.goal)
-    _check_stages(config)
+    _check_model(config)
     if config.session.image is not None:
         from streamdiff.video.picture import fit_picture
 
@@ -140,7 +167,7 @@ def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if arguments.resume:
         raise ConfigError("--resume goes with --prompts FILE: it skips the lines whose videos are there")
     config = _config(arguments)
-    _check_stages(config)
+    _check_model(config)
     _check_settings(config, "image")
     from streamdiff.commands import generate
 
@@ -163,7 +190,7 @@ def _generate_list(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
     job = _job(prompt_list.PromptListJob, arguments)
     config = _config(arguments)
-    _check_stages(config)
+    _check_model(config)
     _check_settings(config, "image")
     generate.check_start(config.session)
     run = partial(prompt_list.run, config, job)
@@ -205,7 +232,6 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     _check_by_chunks(arguments, config)
     for name, refused, plain in (
         ("compile", "on", "off"),
-        ("clean_pass", "with-next", "alone"),
         ("quantize", "auto", "none, fp8 or int8"),
         ("preset", "fast", "plain"),
     ):
@@ -279,17 +305,18 @@ def _config(arguments: argparse.Namespace) -> Config:
     return config.model_copy(update={"model": completed(config.model)})
 
 
-def _check_stages(config: Config) -> None:
-    """Refuse more stages than a known model has blocks, and more ranks for each than can share it, before processes are
-    started that take seconds to find out.
+def _check_model(config: Config) -> None:
+    """Refuse parts of the model that are not there, more stages than a known model has blocks, and more ranks for each
+    than can share it, before processes are started that take seconds to find out.
 
     Raises:
-        ConfigError: there are more.
+        ConfigError: something is missing, or there are more.
     """
     from streamdiff.models.catalogue import entries
-    from streamdiff.models.resolve import is_embedded
+    from streamdiff.models.resolve import check_parts, is_embedded
 
     model = config.model
+    check_parts(model)
     if (model.stage_ranks == 1 and model.decode != "split") or model.weights is not None:
         return
     if is_embedded(model.name) or model.name in entries.entries():

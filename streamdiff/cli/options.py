@@ -99,16 +99,13 @@ STEPS = Option("--steps", "N", "denoise steps per chunk (default: what the model
                int, "model.steps")
 STEPS_OR_LIST = STEPS._replace(parse=parse_steps, help=STEPS.help + "; or the timesteps themselves, "
                                "1000,937.5,833.33,625")
-KV_CONTEXT = Option("--kv-context", "POLICY", "what a chunk sees of earlier ones: clean, staircase, matched, "
-                    "anchored (default: what the model was made for)", str, "model.kv_context")
-ANCHOR_EVERY = Option("--anchor-every", "N", "with --kv-context anchored: every Nth chunk gets a clean pass, not only "
-                      "the sink's (default: the sink's only)", int, "model.anchor_every")
+KV_CONTEXT = Option("--kv-context", "POLICY", "what a chunk sees of earlier ones: clean, staircase, matched "
+                    "(default: what the model was made for)", str, "model.kv_context")
 MODEL = (
     NAME,
     Option("--device", "DEVICE", "auto, cpu or cuda (default auto: cuda where there is one)", str, "model.device"),
     Option("--threads", "N", "CPU threads of the transformer", int, "model.threads"),
     KV_CONTEXT,
-    ANCHOR_EVERY,
     Option("--seed", "N", "the same seed and prompts give the same video (default 0)", int, "session.seed"),
     Option("--fps", "N", "frames shown per second (default: the model's own; `tiny` has 40)", float, "playback.fps"),
 )
@@ -146,8 +143,6 @@ PARTS = (
            "model.text_device"),
     Option("--compile", "off|on", "run compiled graphs of transformer and decoder; made at the first start, then kept "
            "on disk (default: on with CUDA)", str, "model.compile"),
-    Option("--clean-pass", "alone|with-next", "with-next: one forward for a chunk's clean pass and the next one's "
-           "first step (KV context clean; default: alone)", str, "model.clean_pass"),
     SIZE,
 )
 TRACE = (
@@ -249,6 +244,7 @@ CONFIGURATION = (*ADDRESS, PROMPT, *IMAGE, *INPUT, STEPS_OR_LIST, *MODEL, *PARTS
 # ---- of the commands ----------------------------------------------------------------------------------------------
 
 JSON = Option("--json", "", "print as JSON", key="as_json", action=SWITCH)
+OVERWRITE = Option("--overwrite", "", "replace what exists (default: refuse)", action=SWITCH)
 CONFIG = Option("--config", "FILE", "a YAML file with the same settings, see configs/", Path)
 GENERATE = (
     CONFIG,
@@ -262,11 +258,12 @@ GENERATE = (
     DECODE,
     *TRACE,
     Option("--output", "FILE", ".mp4, .webm, or a folder for PNG frames", Path),
+    OVERWRITE,
     Option("--seconds", "S", "length (default 10)", float),
     Option("--prompt-at", "SECONDS:TEXT", "change the prompt at this time; may be given several times",
            action="append"),
     Option("--prompts", "FILE", "many videos by one engine, into the folder --output: a prompt a line, or .jsonl with "
-           "prompt, seed, seconds, size, output", Path),
+           "prompt, seed, seconds, size, output (below the folder)", Path),
     Option("--resume", "", "with --prompts: skip the videos that are there", action=SWITCH),
 )
 PLAN = (
@@ -274,7 +271,6 @@ PLAN = (
     NAME,
     STEPS,
     KV_CONTEXT,
-    ANCHOR_EVERY,
     QUANTIZE,
     OFFLOAD,
     VAE,

@@ -39,7 +39,8 @@ _RANGE_SLACK = 1e-3
 @dataclass(frozen=True)
 class ConvertJob:
     """What to convert. `chunk_latents`: latent frames per call of the network, which only time and memory depend on;
-    `fps`: of a video file that is written, None for the model's own; `raw`: encoded latents are not normalised."""
+    `fps`: of a video file that is written, None for the model's own; `raw`: encoded latents are not normalised;
+    `overwrite`: an `out` that exists is replaced."""
 
     vae: str
     source: Path
@@ -50,6 +51,7 @@ class ConvertJob:
     dtype: str = "auto"
     fps: float | None = None
     raw: bool = False
+    overwrite: bool = False
 
 
 def decode(job: ConvertJob) -> int:
@@ -60,9 +62,9 @@ def decode(job: ConvertJob) -> int:
     """
     _check(job)
     if job.out.suffix == tensor_file.SUFFIX:
-        tensor_file.check_target(job.out)
+        tensor_file.check_target(job.out, job.overwrite)
     else:
-        writer.check_target(job.out)
+        writer.check_target(job.out, job.overwrite)
     latents, length = read_latents(job.source)
     device = pick_device(job.device)
     dtype = pick_dtype(job.dtype, device)
@@ -93,7 +95,7 @@ def encode(job: ConvertJob) -> int:
         ConfigError: what was asked for cannot be done; nothing is written then.
     """
     _check(job)
-    tensor_file.check_target(job.out)
+    tensor_file.check_target(job.out, job.overwrite)
     clip = read_clip(job.source)
     frames, height, width = _size(clip)
     device = pick_device(job.device)

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from streamdiff.commands import doctor_compute, models
 from streamdiff.commands.doctor_compute import Finding, Grade
 from streamdiff.config import EMBEDDED, Config
+from streamdiff.device import host_memory
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
 from streamdiff.models.catalogue import entries
@@ -76,9 +75,10 @@ def _look_at_machine(config: Config) -> Iterator[Finding]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     share = "" if usable == cores else f", {usable} of them for this process"
     yield Finding("cpu", Grade.GOOD, f"{_cpu_name()}, {cores} cores{share}")
-    memory = psutil.virtual_memory().total
+    free, memory = host_memory()
     grade = Grade.GOOD if memory > 2e9 else Grade.NOTE
-    yield Finding("memory", grade, f"{memory / 2**30:.1f} GiB" + ("" if grade is Grade.GOOD else ", 2 are advised"))
+    size = f"{memory / 2**30:.1f} GiB, {free / 2**30:.1f} free"
+    yield Finding("memory", grade, size + ("" if grade is Grade.GOOD else "; 2 are advised"))
 
 
 def _cpu_name() -> str:

@@ -31,11 +31,13 @@ LONGEST_S = 24 * 3600
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """What to make: `changes` are (seconds from the start, prompt), in order of time."""
+    """What to make: `changes` are (seconds from the start, prompt), in order of time; a video that exists is replaced
+    only with `overwrite`."""
 
     output: Path | None = None
     seconds: float = 10.0
     changes: tuple[tuple[float, str], ...] = ()
+    overwrite: bool = False
 
 
 def run_as_ranks(
@@ -118,7 +120,7 @@ def check(job: GenerateJob) -> Path:
         raise ConfigError(f"--prompt-at {late[0]:g} lies after the end; the video is {job.seconds:g} s long")
     for _, prompt in job.changes:
         check_prompt(prompt)
-    check_target(job.output)
+    check_target(job.output, job.overwrite)
     return job.output
 
 

@@ -14,7 +14,7 @@ from streamdiff.commands.models import aligned, counted
 from streamdiff.commands.plan_forecast import GpuForecast
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.spec import choose_steps, with_anchors
+from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.planner import costs as cost
 from streamdiff.pipeline.planner import gpus, parallel, trace
 from streamdiff.pipeline.planner.forecast import costs_on, link_times, ring_setup
@@ -80,7 +80,7 @@ def _as_asked(sizes: ModelSizes, model: ModelConfig) -> ModelSizes:
         spec = replace(spec, window_latents=model.window, clean_window_latents=None)
     if model.sink is not None:
         spec = replace(spec, sink_latents=model.sink)
-    sizes = replace(sizes, spec=with_anchors(spec, model))
+    sizes = replace(sizes, spec=spec)
     least = sizes.spec.sink_latents + sizes.spec.chunk_latents
     window = sizes.spec.window(model.kv_context)
     if (model.window, model.sink) != (None, None) and window < least:
@@ -163,7 +163,7 @@ def _settled(model: ModelConfig, job: PlanJob) -> tuple[ModelSizes, Workload, St
     _check(replace(job, dtype=dtype))
     sizes = _as_asked(sizes_of(model), model)
     steps = choose_steps(model.steps, sizes.spec.steps, sizes.spec.name)
-    load = Workload(job.stages, job.sessions, steps, model.kv_context, job.max_rows, sizes.spec.anchor_every)
+    load = Workload(job.stages, job.sessions, steps, model.kv_context, job.max_rows)
     quantize = "none" if model.quantize == "auto" else model.quantize  # which only a trial on the device tells
     storage = Storage(DTYPES[dtype], quantize, model.offload, decode_latents=model.decode_at_once)
     return sizes, load, storage

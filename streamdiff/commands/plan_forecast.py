@@ -7,9 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from streamdiff.commands.models import aligned, counted
 from streamdiff.config import ModelConfig
-from streamdiff.errors import ConfigError
 from streamdiff.models.catalogue import entries
-from streamdiff.models.spec import ModelSpec, check_anchors
 from streamdiff.pipeline.planner import fit, gpus
 from streamdiff.pipeline.planner.costs import split_decode_words
 from streamdiff.pipeline.planner.forecast import DTYPES, Expected, Forecast, Question, costs_on, forecast, offload_words
@@ -45,20 +43,9 @@ def ask(
 ) -> GpuForecast:
     """The forecast for one session and for the workload's, against `fps` (None: the model's own rate), with stages
     linked by `link` (None: the fastest)."""
-    costs = {
-        each: costs_on(gpu, sizes, replace(load, kv_context=each), storage, link) for each in _kv_contexts(sizes.spec)
-    }
+    costs = {each: costs_on(gpu, sizes, replace(load, kv_context=each), storage, link) for each in KV_CONTEXTS}
     question = Question(sizes, costs, load, decode, storage, gpu.usable_bytes, fps or sizes.spec.native_fps)
     return GpuForecast(gpu, question, forecast(question), _quality(model.name), _misfit(gpu, model, question, blocks))
-
-
-def _kv_contexts(spec: ModelSpec) -> tuple[str, ...]:
-    """Those that the model can have."""
-    try:
-        check_anchors(spec)
-    except ConfigError:
-        return tuple(each for each in KV_CONTEXTS if each != "anchored")
-    return KV_CONTEXTS
 
 
 def _misfit(gpu: Gpu, model: ModelConfig, question: Question, blocks: Blocks) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NoReturn
 
 from av.error import FFmpegError
@@ -14,13 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm import tqdm
 
 from streamdiff import api
-from streamdiff.atomic_write import exit_on_sigterm
+from streamdiff.atomic_write import check_parent, exit_on_sigterm
 from streamdiff.commands.generate import LONGEST_S, check_seconds, check_start, fps_of, frames
 from streamdiff.config import Config, SessionConfig
 from streamdiff.errors import ConfigError, EngineFailure, RequestError, StreamdiffError
 from streamdiff.video.writer import check_target, write_video
 
-_KINDS = (".mp4", ".webm", "")
+_KINDS = {".mp4", ".webm", ""}
+_LONGEST_NAME_BYTES = 255
 
 
 class PromptLine(BaseModel):
@@ -38,17 +41,18 @@ class PromptLine(BaseModel):
 @dataclass(frozen=True)
 class PromptListJob:
     """Options of a prompt list: a video for every line of `prompts`, in the folder `output`; with `resume`, videos that
-    exist already are skipped."""
+    exist already are skipped, with `overwrite` they are replaced, and with neither no video is made."""
 
     prompts: Path
     output: Path | None = None
     seconds: float = 10.0
     resume: bool = False
+    overwrite: bool = False
 
 
 @dataclass(frozen=True)
 class PlannedVideo:
-    """A line of the prompt list, with the path and the length in seconds of its video."""
+    """A line of the prompt list, with the path, links followed, and the length in seconds of its video."""
 
     number: int
     line: PromptLine
@@ -60,8 +64,8 @@ def pending(job: PromptListJob) -> list[PlannedVideo]:
     """The videos that are still to be made, in the order of their lines. Writes nothing.
 
     Raises:
-        ConfigError: the file cannot be read, a line says something that cannot be, two lines have one output, or an
-            output cannot be written.
+        ConfigError: the file cannot be read, a line says something that cannot be, or its output is not below the
+            folder, is in the way of another line's, or exists, with neither `resume` nor `overwrite`.
     """
     if job.output is None:
         raise ConfigError(
@@ -69,32 +73,58 @@ def pending(job: PromptListJob) -> list[PlannedVideo]:
         )
     if job.output.exists() and not job.output.is_dir():
         raise ConfigError(f"--output is {job.output}, a file; with --prompts it is the folder of the videos")
+    if job.resume and job.overwrite:
+        raise ConfigError("--resume skips videos that are there, and --overwrite replaces them; give one of the two")
     check_seconds(job.seconds)
-    videos = [
-        PlannedVideo(
-            number,
-            line,
-            job.output / (line.output or f"{number:05d}.mp4"),
-            job.seconds if line.seconds is None else line.seconds,
+    videos = []
+    lines_of: dict[PurePath, int] = {}  # outputs, and the folders they are in
+    outputs: set[PurePath] = set()
+    for number, line in _read(job.prompts):
+        where = f"{job.prompts}:{number}: output"
+        name = line.output or f"{number:05d}.mp4"
+        output = _below(job.output, name, where)
+        # One name for file systems that do not tell A from a, or an accent from a letter with one.
+        key = PurePath(unicodedata.normalize("NFC", str(output)).casefold())
+        if clash := lines_of.get(key) or next((lines_of[each] for each in key.parents if each in outputs), None):
+            raise ConfigError(f"{where} {name!r} is that of line {clash} too, or one is a folder of the other")
+        outputs.add(key)
+        lines_of |= dict.fromkeys((key, *key.parents), number)
+        if _exists(output):
+            if job.resume:
+                continue
+            if not job.overwrite:
+                raise ConfigError(f"{where} {name!r} exists; --overwrite replaces it, --resume skips it")
+        videos.append(PlannedVideo(number, line, output, job.seconds if line.seconds is None else line.seconds))
+    return videos
+
+
+def _below(folder: Path, name: str, where: str) -> Path:
+    """The path of the output `name`, links followed; ConfigError where it is not below `folder`, or cannot be made."""
+    is_control = any(unicodedata.category(character) == "Cc" for character in name)
+    is_long = any(len(os.fsencode(part)) > _LONGEST_NAME_BYTES for part in name.split("/"))
+    if is_control or is_long or name.startswith("~"):
+        raise ConfigError(
+            f"{where} is {name!r}; it has no control characters, at most {_LONGEST_NAME_BYTES} bytes a name, and does "
+            "not begin with ~"
         )
-        for number, line in _read(job.prompts)
-    ]
-    by_output: dict[Path, int] = {}
-    for video in videos:
-        where = f"{job.prompts}:{video.number}"
-        if video.output.suffix.lower() not in _KINDS:
-            raise ConfigError(f"{where}: output is {video.output.name!r}; it ends in .mp4 or .webm, or is a folder")
-        if "\0" in str(video.output):
-            raise ConfigError(f"{where}: output is {video.output.name!r}, but no file's name has a NUL; leave it out")
-        first = by_output.setdefault(video.output.resolve(), video.number)
-        if first != video.number:
-            raise ConfigError(f"{where}: output {video.output.name!r} is that of line {first} too; name another")
-    return [video for video in videos if not (job.resume and _is_whole(video.output))]
+    root, output = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))
+    if {Path(name).suffix.lower(), output.suffix.lower()} - _KINDS:
+        raise ConfigError(f"{where} is {name!r}; it ends in .mp4 or .webm, or is a folder")
+    if root not in output.parents:
+        raise ConfigError(f"{where} is {name!r}, which is not below {folder} (--output); give a path in that folder")
+    there = next(each for each in output.parents if os.path.lexists(each))
+    try:
+        check_parent(there / output.name)
+        if output.parent == there and not _exists(output):
+            check_target(output)
+    except ConfigError as error:
+        raise ConfigError(f"{where} is {name!r}: {error}") from error
+    return output
 
 
-def _is_whole(output: Path) -> bool:
-    """Whether a complete video exists at `output`: files are moved to their name when complete."""
-    return output.is_file() or (output.is_dir() and any(output.iterdir()))
+def _exists(output: Path) -> bool:
+    """Whether a video is there, or anything else that is no empty folder: files have their name when complete."""
+    return any(output.iterdir()) if output.is_dir() else os.path.lexists(output)
 
 
 def _read(path: Path) -> Iterator[tuple[int, PromptLine]]:
@@ -149,7 +179,7 @@ def run(config: Config, job: PromptListJob) -> int:
         return 0
     for video in videos:
         video.output.parent.mkdir(parents=True, exist_ok=True)
-        check_target(video.output)
+        check_target(video.output, job.overwrite)
     failed: list[str] = []
     with exit_on_sigterm(), api.StreamSession(api.load(config.model), None) as session:
         fps = fps_of(config, session)

@@ -140,9 +140,9 @@ def _check(job: ReferenceJob) -> None:
     if job.no_decode and job.output is not None:
         raise ConfigError("--no-decode makes latents only, so there is nothing to write to --output; leave one out")
     if job.latents_out is not None:
-        tensor_file.check_target(job.latents_out)
+        tensor_file.check_target(job.latents_out, job.overwrite)
     if job.output is not None:
-        files.check_target(job.output)
+        files.check_target(job.output, job.overwrite)
 
 
 def prepare(job: ReferenceJob) -> tuple[Found, ReferenceRun]:

@@ -23,7 +23,7 @@ from streamdiff.models.model import Model
 from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.sampling import Schedule
-from streamdiff.models.spec import ModelSpec, choose_steps, with_anchors, with_window
+from streamdiff.models.spec import ModelSpec, choose_steps, with_window
 from streamdiff.models.text_loader import load_text_encoder
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.pipeline.planner.model_sizes import sizes_from
@@ -41,6 +41,7 @@ class ReferenceJob:
     prompt: str = ""
     seed: int = 0
     output: Path | None = None
+    overwrite: bool = False
     fps: float | None = None
     chunks: int | None = None
     latents_out: Path | None = None
@@ -255,7 +256,7 @@ def _overridden(spec: ModelSpec, job: ReferenceJob) -> ModelSpec:
     window = job.window
     if not (spec.window_latents if window is None else window):  # all of it
         window = chunk * job.chunks
-    return with_anchors(with_window(spec, window, job.sink, job.rope), job.model)
+    return with_window(spec, window, job.sink, job.rope)
 
 
 def _first_chunks(first: int, chunk: int, chunks: int) -> int:

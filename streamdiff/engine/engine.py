@@ -111,6 +111,7 @@ class Engine(SavingEngine):
             Measured(
                 work_s, tuple(pipeline.occupancy()), tuple(pipeline.busy_s()),
                 forwards, tuple(counts.alone), tuple(counts.alone.values()), encodings,
+                pipeline.memory_bytes(),
             )
         ]  # fmt: skip
 
@@ -168,7 +169,15 @@ class Engine(SavingEngine):
 
     def _open_now(self, command: Open, reading: ParsedPrompt, made: Encoded = NOTHING) -> list[Event]:
         if command.snapshot is not None:
-            return self._go_on(command, reading, made.start)
+            events = self._go_on(command, reading, made.start)
+        else:
+            events = self._begin(command, reading, made)
+        if not command.active:
+            self._swapping.set_active(self._slots[command.session], SetActive(command.session, False))
+        return events
+
+    def _begin(self, command: Open, reading: ParsedPrompt, made: Encoded) -> list[Event]:
+        """Open a session whose stream begins."""
         slot = self._free_slot()
         try:
             session, events = self._swapping.retry_after_swap_out(lambda: self._start(slot, command, reading, made))

@@ -32,6 +32,8 @@ Floats = NDArray[np.float32]
 NAMES = ("prompt_embeds", "image_latents", "video_latents")
 MAX_VIDEO_BYTES = 32 << 20
 """Of a file of `video_latents`. The others are as large as the model's sizes make them."""
+MAX_VALUE = 10_000
+"""Of any number in a file: a hundred times what encoders make. Much larger ones leave a model with NaN alone."""
 _MAX_HEADER_BYTES = 1 << 20
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
@@ -138,7 +140,7 @@ def decode(features: Features, info: ModelInfo) -> DecodedFeatures:
     """The numbers of all that is given.
 
     Raises:
-        RequestError: as `check_file`, or values that are not finite; names the file.
+        RequestError: as `check_file`, or values that are not finite or beyond MAX_VALUE; names the file.
     """
     numbers: dict[str, Any] = {}
     for name in features.names:
@@ -187,13 +189,14 @@ def _decoded(name: str, data: Data, info: ModelInfo) -> tuple[Floats, Header]:
         else:
             numbers = np.frombuffer(raw, _NUMPY[entry.dtype]).astype(np.float32)
     numbers = numbers.reshape(entry.shape)
-    finite = np.isfinite(numbers)
-    if not finite.all():
-        place = [int(index) for index in np.unravel_index(finite.argmin(), finite.shape)]  # the first
+    usable = np.abs(numbers) <= MAX_VALUE  # which no NaN is
+    if not usable.all():
+        place = [int(index) for index in np.unravel_index(usable.argmin(), usable.shape)]  # the first
+        allowed = f"finite values from {-MAX_VALUE:,} to {MAX_VALUE:,}"
         raise RequestError(
             name,
-            f"{name}: {tensor}: expected finite values (in float32), got {numbers[tuple(place)]} at {place} "
-            f"({numbers.size - np.count_nonzero(finite):,} of {numbers.size:,} are not finite)",
+            f"{name}: {tensor}: expected {allowed} (in float32), got {numbers[tuple(place)]} at {place} "
+            f"({np.count_nonzero(~usable):,} of {numbers.size:,} are others)",
         )
     return numbers, header
 

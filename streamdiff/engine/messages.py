@@ -39,6 +39,8 @@ class Open(SessionMessage):
     frames already shown. `background`: a job, which takes the time that other sessions leave. `image`: the picture that
     the stream begins with and goes on from, RGB `[1, H, W, 3]` of the model's size; a reset begins with it again.
 
+    `active`: see `SetActive`. `request`: the caller's id of this request, which `Refused` has.
+
     `snapshot`, a snapshot's file: the stream goes on from there with the snapshot's seed and KV context. The rest is
     what has changed since: a `prompt` ("": none) and `steps` other than the snapshot's hold from the next chunk on;
     `image` is for resets; frames are numbered from `made_frames`, or from the snapshot's number where that is higher;
@@ -57,6 +59,8 @@ class Open(SessionMessage):
     made_frames: int = 0
     shown_frames: int = 0
     background: bool = False
+    active: bool = True
+    request: str = ""
     image: Pictures | None = field(default=None, repr=False)
     snapshot: Data | None = field(default=None, repr=False)
     prompt_embeds: Data | None = field(default=None, repr=False)
@@ -146,8 +150,8 @@ class SetMaxAhead(SessionMessage):
 
 @dataclass(frozen=True)
 class SetActive(SessionMessage):
-    """Whether the session's next chunk is needed; a new session is active. An inactive one may be swapped out if
-    another needs its memory, and with `swap_out` as soon as none of its chunks is in flight; it is swapped in when
+    """Whether the session's next chunk is needed; of a new session `Open` says so. An inactive one may be swapped out
+    if another needs its memory, and with `swap_out` as soon as none of its chunks is in flight; it is swapped in when
     active. Has no answer, but `Swapped` follows when its location changes."""
 
     active: bool
@@ -308,7 +312,8 @@ class Measured:
     `occupancy`: share of the time each rank was at work (empty with one rank); `busy_s`: seconds of work of each rank
     since its process began. `forwards`: their number since then with 1 row, 2 rows, and so on; `alone`: the reasons why
     those of one row had no more (see `ForwardCounts`), and `alone_forwards`, how many had each.
-    `encodings`: how many texts, pictures and pieces of video were encoded since its process began."""
+    `encodings`: how many texts, pictures and pieces of video were encoded since its process began. `memory_bytes`: what
+    the first rank has taken of its GPU, or without one of the machine's memory."""
 
     work_s: float
     occupancy: tuple[float, ...] = ()
@@ -317,6 +322,7 @@ class Measured:
     alone: tuple[str, ...] = ()
     alone_forwards: tuple[int, ...] = ()
     encodings: tuple[int, ...] = (0, 0, 0)
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True)

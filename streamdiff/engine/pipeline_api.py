@@ -104,6 +104,9 @@ class Pipeline(Protocol):
         """Seconds of work in a chunk of the default number of steps, averaged over the latest chunks, of the rank with
         the most work; None before the first chunk."""
 
+    def memory_bytes(self) -> int:
+        """Bytes that this process has taken of its GPU, or without one of the machine's memory."""
+
     def sessions_fit(self) -> int | None:
         """How many sessions with default settings fit in memory; None: unknown."""
 

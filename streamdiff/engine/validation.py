@@ -32,6 +32,8 @@ MAX_SEED = 2**31 - 1
 def check_prompt(prompt: str) -> None:
     if not prompt.strip():
         raise RequestError("prompt", "the prompt is empty; describe what to show")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise RequestError("prompt", f"the prompt is {prompt[:60]!r}, which is no UTF-8 text; send it as UTF-8")
     if len(prompt) > MAX_PROMPT_CHARACTERS:
         raise RequestError(
             "prompt",
@@ -102,7 +104,7 @@ def expects_answer(pending: PendingRequest) -> bool:
 
 def refused(command: Command, error: RequestError) -> Refused:
     session = "" if isinstance(command, Shutdown) else command.session
-    request = command.request if isinstance(command, Save | SetPrompt | SetSteps | SetInput | Reset) else ""
+    request = command.request if isinstance(command, Open | Save | SetPrompt | SetSteps | SetInput | Reset) else ""
     return Refused(session, request, error.field, str(error), error.code)
 
 

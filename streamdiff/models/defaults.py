@@ -70,7 +70,6 @@ def settle(
     for setting, choose in (
         ("attention", _attention),
         ("compile", _compile),
-        ("clean_pass", _clean_pass),
         ("decode_layout", _decode_layout),
     ):
         configured = str(getattr(config, setting))
@@ -144,14 +143,6 @@ def _compile(case: _Case) -> tuple[str, str]:
     if (fault := case.compile_fault()) is not None:
         return "off", f"{fault}; --compile on asks for it"
     return "on", f"CUDA; {_PLAIN} switches it off"
-
-
-def _clean_pass(case: _Case) -> tuple[str, str]:
-    if case.config.kv_context != "clean":
-        return "alone", f"with KV context {case.config.kv_context} no chunk waits for one"
-    if case.config.stages > 1:
-        return "alone", "in a ring the next chunk follows right behind it"
-    return "alone", "prompts are seen sooner; --clean-pass with-next asks for a forward less per chunk"
 
 
 def _decode_layout(case: _Case) -> tuple[str, str]:

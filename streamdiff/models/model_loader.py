@@ -19,7 +19,7 @@ from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.catalogue import entries
 from streamdiff.models.resolve import ResolvedModel, resolve_model
-from streamdiff.models.spec import ModelSpec, choose_steps, parse_size, with_anchors, with_size, with_window
+from streamdiff.models.spec import ModelSpec, choose_steps, parse_size, with_size, with_window
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.wan import WanDenoiser
@@ -128,13 +128,7 @@ class ModelLoader:
                     "and --rope out"
                 )
             spec = with_window(spec, *overrides)
-        spec = with_anchors(spec, config)
         choose_steps(config.steps, spec.steps, spec.name)
-        if config.clean_with_next and config.kv_context != "clean":
-            raise ConfigError(
-                f"clean_pass is with-next and kv_context is {config.kv_context}, where chunks wait for no clean pass; "
-                "use kv_context clean, or clean_pass alone"
-            )
         return spec
 
     def digest(self) -> str:

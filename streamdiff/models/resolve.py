@@ -166,6 +166,20 @@ def to_fetch(config: ModelConfig) -> list[Files]:
     return [files for files, own in needed if files is not None and own is None] + autoencoder
 
 
+def check_parts(config: ModelConfig) -> None:
+    """Raises ConfigError for a given part that is neither there nor published. Uses no network."""
+    lora, published = config.lora or "", (EMBEDDED, *entries.autoencoders())
+    for option, path, others in (
+        ("--weights", config.weights, ()),
+        ("--lora", config.lora, (lora.rpartition(":")[0],)),
+        ("--vae", config.vae, ()),
+        ("--text-encoder", config.text_encoder, ()),
+    ):
+        is_name = option == "--vae" and (path in published or entries.is_random(path))
+        if path and not is_name and not any(Path(each).exists() for each in (path, *others) if each):
+            raise ConfigError(f"{option} is {path}: no such file or folder")
+
+
 def completed(config: ModelConfig) -> ModelConfig:
     """`config` with unset values filled in: the model that its weights belong to, the KV context that this was trained
     for, and the small autoencoder of preset `fast`.

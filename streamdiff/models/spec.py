@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.sampling import Schedule, embedded_schedule
@@ -44,8 +43,7 @@ class ModelSpec:
     share of the sink that stays when a chunk that leaves the window is folded into it (None: none is); the
     `first_chunks` of a stream are made together, as one longer chunk; with `context_alone` the clean pass of a chunk
     sees nothing before it but the sink, and with `context_pictures` it is shown a first latent frame that was encoded
-    again from its picture; `switch` is what a new prompt does to the past unless it says; with `anchor_every` N every
-    Nth chunk is an anchor of KV context `anchored`, beside the sink's (0: none is); `control_axes` and
+    again from its picture; `switch` is what a new prompt does to the past unless it says; `control_axes` and
     `control_buttons` are the names of what steers it."""
 
     name: str
@@ -72,7 +70,6 @@ class ModelSpec:
     context_alone: bool = False
     context_pictures: bool = False
     switch: str = "keep"
-    anchor_every: int = 0
     control_axes: tuple[str, ...] = ()
     control_buttons: tuple[str, ...] = ()
 
@@ -150,37 +147,6 @@ def with_window(spec: ModelSpec, window: int | None, sink: int | None, rope: str
     )
     check_spec(spec)
     return spec
-
-
-def with_anchors(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
-    """`spec` with the anchors of a configuration.
-
-    Raises:
-        ConfigError: KV context `anchored` where there would be none, or with what is not built beside it; or anchors
-            that no KV context of the configuration has.
-    """
-    if config.kv_context != "anchored":
-        if config.anchor_every is not None:
-            raise ConfigError(f"--anchor-every is for --kv-context anchored; this one is {config.kv_context}")
-        return spec
-    spec = replace(spec, anchor_every=config.anchor_every or 0)
-    check_anchors(spec)
-    return spec
-
-
-def check_anchors(spec: ModelSpec) -> None:
-    """Raises ConfigError where KV context `anchored` cannot be."""
-    if not spec.sink_latents and not spec.anchor_every:
-        raise ConfigError(
-            f"kv_context is anchored, but {spec.name} has no sink, so no chunk would be an anchor; give "
-            "--anchor-every N"
-        )
-    changed = (spec.adaptive_sink, spec.averaged_sink) != (None, None)
-    if changed or spec.first_chunks > 1 or spec.context_pictures:
-        raise ConfigError(
-            f"kv_context is anchored, but {spec.name} changes its sink, makes its first chunks together, or remembers "
-            "pictures, which is not built with anchors; use matched"
-        )
 
 
 def check_spec(spec: ModelSpec) -> None:

@@ -98,7 +98,7 @@ def assign_blocks(config: ModelConfig, steps: int, costs: Costs) -> Blocks:
     threads = {"head": 1, "split": config.shares}.get(config.decode, 0)
     spare_core = threads > 0 and (os.cpu_count() or 1) >= here + threads
     place = "head" if config.decode == "split" else config.decode  # what was measured is the time of a share
-    workload = Workload(config.stages, 1, steps, config.kv_context, 1, config.anchor_every or 0)
+    workload = Workload(config.stages, 1, steps, config.kv_context, 1)
     return choose_layout(costs, workload, "own-stream" if spare_core else place).blocks
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from pathlib import Path
 
 from streamdiff.config import ModelConfig
@@ -20,6 +20,8 @@ from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.worker_group import WorkerGroup
 from streamdiff.pipeline.worker_main import start_progress
+
+logger = logging.getLogger(__name__)
 
 _MEASURED_CHUNKS = 3
 
@@ -42,9 +44,7 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
     batching = plan.batching
     if context is None:
         progress = StartProgress(None, 1)
-        ring = RingExecutor(
-            model, device, batching.max_rows, clean_with_next=config.clean_with_next, wait_s=batching.wait_s
-        )
+        ring = RingExecutor(model, device, batching.max_rows, wait_s=batching.wait_s)
     else:
         context.send_memory(memory)
         rank_topology = topology.StageTopology.of(config, 0, device, batching)
@@ -87,9 +87,7 @@ def _measure_rows(ring: RingExecutor, model: Model, plan: load_plan.LoadPlan, me
     ring.scheduler.set_row_costs(costs)
     shown = ", ".join(f"{cost:.3g}" for cost in ring.scheduler.row_limit.costs)
     so = "" if ring.scheduler.row_limit.shares else "; so none share one"
-    print(
-        f"streamdiff: batching: forwards of 1 to {most} rows take {shown} times as long as of one{so}", file=sys.stderr
-    )
+    logger.info("batching: forwards of 1 to %d rows take %s times as long as of one%s", most, shown, so)
 
 
 def _warm_up(pipeline: StreamingPipeline, config: ModelConfig) -> None:

@@ -43,7 +43,6 @@ class RingExecutor:
         *,
         stage: ModelRunner | None = None,
         links: tuple[Sender, Receiver] | None = None,
-        clean_with_next: bool = False,
         timer: DeviceTimer | None = None,
         wait_s: float = 0.0,
     ) -> None:
@@ -56,7 +55,6 @@ class RingExecutor:
             stages=stages,
             chunk_frames=model.spec.chunk_frames,
             max_rows=max_rows,
-            clean_with_next=clean_with_next,
             first_chunks=model.spec.first_chunks,
         )
         self.sampler = LatentSampler(model, device)
@@ -161,7 +159,6 @@ class RingExecutor:
         state = self.sampler.prepare(seed, schedule, kv_context, given or StreamInputs())
         self.scheduler.open(
             session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch, background=background,
-            anchors=state.geometry.anchors,
         )  # fmt: skip
         self._begin(session, state)
         self.tell(MessageKind.OPEN, SessionUpdate(session, epoch, epoch, steps, kv_context))
@@ -332,17 +329,16 @@ class LocalRing(RingExecutor):
         stages: int,
         max_rows: int = 1,
         link: Callable[[MessageLayout], LocalLink] = LocalLink,
-        clean_with_next: bool = False,
     ) -> None:
         """`link` makes the link between two stages."""
-        carried = rows_carried(model.spec, max_rows, clean_with_next)
+        carried = rows_carried(model.spec, max_rows)
         forward = MessageLayout.between_stages(model, carried)
         links = [link(forward) for _ in range(stages - 1)] + [link(MessageLayout.back_to_head(model, carried))]
         parts = [
             ModelRunner(model.part(*run), device, i, stages) for i, run in enumerate(split_evenly(model.blocks, stages))
         ]
         ends = (links[0], links[-1])
-        super().__init__(model, device, max_rows, stage=parts[0], links=ends, clean_with_next=clean_with_next)
+        super().__init__(model, device, max_rows, stage=parts[0], links=ends)
         self.others = [Worker(links[i - 1], part, links[i]) for i, part in enumerate(parts) if i > 0]
         for worker in self.others:
             worker.stage.exchange = self.stage.exchange

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +39,8 @@ from streamdiff.pipeline.scheduler.kv_context import sessions_to_fill
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.version import __version__
 from streamdiff.video.pixel_format import PictureKind
+
+logger = logging.getLogger(__name__)
 
 _GRAPH_SESSIONS = 8
 """Sessions of a server whose caches have graphs of CUDA, where half of the memory for caches has room for them."""
@@ -140,7 +142,7 @@ class LoadPlan:
             decode_latents=self.decode_latents,
             decoder_bytes=models.decoder_dtype.itemsize,
         )
-        rows = rows_carried(self.spec, self.batching.max_rows, config.clean_with_next)
+        rows = rows_carried(self.spec, self.batching.max_rows)
         return Demand(
             self.sizes,
             storage,
@@ -172,7 +174,7 @@ class LoadPlan:
         """Bytes for sessions on the rank, now that the weights are loaded."""
         config, demand = self.config, self.demand(runs)
         work = demand.memory()[rank].work + demand.libraries
-        free = free_bytes(self.device, _ranks_here(), config.memory_gb, work, self.swap_bytes)
+        free = free_bytes(config, self.device, _ranks_here(), work, self.swap_bytes)
         if config.device_memory_gb is None:
             return free
         return max(0, min(free, round(config.device_memory_gb * 1e9) - demand.without_sessions(rank)))
@@ -240,7 +242,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
         if config.offload != "none":
             card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
             notes.append(offload_note(plan.demand(plan.runs), card, graphs=config.compile != "off"))
-        _tell(filter(None, notes), "note: ")
+        _tell(filter(None, notes), "note: ", logging.WARNING)
     return RankPlan(**vars(plan), rank=rank, limits=limits, kernels=kernels)
 
 
@@ -259,7 +261,7 @@ def check_world(config: ModelConfig) -> None:
     raise ConfigError(f"{wanted}, but torchrun started {world} ranks; start {ranks}, or change the configuration")
 
 
-SWAP = {"host_memory_gb", "state_dir"}
+SWAP = {"host_memory_gb", "state_dir", "keep_s", "spare"}
 
 
 def rank_facts(config: ModelConfig, models: ModelLoader) -> dict[str, str]:
@@ -308,6 +310,6 @@ def _device_limits(config: ModelConfig, device: torch.device) -> Limits:
     return tuple(found)
 
 
-def _tell(texts: Iterable[str], before: str) -> None:
+def _tell(texts: Iterable[str], before: str, level: int = logging.INFO) -> None:
     for text in texts:
-        print(f"streamdiff: {before}{text}", file=sys.stderr)
+        logger.log(level, "%s%s", before, text)

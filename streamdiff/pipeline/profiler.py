@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import shutil
-import sys
 import tempfile
 import threading
 from collections import Counter, defaultdict
@@ -29,6 +29,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+
+logger = logging.getLogger(__name__)
 
 CHUNKS = 4
 """How many chunks are traced, unless it is said."""
@@ -121,7 +123,7 @@ class Profiler:
         self._begun = self._pipeline.unfinished()
         self._micro_steps = self._pipeline.ring.worker.done
         self._profile.start()
-        print(f"streamdiff: {self.chunks} chunks are traced now, and slower", file=sys.stderr, flush=True)
+        logger.info("%d chunks are traced now, and slower", self.chunks)
 
     def _stop(self) -> None:
         """End the trace; the files are written on a thread, for that takes seconds and the stream goes on."""
@@ -145,7 +147,7 @@ class Profiler:
             summary.write_text(text, encoding="utf-8")
             for whole in (trace, summary):
                 whole.replace(self.folder / whole.name)
-        print(f"streamdiff: profile of {self._seen} chunks in {self.folder}", file=sys.stderr, flush=True)
+        logger.info("profile of %d chunks in %s", self._seen, self.folder)
 
     def close(self) -> None:
         """Write a trace that was begun; waits until the files are there."""
@@ -154,8 +156,10 @@ class Profiler:
         if self._writing is not None:
             self._writing.join()
         else:
-            reason = f"the stream ended before a chunk was made after the first {self._before}, which fill the window"
-            print(f"streamdiff: no profile: {reason}", file=sys.stderr)
+            logger.warning(
+                "no profile: the stream ended before a chunk was made after the first %d, which fill the window",
+                self._before,
+            )
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,6 @@ def compile_stage(plan: LoadPlan, stage: ModelRunner, memory: RankMemory, progre
         keep_compiled_code()
         stage.compile(
             kept,
-            clean_with_next=plan.config.clean_with_next,
             memory=memory,
             max_rows=plan.batching.max_rows,
             on_progress=progress.report,

@@ -8,6 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -233,6 +234,11 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
         waiting = self._given or self._put_off or self._came or self.coming or self.saving or self.encoding_video
         return self.ring.has_work or self._pending > 0 or bool(waiting) or not self._ready.empty()
+
+    def memory_bytes(self) -> int:
+        """Bytes that this process has taken of its GPU, or without one of the machine's memory."""
+        on_gpu = self.info.device.startswith("cuda")
+        return torch.cuda.memory_reserved(self.info.device) if on_gpu else psutil.Process().memory_info().rss
 
     def unfinished(self) -> set[tuple[int, int, int]]:
         """(session, chunk, epoch) of every chunk that is in the ring or decoding."""

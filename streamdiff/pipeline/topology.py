@@ -57,7 +57,6 @@ class StageTopology:
     ring: int = 0
     rows: int = 1
     link: Link = "gloo"
-    clean_with_next: bool = False
     wait_s: float = 0.0
     shares: int = 1
 
@@ -69,7 +68,6 @@ class StageTopology:
             config.stages,
             rows=batching.max_rows,
             link=link_of(config, device),
-            clean_with_next=config.clean_with_next,
             wait_s=batching.wait_s,
             shares=config.shares,
         )
@@ -85,7 +83,7 @@ class StageTopology:
 
     def layout(self, edge: int, model: StageModel) -> MessageLayout:
         """What an edge carries."""
-        receiver, carried = self.edges[edge][1], rows_carried(model.spec, self.rows, self.clean_with_next)
+        receiver, carried = self.edges[edge][1], rows_carried(model.spec, self.rows)
         if receiver == 0:
             return MessageLayout.back_to_head(model, carried)
         if receiver < self.shares:
@@ -218,7 +216,7 @@ def connect_head(
     links = connect(model, topology, device, on_edge) if topology.stages * topology.shares > 1 else None
     stage = ModelRunner(model, device, topology.stage, topology.stages, group)
     ring = RingExecutor(
-        model, device, topology.rows, stage=stage, links=links, clean_with_next=topology.clean_with_next,
+        model, device, topology.rows, stage=stage, links=links,
         wait_s=topology.wait_s,
     )  # fmt: skip
     if links is not None and isinstance(links[0], FanOutSender):

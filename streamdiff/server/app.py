@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from copy import copy
 from importlib import resources
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.staticfiles import StaticFiles
 
 from streamdiff.config import Config
@@ -23,15 +25,17 @@ from streamdiff.server.media import codecs as known_codecs
 from streamdiff.server.media.codecs import Format
 from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
 from streamdiff.server.outputs import target
-from streamdiff.server.problem import Problem, respond
+from streamdiff.server.problem import Problem, respond, route_path
 from streamdiff.server.routes import control, health, outputs, sessions, snapshots, videos, whep, whip
 from streamdiff.server.sessions.keeper import SessionKeeper, find_sessions, open_folders
 from streamdiff.server.sessions.manager import EngineConnection
 from streamdiff.version import __version__
 
 STATIC = resources.files("streamdiff.server") / "static"
-CORS_REQUEST_HEADERS = ("Authorization", "Content-Type", "If-Match")
-CORS_ANSWER_HEADERS = ("Location", "Link", "Accept-Post", "Accept-Patch", "Allow", "Retry-After", "WWW-Authenticate")
+CORS_ANSWER_HEADERS = (
+    *("Location", "Link", "Accept-Post", "Accept-Patch", "Allow", "Retry-After", "WWW-Authenticate"),
+    *("Content-Disposition", "Content-Range", "Accept-Ranges", "ETag", "openai-poll-after-ms"),
+)
 
 
 class _App(FastAPI):
@@ -51,6 +55,7 @@ def create_app(config: Config) -> FastAPI:
     routers = [module.router for module in (whep, whip, sessions, snapshots, outputs, control, health, videos)]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
+    routers.append(_heads([route for router in routers for route in router.routes]))
     routes = [*app.routes, *(route for router in routers for route in router.routes)]
     _add_errors(app, [route for route in routes if isinstance(route, Route)])
     for router in routers:
@@ -61,7 +66,7 @@ def create_app(config: Config) -> FastAPI:
             CORSMiddleware,
             allow_origins=config.serve.cors_origins,
             allow_methods=["GET", "HEAD", "OPTIONS", "POST", "PATCH", "DELETE"],
-            allow_headers=list(CORS_REQUEST_HEADERS),
+            allow_headers=["*"],  # clients send headers of their own, and no answer depends on what a page may forge
             expose_headers=list(CORS_ANSWER_HEADERS),
         )
     return app
@@ -81,27 +86,38 @@ async def attach_engine(
     codecs, encoder = known_codecs.choose(config.serve.codec, config.serve.encoder)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
     Format(ready.width, ready.height, config.playback.fps, config.serve.scale, config.serve.bitrate)  # or its error
-    targets = target.parse_all(config.serve.outputs)
-    folders = open_folders(config.serve)
-    found = await asyncio.to_thread(find_sessions, folders)
-    keeper = SessionKeeper(config.serve, folders)
-    state = AppState(config, connection, ready, codecs, read_tokens(config.serve), targets, keeper, found)
-    await state.manager.start()
-    if state.jobs is not None:
-        await state.jobs.start()
-    app.state.app_state = state
-    try:
-        await state.feed_file()
-        yield state
-    finally:
-        if state.file_feed is not None:
-            await state.file_feed.stop()
+    targets = target.parse_all([*config.serve.outputs, *target.read_file(config.serve.outputs_file)])
+    with open_folders(config.serve) as folders:
+        found = await asyncio.to_thread(find_sessions, folders)
+        keeper = SessionKeeper(config.serve, folders)
+        state = AppState(config, connection, ready, codecs, read_tokens(config.serve), targets, keeper, found)
+        await state.manager.start()
         if state.jobs is not None:
-            await state.jobs.stop()
-        await asyncio.gather(state.session_outputs.stop(), *(output.stop() for output in state.outputs))
-        await state.feeders.stop()
-        await state.viewers.stop()
-        await state.manager.stop()
+            await state.jobs.start()
+        app.state.app_state = state
+        try:
+            await state.feed_file()
+            yield state
+        finally:
+            if state.file_feed is not None:
+                await state.file_feed.stop()
+            if state.jobs is not None:
+                await state.jobs.stop()
+            await asyncio.gather(state.session_outputs.stop(), *(output.stop() for output in state.outputs))
+            await state.feeders.stop()
+            await state.viewers.stop()
+            await state.manager.stop()
+
+
+def _heads(routes: Iterable[BaseRoute]) -> APIRouter:
+    """HEAD for every route that has GET; the HTTP server leaves the body out."""
+    router = APIRouter()
+    for route in routes:
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+            head = copy(route)
+            head.methods, head.include_in_schema = {"HEAD"}, False
+            router.routes.append(head)
+    return router
 
 
 def _add_errors(app: FastAPI, routes: list[Route]) -> None:
@@ -109,23 +125,25 @@ def _add_errors(app: FastAPI, routes: list[Route]) -> None:
 
     @app.exception_handler(Problem)
     async def on_problem(request: Request, problem: Problem) -> Response:
-        return respond(problem, request.url.path)
+        return respond(problem, route_path(request.scope))
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         name = str(first["loc"][-1])
-        return respond(Problem(400, f"`{name}`: {first['msg']}.", code="invalid", field=name), request.url.path)
+        return respond(
+            Problem(400, f"`{name}`: {first['msg']}.", code="invalid", field=name), route_path(request.scope)
+        )
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
         headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         if error.status_code == 405:
             # The router names the methods of the first route only; an address has several. Files name none.
-            path = request.url.path
+            path = route_path(request.scope)
             known = {method for route in routes if route.path_regex.match(path) for method in route.methods or ()}
             headers["allow"] = ", ".join(sorted(known or {"GET", "HEAD"}))
-        return respond(Problem(error.status_code, str(error.detail), headers), request.url.path)
+        return respond(Problem(error.status_code, str(error.detail), headers), route_path(request.scope))
 
 
 async def _page() -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import Counter
@@ -23,6 +24,7 @@ from streamdiff.server.outputs.session_outputs import AllowedTargets, SessionOut
 from streamdiff.server.outputs.target import Target
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
+from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.keeper import SessionKeeper
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, SessionManager
@@ -63,20 +65,24 @@ class AppState:
         self._requests = PerAddressLimiter(REQUESTS_PER_S, REQUEST_BURST)
         self.manager = SessionManager(config, connection, ready, self.metrics, keeper, found)
         slots = SlotPool(serve.max_viewers, serve.address_share, "viewers", "serve.max_viewers")
-        self.ice_servers = IceServers(serve.ice_servers)
+        self.ice_servers = IceServers(serve.ice_servers, lambda url: self.metrics.ice_failures.labels(url).inc())
         self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)
         self.feeders = Feeders(slots, self.ice_servers, self.manager.end)
         self.file_feed: FileFeed | None = None
-        self.session_outputs = SessionOutputs(AllowedTargets(serve.output_targets), self.metrics)
+        allowed = AllowedTargets(serve.output_targets)
+        self.session_outputs = SessionOutputs(allowed, self.metrics, self.ice_servers)
         self.snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
         """Files of sessions that are being taken or sent, which lie in memory meanwhile."""
         self.manager.on_end = self._session_ends
         self.started_s = int(clock.wall_s())
         self.jobs: JobRunner | None = None
         """None: this server makes no videos."""
+        self.metrics.viewers_limit.set(serve.max_viewers)
+        self.metrics.jobs_limit.set(0 if serve.jobs_dir is None else serve.jobs_queue)
         if serve.jobs_dir is not None:
             self.jobs = self._make_jobs(JobStore(Path(serve.jobs_dir).expanduser(), serve.name), connection)
-        self.outputs = [Output(target, lambda: self.manager.get(DEFAULT_SESSION), self.metrics) for target in targets]
+        default = partial(self.manager.get, DEFAULT_SESSION)
+        self.outputs = [Output(target, default, self.metrics, allowed.allows, self.ice_servers) for target in targets]
 
     async def feed_file(self) -> None:
         """Feed the default session with the file of the configuration, if it names one. Mutates: self.
@@ -88,6 +94,12 @@ class AppState:
         if self.config.session.input is not None and session is not None:
             self.file_feed = FileFeed(self.config.session, session.input, session.control_and_wait, self.manager.end)
             await self.file_feed.start()
+
+    async def end_input(self, session: LiveSession) -> bool:
+        """End the video that feeds a session, whatever it is; False if none does."""
+        if session.id == DEFAULT_SESSION and self.file_feed is not None and await self.file_feed.end():
+            return True
+        return await self.feeders.end_input(session)
 
     async def _session_ends(self, session: LiveSession, reason: str) -> None:
         """Close a session's viewers, outputs and inputs."""
@@ -112,6 +124,9 @@ class AppState:
         for session in self.manager.sessions:
             session.update_metrics()
         self.metrics.sessions.set(len(self.manager.sessions))
+        self.metrics.sessions_watched.set(sum(session.watched for session in self.manager.sessions))
+        limit = self.manager.sessions_limit()
+        self.metrics.sessions_limit.set(float("nan") if limit is None else limit)
         for location, count in self.manager.sessions_by_location().items():
             self.metrics.sessions_at.labels(location).set(count)
         self.viewers.update_metrics()
@@ -133,6 +148,12 @@ class AppState:
         accepted, as clients of OpenAI's API always send a key."""
         if self._tokens != Tokens():
             self._require(request, needed, role_of(_token_of(request), self._tokens, Tokens()))
+
+    def caller(self, request: HTTPConnection) -> str:
+        """Who asks for a job: whoever has a token of the server, or else an address, with the key that it sends."""
+        token = _token_of(request) or ""
+        known = self._tokens.role_of(token) > Role.NOBODY
+        return f"token {token}" if known else f"address {address_of(request)} {token}"
 
     def _require(self, request: HTTPConnection, needed: Role, role: Role) -> None:
         if role is Role.NOBODY or (role < needed and _token_of(request) is None):
@@ -190,9 +211,12 @@ class AppState:
             raise self.engine_problem(self.may_control(request, session))
         return session
 
-    def engine_problem(self, may_control: bool) -> Problem:
-        """The answer while the engine does not run, to a caller that may control a session, or may not."""
+    def engine_problem(self, may_control: bool, session: LiveSession | None = None) -> Problem:
+        """The answer while the engine does not run, or has not opened `session`, to a caller that may control it, or
+        may not."""
         engine = self.manager.engine
+        if engine.running and session is not None:
+            engine = EngineStatus("opening") if session.engine.running else session.engine
         headers = {"Retry-After": str(engine.retry_after_s)}
         return Problem(503, engine.message(may_control), headers, code=engine.code)
 

@@ -75,7 +75,8 @@ def _read(path: str | None, key: str) -> str | None:
         token = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise ConfigError(f"{key}: {path} cannot be read: {why}") from error
+        make = f". Make it: (umask 077; openssl rand -hex 32 > {path})" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{key}: {path} cannot be read: {why}{make}") from error
     if not MIN_TOKEN_CHARACTERS <= len(token) <= MAX_TOKEN_CHARACTERS:
         raise ConfigError(
             f"{key}: the token in {path} has {len(token)} characters; it must have {MIN_TOKEN_CHARACTERS} to "

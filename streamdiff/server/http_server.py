@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+import errno
+import logging
+import re
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from ipaddress import ip_network
 from typing import Any, Literal, cast
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 from wsproto.events import Ping
 
-from streamdiff.config import ServeConfig
+from streamdiff import clock
+from streamdiff.config import PREFIX, ServeConfig
 from streamdiff.server.peers import group_of, parse_address, share_of
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
@@ -24,18 +29,28 @@ from streamdiff.server.tls import Certificate
 
 CERTIFICATE_TICKS = 100
 """Of a tenth of a second, after which the certificate's files are looked at again."""
+STALLED_S = 2.0
+"""A connection whose peer reads nothing of its answer for so long gives way to others."""
 SPARE = 16
 """Connections above the limits, in which health is answered and nothing else."""
 CUT_OFF_S = 5.0
 """After which a WebSocket that has ended is cut off, whatever its peer has not read yet."""
+BACKLOG = 512
+"""Connections that may wait to be accepted."""
+ACCEPTS = 8
+"""Connections accepted in a turn of the loop: those above the limits are closed in the next ones."""
+FULL_AGAIN_S = 60.0
+"""After which it is logged again that descriptors are used up."""
 Admission = Literal["served", "crowded", "refused"]
+logger = logging.getLogger(__name__)
 
 
 class Connections:
     """Open HTTP connections by address. WebSockets are counted where they are accepted.
 
-    A connection above a limit replaces the oldest one that waits for a request: one of its own address where that
-    holds its share, else one of the address that holds most. Trusted proxies hold as many as there are.
+    A connection above a limit replaces the oldest one that waits for a request, or else whose peer reads nothing of its
+    answer: one of its own address where that holds its share, else one of the address that holds most. Trusted proxies
+    hold as many as there are.
     """
 
     def __init__(self, limit: int, share: float, proxies: Sequence[str]) -> None:
@@ -46,13 +61,13 @@ class Connections:
     def add(self, connection: BoundedProtocol, host: str) -> Admission:
         """Count a connection; crowded: it may ask for health only; refused: it is not counted. Mutates: self."""
         own = self._open.get(group_of(host), {})
-        over = 0 if self._is_proxy(host) else len(own) + 1 - self._per_address
+        over = 0 if self.is_proxy(host) else len(own) + 1 - self._per_address
         victim: BoundedProtocol | None = None
         if over > 0:
-            victim = next((each for each in own if each.waiting), None)
+            victim = _idle(own)
         elif (over := sum(map(len, self._open.values())) + 1 - self._limit) > 0:
             by_address = sorted(self._open.values(), key=len, reverse=True)
-            victim = next((each for address in by_address for each in address if each.waiting), None)
+            victim = _idle([each for address in by_address for each in address])
         if victim is not None:
             victim.end()
         elif over > SPARE:
@@ -67,9 +82,17 @@ class Connections:
         if not own:
             self._open.pop(group_of(host), None)
 
-    def _is_proxy(self, host: str) -> bool:
+    def is_proxy(self, host: str) -> bool:
+        """Whether `host` is a trusted proxy."""
         address = parse_address(host)
         return address is not None and any(address in network for network in self._proxies)
+
+
+def _idle(connections: Collection[BoundedProtocol]) -> BoundedProtocol | None:
+    """The first of them that can go."""
+    now_s = clock.monotonic_s()
+    waiting = (each for each in connections if each.waiting)
+    return next(waiting, None) or next((each for each in connections if each.stalled(now_s)), None)
 
 
 class BoundedWebSocket(WSProtocol):
@@ -99,10 +122,27 @@ class BoundedProtocol(H11Protocol):
         self._waits_for: object = None
         self._timer: asyncio.TimerHandle | None = None
         self._counted = False
+        self._left: tuple[float, int] | None = None  # since when so many bytes wait for a peer that does not read
 
     @property
     def waiting(self) -> bool:
         return self._waits_for is not None
+
+    def stalled(self, now_s: float) -> bool:
+        """Whether the peer has read nothing of an answer for STALLED_S, as far as earlier calls saw. Mutates: self."""
+        if self._left is None:
+            return False
+        if (left_bytes := self.transport.get_write_buffer_size()) < self._left[1]:
+            self._left = now_s, left_bytes
+        return now_s - self._left[0] > STALLED_S
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._left = clock.monotonic_s(), self.transport.get_write_buffer_size()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._left = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -126,6 +166,11 @@ class BoundedProtocol(H11Protocol):
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._uncount()  # it has limits of its own from here on
         super().handle_websocket_upgrade(event)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.cycle is not None and self.scope["path"].endswith("/events"):  # which go on for ever by themselves
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._uncount()
@@ -173,6 +218,7 @@ class HttpServer(uvicorn.Server):
             ConfigError: a certificate that cannot be used.
         """
         self._certificate: Certificate | None = None  # plain HTTP
+        self._full_s = -FULL_AGAIN_S
         if serve.tls_cert is not None and serve.tls_key is not None:
             self._certificate = Certificate(serve.tls_cert, serve.tls_key)
         connections = Connections(serve.max_connections, serve.address_share, serve.trusted_proxies)
@@ -181,6 +227,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=cast(type[H11Protocol], protocol),  # uvicorn calls it, no more
+                backlog=ACCEPTS,  # asyncio's name for both; see `startup`
                 log_config=None,  # it writes as we do
                 log_level="warning",
                 access_log=False,
@@ -195,7 +242,28 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.config.load()
+        self.config.loaded_app = _below_prefix(self.config.loaded_app, serve.root_path, connections.is_proxy)
         self.config.ssl = None if self._certificate is None else self._certificate.context
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
+        asyncio.get_running_loop().set_exception_handler(self._report)
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error of the loop's own; once a minute that no connection can be accepted, which asyncio tries again
+        after a second. Mutates: self."""
+        error = context.get("exception")
+        if "socket" not in context or not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif clock.monotonic_s() - self._full_s >= FULL_AGAIN_S:
+            self._full_s = clock.monotonic_s()
+            logger.warning(
+                "Connections wait: all file descriptors are in use (%s). Raise the limit (ulimit -n, LimitNOFILE), or "
+                "lower serve.max_connections or serve.max_viewers.",
+                error.strerror,
+            )
 
     async def on_tick(self, counter: int) -> bool:
         if self._certificate is not None and counter % CERTIFICATE_TICKS == 0:
@@ -205,3 +273,25 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _below_prefix(app: ASGIApp, root_path: str, is_proxy: Callable[[str], bool]) -> ASGIApp:
+    """`app` with the path prefix of each request in its scope, as ASGI has it: `root_path`, which `path` begins with,
+    whether the proxy has taken it off or not."""
+
+    async def with_prefix(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            client, path = scope.get("client"), scope["path"]
+            prefix = (_forwarded_prefix(scope["headers"]) if client and is_proxy(client[0]) else "") or root_path
+            if prefix:
+                whole = path == prefix or path.startswith(f"{prefix}/")
+                scope.update(root_path=prefix, path=path if whole else prefix + path)
+        await app(scope, receive, send)
+
+    return with_prefix
+
+
+def _forwarded_prefix(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """X-Forwarded-Prefix; empty where it is missing, comes twice or is no plain path."""
+    given = [value.decode("latin-1").strip() for name, value in headers if name == b"x-forwarded-prefix"]
+    return given[0].rstrip("/") if len(given) == 1 and re.fullmatch(PREFIX, given[0]) else ""

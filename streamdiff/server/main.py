@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import signal
 import socket
 import sys
@@ -26,18 +27,21 @@ from streamdiff.engine.process.fetching import Progress, fetch
 from streamdiff.engine.process.supervisor import EngineSupervisor, RestartPolicy
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.app import attach_engine, create_app
-from streamdiff.server.app_state import AppState
+from streamdiff.server.app_state import MAX_SOCKETS, AppState
 from streamdiff.server.auth import Tokens, read_tokens
-from streamdiff.server.http_server import HttpServer
+from streamdiff.server.http_server import ACCEPTS, BACKLOG, SPARE, HttpServer
 from streamdiff.server.load.agent_check import serve_agent
 from streamdiff.server.logging_setup import configure, console, fatal, log_fields
 from streamdiff.server.middleware import LoadingStatus
 from streamdiff.server.sessions.keeper import open_folders
+from streamdiff.server.webrtc.aiortc_compat import host_addresses
 from streamdiff.server.webrtc.udp_ports import UdpPortLoop
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 UNREAD_S = 20
 """A connection whose other end takes nothing for so long is ended."""
+OWN_DESCRIPTORS = 48 + 3 * ACCEPTS
+"""Of engines, jobs, the log and the loop, and of connections that are accepted and then refused."""
 DRAIN_POLL_S = 0.1
 FETCHED_PERCENT = 5
 """Of a file, after which progress is logged again."""
@@ -57,7 +61,9 @@ def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineP
     with configure(config.serve):
         try:
             tokens = read_tokens(config.serve)
-            open_folders(config.serve)  # or its error, before a model is loaded
+            with open_folders(config.serve):  # or its error, before a model is loaded
+                pass
+            config = within_descriptors(config)
             ports = config.serve.media_ports
             make_loop = None if ports is None else partial(UdpPortLoop, ports)  # None: asyncio's own choice
             with listen(config.serve.host, config.serve.port) as listener:
@@ -69,6 +75,25 @@ def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineP
             return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ENGINE
 
 
+def within_descriptors(config: Config) -> Config:
+    """`config` with so many connections as this process may have file descriptors for, beside viewers and WebSockets,
+    and half of them at least. Mutates: the process's soft limit, which becomes the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(soft, 65536) if hard == resource.RLIM_INFINITY else hard
+    if soft not in (limit, resource.RLIM_INFINITY):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    serve, left = config.serve, limit - OWN_DESCRIPTORS - SPARE
+    others = serve.max_viewers * len(host_addresses(use_ipv4=True, use_ipv6=True)) + MAX_SOCKETS
+    fit = max(8, left // 2, left - others)
+    if serve.max_connections <= fit:
+        return config
+    console.warning(
+        "serve.max_connections is %d here, not %d: a process may have %d file descriptors. Raise the limit (ulimit -n, "
+        "LimitNOFILE)", fit, serve.max_connections, limit,
+    )  # fmt: skip
+    return config.model_copy(update={"serve": serve.model_copy(update={"max_connections": fit})})
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens at `host` and `port`.
 
@@ -77,7 +102,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=512)
+        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
         # Accepted connections inherit these. asyncio sets the first one only on sockets whose protocol number says
         # TCP, which the listener's does not: without it every second answer on a connection waits 40 ms for an ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -201,7 +226,8 @@ async def _unless_shut_down(starting: Coroutine[Any, Any, None], shutdown: Shutd
 async def _serve_engine(
     config: Config, state: AppState, engine: EngineSupervisor, serving: asyncio.Task[None], shutdown: ShutdownRequest
 ) -> int:
-    """Serve a warm engine until the server is asked to end, or the engine has failed for good."""
+    """Serve a warm engine until the server is asked to end, or the engine has failed for good; the exit code."""
+    code = EXIT_OK
     requested, ended = (asyncio.create_task(event.wait()) for event in (shutdown.requested, state.manager.ended))
     try:
         await asyncio.wait({serving, requested, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -212,14 +238,15 @@ async def _serve_engine(
             fatal.error("%s", state.manager.engine.reason)
             fatal.error("the server stays to say so, /readyz answers 503 (Ctrl-C ends)")
             await asyncio.wait({serving, requested}, return_when=asyncio.FIRST_COMPLETED)
-            return EXIT_ENGINE
-        if shutdown.requested.is_set() and state.manager.engine.state != "failed":
-            if config.serve.handover is not None and not shutdown.immediate.is_set():
+            code = EXIT_ENGINE
+        hands_over = config.serve.handover is not None and not shutdown.immediate.is_set()
+        if shutdown.requested.is_set() and (hands_over or state.manager.engine.state != "failed"):
+            if hands_over:
                 await state.manager.hand_over()
             else:
                 await _drain(state, config.serve.drain_s, shutdown)
             await state.manager.keeper.end()
-        return EXIT_OK
+        return code
     finally:
         for task in (requested, ended):
             task.cancel()

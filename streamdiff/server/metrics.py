@@ -27,6 +27,10 @@ class Metrics:
     def _add_engine(self, counter: partial[Counter], gauge: partial[Gauge], histogram: partial[Histogram]) -> None:
         session = ["session"]
         self.engine_up = gauge("engine_up", "1 while the engine runs")
+        self.ready = gauge("ready", "1 while /readyz says that viewers can be sent here")
+        self.disk_free = gauge(
+            "disk_free_ratio", "Free share of the disk with a folder of the configuration, by its setting", ["folder"]
+        )
         self.engine_restarts = counter("engine_restarts", "Times the engine was started again after it had failed")
         self.lost_s = counter("lost_seconds", "Seconds of streams that were lost where they went on from a snapshot")
         self.stage_busy_s = counter(
@@ -43,6 +47,10 @@ class Metrics:
         )
         self.free_sessions = gauge("sessions_room", "Further sessions that could play, NaN before that is known")
         self.sessions = gauge("sessions", "Open sessions")
+        self.sessions_watched = gauge("sessions_watched", "Those that somebody watches")
+        self.sessions_limit = gauge(
+            "sessions_limit", "Sessions of the default kind that can play at once; NaN before that is known"
+        )
         self.sessions_at = gauge(
             "sessions_at", "Those with their caches on the device, in host memory, on disk", ["place"]
         )
@@ -70,6 +78,7 @@ class Metrics:
         self.controls = counter("control", "Control messages", ["type", "result"])
         self.jobs_waiting = gauge("jobs_waiting", "Jobs that wait for their turn")
         self.jobs_running = gauge("jobs_running", "Jobs that are being made")
+        self.jobs_limit = gauge("jobs_limit", "Jobs that may wait or run, 0 where none are taken")
         self.jobs_ended = counter("jobs_ended", "Jobs by their end; put_back: to begin again later", ["end"])
 
     def _add_media(self, counter: partial[Counter], gauge: partial[Gauge], histogram: partial[Histogram]) -> None:
@@ -96,6 +105,7 @@ class Metrics:
     def _add_peers(self, counter: partial[Counter], gauge: partial[Gauge], histogram: partial[Histogram]) -> None:
         reason, end = ["reason"], ["end"]
         self.viewers = gauge("viewers", "Viewers, those still connecting included")
+        self.viewers_limit = gauge("viewers_limit", "Viewers that are let in")
         self.viewers_refused = counter("viewers_refused", "Viewers that were not let in, by the reason", reason)
         self.viewers_ended = counter("viewers_ended", "Viewers that left, by the reason", end)
         self.viewer_first_s = histogram(
@@ -105,6 +115,9 @@ class Metrics:
         self.viewer_dropped = counter("viewer_dropped", "Encoded frames that a slow viewer did not get")
         self.keyframe_requests = counter("key_wishes", "Key frames that viewers asked for after a loss")
         self.keyframe_requests_refused = counter("key_wishes_refused", "The same, from viewers that ask too often")
+        self.ice_failures = counter(
+            "ice_failures", "Times that a STUN or TURN server gave this server no address, and was left out", ["url"]
+        )
         self.sockets = gauge("control_sockets", "Open control WebSockets")
         self.sockets_refused = counter("control_sockets_refused", "Those not let in, by the reason", reason)
         self.sockets_ended = counter("control_sockets_ended", "Control WebSockets, by their end", end)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv6Address
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, HTTPConnection
@@ -18,10 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from streamdiff.config import ServeConfig
 from streamdiff.server.peers import parse_address
-from streamdiff.server.problem import Problem, is_own_page, respond
+from streamdiff.server.problem import Problem, is_own_page, respond, route_path
 
+_CSP = "Content-Security-Policy"
 SECURITY_HEADERS = {
-    "Content-Security-Policy": (
+    _CSP: (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self' blob:; "
         "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
@@ -94,18 +96,23 @@ class GuardMiddleware:
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         """`config`: names of the server, and the other origins whose pages may use it."""
         self._app, self._hosts, self._origins = app, HostPolicy(config), config.cors_origins
+        self._headers = SECURITY_HEADERS
+        if config.whep_url is not None:
+            origin = "/".join(config.whep_url.split("/")[:3])
+            policy = SECURITY_HEADERS[_CSP].replace("connect-src 'self'", f"connect-src 'self' {origin}")
+            self._headers = {**SECURITY_HEADERS, _CSP: policy}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        started = False
+        started, path, prefix = False, route_path(scope), scope.get("root_path", "")
 
         async def send_guarded(message: Message) -> None:
             nonlocal started
             if message["type"] in ("http.response.start", "websocket.http.response.start"):
                 started = True
-                _add_headers(message, scope["path"])
+                _add_headers(message, path, prefix, self._headers)
             await send(message)
 
         try:
@@ -116,7 +123,7 @@ class GuardMiddleware:
         except Exception:
             if scope["type"] == "http" and not started:
                 problem = Problem(500, "The server failed at this; its log says where.", code="internal")
-                await respond(problem, scope["path"])(scope, receive, send_guarded)
+                await respond(problem, path)(scope, receive, send_guarded)
             raise
 
     def _answer(self, scope: Scope) -> Response | None:
@@ -127,13 +134,13 @@ class GuardMiddleware:
         except Problem as problem:
             if scope["type"] == "websocket" and state is not None:
                 state.metrics.sockets_refused.labels(problem.code).inc()
-            return respond(problem, scope["path"])
-        return None if state is not None or scope["path"] == HEALTH else _loading(scope)
+            return respond(problem, route_path(scope))
+        return None if state is not None or route_path(scope) == HEALTH else _loading(scope)
 
     def _check(self, scope: Scope) -> None:
         """Raises Problem for a request that is refused whatever it asks for."""
         connection = HTTPConnection(scope)
-        path = scope["path"]
+        path = route_path(scope)
         if "crowded" in scope.get("state", ()) and path != HEALTH:
             headers = {"Retry-After": _RETRY_S, "Connection": "close"}
             raise Problem(503, "The server has as many connections as it takes.", headers, code="connections")
@@ -147,9 +154,14 @@ class GuardMiddleware:
             raise Problem(403, f"Pages of {foreign[:80]!r} may not use this server.", code="origin")
 
 
-def _add_headers(message: Message, path: str) -> None:
+def _add_headers(message: Message, path: str, prefix: str, security: Mapping[str, str]) -> None:
+    """Add what every answer to a request for `path`, below `prefix`, has. A Location becomes a path below the prefix:
+    which scheme the client's proxy speaks is not known."""
     headers = MutableHeaders(scope=message)
-    headers.update(SECURITY_HEADERS)
+    headers.update(security)
+    if (location := headers.get("location")) is not None:
+        own = location.startswith("/")  # of a route; the router's redirects are whole addresses, with the prefix
+        headers["location"] = prefix + location if own else urlsplit(location)._replace(scheme="", netloc="").geturl()
     headers.setdefault("Cache-Control", "no-cache" if path.startswith("/static") else "no-store")
 
 
@@ -157,6 +169,7 @@ def _loading(scope: Scope) -> Response:
     """What is answered until the engine is warm."""
     loading: LoadingStatus = scope["app"].state.loading
     headers: dict[str, Any] = {"Retry-After": _RETRY_S}
-    if scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD"):
+    path = route_path(scope)
+    if scope["type"] == "http" and path == "/" and scope["method"] in ("GET", "HEAD"):
         return HTMLResponse(_LOADING.format(html.escape(loading.text)), 503, headers | {"Refresh": _RETRY_S})
-    return respond(Problem(503, loading.text, headers, code=loading.code), scope["path"])
+    return respond(Problem(503, loading.text, headers, code=loading.code), path)

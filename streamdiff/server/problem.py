@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.requests import HTTPConnection, Request
+from starlette.types import Scope
 
 DRAIN_BYTES = 1024 * 1024
 MAX_TEXT = 4000
@@ -96,6 +97,11 @@ def _sendable(text: str) -> str:
     return text[:MAX_TEXT].encode("utf-8", "backslashreplace").decode()
 
 
+def route_path(scope: Scope) -> str:
+    """The path of a request without the prefix below which a proxy shows the server."""
+    return str(scope["path"]).removeprefix(scope.get("app_root_path", scope.get("root_path", "")))
+
+
 def respond(problem: Problem, path: str = "") -> JSONResponse:
     """The HTTP response of a problem, to a request for `path`."""
     if path.startswith(OPENAI):
@@ -120,8 +126,12 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     the answer.
 
     Raises:
-        Problem: 413.
+        Problem: 413; 415 for a body that is compressed.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"The body has Content-Encoding {encoding[:40]!r}; send it as it is, without one."
+        raise Problem(415, message, {"Accept-Encoding": "identity"}, code="encoding")
     body = bytearray()
     length = 0
     async for piece in request.stream():

@@ -5,8 +5,8 @@ Each rank has one, for its own parts of sessions; nothing of it travels. Files a
 
 from __future__ import annotations
 
-import fcntl
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -22,6 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from streamdiff import clock
+from streamdiff.atomic_write import lock_of
 from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.session_state import walk
 from streamdiff.session_state.host_copies import HostCopies, HostCopy, copy_in_pieces
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _FOLDER, _LOCK = "swap", "lock"
+DISK_RETRY_S = 2.0
+"""How long after a write that failed no other is tried for want of room in host memory."""
 
 
 class Lost(StreamdiffError):
@@ -68,8 +72,8 @@ class SwapStore:
         self.device, self.host_bytes, self.copies = device, host_bytes, HostCopies(device)
         self._kept: dict[str, _Kept] = {}
         self._changed = threading.Lock()
-        self._disk_fault = ""
-        self._held: IO[str] | None = None
+        self._disk_fault, self._fault_s = "", 0.0
+        self._held: int | None = None
         self._folder = None if state_dir is None else self._own_folder(state_dir)
         self._thread = ThreadPoolExecutor(1, "swap")
         self._count = 0
@@ -148,11 +152,18 @@ class SwapStore:
     def takes(self, nbytes: int) -> bool:
         """Whether so many bytes more may go away: host memory has room, or is given room by the disk."""
         with self._changed:
-            return self.host_bytes is None or self._in_host + nbytes <= self.host_bytes or self.spills
+            return self.host_bytes is None or self._in_host + nbytes <= self.host_bytes or self._spills()
 
     @property
     def spills(self) -> bool:
-        """Whether there is a disk to write to, and the latest write went well."""
+        """Whether there is a disk to write to, and the latest write went well; if not, another is begun after a while.
+        Mutates: self."""
+        with self._changed:
+            return self._spills()
+
+    def _spills(self) -> bool:
+        if self._disk_fault and clock.monotonic_s() - self._fault_s >= DISK_RETRY_S:
+            self._spill()
         return self._folder is not None and not self._disk_fault
 
     def close(self) -> None:
@@ -164,7 +175,8 @@ class SwapStore:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._held is not None:
-            self._held.close()
+            os.close(self._held)
+            self._held = None
 
     # ---- the disk -----------------------------------------------------------------------------------------------
 
@@ -201,8 +213,8 @@ class SwapStore:
                 file.unlink(missing_ok=True)
             else:
                 kept.file, kept.sums, kept.tensors, kept.copy = file, sums, None, None
-            self._disk_fault = fault
-        if fault:
+            known, self._disk_fault, self._fault_s = self._disk_fault, fault, clock.monotonic_s()
+        if fault and fault != known:
             logger.warning("A session stays in host memory, as it cannot be written to %s: %s", self._folder, fault)
 
     def _read(self, kept: _Kept) -> None:
@@ -228,11 +240,11 @@ class SwapStore:
             above = state_dir.expanduser() / _FOLDER
             above.mkdir(mode=0o700, parents=True, exist_ok=True)
             for old in above.iterdir():
-                if (free := _lock(old)) is not None:
-                    with free:
-                        shutil.rmtree(old, ignore_errors=True)
+                if (free := lock_of(old / _LOCK, os.O_RDWR)) is not None:
+                    shutil.rmtree(old, ignore_errors=True)
+                    os.close(free)
             own = Path(tempfile.mkdtemp(dir=above))  # for the user alone
-            self._held = _lock(own, "w")
+            self._held = lock_of(own / _LOCK, os.O_RDWR | os.O_CREAT)
             (own / "trial").write_bytes(bytes(1 << 16))
             (own / "trial").unlink()
         except OSError as error:
@@ -241,20 +253,6 @@ class SwapStore:
                 "folder with room that is yours, or leave it out to keep sessions in host memory alone"
             ) from error
         return own
-
-
-def _lock(folder: Path, mode: str = "r+") -> IO[str] | None:
-    """The lock of a folder, held until the file is closed; None: another process holds it, or it has none."""
-    try:
-        file = open(folder / _LOCK, mode)  # noqa: SIM115  # held as long as the process lives
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
 
 
 def _sum(tensor: Tensor) -> int:

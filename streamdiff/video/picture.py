@@ -31,7 +31,7 @@ Image = str | Path | bytes | Picture
 """A picture as a caller has it: a file, its bytes, or RGB uint8 `[H, W, 3]`; of any size."""
 
 MAX_BYTES = 10 * 1024 * 1024
-MAX_PIXELS = 50_000_000
+MAX_PIXELS, MAX_SIDE = 50_000_000, 16_384
 MAX_SCANS = 100
 """Scans of a JPEG: of a large picture each takes milliseconds, and as few as eighty bytes. Encoders make up to ten."""
 _FORMATS = ("JPEG", "PNG", "WEBP", *(("AVIF",) if features.check("avif") else ()))
@@ -100,7 +100,8 @@ def decode_picture(data: bytes, width: int, height: int, fit: str = "cover") -> 
     pixels over white, resampled with Lanczos. The same bytes give the same picture.
 
     Raises:
-        RequestError: larger than MAX_BYTES, MAX_PIXELS or MAX_SCANS, another format, animated, cut off or broken.
+        RequestError: larger than MAX_BYTES, MAX_PIXELS, MAX_SIDE or MAX_SCANS, another format, animated, cut off or
+            broken.
     """
     if len(data) > MAX_BYTES:
         raise _too_large(len(data))
@@ -144,6 +145,9 @@ def _decoded(data: bytes, width: int, height: int, fit: str) -> Picture:
         columns, rows = image.size
         if columns * rows > MAX_PIXELS:
             raise _too_many_pixels(f" of {columns:,} x {rows:,}")
+        if max(columns, rows) > MAX_SIDE:
+            why = f"has a side of more than {MAX_SIDE:,} pixels, the most that is read. Shrink it"
+            raise _refusal(f"the picture of {columns:,} x {rows:,} {why}")
         if image.format in ("JPEG", "MPO") and _scans(data) > MAX_SCANS:
             raise _refusal(f"the picture is a JPEG of more than {MAX_SCANS} scans, which are not read. Save it anew")
         # A phone's JPEG may carry further views behind the first one (MPO), which is the picture.
@@ -176,10 +180,10 @@ def _rgb(image: pillow.Image) -> pillow.Image:
         values: Any = np.asarray(image).clip(0, 65535)
         image = pillow.fromarray((values >> 8).astype(np.uint8))
     if image.has_transparency_data:
-        layer = image.convert("RGBA")
-        paper = pillow.new("RGBA", layer.size, _PAPER)
-        image = pillow.alpha_composite(paper, layer)
-    return image.convert("RGB")
+        layer = image if image.mode == "RGBA" else image.convert("RGBA")
+        image = pillow.new("RGB", layer.size, _PAPER)
+        image.paste(layer, mask=layer)
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _refusal(message: str) -> RequestError:

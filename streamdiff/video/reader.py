@@ -83,10 +83,12 @@ def _pictures(folder: Path) -> Iterator[Frame]:
 
 
 def upright(frame: av.VideoFrame) -> av.VideoFrame:
-    """A frame as it is to be seen: phones write what they took upright lying, with a matrix that turns it."""
-    if not frame.rotation:
+    """A frame as it is to be seen: phones write what they took upright lying, with a matrix that turns it. One that
+    turns it by something else than quarters is not heeded."""
+    quarters = round(frame.rotation / 90)
+    if not quarters or abs(frame.rotation - 90 * quarters) > 1:
         return frame
-    turned: Frame = np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
+    turned: Frame = np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), quarters))
     made = av.VideoFrame.from_ndarray(turned, format="rgb24")
     made.pts, made.time_base = frame.pts, frame.time_base
     return made

@@ -33,6 +33,7 @@ _VIDEO: dict[str, tuple[str, dict[str, str]]] = {
     ".webm": ("libvpx-vp9", {"crf": "24", "b": "0", "deadline": "good", "cpu-used": "5", "row-mt": "1"}),
 }
 _CONTAINER_OPTIONS: dict[str, dict[str, str]] = {".mp4": {"movflags": "+faststart"}, ".webm": {}}
+_PICTURE = "%05d.png"
 _NUMBER = re.compile(r"\*|%0?\d*d")
 _HOW = (
     "use a name that ends in .mp4 or .webm, a folder for PNG pictures (out/), "
@@ -48,16 +49,18 @@ class _Plan:
     place: Callable[[Path], None]
 
 
-def write_video(path: str | Path, frames: Iterable[Frame], fps: float) -> None:
+def write_video(path: str | Path, frames: Iterable[Frame], fps: float, *, private: bool = False) -> None:
     """Write `frames` to `path`, which says the format.
 
     - `.mp4`: H.264, yuv420p. `.webm`: VP9, yuv420p. A picture with an odd side gets its last row or column twice.
-    - a folder (it may exist if it is empty): `00000.png`, `00001.png` and so on.
+    - a folder: `00000.png`, `00001.png` and so on. One that exists is empty, or has such pictures only, and they are
+      replaced.
     - `name-%05d.png` or `name-*.png`: pictures with these names; those of the same name are replaced.
 
     Args:
         frames: uint8 `[H, W, 3]`, RGB, all of one size, at least one.
         fps: frames per second, `LOWEST_FPS` to `HIGHEST_FPS`; PNG pictures do not use it.
+        private: a video file is for its user alone to read, whatever the umask says.
 
     Raises:
         ConfigError: a target that cannot be written, or an fps that cannot be; raised before a frame is taken.
@@ -67,22 +70,36 @@ def write_video(path: str | Path, frames: Iterable[Frame], fps: float) -> None:
         raise ConfigError(f"fps is {fps}; it must be at least {LOWEST_FPS} and at most {HIGHEST_FPS}")
     target, plan = _target(path)
     with atomic_write.temporary_sibling(target) as temporary:
+        if private:
+            atomic_write.open_private(temporary).close()
         plan.write(temporary, _checked(frames), Fraction(fps).limit_denominator(1001))
         plan.place(temporary)
 
 
-def check_target(path: str | Path) -> None:
+def check_target(path: str | Path, overwrite: bool = True) -> None:
     """Find out early, before frames are made, whether `write_video` would refuse `path`.
 
     Raises:
-        ConfigError: a target that cannot be written.
+        ConfigError: a target that cannot be written, or without `overwrite` a video that exists.
     """
-    _target(path)
+    target, _ = _target(path)
+    if overwrite:
+        return
+    before, *after = _NUMBER.split(target.name) if target.suffix.lower() == ".png" else (target.name,)
+    if not after:
+        atomic_write.check_free(target)
+        return
+    for name in os.listdir(target.parent):
+        if re.fullmatch(f"{re.escape(before)}[0-9]+{re.escape(after[0])}", name):
+            atomic_write.check_free(target.with_name(name))
 
 
 def _target(path: str | Path) -> tuple[Path, _Plan]:
-    target = Path(path).absolute()
-    plan = _plan(target, is_folder=str(path).endswith(("/", os.sep)))
+    """Where to write, links followed, and how; pictures into a folder that exists are a pattern in it."""
+    target = Path(os.path.realpath(path))
+    is_folder = target.is_dir()
+    plan = _plan(target, is_folder=is_folder or str(path).endswith(("/", os.sep)))
+    target = target / _PICTURE if is_folder else target
     atomic_write.check_parent(target)
     return target, plan
 
@@ -90,17 +107,20 @@ def _target(path: str | Path) -> tuple[Path, _Plan]:
 def _plan(target: Path, is_folder: bool) -> _Plan:
     """How to write to `target`; ConfigError when its name says nothing that can be done."""
     suffix = target.suffix.lower()
-    if is_folder or target.is_dir() or not (suffix or _NUMBER.search(target.name)):
-        if target.exists() and not target.is_dir():
+    if is_folder or not (suffix or _NUMBER.search(target.name)):
+        write = partial(_write_pngs, _PICTURE)
+        if not os.path.lexists(target):
+            return _Plan(write, partial(os.replace, dst=target))
+        if not target.is_dir():
             raise ConfigError(f"{target} is a file, so it cannot be a folder of pictures; {_HOW}")
-        if target.is_dir() and any(target.iterdir()):
+        if not all(re.fullmatch(r"[0-9]{5,}\.png", name) for name in os.listdir(target)):
             raise ConfigError(f"the folder {target} is not empty; name a new one, so that pictures do not mix")
-        return _Plan(partial(_write_pngs, "%05d.png"), partial(os.replace, dst=target))  # may take an empty one's place
+        return _Plan(write, partial(_spread, folder=target, alone=True))
     if suffix == ".png":
         pattern = target.name.replace("*", "%05d")
         if len(_NUMBER.findall(pattern)) != 1 or pattern.count("%") != 1:
             raise ConfigError(f"{target} is one name for many pictures; {_HOW}")
-        return _Plan(partial(_write_pngs, pattern), partial(_spread, folder=target.parent))
+        return _Plan(partial(_write_pngs, pattern), partial(_spread, folder=target.parent, alone=False))
     if suffix not in _VIDEO:
         raise ConfigError(f"{target} has the unknown ending {target.suffix!r}; {_HOW}")
     return _Plan(partial(_write_video, suffix), partial(os.replace, dst=target))
@@ -157,6 +177,10 @@ def _write_pngs(pattern: str, path: Path, frames: Iterator[Frame], rate: Fractio
 # ---- moving into place ------------------------------------------------------------------------------------------
 
 
-def _spread(temporary: Path, folder: Path) -> None:
-    for picture in sorted(temporary.iterdir()):
-        os.replace(picture, folder / picture.name)
+def _spread(temporary: Path, folder: Path, alone: bool) -> None:
+    """Move the pictures to `folder`; `alone`: pictures of an earlier, longer video there are removed."""
+    names = sorted(os.listdir(temporary))
+    for name in names:
+        os.replace(temporary / name, folder / name)
+    for old in {*os.listdir(folder)} - {*names, temporary.name} if alone else ():
+        (folder / old).unlink()

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -15,12 +16,13 @@ import pytest
 import torch
 
 from benchmarks import fps_ttff, gpu_check, gpu_suite
-from benchmarks.gpu_suite import Deadline, Found, allowed, plain, wanted, wrong
-from benchmarks.stream_case import Amount, Case
+from benchmarks.gpu_suite import HOLDS, NO_MEMORY, NOT_HERE, UNTRIED, WRONG, Deadline, Found, allowed, plain, wanted
+from benchmarks.stream_case import CONTEXTS, Amount, Case
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.runner import compiled_stage
 from streamdiff.pipeline.runner.cuda_graphs import GraphCache
+from tests.gpu import nccl_ring
 from tests.pipeline.runner.test_cuda_graphs import record
 
 CPU = torch.device("cpu")
@@ -38,11 +40,19 @@ WAN = ModelConfig(name="random:wan2.1-1.3b", vae="random:taew2_1", device="cuda"
         ("wan:float32", ""),
         ("sync:clean", ""),
         ("shared:clean", ""),
+        ("contact:ring", ""),
         ("tests", ""),
     ],
 )
 def test_what_is_wrong_is_not_measured(fault: str, reason: str) -> None:
     assert allowed(Case(WAN, Amount()), {fault}) == reason
+
+
+@pytest.mark.parametrize("split", [{"stages": 4}, {"parallel": "1x2"}])
+@pytest.mark.parametrize("part", nccl_ring.PARTS)
+def test_first_contact_bars_every_ring(split: dict[str, object], part: str) -> None:
+    ring = Case(ModelConfig.model_validate({**WAN.model_dump(), **split}), Amount())
+    assert allowed(ring, {f"contact:{part}"}) == f"contact:{part}" and not allowed(ring, {"cpu:matched"})
 
 
 def test_the_embedded_model_needs_no_wan() -> None:
@@ -51,9 +61,7 @@ def test_the_embedded_model_needs_no_wan() -> None:
 
 
 def test_ranks_that_share_a_stage_are_measured_where_they_are_right() -> None:
-    assert {case.config.parallel for case in wanted("cuda", 4, (), Amount())} == {None, "1x2", "1x4", "2x2"}
-    (shared, *_) = [case for case in wanted("cuda", 2, (), Amount()) if case.config.shares > 1]
-    assert (shared.config.parallel, shared.config.kv_context, shared.config.compile) == ("1x2", "clean", "on")
+    shared = next(case for case in wanted("cuda", 2, (), Amount()) if case.config.shares > 1)
     assert allowed(shared, {"shared:clean"}) == "shared:clean" and allowed(shared, {"sync:clean"}) == ""
 
 
@@ -61,10 +69,6 @@ def test_ranks_that_share_a_stage_are_measured_where_they_are_right() -> None:
 @pytest.mark.usefixtures("forked")
 def test_ranks_that_share_a_stage_are_checked() -> None:
     assert gpu_check.shared_as_alone("clean", CPU).startswith("off by ")
-
-
-def test_only_what_does_not_hold_is_wrong() -> None:
-    assert wrong([Found("a", True, ""), Found("b", False, ""), Found("c", None, "")]) == {"b"}
 
 
 def test_without_a_fault_the_fast_path_stays() -> None:
@@ -78,21 +82,33 @@ def test_with_a_fault_the_plain_path_is_measured(fault: str) -> None:
     assert plain(case, {fault}).config.compile == "off"
 
 
-def test_the_most_wanted_case_comes_first_and_none_twice() -> None:
-    cases = wanted("cpu", 4, ("wan-1.3b",), Amount())
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_rings_come_first_compiled_and_in_every_context(gpus: int) -> None:
+    cases = wanted("cuda", gpus, ("wan-1.3b",), Amount())
     labels = [case.label for case in cases]
-    assert labels[0] == "random:wan2.1-1.3b 832x480, 4 steps, clean, tiny decoder, 1 stage"
-    assert len(labels) == len(set(labels)) and any(case.config.stages == 4 for case in cases)
-    assert {case.config.device for case in cases} == {"cpu"}
-    assert not any(case.config.stages > 1 for case in wanted("cpu", 1, (), Amount()))
+    assert len(labels) == len(set(labels))
+    ranks = [case.config.ranks for case in cases]
+    rings = [case.config for case in cases if case.config.ranks > 1]
+    assert set(ranks) == {1, 2, gpus} and ranks == sorted(ranks, reverse=True)
+    assert {config.compile for config in rings} == {"on"}
+    for stages in {2, gpus}:
+        assert [each.kv_context for each in rings if each.stages == stages and not each.parallel] == list(CONTEXTS)
+    assert {config.parallel for config in rings} - {None} == ({"1x2"} if gpus == 2 else {"1x2", "1x4", "2x2"})
 
 
-def test_the_fast_paths_are_measured_beside_the_plain_one_before_anything_else() -> None:
-    found = wanted("cuda", 1, ("wan-1.3b",), Amount())[:5]
-    assert [case.config.compile for case in found] == ["off", "off", "on", "on", "on"]
-    assert [case.config.clean_pass for case in found] == [*["alone"] * 4, "with-next"]
-    assert found[2].label == found[0].label + ", compiled" and found[4].label == found[2].label + ", with-next"
-    assert {case.config.vae for case in found[2:4]} == {"random:taew2_1", "random:wan2.1"}
+def test_on_one_gpu_the_compiled_stream_comes_first_and_the_plain_one_beside_it() -> None:
+    cases = [case for case in wanted("cuda", 1, ("wan-1.3b",), Amount()) if case.config.steps == 4]
+    first = [(case.config.compile, case.config.kv_context) for case in cases[:4]]
+    assert first == [("on", "clean")] * 2 + [("off", "clean")] * 2
+    assert [case.config.vae for case in cases[:2]] == ["random:taew2_1", "random:wan2.1"]
+    assert {case.config.ranks for case in cases} == {1}
+    assert {case.config.device for case in wanted("cpu", 4, (), Amount())} == {"cpu"}
+
+
+def test_of_each_model_one_compiled_and_one_plain_case_is_traced(tmp_path: Path) -> None:
+    cases = gpu_suite.traced(wanted("cuda", 1, (), Amount()), tmp_path)
+    found = [(case.config.name, case.config.compile) for case in cases if case.profile]
+    assert len(found) == len(set(found)) == len({(case.config.name, case.config.compile) for case in cases})
 
 
 @pytest.mark.slow
@@ -110,7 +126,7 @@ def test_only_replayed_forwards_are_asked_for_the_memory_they_take(monkeypatch: 
     """While the window of 3 chunks fills there are no graphs; of the 2 chunks after that the last has no clean pass."""
     monkeypatch.setattr(compiled_stage, "graph_cache_on", lambda device: GraphCache(record))
     monkeypatch.setattr(gpu_check, "_CHUNKS", 4)
-    config = {"device": "cpu", "compile": "on", "clean_pass": "alone"}
+    config = {"device": "cpu", "compile": "on"}
     with torch.compiler.set_stance("force_eager"):
         runtime = build_pipeline(ModelConfig.model_validate(config))
         try:
@@ -126,31 +142,32 @@ def test_checks_run_beside_each_other_and_are_told_as_they_end(tmp_path: Path, m
     told = threading.Event()
 
     def check(name: str, *rest: object) -> Found:
-        return Found(name, name != "tests" or told.wait(60), "")
+        return Found(name, HOLDS if name != "tests" or told.wait(60) else WRONG, "")
 
     monkeypatch.setattr(gpu_suite, "check", check)
     monkeypatch.setattr(gpu_check, "NAMES", ("one",))
     found = gpu_suite.checks(argparse.Namespace(out=tmp_path, device="cpu", at_once=2), Deadline(60))
-    assert next(found) == Found("one", True, "")
+    assert next(found) == Found("one", HOLDS, "")
     told.set()
-    assert list(found) == [Found("tests", True, "")]
+    assert list(found) == [Found("tests", HOLDS, "")]
 
 
 def test_checks_under_way_end_where_the_suite_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first check is done once the second's process runs; then nobody wants more."""
     begun, ended = threading.Event(), list[object]()
 
-    class Running(set[subprocess.Popen[str]]):
-        def add(self, process: subprocess.Popen[str]) -> None:
+    class Running(set[subprocess.Popen[bytes]]):
+        def add(self, process: subprocess.Popen[bytes]) -> None:
             super().add(process)
             begun.set()
 
-    def check(name: str, device: str, limit_s: float, log: Path, running: set[subprocess.Popen[str]]) -> Found:
+    def check(name: str, _: str, __: Deadline, folder: Path, running: set[subprocess.Popen[bytes]]) -> Found:
         if name == "tests":
             assert begun.wait(60)
         else:
-            ended.append(gpu_suite.run_whole(["-c", "import time; time.sleep(1000)"], 1000.0, running))
-        return Found(name, True, "")
+            words = ["-c", "import time; time.sleep(1000)"]
+            ended.append(gpu_suite.run_whole(words, 1000.0, folder / "one.log", running))
+        return Found(name, HOLDS, "")
 
     monkeypatch.setattr(gpu_suite, "check", check)
     monkeypatch.setattr(gpu_suite, "set", Running, raising=False)
@@ -158,7 +175,124 @@ def test_checks_under_way_end_where_the_suite_is_stopped(tmp_path: Path, monkeyp
     told = gpu_suite.checks(argparse.Namespace(out=tmp_path, device="cpu", at_once=2), Deadline(60))
     assert next(told).name == "tests"
     told.close()  # returns when the second check has
-    assert ended == [(-signal.SIGKILL, "", "")]
+    assert ended == [-signal.SIGKILL]
+
+
+@pytest.mark.parametrize(
+    ("fault", "done"), [("contact:links", [HOLDS, HOLDS, WRONG, UNTRIED, UNTRIED]), ("", [HOLDS] * 5)]
+)
+def test_first_contact_comes_first_and_what_builds_on_a_wrong_part_is_not_tried(
+    fault: str, done: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(gpu_suite, "check", lambda name, *rest: Found(name, WRONG if name == fault else HOLDS, ""))
+    monkeypatch.setattr(gpu_check, "NAMES", ("one",))
+    found = list(gpu_suite.checks(argparse.Namespace(out=tmp_path, device="cuda", at_once=1), Deadline(60)))
+    assert [(each.name, each.verdict) for each in found[:5]] == [
+        (f"contact:{part}", verdict) for part, verdict in zip(nccl_ring.PARTS, done, strict=True)
+    ]
+    assert [each.name for each in found[5:-1]] == ["tests", "one"]
+    assert (found[-1].name, found[-1].verdict) == ("ring_tests", UNTRIED if fault else HOLDS)
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict"),
+    [
+        ("exit 0", HOLDS),
+        ("exit 77", NOT_HERE),
+        ("echo '=== 5 skipped, 2 deselected in 1.00s ==='", NOT_HERE),
+        ("exit 1", WRONG),
+        ("exit 3", WRONG),  # of pytest: an internal error
+        ("kill -ABRT $$", WRONG),
+        ("kill -KILL $$", NO_MEMORY),  # as the kernel does
+        ("echo 'torch.OutOfMemoryError: CUDA out of memory.'; exit 1", NO_MEMORY),
+        ("echo 'FAILED a::b - torch.OutOfMemoryError: CUDA'; echo '1 failed, 2 passed'; exit 1", NO_MEMORY),
+        ("echo 'FAILED a::b - torch.OutOfMemoryError: CUDA'; echo 'FAILED a::c - assert 1 == 2'; exit 1", WRONG),
+    ],
+)
+def test_how_a_check_ends_says_what_it_found(
+    script: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable(tmp_path, f"echo begun\n{script}"))
+    assert gpu_suite.check("cpu:clean", "cpu", Deadline(60), tmp_path, set()).verdict == verdict
+    assert (tmp_path / "cpu_clean.log").read_text().startswith("begun\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("minutes", [60.0, 0.5])
+def test_a_check_that_hangs_is_wrong_unless_the_suite_had_no_more_time(
+    minutes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it printed is kept, and where it hung."""
+    log, wait = tmp_path / "cpu_clean.log", subprocess.Popen.wait
+
+    def out_of_time(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        while "half" not in log.read_text():
+            with pytest.raises(subprocess.TimeoutExpired):
+                wait(process, 0.05)
+        raise subprocess.TimeoutExpired("", timeout or 0)
+
+    program = tmp_path / "hangs.py"
+    program.write_text("import time\nprint('half')\ntime.sleep(1000)\n")
+    monkeypatch.setattr(sys, "executable", executable(tmp_path, f"exec {sys.executable} {program}"))
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "wait", out_of_time)
+        patch.setattr(subprocess.Popen, "__exit__", lambda process, *error: wait(process))
+        found = gpu_suite.check("cpu:clean", "cpu", Deadline(minutes), tmp_path, set())
+    assert found.verdict == (WRONG if minutes == 60 else UNTRIED)
+    assert log.read_text().startswith("half\n") and "hangs.py" in log.read_text()
+
+
+def executable(folder: Path, script: str) -> str:
+    """A program that takes the place of the interpreter."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("[ $3 = 1 ] && exec sleep 1000; exit 7", "part ring failed: rank 0 with 7"),
+        ("[ $3 = 1 ] && kill -KILL $$; exec sleep 1000", "rank 1 with -9 (SIGKILL, often: out of memory)"),
+    ],
+)
+def test_a_rank_that_ends_ends_the_part(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable(tmp_path, f"echo rank $3 of $5; {script}"))
+    with pytest.raises(RuntimeError) as error:
+        nccl_ring.play("ring", 2, tmp_path)
+    assert str(error.value).endswith(said)
+    assert gpu_suite.verdict_of(1, str(error.value)) == (NO_MEMORY if "KILL" in script else WRONG)
+
+
+def test_ranks_that_hang_leave_what_they_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / f"ring.rank{rank}.log" for rank in range(2)]
+    times = iter([0.0])
+
+    def late() -> float:
+        both = all(file.exists() and file.read_text() for file in files)
+        return next(times, nccl_ring.LIMIT_S + 1 if both else 0.0)
+
+    monkeypatch.setattr(sys, "executable", executable(tmp_path, "echo rank $3 of $5; exec sleep 1000"))
+    monkeypatch.setattr(nccl_ring.clock, "monotonic_s", late)
+    with pytest.raises(RuntimeError, match="part ring hangs"):
+        nccl_ring.play("ring", 2, tmp_path)
+    assert [file.read_text() for file in files] == ["rank 0 of 2\n", "rank 1 of 2\n"]
+
+
+@pytest.mark.parametrize("verdict", [HOLDS, NOT_HERE, WRONG, NO_MEMORY, UNTRIED])
+def test_only_what_holds_and_what_is_not_here_is_success(
+    verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "NAMES", ("decoder:tiny",))
+    monkeypatch.setattr(gpu_suite, "check", lambda name, *_: Found(name, HOLDS if name == "tests" else verdict, ""))
+    code = gpu_suite.main(["--out", str(tmp_path), "--device", "cpu", "--checks-only"])
+    assert code == (fps_ttff.OK if verdict in (HOLDS, NOT_HERE) else fps_ttff.FAILED)
+    rows = json.loads((tmp_path / "checks.json").read_text())["checks"]
+    assert {row["check"]: row["verdict"] for row in rows} == {"tests": HOLDS, "decoder:tiny": verdict}
 
 
 def test_a_wrong_fast_path_does_not_have_the_plain_one_measured_twice(
@@ -175,19 +309,18 @@ def test_a_wrong_fast_path_does_not_have_the_plain_one_measured_twice(
     assert left_out == [f"{asked[1].label}: its fast path is wrong, and the plain one is measured already"]
 
 
-def test_both_fast_paths_are_checked_where_there_are_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    played: list[tuple[object, object]] = []
+def test_the_fast_path_is_compared_with_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[object] = []
 
     def stream(**values: object) -> torch.Tensor:
-        played.append((values["compile"], values.get("clean_pass")))
-        return torch.full((3,), 2.0 if values.get("clean_pass") == "with-next" else 1.0)
+        played.append(values["compile"])
+        return torch.full((3,), 2.0 if values["kv_context"] == "clean" and values["compile"] == "on" else 1.0)
 
     monkeypatch.setattr(gpu_check, "played", stream)
-    assert "on, alone off by 0" in gpu_check.fast_as_plain("matched", CPU)
-    assert played == [("off", None), ("on", "alone")]
+    assert "on off by 0" in gpu_check.fast_as_plain("matched", CPU)
+    assert played == ["off", "on"]
     with pytest.raises(AssertionError, match="off by 1"):
         gpu_check.fast_as_plain("clean", CPU)
-    assert played[2:] == [("off", None), ("on", "alone"), ("on", "with-next")]
 
 
 def test_time_runs_out() -> None:
@@ -221,28 +354,33 @@ def test_a_wrong_decoder_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 PARENT = """
 import os, subprocess, sys, time
 end = os.open(sys.argv[1], os.O_WRONLY)
-subprocess.Popen(["sleep", "1000"], pass_fds=[end], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+apart = sys.argv[2] == "1000"
+subprocess.Popen(["sleep", "1000"], pass_fds=[end], start_new_session=apart)
 os.write(end, b"started")
 time.sleep(float(sys.argv[2]))
 sys.exit(3)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [True, False])
 def test_what_a_check_has_started_ends_with_it(late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it takes too long or has ended itself: nobody is left who could write into the pipe."""
-    pipe = tmp_path / "pipe"
+    """Whether it takes too long, also in a session of its own, or has ended itself: nobody is left who could write into
+    the pipe."""
+    pipe, wait = tmp_path / "pipe", subprocess.Popen.wait
     os.mkfifo(pipe)
     read = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
-    def out_of_time(process: object, timeout: float) -> None:
+    def out_of_time(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout != 100.0:
+            return wait(process, timeout)
         select.select([read], [], [])
-        raise subprocess.TimeoutExpired("", timeout)
+        raise subprocess.TimeoutExpired("", 100.0)
 
     if late:
-        monkeypatch.setattr(subprocess.Popen, "communicate", out_of_time)
-    done = gpu_suite.run_whole(["-c", PARENT, str(pipe), "1000" if late else "0"], 100.0)
-    assert done == (None if late else (3, "", ""))
+        monkeypatch.setattr(subprocess.Popen, "wait", out_of_time)
+    words = ["-c", PARENT, str(pipe), "1000" if late else "0"]
+    assert gpu_suite.run_whole(words, 100.0, tmp_path / "log", set()) == (None if late else 3)
     os.set_blocking(read, True)
     with os.fdopen(read, "rb") as told:
         assert told.read() == b"started"
@@ -273,12 +411,12 @@ def test_a_rehearsal_writes_what_it_finds(
     monkeypatch.setattr(gpu_suite.stream_options, "QUICK", least)
     real = gpu_suite.check
     monkeypatch.setattr(
-        gpu_suite, "check", lambda name, *rest: Found(name, False, "made up") if ":s" in name else real(name, *rest)
+        gpu_suite, "check", lambda name, *rest: Found(name, WRONG, "made up") if ":s" in name else real(name, *rest)
     )
     code = gpu_suite.main(["--out", str(tmp_path), "--device", "cpu", "--only", "tiny", "--quick", "--minutes", "9"])
     assert code == fps_ttff.FAILED
-    checks = {row["check"]: row["holds"] for row in json.loads((tmp_path / "checks.json").read_text())["checks"]}
-    assert checks == {"decoder:tiny": True, "sync:clean": None, "cpu:staircase": False}
+    checks = {row["check"]: row["verdict"] for row in json.loads((tmp_path / "checks.json").read_text())["checks"]}
+    assert checks == {"decoder:tiny": HOLDS, "sync:clean": NOT_HERE, "cpu:staircase": WRONG}
     stored = json.loads((tmp_path / "fps_ttff.json").read_text())
     assert list(stored["results"]) == ["tiny, 4 steps, clean, 1 stage"]
     assert (tmp_path / "fps_ttff.png").exists() and (tmp_path / "profile").is_dir()

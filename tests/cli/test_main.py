@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import signal
@@ -93,9 +94,6 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("plan --stage-times 0.1,0.1,0.1,-0.1", "each above 0"),
         ("plan --decode-time -1", "--decode-time is -1"),
         ("plan --kv-context foggy", "--kv-context is 'foggy', but must be one of clean, staircase, matched"),
-        ("plan --anchor-every 4", "--anchor-every is for --kv-context anchored; this one is clean"),
-        ("plan --kv-context anchored --anchor-every 0", "--anchor-every is 0, but must be"),
-        ("plan --kv-context anchored", "tiny has no sink, so no chunk would be an anchor; give --anchor-every N"),
         ("plan --steps 3", "--steps is 3; model tiny has 4 or 2"),
         ("plan --model nowhere", "--model is 'nowhere'; it can be `tiny`"),
         ("plan --profile none.json", "none.json: cannot be read"),
@@ -247,6 +245,37 @@ def test_doctor_says_in_how_many_steps(asked: str, words: str) -> None:
     arguments = parser.parse(["doctor", *asked.split()])
     (found,) = doctor._look_at_steps(main._config(arguments))
     assert re.search(words, f"{found.grade.value} {found.topic} {found.text}\n")
+
+
+@pytest.mark.parametrize("option", ["weights", "lora", "vae", "text-encoder"])
+@pytest.mark.parametrize("command", ["serve --no-browser --port 0", "generate --output x.mp4"])
+def test_a_part_that_is_missing_is_told_at_once_and_alone(
+    capsys: pytest.CaptureFixture[str], option: str, command: str
+) -> None:
+    line = f"{command} --model self-forcing --{option} nowhere.safetensors"
+    assert main.main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"--{option} is nowhere.safetensors" in said
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--prompt-at=0:"])
+def test_bytes_that_are_no_utf_8_are_told_as_such(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
+) -> None:
+    said = ["--prompt", "a star \udcff"] if option == "--prompt" else [option + "a star \udcff"]
+    assert main.main(["generate", "--output", str(tmp_path / "x.mp4"), *said]) == 2
+    assert "UTF-8" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_full_standard_output_is_told_as_such(unbuffered: str) -> None:
+    command = [sys.executable, "-m", "streamdiff", "models"]
+    variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=variables)
+    assert process.returncode == 1
+    assert "standard output" in process.stderr and process.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ class Given:
         ]
         parts += ["--noise", "noise.safetensors", "--steps", steps, "--chunks", str(chunks), "--no-decode"]
         return [str(self.folder / part) if "." in part and "," not in part else part for part in parts] + [
+            "--overwrite",
             "--latents-out",
             str(out or self.folder / "out.safetensors"),
             *extra,

@@ -187,7 +187,7 @@ def test_the_embedded_model_there_and_back(place: Path, capsys: pytest.CaptureFi
     """A picture of its own world comes back, as near as a small autoencoder comes."""
     video = bare_sky()[:, None].repeat(1, 8, 1, 1) * 2 - 1
     save_file({"video": video}, "world.safetensors")
-    said = run(capsys, "encode --vae tiny --video world.safetensors --out latents.safetensors")
+    said = run(capsys, "encode --vae tiny --video world.safetensors --out latents.safetensors --overwrite")
     assert "`latents` [16, 2, 16, 16], from 8 frames" in said
     said = run(capsys, "decode --vae tiny --latents latents.safetensors --out again.safetensors")
     assert "8 frames, 256 x 256, from 2 latent frames" in said
@@ -330,7 +330,9 @@ def test_an_end_on_the_way_keeps_what_was_there(
     monkeypatch.setattr(WanDecoder, "_step", failing)
     before = sorted(path.name for path in place.iterdir())
     line = f"decode --vae vae.pth --latents latents.safetensors --out {out} --chunk-frames 1"
-    assert main.main(line.split()) == status
+    if out != "frames":
+        assert main.main(line.split()) == 2, "what exists is not replaced"
+    assert main.main([*line.split(), "--overwrite"]) == status
     assert sorted(path.name for path in place.iterdir()) == before
     assert out == "frames" or Path(out).read_text() == "old"
     monkeypatch.undo()

@@ -134,15 +134,14 @@ def test_resume_makes_what_is_not_there(
         ("p.jsonl", '{"prompt": "x"}\n[1]', (), "p.jsonl:2: a line is a JSON object"),
         ("p.jsonl", f'{{"prompt": "x", "seed": {5000 * "9"}}}', (), "p.jsonl:1: it is not JSON: a number has too many"),
         ("p.jsonl", 100_000 * "[", (), "p.jsonl:1: it is not JSON: a number has too many digits, or brackets"),
-        ("p.jsonl", r'{"prompt": "x", "output": "a\u0000.mp4"}', (), "p.jsonl:1: output is 'a\\x00.mp4', but no file"),
         ("p.jsonl", "{}", (), "p.jsonl:1: 'prompt' cannot be: Field required"),
         ("p.jsonl", '{"prompt": "x", "sed": 1}', (), "'sed' is not known; fields are prompt, seed"),
         ("p.jsonl", '{"prompt": "x", "seconds": 0}', (), "'seconds' cannot be"),
         ("p.jsonl", '{"prompt": "x", "output": "x.avi"}', (), "it ends in .mp4 or .webm, or is a folder"),
-        ("p.jsonl", '{"prompt": "x", "output": "a"}\n{"prompt": "y", "output": "b/../a"}', (), "that of line 1 too"),
         ("p.txt", "x", ("--prompt", "y"), "--prompt does not go with --prompts"),
         ("p.txt", "x", ("--prompt-at", "1:y"), "--prompt-at does not go with --prompts"),
         ("p.txt", "x", ("--seconds", "0"), "--seconds is 0"),
+        ("p.txt", "x", ("--resume", "--overwrite"), "give one of the two"),
         ("p.txt", "x", ("--chunks", "3"), "--prompts does not go with"),
     ],
 )
@@ -155,6 +154,94 @@ def test_a_file_that_cannot_be_carried_out_is_refused_before_a_model_is_loaded(
     assert generate("--prompts", tmp_path / name, "--output", tmp_path / "out", *more) == 2
     assert words in capsys.readouterr().err
     assert not loads and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        "../victim/keep.mp4", "a/../../victim/keep.mp4", "../victim", "../victim/frames/", "new.mp4/../../new.mp4",
+        "{tmp}/victim/keep.mp4", "{tmp}/new", ".", "a/..", "../out", "~/a.mp4", "~", "a\0.mp4", "a\n.mp4", "\ud800.mp4",
+        300 * "a", "new/" + 300 * "a" + ".mp4", "folder_link/keep.mp4", "folder_link/new.mp4", "file_link.mp4",
+        "nowhere.mp4", "nowhere", "folder_link", "loop/a.mp4", "text_link.mp4", "made.mp4/a.mp4", "x.avi",
+    ],
+)  # fmt: skip
+def test_an_output_is_below_the_folder_or_no_video_is_made(
+    tmp_path: Path, loads: list[ModelConfig], capsys: pytest.CaptureFixture[str], output: str
+) -> None:
+    """Names, and links, also to what is not there."""
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    for path in (victim / "keep.mp4", victim / "frames" / "00000.png", out / "made.mp4"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    for link, to in (("folder_link", "victim"), ("file_link.mp4", "victim/keep.mp4"), ("nowhere.mp4", "new.mp4"),
+                     ("nowhere", "new"), ("loop", "out/loop"), ("text_link.mp4", "out/notes.txt")):  # fmt: skip
+        (out / link).symlink_to(tmp_path / to)
+    prompts = write_jsonl(
+        tmp_path / "p.jsonl",
+        {"prompt": RED, "output": "first.mp4"},
+        {"prompt": RED, "output": output.replace("{tmp}", str(tmp_path))},
+    )
+    before = tree(tmp_path)
+    for more in ((), ("--overwrite",), ("--resume",)):
+        assert generate("--prompts", prompts, "--output", out, "--seconds", "0.1", *more) == 2
+        said = capsys.readouterr().err
+        assert f"{prompts}:2: " in said and "output" in said
+        assert not loads and tree(tmp_path) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["made.mp4", "made", "link.mp4"])
+def test_a_video_that_exists_is_replaced_only_with_overwrite(
+    tmp_path: Path, loads: list[ModelConfig], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    out, prompts = tmp_path / "out", write_jsonl(tmp_path / "p.jsonl", {"prompt": RED}, {"prompt": RED, "output": name})
+    (out / "made").mkdir(parents=True)
+    (out / "link.mp4").symlink_to("made.mp4")
+    for old in ("made.mp4", "made/00000.png", "made/00999.png"):
+        (out / old).write_text("mine")
+    options = ("--prompts", prompts, "--output", out, "--seconds", "0.1")
+    before = tree(out)
+    assert generate(*options) == 2 and f"{prompts}:2: output" in capsys.readouterr().err and tree(out) == before
+    assert generate(*options, "--resume") == 0
+    assert (after := tree(out)).pop("00001.mp4") and after == before
+    assert generate(*options, "--overwrite") == 0
+    after = tree(out)
+    changed = {each for each in before if after.get(each) != before[each]}
+    assert changed == ({"made/00000.png", "made/00999.png"} if name == "made" else {"made.mp4"})
+    assert ("made/00999.png" in after) == (name != "made") and (out / "link.mp4").is_symlink()
+    single = out / name
+    assert generate("--prompt", BLUE, "--seconds", "0.1", "--output", single) == 2
+    assert tree(out) == after
+    assert generate("--prompt", BLUE, "--seconds", "0.1", "--output", single, "--overwrite") == 0
+    assert tree(out) != after
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("a", "b/../a"), ("a.mp4", "A.mp4"), ("a", "a/b.mp4"), ("a.webm/b", "a.webm"), ("deep/A/b.mp4", "deep/a"),
+        ("\u00e9.mp4", "e\u0301.mp4"), ("link/a.mp4", "real/a.mp4"), ("a", "./a/"),
+    ],
+)  # fmt: skip
+def test_no_output_is_in_the_way_of_another(
+    tmp_path: Path, loads: list[ModelConfig], capsys: pytest.CaptureFixture[str], first: str, second: str
+) -> None:
+    out = tmp_path / "out"
+    (out / "real").mkdir(parents=True)
+    (out / "link").symlink_to("real")
+    prompts = write_jsonl(tmp_path / "p.jsonl", *({"prompt": RED, "output": each} for each in (first, second)))
+    assert generate("--prompts", prompts, "--output", out) == 2
+    assert f"{prompts}:2: output" in capsys.readouterr().err
+    assert not loads and tree(out) == {}
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """The files below `folder`, and what they hold."""
+    return {
+        str(path.relative_to(folder)): path.read_text(errors="replace")
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    }
 
 
 def test_resume_and_output_say_what_they_go_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

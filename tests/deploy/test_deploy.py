@@ -16,13 +16,18 @@ import yaml
 from streamdiff.cli import parser as cli_parsers
 from streamdiff.config import Config, ServeConfig
 from streamdiff.config_file import load
+from streamdiff.errors import ConfigError
 from streamdiff.server import auth
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.routes import health
+from tests.packaging.test_wheel import SOURCES
 from tests.rules.source import ROOT
 
 DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "streamdiff.service"
+ONE_SERVER, FLEET, SCALER, RING = (
+    DEPLOY / "kubernetes" / f"{name}.yaml" for name in ("one-server", "fleet", "autoscaling", "ring")
+)
 END_S = 20
 """How long the server may take to end once its viewers have left: ranks have 10 s, and some for the rest."""
 
@@ -40,18 +45,23 @@ def _exported() -> set[str]:
 
 
 def _queries() -> list[str]:
+    """Of the dashboard, the alerts and the autoscaler."""
     board = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
     variables = [each["query"] for each in board["templating"]["list"] if each["type"] == "query"]
-    return [target["expr"] for panel in board["panels"] for target in panel["targets"]] + variables
+    variables += [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    [alerts] = yaml.safe_load((DEPLOY / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
+    [scaler] = _documents(SCALER)
+    variables += [trigger["metadata"]["query"] for trigger in scaler["spec"]["triggers"]]
+    return variables + [rule["expr"] for rule in alerts["rules"]]
 
 
-def test_every_figure_of_the_dashboard_exists() -> None:
+def test_every_figure_that_is_asked_for_exists() -> None:
     asked = {name for query in _queries() for name in re.findall(r"streamdiff_\w+", query)}
     assert len(asked) > 20
     assert asked <= _exported(), asked - _exported()
 
 
-def test_every_label_of_the_dashboard_is_one_of_its_figure() -> None:
+def test_every_label_that_is_asked_for_is_one_of_its_figure() -> None:
     known = {
         collector._name: set(collector._labelnames) | {"le"}
         for collector in vars(Metrics()).values()
@@ -116,8 +126,6 @@ def test_the_unit_s_command_is_one_that_we_know() -> None:
 
 def test_the_unit_lets_viewers_finish_and_is_hardened() -> None:
     service = _unit()["Service"]
-    kubernetes_drain_s = _config().serve.drain_s
-    assert int(service["TimeoutStopSec"]) >= kubernetes_drain_s + END_S, "the same drain time fits both"
     assert int(service["TimeoutStopSec"]) >= Config().serve.drain_s + END_S
     assert service["KillMode"] == "mixed", "SIGTERM to the server alone: it ends its ranks in order"
     for key, value in {"NoNewPrivileges": "yes", "ProtectSystem": "strict", "DynamicUser": "yes"}.items():
@@ -128,17 +136,12 @@ def test_the_unit_lets_viewers_finish_and_is_hardened() -> None:
 # ---- Kubernetes ------------------------------------------------------------------------------------------------------
 
 
-ONE_SERVER, FLEET, SCALER, RING = (
-    DEPLOY / "kubernetes" / f"{name}.yaml" for name in ("one-server", "fleet", "autoscaling", "ring")
-)
-
-
 def _documents(path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
 
 
 def _kubernetes() -> dict[str, Any]:
-    return {each["kind"]: each for each in _documents(ONE_SERVER)}
+    return {each["kind"]: each for each in _documents(ONE_SERVER) if each["kind"] != "PersistentVolumeClaim"}
 
 
 def _config(folder: Path | None = None) -> Config:
@@ -163,6 +166,9 @@ def test_the_config_map_is_a_configuration_and_nothing_is_open_by_accident(tmp_p
     mounts = {mount["mountPath"]: mount["name"] for mount in _container()["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     assert set(mounts.values()) == set(volumes)
+    claims = {each["metadata"]["name"] for each in _documents(ONE_SERVER) if each["kind"] == "PersistentVolumeClaim"}
+    asked = {each["persistentVolumeClaim"]["claimName"] for each in volumes.values() if "persistentVolumeClaim" in each}
+    assert asked == claims
     secret = volumes[mounts[folder]]["secret"]["secretName"]
     text = ONE_SERVER.read_text(encoding="utf-8")
     assert f"kubectl create secret generic {secret} --from-literal={name}=" in text
@@ -195,10 +201,32 @@ def test_the_pod_s_command_port_and_probes_are_the_program_s() -> None:
     assert annotations["prometheus.io/port"] == str(config.serve.port) and annotations["prometheus.io/path"] in known
 
 
-def test_the_pod_is_given_the_time_that_viewers_are() -> None:
+def test_an_engine_that_fails_ends_the_pod_and_no_session_ends_with_it() -> None:
+    """They lie on the volume: after an update those handed over, after a crash those kept."""
+    serve, container = _config().serve, _container()
+    assert serve.restarts == 0 and serve.keep_s is not None
+    kept = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in ("cache", "state")}
+    for folder in (serve.handover, serve.state_dir, next(e["value"] for e in container["env"] if e["name"] == "HOME")):
+        assert any(f"{folder}/".startswith(f"{path}/") for path in kept)
     spec = _kubernetes()["Deployment"]["spec"]["template"]["spec"]
-    assert _config().serve.drain_s > 0
-    assert spec["terminationGracePeriodSeconds"] >= _config().serve.drain_s + END_S
+    assert spec["terminationGracePeriodSeconds"] >= serve.drain_s + END_S + 60
+
+
+@pytest.mark.parametrize("path", [ONE_SERVER, FLEET, RING], ids=lambda path: path.stem)
+def test_every_pod_is_one_that_pod_security_takes_as_restricted_and_says_what_it_needs(path: Path) -> None:
+    """But for the host's network, which media goes over."""
+    pods = [each["spec"]["template"]["spec"] for each in _documents(path) if "template" in each.get("spec", {})]
+    assert len(pods) == (2 if path == FLEET else 1)
+    for pod in pods:
+        assert pod["automountServiceAccountToken"] is False and pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            own = container["securityContext"]
+            assert own["capabilities"] == {"drop": ["ALL"]} and own["readOnlyRootFilesystem"] is True
+            assert own["allowPrivilegeEscalation"] is False
+            assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+            assert "memory" in container["resources"]["limits"]
+            assert pod.get("restartPolicy") == "Never" or {"livenessProbe", "readinessProbe"} <= set(container)
 
 
 def test_the_service_finds_the_pod() -> None:
@@ -221,20 +249,37 @@ def _fleet(kind: str, name: str = "streamdiff") -> dict[str, Any]:
 def test_pods_of_a_fleet_are_the_one_server_s_with_a_name_each(tmp_path: Path) -> None:
     fleet, one = _fleet("StatefulSet")["spec"], _kubernetes()["Deployment"]["spec"]
     [container], [alone] = (each["template"]["spec"]["containers"] for each in (fleet, one))
-    index = next(each for each in container["env"] if each["name"] == "POD_INDEX")
+    index, proxies = container["env"][:2]
+    assert index["name"] == "POD_INDEX"
     assert index["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['apps.kubernetes.io/pod-index']"
-    assert container["args"] == [*alone["args"], "--server-name", "$(POD_INDEX)"]
+    own_words = ["--server-name", "$(POD_INDEX)", "--trusted-proxy", "$(TRUSTED_PROXIES)"]
+    assert container["args"] == [*alone["args"], *own_words]
     assert getattr(cli_parsers.parse([*alone["args"], "--server-name", "3"]), "serve.name") == "3"
-    assert [each for each in container["env"] if each != index] == alone["env"]
+    assert container["env"][2:] == alone["env"]
     for part in (container, alone):
         del part["args"], part["env"]
+    claims = {each["metadata"]["name"]: each["spec"] for each in fleet["volumeClaimTemplates"]}
+    claimed = {each["metadata"]["name"]: each["spec"] for each in _documents(ONE_SERVER) if "Claim" in each["kind"]}
+    volumes = one["template"]["spec"]["volumes"]
+    alike = [each for each in volumes if "persistentVolumeClaim" not in each]
+    assert {f"streamdiff-{name}": spec for name, spec in claims.items()} == claimed
+    assert {each["name"] for each in volumes if each not in alike} == set(claims)
+    one["template"]["spec"]["volumes"] = alike
     assert fleet["template"] == one["template"]
+    assert proxies["valueFrom"]["configMapKeyRef"] == {"name": "streamdiff", "key": "trusted_proxies"}
     path = tmp_path / "config.yaml"
     path.write_text(_fleet("ConfigMap")["data"]["config.yaml"], encoding="utf-8")
     config, single = load(path).serve, _config().serve
     own = {"agent_port", "hosts", "trusted_proxies"}
     assert config.model_dump(exclude=own) == single.model_dump(exclude=own)
-    assert config.agent_port and config.trusted_proxies and config.media_ports
+    assert config.agent_port and config.media_ports
+
+
+@pytest.mark.parametrize("unset", ["as it is", ""])
+def test_a_fleet_whose_proxies_nobody_has_named_does_not_start(unset: str) -> None:
+    unset = unset and _fleet("ConfigMap")["data"]["trusted_proxies"]
+    with pytest.raises(ConfigError, match="trusted"):
+        load(None, {"serve.trusted_proxies": [unset]}, {"serve.trusted_proxies": "--trusted-proxy"})
 
 
 def test_the_fleet_s_balancer_is_haproxy_cfg_with_the_pods_as_servers(tmp_path: Path) -> None:
@@ -247,6 +292,7 @@ def test_the_fleet_s_balancer_is_haproxy_cfg_with_the_pods_as_servers(tmp_path: 
     lines = [line.strip() for line in given.splitlines() if line.strip() and not line.strip().startswith(own)]
     named = re.compile(r'server (\d) "streamdiff-\1\.streamdiff-pods\.\$\{NAMESPACE\}\.svc\.cluster\.local:8000"')
     rest = [named.sub(lambda found: f"server {found[1]}", line) for line in lines]
+    rest = [line.replace('src "${TRUSTED_PROXIES}"', "src 127.0.0.1") for line in rest]
     plain = [re.sub(r"(server \w) 10\.0\.0\.\d:8000", r"\1", line.strip()) for line in wanted.splitlines()]
     plain = [line for line in plain[plain.index("global") :] if line]
     is_server = re.compile(r"server \w( |$)").match
@@ -260,16 +306,19 @@ def test_the_fleet_s_balancer_is_haproxy_cfg_with_the_pods_as_servers(tmp_path: 
     balancer = _fleet("Deployment", "streamdiff-balancer")["spec"]["template"]
     assert _fleet("Service")["spec"]["selector"] == balancer["metadata"]["labels"]
     [container] = balancer["spec"]["containers"]
+    assert _fleet("Deployment", "streamdiff-balancer")["spec"]["replicas"] >= 2
+    assert _fleet("PodDisruptionBudget", "streamdiff-balancer")["spec"]["maxUnavailable"] == 1
+    for probe in (container["readinessProbe"], container["livenessProbe"]):
+        assert f"monitor-uri {probe['httpGet']['path']}" in lines
     assert f"bind :{container['ports'][0]['containerPort']}" in lines
-    assert container["env"][0]["name"] == "NAMESPACE"
+    assert [each["name"] for each in container["env"]] == ["NAMESPACE", "TRUSTED_PROXIES"]
+    assert container["env"][1] in _fleet("StatefulSet")["spec"]["template"]["spec"]["containers"][0]["env"]
 
 
 def test_what_scales_the_fleet_asks_for_a_figure_that_exists() -> None:
+    """What the queries count is tested with Prometheus: tests/interop/test_promtool.py."""
     [scaler] = _documents(SCALER)
-    [trigger] = scaler["spec"]["triggers"]
     assert scaler["spec"]["scaleTargetRef"]["name"] == _fleet("StatefulSet")["metadata"]["name"]
-    assert re.findall(r"streamdiff_\w+", trigger["metadata"]["query"]) == ["streamdiff_sessions"]
-    assert "streamdiff_sessions" in _exported()
     assert _fleet("PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
 
 
@@ -294,16 +343,26 @@ def test_a_ring_over_several_nodes_is_a_command_that_we_know_and_nobody_else_rea
     assert rule == {"from": [{"podSelector": {"matchLabels": labels}}]}
 
 
-def test_the_image_is_made_of_the_wheel_and_runs_the_command() -> None:
+def test_the_image_is_made_of_a_checkout_and_runs_the_command() -> None:
+    """Of what the wheel's own tests build it of, which is what the build is sent."""
     lines = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").splitlines()
-    words = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
-    assert words["COPY"].startswith("dist/streamdiff-*.whl ") and words["USER"] == "10001"
+    build, image = "\n".join(line for line in lines if not line.startswith("#")).split("\n\n")
+    copied = [name for found in re.findall(r"^COPY (.+) \S+$", build, re.M) for name in found.split()]
+    assert sorted(copied) == sorted(SOURCES) and re.search(r"^RUN pip wheel .*--no-deps .*/source$", build, re.M)
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()[1:]
+    assert ignored == ["*", *(f"!{name}" for name in copied), "**/__pycache__"]
+    words = dict(line.split(" ", 1) for line in image.strip().splitlines())
+    assert words["COPY"] == "--from=build /wheel/ /tmp/wheel/" and words["USER"] == "10001"
     command = json.loads(words["ENTRYPOINT"]) + json.loads(words["CMD"])
     assert command[0] == "streamdiff" and cli_parsers.parse(command[1:]).command == "serve"
+    assert build.startswith(f"FROM {words['FROM']} AS build")
     python = re.fullmatch(r"python:(3\.\d+)-slim", words["FROM"])
     assert python is not None and tuple(map(int, python[1].split("."))) >= (3, 11)
 
 
-@pytest.mark.parametrize("name", sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.rglob("*") if path.is_file()))
+@pytest.mark.parametrize(
+    "name",
+    sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".pyc"),
+)
 def test_each_file_is_explained(name: str) -> None:
     assert f"deploy/{name}" in (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")

@@ -31,5 +31,8 @@ class BarePipeline:
     def place(self, session: int) -> str:
         return "device"
 
+    def memory_bytes(self) -> int:
+        return 3 << 20
+
     def take_lost(self) -> list[int]:
         return []

@@ -7,6 +7,7 @@ Run as a module it is an engine process like the real one. Texts that begin with
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -248,6 +249,7 @@ def load(config: ModelConfig) -> PaintedPipeline:
         while not os.path.exists(config.name.removeprefix("patient ")):
             print("still loading", file=sys.stderr)
             time.sleep(0.02)
+    logging.getLogger("streamdiff.painted").info("settings of the start")
     return PaintedPipeline()
 
 

@@ -168,6 +168,7 @@ def test_live_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(
     else:
         rank_1().kill()
     said, _ = process.communicate(timeout=LIMIT_S)
+    assert not list(tmp_path.glob("*.mp4")), "no file that nobody asked for"
     assert "open http" not in said
     assert "Session default goes on from a snapshot, frame" in said, said
     if end == "ctrl-c":

@@ -12,14 +12,18 @@ import argparse
 import ctypes
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_check import NOT_HERE
+from streamdiff import clock
 from tests.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +32,8 @@ VARIABLES = ("NCCL_", "TORCH_NCCL_", "CUDA_")
 KV_CONTEXTS = ("clean", "staircase", "matched")
 PARTS = {"order": 2, "connect": None, "links": 2, "steady": 2, "ring": None}
 """Programs of `nccl_rank.py` and how many ranks play them; None: as many as there are stages."""
+LIMIT_S = 60.0
+"""For one part."""
 
 
 def loaded_nccl() -> tuple[int, int, int] | None:
@@ -80,13 +86,14 @@ def check_same(said: str) -> None:
 def environment(ranks: int, devices: int, log: Path | None = None) -> dict[str, str]:
     """Of a rank. Ranks that share a GPU have to share its blocks, else NCCL hangs. NCCL writes into the folder `log`
     what it uses for each edge, a file for each process."""
+    usual = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     shared = {
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "NCCL_MAX_CTAS": str(max(1, 8 // ranks)),
         "NCCL_NVLS_ENABLE": "0",
     }
     debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log / "nccl.%p.log")} if log is not None else {}
-    return {**os.environ, "OMP_NUM_THREADS": "1", **debug, **(shared if devices < ranks else {})}
+    return {**usual, **debug, **(shared if devices < ranks else {})}
 
 
 def describe(log: Path) -> None:
@@ -100,42 +107,46 @@ def describe(log: Path) -> None:
     (log / "machine.txt").write_text("\n".join(lines) + "\n")
 
 
-def play(part: str, ranks: int, limit_s: float = 500.0, log: Path | None = None) -> str:
-    """Run a part on so many processes; what all of them said.
+def play(part: str, ranks: int, folder: Path, limit_s: float = LIMIT_S, *, debug: bool = False) -> str:
+    """Run a part on so many processes, each of which prints into a file of its own in `folder`; what all of them said.
+    `debug`: NCCL writes there, too.
 
     Raises:
         RuntimeError: a rank failed, or did not end within `limit_s`; with what all ranks said.
     """
     arguments = [part, str(ranks), str(free_port())]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.nccl_rank", str(rank), *arguments],
-            cwd=ROOT, env=environment(ranks, torch.cuda.device_count(), log), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    late = False
-    said = []
+    environment_of_all = environment(ranks, torch.cuda.device_count(), folder if debug else None)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{part}.rank{rank}.log" for rank in range(ranks)]
+    processes = []
+    for rank, file in enumerate(files):
+        with file.open("wb") as out:
+            words = [sys.executable, "-m", "tests.gpu.nccl_rank", str(rank), *arguments]
+            processes.append(
+                subprocess.Popen(words, cwd=ROOT, env=environment_of_all, stdout=out, stderr=subprocess.STDOUT)
+            )
+    end_s = clock.monotonic_s() + limit_s
+    while None in (codes := [process.poll() for process in processes]) and not any(codes):
+        if clock.monotonic_s() > end_s:
+            break
+        time.sleep(0.05)
     for process in processes:
-        try:
-            said.append(process.communicate(timeout=limit_s)[0])
-        except subprocess.TimeoutExpired:
-            late = True
-            for each in processes:
-                each.kill()
-            said.append(process.communicate()[0])
-    everything = "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(said))
-    if late:
-        raise RuntimeError(f"part {part} hangs (on a shared GPU: try fewer NCCL_MAX_CTAS, or MPS)\n{everything}")
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"part {part} failed\n{everything}")
-    return everything
+        process.kill()
+        process.wait()
+    said = "\n".join(f"rank {rank}:\n{file.read_text('utf-8', 'replace')}" for rank, file in enumerate(files))
+    if any(codes):
+        ends = ", ".join(f"rank {rank} with {code}" for rank, code in enumerate(codes) if code)
+        killed = " (SIGKILL, often: out of memory)" if -signal.SIGKILL in codes else ""
+        raise RuntimeError(f"{said}\npart {part} failed: {ends}{killed}")
+    if None in codes:
+        raise RuntimeError(f"{said}\npart {part} hangs (on a shared GPU: try fewer NCCL_MAX_CTAS, or MPS)")
+    return said
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The NCCL link on real GPUs: is it right, and how long does it take?")
     parser.add_argument("--stages", type=int, default=2, help="ranks of the ring (default: 2)")
+    parser.add_argument("--part", choices=PARTS, help="only this one (default: all, one after the other)")
     parser.add_argument("--log", type=Path, metavar="DIR", help="folder for facts of the machine and NCCL's own log")
     options = parser.parse_args()
     reason = refused(options.stages)
@@ -147,11 +158,13 @@ def main() -> int:
     )
     if options.log is not None:
         describe(options.log)
-    for part, ranks in PARTS.items():
-        said = play(part, ranks or options.stages, log=options.log)
-        print(f"== {part}\n{said}", flush=True)
-        if part == "ring":
-            check_same(said)
+    with tempfile.TemporaryDirectory(prefix="streamdiff-") as folder:
+        for part in [options.part] if options.part else PARTS:
+            ranks, log = PARTS[part] or options.stages, options.log or Path(folder)
+            print(f"== {part}", flush=True)
+            print(said := play(part, ranks, log, debug=options.log is not None), flush=True)
+            if part == "ring":
+                check_same(said)
     return 0
 
 

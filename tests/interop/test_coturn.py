@@ -16,7 +16,8 @@ from aiortc import RTCConfiguration, RTCIceServer, RTCPeerConnection, RTCSession
 
 from streamdiff.config import Config, IceServer, ServeConfig
 from tests.free_ports import free_port
-from tests.server.conftest import LIMIT_S, Site, run_scene
+from tests.server.conftest import LIMIT_S, Site, open_site, run_scene
+from tests.server.outputs.test_whip import ROOM, media_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop, pytest.mark.coturn]
 
@@ -86,3 +87,21 @@ def test_viewer_and_server_meet_at_a_turn_server_with_credentials_of_an_hour(tmp
     with coturn(tmp_path) as url:
         servers = [IceServer(url=url, secret_file=str(secret))]
         run_scene(scene, Config(serve=ServeConfig(ice_servers=servers)))
+
+
+def test_a_publication_reaches_a_media_server_by_a_turn_server(tmp_path: Path) -> None:
+    """One that sees no candidate of the publication but its relay's."""
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+
+    async def main(url: str) -> None:
+        async with media_server() as taking:
+            taking.seen = relayed_only
+            target = f"whip+http://127.0.0.1:{taking.port}/whip/{ROOM}"
+            servers = [IceServer(url=url, secret_file=str(secret))]
+            async with open_site(Config(serve=ServeConfig(ice_servers=servers, outputs=[target]))) as site:
+                await site.until(lambda: taking.track is not None)
+                await taking.frame()
+
+    with coturn(tmp_path) as url:
+        asyncio.run(main(url))

@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import pytest
@@ -201,6 +203,56 @@ def test_forty_sessions_on_servers_that_fill_up_are_killed_drained_and_added(tmp
         asyncio.run(scene())
 
 
+class Named(BaseHTTPRequestHandler):
+    """A server that is ready and says which it is."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(str(self.server.server_port).encode())  # type: ignore[attr-defined]
+
+    def log_message(self, *words: object) -> None: ...
+
+
+class Pages(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """A check of HAProxy's does not wait for what is written."""
+
+
+@pytest.mark.parametrize("proxied", [True, False])
+def test_a_page_comes_to_the_same_server_by_its_user_also_behind_a_proxy(proxied: bool, tmp_path: Path) -> None:
+    """What a proxy says of its users is believed where it is named, and not what anybody says."""
+    fleet = Fleet(tmp_path)
+    if not proxied:
+        fleet.configuration.write_text(fleet.configuration.read_text().replace("src 127.0.0.1", "src 10.9.9.9"))
+    pages = [Pages(("127.0.0.1", fleet.ports[name][0]), Named) for name in "abc"]
+    with contextlib.ExitStack() as stack:
+        for page in pages:
+            Thread(target=stack.enter_context(page).serve_forever, daemon=True).start()
+            stack.callback(page.shutdown)
+        stack.enter_context(fleet.balanced())
+
+        async def servers_of(http: httpx.AsyncClient, user: str) -> set[str]:
+            spoofed = {"X-Forwarded-For": f"192.0.2.200, {user}"}  # a proxy puts what it sees last
+            found = [await http.get("/", headers=spoofed) for _ in range(3)]
+            return {each.text for each in found if each.status_code == 200}
+
+        async def scene() -> None:
+            async with httpx.AsyncClient(base_url=fleet.url) as http:
+
+                async def all_up() -> bool:  # HAProxy begins with every server taken for one that is up
+                    with contextlib.suppress(httpx.TransportError):
+                        return (await http.get("/balancerz")).status_code == 200
+                    return False
+
+                await until(all_up)
+                users = [await servers_of(http, f"198.51.100.{number}") for number in range(24)]
+                assert all(len(servers) == 1 for servers in users)
+                assert len(set.union(*users)) == (3 if proxied else 1)
+
+        asyncio.run(scene())
+
+
 @pytest.mark.parametrize("kind", ["cfg", "fleet"])
 def test_the_file_is_one_that_haproxy_takes_without_a_remark(kind: str, tmp_path: Path) -> None:
     path = CONFIGURATION
@@ -210,6 +262,64 @@ def test_the_file_is_one_that_haproxy_takes_without_a_remark(kind: str, tmp_path
         [text] = [each["data"]["haproxy.cfg"] for each in documents if "haproxy.cfg" in each.get("data", {})]
         path.write_text(text, "utf-8")
     program = shutil.which("haproxy") or "/usr/sbin/haproxy"
-    environment = {**os.environ, "NAMESPACE": "default"}
+    environment = {**os.environ, "NAMESPACE": "default", "TRUSTED_PROXIES": "10.244.0.0/16"}
     checked = subprocess.run([program, "-c", "-f", str(path)], env=environment, capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, ""), checked.stderr
+    if kind == "fleet":
+        environment["TRUSTED_PROXIES"] = "SET-ME"  # as the file has it
+        checked = subprocess.run([program, "-c", "-f", str(path)], env=environment, capture_output=True, text=True)
+        assert checked.returncode != 0, "a network that nobody has named"
+
+
+BELOW = """
+defaults
+  mode http
+  timeout connect 10s
+  timeout client 60s
+  timeout server 60s
+frontend all
+  bind 127.0.0.1:{here}
+  use_backend ai if {{ path_beg /ai/ }}
+backend ai
+  http-request replace-path /ai/(.*) /\\1
+  http-request set-header X-Forwarded-Prefix /ai
+  server a 127.0.0.1:{there}
+"""
+
+
+def test_a_viewer_below_a_path_prefix_is_ended_by_the_location_that_it_got(tmp_path: Path) -> None:
+    here, there = free_ports(2)
+    (tmp_path / "haproxy.cfg").write_text(BELOW.format(here=here, there=there))
+    server = start("--port", str(there), "--server-name", "a")
+    program = shutil.which("haproxy") or "/usr/sbin/haproxy"
+    balancer = subprocess.Popen([program, "-f", tmp_path / "haproxy.cfg", "-db"], stderr=subprocess.DEVNULL)
+
+    async def scene() -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{here}", timeout=LIMIT_S) as http:
+
+            async def ready() -> bool:
+                with contextlib.suppress(httpx.TransportError):
+                    return (await http.get("/ai/readyz")).status_code == 200
+                return False
+
+            await until(ready)
+            pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+            pc.addTransceiver("video", direction="recvonly")
+            await pc.setLocalDescription(await pc.createOffer())
+            headers = {"Content-Type": "application/sdp"}
+            answer = await http.post(
+                "/ai/whep/", content=pc.localDescription.sdp, headers=headers, follow_redirects=True
+            )
+            assert answer.status_code == 201, answer.text
+            assert (await http.delete(answer.headers["location"])).status_code == 200
+            assert (await http.get("/ai/api/state")).json()["viewers"] == 0
+            await pc.close()
+
+    try:
+        printed_address(server)
+        asyncio.run(scene())
+    finally:
+        balancer.kill()
+        balancer.wait()
+        server.kill()
+        server.communicate()

@@ -16,13 +16,13 @@ def settled(device: str, fault: str | None = None, **given: Any) -> Defaults:
     return settle(resolve.completed(ModelConfig.model_validate(given)), device, (4, 2), lambda: fault)
 
 
-def paths(found: Defaults) -> tuple[str, str, str, str, bool]:
+def paths(found: Defaults) -> tuple[str, str, str, bool]:
     config = found.config
-    return config.attention, config.compile, config.clean_pass, config.decode_layout, found.cudnn_benchmark
+    return config.attention, config.compile, config.decode_layout, found.cudnn_benchmark
 
 
-FAST = ("auto", "on", "alone", "channels-last", True)
-PLAIN = ("sdpa", "off", "alone", "contiguous", False)
+FAST = ("auto", "on", "channels-last", True)
+PLAIN = ("sdpa", "off", "contiguous", False)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ PLAIN = ("sdpa", "off", "alone", "contiguous", False)
         ("cuda", "default", FAST),
         ("cuda", "fast", FAST),
         ("cuda", "plain", PLAIN),
-        ("cpu", "default", ("sdpa", "off", "alone", "auto", False)),
+        ("cpu", "default", ("sdpa", "off", "auto", False)),
         ("cpu", "plain", PLAIN),
     ],
 )
@@ -41,7 +41,7 @@ def test_a_gpu_is_fast_by_default_and_plain_where_asked(device: str, preset: str
 
 @pytest.mark.parametrize("preset", ["default", "plain", "fast"])
 def test_what_is_said_by_itself_is_taken(preset: str) -> None:
-    said = {"attention": "flash", "compile": "on", "clean_pass": "with-next", "decode_layout": "channels-last"}
+    said = {"attention": "flash", "compile": "on", "decode_layout": "channels-last"}
     found = settled("cuda", preset=preset, steps=4, vae="wan2.1", quantize="int8", **said)
     assert {name: getattr(found.config, name) for name in said} == said
     assert (found.config.steps, found.config.vae, found.config.quantize) == (4, "wan2.1", "int8")
@@ -55,7 +55,7 @@ def test_every_choice_is_told_once_with_a_reason(device: str, preset: str) -> No
     found = settled(device, preset=preset)
     told = {choice.setting: choice for choice in found.choices}
     assert len(told) == len(found.choices) and all(choice.reason for choice in found.choices)
-    for setting in ("attention", "compile", "clean_pass", "decode_layout", "quantize"):
+    for setting in ("attention", "compile", "decode_layout", "quantize"):
         assert told[setting].value == getattr(found.config, setting)
     assert {"device", "dtype", "steps", "vae", "cudnn.benchmark"} < set(told)
 
@@ -83,14 +83,6 @@ def test_a_gpu_that_cannot_compile_starts_without_graphs(given: Any, fault: str 
 
 def test_kernels_that_graphs_take_are_torch_s() -> None:
     assert set(defaults.TORCH_KERNELS) == set(attention_backend.NAMES) - set(attention_backend.DISPATCHED)
-
-
-@pytest.mark.parametrize(("given", "word"), [({"stages": 2}, "ring"), ({"kv_context": "matched"}, "matched")])
-def test_the_clean_pass_goes_alone_and_says_where_nothing_else_is_possible(given: Any, word: str) -> None:
-    found = settled("cuda", **given)
-    (choice,) = (choice for choice in found.choices if choice.setting == "clean_pass")
-    assert found.config.clean_pass == "alone" and word in choice.reason
-    assert not found.config.clean_with_next
 
 
 @pytest.mark.parametrize(

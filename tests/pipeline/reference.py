@@ -54,9 +54,6 @@ def sees(
             ((c, nearest if kv_context == "matched" else before), frames) if c < then[0] else ((c, seen), frames)
             for (c, seen), frames in sees(model, row, steps, kv_context, extra)
         ]
-    if kv_context == "anchored":
-        return [((c, _anchored(model, c, row, steps) + extra * (c == 0)) if c < chunk else row, frames)
-                for c, frames in window(model, chunk, kv_context)]  # fmt: skip
     at: dict[str, Callable[[int], int]] = {
         "clean": lambda distance: steps,
         "staircase": lambda distance: min(step + distance, steps),
@@ -72,18 +69,6 @@ def sees(
         ((c, at[kv_context](chunk - c) + extra * (c == 0) if c < chunk else step), frames)
         for c, frames in window(model, chunk, kv_context)
     ]
-
-
-def _anchored(model: Model, seen: int, row: Row, steps: int) -> int:
-    """The step of chunk `seen` that `row`, of a later chunk, sees: `steps` is its clean pass. A chunk with a frame of
-    the sink is always seen clean; of the others every Nth, once as many steps and chunks have gone by as it has
-    steps; and whatever is not, at the row's own step, in a clean pass at the last one."""
-    (chunk, step), spec = row, model.spec
-    if seen * spec.chunk_latents < spec.sink_latents:
-        return steps
-    if spec.anchor_every and seen % spec.anchor_every == 0 and chunk + step >= seen + steps:
-        return steps
-    return min(step, steps - 1)
 
 
 @dataclass

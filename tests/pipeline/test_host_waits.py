@@ -112,17 +112,11 @@ def stream(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kv_context", "with_next"),
-    [
-        ("clean", True),
-        *(
-            pytest.param(context, False, marks=[] if context in ("staircase", "anchored") else pytest.mark.soak)
-            for context in KV_CONTEXTS
-        ),
-    ],
+    "kv_context",
+    [pytest.param(context, marks=[pytest.mark.soak] if context == "matched" else []) for context in KV_CONTEXTS],
 )
-def test_no_micro_step_waits_for_the_device(kv_context: str, with_next: bool) -> None:
-    with ring_on_cuda(clean_with_next=with_next) as (ring, waits):
+def test_no_micro_step_waits_for_the_device(kv_context: str) -> None:
+    with ring_on_cuda() as (ring, waits):
         stream(ring, waits, kv_context)
     assert not waits.found
 

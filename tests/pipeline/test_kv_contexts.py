@@ -10,7 +10,7 @@ import torch
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import KeyValue
-from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.reference import Explicit, Reference, window
@@ -160,74 +160,6 @@ def test_with_a_window_of_two_chunks_that_is_a_past_computed_anew(rope: str) -> 
             tokens = denoiser.run_blocks(tokens, text, Explicit([[0], [0, 1]], spec.chunk_latents, grid))
             x0 = sampling.clean_from_flow(x_t, denoiser.output_layer(tokens, spec.chunk_shape[1:])[-1], sigma)
     torch.testing.assert_close(got[chunk], x0, rtol=1e-4, atol=1e-4)
-
-
-ANCHORS = [(2, 0, 2), (2, 3, 2), (0, 2, 4), (3, 2, 2)]
-"""Latent frames of the sink, every how many chunks an anchor, steps."""
-
-
-def anchored(sink: int, every: int) -> Model:
-    model = small_model(1, sink=sink, window=8)
-    return replace(model, spec=replace(model.spec, anchor_every=every))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("sink", "every", "steps"), ANCHORS)
-def test_anchors_are_seen_clean_as_the_uncached_reference_has_it(sink: int, every: int, steps: int) -> None:
-    model = anchored(sink, every)
-    got = streamed(model, steps=steps, kv_context="anchored")
-    for one, expected in zip(got, referenced(model, steps=steps, kv_context="anchored"), strict=True):
-        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
-    assert (got[-1] - streamed(model, steps=steps, kv_context="matched")[-1]).abs().max() > 1e-2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sink", "every", "steps"), [*(pytest.param(*more, marks=pytest.mark.soak) for more in ANCHORS[:2]), *ANCHORS[2:]]
-)
-def test_anchors_are_the_same_on_any_number_of_stages_and_after_a_flush(sink: int, every: int, steps: int) -> None:
-    """Fewer stages than steps, as many and more; several rows to a rounding; fewer steps from chunk 5 on."""
-    model = anchored(sink, every)
-    blue = model.text.encode(BLUE)
-
-    def stream(ring: RingExecutor) -> torch.Tensor:
-        ring.open(0, model.text.encode(RED), seed=11, epoch=0, steps=steps, kv_context="anchored")
-        done: dict[int, torch.Tensor] = {}
-        changes = {3: lambda: ring.set_text(0, 1, blue, "flush"), 5: lambda: ring.set_steps(0, 2, 6 - steps)}
-        while len(done) < CHUNKS:
-            admitted = ring.scheduler.next_chunk(0)
-            if change := changes.pop(admitted, None):
-                change()
-            limit = min([*changes, CHUNKS])
-            ring.scheduler.set_frame_credit(0, (limit - admitted) * model.spec.chunk_frames)
-            rows, finished = ring.turn()
-            assert rows or finished or ring.waiting, "the stream stands still"
-            done |= {row.chunk: latents for row, latents in finished}
-        assert ring.sampler.sessions[0].kept.keys() <= {CHUNKS - 1}, "a clean pass is run once, then nothing is kept"
-        return torch.stack([done[chunk] for chunk in range(CHUNKS)])
-
-    model = replace(model, denoiser=small_model(1, layers=3).denoiser)
-    alone = stream(RingExecutor(model, CPU))
-    for stages in (2, 3):
-        assert torch.equal(alone, stream(LocalRing(model, CPU, stages)))
-    torch.testing.assert_close(stream(LocalRing(model, CPU, 2, max_rows=4)), alone, rtol=1e-4, atol=1e-4)
-
-
-def test_anchors_need_a_sink_or_a_number_and_nothing_else_done_with_the_sink() -> None:
-    plain = small_model(1)
-    text = plain.text.encode(RED)
-    with pytest.raises(ValueError, match="small-1 has no sink, so no chunk would be an anchor; give --anchor-every N"):
-        RingExecutor(plain, CPU).open(0, text, epoch=0, steps=2, kv_context="anchored")
-    averaged = small_model(1, sink=2)
-    averaged = replace(averaged, spec=replace(averaged.spec, averaged_sink=0.9))
-    ring = RingExecutor(averaged, CPU)
-    with pytest.raises(ValueError, match=r"changes its sink, .*; use matched"):
-        ring.open(0, text, epoch=0, steps=2, kv_context="anchored")
-    assert not ring.scheduler.has_work
-    with pytest.raises(ValueError, match="recache needs a KV context with a clean pass: clean or staircase"):
-        ring = RingExecutor(small_model(1, sink=2), CPU)
-        ring.open(0, text, epoch=0, steps=2, kv_context="anchored")
-        ring.set_text(0, 1, text, "recache")
 
 
 def test_the_contexts_are_different_streams() -> None:

@@ -75,10 +75,10 @@ def test_memory_files_and_lists_are_flat(kv_context: str, capfd: pytest.CaptureF
     assert capfd.readouterr() == ("", ""), "calm: no micro-step prints a line"
 
 
-@pytest.mark.parametrize("kv_context", ["clean", "matched", "anchored"])
+@pytest.mark.parametrize("kv_context", ["clean", "matched"])
 def test_noise_that_no_clean_pass_takes_does_not_stay(kv_context: str) -> None:
     model = small_model(6, layers=1)
-    model = replace(model, spec=replace(model.spec, context_sigma=0.1, anchor_every=2))
+    model = replace(model, spec=replace(model.spec, context_sigma=0.1))
     ring = RingExecutor(model, CPU)
     ring.open(0, model.text.encode(RED), seed=1, epoch=0, steps=2, kv_context=kv_context)
     run(ring, model, 40, 1)

@@ -58,11 +58,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_s_defaults_are_what_a_rank_runs(hopper: None) -> None:
     loader = plan_load(ModelConfig(), CUDA)
-    assert (loader.config.compile, loader.config.clean_with_next) == ("on", False)
+    assert loader.config.compile == "on"
     assert loader.preallocated == PreallocatedCaches(1, 4, "clean")
     assert loader.rank_facts()["model.compile"] == "on", "ranks that settle otherwise are not alike"
     plain = plan_load(ModelConfig(preset="plain"), CUDA)
-    assert plain.preallocated is None and not plain.config.clean_with_next
+    assert plain.preallocated is None
     assert plan_load(ModelConfig(preset="fast"), CUDA).steps == 2
 
 
@@ -111,7 +111,7 @@ def test_fp8_is_tried_as_it_will_be_computed(hopper: None, monkeypatch: pytest.M
 
 @torch.inference_mode()
 def test_what_was_taken_is_what_the_transformer_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The CPU's kernels, with times that are given; every choice is on standard error before weights are read."""
     monkeypatch.setattr(attention_trial, "CANDIDATES", ("sdpa", "math", "flash"))
@@ -122,13 +122,14 @@ def test_what_was_taken_is_what_the_transformer_runs(
         stopwatch=lambda call, device: (call(), next(times))[1],
     )
     monkeypatch.setattr(attention_trial, "try_attention", trial)
+    caplog.set_level("INFO")
     plan = plan_load(ModelConfig(), CPU)
     plan = replace(plan, config=plan.config.model_copy(update={"attention": "auto"}))
     loaded = load_rank(plan_rank(plan))
     assert loaded.model is not None and loaded.model.denoiser.attention == "math"
-    lines = capsys.readouterr().err.splitlines()
-    assert "streamdiff: compile: off (CPU: compiling takes long there; --compile on asks for it)" in lines
-    assert any(line.startswith("streamdiff: attention: math (tried at ") for line in lines)
+    lines = caplog.messages
+    assert "compile: off (CPU: compiling takes long there; --compile on asks for it)" in lines
+    assert any(line.startswith("attention: math (tried at ") for line in lines)
 
 
 def test_a_stage_whose_share_turns_out_to_be_another_loads_that_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,10 +26,9 @@ from tests.pipeline import snapshot_process as process
 from tests.pipeline.processes import run_ranks
 from tests.small import BLUE, CPU, RED, WHITE, small_encoder, small_model
 
-PLAIN = small_model(4, layers=4, sink=2)
-MODEL = replace(PLAIN, spec=replace(PLAIN.spec, anchor_every=2))
+MODEL = small_model(4, layers=4, sink=2)
 CHUNK = MODEL.spec.chunk_frames
-CONTEXTS = ("clean", "staircase", "matched", "anchored")
+CONTEXTS = ("clean", "staircase", "matched")
 CHUNKS, SAVED_AT = 7, 3
 
 

@@ -353,6 +353,8 @@ def main() -> int:
     parser.add_argument("--keep-s", type=float)
     parser.add_argument("--state-dir")
     parser.add_argument("--handover")
+    parser.add_argument("--output", action="append", default=[])
+    parser.add_argument("--whep-url")
     arguments = parser.parse_args()
     serve = ServeConfig(
         host=arguments.host,
@@ -378,6 +380,8 @@ def main() -> int:
         keep_s=arguments.keep_s,
         state_dir=arguments.state_dir,
         handover=arguments.handover,
+        outputs=arguments.output,
+        whep_url=arguments.whep_url,
         trusted_proxies=["127.0.0.1"] if arguments.server_name else [],
     )
     config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))

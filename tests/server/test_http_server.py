@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from streamdiff.config import Config, ServeConfig
-from streamdiff.server import app_state
+from streamdiff.server import app_state, http_server, main
 from streamdiff.server.peers import group_of
 from tests.server.conftest import Site, run_scene
 from tests.server.socket_client import SocketClient
@@ -136,6 +136,28 @@ def test_where_all_connections_are_at_work_health_is_answered_still() -> None:
             assert (await http.get("/api/state")).status_code == 200
 
     run_scene(scene, Config(serve=ServeConfig(max_connections=8)))
+
+
+def test_clients_that_read_nothing_make_room_for_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "STALLED_S", 0.2)
+    monkeypatch.setattr(main, "UNREAD_S", 600)  # which would end them too
+    much = b"GET /static/app.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000
+
+    async def scene(site: Site) -> None:
+        await site.http.aclose()
+        async with connected(site, *[much] * 8) as opened:
+            for reader, _ in opened:
+                reader._transport.pause_reading()  # type: ignore[attr-defined]
+            held = site.server.server_state.connections
+            await site.until(lambda: len(held) == 8 and all(each.flow.write_paused for each in held))
+            status = 503
+            async with asyncio.timeout(60):
+                while status == 503:
+                    async with httpx.AsyncClient(base_url=site.base, timeout=20) as http:
+                        status = (await http.get("/")).status_code
+            assert status == 200 and len(held) >= 7, "the others were left alone"
+
+    run_scene(scene, Config(serve=ServeConfig(max_connections=8, address_share=1.0)))
 
 
 def test_nobody_escapes_a_limit_by_a_header(monkeypatch: pytest.MonkeyPatch) -> None:

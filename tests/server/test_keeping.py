@@ -22,7 +22,18 @@ from streamdiff.errors import RequestError
 from streamdiff.server.sessions.session_files import SessionFolder
 from tests.server.conftest import open_site
 from tests.server.scripted import Painter, Text
-from tests.server.test_restart import GREEN, LIMIT_S, Server, Watching, change, near, start, watching
+from tests.server.test_restart import (
+    FEWER_STEPS,
+    GREEN,
+    LIMIT_S,
+    Gate,
+    Server,
+    Watching,
+    change,
+    near,
+    start,
+    watching,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
@@ -261,6 +272,68 @@ def test_a_session_whose_prompt_is_being_encoded_is_handed_over_when_it_is(
             await changing
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_what_no_engine_can_save_is_handed_over_and_begins_afresh(given_up: bool, tmp_path: Path) -> None:
+    """At SIGTERM while the engine is started again, and after the last restart has failed."""
+    folder, told, gate = tmp_path / "handover", {}, Gate(tmp_path / "gate")
+    options = ("--handover", str(folder), "--server-name", "a")
+    first = start(*options, "--restarts", "1", gate=gate)
+
+    async def before() -> None:
+        await gate.open()
+        async with client(first) as http:
+            told["name"], told["key"] = await opened(http, prompt="green", seed=5, fps=20, steps=2)
+            async with watching(http, told["name"]) as viewer:
+                told["frame"] = await shown_past(viewer, 0)
+            first.engine.send_signal(signal.SIGKILL)
+            await until(lambda: "is started again in" in first.complaints)
+            if given_up:
+                first.engine.send_signal(signal.SIGKILL)
+                await until(lambda: "/readyz answers 503" in first.complaints)
+            first.process.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(first.process.wait, LIMIT_S)
+
+    async def after(server: Server) -> None:
+        async with client(server) as http:
+            there = (await http.get(f"/api/sessions/{told['name']}", headers=told["key"])).json()
+            wanted = {"prompt": "green", "seed": 5, "fps": 20.0, "steps": 2, "paused": False}
+            assert {field: there[field] for field in wanted} == wanted
+            async with steering(http, told["name"], told["key"]) as viewer:
+                await viewer.until_frame(near(FEWER_STEPS))
+                assert await shown_past(viewer, told["frame"]) > told["frame"], "frames go on being counted"
+                assert (await applied_prompt(viewer, "red"))["epoch"] > 0
+            await until(lambda: not list(folder.iterdir()))
+
+    asyncio.run(before())
+    first.close()
+    assert {path.stem for path in folder.iterdir()} == {"default", told["name"]}
+    second = start(*options)
+    try:
+        asyncio.run(after(second))
+    finally:
+        second.close()
+    for complaints in (first.complaints, second.complaints):
+        assert told["name"] in complaints, "the log says of which session the stream is lost"
+
+
+@pytest.mark.parametrize("options", [("--keep-s", "0.2", "--state-dir"), ("--handover",)])
+def test_a_second_server_does_not_take_the_folder_of_one_that_lives(options: tuple[str, ...], tmp_path: Path) -> None:
+    first = start(*options, str(tmp_path))
+    try:
+        first.address()
+        second = start(*options, str(tmp_path))
+        assert second.process.wait(LIMIT_S) == 2
+        second.close()
+        assert str(tmp_path) in second.complaints and len(second.complaints.splitlines()) == 1
+        first.process.kill()
+        first.process.wait(LIMIT_S)
+        third = start(*options, str(tmp_path))
+        third.address()
+        assert third.close() == 0, third.complaints
+    finally:
+        first.close()
 
 
 def test_a_file_that_cannot_be_removed_ends_nothing_else(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -30,13 +33,18 @@ REAL = sys.executable
 Running = tuple[subprocess.Popen[str], str]
 
 
-def start(*options: str, python: str | None = None) -> subprocess.Popen[str]:
+def start(
+    *options: str, python: str | None = None, descriptors: tuple[int, int] | None = None
+) -> subprocess.Popen[str]:
+    """`descriptors`: soft and hard limit, of the real interpreter only."""
+    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, descriptors)
     return subprocess.Popen(
         [python or sys.executable, "-m", "tests.server.scripted", "serve", "--no-browser", *options],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=None if descriptors is None else limit,
     )
 
 
@@ -200,3 +208,23 @@ def test_an_engine_that_raises_says_where() -> None:
     assert process.returncode == 1
     assert "out of paint" in complaints
     assert "session 'default'" in complaints
+
+
+@pytest.mark.parametrize(("soft", "hard"), [(128, 128), (128, 1024)])
+def test_silent_connections_leave_descriptors_for_health_and_the_log_short(soft: int, hard: int) -> None:
+    process = start(python=REAL, descriptors=(soft, hard))
+    try:
+        url = printed_address(process)
+        wait_until_ready(url)
+        limits = Path(f"/proc/{process.pid}/limits").read_text()
+        assert re.search(rf"Max open files +{hard} +{hard} ", limits)
+        port = int(url.rsplit(":")[2].strip("/"))
+        with contextlib.ExitStack() as silent:
+            for _ in range(1200):
+                silent.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            assert [httpx.get(f"{url}healthz", timeout=20).status_code for _ in range(5)] == [200] * 5
+        assert httpx.get(f"{url}api/state", timeout=20).status_code == 200
+    finally:
+        process.terminate()
+        said = process.communicate(timeout=30)
+    assert process.returncode == 0 and said[1] == ""

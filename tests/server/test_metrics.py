@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -47,6 +48,8 @@ def test_what_a_viewer_and_a_prompt_move() -> None:
         assert before["streamdiff_session_first_frame_seconds_count"] == 1
         assert before["streamdiff_viewers"] == before["streamdiff_viewer_first_frame_seconds_count"] == 0
         assert (before["streamdiff_sessions"], before["streamdiff_engine_up"]) == (1, 1)
+        assert (before["streamdiff_ready"], before["streamdiff_sessions_watched"]) == (1, 0)
+        assert (before["streamdiff_viewers_limit"], before["streamdiff_jobs_limit"]) == (32, 0)
         assert not any("request_lag_seconds_count" in name for name in before)
 
         peer = await site.watch()
@@ -79,6 +82,11 @@ def test_what_a_viewer_and_a_prompt_move() -> None:
         told = (await site.http.get("/api/state")).json()["batching"]
         assert told["rows"]["2"] == 2 * told["alone"]["ring"] >= 2 * alone
         assert after["streamdiff_sessions_room"] == site.state.manager.load.free_sessions()
+        assert after["streamdiff_sessions_watched"] == 1 <= after["streamdiff_sessions_limit"]
+        opened = await site.http.post("/api/sessions", json={})
+        assert opened.status_code == 201
+        unwatched = await _figures(site)
+        assert (unwatched["streamdiff_sessions"], unwatched["streamdiff_sessions_watched"]) == (2, 1)
 
         await site.http.delete(peer.location)
         left = await _figures(site)
@@ -161,6 +169,23 @@ def test_refusals_are_counted_by_their_reason() -> None:
     run_scene(scene, Config(serve=ServeConfig(max_viewers=1)))
 
 
+def test_what_a_server_can_hold_and_its_disks_have_free(tmp_path: Path) -> None:
+    """A session more takes of the room, not of the limit."""
+
+    async def scene(site: Site) -> None:
+        first = await _figures(site)
+        await _watch(site, (await site.http.post("/api/sessions", json={"fps": 20})).json()["id"])
+        then = await _figures(site)
+        assert then["streamdiff_sessions_limit"] == first["streamdiff_sessions_limit"] > 1
+        assert then["streamdiff_sessions_room"] < first["streamdiff_sessions_room"]
+        assert (then["streamdiff_jobs_limit"], then["streamdiff_viewers_limit"]) == (7, 5)
+        folders = ("jobs_dir", "state_dir", "handover")
+        assert all(0 <= then[f'streamdiff_disk_free_ratio{{folder="{folder}"}}'] <= 1 for folder in folders)
+
+    own = {name: str(tmp_path / name) for name in ("jobs_dir", "state_dir", "handover")}
+    run_scene(scene, Config(serve=ServeConfig(**own, keep_s=30.0, jobs_queue=7, max_viewers=5)))
+
+
 async def _watch(site: Site, session: str) -> Peer:
     peer = await site.offer()
     assert (await site.post(peer, session=session)).status_code == 201
@@ -194,7 +219,9 @@ def test_an_engine_that_ended_is_down() -> None:
             await site.client.inject(Failed("out of paint"))
             await site.client.inject(None)
             await site.state.manager.ended.wait()
-            assert (await _figures(site))["streamdiff_engine_up"] == 0
+            found = await _figures(site)
+            figures = ("engine_up", "ready", "sessions_limit")
+            assert [found[f"streamdiff_{name}"] for name in figures] == [0, 0, 0]
 
     asyncio.run(main())
 

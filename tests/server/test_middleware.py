@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.server.app_state import AppState
 from streamdiff.server.middleware import SECURITY_HEADERS
-from tests.server.conftest import Site, run_scene
+from tests.server.conftest import Site, bearer, run_scene
 from tests.server.socket_client import SocketClient
 
 pytestmark = pytest.mark.slow
 CONTROL = "/api/sessions/default/control"
+PROXY: dict[str, Any] = {"trusted_proxies": ["127.0.0.0/8"]}
 
 
 async def raw(site: Site, request: bytes) -> bytes:
@@ -95,6 +99,95 @@ def test_an_address_names_its_methods_once() -> None:
     run_scene(scene)
 
 
+@pytest.mark.parametrize("base", ["", "/ai"])
+@pytest.mark.parametrize(
+    ("config", "prefix"), [({"root_path": "/ai/"}, ""), (PROXY, "/ai"), ({**PROXY, "root_path": "/other"}, "/ai/")]
+)
+def test_below_a_path_prefix_every_address_has_it(config: dict[str, Any], prefix: str, base: str) -> None:
+    """Whether the proxy takes it off or not: `base`."""
+    root, forwarded = "/ai", {"X-Forwarded-Prefix": prefix} if prefix else {}
+
+    async def scene(site: Site) -> None:
+        site.http.headers.update(forwarded)
+        made = await site.http.post(f"{base}/api/sessions", json={})
+        id, token = made.json()["id"], bearer(made.json()["control_token"])
+        assert made.headers["location"] == f"{root}/api/sessions/{id}"
+        listed = (await site.http.get(f"{base}/api/sessions")).json()["sessions"]
+        assert {each["whep"] for each in listed} == {f"{root}/whep/default", f"{root}/whep/{id}"}
+        paused = await site.http.post(f"{base}/api/sessions/{id}/pause", headers=token)
+        assert paused.json()["session"]["control"] == f"{root}/api/sessions/{id}/control"
+        offer = (await site.offer()).pc.localDescription.sdp
+        watching = await site.http.post(f"{base}/whep", content=offer, headers={"Content-Type": "application/sdp"})
+        viewer = watching.headers["location"]
+        assert viewer.startswith(f"{root}/whep/default/")
+        assert (await site.http.delete(base + viewer.removeprefix(root))).status_code == 200
+        moved = await site.http.get(f"{base}/api/sessions/?a=b", headers={"X-Forwarded-Proto": "https"})
+        assert (moved.status_code, moved.headers["location"]) == (307, f"{root}/api/sessions?a=b")
+        if base:
+            assert (await site.http.get(root)).headers["location"] == f"{root}/", "the page's addresses are relative"
+        assert (await site.http.get(f"{base}/api/openapi.json")).json()["servers"] == [{"url": root}]
+        assert "error" in (await site.http.get(f"{base}/v1/videos")).json(), "as OpenAI's clients read it"
+        assert (await site.http.get(f"{base}/static/app.js")).headers["cache-control"] == "no-cache"
+        assert "GET" in (await site.http.put(f"{base}/whep")).headers["allow"]
+        socket = await SocketClient.connect(site.base, base + CONTROL, headers=forwarded)
+        assert socket.status == 101
+        await socket.close()
+
+    run_scene(scene, Config(serve=ServeConfig(**config)))
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["//evil.example", "/a/../b", '/a"b', "/a b", "https://evil.example", "/a\\b", "/a,/b", "/a%2f", "/.", "/a//b"],
+)
+def test_a_prefix_is_a_plain_path_and_a_trusted_proxy_s(prefix: str) -> None:
+    async def scene(site: Site, *prefixes: str) -> None:
+        for each in prefixes:
+            made = await site.http.post("/api/sessions", json={}, headers={"X-Forwarded-Prefix": each})
+            assert made.headers["location"] == f"/api/sessions/{made.json()['id']}"
+
+    run_scene(lambda site: scene(site, prefix), Config(serve=ServeConfig(**PROXY)))
+    run_scene(lambda site: scene(site, prefix, "/ai"))
+    with pytest.raises(ValidationError, match="root_path"):
+        ServeConfig(root_path=prefix)
+
+
+def test_head_is_answered_wherever_get_is(tmp_path: Path) -> None:
+    paths = ["/", "/healthz", "/readyz", "/metrics", "/frame.jpg", "/static/app.js", "/api/state", "/api/openapi.json"]
+    paths += ["/api/sessions", "/api/sessions/default", "/api/sessions/default/outputs", "/v1/models", "/v1/videos"]
+    paths += ["/v1/videos/nobody", "/v1/videos/nobody/content"]
+
+    async def scene(site: Site) -> None:
+        live = site.state.manager.get("default")
+        await site.until(lambda: live is not None and live.playback.pacer.picture() is not None)
+        for path in paths:
+            head, get = await site.http.head(path), await site.http.get(path)
+            assert (head.status_code, set(head.headers)) == (get.status_code, set(get.headers)), path
+            assert (head.content, get.status_code) == (b"", 404 if "nobody" in path else 200), path
+            assert head.headers["content-type"] == get.headers["content-type"]
+            assert int(head.headers["content-length"]) > 0
+        assert (await site.http.head("/api/control")).status_code == 405
+
+    run_scene(scene, Config(serve=ServeConfig(jobs_dir=str(tmp_path))))
+
+
+def test_pages_of_an_allowed_origin_send_and_read_what_clients_need() -> None:
+    page, sent = "https://friend.example", "authorization,x-stainless-lang,openai-organization,range,idempotency-key"
+    asks = {"Access-Control-Request-Method": "GET", "Access-Control-Request-Headers": sent}
+
+    async def scene(site: Site) -> None:
+        for origin, status in ((page, 200), ("https://stranger.example", 400)):
+            before = await site.http.options("/v1/videos", headers={**asks, "Origin": origin})
+            allowed = before.headers.get("access-control-allow-origin"), before.headers["access-control-allow-headers"]
+            assert before.status_code == status
+            assert status == 400 or allowed == (page, sent)
+        answer = await site.http.get("/api/state", headers={"Origin": page, "Range": "bytes=0-1"})
+        read = answer.headers["access-control-expose-headers"].lower().split(", ")
+        assert {"content-disposition", "openai-poll-after-ms", "content-range", "location", "retry-after"} <= set(read)
+
+    run_scene(scene, Config(serve=ServeConfig(cors_origins=[page])))
+
+
 def test_a_fault_of_the_server_is_a_problem_document_and_once_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,3 +226,25 @@ def test_who_leaves_in_the_middle_of_a_body_leaves_nothing_in_the_log(
 
     run_scene(scene)
     assert caplog.text == ""
+
+
+def test_the_page_may_play_from_the_media_server_that_is_named_and_who_only_watches_is_told_of_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "control").write_text("a-token-to-steer-with")
+    sfu = "https://sfu.example.org:8443/whep/one"
+
+    async def scene(site: Site) -> None:
+        policy = (await site.http.get("/")).headers["content-security-policy"]
+        assert "connect-src 'self' https://sfu.example.org:8443;" in policy
+        assert policy.replace(" https://sfu.example.org:8443", "") == SECURITY_HEADERS["Content-Security-Policy"]
+        other = (await site.http.post("/api/sessions", headers=bearer("a-token-to-steer-with"), json={})).json()["id"]
+        links = {
+            (address, token): (await site.http.options(address, headers=bearer(token))).headers.get("link")
+            for address in ("/whep", f"/whep/{other}")
+            for token in ("", "a-token-to-steer-with")
+        }
+        told = {where for where, link in links.items() if link == f'<{sfu}>; rel="alternate"'}
+        assert told == {("/whep", "")} and set(links.values()) == {None, f'<{sfu}>; rel="alternate"'}
+
+    run_scene(scene, Config(serve=ServeConfig(control_token_file=str(tmp_path / "control"), whep_url=sfu)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.server.test_restart import MODEL, Watching, start, watching
+from tests.server.test_restart import MODEL, Server, Watching, start, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 LIMIT_S = 60.0
@@ -19,13 +21,13 @@ SESSION_GB = 0.00666
 PLAY = 2
 
 
-def serve(tmp_path: Path, **settings: Any) -> Any:
-    """A server with memory for PLAY sessions."""
+def serve(tmp_path: Path, play: int = PLAY, **settings: Any) -> Server:
+    """A server with memory for `play` sessions."""
     config = tmp_path / "config.yaml"
     config.write_text(
         yaml.safe_dump(
             {
-                "model": {"memory_gb": PLAY * SESSION_GB, "steps": 2},
+                "model": {"memory_gb": play * SESSION_GB, "steps": 2},
                 "serve": {"grace_s": 0.2, "spare": False, "load": 10.0, **settings},
             }
         )
@@ -33,8 +35,8 @@ def serve(tmp_path: Path, **settings: Any) -> Any:
     return start("--config", str(config), program=MODEL)
 
 
-async def opened(http: httpx.AsyncClient) -> httpx.Response:
-    return await http.post("/api/sessions", json={"prompt": "a red circle", "fps": 10})
+async def opened(http: httpx.AsyncClient, fps: int = 10) -> httpx.Response:
+    return await http.post("/api/sessions", json={"prompt": "a red circle", "fps": fps})
 
 
 def key(session: httpx.Response) -> dict[str, str]:
@@ -104,6 +106,125 @@ def test_more_are_open_than_play_and_only_who_is_watched_has_the_device(tmp_path
 
     try:
         asyncio.run(main())
+    finally:
+        code = server.close()
+    assert code == 0, server.complaints
+
+
+async def until_ready(http: httpx.AsyncClient, waiting: int = 0) -> list[str]:
+    """Wait until all sessions are open but so many, which wait for memory; returns these."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            ready = await http.get("/readyz")
+            if ready.status_code == 200 and len(waits := ready.json()["waiting"]) == waiting:
+                return list(waits)
+            await asyncio.sleep(0.05)
+
+
+async def saved(http: httpx.AsyncClient, session: httpx.Response) -> bytes:
+    """The session's file, which is asked for until the session is open."""
+    async with asyncio.timeout(LIMIT_S):
+        while (got := await http.get(f"/api/sessions/{session.json()['id']}/snapshot", headers=key(session))).is_error:
+            assert (got.status_code, got.json()["code"]) in [(503, "opening"), (503, "restarting"), (503, "busy")]
+            assert int(got.headers["retry-after"]) >= 1
+            await asyncio.sleep(0.05)
+    return got.content
+
+
+@pytest.mark.parametrize("fault", ["engine", "server", "handover"])
+def test_none_of_twelve_sessions_on_memory_for_four_is_lost(fault: str, tmp_path: Path) -> None:
+    """With the engine killed, the server killed, and handed over to the next one; two of them are watched."""
+    settings: dict[str, Any] = {"host_memory_gb": 3 * SESSION_GB, "state_dir": str(tmp_path / "state")}
+    settings |= {"handover": str(tmp_path / "handover")} if fault == "handover" else {"keep_s": 0.5}
+    server = serve(tmp_path, 4, **settings)
+
+    async def before(http: httpx.AsyncClient, held: AsyncExitStack) -> tuple[list[httpx.Response], list[Watching]]:
+        sessions = [await opened(http, fps=2) for _ in range(11)]
+        assert {each.status_code for each in sessions} == {201}, [each.text for each in sessions if each.is_error]
+        viewers = [await held.enter_async_context(watching(http, each.json()["id"])) for each in sessions[-2:]]
+        for viewer in viewers:
+            await goes_on(viewer)
+        await until_places(http, device=2, host=3, disk=7)
+        if fault == "server":
+            async with asyncio.timeout(LIMIT_S):
+                while len(list((tmp_path / "state").glob("*.session"))) < 12:
+                    await asyncio.sleep(0.05)
+        return sessions, viewers
+
+    async def after(http: httpx.AsyncClient, sessions: list[httpx.Response]) -> None:
+        for each in sessions:
+            await saved(http, each)
+        assert await until_ready(http) == []
+        listed = (await http.get("/api/sessions")).json()["sessions"]
+        assert {each["id"] for each in listed} == {"default", *(each.json()["id"] for each in sessions)}
+        for each in sessions[::5]:
+            async with watching(http, each.json()["id"]) as viewer:
+                await goes_on(viewer)
+
+    async def main() -> None:
+        nonlocal server
+        async with AsyncExitStack() as held:
+            base = await asyncio.to_thread(server.address)
+            http = await held.enter_async_context(httpx.AsyncClient(base_url=base, timeout=60))
+            sessions, viewers = await before(http, held)
+            if fault == "engine":
+                server.engine.send_signal(signal.SIGKILL)
+                for viewer in viewers:
+                    said = await viewer.after(0, {"type": "state", "engine": "restarting"})
+                    await viewer.after(viewer.messages.index(said), {"type": "state", "engine": "running"})
+                    await goes_on(viewer)
+                await after(http, sessions)
+                return
+            server.process.send_signal(signal.SIGTERM if fault == "handover" else signal.SIGKILL)
+            await asyncio.to_thread(server.process.wait)
+        server.close()
+        server = serve(tmp_path, 4, **settings)
+        async with httpx.AsyncClient(base_url=await asyncio.to_thread(server.address), timeout=60) as http:
+            await after(http, sessions)
+
+    try:
+        asyncio.run(main())
+    finally:
+        code = server.close()
+    assert code == 0, server.complaints
+
+
+def test_where_memory_is_short_sessions_wait_and_each_is_named(tmp_path: Path) -> None:
+    """Handed over to a server with memory for half of them and none elsewhere; those that end make room for others."""
+    settings = {"handover": str(tmp_path / "handover"), "host_memory_gb": 2 * SESSION_GB}
+    server = serve(tmp_path, **settings)
+
+    async def before() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=await asyncio.to_thread(server.address), timeout=60) as http:
+            sessions = [await opened(http) for _ in range(3)]
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(server.process.wait)
+        return sessions
+
+    async def after(sessions: list[httpx.Response]) -> None:
+        named = {each.json()["id"]: each for each in sessions}
+        async with httpx.AsyncClient(base_url=await asyncio.to_thread(server.address), timeout=60) as http:
+            waiting = await until_ready(http, waiting=2)
+            for id in waiting:
+                assert f"Session {id} is opened when there is memory" in server.complaints
+                there = (await http.get(f"/api/sessions/{id}", headers=key(named[id]))).json()
+                assert (there["prompt"], there["place"]) == ("a red circle", "none")
+                paused = await http.post(f"/api/sessions/{id}/pause", headers=key(named[id]))
+                assert (paused.status_code, paused.json()["code"]) == (503, "memory")
+                asked = await http.get(f"/api/sessions/{id}/snapshot", headers=key(named[id]))
+                assert (asked.status_code, asked.json()["code"]) == (503, "memory")
+            [other] = named.keys() - set(waiting)
+            for id, token in (("default", {}), (other, key(named[other]))):
+                assert (await http.delete(f"/api/sessions/{id}", headers=token)).status_code == 200
+            assert await until_ready(http) == []
+            for id in waiting:
+                await saved(http, named[id])
+
+    sessions = asyncio.run(before())
+    server.close()
+    server = serve(tmp_path, **settings | {"host_memory_gb": 0})
+    try:
+        asyncio.run(after(sessions))
     finally:
         code = server.close()
     assert code == 0, server.complaints

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
+import os
+import socket
 import ssl
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.server import http_server, main
 from streamdiff.server.http_server import HttpServer
 from streamdiff.server.tls import Certificate
-from tests.server.test_main import printed_address, start
+from tests.server.test_main import REAL, printed_address, start
 
 pytestmark = pytest.mark.slow
 
@@ -129,3 +132,23 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, capfd: pytest.Captu
             Certificate(*pair)
     assert main.run(Config(serve=ServeConfig(port=0, tls_cert=str(text), tls_key=key))) == 2
     assert "serve.tls_cert" in capfd.readouterr().err
+
+
+def test_where_descriptors_are_used_up_it_is_logged_once(tmp_path: Path) -> None:
+    """TLS handshakes are among no limit."""
+    cert, key = write_pair(tmp_path)
+    process = start("--tls-cert", cert, "--tls-key", key, python=REAL, descriptors=(96, 96))
+    try:
+        url = printed_address(process)
+        with contextlib.ExitStack() as silent:
+            port = int(url.rsplit(":")[2].strip("/"))
+            for _ in range(200):
+                silent.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            while len(os.listdir(f"/proc/{process.pid}/fd")) < 96:
+                assert process.poll() is None
+            assert process.stderr is not None and "LimitNOFILE" in process.stderr.readline()
+        assert httpx.get(f"{url}healthz", timeout=20, verify=False).status_code == 200
+    finally:
+        process.terminate()
+        said = process.communicate(timeout=30)
+    assert process.returncode == 0 and "LimitNOFILE" not in said[1] and said[1].count("\n") < 5

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -33,7 +32,6 @@ ORDERS = {
     0: Order(RED, 5, 4, "clean", CHANGE_AT, switch="recache"),
     1: Order(WHITE, 6, 4, "staircase", CHANGE_AT, then_steps=2),
     2: Order(RED, 7, 4, "matched", CHANGE_AT),
-    3: Order(WHITE, 8, 4, "anchored", CHANGE_AT, switch="flush"),
 }
 LEAVE_S = 60.0
 
@@ -47,8 +45,7 @@ class Streams(NamedTuple):
 
 
 def embedded() -> Model:
-    model = load_model(WEIGHTS, CPU)
-    return replace(model, spec=replace(model.spec, anchor_every=2))
+    return load_model(WEIGHTS, CPU)
 
 
 @torch.inference_mode()

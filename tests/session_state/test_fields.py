@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections import namedtuple
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
 
 import pytest
@@ -42,9 +42,8 @@ def held(state: Any) -> Iterator[Any]:
 def examples() -> dict[str, Any]:
     """An object of every declared class: of a stream in mid-chunk, and, of what it has not met, by hand."""
     model = small_model(1, sink=2)
-    with_anchors = replace(model, spec=replace(model.spec, anchor_every=2))
-    pipeline = StreamingPipeline(with_anchors, CPU)
-    pipeline.open(0, model.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="anchored")
+    pipeline = StreamingPipeline(model, CPU)
+    pipeline.open(0, model.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="matched")
     pipeline.set_frame_credit(0, 100)
     for _ in range(6):
         pipeline.step()

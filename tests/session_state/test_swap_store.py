@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import resource
 import stat
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
+from streamdiff.session_state import swap_store
 from streamdiff.session_state.fields import STATE, session_state
 from streamdiff.session_state.swap_store import Lost, SwapStore
 
@@ -100,9 +102,11 @@ def test_a_damaged_file_is_lost_and_said_so(store: SwapStore, tmp_path: Path) ->
     assert back(store, "2") == 2
 
 
+@pytest.mark.parametrize("by", ["another that comes", "asking for room"])
 def test_on_a_full_disk_it_stays_in_host_memory_and_goes_when_there_is_room(
-    store: SwapStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    by: str, store: SwapStore, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(swap_store, "DISK_RETRY_S", math.inf)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (NBYTES // 2, before[1]))
     try:
@@ -115,7 +119,11 @@ def test_on_a_full_disk_it_stays_in_host_memory_and_goes_when_there_is_room(
     assert "stays in host memory, as it cannot be written" in caplog.text and "File too large" in caplog.text
     assert not store.spills and not store.takes(1), "nobody else is to come"
     assert not list(tmp_path.glob("swap/*/*.safetensors"))
-    store.put("3", held(3))
+    if by == "another that comes":
+        store.put("3", held(3))
+    else:
+        monkeypatch.setattr(swap_store, "DISK_RETRY_S", 0.0)
+        assert not store.spills, "it is being written"
     assert settled(store)["0"] == "disk" and store.spills
     assert back(store, "0") == 0
 

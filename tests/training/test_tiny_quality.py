@@ -16,16 +16,14 @@ from torch import Tensor
 
 from benchmarks import report
 from streamdiff.config import ModelConfig
-from streamdiff.errors import ConfigError
-from streamdiff.models.tiny.model import WEIGHTS
-from streamdiff.models.tiny.prompts import canonical, scene_of
+from streamdiff.models.tiny.prompts import scene_of
 from streamdiff.models.tiny.scene import Scene
 from training.judges import tiny_figures, tiny_quality
 from training.judges.tiny_quality import Plan, Subject
 from training.judges.world_judge import ATTRIBUTES, Verdict, judge
 from training.world.render import render
 from training.world.scenes import random_scene
-from training.world.tracks import CHUNK_FRAMES, CHUNK_LATENTS, SIZE, Streams
+from training.world.tracks import CHUNK_LATENTS, SIZE, Streams
 
 # The judge's pictures to compare with, and verdicts of pictures that several tests show, are made once.
 pytestmark = pytest.mark.xdist_group("judge of the embedded model's world")
@@ -247,7 +245,6 @@ def test_the_estimate_grows_with_the_plan() -> None:
         (["--marks", "50", "5"], "rising"),
         (["--contexts", "blurry"], "clean"),
         (["--prompts", "0"], "at least 1"),
-        (["--contexts", "clean", "anchored", "--sink", "2"], "anchored goes alone"),
     ],
 )
 def test_bad_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,15 +263,3 @@ def test_results_of_other_weights_of_any_part_are_others(tmp_path: Path) -> None
     stamps.append(tiny_quality.stamp_of(tmp_path, PLAN, ModelConfig(sink=2)))
     stamps.append(tiny_quality.stamp_of(tmp_path, replace(PLAN, seed=1), ModelConfig(sink=2)))
     assert len(set(stamps)) == 4
-
-
-@pytest.mark.slow
-def test_anchors_are_those_that_were_asked_for() -> None:
-    _, _, config = tiny_quality.parse(["--contexts", "anchored", "--anchor-every", "3"])
-    subject = tiny_quality.load_subject(WEIGHTS, torch.device("cpu"), config)
-    made = subject.rollout([canonical(Scene())], chunks=2, steps=2, kv_context="anchored", seed=0, keep={0, 1})
-    frames = tiny_quality.decode(subject, made, (0, 1))
-    assert frames.shape == (1, 2, CHUNK_FRAMES, 3, SIZE, SIZE)
-    assert frames.min() >= 0 and 0.5 < frames.max() <= 1
-    with pytest.raises(ConfigError, match="so no chunk would be an anchor"):
-        tiny_quality.load_subject(WEIGHTS, torch.device("cpu"), ModelConfig(kv_context="anchored"))

@@ -158,6 +158,8 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "60 megapixels, below Pillow's own limit": (
         lambda: png(10_000, 6_000, (b"IDAT", zlib.compress(b"\0" * 1000))), "of 10,000 x 6,000 has too many pixels"
     ),
+    "a thread": (lambda: png(1, 50_000_000, (b"IDAT", b"")), "side of more than 16,384"),
+    "a thin strip": (lambda: png(16_385, 2, (b"IDAT", b"")), "side of more than 16,384"),
     "4 billion pixels": (lambda: png(65_535, 65_535, (b"IDAT", b"")), "too many pixels: at most 50 million"),
     "a bomb in a text": (
         lambda: png(8, 8, (b"zTXt", b"a\0\0" + zlib.compress(b"\0" * 30_000_000)), (b"IEND", b"")), "cut off or broken"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -43,19 +44,26 @@ def test_pictures_are_read_by_their_numbers(tmp_path: Path) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(clip, pictures, strict=True))
 
 
-def test_what_a_phone_took_upright_is_upright(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("degrees", "quarters"), [
+    (90, 1), (89.4, 1), (-90, 3), (180, 2), (179.5, 2), (-179.5, 2), (0.5, 0), (-1, 0), (45, 0), (-45, 0), (80, 0),
+    (135, 0),
+])  # fmt: skip
+def test_what_a_phone_took_upright_is_upright(tmp_path: Path, degrees: float, quarters: int) -> None:
+    """A matrix of something else than quarters turns nothing."""
     picture = np.zeros((32, 48, 3), np.uint8)
     picture[:8, :12] = 250  # the corner at the top left, which a quarter turn puts at the top right
     write_video(tmp_path / "a.mp4", [picture] * 4, 20)
     data = bytearray((tmp_path / "a.mp4").read_bytes())
     matrix = data.index(b"tkhd") + 44
-    quarter = (0, 1 << 16, 0, 0xFFFF0000, 0, 0, 0, 0, 1 << 30)
-    data[matrix : matrix + 36] = b"".join(number.to_bytes(4, "big") for number in quarter)
+    cosine, sine = (round(part(math.radians(degrees)) * (1 << 16)) for part in (math.cos, math.sin))
+    turn = (cosine, sine, 0, -sine, cosine, 0, 0, 0, 1 << 30)
+    data[matrix : matrix + 36] = b"".join(number.to_bytes(4, "big", signed=True) for number in turn)
     (tmp_path / "a.mp4").write_bytes(data)
     clip = open_clip(tmp_path / "a.mp4")
-    assert (clip.width, clip.height) == (32, 48)
+    expected = np.rot90(picture, -quarters)  # the matrix turns clockwise
+    assert (clip.height, clip.width) == expected.shape[:2]
     for frame in clip:
-        assert frame[:8, -6:].mean() > 200 and frame[:, :16].mean() < 20 and frame[20:].mean() < 20
+        assert np.abs(frame.astype(int) - expected).mean() < 5
 
 
 def test_other_kinds_of_pictures_become_rgb(tmp_path: Path) -> None:

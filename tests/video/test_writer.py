@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from fractions import Fraction
@@ -10,10 +11,13 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from streamdiff.errors import ConfigError
-from streamdiff.video.writer import write_video
+from streamdiff.models.checkpoint.tensor_file import write_tensor
+from streamdiff.video.writer import check_target, write_video
+from tests.full_disk import fill
 
 
 def paint(count: int, height: int = 32, width: int = 48) -> list[np.ndarray]:
@@ -64,6 +68,32 @@ def test_a_folder_of_pictures(tmp_path: Path, name: str) -> None:
     assert np.array_equal(np.asarray(Image.open(folder / "00002.png")), pictures[2])
 
 
+def test_a_shorter_video_replaces_the_pictures_in_a_folder_also_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("pictures")
+    write_video(tmp_path / "pictures", paint(3), 10)
+    inode = (tmp_path / "pictures").stat().st_ino  # it may be a volume of a container, which cannot be renamed
+    write_video(f"{tmp_path}/link/", paint(2), 10)
+    assert sorted(os.listdir(tmp_path / "pictures")) == ["00000.png", "00001.png"]
+    assert (tmp_path / "pictures").stat().st_ino == inode and sorted(os.listdir(tmp_path)) == ["link", "pictures"]
+
+
+@pytest.mark.parametrize(("name", "exists"), [
+    ("a.mp4", "a.mp4"), ("link.webm", "link.webm"), ("pictures", "pictures/00000.png"), ("p-%03d.png", "p-417.png"),
+    ("*.png", "00009.png"),
+])  # fmt: skip
+def test_without_overwrite_what_exists_is_refused(tmp_path: Path, name: str, exists: str) -> None:
+    check_target(tmp_path / name, overwrite=False)
+    (tmp_path / exists).parent.mkdir(exist_ok=True)
+    if exists.startswith("link"):
+        (tmp_path / exists).symlink_to("x.webm")
+        (tmp_path / "x.webm").touch()
+    else:
+        (tmp_path / exists).touch()
+    check_target(tmp_path / name)
+    with pytest.raises(ConfigError, match="--overwrite"):
+        check_target(tmp_path / name, overwrite=False)
+
+
 @pytest.mark.parametrize(
     ("pattern", "second"), [("p-%03d.png", "p-001.png"), ("*.png", "00001.png"), ("x%d.png", "x1.png")]
 )
@@ -85,6 +115,18 @@ def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, target: str, error: 
     with pytest.raises(error):
         write_video(tmp_path / target, frames(), 10)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["out.mp4", "out", "out-%d.png", "out.safetensors"])
+def test_a_full_disk_is_an_error_that_names_the_target(small_disk: Path, target: str) -> None:
+    fill(small_disk)
+    with pytest.raises(OSError, match="No space left") as caught:
+        if target.endswith("safetensors"):
+            write_tensor(small_disk / target, "latents", torch.zeros(3, 256, 256))
+        write_video(small_disk / target, paint(3, 256, 256), 10)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(small_disk / target))
+    assert os.listdir(small_disk) == ["filler"]
 
 
 def test_an_error_keeps_what_was_there(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
     python -m training.judges.tiny_quality            # 200 prompts, two contexts, 4 and 2 steps: hours on a CPU
     python -m training.judges.tiny_quality --weights runs/tiny/model --quick  # 24 prompts to chunk 50: minutes
-    python -m training.judges.tiny_quality --contexts anchored --sink 2 --anchor-every 2
     python -m training.judges.tiny_quality --prompts 4 --marks 5 3000 12000 --contexts clean    # an hour
 
 What is done is kept beside the result until all is done: the same command goes on after an interruption.
@@ -32,7 +31,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.device import embedded_autoencoder_dtype
 from streamdiff.errors import StreamdiffError
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
-from streamdiff.models.spec import with_anchors, with_window
+from streamdiff.models.spec import with_window
 from streamdiff.models.tiny.prompts import canonical
 from streamdiff.models.tiny.scene import COLOR_NAMES, PLACES, Scene, plain
 from training.judges.contact_sheet import Strip, write_sheet
@@ -45,7 +44,7 @@ RUN_UP = 2
 """Chunks decoded before what is judged: the decoder remembers frames, so it needs them to be in its stride."""
 DECODE_STREAMS = 8
 SHEET_STREAMS = 8
-CONTEXTS = ("clean", "staircase", "matched", "anchored")
+CONTEXTS = ("clean", "staircase", "matched")
 PLAIN = ModelConfig()
 COLUMNS = ("color", "shape", "motion", "size", "speed", "place", "hour", "weather", "camera", "both", "all")
 """What the printed table shows."""
@@ -290,16 +289,16 @@ def _line(context: str, steps: int | None, at: str, part: dict[str, float]) -> d
 
 
 def load_subject(folder: Path, device: torch.device, config: ModelConfig = PLAIN) -> Subject:
-    """The model in a folder with the sink and the anchors of `config`, ready to be measured.
+    """The model in a folder with the sink of `config`, ready to be measured.
 
     Raises:
-        ConfigError: the folder is no model, or sink, anchors and KV context do not go together.
+        ConfigError: the folder is no model, or the sink does not fit into its window.
     """
     from streamdiff.models.tiny import model as tiny
     from training.judges.rollout import rollout
 
     loaded = tiny.load_model(folder, device, decoder_dtype=embedded_autoencoder_dtype(device))
-    loaded = replace(loaded, spec=with_anchors(with_window(loaded.spec, None, config.sink, None), config))
+    loaded = replace(loaded, spec=with_window(loaded.spec, None, config.sink, None))
     decoder = loaded.decoder
     assert decoder is not None, "the whole model was loaded"
 
@@ -317,7 +316,7 @@ def load_subject(folder: Path, device: torch.device, config: ModelConfig = PLAIN
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Plan, ModelConfig]:
-    """The command line, what to run, and with which sink and anchors. Ends the process where that makes no sense."""
+    """The command line, what to run, and with which sink. Ends the process where that makes no sense."""
     parser = argparse.ArgumentParser(prog="python -m training.judges.tiny_quality", description=SUMMARY)
     plan = Plan()
     parser.add_argument("--weights", type=Path, default=EMBEDDED_WEIGHTS, help="model folder (default: the packaged)")
@@ -325,7 +324,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Plan, ModelConfig
     parser.add_argument("--marks", type=int, nargs="+", default=plan.marks, help="chunks to judge, rising")
     parser.add_argument("--contexts", nargs="+", choices=CONTEXTS, default=plan.contexts)
     parser.add_argument("--sink", type=int, metavar="LATENTS", help="latent frames of the sink (default: the model's)")
-    parser.add_argument("--anchor-every", type=int, metavar="N", help="with anchored: every Nth chunk is an anchor too")
     parser.add_argument("--steps", type=int, nargs="+", choices=plan.steps, default=plan.steps)
     parser.add_argument("--seed", type=int, default=plan.seed)
     parser.add_argument("--batch", type=int, default=plan.batch, help="streams at once")
@@ -338,12 +336,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Plan, ModelConfig
         parser.error(f"--marks {' '.join(map(str, marks))}: rising chunk numbers from 1 on")
     if options.prompts < 1 or options.batch < 1:
         parser.error("--prompts and --batch: at least 1")
-    anchored = "anchored" in options.contexts
-    if anchored and len(options.contexts) > 1:
-        parser.error("--contexts: anchored goes alone, since its sink would change the others")
-    config = ModelConfig(
-        kv_context="anchored" if anchored else "clean", sink=options.sink, anchor_every=options.anchor_every
-    )
+    config = ModelConfig(sink=options.sink)
     plan = Plan(options.prompts, marks, tuple(options.contexts), tuple(options.steps), options.seed, options.batch)
     if options.quick:
         plan = replace(plan, prompts=24, marks=(5, 50), steps=(4,), batch=12)
@@ -351,11 +344,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Plan, ModelConfig
 
 
 def stamp_of(folder: Path, plan: Plan, config: ModelConfig) -> str:
-    """What results belong to: the plan, sink and anchors, and all weights of the model."""
+    """What results belong to: the plan, the sink, and all weights of the model."""
     weights = hashlib.sha256()
     for path in sorted(folder.glob("*/*.safetensors")):
         weights.update(path.read_bytes())
-    return f"{plan} {config.sink} {config.anchor_every} {weights.hexdigest()}"
+    return f"{plan} {config.sink} {weights.hexdigest()}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -207,6 +207,7 @@ class EngineProcess(EngineHandle):
         event, code = waiting.result()
         if isinstance(event, Ready):
             self._ready = event
+            self._last_lines.clear()  # what was chosen at the start is no reason for what ends it later
             return
         if isinstance(event, Failed) and code == EXIT_CONFIG:
             raise ConfigError(event.reason)

@@ -7,6 +7,7 @@ so end of file there means the parent died, however it died. Knows nothing about
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import shutil
@@ -14,7 +15,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -132,12 +134,29 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pip
     arguments = parser.parse_args(argv)
     if arguments.spare:
         standby.wait(arguments.address, _HEAVY)
-    if int(os.environ.get("RANK", "0")) > 0:
-        return run_as_worker(private_folder.read_config(arguments.address).served_model())
-    stop = Stop(arguments.address)
-    stop.listen()
-    stop.watch_parent()
-    return run(arguments.address, stop, load=load)
+    with log_on_stderr():
+        if int(os.environ.get("RANK", "0")) > 0:
+            return run_as_worker(private_folder.read_config(arguments.address).served_model())
+        stop = Stop(arguments.address)
+        stop.listen()
+        stop.watch_parent()
+        return run(arguments.address, stop, load=load)
+
+
+@contextmanager
+def log_on_stderr() -> Iterator[None]:
+    """What the package logs, settings that were chosen included, is written to standard error: for programs, where
+    Python's own programs that use the package configure logging as they like."""
+    logger, handler = logging.getLogger("streamdiff"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("streamdiff: %(message)s"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def run(
@@ -161,7 +180,6 @@ def run(
         server.send(engine.ready())
         _serve(server, engine, stop, tap)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
         server.send(Failed(str(error)))
         return EXIT_CONFIG
     except Exception as error:

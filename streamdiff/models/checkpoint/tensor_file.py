@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from streamdiff.atomic_write import check_parent, temporary_sibling
+from streamdiff.atomic_write import check_free, check_parent, temporary_sibling
 from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.models.checkpoint.safetensors_header import ITEM_BYTES, LENGTH_BYTES, parse_header
 from streamdiff.models.checkpoint.tensor_contract import (
@@ -116,16 +116,19 @@ def not_finite(tensor: Tensor) -> str:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def check_target(path: Path) -> None:
+def check_target(path: Path, overwrite: bool = True) -> None:
     """Find out early whether a tensor file could be written at `path`.
 
     Raises:
-        ConfigError: another ending, a folder, or a parent folder that is not there or cannot be written to.
+        ConfigError: another ending, a folder, a parent folder that is not there or cannot be written to, or without
+            `overwrite` a file that exists.
     """
     if path.suffix != SUFFIX or path.is_dir():
         what = "but this is a folder" if path.is_dir() else f"but this ends in {path.suffix!r}"
         raise ConfigError(f"{path}: expected a file's name that ends in {SUFFIX}, {what}")
     check_parent(path)
+    if not overwrite:
+        check_free(path)
 
 
 def is_raw(path: Path) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from streamdiff.atomic_write import temporary_sibling
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 512 * 2**20
 _TENSOR, _ROWS, _SUFFIX = "embeddings", "rows", ".safetensors"
@@ -82,7 +84,7 @@ class EmbeddingFolder:
             self._drop()
         except OSError as error:
             self._writable = False
-            print(f"streamdiff: note: prompts' embeddings are not kept on disk: {error}", file=sys.stderr)
+            logger.warning("note: prompts' embeddings are not kept on disk: %s", error)
 
     def _drop(self) -> None:
         """Remove what was used longest ago, until the rest fits."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamdiff.errors import NOT_FINITE
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, memory_outlines
 from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
 from streamdiff.pipeline.device_timer import DeviceTimer
@@ -54,7 +55,7 @@ class DecoderMemories:
             self._decoder, latents, self._memories[stream], self.transfer_stream, self._at_once, timed
         ):  # fmt: skip
             if not finite():
-                raise ArithmeticError("its latents are no numbers (NaN or infinite)")
+                raise ArithmeticError(f"its latents are {NOT_FINITE}")
             yield pictures
 
     def forget(self, stream: int) -> None:

@@ -8,7 +8,7 @@ far: every rank compares all of them, with the same result. After the start `hea
 from __future__ import annotations
 
 import json
-import sys
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,6 +19,8 @@ from tqdm import tqdm
 from streamdiff import clock
 from streamdiff.pipeline.distributed.link import ring_edges
 from streamdiff.pipeline.distributed.rendezvous import RankContext
+
+logger = logging.getLogger(__name__)
 
 PHASES = {"weights": 240.0, "communicators": 120.0, "first transfers": 120.0, "graphs": 1800.0, "ready": float("inf")}
 """What comes after the rendezvous, in order, and how many seconds a rank may spend there without getting on. A single
@@ -68,7 +70,7 @@ class StartProgress:
         """Report that this rank begins a phase, or an edge in it; at once, as it may hang in it. Mutates: self, the
         store."""
         if self._context is not None and self._context.rank == 0 and phase != self._state.phase:
-            print(f"streamdiff: the ring starts: {phase}", file=sys.stderr)
+            logger.info("the ring starts: %s", phase)
         self._state = self._state._replace(phase=phase, edge=edge)
         self._tell(self._context)
 

@@ -147,7 +147,6 @@ class RollingAttention:
         before: Sequence[AttentionMetadata] = (),
         end_chunk: int | None = None,
         keep_sink: bool = False,
-        clean: frozenset[int] = frozenset(),
     ) -> AttentionMetadata:
         """Attention metadata of one row, that of `chunk`, which is run next. Mutates: the cache, where its sink moves.
 
@@ -159,7 +158,6 @@ class RollingAttention:
             before: the rows before it in this forward.
             end_chunk: the newest chunk that is visible; None: that of the last visible row.
             keep_sink: frames of the sink are not written.
-            clean: anchors outside the sink whose clean keys it sees, or, itself among them, writes.
         """
         if geometry.adaptive:
             return self._adaptive(geometry, state, cache, chunk, visible_from_chunk, adapt, visible_later_rows)
@@ -183,14 +181,14 @@ class RollingAttention:
             sink_rope = None
         if adapt is not None:
             state.move_sink(cache, None)
-        ranges = _ranges([*range(sink), *(geometry.position(frame, clean) for frame in range(first, end))])
+        ranges = _ranges([*range(sink), *map(geometry.position, range(first, end))])
         moves = sink_rope is not None
         shape = StaticMetadata(
             geometry.chunk, sink_frames, sink, end - first, ranges, moves, adapt, fold=fold,
             visible_later_rows=visible_later_rows, keeps=keeps,
         )  # fmt: skip
         inverse_rope = self._table(gone * geometry.chunk, geometry.chunk, True) if fold is not None else None
-        host_slot = geometry.slot(chunk, chunk in clean)
+        host_slot = geometry.slot(chunk)
         slot, query_rope = self._index((host_slot,)), self._table(begin, geometry.chunk)
         return AttentionMetadata(shape, TensorMetadata(caches, slot, query_rope, sink_rope, inverse_rope), host_slot)
 

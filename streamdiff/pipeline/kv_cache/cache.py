@@ -39,7 +39,7 @@ class KVCache:
     """One session's caches on one stage, allocated once and written in place.
 
     key and value are `[caches, layers, slots, tokens, H, d]`: one cache for the contexts `clean` and `staircase`, one
-    per step for `matched` and `anchored`; `layers` are the stage's own blocks, `tokens` those of a chunk. Keys are
+    per step for `matched`; `layers` are the stage's own blocks, `tokens` those of a chunk. Keys are
     rotated; those of the slots that the sink is in are kept un-rotated too, in sink_key, as the sink's place moves
     (none in an adaptive ring, where it does not). queue is int64 `[caches, layers, n]`, which slot of an adaptive ring
     is next (see `geometry.queue_length`; n is 0 elsewhere). sink_at is, by cache, the position that the sink's keys are
@@ -122,7 +122,7 @@ class CachePool:
     """
 
     def __init__(self, geometry: CacheGeometry, sessions: int, *, caches: int, **sizes: Unpack[CacheSizes]) -> None:
-        self.slots = geometry.all_slots
+        self.slots = geometry.slots
         whole = _blank(geometry, (sizes["layers"], sessions, caches), sizes)
         keys, values = (tuple(each.flatten(1, 3).unbind()) for each in whole[:2])
         self.whole = LayerCaches(keys, values, (), ())

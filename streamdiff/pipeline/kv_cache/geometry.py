@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
 
-from streamdiff.models.spec import ModelSpec, check_anchors
-from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, Anchors, most_steps, spare_slots
+from streamdiff.models.spec import ModelSpec
+from streamdiff.pipeline.scheduler.kv_context import most_steps, spare_slots
 from streamdiff.session_state.fields import session_value
 
 
 def cache_geometry(spec: ModelSpec, kv_context: str, *, steps: int) -> CacheGeometry:
-    """The geometry of a session's caches, the same on every stage, and whatever number of steps it changes to.
-
-    Raises:
-        ConfigError: KV context `anchored` of a model that can have no anchors.
-    """
+    """The geometry of a session's caches, the same on every stage, and whatever number of steps it changes to."""
     spare, absolute = spare_slots(kv_context, steps=most_steps(steps, spec.steps)), spec.rope == "absolute"
-    anchors = anchors_of(spec) if kv_context == "anchored" else NO_ANCHORS
     adaptive = spec.adaptive_ring(kv_context)
-    return CacheGeometry(
-        spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents, anchors, adaptive
-    )
-
-
-def anchors_of(spec: ModelSpec) -> Anchors:
-    """The anchors of a model's streams. Raises ConfigError where it can have none."""
-    check_anchors(spec)
-    return Anchors(-(-spec.sink_latents // spec.chunk_latents), spec.anchor_every)
+    return CacheGeometry(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents, adaptive)
 
 
 @session_value("cache-geometry")
@@ -36,16 +22,14 @@ class CacheGeometry:
     """Geometry of a ring, in latent frames: `sink` first frames that stay, `window` frames that a chunk of `chunk`
     frames sees (sink and itself included); `spare` slots, in chunks, beyond that for newer chunks that are in flight at
     the same time. Where positions are `absolute` the sink's keys keep theirs, otherwise the sink stands right before
-    the window. Clean keys of `anchors` other than the sink's have slots of their own, behind the others. `adaptive`:
-    the sink takes chunks in, so that once the ring is full which slot a chunk takes, and which chunks are in sight, is
-    known on the device alone (`adaptive_ring`); it sees all slots then."""
+    the window. `adaptive`: the sink takes chunks in, so that once the ring is full which slot a chunk takes, and which
+    chunks are in sight, is known on the device alone (`adaptive_ring`); it sees all slots then."""
 
     sink: int
     window: int
     spare: int = 0
     absolute: bool = False
     chunk: int = 1
-    anchors: Anchors = NO_ANCHORS
     adaptive: bool = False
 
     def __post_init__(self) -> None:
@@ -71,42 +55,25 @@ class CacheGeometry:
         return self.pinned - (self.sink - self.window) // self.chunk + self.spare
 
     @property
-    def all_slots(self) -> int:
-        """Slots of a cache, those of anchors included."""
-        return self.slots + self.anchors.slots(self.slots - self.pinned)
-
-    @property
     def sizes(self) -> tuple[int, int, int]:
         """Slots of a cache, slots whose keys are kept un-rotated too (none in an adaptive ring), and length of
         the queue of slots."""
-        return (self.all_slots, 0, queue_length(self.slots)) if self.adaptive else (self.all_slots, self.pinned, 0)
+        return (self.slots, 0, queue_length(self.slots)) if self.adaptive else (self.slots, self.pinned, 0)
 
     @property
     def period(self) -> int:
         """Chunks after which the slots that a chunk sees repeat, once the window is full."""
-        ring, anchors = self.slots - self.pinned, self.all_slots - self.slots
-        return lcm(ring, anchors * self.anchors.every) if anchors else ring if self.spare else 1
+        return self.slots - self.pinned if self.spare else 1
 
-    def slot(self, chunk: int, clean: bool = False) -> int:
-        """Where chunk `chunk` (from 0) is kept; with `clean` the clean keys of an anchor outside the sink."""
-        if clean:
-            return self.slots + chunk // self.anchors.every % (self.all_slots - self.slots)
+    def slot(self, chunk: int) -> int:
+        """Where chunk `chunk` (from 0) is kept."""
         if chunk < self.pinned:
             return chunk
         return self.pinned + (chunk - self.pinned) % (self.slots - self.pinned)
 
-    def position(self, frame: int, clean: frozenset[int] = frozenset()) -> int:
-        """Position in the cache, in latent frames, of frame `frame` of the stream; of chunks `clean` that of the clean
-        keys."""
-        chunk = frame // self.chunk
-        return self.slot(chunk, chunk in clean) * self.chunk + frame % self.chunk
-
-    def seen_clean(self, chunk: int, step: int, steps: int, visible_from_chunk: int = 0) -> frozenset[int]:
-        """The anchors outside the sink that `chunk` sees clean in `step` of `steps`; in its own clean pass itself."""
-        if not self.anchors.every:
-            return frozenset()
-        seen = self.visible(chunk, visible_from_chunk)
-        return frozenset(c for c in seen if c >= self.pinned and self.anchors.seen_clean(c, chunk, step, steps))
+    def position(self, frame: int) -> int:
+        """Position in the cache, in latent frames, of frame `frame` of the stream."""
+        return self.slot(frame // self.chunk) * self.chunk + frame % self.chunk
 
     def frames(self, chunk: int, visible_from_chunk: int = 0) -> tuple[int, int]:
         """Which latent frames of the stream `chunk` sees: the length of the sink, and the first frame of the window,

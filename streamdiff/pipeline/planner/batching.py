@@ -36,9 +36,9 @@ def batching_of(config: ModelConfig, sizes: ModelSizes) -> Batching:
     return Batching(max_rows, wait_ms / 1000 if max_rows > 1 else 0.0)
 
 
-def rows_carried(spec: ModelSpec, max_rows: int, clean_with_next: bool) -> int:
+def rows_carried(spec: ModelSpec, max_rows: int) -> int:
     """Most rows of a forward, which the ring's links must be able to carry."""
-    return max(max_rows, 2 if clean_with_next else 1, spec.first_chunks)
+    return max(max_rows, spec.first_chunks)
 
 
 def _applies(rule: BatchingRule, sizes: ModelSizes, kv_context: str) -> bool:

@@ -15,7 +15,6 @@ from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage, memory,
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 from streamdiff.pipeline.planner.simulator import Setup, Stream, simulate
 from streamdiff.pipeline.planner.stage_layout import Layout, Workload, choose_layout, decode_stage
-from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS
 
 DTYPES = {4: "float32", 2: "bfloat16"}
 _CHUNKS = 40
@@ -151,8 +150,7 @@ def ring_setup(
     sizes: ModelSizes, load: Workload, layout: Layout, links: tuple[float, ...], decode_s: float, chunks: int
 ) -> Setup:
     """What is simulated of alike sessions; `links` are the seconds of a message on each link, the way back the last."""
-    anchors = sizes.anchors if load.kv_context == "anchored" else NO_ANCHORS
-    stream = Stream(load.steps, load.kv_context, first_steps=sizes.first_chunk_steps, anchors=anchors)
+    stream = Stream(load.steps, load.kv_context, first_steps=sizes.first_chunk_steps)
     return Setup(
         stage_s=layout.stage_s,
         streams=(stream,) * load.sessions,

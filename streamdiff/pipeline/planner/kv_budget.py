@@ -9,18 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import psutil
 import torch
 
 from streamdiff.config import ModelConfig, ServedModel
+from streamdiff.device import host_memory
 from streamdiff.errors import RequestError
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 
-_KEPT_BACK = 0.1
-"""Share of a CPU's free memory that is left for everything else."""
+_KEPT_BACK = 0.25
+"""Share of a CPU's free memory that is left for everything else: viewers, and a MB of the web process for a session."""
 _FOR_SWAPPED = 0.25
-"""Share of a machine's free memory that sessions may take which are swapped out."""
+"""Share of the free host memory that sessions may take which are swapped out."""
 _GB = 1e9
+_SPARE_BYTES = 300_000_000
+"""Host memory that a rank of a server's spare engine takes, which starts later."""
 
 
 class PreallocatedCaches(NamedTuple):
@@ -151,21 +153,31 @@ class KVCacheBudget:
 
 
 def host_bytes(config: ModelConfig, sharers: int) -> int:
-    """Bytes of host memory for this rank's swapped-out sessions, one of `sharers` equal shares of the machine's; 0
+    """Bytes of host memory for this rank's swapped-out sessions, one of `sharers` equal shares of what is free; 0
     unless it serves."""
     if not isinstance(config, ServedModel):
         return 0
     if config.host_memory_gb is not None:
         return int(config.host_memory_gb * _GB / sharers)
-    return int(psutil.virtual_memory().available * _FOR_SWAPPED / sharers)
+    return int(_host_share(config, sharers) * _FOR_SWAPPED)
 
 
-def free_bytes(device: torch.device, sharers: int, memory_gb: float | None, work: int = 0, swapped: int = 0) -> int:
+def free_bytes(config: ModelConfig, device: torch.device, sharers: int, work: int = 0, swapped: int = 0) -> int:
     """What this rank has for caches: `memory_gb`, or what is free now, less on a GPU the `work` bytes that computing
-    will take, and on a CPU, which `sharers` share, a tenth and the `swapped` bytes that sessions may take which are
+    will take, and on a CPU, which `sharers` share, a quarter and the `swapped` bytes that sessions may take which are
     swapped out: there it is the same memory."""
-    if memory_gb is not None:
-        return round(memory_gb * _GB)
+    if config.memory_gb is not None:
+        return round(config.memory_gb * _GB)
     if device.type == "cuda":
         return max(0, torch.cuda.mem_get_info(device)[0] - work)
-    return max(0, int(psutil.virtual_memory().available * (1 - _KEPT_BACK) / sharers) - swapped)
+    return max(0, int(_host_share(config, sharers) * (1 - _KEPT_BACK)) - swapped)
+
+
+def _host_share(config: ModelConfig, sharers: int) -> float:
+    """Bytes of free host memory for this rank, one of `sharers`, without what a spare engine will take; half of it
+    where what is kept of each session lies in memory too."""
+    free = host_memory()[0] / sharers
+    if isinstance(config, ServedModel):
+        free -= _SPARE_BYTES * config.spare
+        free /= 2 if config.keep_s is not None and config.state_dir is None else 1
+    return max(0.0, free)

@@ -17,7 +17,7 @@ from streamdiff.models.checkpoint.safetensors_header import stored_values
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import ModelSpec, parse_size, with_size
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
-from streamdiff.pipeline.scheduler.kv_context import Anchors, cache_count, most_steps, spare_slots
+from streamdiff.pipeline.scheduler.kv_context import cache_count, most_steps, spare_slots
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,6 @@ class ModelSizes:
 
     # ---- caches, in numbers ------------------------------------------------------------------------------------
 
-    @property
-    def anchors(self) -> Anchors:
-        """Those of KV context `anchored`: the sink's chunks, and every so many."""
-        return Anchors(-(-self.spec.sink_latents // self.spec.chunk_latents), self.spec.anchor_every)
-
     def cache_values(self, blocks: int, *, steps: int, kv_context: str, shares: int = 1) -> int:
         """Keys and values that one session keeps on a stage of `blocks` blocks: each cache with its window and spare
         slots, and the text's for one epoch. Of `shares` ranks that share the stage each keeps that share of the caches'
@@ -122,9 +117,7 @@ class ModelSizes:
         steps = most_steps(steps, self.spec.steps)
         slots = self.spec.window_chunks(kv_context) + spare_slots(kv_context, steps=steps)
         caches = cache_count(kv_context, steps=steps)
-        pinned = self.anchors.sink
-        if kv_context == "anchored":
-            slots += self.anchors.slots(slots - pinned)
+        pinned = -(-self.spec.sink_latents // self.spec.chunk_latents)
         # Slots whose keys are kept un-rotated too, as they move.
         sink = 0 if self.spec.adaptive_ring(kv_context) else pinned
         own_width = self.width // shares

@@ -16,7 +16,7 @@ from itertools import pairwise
 from statistics import linear_regression
 
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, Anchors, min_ahead_frames
+from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -30,13 +30,11 @@ class Stream:
     """A session to simulate, whose chunks are taken away as soon as they are finished.
 
     `first_steps`: steps of the first chunk, where it has more.
-    `anchors`: those of KV context `anchored`.
     """
 
     steps: int
     kv_context: str
     first_steps: int | None = None
-    anchors: Anchors = NO_ANCHORS
 
 
 @dataclass(frozen=True)
@@ -198,9 +196,7 @@ class _Ring:
         self.max_ahead = []
         for number, stream in enumerate(setup.streams):
             steps, first, context = stream.steps, stream.first_steps, stream.kv_context
-            self.scheduler.open(
-                number, steps=steps, first_steps=first, kv_context=context, epoch=0, anchors=stream.anchors
-            )
+            self.scheduler.open(number, steps=steps, first_steps=first, kv_context=context, epoch=0)
             least = min_ahead_frames(context, steps=steps, stages=self.stages, chunk_frames=1)
             # One more is being decoded: without it a decode of half a forward costs `matched` 6 % of its throughput.
             self.max_ahead.append(least + 1)

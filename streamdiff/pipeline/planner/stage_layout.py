@@ -30,16 +30,12 @@ class Workload:
     steps: int
     kv_context: str
     max_rows: int
-    anchor_every: int = 0
     shares: int = 1
 
     @property
-    def passes(self) -> float:
-        """Forwards that a chunk takes, on average."""
-        if self.kv_context in PER_STEP:
-            every = self.anchor_every if self.kv_context == "anchored" else 0
-            return self.steps + (1 / every if every else 0)
-        return self.steps + 1
+    def passes(self) -> int:
+        """Forwards that a chunk takes."""
+        return self.steps if self.kv_context in PER_STEP else self.steps + 1
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from streamdiff.errors import EngineFailure
+from streamdiff.errors import NOT_FINITE, EngineFailure
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.row_faults.errors import Streak, at
 from streamdiff.pipeline.scheduler.step import MicroStep
@@ -74,7 +74,7 @@ class ReturnedRows:
         if session in self.failed_sessions:
             return
         self.failed_sessions.add(session)
-        reason = fault or f"{at(row)}: what the model computes for it are no numbers (NaN or infinite)"
+        reason = fault or f"{at(row)}: what the model computes for it are {NOT_FINITE}"
         self._streak.record_failure(reason)
         self.on_fault(session, reason)
 

@@ -17,11 +17,11 @@ from itertools import chain
 from math import prod
 from typing import Any
 
-import psutil
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
+from streamdiff.device import host_memory
 from streamdiff.errors import ConfigError
 from streamdiff.models.transformer.wan import BlockWeights, Fused, WanDenoiser
 from streamdiff.pipeline.distributed.cuda_streams import CudaStreams, Event, Streams
@@ -235,9 +235,9 @@ def _assign(block: WanTransformerBlock, views: dict[str, Tensor]) -> BlockWeight
 
 
 def _check_host_memory(nbytes: int, pinned: bool) -> None:
-    """Raises ConfigError where the machine has less memory than that left; a machine that swaps its pinned pages is
+    """Raises ConfigError where less host memory than that is left; a machine that swaps its pinned pages is
     lost."""
-    free = psutil.virtual_memory().available
+    free, _ = host_memory()
     if pinned and nbytes > free:
         raise ConfigError(
             f"--offload blocks keeps {nbytes / 1e9:.3g} GB of weights in pinned host memory, and {free / 1e9:.3g} GB "

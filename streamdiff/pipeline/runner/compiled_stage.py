@@ -105,7 +105,7 @@ class CompiledStage:
         tokens = chunk // self._forward.grid[0]
         shape = AttentionShape(denoiser.heads, denoiser.head_dim, chunk, window * tokens)
         self.paged, reason = try_paged(shape, rows, tokens, denoiser.attend_parts(), self._device, denoiser.dtype)
-        logger.info("Attention of several sessions' rows is computed %s", reason)
+        logger.debug("Attention of several sessions' rows is computed %s", reason)
 
     def run(self, given: Tensors, texts: Texts, metadata: Sequence[AttentionMetadata]) -> Tensors | None:
         """The result of the plain path by a compiled forward, or None if there is none for this key. Mutates: the rows'
@@ -267,13 +267,8 @@ def _fresh_view(tensor: Tensor) -> Tensor:
     return tensor.view(tensor.shape)
 
 
-def forward_variants(
-    trial: int, chunk: int, steps: int, kv_context: str, anchor: bool, with_next: bool
-) -> Iterator[list[MicroStep]]:
-    """Yields the rows of each kind of forward of `chunk`: first step and clean pass; if each step has its own cache,
-    all steps and an `anchor`'s clean pass; or, `with_next`, a clean pass with the next chunk's first step."""
-    if with_next:
-        yield [MicroStep(trial, chunk, steps, steps, 0), MicroStep(trial, chunk + 1, 0, steps, 0)]
-        return
-    for step in range(steps + anchor) if kv_context in PER_STEP else (0, steps):
-        yield [MicroStep(trial, chunk, step, steps, 0)]
+def forward_variants(trial: int, chunk: int, steps: int, kv_context: str) -> Iterator[MicroStep]:
+    """Yields the micro-step of each kind of forward of `chunk`: first step and clean pass; if each step has its own
+    cache, all steps."""
+    for step in range(steps) if kv_context in PER_STEP else (0, steps):
+        yield MicroStep(trial, chunk, step, steps, 0)

@@ -48,7 +48,7 @@ class RunnerSession:
     state: KVCache = field(metadata=BY_LAYER)
     steps: int = field(metadata=KEPT)
     matched: bool = field(metadata=KEPT)
-    """Whether each step has a cache of its own: `matched`, `anchored`."""
+    """Whether each step has a cache of its own: `matched`."""
     cached_steps: int = field(metadata=KEPT)
     """If `matched`: the step count that the caches are laid out for."""
     newest: int = field(default=-1, metadata=STATE)
@@ -271,7 +271,7 @@ class ModelRunner:
         if done is None:
             done = self._forward(given, concat_layers(texts), self.attention.on(metadata))
         for row in rows:
-            if row.chunk < self.spec.first_chunks > 1 or row.clean:
+            if row.chunk < self.spec.first_chunks > 1:
                 self._share(row)
         return done
 
@@ -280,13 +280,12 @@ class ModelRunner:
         self,
         kept: PreallocatedCaches,
         *,
-        clean_with_next: bool = False,
         memory: RankMemory | None = None,
         max_rows: int = 1,
         on_progress: Callable[[int, int], None] = lambda made, of: None,
     ) -> None:
         """Make graphs for the forwards that a session of the kind of `kept` meets for ever once its window is full: of
-        a chunk alone, if asked of one that takes the next chunk's first step with it, and of 2 to `max_rows` sessions.
+        a chunk alone, and of 2 to `max_rows` sessions.
         Until then, and after a `flush`, it runs the plain path. Takes from seconds to minutes; `on_progress` is called
         with the number of kinds of forward whose graphs are made, and how many there are.
 
@@ -304,20 +303,18 @@ class ModelRunner:
         full = max(geometry.slots, self.spec.first_chunks)
         chunks = range(full, full + geometry.period)
         self.compiled.learning = True
-        alone, most = (False, True)[: 1 + clean_with_next], min(max_rows, len(trials))
-        kinds = len(alone) + most - 1
+        kinds = min(max_rows, len(trials))
         on_progress(0, kinds)
-        for made, with_next in enumerate(alone, 1):
-            for trial, chunk in product(trials if self._pool is not None else trials[:1], chunks):
-                for rows in forward_variants(trial, chunk, steps, kv_context, chunk in geometry.anchors, with_next):
-                    self.forward(rows, self.zeros(len(rows)))
-            on_progress(made, kinds)
-        if most > 1 and self._pool is not None:
-            self.compiled.try_paged(most, self.spec.window(kv_context))
-        for count in range(2, most + 1):
+        for trial, chunk in product(trials if self._pool is not None else trials[:1], chunks):
+            for row in forward_variants(trial, chunk, steps, kv_context):
+                self.forward([row], self.zeros(1))
+        on_progress(1, kinds)
+        if kinds > 1 and self._pool is not None:
+            self.compiled.try_paged(kinds, self.spec.window(kv_context))
+        for count in range(2, kinds + 1):
             rows = [MicroStep(trial, full, 0, steps, 0) for trial in trials[:count]]
             self.forward(rows, self.zeros(count))
-            on_progress(len(alone) + count - 1, kinds)
+            on_progress(count, kinds)
         self.compiled.learning = False
         for trial in trials:
             self.close(trial)
@@ -354,16 +351,13 @@ class ModelRunner:
 
     def _share(self, row: MicroStep) -> None:
         """What was made together is seen by every step as its last one left it (StreamDiffusionV2's start: it runs
-        through all steps on one cache, which is copied then), an anchor as its clean pass did. Mutates: the row's
-        caches."""
+        through all steps on one cache, which is copied then). Mutates: the row's caches."""
         session = self.sessions[row.session]
-        if session.matched and (row.last or row.clean):
-            slot = session.geometry.slot(row.chunk, row.clean and row.chunk >= session.geometry.pinned)
-            session.state.share(self._cache(session, row), slot)
+        if session.matched and row.last:
+            session.state.share(self._cache(session, row), session.geometry.slot(row.chunk))
 
     def _cache(self, session: RunnerSession, row: MicroStep) -> int:
-        """A first chunk may have more steps: those before the others' first write where that one will. A clean pass
-        sees what the last step sees."""
+        """A first chunk may have more steps: those before the others' first write where that one will."""
         return min(max(0, row.step - (row.steps - session.steps)), session.steps - 1) if session.matched else 0
 
     def _row_metadata(self, row: MicroStep, later: int, before: Sequence[AttentionMetadata]) -> AttentionMetadata:
@@ -388,7 +382,6 @@ class ModelRunner:
             )  # fmt: skip
         if row.clean and self.spec.context_alone:
             visible_from = max(visible_from, row.chunk)
-        clean = session.geometry.seen_clean(row.chunk, row.step, row.steps, visible_from)
         return self.attention.row_metadata(
-            session.geometry, session.state, cache, row.chunk, visible_from, adapt, fold, later, before, clean=clean
+            session.geometry, session.state, cache, row.chunk, visible_from, adapt, fold, later, before
         )

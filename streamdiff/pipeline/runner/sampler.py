@@ -107,10 +107,6 @@ class SamplerSession:
         """Whether all chunks have a clean pass."""
         return self.kv_context not in PER_STEP
 
-    def gets_clean_pass(self, chunk: int) -> bool:
-        """Whether this chunk has one: in `anchored` an anchor."""
-        return self.clean_pass or chunk in self.geometry.anchors
-
     def keep(self, row: MicroStep, latents: Tensor) -> None:
         """Remember a finished chunk for as long as a later one may see it. Mutates: self."""
         chunk = row.chunk
@@ -213,7 +209,7 @@ class LatentSampler:
         begun = {(row.session, row.chunk) for row in rows if row.step == 0}
         for row in rows:
             state = self.sessions[row.session]
-            state.noise.prefetch(row.chunk, row.step + 1, row.steps + state.gets_clean_pass(row.chunk))
+            state.noise.prefetch(row.chunk, row.step + 1, row.steps + state.clean_pass)
         for session, chunk in begun:
             if (session, chunk + 1) not in begun:
                 self._prepare_begin(self.sessions[session], chunk + 1)
@@ -227,8 +223,6 @@ class LatentSampler:
             return None
         x_t = session.latents.pop(key)
         if row.clean:
-            if not session.clean_pass:  # then nothing runs it again
-                del session.kept[row.chunk]
             return None
         x0 = sampling.clean_from_flow(x_t, flow.to(x_t.dtype), self._sigma(row, row.step))
         if row.chunk in session.given_latents:  # known already: the step was run for what it leaves in its cache
@@ -243,8 +237,6 @@ class LatentSampler:
         if session.clean_pass:
             session.keep(row, self._remembered(session, row.chunk, x0))
             session.latents[key] = x0
-        elif session.gets_clean_pass(row.chunk):
-            session.kept[row.chunk], session.latents[key] = (x0, row.steps), x0
         return Finished(row, x0)
 
     def _begin(self, row: MicroStep) -> Tensor:

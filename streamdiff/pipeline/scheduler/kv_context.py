@@ -3,45 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import get_args
 
 from streamdiff.config import KVContext
-from streamdiff.session_state.fields import session_value
 
 KV_CONTEXTS: tuple[str, ...] = get_args(KVContext)
-PER_STEP = ("matched", "anchored")
+PER_STEP = ("matched",)
 """Those with a cache for each step."""
-
-
-@session_value("anchors")
-@dataclass(frozen=True)
-class Anchors:
-    """The chunks that have a clean pass in KV context `anchored`: the first `sink`, and with `every` N above 0 those
-    whose number N divides. Without either there are none."""
-
-    sink: int = 0
-    every: int = 0
-
-    def __contains__(self, chunk: object) -> bool:
-        return isinstance(chunk, int) and (chunk < self.sink or (self.every > 0 and chunk % self.every == 0))
-
-    def seen_clean(self, anchor: int, chunk: int, step: int, steps: int) -> bool:
-        """Whether `chunk`, at `step` of `steps`, sees the clean keys of `anchor`; if not, those of this step.
-
-        Sink anchors always are: the next chunk waits for them. Others are once their clean pass has entered if each
-        chunk is one step behind the one before, so that on at most `steps` stages no chunk waits. The rule is the same
-        for any number of stages.
-        """
-        return anchor in self and (anchor < self.sink or step + chunk - anchor >= steps)
-
-    def slots(self, ring: int) -> int:
-        """Slots, in chunks, for anchors that are not the sink's, where a chunk sees `ring` chunks, itself included: one
-        is free again before the next needs it."""
-        return (ring - 1) // self.every + 1 if self.every else 0
-
-
-NO_ANCHORS = Anchors()
 
 
 def in_flight_limit(kv_context: str, *, steps: int, stages: int) -> int:
@@ -67,7 +35,7 @@ def most_steps(steps: int, known: Sequence[int]) -> int:
 
 
 def cache_count(kv_context: str, *, steps: int) -> int:
-    """Caches of one session: `matched` and `anchored` keep one per step."""
+    """Caches of one session: `matched` keeps one per step."""
     return steps if kv_context in PER_STEP else 1
 
 
@@ -75,7 +43,7 @@ def spare_slots(kv_context: str, *, steps: int) -> int:
     """Slots, in chunks, that a cache has beyond the window, for newer chunks in flight.
 
     Only a staircase's newcomers write into the cache that older chunks still read, so it needs one for each of them,
-    in-flight limit less one. A cache of `matched` or `anchored` holds one step, which chunks pass in order. So no cache
+    in-flight limit less one. A cache of `matched` holds one step, which chunks pass in order. So no cache
     depends on the number of stages, and on any number the same keys are summed in the same order.
     """
     return in_flight_limit(kv_context, steps=steps, stages=1) - 1 if kv_context == "staircase" else 0

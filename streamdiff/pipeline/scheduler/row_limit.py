@@ -33,7 +33,7 @@ class RowsNow(NamedTuple):
 class ForwardCounts:
     """Forwards handed out so far: by their number of rows, and those of one row by the reason why nothing shared them,
     where rows may: `none_ready`, no other row was; `ring`, the ring would have had too little to do; `cost`, two rows
-    would not have paid; `same_session`, only rows of the same chunk or anchor were left; or the name of the field in
+    would not have paid; `same_session`, only rows of the same chunk were left; or the name of the field in
     which the other row differed."""
 
     rows: Counter[int] = field(default_factory=Counter)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 
-from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, PER_STEP, Anchors
+from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 from streamdiff.pipeline.scheduler.step import PER_ROW, SHARED, MicroStep
 from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
 
@@ -69,7 +69,6 @@ class ScheduledSession:
     rerun: list[int] = field(default_factory=list, metadata=PER_ROW | STATE)
     rerun_as_one: bool = field(default=False, metadata=PER_ROW | STATE)
     draining: bool = field(default=False, metadata=PER_ROW | KEPT)
-    anchors: Anchors = field(default=NO_ANCHORS, metadata=PER_ROW | KEPT)
     held: bool = field(default=False, metadata=PER_ROW | DERIVED)
     rows_before: int = field(default=0, metadata=PER_ROW | DERIVED)
     choice: int | None = field(default=None, metadata=PER_ROW | DERIVED)
@@ -83,12 +82,8 @@ class ScheduledSession:
 
     @property
     def passes(self) -> int:
-        """Micro-steps of one chunk, from step 0 on, but for the clean pass of an anchor; `matched` needs none."""
+        """Micro-steps of one chunk, from step 0 on; `matched` needs no clean pass."""
         return self.steps if self.kv_context in PER_STEP else self.steps + 1
-
-    def last_pass(self, chunk: int) -> int:
-        """The last micro-step of a chunk."""
-        return self.passes if chunk in self.anchors else self.passes - 1
 
     def extra(self, chunk: int) -> int:
         """Steps of a chunk before its step 0."""
@@ -118,7 +113,7 @@ class ScheduledSession:
         plus a new chunk if that is the choice; in the other KV contexts always 1."""
         if self.kv_context != "staircase":
             return 1
-        back = sum(chunk.back == chunk.entered < self.last_pass(chunk.number) for chunk in self.chunks)
+        back = sum(chunk.back == chunk.entered < self.passes - 1 for chunk in self.chunks)
         return max(back + (self.choice == len(self.chunks)), 1)
 
     @property
@@ -130,11 +125,7 @@ class ScheduledSession:
         """Compute `choice` from the session's state. Changes nothing."""
         count = len(self.chunks)
         held = bool(self.rerun) or self.draining or self.beginning
-        # An anchor whose clean pass alone is on its way keeps nobody waiting.
-        unfinished = (
-            sum(chunk.back < self.steps - 1 for chunk in self.chunks) if self.kv_context == "anchored" else count
-        )
-        may_admit = self.fits and unfinished < self.in_flight_limit and not held
+        may_admit = self.fits and count < self.in_flight_limit and not held
         if self.paused or self.held:
             return None
         if self.rerun and all(chunk.entered == self.passes - 1 for chunk in self.chunks):
@@ -196,23 +187,22 @@ class ScheduledSession:
         if chunk.epoch != row.epoch or chunk.back != step - 1 or chunk.entered < step:
             return
         chunk.back, self.stale = step, True
-        while self.chunks and self.chunks[0].back == self.last_pass(self.chunks[0].number):
+        while self.chunks and self.chunks[0].back == self.passes - 1:
             del self.chunks[0]
 
     def _tick_of(self, chunk: int) -> int:
         return timetable_tick(chunk, stages=self.stages, passes=self.passes)
 
     def _nothing_stands_before(self, tick: int) -> bool:
-        """Whether every step in flight that the timetable has before `tick`, a new chunk's, has entered; an anchor's
-        clean pass stands where the step after its last would, P * S ticks after its first."""
-        waiting = (chunk for chunk in self.chunks if chunk.entered < self.last_pass(chunk.number))
+        """Whether every step in flight that the timetable has before `tick`, a new chunk's, has entered."""
+        waiting = (chunk for chunk in self.chunks if chunk.entered < self.passes - 1)
         return all(self.next_tick(chunk) > tick for chunk in waiting)
 
     def _ready(self, index: int) -> bool:
         """Rules 1 and 2 of docs/design.md, section 4, for the next step of a chunk in flight."""
         chunk = self.chunks[index]
         step = chunk.entered + 1
-        if chunk.back != chunk.entered or step > self.last_pass(chunk.number) or not self._behind(index, step):
+        if chunk.back != chunk.entered or step > self.passes - 1 or not self._behind(index, step):
             return False
         # Chunk n + k reads this one's step s - 1 in its own step s - 1 - k: all of those enter before step s does. They
         # have when chunk n + s - 1 is in flight, for it entered when the one before it was at step 1, and so on. Before
@@ -223,19 +213,11 @@ class ScheduledSession:
         return (bool(self.rerun) or self.draining) and all(reader.entered >= step - 1 - k for k, reader in readers)
 
     def _behind(self, index: int, step: int) -> bool:
-        """Whether the chunk before `index` has progressed as far as the KV context requires for `step`, and anchors
-        that are seen clean have had their clean pass; finished chunks have."""
+        """Whether the chunk before `index` has progressed as far as the KV context requires for `step`."""
         if index == 0:
             return True
         ahead = {"clean": self.steps, "staircase": step + 1}.get(self.kv_context, step)
-        if self.chunks[index - 1].entered < min(ahead, self.passes - 1):
-            return False
-        number, before = self.chunks[0].number + index, self.chunks[:index] if self.kv_context == "anchored" else ()
-        return all(
-            chunk.entered == self.steps
-            for chunk in before
-            if self.anchors.seen_clean(chunk.number, number, step, self.steps)
-        )
+        return self.chunks[index - 1].entered >= min(ahead, self.passes - 1)
 
 
 def timetable_tick(chunk: int, *, stages: int, passes: int) -> int:

@@ -2,7 +2,7 @@
 
 Pure logic: no torch, no clock, no I/O. Events in (`open`, `returned`, `set_frame_credit`, ...), decisions out (`next`).
 The rules are in docs/design.md, section 4; what a micro-step attends to follows from them, never from timing. New
-chunks of `matched` and `anchored` sessions are paced, see `timetable_tick`; one session is in `scheduled_session`.
+chunks of `matched` sessions are paced, see `timetable_tick`; one session is in `scheduled_session`.
 
 **A first chunk with more steps.** Steps are numbered from the end: the last step and the clean pass have the same
 number in every chunk. A longer first chunk begins at a negative step, so rules compare steps equally far from the end.
@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, PER_STEP, Anchors, in_flight_limit
+from streamdiff.pipeline.scheduler.kv_context import PER_STEP, in_flight_limit
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts, RingSlots, RowLimit, RowsNow
 from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
 from streamdiff.pipeline.scheduler.step import MicroStep, differing_field
@@ -46,7 +46,7 @@ class StreamBatchScheduler:
     something to hand out gets a row in one of the next `(PATIENCE + 1) * N` forwards, where N such are open, whatever
     their frame credits are.
 
-    A row that is ready is held back by paced admission alone, which concerns new chunks of `matched` and `anchored`
+    A row that is ready is held back by paced admission alone, which concerns new chunks of `matched`
     sessions, and by its forward being full or of another kind (`differing_field`).
 
     Args:
@@ -54,8 +54,6 @@ class StreamBatchScheduler:
         chunk_frames: frames that one chunk adds, the unit of `set_frame_credit`.
         first_chunks: chunks of a stream's beginning that are made together, in one forward whatever `max_rows`.
         max_rows: micro-steps that may share a forward.
-        clean_with_next: whether a clean pass takes the next chunk's first step with it, as a row beyond `max_rows`
-            where that is 1.
     """
 
     def __init__(
@@ -64,11 +62,10 @@ class StreamBatchScheduler:
         stages: int,
         chunk_frames: int,
         max_rows: int = 1,
-        clean_with_next: bool = False,
         first_chunks: int = 1,
     ) -> None:
         self.stages, self.chunk_frames, self.max_rows = stages, chunk_frames, max_rows
-        self.clean_with_next, self.first_chunks = clean_with_next, first_chunks
+        self.first_chunks = first_chunks
         self._sessions: dict[int, ScheduledSession] = {}
         self._forwards = 0  # handed out so far: what waiting is counted in
         self._rows = 0  # the same of rows, where forwards may have several
@@ -90,11 +87,10 @@ class StreamBatchScheduler:
         epoch: int,
         first_steps: int | None = None,
         background: bool = False,
-        anchors: Anchors = NO_ANCHORS,
     ) -> None:
         """Add a session; its frame credit is 0. `epoch` must be one that this slot never had, see `returned`; the
         stream's first chunk has `first_steps` steps, by default as many as the others. With `background` it takes what
-        others leave. `anchors` are those of KV context `anchored`.
+        others leave.
 
         Raises:
             ValueError: the session is open already, or its KV context is not known.
@@ -105,7 +101,6 @@ class StreamBatchScheduler:
         self._sessions[session] = ScheduledSession(
             session, steps, extra, kv_context, epoch, self.stages, self.chunk_frames, limit,
             self._forwards, self.first_chunks, background,
-            anchors=anchors if kv_context == "anchored" else NO_ANCHORS,
         )  # fmt: skip
 
     def close(self, session: int) -> None:
@@ -211,7 +206,7 @@ class StreamBatchScheduler:
         Without `background` none of a background session. Rows are spread over the `slots` of the ring (`RowLimit`);
         None: a forward takes all that it can.
 
-        Within a session: oldest chunk first, `matched` and `anchored` by timetable. A chunk gives at most one row, as
+        Within a session: oldest chunk first, `matched` by timetable. A chunk gives at most one row, as
         its next step needs this one's result. No row has a `differing_field` from the first.
         """
         rows: list[MicroStep] = []
@@ -219,8 +214,6 @@ class StreamBatchScheduler:
         most = self.max_rows if slots is None else self._most_rows(slots)
         while len(rows) < most and not _recaches(rows) and (picked := self._pick(rows, most, background)):
             rows += picked
-        if self.clean_with_next and (follower := self._follower(rows)):
-            rows.append(follower)
         if rows:
             self._forwards += 1
             self.counts.rows[len(rows)] += 1
@@ -279,8 +272,7 @@ class StreamBatchScheduler:
 
     def _limit(self, kv_context: str, steps: int) -> int:
         """Chunks of a session that may be in flight at once."""
-        limit = in_flight_limit(kv_context, steps=steps, stages=self.stages)
-        return limit + 1 if kv_context == "clean" and self.clean_with_next else limit
+        return in_flight_limit(kv_context, steps=steps, stages=self.stages)
 
     def _pick(self, taken: list[MicroStep], most: int, background: bool) -> list[MicroStep]:
         """Take one more row, or rows that must share a forward, for the forward that has `taken`, of `most` rows.
@@ -301,8 +293,6 @@ class StreamBatchScheduler:
             rows = state.rows(choice)
             # Rows of a chunk write the same keys; a clean pass and its rerun could meet in a forward.
             apart = written.isdisjoint((row.session, row.chunk) for row in rows) and not _recaches(rows)
-            # What an anchor's clean pass writes is handed to all caches after its forward.
-            apart &= state.kv_context != "anchored" or not any(row.clean and row.session == state.name for row in taken)
             differs = first and (differing_field(first, state) or differing_field(taken[0], rows[0]))
             if not taken or (not differs and apart and len(taken) + len(rows) <= most):
                 state.enter(choice)
@@ -311,18 +301,6 @@ class StreamBatchScheduler:
                 return rows
             self._apart = differs or ("ring" if apart else "same_session")
         return []
-
-    def _follower(self, rows: list[MicroStep]) -> MicroStep | None:
-        """The first step of the chunk after a clean pass that is alone in its forward; hands it out."""
-        if len(rows) != 1 or not rows[0].clean or _recaches(rows):
-            return None
-        state = self._sessions[rows[0].session]
-        choice = self._choice(state) if state.kv_context == "clean" else None
-        if choice != len(state.chunks):
-            return None
-        row = state.row(choice)
-        state.enter(choice)
-        return row
 
     def _rank(self, state: ScheduledSession, open_sessions: int, taken: int, most: int) -> tuple[int, ...]:
         """Sessions with a smaller rank go first; `open_sessions` of the same kind are open, and the forward that is put

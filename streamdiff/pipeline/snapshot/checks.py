@@ -132,7 +132,7 @@ def _check_pending(pending: PendingSteps | None, spec: ModelSpec, epoch: int) ->
 
 def _check_scheduled(head: HeadState, fresh: ScheduledSession) -> None:
     new, where = head.scheduled, "head.scheduled"
-    _alike(new, fresh, where, ("steps", "first_extra", "kv_context", "epoch", "anchors"))
+    _alike(new, fresh, where, ("steps", "first_extra", "kv_context", "epoch"))
     _within(f"{where}.epoch", new.epoch, 0, _MOST)
     _within(f"{where}.next_chunk", new.next_chunk, 0, _MOST)
     _within(f"{where}.frame_credit", new.frame_credit, -_MOST, _MOST)
@@ -150,7 +150,7 @@ def _check_scheduled(head: HeadState, fresh: ScheduledSession) -> None:
         epoch = chunk.epoch
         _must(chunk.extra == new.extra(chunk.number), f"{at}.extra", chunk.extra, str(new.extra(chunk.number)))
         # The oldest of those that have come back whole is not in flight any more.
-        _within(f"{at}.entered", chunk.entered, -chunk.extra, new.last_pass(chunk.number) - (index == 0))
+        _within(f"{at}.entered", chunk.entered, -chunk.extra, new.passes - 1 - (index == 0))
         _must(
             chunk.back == chunk.entered, f"{at}.back", chunk.back, f"{chunk.entered}, as `entered`: nothing is between"
         )
@@ -164,10 +164,12 @@ def _check_rerun(head: HeadState) -> None:
     if new.kv_context in PER_STEP:
         _must(not new.rerun, "head.scheduled.rerun", new.rerun, "empty without a clean pass")
         return
-    there = sampler.kept.keys() | sampler.given_latents.keys()
+    # A rerun waits for the chunks in flight, whose latents are kept by then.
+    coming = {number for chunk in new.chunks for number in _numbers(new, chunk.number)}
+    there = sampler.kept.keys() | sampler.given_latents.keys() | coming
     ascending = all(a < b for a, b in zip(new.rerun, new.rerun[1:], strict=False))
     _must(ascending and set(new.rerun) <= there, "head.scheduled.rerun", new.rerun,
-          f"ascending, of the chunks whose latents are kept: {sorted(there)}")  # fmt: skip
+          f"ascending, of the chunks kept or in flight: {sorted(there)}")  # fmt: skip
     if new.rerun and new.rerun_as_one:
         last, geometry = new.next_chunk - 1, sampler.geometry
         firsts = {0, *range(max(0, last - geometry.slots), new.next_chunk + 1)}
@@ -191,7 +193,7 @@ def _check_sampler(head: HeadState, opened: Opened) -> None:
     in_flight = {
         (number, chunk.epoch)
         for chunk in scheduled.chunks
-        if chunk.back < scheduled.last_pass(chunk.number)
+        if chunk.back < scheduled.passes - 1
         for number in _numbers(scheduled, chunk.number)
     }
     _must(set(new.latents) == in_flight, f"{where}.latents", sorted(new.latents), f"of {sorted(in_flight)}")
@@ -308,8 +310,7 @@ def _unfinished(scheduled: ScheduledSession) -> dict[int, int]:
 def _kept(sampler: SamplerSession, scheduled: ScheduledSession) -> set[int]:
     """Finished chunks whose latents the sampler has, see `SamplerSession.keep`."""
     if not sampler.clean_pass:
-        at_end = (chunk.number for chunk in scheduled.chunks if chunk.back == scheduled.steps - 1)
-        return {number for number in at_end if number in scheduled.anchors}
+        return set()
     geometry, gone = sampler.geometry, {*_unfinished(scheduled), *sampler.given_latents}
     last = next((number for number in range(scheduled.next_chunk - 1, -1, -1) if number not in gone), -1)
     first = max(0, last - geometry.slots + 1)

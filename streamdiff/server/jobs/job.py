@@ -9,6 +9,8 @@ from streamdiff.engine.messages import DEFAULT_STRENGTH
 
 Status = Literal["queued", "in_progress", "completed", "failed"]
 ENDED: tuple[Status, ...] = ("completed", "failed")
+ATTEMPTS = 3
+"""After so many that ended with the engine, the server or the disk's last room a job is taken to be the reason."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ class VideoRequest:
 class Job:
     """A request and where it stands. Times are in seconds since the Unix epoch; None: not yet.
 
-    `attempts`: how often it was begun when the engine failed. `error` says why it failed.
+    `attempts`: how often it was begun and did not end, the current time included. `error` says why it failed.
+    `inference_s`: seconds from the opening of its session to its last frame; `peak_memory_mb`: MiB of the engine
+    meanwhile, at most.
     """
 
     id: str
@@ -45,3 +49,5 @@ class Job:
     ended_s: float | None = None
     expires_s: float | None = None
     error: str = ""
+    inference_s: float | None = None
+    peak_memory_mb: float | None = None

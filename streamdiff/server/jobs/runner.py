@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import sqlite3
 from collections.abc import Awaitable, Callable
@@ -22,13 +23,14 @@ from typing import TypeVar
 from av.error import FFmpegError
 
 from streamdiff import clock
+from streamdiff.atomic_write import NO_ROOM
 from streamdiff.config import ServeConfig
 from streamdiff.engine import messages
 from streamdiff.engine.features import Features
 from streamdiff.engine.messages import Command, Event, Pictures, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
-from streamdiff.server.jobs.job import Job, VideoRequest
+from streamdiff.server.jobs.job import ATTEMPTS, Job, VideoRequest
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.jobs.video_file import VideoFile, encoding_threads
 from streamdiff.server.load.capacity import Unavailable
@@ -39,21 +41,22 @@ logger = logging.getLogger(__name__)
 
 SESSION = "job:"
 """Sessions of jobs have names that begin so."""
-ATTEMPTS = 3
-"""Engine failures while a job runs at which the job is taken to be the reason."""
 AHEAD_CHUNKS = 2
 NO_MEMORY_RETRY_S = 2.0
 ENGINE_RETRY_S = 1.0
-DATABASE_RETRY_S = 10.0
+DISK_RETRY_S = 10.0
+TELL_S = 60.0
+"""How often the log says that the disk has no room."""
 LONGEST_HOUSEKEEPING_S = 60.0
 
 _T = TypeVar("_T")
 
 
 class _RequeueJob(Exception):
-    """A job returns to the queue. `attempt`: the engine failed while it ran; `wait_s`: no job begins for so long."""
+    """A job returns to the queue. `attempt`: what happened counts as one that it did not end; `wait_s`: no job begins
+    for so long."""
 
-    def __init__(self, *, attempt: bool = False, wait_s: float = 0.0) -> None:
+    def __init__(self, *, attempt: str = "", wait_s: float = 0.0) -> None:
         super().__init__()
         self.attempt, self.wait_s = attempt, wait_s
 
@@ -68,6 +71,8 @@ class _Run:
     encoded: int = 0
     in_engine: bool = False
     preempted: bool = False
+    inference_s: float | None = None
+    peak_memory_mb: float | None = None
     end: str = "aborted"
     """How it ended: completed, failed, put_back or aborted; label of a metric."""
 
@@ -95,25 +100,41 @@ class JobRunner:
         self._tasks: list[asyncio.Task[None]] = []
         self._engine_runs = True
         self._not_before_s = 0.0
+        self._told_s = -math.inf
 
     # ---- for the routes -----------------------------------------------------------------------------------------
 
     async def submit(
-        self, request: VideoRequest, owner: str, owner_share: int, picture: Pictures | None, features: Features
+        self,
+        request: VideoRequest,
+        owner: str,
+        owner_share: int,
+        picture: Pictures | None,
+        features: Features,
+        key: tuple[str, str] | None = None,
     ) -> Job:
         """Put a job into the queue, of which `owner` may hold `owner_share` places, with what the store keeps of it.
+        Where a request with this `key` came before, its job is returned; see `JobStore.of_key`.
 
         Raises:
-            Unavailable: the queue or the disk is full.
+            Unavailable: the queue or the disk is full. KeyReused: that request was another one.
         """
-        job = await self._stored(self._submit, request, owner, owner_share, picture, features)
+        job = await self._changed(self._submit, request, owner, owner_share, picture, features, key)
         logger.info("Job %s waits: %d frames.", job.id, request.frames, extra=log_fields(job=job.id))
         self._wake.set()
         return job
 
     def _submit(
-        self, request: VideoRequest, owner: str, owner_share: int, picture: Pictures | None, features: Features
+        self,
+        request: VideoRequest,
+        owner: str,
+        owner_share: int,
+        picture: Pictures | None,
+        features: Features,
+        key: tuple[str, str] | None,
     ) -> Job:
+        if key is not None and (known := self._store.of_key(*key)) is not None:
+            return known
         serve, now_s = self._config, clock.wall_s()
         if self._store.count() >= serve.jobs_queue:
             raise Unavailable("queue", f"All {serve.jobs_queue} places are taken (serve.jobs_queue).", 10)
@@ -130,7 +151,7 @@ class JobRunner:
                 "disk", f"The videos kept here take {used_gb:.2f} GB of {serve.jobs_disk_gb:g} (serve.jobs_disk_gb). "
                 "DELETE some, or wait until they expire.", wait_s,
             )  # fmt: skip
-        return self._store.add(request, owner, now_s, picture, features)
+        return self._store.add(request, owner, now_s, picture, features, key)
 
     async def get(self, id: str) -> Job | None:
         return await self._stored(self._store.get, id)
@@ -140,11 +161,11 @@ class JobRunner:
         return await self._stored(partial(self._store.page, after=after, limit=limit, order=order))  # type: ignore[arg-type]
 
     async def delete(self, id: str) -> bool:
-        """Delete a job and its file, and stop making it; False if there is none."""
+        """Delete a job and its file, and stop making it; False if there is none. Raises Unavailable."""
         deleted = False
         for _ in range(2):  # it may be begun while the store's thread is on its way to delete it
             await self._cancel([task for task, run in self._runs.items() if run.job.id == id])
-            deleted = await self._stored(self._store.delete, id) or deleted
+            deleted = await self._changed(self._store.delete, id) or deleted
         self._wake.set()
         return deleted
 
@@ -179,6 +200,9 @@ class JobRunner:
         elif isinstance(event, Ready):
             self._engine_runs = True
             self._wake.set()
+        elif isinstance(event, messages.Measured):
+            for run in self._runs.values():
+                run.peak_memory_mb = round(max(run.peak_memory_mb or 0.0, event.memory_bytes / 2**20), 1)
         elif isinstance(event, messages.SessionMessage):
             for run in self._runs.values():
                 if run.session == event.session:
@@ -198,7 +222,7 @@ class JobRunner:
 
     async def start(self) -> None:
         """Recover the jobs of the last server, and start to run jobs."""
-        waiting = await self._stored(self._store.recover, clock.wall_s() + self._config.jobs_keep_s)
+        waiting = await self._stored(self._store.recover, await self._now_s() + self._config.jobs_keep_s)
         if waiting:
             logger.info("%d jobs of an earlier run begin again.", waiting)
         self._tasks = [
@@ -210,6 +234,10 @@ class JobRunner:
         """Stop making jobs; those begun begin again with the next server."""
         await self._cancel([*self._tasks, *self._runs])
         self._encoders.shutdown()
+        try:
+            await self._stored(self._store.put_back_all)
+        except sqlite3.Error as error:
+            logger.error("Jobs in progress count as tried once: %s", error)
         await self._stored(self._store.close)
         self._disk.shutdown()
 
@@ -226,9 +254,9 @@ class JobRunner:
                     else:
                         self._begin(job)
                 self._metrics.jobs_waiting.set(await self._stored(self._store.count) - len(self._runs))
-            except sqlite3.Error:
-                logger.exception("The jobs' database cannot be used; it is tried again.")
-                self._not_before_s = clock.monotonic_s() + DATABASE_RETRY_S
+            except (sqlite3.Error, OSError) as error:
+                self._tell(error)
+                self._not_before_s = clock.monotonic_s() + DISK_RETRY_S
             self._metrics.jobs_running.set(len(self._runs))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s if (wait_s := self._wait_s()) > 0 else None):
@@ -256,15 +284,46 @@ class JobRunner:
         period_s = min(LONGEST_HOUSEKEEPING_S, self._config.jobs_keep_s / 4)
         while True:
             try:
-                for id in await self._stored(self._store.expire, clock.wall_s()):
+                for id in await self._stored(self._store.expire, await self._now_s()):
                     logger.info("Job %s has expired.", id, extra=log_fields(job=id))
-            except (sqlite3.Error, OSError):
-                logger.exception("Jobs that are over could not be removed; it is tried again.")
+            except (sqlite3.Error, OSError) as error:
+                self._tell(error)
             await asyncio.sleep(period_s)
 
     async def _stored(self, call: Callable[..., _T], *given: object) -> _T:
         """Call a method of the store on its thread."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, partial(call, *given))
+
+    async def _changed(self, call: Callable[..., _T], *given: object) -> _T:
+        """The same for a request. Raises Unavailable where the disk takes nothing."""
+        try:
+            return await self._stored(call, *given)
+        except (sqlite3.Error, OSError) as error:
+            self._tell(error)
+            why = getattr(error, "strerror", None) or error  # without paths, which are nobody's business
+            raise Unavailable("storage", f"The server cannot write: {why}.", math.ceil(DISK_RETRY_S)) from error
+
+    async def _now_s(self) -> float:
+        """The wall clock, by which jobs expire, after the store has seen it."""
+        now_s = clock.wall_s()
+        await self._noted(self._store.see_time, now_s, clock.monotonic_s())
+        return now_s
+
+    async def _noted(self, call: Callable[..., None], *given: object) -> None:
+        """The same for what becomes of a job: tried until the disk takes it."""
+        while True:
+            try:
+                return await self._stored(call, *given)
+            except sqlite3.Error as error:
+                self._tell(error)
+                await asyncio.sleep(DISK_RETRY_S)
+
+    def _tell(self, error: Exception) -> None:
+        """Say in the log, once a minute, that the folder cannot be written."""
+        now_s = clock.monotonic_s()
+        if now_s - self._told_s >= TELL_S:
+            self._told_s = now_s
+            logger.error("serve.jobs_dir: %s cannot be written; it is tried again: %s", self._store.folder, error)
 
     # ---- one job ------------------------------------------------------------------------------------------------
 
@@ -273,7 +332,8 @@ class JobRunner:
         job = run.job
         try:
             await self._make(run)
-            await self._keep(partial(self._store.complete, job.id))
+            measured = run.inference_s, run.peak_memory_mb
+            await self._keep(partial(self._store.complete, job.id, measured=measured))
             run.end = "completed"
         except _RequeueJob as requeue:
             await self._put_back(run, requeue)
@@ -282,6 +342,10 @@ class JobRunner:
         except RequestError as error:
             await self._fail(run, str(error))
         except (StreamdiffError, OSError, ValueError, FFmpegError) as error:
+            if getattr(error, "errno", None) in NO_ROOM:
+                self._tell(error)
+                await self._put_back(run, _RequeueJob(attempt="the disk had no room", wait_s=DISK_RETRY_S))
+                return
             logger.exception("Job %s could not be encoded.", job.id)
             # Without paths: who asked for it need not know where it is kept.
             why = getattr(error, "strerror", None) or type(error).__name__
@@ -293,20 +357,20 @@ class JobRunner:
 
     async def _keep(self, note: Callable[[float, float], None]) -> None:
         """Store a job's end now, and its expiry `serve.jobs_keep_s` later, by `note(now_s, expires_s)`."""
-        now_s = clock.wall_s()
-        await self._stored(note, now_s, now_s + self._config.jobs_keep_s)
+        now_s = await self._now_s()
+        await self._noted(note, now_s, now_s + self._config.jobs_keep_s)
 
     async def _fail(self, run: _Run, why: str) -> None:
         await self._keep(partial(self._store.fail, run.job.id, why))
         run.end = "failed"
 
     async def _put_back(self, run: _Run, requeue: _RequeueJob) -> None:
-        if requeue.attempt and run.job.attempts + 1 >= ATTEMPTS:
-            await self._fail(run, f"the engine failed {ATTEMPTS} times while this was made")
+        if requeue.attempt and run.job.attempts >= ATTEMPTS:
+            await self._fail(run, f"{requeue.attempt} {ATTEMPTS} times while this was made")
             return
         if requeue.wait_s:
             self._not_before_s = clock.monotonic_s() + requeue.wait_s
-        await self._stored(partial(self._store.put_back, run.job.id, attempt=requeue.attempt))
+        await self._noted(partial(self._store.put_back, run.job.id, attempt=bool(requeue.attempt)))
         run.end = "put_back"
 
     async def _make(self, run: _Run) -> None:
@@ -342,7 +406,7 @@ class JobRunner:
             session, request.prompt, request.seed, request.steps, max_ahead_frames=ahead_frames, background=True,
             image=image, **features.fields(),
         )  # fmt: skip
-        run.in_engine = True
+        run.in_engine, begun_s = True, clock.monotonic_s()
         try:
             await self._send(opening)  # a job that is cancelled here may have reached the engine
             taken = 0
@@ -351,6 +415,7 @@ class JobRunner:
                     case messages.FrameBatch() as batch:
                         pictures = batch.pictures[: request.frames - taken]
                         taken += len(pictures)
+                        run.inference_s = round(clock.monotonic_s() - begun_s, 3)
                         video.put(pictures)
                     case int() as encoded:
                         run.encoded = max(run.encoded, encoded)
@@ -365,7 +430,7 @@ class JobRunner:
                     case messages.Closed(reason=why):
                         raise RequestError("session", f"the engine could not go on with it: {why}")
                     case Restarting():
-                        raise _RequeueJob(attempt=True)
+                        raise _RequeueJob(attempt="the engine failed")
                     case messages.Failed():
                         raise _RequeueJob
                     case _:

@@ -7,7 +7,9 @@ thread of their own.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -22,16 +24,24 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from streamdiff.atomic_write import check_room, open_private
 from streamdiff.engine.features import NAMES, NOTHING, Features
 from streamdiff.engine.messages import Pictures
-from streamdiff.errors import ConfigError
-from streamdiff.server.jobs.job import ENDED, Job, VideoRequest
+from streamdiff.errors import ConfigError, StreamdiffError
+from streamdiff.server.jobs.job import ATTEMPTS, ENDED, Job, VideoRequest
+
+logger = logging.getLogger(__name__)
 
 Order = Literal["asc", "desc"]
 DATABASE, SUFFIX, PICTURE_SUFFIX, FEATURES_SUFFIX = "jobs.sqlite3", ".mp4", ".png", ".safetensors"
 VERSION = 1
 _FIELDS = {each.name for each in fields(VideoRequest)}
-_OWN_FILE = r"video_([a-z0-9]+_)?[0-9a-f]{32}(\.\w+)?\.(mp4|png|safetensors)|\.streamdiff-[0-9a-f]{12}\.part"
+_UNFINISHED = r"\.streamdiff-[0-9a-f]{12}\.part"
+_OF_A_JOB = r"video_([a-z0-9]+_)?[0-9a-f]{32}(\.\w+)?\.(mp4|png|safetensors)"
+_ADDED = ("request_key TEXT", "request_digest TEXT", "inference_s REAL", "peak_memory_mb REAL")
+"""Columns that folders of earlier versions lack; earlier versions leave them alone."""
+LONGEST_DOWN_S = 3600.0
+"""What the time between two servers counts for at most, as nobody saw it pass."""
 LOCKED_S = 0.5
 """How long another server's hold on the folder is waited for."""
 _SCHEMA = """
@@ -50,8 +60,13 @@ CREATE TABLE IF NOT EXISTS jobs (
     bytes INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS jobs_status ON jobs (status, number);
+CREATE TABLE IF NOT EXISTS clock (id INTEGER PRIMARY KEY CHECK (id = 1), wall_s REAL NOT NULL);
 """
-_COLUMNS = "id, request, status, created_s, attempts, started_s, ended_s, expires_s, error"
+_COLUMNS = "id, request, status, created_s, attempts, started_s, ended_s, expires_s, error, inference_s, peak_memory_mb"
+
+
+class KeyReused(StreamdiffError):
+    """A request has the key of another one."""
 
 
 class JobStore:
@@ -66,8 +81,11 @@ class JobStore:
         """
         self.folder = folder.absolute()
         self._prefix = "video_" if name is None else f"video_{name}_"
+        self._seen_s: tuple[float, float] | None = None
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # what SQLite writes beside it has its mode
+                open_private(self.folder / DATABASE).close()
             self._database = sqlite3.connect(
                 self.folder / DATABASE, timeout=LOCKED_S, isolation_level=None, check_same_thread=False
             )
@@ -79,6 +97,11 @@ class JobStore:
             if found not in (0, VERSION):
                 raise ConfigError(f"serve.jobs_dir: {self.folder} is of version {found}, and this program of {VERSION}")
             self._database.executescript(_SCHEMA)
+            found_columns = {name for _, name, *_ in self._select("PRAGMA table_info(jobs)")}
+            for column in _ADDED:
+                if column.split()[0] not in found_columns:
+                    self._database.execute(f"ALTER TABLE jobs ADD COLUMN {column}")
+            self._database.execute("CREATE UNIQUE INDEX IF NOT EXISTS jobs_request_key ON jobs (request_key)")
             self._database.execute(f"PRAGMA user_version = {VERSION}")
         except OSError as error:
             raise ConfigError(f"serve.jobs_dir: {folder} cannot be used: {error.strerror}") from error
@@ -118,8 +141,9 @@ class JobStore:
 
     def recover(self, expires_s: float = math.inf) -> int:
         """Requeue jobs that were in progress when the last server ended, and completed jobs whose file is missing;
-        remove own files that belong to no job. Jobs with fields unknown here, of a later version, have failed, and are
-        kept until `expires_s`. Returns the number of queued jobs."""
+        remove files that were not finished. Jobs with fields unknown here, of a later version, have failed, as have
+        those during which servers ended ATTEMPTS times; they are kept until `expires_s`. Returns the number of queued
+        jobs."""
         with self._transaction():
             self._database.execute("UPDATE jobs SET status = 'queued', started_s = NULL WHERE status = 'in_progress'")
             complete = {
@@ -130,16 +154,24 @@ class JobStore:
             given = {path.name for id in known for path in self._given_paths(id)}
             for name in complete.keys() - found:
                 id = complete[name]
-                again = {"status": "queued", "started_s": None, "ended_s": None, "expires_s": None}
+                again = {"status": "queued", "started_s": None, "ended_s": None, "expires_s": None, "attempts": 0}
                 self._update(id, **again, bytes=self._given_bytes(id))
-            waiting = self._select("SELECT id, request, created_s FROM jobs WHERE status = 'queued'")
-        for id, text, created_s in waiting:
+            waiting = self._select("SELECT id, request, created_s, attempts FROM jobs WHERE status = 'queued'")
+        for id, text, created_s, attempts in waiting:
+            if attempts >= ATTEMPTS:
+                self.fail(id, f"the server ended {ATTEMPTS} times while this was made", created_s, expires_s)
             if unknown := sorted(json.loads(text).keys() - _FIELDS):
                 self.fail(id, f"this version of streamdiff does not know {', '.join(unknown)}", created_s, expires_s)
-        for name in found - complete.keys() - given:
-            # Whatever else lies there is somebody's own: the folder may be one of videos.
-            if re.fullmatch(_OWN_FILE, name):
+        for name in found:
+            if re.fullmatch(_UNFINISHED, name):
                 (self.folder / name).unlink(missing_ok=True)
+        # Of another database, or of one that was lost: whatever has its name is whole, and somebody's.
+        strange = sorted(name for name in found - complete.keys() - given if re.fullmatch(_OF_A_JOB, name))
+        if strange:
+            logger.warning(
+                "%d files in %s are of no job in %s, such as %s. They stay; delete them, or restore their database.",
+                len(strange), self.folder, DATABASE, strange[0],
+            )  # fmt: skip
         return self.count()
 
     # ---- a job's life -------------------------------------------------------------------------------------------
@@ -151,43 +183,77 @@ class JobStore:
         now_s: float,
         picture: Pictures | None = None,
         features: Features = NOTHING,
+        key: tuple[str, str] | None = None,
     ) -> Job:
         """A new job at the end of the queue. Its video begins with `picture` `[1, H, W, 3]`; `features` stand for that,
-        for the prompt, or for a video."""
+        for the prompt, or for a video. `key`: see `of_key`.
+
+        Raises:
+            OSError, sqlite3.Error: the disk has no room, say; then there is no such job, and nothing of it.
+        """
+        check_room(self.folder)
         request = replace(request, image=picture is not None, features=features.names, strength=features.strength)
         job = Job(f"{self._prefix}{secrets.token_hex(16)}", request, "queued", now_s)
         try:
             if picture is not None:  # before the job is there, so that it never lacks it
-                Image.fromarray(picture[0]).save(self._picture_path(job.id))
+                with open_private(self._picture_path(job.id)) as file:
+                    Image.fromarray(picture[0]).save(file, "PNG")
             for name in features.names:
-                self._feature_path(job.id, name).write_bytes(getattr(features, name))
+                with open_private(self._feature_path(job.id, name)) as file:
+                    file.write(getattr(features, name))
             self._database.execute(
-                "INSERT INTO jobs (id, request, status, created_s, owner, bytes) VALUES (?, ?, ?, ?, ?, ?)",
-                (job.id, json.dumps(asdict(request)), job.status, now_s, owner, self._given_bytes(job.id)),
+                "INSERT INTO jobs (id, request, status, created_s, owner, bytes, request_key, request_digest) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(job.id, json.dumps(asdict(request)), job.status, now_s, owner, self._given_bytes(job.id)),
+                    *(key or (None, None)),
+                ),
             )
-        except BaseException:  # no room on the disk, say: there is no such job, so nothing of it may stay
+        except BaseException:
             self._remove_files(job.id)
             raise
         return job
 
     def begin(self, now_s: float) -> Job | None:
-        """The oldest job that waits, which is in progress from now on; None: none waits."""
+        """The oldest job that waits, which is in progress from now on, with one attempt more; None: none waits.
+
+        Raises:
+            OSError, sqlite3.Error: the disk has no room.
+        """
         with self._transaction():
-            waiting = self._select("SELECT id FROM jobs WHERE status = 'queued' ORDER BY number LIMIT 1")
-            for (id,) in waiting:
-                self._update(id, status="in_progress", started_s=now_s)
+            waiting = self._select("SELECT id, attempts FROM jobs WHERE status = 'queued' ORDER BY number LIMIT 1")
+            for id, attempts in waiting:
+                check_room(self.folder)
+                self._update(id, status="in_progress", started_s=now_s, attempts=attempts + 1)
         return self.get(waiting[0][0]) if waiting else None
 
     def put_back(self, id: str, *, attempt: bool) -> None:
-        """Return a job in progress to its position in the queue; `attempt`: the engine failed while it ran."""
+        """Return a job in progress to its position in the queue; `attempt`: this counts as one."""
+        self._put_back("id = ?", id, attempt=attempt)
+
+    def put_back_all(self) -> None:
+        """The server ends as it should: what is in progress begins again with the next."""
+        self._put_back("status = 'in_progress'", attempt=False)
+
+    def _put_back(self, condition: str, *values: object, attempt: bool) -> None:
         self._database.execute(
-            "UPDATE jobs SET status = 'queued', started_s = NULL, attempts = attempts + ? WHERE id = ?", (attempt, id)
+            f"UPDATE jobs SET status = 'queued', started_s = NULL, attempts = attempts - ? WHERE {condition}",
+            (not attempt, *values),
         )
 
-    def complete(self, id: str, now_s: float, expires_s: float) -> None:
-        """A job's file is complete."""
+    def complete(
+        self,
+        id: str,
+        now_s: float,
+        expires_s: float,
+        measured: tuple[float | None, float | None] = (None, None),
+    ) -> None:
+        """A job's file is complete; `measured`: its `inference_s` and `peak_memory_mb`."""
         size = self.path(id).stat().st_size + self._given_bytes(id)
-        self._update(id, status="completed", ended_s=now_s, expires_s=expires_s, bytes=size)
+        self._update(
+            id, status="completed", ended_s=now_s, expires_s=expires_s, bytes=size,
+            inference_s=measured[0], peak_memory_mb=measured[1],
+        )  # fmt: skip
 
     def fail(self, id: str, error: str, now_s: float, expires_s: float) -> None:
         """A job cannot be made, ever: what was given for it is removed."""
@@ -197,7 +263,12 @@ class JobStore:
 
     def delete(self, id: str) -> bool:
         """Forget a job and its file; False if there is none."""
-        deleted = self._database.execute("DELETE FROM jobs WHERE id = ?", (id,)).rowcount
+        query = "DELETE FROM jobs WHERE id = ?", (id,)
+        try:
+            deleted = self._database.execute(*query).rowcount
+        except sqlite3.OperationalError:  # no room even for this, and the files take some
+            self._remove_files(id)
+            deleted = self._database.execute(*query).rowcount
         self._remove_files(id)
         return bool(deleted)
 
@@ -205,17 +276,46 @@ class JobStore:
         for path in (self.path(id), *self._given_paths(id)):
             path.unlink(missing_ok=True)
 
+    def see_time(self, wall_s: float, monotonic_s: float) -> None:
+        """Move the expiry of jobs along with a wall clock that jumps: what they have left passes by the monotonic
+        clock, and between two servers by the wall clock, LONGEST_DOWN_S at most. To be called before jobs end or
+        expire. Mutates: self."""
+        if self._seen_s is None:
+            before = self._select("SELECT wall_s FROM clock")
+            passed_s = min(max(wall_s - before[0][0], 0.0), LONGEST_DOWN_S) if before else 0.0
+            jump_s = wall_s - before[0][0] - passed_s if before else 0.0
+        else:
+            jump_s = (wall_s - self._seen_s[0]) - (monotonic_s - self._seen_s[1])
+        if abs(jump_s) >= 1:
+            with self._transaction():
+                self._database.execute("UPDATE jobs SET expires_s = expires_s + ?", (jump_s,))
+                self._note_time(wall_s)
+            logger.warning("The clock says %.0f s more than were seen to pass; jobs expire so much later.", jump_s)
+        self._seen_s = wall_s, monotonic_s
+
+    def _note_time(self, now_s: float) -> None:
+        self._database.execute("INSERT OR REPLACE INTO clock (id, wall_s) VALUES (1, ?)", (now_s,))
+
     def expire(self, now_s: float) -> list[str]:
-        """Forget the jobs that have been kept long enough, and their files; returns which."""
+        """Forget the jobs that have been kept long enough, and their files; returns which. Notes the time for the next
+        server."""
         old = [id for (id,) in self._select("SELECT id FROM jobs WHERE expires_s <= ?", now_s)]
         for id in old:
             self.delete(id)
+        self._note_time(now_s)
         return old
 
     # ---- what there is ------------------------------------------------------------------------------------------
 
     def get(self, id: str) -> Job | None:
         return next(iter(self._jobs("WHERE id = ?", id)), None)
+
+    def of_key(self, key: str, digest: str) -> Job | None:
+        """The job of an earlier request with this key, or None. Raises KeyReused where that was another request."""
+        found = self._select("SELECT id, request_digest FROM jobs WHERE request_key = ?", key)
+        if found and found[0][1] != digest:
+            raise KeyReused("`Idempotency-Key` belongs to another request; send one of its own with each new request")
+        return self.get(found[0][0]) if found else None
 
     def page(self, *, after: str | None, limit: int, order: Order) -> list[Job] | None:
         """At most `limit` jobs in the order in which they were asked for, those behind `after`; None: there is no such

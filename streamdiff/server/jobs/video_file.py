@@ -61,7 +61,7 @@ class VideoFile:
             EncodingAborted: `abort` came first.
             OSError, FFmpegError: it cannot be written.
         """
-        write_video(self._path, self._rgb(), self._fps)
+        write_video(self._path, self._rgb(), self._fps, private=True)
         sync(self._path)
 
     def _rgb(self) -> Iterator[NDArray[np.uint8]]:

@@ -18,7 +18,7 @@ EndReason = Literal["idle", "lifetime"]
 
 class Unavailable(StreamdiffError):
     """What cannot be had now. `code`, of a session: `time`, `memory`, `draining`, `restarting` or `engine`; of a job:
-    `queue`, `address` or `disk`."""
+    `queue`, `address`, `disk` (the limit of kept videos) or `storage` (the disk takes nothing)."""
 
     def __init__(self, code: str, message: str, retry_after_s: int) -> None:
         super().__init__(message)

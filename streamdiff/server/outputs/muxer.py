@@ -3,24 +3,30 @@ address.
 
 A process of its own per output, since FFmpeg may wait for the other side for as long as it likes, and PyAV holds the
 interpreter's lock while it connects. Standard input: one JSON line (`Header`), then records of `RECORD` and a payload,
-until it ends. Exit: 0 everything written, 1 with a line on standard error that says why not.
+until it ends. Standard output: a byte for each packet that was taken. Exit: 0 everything written, 1 with a line on
+standard error that says why not.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import struct
 import sys
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import BinaryIO
 
 import av
 from av.error import FFmpegError
 
+from streamdiff.atomic_write import open_private
+
 RECORD = struct.Struct("<qqI")
 """Presentation time in 90 kHz ticks, 1 for a key frame, length of the payload in bytes."""
+_BOX = struct.Struct(">I4s")
 TIME_BASE = Fraction(1, 90_000)
 
 
@@ -41,14 +47,50 @@ class Header:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-def write(source: BinaryIO) -> int:
-    """Write until `source` ends; returns how many packets were written. The first one is a key frame.
+def write(source: BinaryIO, reports: BinaryIO) -> None:
+    """Write until `source` ends, with a byte to `reports` for each packet that was taken. The first is a key frame. A
+    new file is readable by its user only, and is removed where nothing of it can be played.
 
     Raises:
-        FFmpegError: the target cannot be opened or written any more.
+        FFmpegError, OSError: the target cannot be opened or written any more.
     """
     header = Header(**json.loads(source.readline()))
-    count, zero = 0, None
+    if "://" in header.url:
+        return _write(source, reports, header)
+    open_private(Path(header.url)).close()
+    try:
+        _write(source, reports, header)
+    finally:
+        if header.container == "mp4":
+            _cut_off_half(Path(header.url))
+        if not _plays(header.url):
+            Path(header.url).unlink(missing_ok=True)
+
+
+def _cut_off_half(path: Path) -> None:
+    """Cut an mp4 file off behind its last whole piece, `moof` and `mdat`: on a full disk FFmpeg leaves half of one, and
+    at the end of a file without an error. Mutates: the file."""
+    with path.open("r+b") as file:
+        size, box, whole = os.fstat(file.fileno()).st_size, 0, 0
+        while box < size:
+            file.seek(box)
+            length, kind = _BOX.unpack(file.read(_BOX.size).ljust(_BOX.size, b"\0"))
+            box += max(length, _BOX.size)
+            if kind != b"moof" and box <= size:
+                whole = box
+        file.truncate(whole)
+
+
+def _plays(path: str) -> bool:
+    try:
+        with av.open(path) as container:
+            return any(packet.size for packet in container.demux(video=0))
+    except (FFmpegError, IndexError):
+        return False
+
+
+def _write(source: BinaryIO, reports: BinaryIO, header: Header) -> None:
+    zero = None
     with av.open(header.url, "w", format=header.container, container_options=header.options) as container:
         rate = Fraction(header.fps).limit_denominator(1001)
         stream = container.add_mux_stream(header.codec, rate=rate, width=header.width, height=header.height)
@@ -60,17 +102,17 @@ def write(source: BinaryIO) -> int:
             packet.pts = packet.dts = pts - zero
             packet.duration = round(90_000 / header.fps)
             packet.time_base, packet.stream, packet.is_keyframe = TIME_BASE, stream, bool(key)
-            container.mux(packet)
-            count += 1
-    return count
+            container.mux(packet)  # the first one connects
+            reports.write(b".")
+            reports.flush()
 
 
 def main() -> int:
     """Write standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the end of the input is the end
     try:
-        write(sys.stdin.buffer)
-    except (FFmpegError, ValueError) as error:
+        write(sys.stdin.buffer, sys.stdout.buffer)
+    except (FFmpegError, OSError, ValueError) as error:
         # Without the address: a stream key is often part of it.
         print(getattr(error, "strerror", None) or error, file=sys.stderr)
         return 1

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import av
 
 from streamdiff import child_process, clock
+from streamdiff.atomic_write import check_room
 from streamdiff.server.media.fanout import Fanout
 from streamdiff.server.media.packets import EncodedFrame, PacketQueue
 from streamdiff.server.metrics import CounterDelta, Metrics
@@ -23,6 +26,7 @@ from streamdiff.server.outputs.muxer import RECORD, Header
 from streamdiff.server.outputs.target import Target
 from streamdiff.server.outputs.whip import Publication, WhipError
 from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.webrtc.ice_servers import IceServers
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +38,10 @@ STUCK_S = 15.0
 KEY_S = 2.0
 """Interval of key frames sent to an address, as receivers there cannot request one."""
 POLL_S = 1.0
+ROOM_S = 1.0
+"""How often a recording looks whether the disk has room."""
+TELL_S = 60.0
+"""How often the log says the same of an output."""
 EXIT_S = 3.0
 
 
@@ -50,11 +58,20 @@ class OutputStatus:
 
 
 class Output:
-    """One target. `find_session` returns the session, or None while there is none."""
+    """One target. `find_session` returns the session, or None while there is none; `allows`: see `Publication`;
+    `ice_servers` are for WHIP."""
 
-    def __init__(self, target: Target, find_session: Callable[[], LiveSession | None], metrics: Metrics) -> None:
-        self.status = OutputStatus(target.name)
+    def __init__(
+        self,
+        target: Target,
+        find_session: Callable[[], LiveSession | None],
+        metrics: Metrics,
+        allows: Callable[[str], bool],
+        ice_servers: IceServers | None = None,
+    ) -> None:
+        self.status, self._allows = OutputStatus(target.name), allows
         self.target, self._find_session, self._metrics = target, find_session, metrics
+        self._ice_servers = ice_servers or IceServers(())
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._available = asyncio.Event()
         self._fanout: Fanout | None = None
@@ -85,7 +102,7 @@ class Output:
         self.status.state = "ended"
 
     async def _run(self) -> None:
-        attempt, failures = 0, 0
+        attempt, failures, told = 0, 0, ("", 0.0)
         while not self._stopping.is_set():
             session = self._find_session()
             if session is None or session.closed:
@@ -103,7 +120,9 @@ class Output:
             attempt += 1
             self.status.state, self.status.reason, self.status.restarts = "retrying", reason, attempt
             wait_s = BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1]
-            logger.warning("Output %s broke off: %s. Tried again in %g s.", self.status.name, reason, wait_s)
+            if reason != told[0] or clock.monotonic_s() - told[1] >= TELL_S:
+                told = reason, clock.monotonic_s()
+                logger.warning("Output %s broke off: %s. Tried again in %g s.", self.status.name, reason, wait_s)
             await self._sleep(wait_s)
 
     async def _sleep(self, seconds: float) -> None:
@@ -121,16 +140,21 @@ class Output:
     async def _send(self, session: LiveSession, attempt: int) -> str | None:
         """Write the session until something fails; says what. None: the session has ended."""
         try:
+            await self._check_room()
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "streamdiff.server.outputs.muxer"),
                 env=child_process.environment(),
                 stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
             )
         except OSError as error:  # no more processes, files or memory
+            if error.errno == errno.ENOSPC:
+                return str(error.strerror)
             return f"its writer cannot be started: {error.strerror}"
-        assert process.stdin is not None and process.stderr is not None
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         stderr = asyncio.create_task(process.stderr.read())
+        written = asyncio.create_task(self._count_written(process.stdout))
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._fanout = session.playback.fanout
         reason = ""
@@ -145,13 +169,14 @@ class Output:
             reason = f"its encoder failed: {error}"
         except TimeoutError:
             reason = f"the other side took nothing for {STUCK_S:g} s"
-        except OSError:
-            pass  # the writer has ended; it says why
+        except OSError as error:  # else the writer has ended, and says why
+            reason = str(error.strerror) if error.errno == errno.ENOSPC else ""
         finally:
             session.playback.fanout.detach(self.target.codec, self)
             self._fanout = None
             process.stdin.close()
             await _end(process)
+            await written
         if session.closed:
             return None
         lines = (await stderr).decode(errors="replace").splitlines()
@@ -161,16 +186,19 @@ class Output:
         """Hand over packets until the end is asked for, the session ends or the writer does.
 
         Raises:
-            TimeoutError: the writer takes nothing. OSError: it is gone.
+            TimeoutError: the writer takes nothing. OSError: it is gone, or the disk has no room.
         """
         assert process.stdin is not None
-        key_s = clock.monotonic_s()
+        key_s = looked_s = clock.monotonic_s()
         while not self._stopping.is_set() and not session.closed and process.returncode is None:
             encoded = self._queue.get()
             if encoded is None:
                 await self._poll()
                 continue
             now_s = clock.monotonic_s()
+            if now_s - looked_s >= ROOM_S:
+                looked_s = now_s
+                await self._check_room()
             if encoded.key:
                 key_s = now_s
             elif not self.target.is_file and now_s - key_s > KEY_S:
@@ -179,11 +207,22 @@ class Output:
             process.stdin.write(RECORD.pack(encoded.pts, encoded.key, len(data)) + data)
             async with asyncio.timeout(STUCK_S):  # `wait_for` would make a task for every packet
                 await process.stdin.drain()
-            self._count(1, 0)
+
+    async def _count_written(self, reports: asyncio.StreamReader) -> None:
+        """Count what the writer reports: a byte for each packet that its target took. Mutates: self."""
+        while written := await reports.read(4096):
+            self._count(len(written), 0)
+
+    async def _check_room(self) -> None:
+        """Raises OSError (ENOSPC) where this is a recording whose disk has no room for more."""
+        if self.target.is_file:
+            await asyncio.to_thread(check_room, Path(self.target.url).parent)
 
     async def _publish(self, session: LiveSession) -> str | None:
         """Publish the session until something fails; says what. None: the session has ended."""
-        publication = Publication(self.target.url, session.playback.fanout, self.target.codec)
+        ice_servers = self._ice_servers.to_ask()
+        fanout, codec = session.playback.fanout, self.target.codec
+        publication = Publication(self.target.url, fanout, codec, self._allows, ice_servers)
         frames, dropped = CounterDelta(), CounterDelta()
         try:
             await publication.open()
@@ -202,7 +241,8 @@ class Output:
     def _count(self, frames: int, dropped: int) -> None:
         """What went out and what did not. Mutates: self."""
         if frames:
-            self.status.state, self.status.frames = "sending", self.status.frames + frames
+            self.status.state, self.status.reason = "sending", ""
+            self.status.frames += frames
             self._metrics.output_up.labels(self.status.name).set(1)
             self._metrics.output_frames.labels(self.status.name).inc(frames)
         if self.status.frames:  # what came before the first key frame is not missing

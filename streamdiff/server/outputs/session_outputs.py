@@ -15,6 +15,7 @@ from streamdiff.server.outputs import target as targets
 from streamdiff.server.outputs.output import Output, OutputStatus
 from streamdiff.server.outputs.target import Target
 from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.webrtc.ice_servers import IceServers
 
 MAX_PER_SESSION, MAX_OUTPUTS = 4, 32
 """Each takes a process, or a peer connection."""
@@ -36,6 +37,10 @@ class AllowedTargets:
             if not folder.is_dir():
                 raise ConfigError(f"serve.output_targets: {folder} is no folder; create it first")
 
+    def allows(self, address: str) -> bool:
+        """Whether an address is on the list, or below one that is."""
+        return any(_is_below(address, allowed) for allowed in self._addresses)
+
     def parse(self, text: str) -> Target:
         """An allowed target: an address, or the name of a file, which goes into the first folder.
 
@@ -43,7 +48,7 @@ class AllowedTargets:
             RequestError: another one, or one that cannot be written; says what is allowed.
         """
         if "://" in text:
-            if not any(_is_below(text, allowed) for allowed in self._addresses):
+            if not self.allows(text):
                 raise RequestError("target", "the address is not among those this server allows (serve.output_targets)")
         elif not self._folders:
             raise RequestError("target", "this server allows no files; give an address that it allows")
@@ -79,8 +84,8 @@ def _host_text(netloc: str) -> str:
 class SessionOutputs:
     """The outputs of all sessions but those of the configuration. Lives on the event loop."""
 
-    def __init__(self, allowed: AllowedTargets, metrics: Metrics) -> None:
-        self._allowed, self._metrics = allowed, metrics
+    def __init__(self, allowed: AllowedTargets, metrics: Metrics, ice_servers: IceServers) -> None:
+        self._allowed, self._metrics, self._ice_servers = allowed, metrics, ice_servers
         self._outputs: dict[tuple[str, str], Output] = {}  # by the session's id and their own
 
     async def add(self, session: LiveSession, text: str) -> tuple[str, OutputStatus]:
@@ -98,7 +103,8 @@ class SessionOutputs:
         if target.is_file and any(output.target.url == target.url for output in self._outputs.values()):
             raise RequestError("target", f"{text} is being written; choose another name")
         id = secrets.token_urlsafe(6)
-        output = Output(replace(target, name=f"{target.name} {id}"), lambda: session, self._metrics)
+        named = replace(target, name=f"{target.name} {id}")
+        output = Output(named, lambda: session, self._metrics, self._allowed.allows, self._ice_servers)
         self._outputs[session.id, id] = output
         return id, output.status
 

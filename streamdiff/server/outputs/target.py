@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import av
 from av.error import FFmpegError, ProtocolNotFoundError
@@ -22,6 +23,9 @@ _STREAMS = {
     **{"rtmp": "flv", "rtmps": "flv", "srt": "mpegts", "udp": "mpegts", "tcp": "mpegts"},
     **{"whip+https": "whip", "whip+http": "whip"},
 }
+_WITH_PORT = ("srt", "udp", "tcp")
+"""Schemes without a usual port."""
+_HOST = re.compile(r"[^\s\"'<>\\^`{|}]*")
 _KNOWN = "a file that ends in .mp4 or .webm, or an address that begins with " + ", ".join(
     f"{scheme}://" for scheme in _STREAMS
 )
@@ -54,12 +58,15 @@ def parse(text: str) -> Target:
     Raises:
         ConfigError: it names nothing that can be written here; says what can.
     """
-    parts = urlsplit(text)
     if "://" in text:
+        parts = _address(text)
+        text = parts.scheme + text[len(parts.scheme) :]  # in small letters, as FFmpeg knows it
         if parts.scheme not in _STREAMS:
-            raise ConfigError(f"the output {text[:60]!r} is of no known kind; use {_KNOWN}")
+            raise ConfigError(f"the output {parts.scheme[:20]}://... is of no known kind; use {_KNOWN}")
         if not parts.hostname:
-            raise ConfigError(f"the output {text[:60]!r} names no host")
+            raise ConfigError(f"the output {parts.scheme}://... names no host")
+        if parts.port is None and parts.scheme in _WITH_PORT:
+            raise ConfigError(f"the output at {parts.hostname} names no port; write {parts.scheme}://HOST:PORT")
         if _STREAMS[parts.scheme] == "whip" and parts.password is not None:
             raise ConfigError(
                 f"an output at {parts.hostname} has a name and a password; WHIP takes a token: TOKEN@host"
@@ -79,6 +86,30 @@ def parse(text: str) -> Target:
     return Target(str(path), path.name, container, codec, options, True)
 
 
+def _address(text: str) -> SplitResult:
+    """The parts of an address. Raises ConfigError for a host or port that can never be."""
+    try:
+        parts = urlsplit(text)
+        if parts.port != 0 and _HOST.fullmatch(parts.hostname or ""):  # or its ValueError
+            return parts
+    except ValueError:
+        pass
+    shown = text.partition("://")[2].partition("/")[0].rpartition("@")[2]
+    raise ConfigError(f"an output names the host and port {shown[:60]!r}, which can never be; write HOST:PORT")
+
+
+def read_file(path: str | None) -> list[str]:
+    """The targets in `serve.outputs_file`, one a line; none without a file. Raises ConfigError."""
+    if path is None:
+        return []
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"serve.outputs_file: {path} cannot be read: {why}") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
 def parse_all(texts: Sequence[str]) -> list[Target]:
     """Parse all targets; each gets a unique name.
 
@@ -96,15 +127,15 @@ def parse_all(texts: Sequence[str]) -> list[Target]:
 
 
 def _check_protocol(scheme: str) -> None:
-    """Raise ConfigError for SRT where FFmpeg was built without it. Opening port 0 shows that without connecting."""
-    if scheme != "srt":
+    """Raise ConfigError for a protocol that FFmpeg was built without. Opening port 0 shows that without connecting."""
+    if scheme not in ("srt", "rtmps"):
         return
     try:
-        av.open("srt://127.0.0.1:0", format="mpegts", timeout=1).close()
+        av.open(f"{scheme}://127.0.0.1:0", format=_STREAMS[scheme], timeout=1).close()
     except ProtocolNotFoundError:
         raise ConfigError(
-            "srt:// cannot be written: the installed PyAV was built without it. "
-            "Use rtmp:// or udp://, or a PyAV that was built with SRT (pip install --no-binary av av)."
+            f"{scheme}:// cannot be written: the installed PyAV was built without it. "
+            f"Use rtmp:// or udp://, or a PyAV that was built with {scheme.upper()} (pip install --no-binary av av)."
         ) from None
     except (FFmpegError, OSError):
         return

@@ -6,11 +6,13 @@ PyAV 18.1 has it, its DTLS did not get through to aiortc. Knows nothing about re
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections.abc import Callable, Sequence
 from urllib.parse import unquote, urljoin, urlsplit
 
 import httpx
-from aiortc import RTCSessionDescription
+from aiortc import RTCIceServer, RTCSessionDescription
 
 from streamdiff import clock
 from streamdiff.server.media.codecs import Codec
@@ -22,6 +24,7 @@ from streamdiff.server.webrtc.sender import VideoSender
 CONNECT_S = 10.0
 """The media server's answer, and then the connection, may each take so long."""
 CLOSE_S = 2.0
+MAX_ANSWER_BYTES, MAX_REDIRECTS = 256 * 1024, 5
 PREFIX = "whip+"
 
 
@@ -32,14 +35,23 @@ class WhipError(Exception):
 class Publication:
     """One WHIP publication: `open`, then ask for a `fault` regularly, and `close` in any case."""
 
-    def __init__(self, url: str, fanout: Fanout, codec: Codec) -> None:
-        """`url` is `whip+https://[TOKEN@]HOST[:PORT]/PATH`, or `whip+http://...`; the token is sent as a bearer's."""
+    def __init__(
+        self,
+        url: str,
+        fanout: Fanout,
+        codec: Codec,
+        allows: Callable[[str], bool],
+        ice_servers: Sequence[RTCIceServer] = (),
+    ) -> None:
+        """`url` is `whip+https://[TOKEN@]HOST[:PORT]/PATH`, or `whip+http://...`; the token is sent as a bearer's.
+        `allows` says of an address of that form whether the server may speak to it where a media server at another
+        one names it."""
         parts = urlsplit(url.removeprefix(PREFIX))
         self._url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         self._headers = {"Authorization": f"Bearer {unquote(parts.username)}"} if parts.username else {}
-        self._codec = codec
+        self._codec, self._allows = codec, allows
         # What this line carries must not lower the viewers' picture.
-        self._sender = VideoSender(fanout, adapts_bitrate=False)
+        self._sender = VideoSender(fanout, ice_servers, adapts_bitrate=False)
         self._resource: str | None = None
         self._resource_headers = self._headers
         self._opened_s = 0.0
@@ -79,25 +91,60 @@ class Publication:
         """Close the connection, and delete the resource at the media server if it answers. Mutates: self."""
         await self._sender.close(CLOSE_S)
         if self._resource is not None:
-            with contextlib.suppress(httpx.HTTPError):
-                async with httpx.AsyncClient(timeout=CLOSE_S, follow_redirects=True) as http:
-                    await http.delete(self._resource, headers=self._resource_headers)
+            with contextlib.suppress(httpx.HTTPError, TimeoutError):
+                async with (
+                    asyncio.timeout(CLOSE_S),
+                    httpx.AsyncClient() as http,
+                    http.stream("DELETE", self._resource, headers=self._resource_headers),
+                ):
+                    pass
 
     async def _post(self, offer: str) -> str:
         """The answer to an offer. Mutates: self."""
+        headers = {**self._headers, "Content-Type": "application/sdp"}
         try:
-            async with httpx.AsyncClient(timeout=CONNECT_S, follow_redirects=True) as http:
-                headers = {**self._headers, "Content-Type": "application/sdp"}
-                response = await http.post(self._url, content=offer, headers=headers)
+            url = httpx.URL(self._url)
+            async with asyncio.timeout(CONNECT_S), httpx.AsyncClient(timeout=CONNECT_S) as http:
+                for _ in range(MAX_REDIRECTS):
+                    request = http.build_request("POST", url, content=offer, headers=headers)
+                    response = await http.send(request, stream=True)
+                    if response.status_code not in (307, 308):
+                        return await self._answer(response)
+                    await response.aclose()
+                    target = self._named(response)
+                    if target is None:
+                        raise WhipError("the media server redirects to an address that is not allowed")
+                    if not _is_same_origin(target, url):
+                        headers.pop("Authorization", None)  # the token is for the server that was named
+                    url = target
+        except TimeoutError as error:
+            raise WhipError(f"the media server gave no whole answer within {CONNECT_S:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise WhipError(f"the media server cannot be reached ({type(error).__name__})") from error
+        raise WhipError(f"the media server redirects more than {MAX_REDIRECTS} times")
+
+    async def _answer(self, response: httpx.Response) -> str:
+        """The SDP of a response that is still to be read. Mutates: self."""
         if response.status_code != 201:
             raise WhipError(f"the media server answered {response.status_code} {response.reason_phrase}")
-        if "location" in response.headers:
-            try:
-                self._resource = str(httpx.URL(urljoin(str(response.url), response.headers["location"])))
-            except (ValueError, httpx.InvalidURL) as error:
-                raise WhipError("the media server's answer names an address that is none") from error
-            if urlsplit(self._resource)[:2] != urlsplit(str(response.url))[:2]:  # another origin
+        if "location" in response.headers and (resource := self._named(response)) is not None:
+            self._resource = str(resource)
+            if not _is_same_origin(resource, response.url) or "authorization" not in response.request.headers:
                 self._resource_headers = {}  # the token is for the server that took it
-        return response.text
+        body = b""
+        async for piece in response.aiter_raw():
+            if len(body := body + piece) > MAX_ANSWER_BYTES:
+                raise WhipError(f"the media server's answer is larger than {MAX_ANSWER_BYTES // 1024} KiB")
+        return body.decode(errors="replace")
+
+    def _named(self, response: httpx.Response) -> httpx.URL | None:
+        """The address that a response names; None for one at another origin that is not allowed."""
+        try:
+            named = httpx.URL(urljoin(str(response.url), response.headers.get("location", "")))
+        except (ValueError, httpx.InvalidURL) as error:
+            raise WhipError("the media server's answer names an address that is none") from error
+        return named if _is_same_origin(named, response.url) or self._allows(f"{PREFIX}{named}") else None
+
+
+def _is_same_origin(one: httpx.URL, other: httpx.URL) -> bool:
+    return (one.scheme, one.host, one.port) == (other.scheme, other.host, other.port)

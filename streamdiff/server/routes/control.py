@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
+import json
+import random
+from collections.abc import AsyncIterator
 from dataclasses import asdict
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from streamdiff.errors import EngineFailure
 from streamdiff.server.app_state import AppState
@@ -19,6 +25,10 @@ from streamdiff.server.sessions.receipts import Receipt, SessionEnded
 
 ANSWER_TIMEOUT_S = 5.0
 """How long a request waits for the engine's answer before it is answered with 202."""
+STAGGER_S = 0.0004
+"""Seconds for each reader of events, over which they are written: twice what it takes."""
+QUIET_S = 15.0
+"""After so long without an event a comment goes out, so that proxies keep the connection."""
 _NOT_SHOWN = problem_responses(401, 404, 410)
 _NO_FRAME = problem_responses(s503="No frame has been made yet; Retry-After: when to ask again")
 _LATER: Responses = {202: {"description": "The engine has it and carries it out later (receipt `asked`)"}}
@@ -26,6 +36,40 @@ _REFUSED = problem_responses(400, 401, 403, 404, 409, 410, 413, 415, 422, 429, 5
 _numbers = itertools.count(1)
 router = APIRouter(tags=["control"])
 router.add_api_websocket_route("/api/sessions/{session}/control", control_socket)
+
+
+@router.get("/api/sessions/{session}/events", include_in_schema=False)  # as the WebSocket: it does not end
+async def events(live: Watched) -> Response:
+    """What the control channel tells, to read only, as server-sent events: `hello` with the state, then each new
+    `state`, `session_ended` or `engine_ended`; no figures and no receipts."""
+    return StreamingResponse(_events(live), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+
+async def _events(session: LiveSession) -> AsyncIterator[str]:
+    """Server-sent events. Of a kind that comes faster than it is read the newest is sent."""
+    name, newest, came = f"sse-{next(_numbers)}", dict[str, dict[str, Any]](), asyncio.Event()
+
+    def take(message: dict[str, Any]) -> None:
+        newest[message["type"]] = message
+        came.set()
+
+    session.join(name, take, may_control=False)
+    try:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(QUIET_S):
+                    await came.wait()
+            came.clear()
+            # What thousands read is not written in one go, for which the video would have to wait.
+            await asyncio.sleep(random.random() * STAGGER_S * len(session.subscribers))
+            sent = "".join(f"data: {json.dumps(message, ensure_ascii=False)}\n\n" for message in newest.values())
+            ended = "session_ended" in newest
+            newest.clear()
+            yield sent or ": quiet\n\n"
+            if ended:
+                return
+    finally:
+        session.subscribers.leave(name)
 
 
 @router.get("/api/state", summary="Everything that a page needs to draw itself", responses=_NOT_SHOWN, **needs("watch"))
@@ -72,7 +116,7 @@ async def control(request: Request, state: State, live: Controlled) -> Response:
 async def frame(live: Watched) -> Response:
     jpeg = await live.playback.snapshot.jpeg()
     if jpeg is None:
-        raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"})
+        raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"}, code="opening")
     return Response(jpeg, media_type="image/jpeg")
 
 
@@ -116,7 +160,10 @@ def _refused(state: AppState, error: ControlError) -> Problem:
     state.metrics.controls.labels("any", error.code).inc()
     known = {"bad_json": 400, "bad_message": 400, "conflict": 409}
     engine_s = state.manager.engine.retry_after_s
-    waits = {"no_capacity": state.manager.retry_after_s(), "restarting": engine_s, "engine_ended": engine_s}
+    waits = {
+        "no_capacity": state.manager.retry_after_s(), "restarting": engine_s, "memory": engine_s,
+        "engine_ended": engine_s,
+    }  # fmt: skip
     headers = {"Retry-After": str(waits[error.code])} if error.code in waits else {}
     status = 503 if error.code in waits else known.get(error.code, 422)
     return Problem(status, str(error), headers, code=error.code, field=error.field, id=error.id)

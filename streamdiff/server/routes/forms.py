@@ -66,6 +66,10 @@ async def read_form(
     except (MultiPartException, KeyError, ValueError) as error:
         why = getattr(error, "message", None) or "it cannot be read"
         raise Problem(400, f"The body is no valid form: {str(why)[:120].rstrip('.')}.", code="bad_form") from error
+    except OSError as error:  # files are on the disk while they are read
+        raise Problem(
+            507, f"The form cannot be kept: {error.strerror}.", {"Retry-After": "10"}, code="storage"
+        ) from error
     try:
         fields: Fields = {}
         uploads = [(name, value.size or 0) for name, value in form.multi_items() if isinstance(value, UploadFile)]

@@ -16,7 +16,7 @@ from streamdiff.server.sessions import control
 from streamdiff.server.sessions.control import Body, Fps, Prompt, Seed, Steps, Strength
 from streamdiff.video.picture import Fit
 
-Size = Annotated[str, Field(pattern=r"^[0-9]{1,5}[x*][0-9]{1,5}$")]
+Size = Annotated[str, Field(pattern=r"^[0-9]{1,5}[xX*][0-9]{1,5}$")]
 BodyT = TypeVar("BodyT", bound=Body)
 _IMAGE = (
     "a picture that it begins with and goes on from: JPEG, PNG, WebP or AVIF as base64 (or a data: URL), in a form a "
@@ -130,8 +130,9 @@ class SessionInfo(BaseModel):
     height: int
     paused: bool
     watched: bool
-    place: Literal["device", "host", "disk"] = Field(
-        description="where its caches lie: on the device, or swapped out to host memory or disk as nobody watches"
+    place: Literal["device", "host", "disk", "none"] = Field(
+        description="where its caches lie: on the device, or swapped out to host memory or disk as nobody watches; "
+        "none: the engine has not opened it yet, after a start or a restart"
     )
     rev: int = Field(description="goes up with every change")
     age_s: float
@@ -173,8 +174,9 @@ class CapacityInfo(BaseModel):
 
 
 class SessionList(BaseModel):
-    """The open sessions that the caller may watch, oldest first."""
+    """The open sessions of this server that the caller may watch, oldest first."""
 
+    server: str | None = Field(description="the one whose sessions these are (serve.name); others have their own")
     sessions: list[SessionInfo]
     capacity: CapacityInfo
 
@@ -265,7 +267,7 @@ def _check_known(model: type[BaseModel], fields: Mapping[str, object]) -> None:
 def check_new(wanted: NewSession, ready: Ready) -> None:
     """Raises Problem 422 for a size or steps that the engine does not have."""
     size = f"{ready.width}x{ready.height}"
-    if wanted.size is not None and wanted.size.replace("*", "x") != size:
+    if wanted.size is not None and wanted.size.lower().replace("*", "x") != size:
         raise Problem(422, f"`size` is {wanted.size[:20]!r}; this engine makes {size}.", code="invalid", field="size")
     _check_steps(wanted.steps, ready)
 

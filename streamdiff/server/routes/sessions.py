@@ -14,7 +14,7 @@ from streamdiff.config import Config
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.errors import RequestError
-from streamdiff.server.app_state import AppState, count_refusals
+from streamdiff.server.app_state import AppState, count_refusals, state_of
 from streamdiff.server.auth import Role
 from streamdiff.server.load.capacity import Unavailable
 from streamdiff.server.problem import Problem, Responses, media_type, problem_responses, read_body
@@ -67,8 +67,8 @@ router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEM
 @router.get("", summary="All that the caller may watch", **needs("watch"))
 async def list_sessions(request: Request, state: State) -> schemas.SessionList:
     state.require(request, Role.VIEWER)
-    sessions = [_info_of(state, session) for session in state.watchable(request)]
-    return schemas.SessionList(sessions=sessions, capacity=_capacity(state))
+    sessions = [_info_of(request, session) for session in state.watchable(request)]
+    return schemas.SessionList(server=state.config.serve.name, sessions=sessions, capacity=_capacity(state))
 
 
 @router.post(
@@ -84,7 +84,7 @@ async def open_session(request: Request, state: State) -> Response:
             session = await _open(request, state)
     assert session.tokens is not None
     tokens = {"view_token": session.tokens.view, "control_token": session.tokens.control}
-    opened = schemas.OpenedSession.model_validate(_info_of(state, session).model_dump() | tokens)
+    opened = schemas.OpenedSession.model_validate(_info_of(request, session).model_dump() | tokens)
     return JSONResponse(opened.model_dump(), 201, {"Location": f"/api/sessions/{session.id}"})
 
 
@@ -111,8 +111,8 @@ async def _open(request: Request, state: AppState) -> LiveSession:
 
 
 @router.get("/{session}", summary="One session", **needs("watch"))
-async def show_session(state: State, live: Watched) -> SessionInfo:
-    return _info_of(state, live)
+async def show_session(request: Request, live: Watched) -> SessionInfo:
+    return _info_of(request, live)
 
 
 @router.patch(
@@ -124,7 +124,7 @@ async def change_session(request: Request, response: Response, state: State, liv
     fields = await _form(request, ("image",))
     change, picture = await _read(request, schemas.SessionChange, ready, fields)
     messages = schemas.messages_of(change, ready, picture)
-    return await _carry_out_all(state, live, messages, response)
+    return await _carry_out_all(request, live, messages, response)
 
 
 @router.delete("/{session}", summary="End it", **needs("steer"))
@@ -136,19 +136,28 @@ async def end_session(request: Request, state: State, session: str) -> schemas.E
     return schemas.EndedSession(id=session, ended=state.manager.end_reason(session) or "deleted")
 
 
+@router.delete(
+    "/{session}/input", status_code=204, summary="End the video that feeds it, whoever sends it", **needs("steer")
+)  # fmt: skip
+async def end_input(state: State, live: Controlled) -> Response:
+    if not await state.end_input(live):
+        raise Problem(404, "No video feeds the session.", code="no_input")
+    return Response(status_code=204)
+
+
 @router.post("/{session}/pause", summary="Hold it", responses=_LATER | _NO_ENGINE, **needs("steer"))
-async def pause_session(response: Response, state: State, live: Controlled) -> Receipts:
-    return await _carry_out_all(state, live, [messages.PauseMessage(type="pause")], response)
+async def pause_session(request: Request, response: Response, live: Controlled) -> Receipts:
+    return await _carry_out_all(request, live, [messages.PauseMessage(type="pause")], response)
 
 
 @router.post("/{session}/resume", summary="Let it go on", responses=_LATER | _NO_ENGINE, **needs("steer"))
-async def resume_session(response: Response, state: State, live: Controlled) -> Receipts:
-    return await _carry_out_all(state, live, [messages.ResumeMessage(type="resume")], response)
+async def resume_session(request: Request, response: Response, live: Controlled) -> Receipts:
+    return await _carry_out_all(request, live, [messages.ResumeMessage(type="resume")], response)
 
 
 @router.post("/{session}/reset", summary="Begin afresh", responses=_LATER | _NO_ENGINE, **needs("steer"))
-async def reset_session(response: Response, state: State, live: Controlled) -> Receipts:
-    return await _carry_out_all(state, live, [messages.ResetMessage(type="reset")], response)
+async def reset_session(request: Request, response: Response, live: Controlled) -> Receipts:
+    return await _carry_out_all(request, live, [messages.ResetMessage(type="reset")], response)
 
 
 def _spec(
@@ -220,8 +229,9 @@ def _invalid(name: str, why: str, code: str) -> Problem:
     return Problem(422, why, code=code, field=name[:40])
 
 
-def _info_of(state: AppState, session: LiveSession) -> SessionInfo:
+def _info_of(request: Request, session: LiveSession) -> SessionInfo:
     """A session as the API shows it."""
+    state, prefix = state_of(request), request.scope.get("root_path", "")
     now_s = clock.monotonic_s()
     session.lifetime.watch(session.watched, now_s)
     end = session.lifetime.end()
@@ -233,8 +243,8 @@ def _info_of(state: AppState, session: LiveSession) -> SessionInfo:
         age_s=round(now_s - session.lifetime.opened_s, 1),
         ends_in_s=None if end is None else round(max(0.0, end[0] - now_s), 1),
         share=round(state.manager.load.share(session.fps, session.steps), 4),
-        whep=f"/whep/{session.id}",
-        control=f"/api/sessions/{session.id}/control",
+        whep=f"{prefix}/whep/{session.id}",
+        control=f"{prefix}/api/sessions/{session.id}/control",
         stats=session.stats(),
     )
 
@@ -256,13 +266,14 @@ def _capacity(state: AppState) -> schemas.CapacityInfo:
 
 
 async def _carry_out_all(
-    state: AppState, session: LiveSession, messages: list[ControlMessage], response: Response
+    request: Request, session: LiveSession, messages: list[ControlMessage], response: Response
 ) -> Receipts:
     """Carry out all, in order, or none where one would be refused; the response's status says whether some is still to
     come. Mutates: response."""
+    state = state_of(request)
     check(state, session, messages)
     receipts = [await carry_out(state, session, message) for message in messages]
     if session.closed:
         raise Problem(410, "The session has ended.", code="ended")
     response.status_code = status_of(receipts)
-    return Receipts(receipts=[receipt.message() for receipt in receipts], session=_info_of(state, session))
+    return Receipts(receipts=[receipt.message() for receipt in receipts], session=_info_of(request, session))

@@ -98,13 +98,13 @@ def _headers(live: LiveSession, data: Data) -> Headers:
 async def _taken(state: AppState, live: LiveSession) -> Data:
     """A session's file. Raises Problem: 409, 410, 503, 504."""
     if not live.opened:
-        raise state.engine_problem(may_control=True)
+        raise state.engine_problem(may_control=True, session=live)
     try:
         return await live.snapshots.save(SAVE_TIMEOUT_S)
     except RequestError as error:
         raise Problem(409, str(error), code="refused", field=error.field) from error
     except EngineFailure as error:
-        raise state.engine_problem(may_control=True) from error
+        raise state.engine_problem(may_control=True, session=live) from error
     except SessionEnded as error:
         raise Problem(410, "The session has ended.", code="ended") from error
     except TimeoutError as error:

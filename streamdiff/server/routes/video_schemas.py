@@ -1,8 +1,11 @@
-"""Bodies of `/v1/videos`, as JSON or as a form, and what the answers look like. No field is ever ignored."""
+"""Bodies of `/v1/videos`, as JSON or as a form, and what the answers look like. No field that would change the video is
+ever ignored."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn
@@ -17,20 +20,42 @@ from streamdiff.server.problem import Problem, media_type, read_body
 from streamdiff.server.routes.dependencies import JSON
 from streamdiff.server.routes.forms import FORM, MAX_JSON_BYTES, URLENCODED, Fields, read_form, take_features
 from streamdiff.server.routes.schemas import Size
-from streamdiff.server.sessions.control import Fps, Prompt, Seed, Steps, Strength, steps_refusal
+from streamdiff.server.sessions.control import Fps, Prompt, Steps, Strength, steps_refusal
 from streamdiff.video.picture import Fit
 
 DEFAULT_SECONDS = 4.0
 PICTURE = "input_reference"
 REFERENCES = ("image_reference", "reference_url", "video_reference")
+UNUSED = ("user", "metadata")
+"""Fields that clients send and that change no video."""
+MAX_KEY_CHARACTERS = 255
 
 _Side = Annotated[int, Field(ge=1, le=99_999)]
+_NESTED = re.compile(r"([a-z_]{1,40})\[([^\]]{0,40})\].*", re.DOTALL)
+"""A field of an object, as clients write it into a form: `input_reference[image_url]`."""
+_ADDRESS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"image_url": {"type": "string", "description": "a data: URL of base64"}},
+    "required": ["image_url"],
+}
+
+
+def _as_clients_write(schema: dict[str, Any]) -> None:
+    """Numbers may be text, what is empty counts as left out, and a picture may be an object. Mutates: schema."""
+    for name, field in schema["properties"].items():
+        kinds = field.get("anyOf", ())
+        if any(kind.get("type") in ("integer", "number") for kind in kinds):
+            kinds.append({"type": "string"})
+        elif kinds and name != "prompt":
+            kinds.append({"const": ""})
+    schema["properties"][PICTURE]["anyOf"].append(_ADDRESS)
+    schema["additionalProperties"] = {"enum": [None, ""]}
 
 
 class NewVideo(BaseModel):
     """A video to make; what is left out is the server's choice. `extra_body`, an object, is read as more fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_as_clients_write)
 
     prompt: Prompt | None = Field(None, description="what to show; needed, unless `prompt_embeds` come instead")
     model: str | None = Field(None, max_length=200, description="the one that /v1/models lists")
@@ -40,7 +65,9 @@ class NewVideo(BaseModel):
     size: Size | None = Field(None, description="WIDTHxHEIGHT; an engine has one")
     width: _Side | None = None
     height: _Side | None = None
-    seed: Seed | None = Field(None, description="default: one that nobody knows; the answer tells it")
+    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = Field(
+        None, description="default, or -1: any; the answer has it"
+    )
     fps: Fps | None = Field(None, description="default: the model's own")
     num_frames: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(None, description="length in frames")
     num_inference_steps: Steps | None = None
@@ -48,10 +75,13 @@ class NewVideo(BaseModel):
         None,
         description="a picture that it begins with: a file of a form, or base64; JPEG, PNG, WebP or AVIF, no address",
     )
-    fit: Fit = Field("cover", description="how a picture of other proportions is fitted")
+    fit: Fit | None = Field(None, description="how a picture of other proportions is fitted; default cover")
     strength: Strength | None = Field(
         None, description=f"noise mixed into `video_latents`, which are a file of a form; default {DEFAULT_STRENGTH}"
     )
+    n: Annotated[int, Field(ge=1, le=1)] | None = Field(None, description="videos: one for a request")
+    user: Any = Field(None, description="has no effect")
+    metadata: Any = Field(None, description="has no effect")
 
 
 class VideoError(BaseModel):
@@ -80,6 +110,10 @@ class Video(BaseModel):
     num_frames: int
     num_inference_steps: int
     seed: int
+    inference_time_s: float | None = Field(description="seconds from its beginning to its last frame")
+    peak_memory_mb: float | None = Field(
+        description="MiB that the engine took meanwhile, at most: of the first rank's GPU, or without one in all"
+    )
     error: VideoError | None
     remixed_from_video_id: None = None
 
@@ -92,6 +126,7 @@ class VideoList(BaseModel):
     first_id: str | None
     last_id: str | None
     has_more: bool
+    server: str | None = Field(description="the one whose videos these are (serve.name); others have their own")
 
 
 class DeletedVideo(BaseModel):
@@ -129,7 +164,7 @@ async def read_new_video(request: Request, ready: Ready) -> tuple[NewVideo, byte
         form = await read_form(request, kind, (PICTURE,), _fault, ready)
         files = take_features(form)
         file = form.pop(PICTURE) if isinstance(form.get(PICTURE), bytes) else None
-        made = _validated(_flat(form), strict=False, embeds="prompt_embeds" in files)
+        made = _validated(_flat(_nested(form)), embeds="prompt_embeds" in files)
         if file is not None and made.input_reference is not None:
             _invalid(PICTURE, f"`{PICTURE}` stands in the form and in `extra_body`; one would be ignored.")
         return made, _picture(made, file), files
@@ -142,16 +177,30 @@ async def read_new_video(request: Request, ready: Ready) -> tuple[NewVideo, byte
         raise Problem(400, f"The body is not JSON: {str(error)[:120]}.", code="bad_json") from error
     if not isinstance(fields, dict):
         raise Problem(400, "The body is JSON, but no object: give fields, such as `prompt`.", code="bad_json")
-    made = _validated(_flat(fields), strict=True)
+    made = _validated(_flat(fields))
     return made, _picture(made, None), {}
 
 
 def _picture(made: NewVideo, file: bytes | str | None) -> bytes | str | None:
     """The picture of a request, its form's file or base64. Raises Problem: 400 for a `fit` without one."""
     picture = made.input_reference if file is None else file
-    if picture is None and "fit" in made.model_fields_set:
+    if picture is None and made.fit is not None:
         _invalid("fit", f"`fit` says how `{PICTURE}` is fitted; give both.")
     return picture
+
+
+def _nested(form: Fields) -> dict[str, Any]:
+    """A form's fields, with objects where their names say so."""
+    fields: dict[str, Any] = {}
+    for name, value in form.items():
+        found = _NESTED.fullmatch(name)
+        if found is None:
+            fields[name] = value
+        elif isinstance(inner := fields.setdefault(found[1], {}), dict):
+            inner[found[2]] = value
+        else:
+            _invalid(found[1], f"`{found[1]}` is given twice, as `{found[1]}` and as `{name[:40]}`; give it once.")
+    return fields
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,21 +225,44 @@ def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     return given | extra
 
 
-def _validated(fields: Mapping[str, Any], *, strict: bool, embeds: bool = False) -> NewVideo:
-    """The fields; of a request with `embeds`, which stand for the prompt, without one. Raises Problem 400."""
+def _validated(given: Mapping[str, Any], *, embeds: bool = False) -> NewVideo:
+    """The fields that are not empty; of a request with `embeds`, which stand for the prompt, without one. Raises
+    Problem 400."""
+    fields = {name: value for name, value in given.items() if value is not None and value != ""}
     for name in REFERENCES:
-        if fields.get(name) is not None:
+        if name in fields:
             _refuse(name)
-    if not embeds and fields.get("prompt") is None:
+    if PICTURE in fields:
+        fields[PICTURE] = _reference(fields[PICTURE])
+    if not embeds and "prompt" not in fields:
         _invalid("prompt", "`prompt` is missing.")
     if unknown := next((name for name in fields if name not in NewVideo.model_fields), None):
         _refuse(unknown[:40])  # before pydantic writes of each one that it is wrong
+    if flag := next((name for name, value in fields.items() if isinstance(value, bool) and name not in UNUSED), None):
+        _invalid(flag, f"`{flag}` is {json.dumps(fields[flag])}; it must be a number or a text.")  # not 1 or 0
     try:
-        return NewVideo.model_validate(fields, strict=strict)
+        return NewVideo.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     name = str(first["loc"][0])[:40] if first["loc"] else ""
     _invalid(name, f"`{name}`: {first['msg']}.")
+
+
+def _reference(given: Any) -> Any:
+    """What `input_reference` is as base64, given as that or as an object, also one as JSON."""
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            _invalid(PICTURE, f'`{PICTURE}` is no JSON; give base64, or {{"image_url": "data:..."}}.')
+    if not isinstance(given, dict):
+        return given
+    said = {name: value for name, value in given.items() if value is not None and value != ""}
+    if said.keys() != {"image_url"} or not isinstance(said["image_url"], str):
+        names = ", ".join(sorted(said))[:80] or "nothing"
+        why = f"`{PICTURE}` has {names}; as an object it has `image_url` alone, a data: URL of base64."
+        _invalid(PICTURE, why, "unsupported")
+    return said["image_url"]
 
 
 def _refuse(name: str) -> NoReturn:
@@ -209,18 +281,23 @@ def _fault(name: str, why: str, code: str) -> Problem:
     return Problem(400, why, code=code, field=name[:40])
 
 
-def resolve(wanted: NewVideo, ready: Ready, limit_s: float, names: frozenset[str]) -> VideoRequest:
-    """All that a video needs, for an engine that is called by any of `names`. No longer than `limit_s` at the model's
-    own rate.
+def check_model(name: str, ready: Ready, configured: str) -> None:
+    """Raises Problem 404 for a name that is neither the model's own nor the one that it was `configured` by."""
+    if name not in (ready.model, configured):
+        why = f"There is no model {name[:80]!r} here; /v1/models lists {ready.model!r}."
+        raise Problem(404, why, code="model_not_found", field="model")
+
+
+def resolve(wanted: NewVideo, ready: Ready, limit_s: float, configured: str) -> VideoRequest:
+    """All that a video needs, for an engine, see `check_model`. No longer than `limit_s` at the model's own rate.
 
     Raises:
         Problem: 400 naming the field that the engine cannot do, 404 for another model.
     """
-    if wanted.model is not None and wanted.model not in names:
-        why = f"There is no model {wanted.model[:80]!r} here; /v1/models lists {ready.model!r}."
-        raise Problem(404, why, code="model_not_found", field="model")
+    if wanted.model is not None:
+        check_model(wanted.model, ready, configured)
     size = f"{ready.width}x{ready.height}"
-    if wanted.size is not None and wanted.size.replace("*", "x") != size:
+    if wanted.size is not None and wanted.size.lower().replace("*", "x") != size:
         _invalid("size", f"`size` is {wanted.size!r}; this engine makes {size}.")
     for name, value, own in (("width", wanted.width, ready.width), ("height", wanted.height, ready.height)):
         if value is not None and value != own:
@@ -233,8 +310,28 @@ def resolve(wanted: NewVideo, ready: Ready, limit_s: float, names: frozenset[str
     if frames > (most := round(limit_s * ready.native_fps)):
         name = "seconds" if wanted.num_frames is None else "num_frames"
         _invalid(name, f"That is {frames:,} frames; this server makes {most:,} at most (serve.jobs_seconds).")
-    seed = secrets.randbelow(MAX_SEED + 1) if wanted.seed is None else wanted.seed
+    seed = secrets.randbelow(MAX_SEED + 1) if wanted.seed is None or wanted.seed < 0 else wanted.seed
     return VideoRequest(ready.model, wanted.prompt or "", seed, steps, frames, fps, ready.width, ready.height)
+
+
+def idempotency(request: Request, caller: str, wanted: NewVideo, *parts: bytes | str | None) -> tuple[str, str] | None:
+    """What a store knows a request with an `Idempotency-Key` by, and the rest of it: digests of the key of this caller,
+    and of its fields and files. None: it has no key. Raises Problem 400 for one that is too long, or not ASCII."""
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    if not (0 < len(key) <= MAX_KEY_CHARACTERS and key.isascii() and key.isprintable()):
+        why = f"`Idempotency-Key` has {len(key)} characters; it must be 1 to {MAX_KEY_CHARACTERS}, of printable ASCII."
+        _invalid("Idempotency-Key", why)
+    fields = wanted.model_dump_json(exclude_defaults=True, exclude=set(UNUSED)).encode()
+    return _digest(caller, key), _digest(fields, *parts)
+
+
+def _digest(*parts: bytes | str | None) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(hashlib.sha256(part.encode() if isinstance(part, str) else part or b"").digest())
+    return whole.hexdigest()
 
 
 def _frames(wanted: NewVideo, fps: float) -> int:
@@ -273,5 +370,7 @@ def video_of(job: Job, progress: int) -> Video:
         num_frames=request.frames,
         num_inference_steps=request.steps,
         seed=request.seed,
+        inference_time_s=job.inference_s,
+        peak_memory_mb=job.peak_memory_mb,
         error=VideoError(code="failed", message=job.error) if job.status == "failed" else None,
     )

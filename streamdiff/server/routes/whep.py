@@ -56,8 +56,12 @@ _VIEWER = "/whep/{session}/{id}"
 async def options(request: Request, state: State, session: SessionId = DEFAULT_SESSION) -> Response:
     headers = {"Accept-Post": SDP_TYPE, "Allow": "OPTIONS, GET, HEAD, POST"}
     # Everybody is answered, but a TURN server's credentials are for those who may watch.
-    may_watch = state.role(request, state.manager.get(session)) is not Role.NOBODY
-    return with_links(Response(headers=headers), state.ice_servers.issue() if may_watch else [])
+    role = state.role(request, state.manager.get(session))
+    response = with_links(Response(headers=headers), state.ice_servers.issue() if role is not Role.NOBODY else [])
+    # Who may steer plays from here, over the connection that carries the controls.
+    if (elsewhere := state.config.serve.whep_url) and session == DEFAULT_SESSION and role is Role.VIEWER:
+        response.headers.append("Link", f'<{elsewhere}>; rel="alternate"')
+    return response
 
 
 async def describe(session: SessionId = DEFAULT_SESSION) -> Response:
@@ -98,14 +102,16 @@ for endpoint in ("/whep", "/whep/{session}"):
     )  # fmt: skip
 
 
-async def describe_viewer(session: SessionId, id: ViewerId) -> Response:
+async def describe_viewer(request: Request, state: State, session: SessionId, id: ViewerId) -> Response:
+    state.viewers.check(session, id, address_of(request))
     headers = {"Accept-Patch": TRICKLE_TYPE, "Allow": "OPTIONS, GET, HEAD, PATCH, DELETE"}
     return Response(headers=headers)
 
 
 for method in ("OPTIONS", "GET", "HEAD"):
     router.add_api_route(
-        _VIEWER, describe_viewer, methods=[method], summary="What is taken here", responses=_ACCEPTS, **open_to_all(),
+        _VIEWER, describe_viewer, methods=[method], summary="What is taken here", responses=_ACCEPTS | _NO_VIEWER,
+        **open_to_all(),
     )  # fmt: skip
 
 
@@ -155,10 +161,14 @@ def answered(state: AppState, location: str, answer: str) -> Response:
 
 
 async def read_sdp(request: Request, name: str, kind: str, accept: str) -> str:
-    """The SDP of a body of that `kind`; `accept` is the header that names it. Raises Problem: 400, 413, 415."""
+    """The SDP of a body of that `kind`, without a byte order mark; `accept` is the header that names it.
+
+    Raises:
+        Problem: 400, 413, 415.
+    """
     if media_type(request) != kind:
         raise Problem(415, f"{name} is {kind}.", {accept: kind})
     try:
-        return (await read_body(request, MAX_SDP_BYTES)).decode()
+        return (await read_body(request, MAX_SDP_BYTES)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Problem(400, "The body is not UTF-8 text.") from error

@@ -27,8 +27,9 @@ _ANSWER: Responses = answer("The answer; Location: the sender, to PATCH and DELE
 _REFUSED = problem_responses(
     *(401, 403, 404, 410, 413, 415, 429),
     s400="The offer is no SDP, or lacks what it must have",
+    s406="The offer's media cannot be taken, or not all of it",
     s409="Somebody feeds the session already",
-    s422="The offer cannot be answered, or the model takes no video",
+    s422="The offer cannot be answered, a parameter is wrong, or the model takes no video",
     s503="All places are taken, or the engine does not run; Retry-After: when to try again",
 )
 _NO_SENDER = problem_responses(401, 403, 404, 410, 429, 503)

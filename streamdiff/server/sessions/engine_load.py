@@ -48,8 +48,7 @@ class EngineLoad:
     def free_sessions(self) -> int | None:
         """How many more sessions of the default kind could play, with all that adaptive ones can give up; None: not
         measured yet."""
-        default = SessionDemand(self._ready.steps, self._config.playback.fps, self._config.serve.adaptive)
-        free = self.capacity.free_sessions(self._least_shares(), self._least_share(default))
+        free = self.capacity.free_sessions(self._least_shares(), self._default_share())
         by_memory, away, sessions = self._ready.sessions_fit, self._ready.sessions_away, self._sessions()
         if free is None or by_memory is None:
             return free
@@ -57,6 +56,15 @@ class EngineLoad:
         if away is not None:
             most = min(most, by_memory + away - len(sessions))
         return max(0, min(free, most))
+
+    def sessions_limit(self) -> int | None:
+        """How many sessions of the default kind can play at once; None: not measured yet."""
+        by_time, by_memory = self.capacity.free_sessions((), self._default_share()), self._ready.sessions_fit
+        return by_time if by_time is None or by_memory is None else min(by_time, by_memory)
+
+    def _default_share(self) -> float:
+        default = SessionDemand(self._ready.steps, self._config.playback.fps, self._config.serve.adaptive)
+        return self._least_share(default)
 
     def share(self, fps: float, steps: int | None = None) -> float:
         """The share of the engine's time, 0 to 1, that a session takes while it plays."""

@@ -7,7 +7,7 @@ import asyncio
 import base64
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,27 +60,27 @@ class SessionKeeper:
 
     async def run(self, sessions: Callable[[], Iterable[LiveSession]]) -> None:
         """Keep every session that plays, one after the other, until cancelled; without `serve.keep_s` none."""
-        while self._keep_s is not None:
+        while (keep_s := self._keep_s) is not None:
             now_s = clock.monotonic_s()
-            played = [each for each in sessions() if each.opened and self._has_played(each)]
+            played = [each for each in sessions() if each.opened and self._has_changed(each)]
             for session in played:
-                self._next_s.setdefault(session.id, now_s + self._keep_s)
+                self._next_s.setdefault(session.id, now_s + keep_s)
             due = min(played, key=lambda each: self._next_s[each.id], default=None)
             wait_s = _LOOK_S if due is None else self._next_s[due.id] - now_s
             if due is None or wait_s > 0:
                 await asyncio.sleep(min(wait_s, _LOOK_S))
                 continue
             # Those that are due together, as after a restart, are spread from now on.
-            self._next_s[due.id] = now_s + self._keep_s
+            self._next_s[due.id] = now_s + keep_s
             async with self._keeping:
                 await self.keep(due)
-            await asyncio.sleep(self._keep_s / (4 * len(played)))
+            await asyncio.sleep(keep_s / (4 * len(played)))
 
     async def keep(self, session: LiveSession) -> None:
         """Keep a session as it is now, if it can be. Mutates: self."""
         resets, record = session.resets, None if self._folder is None else record_of(session)
         try:
-            data = await session.snapshots.save(SAVE_LIMIT_S)
+            data = await session.snapshots.save(SAVE_LIMIT_S) if session.playback.made_frames else b""
             if session.resets != resets:
                 return
             if self._folder is not None and record is not None:
@@ -96,19 +96,22 @@ class SessionKeeper:
                 self._folder.remove(session.id)
             return
         self._unable.discard(session.id)
-        made = read_saved_session(data).made_frames
+        made = read_saved_session(data).made_frames if data else 0
         self._kept[session.id] = _Kept(data if self._folder is None else None, made, resets)
 
-    def _has_played(self, session: LiveSession) -> bool:
-        """Whether frames were made since it was kept."""
+    def _has_changed(self, session: LiveSession) -> bool:
+        """Whether frames were made since it was kept; for the next server its record is kept before the first one."""
         kept = self._kept.get(session.id)
         made = session.playback.made_frames
-        return made > 0 if kept is None else (made, session.resets) != (kept.made_frames, kept.resets)
+        if kept is None:
+            return made > 0 or self._folder is not None
+        return (made, session.resets) != (kept.made_frames, kept.resets)
 
     # ---- going on -----------------------------------------------------------------------------------------------
 
     async def snapshot(self, session: LiveSession) -> Data | None:
-        """The snapshot that a session resumes from; None: there is none. Mutates: self."""
+        """The snapshot that a session resumes from; empty: only its record was found; None: there is neither.
+        Mutates: self."""
         if (found := self._found.get(session.id)) is not None:
             return found.snapshot
         kept = self._kept.get(session.id)
@@ -119,13 +122,18 @@ class SessionKeeper:
         return kept.data
 
     def opened(self, session: LiveSession, snapshot: Data) -> float:
-        """The engine has opened a session from `snapshot`. Returns the seconds of the stream that are lost. Mutates:
-        self."""
-        saved = read_saved_session(snapshot)
-        lost_s = max(0, session.playback.made_frames - saved.made_frames) / session.fps
+        """The engine has opened a session from `snapshot`, see there. Returns the seconds of the stream that are lost.
+        Mutates: self."""
         found = self._found.pop(session.id, None)
         if found is not None and (found.folder is not self._folder or self._keep_s is None):
             found.folder.remove(session.id)
+        if not snapshot:
+            if session.playback.made_frames:
+                fields = log_fields(session=session.id)
+                logger.warning("Session %s begins afresh: of its stream nothing was saved.", session.id, extra=fields)
+            return 0.0
+        saved = read_saved_session(snapshot)
+        lost_s = max(0, session.playback.made_frames - saved.made_frames) / session.fps
         if self._keep_s is not None:
             self._kept.setdefault(session.id, _Kept(snapshot, saved.made_frames, session.resets))
         fields = log_fields(session=session.id, lost_s=round(lost_s, 3), frame=saved.made_frames)
@@ -158,7 +166,7 @@ class SessionKeeper:
         """Remove all kept sessions, as the server was asked to end. Mutates: self, the folder."""
         self._keep_s = None
         async with self._keeping:  # a file that is being written is whole then
-            for id in list(self._kept):
+            for id in [*self._kept, *(id for id, found in self._found.items() if found.folder is self._folder)]:
                 self.forget(id)
 
     # ---- from one server to the next ----------------------------------------------------------------------------
@@ -178,21 +186,33 @@ class SessionKeeper:
             session.playback.pacer.set_paused(True)
 
     async def hand_over(self, sessions: Sequence[LiveSession]) -> None:
-        """Write all sessions for the next server, with a snapshot taken now or else the last one. Mutates: the
-        folder."""
+        """Write all sessions for the next server: with a snapshot taken now, or else the last one, or else the record
+        alone, from which the stream begins afresh. Mutates: self, the folder."""
         assert self.handover is not None
         for session in sessions:
-            data = await _saved(session)
-            record, fields = record_of(session), log_fields(session=session.id)
-            try:
-                if data is None and (data := await self.snapshot(session)) is None:
-                    logger.error("Session %s is lost: the engine could not save it.", session.id, extra=fields)
-                    continue
-                await asyncio.to_thread(self.handover.write, record, data)
-            except OSError as error:
-                logger.error("Session %s is lost: %s", session.id, error, extra=fields)
+            data = await _saved(session) if session.opened else None
+            if data is None:
+                data = await self.snapshot(session)
+            if session.closed:  # meanwhile
                 continue
-            logger.info("Session %s is handed over.", session.id, extra=fields)
+            fields = log_fields(session=session.id)
+            found = self._found.pop(session.id, None)  # a file it has there stays, also when it is opened now
+            try:
+                await asyncio.to_thread(self.handover.write, record_of(session), data or b"")
+            except OSError as error:
+                kept = self._kept.pop(session.id, None) is not None and self._folder is not None
+                how = "is only handed over as it was last kept" if kept or found is not None else "is lost"
+                logger.error("Session %s %s: %s", session.id, how, error, extra=fields)
+                continue
+            if found is not None and found.folder is not self.handover:
+                found.folder.remove(session.id)
+            if data:
+                logger.info("Session %s is handed over.", session.id, extra=fields)
+            else:
+                logger.warning(
+                    "Session %s is handed over without its stream, which begins afresh: the engine could not save it.",
+                    session.id, extra=fields,
+                )  # fmt: skip
 
 
 async def _saved(session: LiveSession) -> Data | None:
@@ -209,14 +229,16 @@ async def _saved(session: LiveSession) -> Data | None:
     return None
 
 
-def open_folders(serve: ServeConfig) -> tuple[SessionFolder | None, SessionFolder | None]:
-    """The folders of `serve.handover` and, where sessions are kept, `serve.state_dir`. Raises ConfigError."""
+@contextlib.contextmanager
+def open_folders(serve: ServeConfig) -> Iterator[list[SessionFolder | None]]:
+    """Context manager: the folders of `serve.handover` and, where sessions are kept, `serve.state_dir`, which no other
+    server may use meanwhile. Raises ConfigError."""
     kept = serve.state_dir if serve.keep_s is not None else None
-    made = [
-        None if path is None else SessionFolder(Path(path).expanduser(), f"serve.{name}")
-        for name, path in (("handover", serve.handover), ("state_dir", kept))
-    ]
-    return made[0], made[1]
+    with contextlib.ExitStack() as held:
+        yield [
+            None if path is None else held.enter_context(SessionFolder(Path(path).expanduser(), f"serve.{name}").held())
+            for name, path in (("handover", serve.handover), ("state_dir", kept))
+        ]
 
 
 def find_sessions(folders: Sequence[SessionFolder | None]) -> list[FoundSession]:

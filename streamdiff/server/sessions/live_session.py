@@ -30,6 +30,8 @@ from streamdiff.server.sessions.session_input import SessionInput
 from streamdiff.server.sessions.session_spec import SessionSpec, demand_after, is_more, load_limited_fields
 from streamdiff.server.sessions.state import SessionState
 
+OPENING = "open"
+"""`Open.request`: a refusal that has it is that of the session, others are of requests to it."""
 _Answer = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | messages.Closed
 SessionEvent = _Answer | FrameBatch | messages.InputUsed | messages.Saved | messages.Swapped
 
@@ -55,6 +57,7 @@ class LiveSession(SessionState):
         self.tokens: Tokens | None = None
         """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
         self.lifetime = Lifetime(clock.monotonic_s())
+        self.asked_s = float("-inf")  # when the engine was asked last to open it
         self.reserved_until_s = float("-inf")
         """Until then it counts as playing, although it has no viewers."""
         self._last_active: tuple[bool, bool] | None = None  # active, and whether to be swapped out, as sent last
@@ -116,11 +119,11 @@ class LiveSession(SessionState):
         """
         if self.closed:
             return
-        playback, self._last_active, self.place = self.playback, None, "device"
+        playback, self._last_active, self.asked_s = self.playback, None, clock.monotonic_s()
         self.steps = self._sent_steps = self.limit.steps_of(self._demand.steps)
         if self.epoch < 0:
             self._log(self.prompt)
-            self._opening_s = clock.monotonic_s()
+            self._opening_s = self.asked_s
         text = self.text or self.prompt  # as it was read last: words that said nothing then say nothing now
         if not text and snapshot is None and self.features.prompt_embeds is None:
             text = self.prompt = self._default_prompt  # that of the snapshot it was opened from were features
@@ -129,7 +132,11 @@ class LiveSession(SessionState):
         how = (text, self.seed, self.steps, self.kv_context, ahead, *past)
         self.resets += snapshot is None
         given = self.features.fields() if snapshot is None else {}
-        await self._send(messages.Open(self.id, *how, image=self.image, snapshot=snapshot, **given))
+        active = not self.idle
+        opening = messages.Open(
+            self.id, *how, image=self.image, active=active, request=OPENING, snapshot=snapshot, **given
+        )
+        await self._send(opening)
         if self.paused and snapshot is None:
             await self.tell_paused()
         await self.input.tell()
@@ -148,7 +155,7 @@ class LiveSession(SessionState):
 
         Mutates: self.
         """
-        self.opened, self.engine = False, engine
+        self.opened, self.engine, self.place = False, engine, "none"
         self.subscribers.fail_pending(lambda: self._unavailable(None))
         self.snapshots.fail(lambda: EngineFailure(engine.reason))
         self.opening.end(EngineFailure(engine.reason))
@@ -159,8 +166,13 @@ class LiveSession(SessionState):
         self.subscribers.deliver(self._requests.engine_lost(carried, made_frames, why, clock.monotonic_s()))
         self._send_state()
 
+    def wait_for_memory(self, reason: str) -> None:
+        """The engine has no memory to open it again, and `ask_open` is to be called once more. Mutates: self."""
+        self.engine = EngineStatus("waiting", reason)
+        self._send_state()
+
     def _unavailable(self, id: Id) -> ControlError:
-        code = "restarting" if self.engine.state == "restarting" else "engine_ended"
+        code = "engine_ended" if self.engine.state == "failed" else self.engine.code
         return ControlError(code, self.engine.message(may_control=True), id=id)
 
     # ---- the engine's events ------------------------------------------------------------------------------------
@@ -173,7 +185,7 @@ class LiveSession(SessionState):
                 self.playback.push(event, now_s)
                 self._count_made(len(event.pictures), event.chunk_s, now_s)
             case messages.Opened():
-                self.opened, self.engine, self.epoch = True, EngineStatus(), event.epoch
+                self.opened, self.engine, self.place, self.epoch = True, EngineStatus(), "device", event.epoch
                 self.begins_with_image = event.image
                 self.playback.progressed.set()
                 self.opening.end(None)
@@ -187,7 +199,7 @@ class LiveSession(SessionState):
                 self.subscribers.deliver(self._requests.applied(event.epoch, event.first_frame, now_s, event.chunk))
             case messages.Saved() | messages.Refused() if self.snapshots.take(event):
                 pass
-            case messages.Refused() if not self.opened:
+            case messages.Refused() if not self.opened and event.request == OPENING:
                 self.opening.end(RequestError(event.field, event.reason, event.code))
             case messages.Refused():
                 if isinstance(self._requests.find(event.request), control.StepsMessage):
@@ -287,7 +299,7 @@ class LiveSession(SessionState):
         """
         slower, self.limit = limit.rate != self.limit.rate, limit
         steps = limit.steps_of(self._demand.steps)
-        if steps != self._sent_steps:
+        if steps != self._sent_steps and self.engine.state != "waiting":  # `ask_open` sends them
             message = control.StepsMessage(type="steps", steps=steps)
             request = self._requests.begin(message, LOAD, clock.monotonic_s(), steps=steps, reason=LOAD)
             await self._send_steps(steps, request)

@@ -19,7 +19,7 @@ from streamdiff.engine import messages
 from streamdiff.engine.messages import Command, Data, Event, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.engine.snapshot_header import read_saved_session
-from streamdiff.errors import EngineFailure, RequestError
+from streamdiff.errors import NOT_FINITE, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load.capacity import Lifetime, Unavailable
 from streamdiff.server.load.load_policy import SessionDemand
@@ -28,7 +28,7 @@ from streamdiff.server.metrics import Metrics
 from streamdiff.server.sessions.engine_load import EngineLoad
 from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.keeper import SessionKeeper, spec_of
-from streamdiff.server.sessions.live_session import LiveSession, SessionEvent
+from streamdiff.server.sessions.live_session import OPENING, LiveSession, SessionEvent
 from streamdiff.server.sessions.session_files import FoundSession, read_snapshot
 from streamdiff.server.sessions.session_spec import SessionSpec, resumed
 from streamdiff.video.picture import fit_picture
@@ -40,6 +40,8 @@ OPEN_TIMEOUT_S = 60.0
 ENDED_RETRY_S = 5
 LONGEST_RETRY_S, SHORTEST_RETRY_S = 60.0, 1.0
 HOUSEKEEPING_S = 1.0
+MEMORY_RETRY_S = 2.0
+"""How long a session that waits for memory is not asked for again."""
 RESERVED_S = 30.0
 """How long a new session keeps its share of the engine's time before anybody watches."""
 REMEMBERED = 1024
@@ -86,18 +88,21 @@ class SessionManager:
         self._end_reasons: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.keeper = keeper
-        self._going_on: dict[str, Data] = {}  # by session, the snapshot that `Open` was sent with
+        self._reopening: dict[str, Data | None] = {}
+        """Sessions that a new engine was asked for and has not answered, and what `keeper.snapshot` gave of each."""
         start = config.session
         image = None if start.image is None else fit_picture(start.image, ready.width, ready.height, start.fit)[None]
         spec = SessionSpec(start.prompt, start.seed, config.playback.fps, image=image, adaptive=config.serve.adaptive)
         self._begin_with = None if start.snapshot is None else read_snapshot(start.snapshot)
-        if self._begin_with is None:
+        if any(each.record.id == DEFAULT_SESSION for each in found):
+            self._begin_with = None
+        elif self._begin_with is None:
             self._add(DEFAULT_SESSION, spec)
         else:
             saved = read_saved_session(self._begin_with, str(start.snapshot))
             spec = resumed(spec, saved, start.prompt if "prompt" in start.model_fields_set else None)
             self._add(DEFAULT_SESSION, spec).playback.go_on(saved.made_frames)
-        for each in found:
+        for each in sorted(found, key=lambda each: each.record.id != DEFAULT_SESSION):
             session = self._add(each.record.id, spec_of(each.record, ready))
             session.reserved_until_s = clock.monotonic_s() + RESERVED_S
             self.keeper.take_up(each, session, config.serve)
@@ -113,6 +118,16 @@ class SessionManager:
         """All sessions, in the order of their opening."""
         return list(self._sessions.values())
 
+    @property
+    def opening(self) -> list[LiveSession]:
+        """Sessions of before that a new engine has not answered for yet."""
+        return [session for session in self.sessions if session.id in self._reopening]
+
+    @property
+    def waiting(self) -> list[LiveSession]:
+        """Sessions of before for which the engine has had no memory yet."""
+        return [session for session in self.sessions if session.engine.state == "waiting"]
+
     def end_reason(self, id: str) -> str | None:
         """Why a session of that name ended; None if there never was one, or long ago."""
         if id in self._sessions:
@@ -122,18 +137,22 @@ class SessionManager:
         return self._end_reasons.get(id, "restart" if is_own else None)
 
     def refuse_viewer(self, session: LiveSession) -> str:
-        """Why a session that is swapped out cannot come back to be watched now, or "" if it can."""
+        """Why a session that is not on the device cannot come there to be watched now, or "" if it can."""
         fit, others = self.ready.sessions_fit, [each for each in self.sessions if each is not session]
         if session.place == "device" or fit is None or sum(not each.idle for each in others) < fit:
             return ""
         return (
-            f"The session is swapped out, as nobody watched it, and the memory is taken by the {fit} that fit and are "
-            "watched. Come again when one of them is not."
+            f"The session is not on the device, as nobody watched it, and the {fit} that fit there are watched. Come "
+            "again when one of them is not."
         )
 
     def free_sessions(self) -> int | None:
         """How many more sessions could be opened and play; None: no session was measured yet."""
         return 0 if self.draining or not self.engine.running else self.load.free_sessions()
+
+    def sessions_limit(self) -> int | None:
+        """How many sessions of the default kind can play at once, now 0 if none is opened; None: not measured yet."""
+        return 0 if self.draining or not self.engine.running else self.load.sessions_limit()
 
     def sessions_by_location(self) -> dict[str, int]:
         """Number of open sessions by location of their caches: `device`, `host` and `disk`."""
@@ -235,6 +254,7 @@ class SessionManager:
         # Before anything is awaited: a viewer that is just being connected sees it and is refused.
         session.closed = True
         self._sessions.pop(session.id, None)
+        self._reopening.pop(session.id, None)
         self.keeper.forget(session.id)
         if self.on_end is not None:
             await self.on_end(session, self._end_reasons.get(session.id, "refused"))
@@ -252,18 +272,31 @@ class SessionManager:
             asyncio.create_task(self._end_expired(), name="housekeeping"),
             asyncio.create_task(self.load.follow(lambda: self.engine.running), name="load"),
         ]
-        await self._ask_open()
+        await self._ask_open(self.sessions)
 
-    async def _ask_open(self) -> None:
-        """Open all sessions on the engine, from their snapshots where there are any."""
-        for session in self.sessions:
+    async def _ask_open(self, sessions: Sequence[LiveSession]) -> None:
+        """Open sessions on the engine, those that are watched first, from their snapshots where there are any."""
+        for session in sorted(sessions, key=lambda each: each.idle):
             snapshot = await self.keeper.snapshot(session)
             if snapshot is None and session.id == DEFAULT_SESSION:
                 snapshot = self._begin_with
-            if snapshot is not None and not session.closed:
-                self._going_on[session.id] = snapshot
+            if session.closed or session.opened:  # meanwhile
+                continue
+            self._reopening[session.id] = snapshot
             with contextlib.suppress(EngineFailure):  # it has ended at once, and the event that says so comes next
-                await session.ask_open(snapshot)
+                await session.ask_open(snapshot or None)
+
+    async def _ask_waiting(self) -> None:
+        """Ask once more for one session that waits for memory: one that is watched before others, then the one that
+        was asked for longest ago."""
+        session = min(self.waiting, key=lambda each: (each.idle, each.asked_s), default=None)
+        if session is None or self._reopening or not self.engine.running or self.refuse_viewer(session):
+            return
+        if clock.monotonic_s() - session.asked_s >= MEMORY_RETRY_S:
+            self._reopening[session.id] = None
+            if self.make_room is not None:
+                await self.make_room()
+            await self._ask_open([session])
 
     async def hand_over(self) -> None:
         """Open no more sessions, and leave those there are in `serve.handover` for the next server."""
@@ -290,6 +323,7 @@ class SessionManager:
                 end = session.lifetime.end()
                 if end is not None and now_s >= end[0]:
                     await self.end(session.id, end[1])
+            await self._ask_waiting()
 
     async def _read_events(self) -> None:
         """Dispatch the engine's events until it ends for good, and keep the reason."""
@@ -303,12 +337,13 @@ class SessionManager:
                 case Restarting():
                     self.engine = EngineStatus("restarting", event.reason, event.retry_after_s)
                     self._metrics.engine_restarts.inc()
+                    self._reopening.clear()
                     for session in self.sessions:
                         session.engine_lost(self.engine)
                 case Ready():
                     self.ready, self.engine = event, EngineStatus()
                     self.load.restart(event)
-                    await self._ask_open()
+                    await self._ask_open(self.sessions)
                 case messages.Alive():  # for the IPC socket
                     pass
                 case Refused() if self._is_fatal(event):
@@ -322,37 +357,60 @@ class SessionManager:
     def _is_fatal(self, refused: Refused) -> bool:
         """Whether a refusal ends everything: the session that the page shows could not be opened."""
         default = self.get(DEFAULT_SESSION)
-        kept = refused.session in self._going_on and self._begin_with is None
-        return refused.session == DEFAULT_SESSION and not kept and default is not None and not default.opened
+        if (refused.session, refused.request) != (DEFAULT_SESSION, OPENING) or default is None or default.opened:
+            return False
+        if refused.code == "memory":  # it is the first that is asked for: at the start the others have none of it yet
+            return default.engine.running
+        return self._reopening.get(DEFAULT_SESSION) is None or self._begin_with is not None
 
     def _dispatch(self, event: SessionEvent) -> None:
         """Hand an event to its session, if that is still open."""
         session = self.get(event.session)
-        if session is not None and not session.opened and isinstance(event, messages.Opened | Refused):
-            snapshot = self._going_on.pop(session.id, None)
-            if snapshot is not None and isinstance(event, Refused):
-                self._tasks.append(asyncio.create_task(self._begin_afresh(session, event.reason)))
+        if session is None:
+            return
+        answers = isinstance(event, messages.Opened) or (isinstance(event, Refused) and event.request == OPENING)
+        if answers and session.id in self._reopening:
+            snapshot = self._reopening.pop(session.id)
+            if isinstance(event, Refused):
+                self._not_reopened(session, event, snapshot)
                 return
-            if snapshot is not None:
+            if session.id == DEFAULT_SESSION:
                 self._begin_with = None  # a new engine begins it afresh, or from what is kept
+            if snapshot is not None:
                 self._metrics.lost_s.inc(self.keeper.opened(session, snapshot))
+            if snapshot:
                 self._tasks.append(asyncio.create_task(session.tell_paused()))
-        if session is not None and isinstance(event, Refused) and session.engine.state == "restarting":
-            # The new engine has no memory for it. Viewers take time to go, and others wait for events.
-            self._tasks.append(asyncio.create_task(self.end(session.id, "restart")))
-        elif session is not None and isinstance(event, messages.Closed) and event.reason:
+            if self.waiting:
+                self._tasks.append(asyncio.create_task(self._ask_waiting()))
+        if isinstance(event, messages.Closed) and event.reason:
             session.handle(event)
-            self._tasks.append(asyncio.create_task(self.end(session.id, "failed", event.reason)))
-        elif session is not None:
+            reason = "not_finite" if NOT_FINITE in event.reason else "failed"
+            self._tasks.append(asyncio.create_task(self.end(session.id, reason, event.reason)))
+        else:
             if isinstance(event, messages.FrameBatch):
                 self.load.chunk(session, event)
             session.handle(event)
 
-    async def _begin_afresh(self, session: LiveSession, why: str) -> None:
-        """Reset a session whose snapshot the engine has refused, or end it if that came from a folder."""
-        if not self.keeper.refused(session, why) and session.id != DEFAULT_SESSION:
-            await self.end(session.id, "restart")
+    def _not_reopened(self, session: LiveSession, refused: Refused, snapshot: Data | None) -> None:
+        """A new engine refuses a session of before: it waits where memory is short, begins afresh where its snapshot
+        does not fit, or ends."""
+        if refused.code == "memory":
+            if session.engine.state != "waiting":
+                fields = log_fields(session=session.id)
+                logger.warning(
+                    "Session %s is opened when there is memory: %s", session.id, refused.reason, extra=fields
+                )
+            session.wait_for_memory(refused.reason)
+        else:  # viewers take time to go, and others wait for events
+            self._tasks.append(asyncio.create_task(self._begin_afresh(session, refused.reason, snapshot)))
+
+    async def _begin_afresh(self, session: LiveSession, why: str, snapshot: Data | None) -> None:
+        """Reset a session whose snapshot the engine has refused; end it if it came from a folder, or has none."""
+        afresh = snapshot is not None and self.keeper.refused(session, why)
+        if not afresh and session.id != DEFAULT_SESSION:
+            await self.end(session.id, "restart", why)
             return
+        self._reopening[session.id] = None
         with contextlib.suppress(EngineFailure):  # as in `_ask_open`
             await session.ask_open()
 

@@ -190,6 +190,9 @@ class Subscribers:
         """Add a peer. Mutates: self."""
         self._mailboxes[name] = mailbox, may_control
 
+    def __len__(self) -> int:
+        return len(self._mailboxes)
+
     def leave(self, name: str) -> None:
         """Remove a peer. Mutates: self."""
         self._mailboxes.pop(name, None)

@@ -11,12 +11,13 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from streamdiff.atomic_write import temporary_sibling
+from streamdiff.atomic_write import lock_of, open_private, temporary_sibling
 from streamdiff.engine.features import NAMES, Features
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Data
 from streamdiff.errors import ConfigError
@@ -71,7 +72,8 @@ _RECORD = TypeAdapter(SessionRecord)
 
 @dataclass(frozen=True)
 class FoundSession:
-    """A session's file: its record, and the content of its snapshot's file."""
+    """A session's file: its record, and the content of its snapshot's file; empty: there is none, as no engine could
+    save it."""
 
     record: SessionRecord
     snapshot: bytes
@@ -90,13 +92,33 @@ class SessionFolder:
             raise ConfigError(f"{setting}: {path} cannot be made: {error.strerror or error}") from error
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise ConfigError(f"{setting}: {path} cannot be written to; choose another")
+        self._setting = setting
+
+    @contextmanager
+    def held(self) -> Iterator[SessionFolder]:
+        """Context manager: keep other servers out, which would open the same sessions and remove each other's files.
+        Raises ConfigError where one has the folder."""
+        try:
+            lock = lock_of(self.path)
+        except OSError as error:  # of file systems that have none, as some that several machines share
+            logger.warning("%s: %s cannot be locked, let one server alone use it: %s", self._setting, self.path, error)
+            yield self
+            return
+        if lock is None:
+            raise ConfigError(
+                f"{self._setting}: {self.path} cannot be used: another server has it, or it is both serve.handover and "
+                "serve.state_dir; name another folder"
+            )
+        try:
+            yield self
+        finally:
+            os.close(lock)
 
     def write(self, record: SessionRecord, snapshot: Data) -> None:
         """Keep a session, instead of what was kept of it before. Raises OSError."""
         target = self._of(record.id)
         with temporary_sibling(target) as temporary:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "wb") as file:
+            with open_private(temporary) as file:
                 file.write(_RECORD.dump_json(record) + b"\n")
                 file.write(snapshot)
                 file.flush()
@@ -130,7 +152,10 @@ class SessionFolder:
 
     def _set_aside(self, path: Path, why: str) -> None:
         aside = path.with_name(path.name + _REFUSED)
-        path.replace(aside)
+        try:
+            path.replace(aside)
+        except OSError as error:
+            why, aside = f"{why}; it cannot be renamed: {error}", path
         name = path.name.removesuffix(_END)
         logger.error("Session %s is not opened again, %s stays: %s", name, aside, why, extra=log_fields(session=name))
 

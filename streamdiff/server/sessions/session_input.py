@@ -52,7 +52,8 @@ class SessionInput:
             ControlError: there is another.
         """
         if self.video_input is not None:
-            message = f"The session is fed already, by a {self._kind}; end that first, or open a session of your own."
+            end = f"DELETE /api/sessions/{self.session}/input ends that"
+            message = f"The session is fed already, by a {self._kind}; {end}. Or open a session of your own."
             raise ControlError("fed", message, "input")
         self.video_input = VideoInput(*self._size, self._fps, self._feed, self.wanted)
         self._kind, self._fault = kind, ""
@@ -149,6 +150,7 @@ class FileFeed:
         self._path, self._then, self._strength = config.input, config.input_end, config.strength
         self._input, self._ask, self._end = feeds, ask, end
         self._task: asyncio.Task[None] | None = None
+        self._playing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to feed. Mutates: session.
@@ -157,7 +159,7 @@ class FileFeed:
             ConfigError: the model takes no video.
         """
         video_input = self._input.take("file")
-        playing = asyncio.create_task(
+        self._playing = playing = asyncio.create_task(
             file_input.play(
                 self._path, loop=self._then == "loop", push=video_input.push, wanted=self._input.wanted
             ), name="input-file",
@@ -188,6 +190,14 @@ class FileFeed:
         await self._input.give_back(video_input)
         if self._then == "end":
             await self._end(session, "input_ended")
+
+    async def end(self) -> bool:
+        """End the file before its end; False if it has ended already."""
+        if self._playing is None or self._task is None or self._task.done():
+            return False
+        self._playing.cancel()
+        await asyncio.wait({self._task})
+        return True
 
     async def stop(self) -> None:
         """Stop feeding, without a command to the engine."""

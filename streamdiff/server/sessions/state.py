@@ -45,8 +45,8 @@ class SessionState:
         self.rev = 0  # of the state: goes up with every request
         self.text, self.notice, self.switches = "", "", PROMPT_POLICIES
         self.paused = False
-        self.place = "device"
-        """Where its caches lie: on the device, in host memory or on disk."""
+        self.place = "none"
+        """Where its caches lie: `device`, `host` (memory) or `disk`; `none` while the engine has not opened it."""
         self.engine = EngineStatus()
         self._repeated, self._dropped = CounterDelta(), CounterDelta()
         self._made, self._shown = Rate(), Rate()
@@ -91,7 +91,8 @@ class SessionState:
 
     def stalled_s(self) -> float:
         """Seconds since the engine made a frame, while it should; 0 when it need not."""
-        return 0.0 if self.paused or self.input.holds else self.playback.stalled_s()
+        swapped_out = self.playback.pacer.held and self.place != "device"
+        return 0.0 if self.paused or swapped_out or self.input.holds else self.playback.stalled_s()
 
     def stats(self) -> dict[str, Any]:
         """Live figures, JSON-able: among others frames per second shown and made, a chunk's and a request's time; None

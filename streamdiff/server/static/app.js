@@ -112,7 +112,8 @@ function drawState(state) {
   drawPicture(state.image);
   drawInput(state.input);
   if (!state.input) camera.ended();
-  drawNotice(state.engine === "restarting" ? `The engine is being started again: ${state.engine_reason}` : state.notice);
+  const away = { restarting: "The engine is being started again", waiting: "The session waits for memory" }[state.engine];
+  drawNotice(away ? `${away}: ${state.engine_reason}` : state.notice);
   for (const chip of $("chips").children) chip.setAttribute("aria-current", String(chip.textContent === state.prompt));
   drawSuggestions(state.text, suggest);
   drawStatus();

@@ -1,4 +1,5 @@
-// One viewer: connects over WHEP, speaks on the control channel, comes back after every interruption.
+// One viewer: connects over WHEP, speaks on the control channel, comes back after every interruption. Where the server
+// names a media server to play from, the video comes from there, and what the control channel would tell as events.
 // Knows nothing about the page; everything is told as events: "status", "stream", "message".
 
 const DISCONNECTED_LIMIT_MS = 3000;
@@ -133,7 +134,9 @@ export class StreamClient extends EventTarget {
           : "The server does not answer.",
       );
     });
-    const iceServers = await this.iceServers();
+    const links = await this.#links(this.#url, this.authorization);
+    const elsewhere = parseAlternate(links);
+    const iceServers = parseIceServers(elsewhere ? await this.#links(elsewhere) : links);
     if (generation !== this.#generation) return;
     const pc = new RTCPeerConnection({ bundlePolicy: "max-bundle", iceServers });
     this.pc = pc;
@@ -141,34 +144,39 @@ export class StreamClient extends EventTarget {
     this.serverShows = false;
     const transceiver = pc.addTransceiver("video", { direction: "recvonly" });
     this.#lowerDelay(transceiver.receiver);
-    this.#listen(pc.createDataChannel("control"), generation);
+    if (elsewhere) this.#read(generation).catch(() => generation === this.#generation && this.#retry("The connection ended."));
+    else this.#listen(pc.createDataChannel("control"), generation);
     pc.ontrack = (event) => this.#emit("stream", { stream: event.streams[0] ?? new MediaStream([event.track]) });
     pc.onconnectionstatechange = () => this.#stateChanged(pc, generation);
     // A relay of the server's lets nobody in whose address the server has not been told.
     if (iceServers.length) pc.onicecandidate = ({ candidate }) => candidate?.candidate && this.#trickle(candidate, generation);
     // Sent before the browser has looked for its own addresses: the server's are enough to find each other.
     await pc.setLocalDescription();
-    const answer = await this.#post(pc.localDescription.sdp, generation);
+    const answer = await this.#post(pc.localDescription.sdp, generation, elsewhere ?? this.#url, elsewhere ? {} : this.authorization);
     if (generation !== this.#generation) return;
     await pc.setRemoteDescription({ type: "answer", sdp: answer });
   }
 
   /** The STUN and TURN servers that the server names; asked anew for every connection, for credentials expire. */
   async iceServers() {
-    return fetch(this.#url, { method: "OPTIONS", headers: this.authorization, signal: this.#asking.signal })
-      .then((response) => parseIceServers(response.headers.get("Link") ?? ""))
-      .catch(() => []);
+    return parseIceServers(await this.#links(this.#url, this.authorization));
   }
 
-  async #post(offer, generation) {
+  async #links(url, headers = {}) {
+    return fetch(url, { method: "OPTIONS", headers, signal: this.#asking.signal })
+      .then((response) => response.headers.get("Link") ?? "")
+      .catch(() => "");
+  }
+
+  async #post(offer, generation, url, headers) {
     let response;
     try {
-      response = await fetch(this.#url, { method: "POST", headers: { "Content-Type": "application/sdp", ...this.authorization }, body: offer });
+      response = await fetch(url, { method: "POST", headers: { "Content-Type": "application/sdp", ...headers }, body: offer });
     } catch {
       throw new Error("The server cannot be reached.");
     }
     if (!response.ok) throw await refusal(response);
-    const location = new URL(response.headers.get("Location"), this.#url);
+    const location = new URL(response.headers.get("Location"), url);
     if (generation !== this.#generation) {
       fetch(location, { method: "DELETE", keepalive: true }).catch(() => {});
       return "";
@@ -194,22 +202,38 @@ export class StreamClient extends EventTarget {
 
   #listen(channel, generation) {
     this.#channel = channel;
-    channel.onmessage = (event) => {
-      if (generation !== this.#generation) return;
-      const message = JSON.parse(event.data);
-      if (message.type === "hello") {
-        this.#attempt = 0;
-        this.#decoded = { frames: -1, at: performance.now() };
-        this.#emit("status", { phase: "live" });
-      }
-      if (message.type === "stats") this.serverShows = message.shown_fps > 1;
-      this.#emit("message", message);
-      if (message.type === "session_ended") this.#fail({ message: `The session has ended (${message.message ?? message.reason}).`, again: true });
-      if (message.type === "bye") this.#retry("The server is shutting down.", 1000 * (message.retry_after_s ?? 2));
-    };
+    channel.onmessage = (event) => this.#take(event.data, generation);
     channel.onclose = () => {
       if (generation === this.#generation) this.#retry("The connection ended.");
     };
+  }
+
+  /** The session's events (SSE), with the token, which EventSource cannot send; until they end, which is an error. */
+  async #read(generation) {
+    const response = await fetch("api/sessions/default/events", { headers: this.authorization, signal: this.#asking.signal });
+    if (!response.ok) throw await refusal(response);
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let kept = ""; ; ) {
+      const { done, value } = await reader.read();
+      if (done) throw new Error("The events ended.");
+      const events = (kept + value).split("\n\n");
+      kept = events.pop();
+      for (const event of events) if (event.startsWith("data: ")) this.#take(event.slice(6), generation);
+    }
+  }
+
+  #take(text, generation) {
+    if (generation !== this.#generation) return;
+    const message = JSON.parse(text);
+    if (message.type === "hello") {
+      this.#attempt = 0;
+      this.#decoded = { frames: -1, at: performance.now() };
+      this.#emit("status", { phase: "live" });
+    }
+    if (message.type === "stats") this.serverShows = message.shown_fps > 1;
+    this.#emit("message", message);
+    if (message.type === "session_ended") this.#fail({ message: `The session has ended (${message.message ?? message.reason}).`, again: true });
+    if (message.type === "bye") this.#retry("The server is shutting down.", 1000 * (message.retry_after_s ?? 2));
   }
 
   #stateChanged(pc, generation) {
@@ -252,6 +276,11 @@ export async function refusal(response) {
 export function sendCandidate(resource, candidate, headers = {}) {
   const body = `a=mid:${candidate.sdpMid}\r\na=${candidate.candidate}\r\n`;
   fetch(resource, { method: "PATCH", headers: { "Content-Type": "application/trickle-ice-sdpfrag", ...headers }, body }).catch(() => {});
+}
+
+/** Where else WHEP's stream plays, of its `Link` headers; null: nowhere. */
+export function parseAlternate(header) {
+  return /<([^>]+)>;\s*rel="alternate"/.exec(header)?.[1] ?? null;
 }
 
 /** `Link` headers of WHEP, rel="ice-server", as RTCConfiguration.iceServers takes them. */

@@ -15,8 +15,8 @@ import inspect
 import logging
 import struct
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial, partialmethod
 from queue import Empty, Queue
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +28,12 @@ import aiortc
 import aiortc.rtcrtpsender
 import av
 from aiortc import RTCDtlsTransport, RTCPeerConnection, RTCRtpSender, RTCRtpTransceiver, RTCSctpTransport
-from aiortc.codecs import get_encoder
+from aiortc.codecs import CODECS, get_encoder
 from aiortc.exceptions import InternalError, InvalidAccessError, InvalidStateError, OperationError
+from aiortc.rtcpeerconnection import find_common_codecs
 from aiortc.rtcsctptransport import WEBRTC_BINARY, WEBRTC_STRING, RTCSctpCapabilities, SackChunk
 from aiortc.rtp import RTCP_RTPFB_NACK, RtcpRtpfbPacket
+from aiortc.sdp import MediaDescription
 
 from streamdiff import clock
 from streamdiff.errors import StreamdiffError
@@ -62,8 +64,14 @@ CHUNKS_PER_S, CHUNK_BURST = 1000.0, 2000.0
 ACKNOWLEDGED_CHUNKS = 4096
 """Chunks that one acknowledgement may list beyond the first gap; aiortc walks through every one."""
 
+GATHER_S = 0.9
+"""For STUN and TURN servers to give an address, while the viewer waits for its answer. aioice gives them 5 s."""
+
 HELD_FRAMES = 30
 """A peer's encoded frames that may wait to be decoded: a second of them."""
+
+ASK_S = 1.0
+"""Interval of STUN requests to a sender of video, which a living one answers also while nothing on its screen moves."""
 
 CANCEL_ROUNDS = 50
 """Turns of the event loop that the tasks of a closed connection get to end in. Some catch a cancellation to send a
@@ -98,6 +106,11 @@ class Packetizer:
     def target_bitrate(self, bitrate: int) -> None:
         self._estimate_bps = bitrate
         self._on_estimate(bitrate)
+
+
+def common_codecs(media: MediaDescription) -> list[Any]:
+    """The codecs of an offered section that aiortc can answer it with."""
+    return find_common_codecs(CODECS.get(media.kind, []), media.rtp.codecs)
 
 
 def negotiated_codec(transceiver: RTCRtpTransceiver) -> Any | None:
@@ -232,32 +245,56 @@ class DecoderQueue(Queue[Any]):
         return count
 
 
-def take_requests_as_consent(pc: RTCPeerConnection) -> None:
-    """Let a peer that answers no STUN request stay as long as its own authenticated ones come: FFmpeg's sender, which
-    aioice would close after half a minute. To be called before the connection begins. Mutates: pc."""
+def listen(pc: RTCPeerConnection, on_heard: Callable[[], None]) -> None:
+    """Call `on_heard` for every authentic STUN, RTP and RTCP packet of the peer, which is asked by STUN every ASK_S.
+    A peer that never answers stays as long as its own requests come: FFmpeg's sender, which aioice would close after
+    half a minute. To be called before the connection begins. Mutates: pc."""
     for dtls in getattr(pc, _TRANSPORTS_ATTRIBUTE):
-        connection, heard = dtls.transport._connection, asyncio.Event()
-        connection.check_incoming = partial(_note_check, connection.check_incoming, heard)
-        connection.query_consent = partial(_query_consent, connection, heard)
+        connection, asked = dtls.transport._connection, asyncio.Event()
+        connection.check_incoming = partial(_after, (on_heard, asked.set), connection.check_incoming)
+        connection.query_consent = partial(_query_consent, connection, asked, on_heard)
+        for name in ("_handle_rtp_data", "_handle_rtcp_data"):
+            setattr(dtls, name, partial(_after, (on_heard,), getattr(dtls, name)))
 
 
-def _note_check(check: Callable[..., None], heard: asyncio.Event, *request: Any) -> None:
-    heard.set()
-    check(*request)
+def on_media(pc: RTCPeerConnection, call: Callable[[], None]) -> None:
+    """Call `call` for every packet of the peer's video that is more than padding. To be called between the offer and
+    the answer. Mutates: pc."""
+    for transceiver in pc.getTransceivers():
+        codec, receiver = negotiated_codec(transceiver), transceiver.receiver
+        if codec is not None and transceiver.kind == "video":
+            handle = partial(_handle_media, call, codec.payloadType, receiver._handle_rtp_packet)
+            setattr(receiver, "_handle_rtp_packet", handle)  # noqa: B010
 
 
-async def _query_consent(self: Any, heard: asyncio.Event) -> None:
-    """`aioice.Connection.query_consent`, where what was `heard` counts as an answer. `_tasks_of` knows it by `self`."""
+async def _handle_media(
+    call: Callable[[], None], payload_type: int, handle: Callable[..., Awaitable[None]], packet: Any, **when: Any
+) -> None:
+    if packet.payload and packet.payload_type == payload_type:
+        call()
+    await handle(packet, **when)
+
+
+def _after(first: Sequence[Callable[[], None]], call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    for each in first:
+        each()
+    return call(*given, **named)
+
+
+async def _query_consent(self: Any, asked: asyncio.Event, on_heard: Callable[[], None]) -> None:
+    """`aioice.Connection.query_consent`, where a request of the peer, `asked`, is an answer. `_tasks_of` knows it by
+    `self`."""
     silent = 0
-    while silent < aioice.ice.CONSENT_FAILURES:
-        await asyncio.sleep(aioice.ice.CONSENT_INTERVAL)
-        answered = heard.is_set()
-        heard.clear()
+    while silent < aioice.ice.CONSENT_FAILURES * aioice.ice.CONSENT_INTERVAL / ASK_S:
+        await asyncio.sleep(ASK_S)
+        answered = asked.is_set()
+        asked.clear()
         for pair in self._nominated.values():
             request, key = self.build_request(pair, nominate=False), self.remote_password.encode()
             with contextlib.suppress(aioice.stun.TransactionError):
                 await pair.protocol.request(request, pair.remote_addr, integrity_key=key, retransmissions=0)
                 answered = True
+                on_heard()
         silent = 0 if answered else silent + 1
     self._query_consent_task = None
     await self.close()
@@ -353,6 +390,18 @@ async def _read_rtcp(self: Any, data: bytes) -> None:
         logger.debug("RTCP of a peer cannot be read: %s: %s", type(error).__name__, error)
 
 
+_connect: Any = getattr(RTCPeerConnection, "_RTCPeerConnection__connect", None)
+
+
+async def _connect_or_end(self: Any) -> None:
+    """`RTCPeerConnection.__connect`, for which a connection that is closed meanwhile is no error."""
+    try:
+        await _connect(self)
+    except InvalidStateError:
+        if self.signalingState != "closed":
+            raise
+
+
 def check() -> None:
     """Check that the installed aiortc has the private names used here.
 
@@ -378,8 +427,11 @@ def check() -> None:
         "_connection" in aiortc.RTCIceTransport.__init__.__code__.co_names,
         {"_protocols", "_nominated", "_query_consent_task"} <= set(aioice.Connection.__init__.__code__.co_names),
         inspect.iscoroutinefunction(getattr(aioice.Connection, "query_consent", None)),
+        "timeout" in inspect.signature(aioice.Connection.get_component_candidates).parameters,
         hasattr(aioice.Connection, "check_incoming") and hasattr(aioice.ice, "CONSENT_FAILURES"),
-        inspect.iscoroutinefunction(_handle_rtcp_data),
+        inspect.iscoroutinefunction(_handle_rtcp_data) and inspect.iscoroutinefunction(_connect),
+        inspect.iscoroutinefunction(getattr(RTCDtlsTransport, "_handle_rtp_data", None)),
+        inspect.iscoroutinefunction(getattr(aiortc.RTCRtpReceiver, "_handle_rtp_packet", None)),
         *(inspect.iscoroutinefunction(vars(RTCSctpTransport).get(name)) for name in _SCTP_METHODS),
         {"_advertised_rwnd", "_inbound_streams", "_sack_misordered"}
         <= set(RTCSctpTransport.__init__.__code__.co_names),
@@ -389,6 +441,10 @@ def check() -> None:
 
 
 check()
+logging.getLogger("aiortc.rtcrtpreceiver").setLevel(logging.ERROR)  # it warns of every frame that is not decoded
 setattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE", RETRANSMIT_PACKETS)  # noqa: B010
 aioice.ice.get_host_addresses = host_addresses
+_gather = partialmethod(aioice.Connection.get_component_candidates, timeout=GATHER_S)
+setattr(aioice.Connection, "get_component_candidates", _gather)  # noqa: B010
+setattr(RTCPeerConnection, "_RTCPeerConnection__connect", _connect_or_end)  # noqa: B010
 setattr(RTCDtlsTransport, "_handle_rtcp_data", _read_rtcp)  # noqa: B010

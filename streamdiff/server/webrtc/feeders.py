@@ -19,13 +19,14 @@ from streamdiff.server.sessions.control import ControlError, StrengthMessage
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import SessionEnded
 from streamdiff.server.sessions.session_input import ANSWER_S
-from streamdiff.server.webrtc import sdp
 from streamdiff.server.webrtc.ice_servers import IceServers
 from streamdiff.server.webrtc.peer_connections import CLOSE_S, Peer, Peers, answered, checked_offer
 from streamdiff.server.webrtc.receiver import READ, VideoReceiver
 
 logger = logging.getLogger(__name__)
 
+SILENT_S = 3.0
+"""A sender from which nothing came for so long gives its session to the next one."""
 _MISSING = "Nobody of that name feeds the session; it may have ended. POST a new offer."
 
 
@@ -41,7 +42,8 @@ class Feeder(Peer):
 class Feeders(Peers[Feeder]):
     """All that feed sessions, at most one each. Lives on the event loop.
 
-    Who is only silent stays: it may be a screen on which nothing moves.
+    One from which nothing came for SILENT_S gives way to the next. A screen on which nothing moves still sends RTCP and
+    STUN.
     """
 
     def __init__(
@@ -56,26 +58,28 @@ class Feeders(Peers[Feeder]):
         self, session: LiveSession, offer: str, address: str, strength: float | None, ends_session: bool = False
     ) -> tuple[str, str]:
         """Connect a video sender to a session, which continues with its prompt only when that ends, or ends too if
-        `ends_session`; returns its id and the SDP answer.
+        `ends_session`; returns its id and the SDP answer. It replaces a sender that is silent.
 
         Raises:
-            Problem: 400 or 422 for the offer, or where the model takes no video; 409, another feeds it; 410; 429 and
+            Problem: 400 or 406 for the offer; 422 where the model takes no video; 409, another feeds it; 410; 429 and
                 503 with Retry-After.
         """
-        checked = checked_offer(offer, "sender", READ, "read here: send H.264 or VP8")
+        checked = checked_offer(offer, "sender", READ)
         self._offers.check(address, "connections", clock.monotonic_s())
-        if (refusal := self._slots.refusal(address)) is not None:
+        silent = self._silent_of(session)
+        if (refusal := self._slots.refusal(address, silent.address if silent else None)) is not None:
             raise refusal
+        if silent is not None:
+            await self._end(silent, "replaced")
         video_input = _taken(session)
         self._slots.take(address)
-        receiver = VideoReceiver(
-            self._ice_servers(), video_input.push, lambda end: self._end_soon(feeder, end), video_input.leave_out
-        )
-        name = sdp.username_of(checked)
-        feeder = Feeder(session, receiver.pc, address, name, video_input, receiver, ends_session)
+        ice = self._ice.to_ask()
+        receiver = VideoReceiver(ice, video_input.push, lambda end: self._end_soon(feeder, end), video_input.leave_out)
+        feeder = Feeder(session, receiver.pc, address, checked, video_input, receiver, ends_session)
         feeder.pc.on("connectionstatechange", lambda: self._state_changed(feeder))
         try:
-            answer = await answered(receiver.answer(checked), "one more connection")
+            answer = await answered(checked, receiver.answer(checked.sdp), "one more connection")
+            self._ice.take_answer(ice, answer)
             if session.closed:
                 raise _ended(session)
             session.input.begin()  # first: whatever comes between, `give_back` tells the engine of the end
@@ -104,15 +108,30 @@ class Feeders(Peers[Feeder]):
         """End a sender; one that ended lately is fine as well. Raises Problem: 404."""
         await self._delete(session, id, _MISSING)
 
+    async def end_input(self, session: LiveSession) -> bool:
+        """End the sender of a session; False if it has none."""
+        if (feeder := self._of(session)) is None:
+            return False
+        await self._end(feeder, "delete")
+        return True
+
+    def _of(self, session: LiveSession) -> Feeder | None:
+        return next((feeder for feeder in self._peers.values() if feeder.session is session), None)
+
+    def _silent_of(self, session: LiveSession) -> Feeder | None:
+        feeder = self._of(session)
+        return feeder if feeder is not None and feeder.receiver.silent_s(clock.monotonic_s()) > SILENT_S else None
+
     async def _end(self, feeder: Feeder, end: str) -> None:
         if not self._unregister(feeder):
             return
         end = "gone" if end in ("failed", "closed") else end
         fields = log_fields(session=feeder.session.id, reason=end)
-        logger.info("Video for session %s has ended: %s.", feeder.session.id, end, extra=fields)
+        level = logging.WARNING if end == "fault" else logging.INFO
+        logger.log(level, "Video for session %s has ended: %s.", feeder.session.id, end, extra=fields)
         await feeder.session.input.give_back(feeder.video_input)
         await feeder.receiver.close(CLOSE_S)
-        if feeder.ends_session and end not in ("session_ended", "shutdown", "connect_timeout"):
+        if feeder.ends_session and end not in ("session_ended", "shutdown", "connect_timeout", "replaced"):
             await self._end_its_session(feeder.session.id, "input_ended")
 
 

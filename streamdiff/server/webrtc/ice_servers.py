@@ -8,35 +8,79 @@ from __future__ import annotations
 
 import base64
 import hmac
+import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
+
+from aiortc import RTCIceServer
 
 from streamdiff import clock
 from streamdiff.config import IceServer
 from streamdiff.errors import ConfigError
+from streamdiff.server.webrtc.aiortc_compat import GATHER_S
+
+logger = logging.getLogger(__name__)
 
 CREDENTIAL_S = 3600
 """For which credentials are good. Who has joined stays: TURN servers look at the time only then."""
+REST_S = 60.0
+"""For which this server does without a STUN or TURN server that gave it no address."""
 
 
 class IceServers:
     """The configured servers. Secrets are read once."""
 
-    def __init__(self, servers: Sequence[IceServer]) -> None:
-        """
+    def __init__(self, servers: Sequence[IceServer], on_failure: Callable[[str], object] = lambda url: None) -> None:
+        """`on_failure` gets the URL of a server that gave no address.
+
         Raises:
             ConfigError: a secret's file that cannot be read or is empty.
         """
-        self._servers = [(server, _secret(server)) for server in servers]
+        self._servers = [(_with_credential(server), _read(server, "secret_file")) for server in servers]
+        self._on_failure = on_failure
+        self._resting: dict[str, float] = {}  # until when
 
     def issue(self) -> list[IceServer]:
         """The servers for one viewer, each with a user name and a credential where it is a TURN server."""
         return [server if secret is None else _signed(server, secret) for server, secret in self._servers]
 
+    def to_ask(self) -> list[RTCIceServer]:
+        """The STUN and the TURN server that aiortc is to ask for addresses of this server: the first of each that does
+        not rest, as it asks no others."""
+        first: dict[str, IceServer] = {}
+        for server in self.issue():
+            if not server.url.startswith("stuns:") and self._resting.get(server.url, 0.0) <= clock.monotonic_s():
+                first.setdefault(server.url[:4], server)
+        return [RTCIceServer(each.url, each.username, each.credential) for each in first.values()]
 
-def _secret(server: IceServer) -> bytes | None:
-    path, name = server.secret_file, f"serve.ice_servers: {server.url}: secret_file {server.secret_file}"
+    def take_answer(self, asked: Sequence[RTCIceServer], answer: str) -> None:
+        """Let those rest that were asked and of which no address is in the SDP answer. Mutates: self."""
+        now_s = clock.monotonic_s()
+        for url in (str(server.urls) for server in asked):
+            found = " typ relay" if url.startswith("turn") else " typ srflx"
+            if found not in answer and self._resting.get(url, 0.0) <= now_s:
+                self._resting[url] = now_s + REST_S
+                self._on_failure(url)
+                message = "%s gave no address within %g s: it is left out for %g s, and viewers get those there are."
+                logger.warning(message, url, GATHER_S, REST_S)
+
+
+def _with_credential(server: IceServer) -> IceServer:
+    """The server, with the credential from its file if it has one."""
+    if (credential := _read(server, "credential_file")) is None:
+        return server
+    try:
+        return IceServer(url=server.url, username=server.username, credential=credential.decode())
+    except ValueError:
+        file = f"serve.ice_servers: {server.url}: credential_file {server.credential_file}"
+        raise ConfigError(f"{file} has blanks, quotes or backslashes in it; it holds one word") from None
+
+
+def _read(server: IceServer, setting: Literal["secret_file", "credential_file"]) -> bytes | None:
+    path: str | None = getattr(server, setting)
+    name = f"serve.ice_servers: {server.url}: {setting} {path}"
     if path is None:
         return None
     try:
@@ -44,7 +88,8 @@ def _secret(server: IceServer) -> bytes | None:
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}") from error
     if not secret:
-        raise ConfigError(f"{name} is empty; it holds the TURN server's secret (coturn: static-auth-secret)")
+        what = "secret (coturn: static-auth-secret)" if setting == "secret_file" else "credential"
+        raise ConfigError(f"{name} is empty; it holds the TURN server's {what}")
     return secret
 
 

@@ -12,15 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
-from aiortc import RTCIceServer, RTCPeerConnection
+from aiortc import RTCPeerConnection
 
 from streamdiff import clock
 from streamdiff.server.peers import RETRY_AFTER_S, PerAddressLimiter, SlotPool
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.webrtc import aiortc_compat, sdp
+from streamdiff.server.webrtc import aiortc_compat, sdp, udp_ports
 from streamdiff.server.webrtc.ice_servers import IceServers
 
 logger = logging.getLogger(__name__)
@@ -35,13 +35,13 @@ CLOSE_S = 3.0
 
 @dataclass(eq=False)
 class Peer:
-    """One peer connection of a session. Who has its `id` may end it; `address` holds a slot for it; `username` is the
-    ICE user name fragment of its offer, and `candidates` how many it has sent since."""
+    """One peer connection of a session. Who has its `id` may end it; `address` holds a slot for it; `candidates`: how
+    many it has sent since its offer."""
 
     session: LiveSession
     pc: RTCPeerConnection
     address: str
-    username: str | None
+    offer: sdp.Offer
     _: KW_ONLY
     id: str = field(default_factory=partial(secrets.token_urlsafe, 24))
     candidates: int = 0
@@ -121,9 +121,6 @@ class Peers(ABC, Generic[PeerT]):
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    def _ice_servers(self) -> list[RTCIceServer]:
-        return [RTCIceServer(each.url, each.username, each.credential) for each in self._ice.issue()]
-
     async def _add_candidates(self, peer: PeerT, fragment: str, whose: str) -> None:
         """Take candidates that a peer found after its offer; those beyond the limit are left out. Mutates: peer.
 
@@ -134,43 +131,46 @@ class Peers(ABC, Generic[PeerT]):
             trickle = sdp.parse_trickle(fragment)
         except sdp.SdpError as error:
             raise Problem(400, str(error)) from error
-        if trickle.username is not None and trickle.username != peer.username:
+        if trickle.username is not None and trickle.username not in peer.offer.usernames:
             raise Problem(422, f"ICE restart is not supported: POST a new offer. This {whose} goes on as it was.")
         for candidate in trickle.candidates:
             if peer.candidates >= sdp.MAX_CANDIDATES:
                 return
             peer.candidates += 1
+            candidate.sdpMid = peer.offer.mid_for(candidate.sdpMid)
             await peer.pc.addIceCandidate(candidate)
 
 
-def checked_offer(offer: str, peer: Literal["viewer", "sender"], codecs: Sequence[str], needed: str) -> str:
-    """The offer of a `peer`, checked and repaired, which has one of `codecs`.
+def checked_offer(text: str, role: sdp.Role, codecs: Sequence[str]) -> sdp.Offer:
+    """The offer of a peer, which has one of `codecs`.
 
     Raises:
-        Problem: 400, 422; without such a codec it says what is `needed`.
+        Problem: 400; where it is well formed, but cannot be met, 422, and 406 for a sender.
     """
     try:
-        checked = sdp.check_offer(offer, peer)
+        return sdp.check_offer(text, role, codecs)
     except sdp.SdpError as error:
-        raise Problem(422 if error.unsatisfiable else 400, str(error), code="offer") from error
-    if not sdp.video_codecs_of(checked) & set(codecs):
-        raise Problem(422, f"The offer has no video codec that is {needed}.", code="codec")
-    return checked
+        status = 400 if not error.unsatisfiable else 422 if role == "viewer" else 406
+        raise Problem(status, str(error), code=error.code) from error
 
 
-async def answered(answering: Awaitable[str], purpose: str) -> str:
-    """The SDP answer to a checked offer, once it is there.
+async def answered(offer: sdp.Offer, answering: Awaitable[str], purpose: str) -> str:
+    """The SDP answer to an offer; `answering` gives aiortc's.
 
     Raises:
-        Problem: 422, the offer cannot be answered; 503, no UDP port is left for its `purpose`.
+        Problem: 422, the offer cannot be answered; 503, no UDP socket could be opened for its `purpose`.
     """
     try:
         answer = await answering
     except aiortc_compat.OFFER_ERRORS as error:
         logger.debug("An offer was refused: %s: %s", type(error).__name__, error)
-        first_line = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise Problem(422, f"The offer cannot be answered: {first_line}", code="offer") from error
+        message = "The offer cannot be answered. Offer one video section, as browsers write it (JSEP, RFC 9429)."
+        raise Problem(422, message, code="offer") from error
     if "\na=candidate:" not in answer:
-        message = f"No UDP port is free for {purpose}: those of serve.udp_ports are in use."
-        raise Problem(503, message, {"Retry-After": str(RETRY_AFTER_S)}, code="ports")
-    return answer
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        if udp_ports.are_in_use():
+            message = f"No UDP port is free for {purpose}: those of serve.udp_ports are in use."
+            raise Problem(503, message, headers, code="ports")
+        logger.error("No UDP socket could be opened for %s: are there too many open files (ulimit -n)?", purpose)
+        raise Problem(503, f"The server could open no UDP socket for {purpose}.", headers, code="network")
+    return offer.complete(answer)

@@ -18,11 +18,13 @@ from aiortc import (
 )
 from aiortc.mediastreams import MediaStreamError
 
+from streamdiff import clock
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.webrtc import aiortc_compat
 
 READ = ("h264", "vp8")
-"""Codecs that aiortc decodes; H.264 of the baseline profile."""
+"""Codecs that aiortc decodes."""
+UNDECODABLE_S = 10.0
 _START_KBPS = 2500
 """Chromium begins at 300 kbit/s, which is a small and coarse picture for many seconds, unless the answer says more."""
 
@@ -40,15 +42,23 @@ class VideoReceiver:
         on_misuse: Callable[[str], None],
         on_dropped: Callable[[int], None],
     ) -> None:
-        """`on_misuse`: see `aiortc_compat.bound_data`; `on_dropped`: see `aiortc_compat.DecoderQueue`."""
+        """`on_misuse`: see `aiortc_compat.bound_data`; also called with `fault` where video comes of which nothing can
+        be decoded for UNDECODABLE_S. `on_dropped`: see `aiortc_compat.DecoderQueue`."""
         self._on_misuse, self._on_dropped = on_misuse, on_dropped
         self.pc = RTCPeerConnection(RTCConfiguration(iceServers=list(ice_servers)))
         self._on_frame = on_frame
         self._task: asyncio.Task[None] | None = None
         self._queue: aiortc_compat.DecoderQueue | None = None
+        self._heard_s = clock.monotonic_s()
+        self._undecoded_s: float | None = None
+        """Since when video comes of which nothing could be decoded."""
+
+    def silent_s(self, now_s: float) -> float:
+        """Seconds for which nothing has come from the peer, not even STUN or RTCP."""
+        return now_s - self._heard_s
 
     async def answer(self, offer: str) -> str:
-        """The SDP answer to a checked offer. Mutates: self.
+        """aiortc's answer to the `sdp` of a checked offer. Mutates: self.
 
         Raises:
             ValueError, or another of `aiortc_compat.OFFER_ERRORS`: it cannot be answered.
@@ -64,9 +74,10 @@ class VideoReceiver:
                 taken = transceiver.receiver.track
                 self._queue = aiortc_compat.DecoderQueue(transceiver.receiver, self._on_dropped)
                 if aiortc_compat.negotiated_codec(transceiver) is None:
-                    raise ValueError("no common video codec; send H.264 of the baseline profile, or VP8")
+                    raise ValueError("no common video codec")
         assert taken is not None, "a checked offer has video"
-        aiortc_compat.take_requests_as_consent(self.pc)
+        aiortc_compat.listen(self.pc, self._note_heard)
+        aiortc_compat.on_media(self.pc, self._check_decodable)
         await self.pc.setLocalDescription(await self.pc.createAnswer())
         self._task = asyncio.create_task(self._receive(taken), name="receive-video")
         return with_start_bitrate(str(self.pc.localDescription.sdp))
@@ -80,6 +91,17 @@ class VideoReceiver:
         if self._queue is not None:
             await self._queue.join_decoder(limit_s)
 
+    def _note_heard(self) -> None:
+        self._heard_s = clock.monotonic_s()
+
+    def _check_decodable(self) -> None:
+        """A packet with video has come."""
+        now_s = clock.monotonic_s()
+        if self._undecoded_s is None or (self._queue is not None and self._queue.qsize()):  # it is decoded slowly
+            self._undecoded_s = now_s
+        elif now_s - self._undecoded_s > UNDECODABLE_S:
+            self._on_misuse("fault")
+
     async def _receive(self, track: MediaStreamTrack) -> None:
         """Take frames at once, as aiortc's queue of them has no bound."""
         while True:
@@ -88,6 +110,7 @@ class VideoReceiver:
             except MediaStreamError:
                 return  # the connection has ended, which its state says
             if isinstance(frame, av.VideoFrame):
+                self._undecoded_s = None
                 self._on_frame(frame)
 
 

@@ -19,6 +19,8 @@ class UdpPortLoop(asyncio.SelectorEventLoop):
     def __init__(self, ports: range) -> None:
         super().__init__()
         self._ports = ports
+        self.in_use = False
+        """Whether the last attempt found all of `ports` taken."""
 
     async def create_datagram_endpoint(
         self,
@@ -38,8 +40,17 @@ class UdpPortLoop(asyncio.SelectorEventLoop):
         # Not the lowest free one: what still comes for a viewer that has just left is not for the next.
         for port in random.sample(self._ports, len(self._ports)):
             try:
-                return await create(protocol_factory, (local_addr[0], port), None, **options)
+                made = await create(protocol_factory, (local_addr[0], port), None, **options)
+                self.in_use = False
+                return made
             except OSError as error:
                 if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise
+        self.in_use = True
         raise OSError(errno.EADDRINUSE, f"all UDP ports from {self._ports[0]} to {self._ports[-1]} are in use")
+
+
+def are_in_use() -> bool:
+    """Whether the running loop has ports of a range, and found all of them taken."""
+    loop = asyncio.get_running_loop()
+    return isinstance(loop, UdpPortLoop) and loop.in_use

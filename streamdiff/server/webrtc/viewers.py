@@ -20,7 +20,7 @@ from streamdiff.server.peers import PerAddressLimiter, SlotPool
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.webrtc import aiortc_compat, sdp
+from streamdiff.server.webrtc import aiortc_compat
 from streamdiff.server.webrtc.data_channel import DataChannelConnection
 from streamdiff.server.webrtc.ice_servers import IceServers
 from streamdiff.server.webrtc.peer_connections import CLOSE_S, Peer, Peers, answered, checked_offer
@@ -88,8 +88,7 @@ class Viewers(Peers[Viewer]):
             Problem: 400 or 422 for the offer, 429 and 503 with Retry-After.
         """
         wanted = self._wanted_codecs(codec)
-        names = " or ".join(codec.upper() for codec in wanted)
-        checked = checked_offer(offer, "viewer", wanted, f"sent here: offer {names}")
+        checked = checked_offer(offer, "viewer", wanted)
         refusal = self._slots.refusal(address)
         ghost = self._ghost_of(client_id, address) if refusal is not None else None
         if refusal is not None and ghost is None:
@@ -101,14 +100,19 @@ class Viewers(Peers[Viewer]):
             if ghost is not None:
                 await self._end(ghost, "ghost")
             fanout, on_first = session.playback.fanout, self._metrics.viewer_first_s.observe
-            ice = self._ice_servers()
+            ice = self._ice.to_ask()
             sender = VideoSender(fanout, ice, on_first=on_first, on_key_request=self._count_key_request)
-            name = sdp.username_of(checked)
-            viewer = Viewer(session, sender.pc, address, name, sender, may_control, client_id)
-            return viewer.id, await self._connect(viewer, checked, wanted)
+            viewer = Viewer(session, sender.pc, address, checked, sender, may_control, client_id)
+            answer = await self._connect(viewer, wanted)
+            self._ice.take_answer(ice, answer)
+            return viewer.id, answer
         except BaseException:
             self._slots.release(address)
             raise
+
+    def check(self, session_id: str, id: str, address: str) -> None:
+        """Raises Problem: 404 where there is no such viewer, or no more; 429."""
+        self._viewer(session_id, id, address)
 
     async def trickle(self, session_id: str, id: str, fragment: str, address: str) -> None:
         """Take candidates that a viewer found after its offer.
@@ -116,9 +120,7 @@ class Viewers(Peers[Viewer]):
         Raises:
             Problem: 404, 400, 422 for an ICE restart, 429.
         """
-        self._changes.check(address, "changes", clock.monotonic_s())
-        viewer = self._find(session_id, id, "There is no such viewer; it may have ended. POST a new offer.")
-        await self._add_candidates(viewer, fragment, "viewer")
+        await self._add_candidates(self._viewer(session_id, id, address), fragment, "viewer")
 
     async def delete(self, session_id: str, id: str, address: str) -> None:
         """End a viewer; one that ended lately is fine as well.
@@ -138,15 +140,20 @@ class Viewers(Peers[Viewer]):
             self._check_timer.cancel()
         await super().stop()
 
+    def _viewer(self, session_id: str, id: str, address: str) -> Viewer:
+        """A session's viewer of that id. Raises Problem: 404, 429."""
+        self._changes.check(address, "changes", clock.monotonic_s())
+        return self._find(session_id, id, "There is no such viewer; it may have ended. POST a new offer.")
+
     # ---- one viewer's life --------------------------------------------------------------------------------------
 
-    async def _connect(self, viewer: Viewer, offer: str, codecs: tuple[Codec, ...]) -> str:
+    async def _connect(self, viewer: Viewer, codecs: tuple[Codec, ...]) -> str:
         """Register a viewer; returns the SDP answer."""
         session, sender = viewer.session, viewer.sender
         viewer.pc.on("connectionstatechange", lambda: self._state_changed(viewer))
         viewer.pc.on("datachannel", lambda channel: self._channel_opened(viewer, channel))
         try:
-            answer = await answered(self._negotiate(viewer, offer, codecs), "the video of one more viewer")
+            answer = await answered(viewer.offer, self._negotiate(viewer, codecs), "the video of one more viewer")
             if session.closed:
                 raise Problem(410, f"The session {session.id!r} has ended.", code="ended")
         except BaseException:
@@ -158,19 +165,22 @@ class Viewers(Peers[Viewer]):
             self._check_timer = asyncio.get_running_loop().call_later(CHECK_S, self._check_viewers)
         return answer
 
-    async def _negotiate(self, viewer: Viewer, offer: str, codecs: tuple[Codec, ...]) -> str:
-        """The SDP answer to a checked offer. Mutates: viewer.
+    async def _negotiate(self, viewer: Viewer, codecs: tuple[Codec, ...]) -> str:
+        """aiortc's answer to the viewer's offer. Mutates: viewer.
 
         Raises:
             ValueError, or another of `aiortc_compat.OFFER_ERRORS`: it cannot be answered.
         """
         pc = viewer.pc
         transceiver = viewer.sender.add_transceiver(codecs)
-        await pc.setRemoteDescription(RTCSessionDescription(offer, "offer"))
+        await pc.setRemoteDescription(RTCSessionDescription(viewer.offer.sdp, "offer"))
         if pc.sctp is not None:
             aiortc_compat.bound_data(pc.sctp, MAX_MESSAGE_BYTES, lambda end: self._end_soon(viewer, end))
         if not viewer.sender.bind(transceiver):
-            raise ValueError(f"no common video codec; offer {' or '.join(codec.upper() for codec in codecs)}")
+            raise ValueError("no common video codec")
+        for other in pc.getTransceivers():
+            if other is not transceiver:
+                other.direction = "inactive"  # what a viewer would send is not taken
         await pc.setLocalDescription(await pc.createAnswer())
         return str(pc.localDescription.sdp)
 

@@ -160,6 +160,7 @@ async def test_an_end_without_a_word_is_noticed_and_named(prompt: str, named: li
         assert isinstance(failed, Failed)
         for words in named:
             assert words in failed.reason
+        assert "settings of the start" not in failed.reason
         with pytest.raises(EngineFailure, match="the engine ended"):
             await client.send(Shown("a", 1))
 

@@ -160,11 +160,11 @@ def test_a_folder_that_is_only_read_gives_what_it_has(tmp_path: Path, monkeypatc
 
 
 def test_a_folder_that_cannot_be_written_is_told_once_and_no_fault(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     kept = EmbeddingFolder(tmp_path / "file" / "kept")
     for text in "ab":
         kept.put(key(text), rows(2))
         assert kept.get(key(text)) is None
-    assert capsys.readouterr().err.count("embeddings are not kept on disk") == 1
+    assert caplog.text.count("embeddings are not kept on disk") == 1

@@ -23,17 +23,17 @@ from tests.small import CPU, RED, WHITE, small_model
 
 LEAVE_S = 60.0  # on a busy machine
 LIKENESS = 0.97
-ORDERS = THREE | {3: Order(WHITE, 8, 4, "anchored"), 4: Order(RED, 9, 4, "clean", switch="recache-causal")}
+ORDERS = THREE | {4: Order(RED, 9, 4, "clean", switch="recache-causal")}
 ADAPTIVE = {5: Order(RED, 5, 4, "clean"), 6: Order(WHITE, 6, 4, "matched")}
 """Those of a model whose sink takes chunks in."""
 
 
 def shared_model(names: Iterable[int]) -> Model:
-    """The model for these sessions: four blocks of four heads; every fourth chunk in `anchored` is an anchor."""
+    """The model for these sessions: four blocks of four heads."""
     model = small_model(1, layers=4, heads=4, sink=2)
     if ADAPTIVE.keys() & names:
         return replace(model, spec=replace(model.spec, adaptive_sink=LIKENESS, rope="absolute"))
-    return replace(model, spec=replace(model.spec, anchor_every=4))
+    return model
 
 
 class Case(NamedTuple):

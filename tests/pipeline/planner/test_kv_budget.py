@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from streamdiff.config import ModelConfig
+from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.load_plan import plan_load
-from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, PreallocatedCaches, RankMemory, free_bytes
+from streamdiff.pipeline.planner import kv_budget
+from streamdiff.pipeline.planner.kv_budget import (
+    KVCacheBudget,
+    PreallocatedCaches,
+    RankMemory,
+    free_bytes,
+    host_bytes,
+)
 from streamdiff.pipeline.planner.model_sizes import read_sizes
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -64,8 +71,24 @@ def test_where_there_is_room_for_one_session_it_may_come() -> None:
 
 
 def test_room_is_what_is_given_or_a_share_of_what_is_free() -> None:
-    assert free_bytes(CPU, 4, 1.5) == 1_500_000_000
-    assert 0 < free_bytes(CPU, 4, None) < free_bytes(CPU, 1, None)
+    assert free_bytes(ModelConfig(memory_gb=1.5), CPU, 4) == 1_500_000_000
+    assert 0 < free_bytes(ModelConfig(), CPU, 4) < free_bytes(ModelConfig(), CPU, 1)
+
+
+def test_everything_that_lies_in_host_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of a server in a container of 1 GB: what plays, is swapped out and is kept, and the spare engine."""
+    monkeypatch.setattr(kv_budget, "host_memory", lambda: (1_000_000_000, 1_500_000_000))
+
+    def taken(serve: ServeConfig, sharers: int = 1) -> int:
+        model = Config(serve=serve).served_model()
+        away = host_bytes(model, sharers)
+        return sharers * (free_bytes(model, CPU, sharers, 0, away) + away)
+
+    plain, spare = taken(ServeConfig(spare=False)), taken(ServeConfig())
+    assert plain == 750_000_000 and spare < 0.75 * plain
+    assert taken(ServeConfig(spare=False, keep_s=5)) == plain // 2 == taken(ServeConfig(spare=False, keep_s=5), 2)
+    assert taken(ServeConfig(spare=False, keep_s=5, state_dir="state")) == plain
+    assert taken(ServeConfig(), sharers=4) == 0, "four spare engines leave nothing"
 
 
 @pytest.mark.slow
@@ -130,7 +153,7 @@ def test_sessions_have_what_a_limit_of_the_device_leaves() -> None:
 def test_on_a_gpu_computing_keeps_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of Wan's decoder takes more than the tenth that was kept back."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 10**9, 24 * 10**9))
-    assert free_bytes(torch.device("cuda", 0), 1, None, 9 * 10**9) == 11 * 10**9
+    assert free_bytes(ModelConfig(), torch.device("cuda", 0), 1, 9 * 10**9) == 11 * 10**9
     loader = plan_load(ModelConfig(name="random:wan2.1-1.3b", vae="random:wan2.1"), torch.device("cuda", 0))
     runs = split_evenly(loader.sizes.blocks, 1)
     assert (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner.simulator import Run, Setup, Span, Stream, simulate
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS, NO_ANCHORS, Anchors
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 ROOT = Path(__file__).resolve().parents[3]
 CLOSE = 1e-9
@@ -58,7 +58,6 @@ def setups(draw: st.DrawFn) -> Setup:
         st.integers(1, 4),
         st.sampled_from(KV_CONTEXTS),
         st.sampled_from([None, 4, 6]),
-        st.sampled_from([NO_ANCHORS, Anchors(1), Anchors(1, 3)]),
     )
     links = st.lists(free_seconds, min_size=stages, max_size=stages).map(tuple)
     return Setup(
@@ -269,21 +268,3 @@ def test_planning_never_imports_torch() -> None:
     script += "\nprint(sorted({'torch', 'diffusers', 'matplotlib', 'numpy'} & set(sys.modules)))"
     process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "[]"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stages", "steps", "every"), [(1, 4, 10), (2, 4, 10), (3, 4, 5), (2, 3, 5), (4, 4, 0), (4, 4, 8)]
-)
-def test_one_anchored_session_fills_the_ring_and_every_nth_chunk_costs_a_pass(
-    stages: int, steps: int, every: int
-) -> None:
-    """The sink's clean pass costs once. On fewer stages than steps no stage ever waits for an anchor, and on as many
-    none where N is a multiple of them."""
-    times = ((1 / stages,),) * stages
-    stream = Stream(steps, "anchored", anchors=Anchors(1, every))
-    figures = simulate(Setup(times, (stream,), chunks=200)).figures
-    passes = steps + (1 / every if every else 0)
-    assert figures.chunks_per_s == pytest.approx(stages / passes, rel=0.01)
-    assert min(figures.occupancy) > 0.99
-    assert figures.latency_s == pytest.approx(steps, rel=0.15)

@@ -107,10 +107,7 @@ def test_weights_add_up_to_the_models(sizes: ModelSizes, model: Model) -> None:
 def test_planned_caches_are_as_large_as_those_of_open_stages(
     model: Model, kv_context: KVContext, steps: Literal[2, 4], stages: int
 ) -> None:
-    every = 2 if kv_context == "anchored" else None
-    model = replace(model, spec=replace(model.spec, anchor_every=every or 0))
-    config = ModelConfig(kv_context=kv_context, steps=steps, anchor_every=every)
-    plan = make(config, PlanJob(stages=stages, sessions=2, decode="head"))
+    plan = make(ModelConfig(kv_context=kv_context, steps=steps), PlanJob(stages=stages, sessions=2, decode="head"))
     for (first, last), row in zip(plan.layout.blocks, plan.memory, strict=True):
         stage = ModelRunner(model.part(first, last), torch.device("cpu"), row.rank, stages)
         for session in range(2):

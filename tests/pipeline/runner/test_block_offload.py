@@ -296,7 +296,7 @@ def test_what_offload_costs_is_told_at_the_start(title: str, words: list[str]) -
     assert told.endswith("estimated; no graphs of the transformer are made")
 
 
-def test_a_cpu_is_told_that_offload_saves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_is_told_that_offload_saves_nothing(caplog: pytest.LogCaptureFixture) -> None:
     plan_rank(plan_load(ModelConfig(offload="blocks"), CPU))
-    (note,) = [line for line in capsys.readouterr().err.splitlines() if "offload: on a CPU" in line]
-    assert note.startswith("streamdiff: note: ") and note.endswith("so it costs time and saves nothing")
+    (note,) = [line for line in caplog.messages if "offload: on a CPU" in line]
+    assert note.startswith("note: ") and note.endswith("so it costs time and saves nothing")

@@ -82,31 +82,26 @@ SIZES = [ONE, (3, 4, 2), (2, 12, 2), FOUR]
 
 
 @pytest.mark.parametrize(
-    ("kv_context", "with_next", "sizes"),
+    ("kv_context", "sizes"),
     [
-        ("clean", True, [ONE, FOUR]),
-        ("matched", False, [FOUR]),
-        ("staircase", False, [FOUR]),
-        *(
-            pytest.param(*more, SIZES, marks=pytest.mark.soak)
-            for more in (("clean", False), ("clean", True), ("matched", False), ("staircase", False))
-        ),
+        ("clean", [ONE, FOUR]),
+        ("matched", [FOUR]),
+        ("staircase", [FOUR]),
+        *(pytest.param(context, SIZES, marks=pytest.mark.soak) for context in ("clean", "matched", "staircase")),
     ],
 )
-def test_neither_blocks_nor_the_window_make_more_graphs(
-    kv_context: str, with_next: bool, sizes: list[tuple[int, int, int]]
-) -> None:
-    """Up to the first self-attention, from one to the next, from the last on; twice where there are forwards of two
-    kinds. One block has no next. One more rotates the sink, if there is one, for all blocks; one more puts the results
-    over a window in two pieces together. `sizes` are (blocks, window, sink)."""
+def test_neither_blocks_nor_the_window_make_more_graphs(kv_context: str, sizes: list[tuple[int, int, int]]) -> None:
+    """Up to the first self-attention, from one to the next, from the last on. One block has no next. One more rotates
+    the sink, if there is one, for all blocks; one more puts the results over a window in two pieces together.
+    `sizes` are (blocks, window, sink)."""
     for layers, window, sink in sizes:
-        ring = RingExecutor(small_model(3, layers=layers, window=window, sink=sink), CPU, clean_with_next=with_next)
+        ring = RingExecutor(small_model(3, layers=layers, window=window, sink=sink), CPU)
         before = counters["stats"]["unique_graphs"]
         with compiled_by(FOUND):
-            ring.stage.compile(PreallocatedCaches(1, 4, kv_context), clean_with_next=with_next)
-        kinds, graphs = 2 if with_next else 1, 2 if layers == 1 else 3
+            ring.stage.compile(PreallocatedCaches(1, 4, kv_context))
+        graphs = 2 if layers == 1 else 3
         extra = (sink > 0) + (kv_context == "staircase")
-        assert counters["stats"]["unique_graphs"] - before == kinds * graphs + extra
+        assert counters["stats"]["unique_graphs"] - before == graphs + extra
 
 
 @pytest.mark.soak
@@ -274,28 +269,6 @@ def test_what_is_compiled_is_the_plain_path_to_the_bit(
     assert results[0].dtype == dtype
     assert all(map(torch.equal, results[:16], results[16:]))
     assert torch.equal(*keys)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_of_one_session_share_its_caches_in_a_graph_too(backend: str) -> None:
-    """Two chunks in a forward: the second sees what the first has just written."""
-    plain, compiled = (ModelRunner(MODEL.part(1, 2), CPU, 1, 2) for _ in range(2))
-    with compiled_by(backend):
-        compiled.compile(PreallocatedCaches(1, 4, "clean"), clean_with_next=True)
-    assert compiled.compiled is not None
-    given = tokens(2)
-    rows = [MicroStep(0, 4, 4, 4, 0), MicroStep(0, 5, 0, 4, 1)]
-    results = []
-    for stage in (plain, compiled):
-        stage.open(0, steps=4, kv_context="clean")
-        stage.set_text(0, 0, MODEL.text.encode(RED), 0)
-        stage.set_text(0, 1, MODEL.text.encode(BLUE), 0)
-    with nothing_compiled():
-        for stage in (plain, compiled):
-            results.append(stage.forward(rows, given)[0])
-    assert worst([results[1]], [results[0]]) <= TOLERANCE
-    assert worst([compiled.sessions[0].state.key], [plain.sessions[0].state.key]) <= TOLERANCE
-    assert any(key.sessions == (0, 0) for key in compiled.compiled._graphs)
 
 
 @pytest.mark.parametrize("backend", FINDING)

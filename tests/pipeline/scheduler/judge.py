@@ -14,7 +14,7 @@ from functools import cache
 
 import pytest
 
-from streamdiff.pipeline.scheduler.kv_context import NO_ANCHORS, Anchors, in_flight_limit
+from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
 from streamdiff.pipeline.scheduler.scheduler import PATIENCE, StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
@@ -55,7 +55,6 @@ class Log:
     rerun_at: int = 0  # the first chunk after the latest rerun or change of steps: it finds everything finished
     then: tuple[int, int] | None = None  # steps, and more of a first chunk, that hold when nothing is in flight
     bounds: dict[int, int] = field(default_factory=dict)  # chunk -> that chunk, at admission
-    anchors: Anchors = NO_ANCHORS  # of `anchored`
 
     @property
     def passes(self) -> int:
@@ -63,24 +62,13 @@ class Log:
 
     @property
     def paced(self) -> bool:
-        return self.kv_context in ("matched", "anchored")
-
-    def last(self, chunk: int) -> int:
-        """A chunk's last pass; an anchor has a clean one."""
-        return self.passes - 1 + (self.kv_context == "anchored" and chunk in self.anchors)
-
-    def clean_for(self, anchor: int, chunk: int, step: int) -> bool:
-        """Whether the chunk sees that earlier one clean: one of the sink, or an Nth that is `steps` steps ahead."""
-        sink, every = self.anchors.sink, self.anchors.every
-        if self.kv_context != "anchored" or anchor >= chunk:
-            return False
-        return anchor < sink or (every > 0 and anchor % every == 0 and step + chunk - anchor >= self.steps)
+        return self.kv_context == "matched"
 
     @property
     def flight(self) -> list[int]:
-        while self.back.get(self.oldest, self.before(self.oldest)) == self.last(self.oldest):
+        while self.back.get(self.oldest, self.before(self.oldest)) == self.passes - 1:
             self.oldest += 1
-        return [c for c in range(self.oldest, len(self.entered)) if self.back.get(c, self.before(c)) < self.last(c)]
+        return [c for c in range(self.oldest, len(self.entered)) if self.back.get(c, self.before(c)) < self.passes - 1]
 
     def before(self, chunk: int) -> int:
         """The number before that of the chunk's first step."""
@@ -93,7 +81,7 @@ class Log:
         """The rules for micro-step (chunk, step), from the log alone."""
         if (
             self.paused
-            or step > self.last(chunk)
+            or step > self.passes - 1
             or step != self.at(chunk) + 1
             or self.back.get(chunk, self.before(chunk)) != step - 1
         ):
@@ -105,14 +93,14 @@ class Log:
             if self.rerun or self.then or self.room < FRAMES or chunk != len(self.entered) or chunk - oldest >= limit:
                 return False
             if self.paced and not all(
-                self.stands(c, self.at(c) + 1) > self.stands(chunk, 0) for c in self.flight if self.at(c) < self.last(c)
+                self.stands(c, self.at(c) + 1) > self.stands(chunk, 0)
+                for c in self.flight
+                if self.at(c) < self.passes - 1
             ):
                 return False
         if chunk > 0:
             needed = {"clean": self.steps, "staircase": step + 1}.get(self.kv_context, step)
             if self.at(chunk - 1) < min(needed, self.passes - 1):
-                return False
-            if any(self.at(c) < self.steps for c in self.flight if self.clean_for(c, chunk, step)):
                 return False
         if self.kv_context == "staircase":  # whoever sees this chunk at step - 1 must have done so
             last = len(self.entered) if self.rerun or self.then else chunk + step  # after that nobody comes who would
@@ -153,8 +141,7 @@ class Log:
         if self.kv_context == "clean":
             return all(self.back[c] == self.steps for c in past)
         if self.paced:
-            clean = all(self.at(c) == self.steps for c in past if self.clean_for(c, chunk, step))
-            return clean and all(self.at(c) >= min(step, self.steps - 1) for c in past)
+            return all(self.at(c) >= min(step, self.steps - 1) for c in past)
         return all(
             self.at(c) == (self.steps if c < self.bounds[chunk] else min(step + chunk - c, self.steps)) for c in past
         )
@@ -172,13 +159,11 @@ class Judge:
         self.waited: dict[int, int] = {}  # session -> forwards that passed it over although it had a row
         self.most_open = 0
 
-    def open(self, session: int, steps: int, kv_context: str, extra: int = 0, anchors: Anchors = NO_ANCHORS) -> None:
+    def open(self, session: int, steps: int, kv_context: str, extra: int = 0) -> None:
         self.epoch += 1
         first = steps + extra if extra else None
-        self.scheduler.open(
-            session, steps=steps, first_steps=first, kv_context=kv_context, epoch=self.epoch, anchors=anchors
-        )
-        self.logs[session] = Log(extra, steps, kv_context, self.epoch, self.stages, anchors=anchors)
+        self.scheduler.open(session, steps=steps, first_steps=first, kv_context=kv_context, epoch=self.epoch)
+        self.logs[session] = Log(extra, steps, kv_context, self.epoch, self.stages)
         self.most_open = max(self.most_open, len(self.logs))
 
     def close(self, session: int) -> None:
@@ -192,7 +177,7 @@ class Judge:
         old = self.logs[session]
         again = Log(
             old.extra, old.steps, old.kv_context, self.epoch, self.stages,
-            paused=old.paused, then=old.then, anchors=old.anchors,
+            paused=old.paused, then=old.then,
         )  # fmt: skip
         self.logs[session] = again
         self._settle()
@@ -255,9 +240,7 @@ class Judge:
         assert all(self.scheduler.next_chunk(name) == len(log.entered) for name, log in self.logs.items())
         if len(rows) < self.max_rows:
             taken = {(row.session, row.chunk) for row in rows}
-            # Of a session whose anchor has its clean pass here nothing follows: it is handed to all caches afterwards.
-            ended = {row.session for row in rows if row.clean and self.logs[row.session].kv_context == "anchored"}
-            left = {(name, log.ready()[0][0]) for name, log in self.logs.items() if log.ready() and name not in ended}
+            left = {(name, log.ready()[0][0]) for name, log in self.logs.items() if log.ready()}
             assert left <= taken, "no row is left out while there is place, but for a chunk that has one already"
         self._nobody_starves(ready - {row.session for row in rows})
         self.ring.extend(rows)

@@ -55,15 +55,12 @@ class Ring:
 
     stages: int
     max_rows: int
-    with_next: bool
     live: tuple[Live, ...]
     jobs: tuple[Job, ...]
     entered: list[tuple[int, list[MicroStep]]] = field(default_factory=list)
 
     def run(self) -> Ring:
-        self.scheduler = StreamBatchScheduler(
-            stages=self.stages, chunk_frames=1, max_rows=self.max_rows, clean_with_next=self.with_next
-        )
+        self.scheduler = StreamBatchScheduler(stages=self.stages, chunk_frames=1, max_rows=self.max_rows)
         self.playing: dict[int, Playing] = {}
         self.epoch = 0
         in_ring: deque[tuple[int, list[MicroStep]]] = deque()
@@ -145,15 +142,14 @@ jobs = st.builds(Job, st.integers(1, 4), contexts, st.integers(0, 60), st.intege
 @given(
     st.integers(1, 4),
     st.integers(1, 3),
-    st.booleans(),
     st.lists(lives, min_size=1, max_size=4).map(tuple),
     st.lists(jobs, min_size=1, max_size=4).map(tuple),
 )
 def test_live_sessions_have_every_micro_step_on_the_same_tick_with_and_without_jobs(
-    stages: int, max_rows: int, with_next: bool, live: tuple[Live, ...], begun: tuple[Job, ...]
+    stages: int, max_rows: int, live: tuple[Live, ...], begun: tuple[Job, ...]
 ) -> None:
-    alone = Ring(stages, max_rows, with_next, live, ()).run()
-    beside = Ring(stages, max_rows, with_next, live, begun).run()
+    alone = Ring(stages, max_rows, live, ()).run()
+    beside = Ring(stages, max_rows, live, begun).run()
     assert beside.of_live == alone.of_live
     assert all(len({row.session < FIRST_JOB for row in rows}) == 1 for _, rows in beside.entered), "none is shared"
 
@@ -162,7 +158,7 @@ def test_jobs_leave_no_stage_idle_that_they_could_use() -> None:
     """Four stages, one live session that has a step in the ring at most: four jobs take every tick it does not."""
     live = Live(4, "clean", begin=0, show=40, more=1, changes=())
     begun = tuple(Job(4, "clean", begin=0, end=TICKS + 1) for _ in range(4))
-    ring = Ring(4, 1, False, (live,), begun).run()
+    ring = Ring(4, 1, (live,), begun).run()
     assert [tick for tick, _ in ring.entered] == list(range(TICKS))
     rows = [row.session for _, rows in ring.entered for row in rows]
     shares = [rows.count(FIRST_JOB + number) for number in range(4)]

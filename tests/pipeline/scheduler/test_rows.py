@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS, Anchors
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from streamdiff.pipeline.scheduler.row_limit import RingSlots, RowLimit, RowsNow
 from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
@@ -17,7 +17,7 @@ from streamdiff.pipeline.scheduler.step import MicroStep, differing_field, share
 
 OTHER = {
     "kv_context": "matched", "background": True, "paused": True, "rerun_as_one": True, "draining": True,
-    "stale": False, "anchors": Anchors(1), "chunks": [None], "rerun": [1],
+    "stale": False, "chunks": [None], "rerun": [1],
 }  # fmt: skip
 """Of a field that is no number: a value other than `session` has."""
 
@@ -110,7 +110,7 @@ def check_not_worse(stages: int, streams: tuple[Stream, ...], max_rows: int, mar
 def test_nobody_is_worse_off(
     stages: int, steps: int, sessions: int, kv_context: str, max_rows: int, marginal: float
 ) -> None:
-    check_not_worse(stages, (Stream(steps, kv_context, anchors=Anchors(1)),) * sessions, max_rows, marginal)
+    check_not_worse(stages, (Stream(steps, kv_context),) * sessions, max_rows, marginal)
 
 
 @pytest.mark.slow
@@ -119,14 +119,14 @@ def test_nobody_is_worse_off(
     [
         (6, 2, 9, "staircase", 6, 0.9),  # forwards of two rows and of one in turns: 0.96 of the chunks
         (3, 1, 12, "matched", 5, 0.9),  # five of twelve: the next round ends a forward later, gaps of 1.15
-        (1, 2, 13, "anchored", 6, 1.0),  # nothing to gain, and numbers that do not divide: 1.15
-        (6, 4, 2, "anchored", 8, 0.25),  # nothing is shared, only the order was another one: 1.11
+        (1, 2, 13, "matched", 6, 1.0),  # nothing to gain, and numbers that do not divide: 1.15
+        (6, 4, 2, "matched", 8, 0.25),  # nothing is shared, only the order was another one: 1.11
     ],
 )
 def test_rings_that_were_once_worse_off(
     stages: int, steps: int, sessions: int, kv_context: str, max_rows: int, marginal: float
 ) -> None:
-    check_not_worse(stages, (Stream(steps, kv_context, anchors=Anchors(1)),) * sessions, max_rows, marginal)
+    check_not_worse(stages, (Stream(steps, kv_context),) * sessions, max_rows, marginal)
 
 
 def test_rows_that_cost_in_full_stay_apart_and_say_so() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamdiff.pipeline.scheduler import scheduler as scheduler_module
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS, Anchors, min_ahead_frames
+from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS, min_ahead_frames
 from streamdiff.pipeline.scheduler.scheduler import PATIENCE, StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.scheduler.judge import FRAMES, Judge, VirtualRing
@@ -53,8 +53,7 @@ def play(judge: Judge, event: tuple[object, ...]) -> None:
         session, steps, kv_context, extra = rest
         if session not in judge.logs:
             number = int(str(session))
-            anchors = Anchors(number % 2, (0, 2, 3, 1)[number])
-            judge.open(number, int(str(steps)), str(kv_context), int(str(extra)), anchors)
+            judge.open(number, int(str(steps)), str(kv_context), int(str(extra)))
     elif rest[0] in judge.logs:
         session = int(str(rest[0]))
         if name == "room":
@@ -99,7 +98,7 @@ def keeps_the_rules_and_finishes(stages: int, max_rows: int, late: int, history:
         judge.set_paused(name, False)
     for _ in range(1200):
         ends = {name: admitted[name] + 1 for name in judge.logs}
-        if all(log.back.get(ends[name], -1) == log.last(ends[name]) for name, log in judge.logs.items()):
+        if all(log.back.get(ends[name], -1) == log.passes - 1 for name, log in judge.logs.items()):
             return
         for name, log in judge.logs.items():
             judge.set_frame_credit(name, 200 if len(log.entered) < admitted[name] + 12 else 0)
@@ -115,7 +114,7 @@ def keeps_the_rules_and_finishes(stages: int, max_rows: int, late: int, history:
 def test_with_exactly_the_minimum_lead_the_ring_never_stands_still(kv_context: str, stages: int, extra: int) -> None:
     """Frames are shown one by one; what is made and not shown stays within the lead."""
     judge = Judge(stages, 1)
-    judge.open(0, 4, kv_context, extra, Anchors(1, 3))
+    judge.open(0, 4, kv_context, extra)
     lead = min_ahead_frames(kv_context, steps=4, stages=stages, chunk_frames=FRAMES)
     log, shown = judge.logs[0], 0
     for _ in range(6000):
@@ -216,7 +215,7 @@ def test_every_session_gets_through_a_ring_of_any_times(
     def rooms() -> None:
         for name, (steps, kv_context, arrival, chunks) in enumerate(streams):
             if name not in judge.logs and ring.now >= arrival:
-                judge.open(name, steps, kv_context, anchors=Anchors(1, 2))
+                judge.open(name, steps, kv_context)
             if name in judge.logs:
                 judge.set_frame_credit(name, chunks * FRAMES)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,9 +35,9 @@ def test_a_job_beside_a_live_session_is_the_video_that_generate_makes(
     # Frames are compared before they are encoded: x264 does not give the same bits twice for pictures this small.
     encoded: list[Frame] = []
 
-    def noted(path: Path, frames: Iterable[Frame], fps: float) -> None:
+    def noted(path: Path, frames: Iterable[Frame], fps: float, **options: Any) -> None:
         encoded.extend(frames)
-        write_video(path, encoded, fps)
+        write_video(path, encoded, fps, **options)
 
     monkeypatch.setattr(video_file, "write_video", noted)
 
@@ -54,6 +55,7 @@ def test_a_job_beside_a_live_session_is_the_video_that_generate_makes(
                 job = (await site.http.post("/v1/videos", json=body)).json()
                 video = await ended(site, job["id"])
                 assert (video["status"], video["model"]) == ("completed", MODEL.spec.name)
+                assert video["inference_time_s"] > 0 and video["peak_memory_mb"] > 10
                 await viewer.frame()
                 return (await site.http.get(f"/v1/videos/{job['id']}/content")).content
         finally:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import json
+import os
 import sqlite3
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ import pytest
 from streamdiff import clock
 from streamdiff.engine.features import Features
 from streamdiff.errors import ConfigError
+from streamdiff.server.jobs import runner
 from streamdiff.server.jobs.job import VideoRequest
 from streamdiff.server.jobs.store import JobStore
+from tests.full_disk import fill
 from tests.server.conftest import bearer
-from tests.server.jobs.test_videos import ask, ended, making, pictures_of
+from tests.server.jobs.test_videos import ask, ended, making, pictures_of, refusal, yellow_png
+from tests.server.outputs.test_output import Snow
 from tests.server.scripted import Painter
 from tests.server.test_restart import start
 
@@ -127,6 +130,35 @@ def test_a_session_that_has_no_memory_gets_that_of_a_job_which_begins_again_late
     asyncio.run(main())
 
 
+def test_videos_outlive_a_clock_that_jumps_and_expire_by_the_time_that_passes(tmp_path: Path) -> None:
+    day_s, year_s = 86_400.0, 3e7
+
+    def opened(wall_s: float) -> JobStore:
+        store = JobStore(tmp_path)
+        store.see_time(wall_s, 50.0)
+        return store
+
+    store = opened(1000.0)
+    job = store.add(REQUEST, "somebody", 1000.0)
+    store.begin(1000.0)
+    store.path(job.id).write_bytes(b"video")
+    store.complete(job.id, 1000.0, 1000.0 + day_s)
+    for wall_s, monotonic_s in ((1060.0, 110.0), (year_s, 170.0), (2000.0, 230.0), (year_s, 290.0)):
+        store.see_time(wall_s, monotonic_s)
+        assert store.expire(wall_s) == []
+    found = store.get(job.id)
+    assert found is not None and found.expires_s == year_s + day_s - 240, "four minutes have passed"
+    for wall_s in (2 * year_s, 1000.0):  # while no server ran
+        store.close()
+        store = opened(wall_s)
+        assert store.recover() == 0 and store.expire(wall_s) == []
+    store.see_time(1000.0 + day_s - 3841, 50.0 + day_s - 3841)
+    assert store.expire(1000.0 + day_s - 3841) == []
+    store.see_time(1000.0 + day_s - 3839, 50.0 + day_s - 3839)
+    assert store.expire(1000.0 + day_s - 3839) == [job.id], "the time without a server counts for an hour"
+    store.close()
+
+
 @pytest.mark.slow
 def test_videos_expire_with_their_files(tmp_path: Path) -> None:
     async def main() -> None:
@@ -138,6 +170,81 @@ def test_videos_expire_with_their_files(tmp_path: Path) -> None:
             assert not list(tmp_path.glob("*.mp4"))
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_on_a_full_disk_jobs_wait_and_requests_are_told_and_then_all_goes_on(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "DISK_RETRY_S", 0.2)
+
+    async def main() -> None:
+        async with making(small_disk / "jobs", Snow(chunk_s=0.02)) as site:
+            kept = await ended(site, (await ask(site, num_frames=8))["id"])
+            running, waiting = await ask(site, num_frames=120), await ask(site, num_frames=8)
+            await _until(site.http, running["id"], lambda video: video["progress"] > 20)
+            filler = fill(small_disk)
+            for picture in ("", yellow_png()):
+                full = await site.http.post("/v1/videos", json={"prompt": "blue", "input_reference": picture})
+                assert refusal(full) == (507, None, "storage") and int(full.headers["retry-after"]) > 0
+            jobs = site.state.jobs
+            await site.until(lambda: jobs is not None and not any(run.in_engine for run in jobs._runs.values()))
+            assert not list(small_disk.rglob("*.part"))
+            for job in (running, waiting):
+                shown = (await site.http.get(f"/v1/videos/{job['id']}")).json()
+                assert shown["status"] in ("queued", "in_progress")
+            assert (await site.http.delete(f"/v1/videos/{kept['id']}")).status_code == 200, "which makes room"
+            fill(small_disk)
+            said = [record for record in caplog.records if "jobs_dir" in record.getMessage()]
+            assert len(said) == 1 and said[0].exc_info is None
+            filler.unlink()
+            for job in (running, waiting):
+                assert (await ended(site, job["id"]))["status"] == "completed"
+            video = (await site.http.get(f"/v1/videos/{running['id']}/content")).content
+            assert len(pictures_of(video)) == 120
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_video_for_which_there_is_never_room_fails_and_others_are_made(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "DISK_RETRY_S", 0.05)
+
+    async def main() -> None:
+        async with making(small_disk, Snow(chunk_s=0.0)) as site:
+            filler = fill(small_disk)
+            os.truncate(filler, filler.stat().st_size - 600_000)
+            large, small = await ask(site, num_frames=120), await ask(site, num_frames=8)
+            failed = await ended(site, large["id"])
+            assert failed["status"] == "failed" and "no room" in failed["error"]["message"]
+            assert (await ended(site, small["id"]))["status"] == "completed"
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
+def test_a_job_during_which_servers_are_killed_is_given_up(tmp_path: Path) -> None:
+    async def scene(address: str, id: str | None) -> dict[str, Any]:
+        async with httpx.AsyncClient(base_url=address, timeout=60) as http:
+            id = id or await _ask(http, 2000)
+            return await _until(http, id, lambda video: video["status"] in ("in_progress", "failed"))
+
+    job: dict[str, Any] = {"id": None}
+    for number in range(5):
+        server = start("--jobs-dir", str(tmp_path / "jobs"))
+        try:
+            job = asyncio.run(scene(server.address(), job["id"]))
+            assert job["status"] == ("failed" if number == 4 else "in_progress")
+            if number == 0:  # ends as it should, which is no attempt
+                server.process.terminate()
+                server.process.wait(60)
+            server.process.kill()
+        finally:
+            server.close()
+    assert "3 times" in job["error"]["message"]
 
 
 @pytest.mark.slow
@@ -166,8 +273,7 @@ def test_a_store_recovers_what_was_running_and_what_was_taken_away(tmp_path: Pat
             store.path(job.id).write_bytes(b"video")
             store.complete(job.id, 10.0, 20.0)
     (tmp_path / ".streamdiff-0123456789ab.part").write_bytes(b"half")
-    store.path(f"video_{'0' * 32}").write_bytes(b"stray")
-    others = {"holiday.mp4", "video_1.mp4", "large.iso.part", "notes.txt"}
+    others = {"holiday.mp4", "video_1.mp4", "large.iso.part", "notes.txt", f"video_{'0' * 32}.mp4"}
     for name in others:
         (tmp_path / name).write_text("somebody's own")
     store.close()
@@ -208,6 +314,9 @@ def test_a_picture_counts_as_long_as_it_is_there_and_goes_with_a_job_that_fails(
     store = JobStore(tmp_path)
     picture = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), dtype=np.uint8)
     job = store.add(REQUEST, "somebody", 1.0, picture)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600} and len(
+        list(tmp_path.iterdir())
+    ) == 3
     held = sum(path.stat().st_size for path in tmp_path.glob("*.png"))
     assert store.used_bytes() == held > 64 * 64
     store.begin(1.0)
@@ -217,9 +326,11 @@ def test_a_picture_counts_as_long_as_it_is_there_and_goes_with_a_job_that_fails(
 
 
 def test_features_count_while_there_is_a_job_and_none_is_left_of_one_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_disk: Path,
 ) -> None:
+    tmp_path = small_disk / "jobs"
     store = JobStore(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
     features = Features(prompt_embeds=b"p" * 10, video_latents=b"v" * 20)
     job = store.add(REQUEST, "somebody", 1.0, features=features)
     assert job.id and store.used_bytes() == 30
@@ -229,16 +340,7 @@ def test_features_count_while_there_is_a_job_and_none_is_left_of_one_that_cannot
     store.path(job.id).unlink()
     assert (store.recover(), store.used_bytes()) == (1, 30), "it is made again, with the features"
     store.delete(job.id)
-    write = Path.write_bytes
-
-    def full(path: Path, data: bytes) -> int:
-        if "video_latents" in path.name:
-            write(path, data[:5])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, data)
-
-    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space left"):
-        store.add(REQUEST, "somebody", 1.0, features=features)
+        store.add(REQUEST, "somebody", 1.0, features=replace(features, video_latents=bytes(8 << 20)))
     assert store.count() == 0 and not list(tmp_path.glob("video_*"))
     store.close()

@@ -109,10 +109,16 @@ def test_openai_s_client_has_a_video_made_watches_it_takes_it_and_deletes_it(tmp
             assert (video.status, video.progress, video.error, video.prompt) == ("completed", 100, None, PROMPT)
             assert (video.seconds, video.size, video.model) == ("1", "128x128", "scripted")
             assert video.completed_at is not None and video.expires_at == video.completed_at + 86_400
+            measured = video.model_dump()
+            assert 0 < measured["inference_time_s"] < 60 and measured["peak_memory_mb"] == 3.0, "the painter's 3 MiB"
+            assert (await client.models.retrieve(model.id)).id == model.id
+            with pytest.raises(openai.NotFoundError):
+                await client.models.retrieve("sora-2/pro")
             content = await client.videos.download_content(video.id)
             pictures = pictures_of(content.read())
             assert len(pictures) == 20 and all(is_colour(picture, "blue") for picture in pictures[1:])
             assert pictures[0][:20, :20].mean() > 200, "the painter's mark of fewer steps"
+            assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
             [opened] = [each for each in site.client.sent if isinstance(each, Open) and each.background]
             assert (opened.prompt, opened.seed, opened.steps) == (PROMPT, 7, 2)
             assert Close(opened.session) in site.client.sent
@@ -165,19 +171,100 @@ def test_what_other_houses_documents_show_is_taken_and_what_would_be_ignored_is_
     asyncio.run(main())
 
 
+EMPTY: dict[str, Any] = {"negative_prompt": "", "flow_shift": None, "lora": "", "size": "", "width": None, "seed": -1}
+NO_EFFECT: dict[str, Any] = {"user": "somebody", "metadata": {"shot": 7, "final": True}, "n": 1} | EMPTY
+
+
+def test_what_changes_no_video_is_taken_and_what_would_is_refused_by_name(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with making(tmp_path) as site:
+            texts = {"seed": "7", "num_frames": "8", "fps": "16", "num_inference_steps": "2", "n": "1"}
+            for body in (NO_EFFECT, texts, {"size": f"{SIZE}X{SIZE}", "extra_body": {"user": 7}}):
+                made = await ask(site, **body)
+                assert made["seed"] >= 0 and made["size"] == f"{SIZE}x{SIZE}"
+            assert (made := await ask(site, **texts))["seed"] == 7 and made["num_frames"] == 8
+            form = {
+                "prompt": PROMPT,
+                "user": "me",
+                "metadata[shot]": "7",
+                "negative_prompt": "",
+                "seed": "-1",
+                "fit": "",
+            }
+            made = await site.http.post("/v1/videos", data=form)
+            assert made.status_code == 200, made.text
+            for name, value in (("n", 2), ("n", True), ("seed", True), ("seed", "x"), ("lora", {}), ("fps", False)):
+                answer = await site.http.post("/v1/videos", json={"prompt": PROMPT, name: value})
+                assert refusal(answer)[:2] == (400, name), value
+            for path in ("/health", "/v1/models/scripted"):
+                assert (await site.http.get(path)).status_code == 200
+            assert refusal(await site.http.get("/v1/models/a/b")) == (404, "model", "model_not_found")
+
+    asyncio.run(main())
+
+
 @pytest.mark.slow
-def test_a_video_begins_with_the_picture_of_its_form_or_its_json(tmp_path: Path) -> None:
+def test_a_request_that_is_repeated_with_its_key_is_one_job_after_a_restart_too(tmp_path: Path) -> None:
+    import openai
+
+    async def create(client: openai.AsyncOpenAI, key: str, **body: Any) -> str:
+        given = {"prompt": PROMPT, "extra_body": {"num_frames": 8, "input_reference": yellow_png()}} | body
+        return (await client.videos.create(**given, extra_headers={"Idempotency-Key": key})).id
+
+    async def main() -> None:
+        async with making(tmp_path, jobs_queue=4) as site, client_of(site) as client:
+            with site.client.held():
+                first, again = await asyncio.gather(*(create(client, "a key") for _ in range(2)))
+                assert first == again
+                other = await create(client.with_options(api_key="another-key"), "a key", prompt="a red circle")
+                assert other != first
+                assert await create(client, "a key") == first, "though the queue is full"
+                for changed in ({"prompt": "a red circle"}, {"extra_body": {"num_frames": 8}}):
+                    with pytest.raises(openai.ConflictError) as caught:
+                        await create(client, "a key", **changed)
+                    assert (caught.value.code, caught.value.param) == ("idempotency_key", "Idempotency-Key")
+                for key in ("", "k" * 256, "k\x7f"):
+                    answer = await site.http.post(
+                        "/v1/videos", json={"prompt": PROMPT}, headers={"Idempotency-Key": key}
+                    )
+                    assert refusal(answer) == (400, "Idempotency-Key", "invalid")
+            await ended(site, first)
+        async with making(tmp_path) as site, client_of(site) as client:
+            assert await create(client, "a key") == first
+            await client.videos.delete(first)
+            assert await create(client, "a key") != first
+
+    asyncio.run(main())
+
+
+def yellow_png() -> str:
+    """A picture as base64."""
     yellow = io.BytesIO()
     Image.new("RGB", (300, 200), COLOURS["yellow"]).save(yellow, "PNG")
-    form = {"prompt": PROMPT, "num_frames": "20"}
+    return base64.b64encode(yellow.getvalue()).decode()
+
+
+@pytest.mark.slow
+def test_a_video_begins_with_the_picture_of_its_form_or_its_json(tmp_path: Path) -> None:
+    png, form = yellow_png(), {"prompt": PROMPT, "num_frames": "20"}
+    address = f"data:image/png;base64,{png}"
 
     async def main() -> None:
         async with making(tmp_path) as site:
-            files = {"input_reference": ("any.png", yellow.getvalue(), "image/png")}
-            by_form = await site.http.post("/v1/videos", data=form, files=files)
-            assert by_form.status_code == 200, by_form.text
-            by_json = await ask(site, input_reference=base64.b64encode(yellow.getvalue()).decode())
-            for video in (by_form.json(), by_json):
+            files = {"input_reference": ("any.png", base64.b64decode(png), "image/png")}
+            node = form | {"input_reference[image_url]": address}  # as OpenAI's client for Node writes an object
+            text = form | {"input_reference": json.dumps({"image_url": address, "file_id": None})}
+            forms = [{"data": form, "files": files}, {"data": node}, {"files": {k: (None, v) for k, v in node.items()}}]
+            videos = [await ask(site, input_reference=given) for given in (png, {"image_url": address})]
+            for sent in (*forms, {"data": text}):
+                by_form = await site.http.post("/v1/videos", **sent)  # type: ignore[arg-type]
+                assert by_form.status_code == 200, by_form.text
+                videos.append(by_form.json())
+            async with client_of(site) as client:
+                extra = {"num_frames": 20, "input_reference": {"image_url": address}}
+                made = await client.videos.create(prompt=PROMPT, extra_body=extra)
+                videos.append(made.model_dump())
+            for video in videos:
                 assert (await ended(site, video["id"]))["status"] == "completed"
                 content = await site.http.get(f"/v1/videos/{video['id']}/content")
                 pictures = pictures_of(content.content)
@@ -185,10 +272,12 @@ def test_a_video_begins_with_the_picture_of_its_form_or_its_json(tmp_path: Path)
                 assert all(is_colour(picture, "blue") for picture in pictures[8:])
                 await site.http.delete(f"/v1/videos/{video['id']}")
             assert not list(tmp_path.glob("*.png")), "a picture goes with its video"
-            address = await site.http.post(
-                "/v1/videos", json={"prompt": PROMPT, "input_reference": "https://a.example/cat.png"}
-            )
-            assert refusal(address)[1] == "input_reference"
+            elsewhere = "https://a.example/cat.png"
+            for wrong in (elsewhere, {"image_url": elsewhere}, {"file_id": "f"}, {}, {"image_url": 7}, [address], "{"):
+                answer = await site.http.post("/v1/videos", json={"prompt": PROMPT, "input_reference": wrong})
+                assert refusal(answer)[:2] == (400, "input_reference"), wrong
+            twice = await site.http.post("/v1/videos", data=node, files=files)
+            assert refusal(twice)[:2] == (400, "input_reference")
 
     asyncio.run(main())
 
@@ -208,7 +297,7 @@ def test_a_video_begins_with_the_picture_of_its_form_or_its_json(tmp_path: Path)
         ({"prompt": "x", "num_frames": 80, "seconds": 8}, 400, "seconds"),
         ({"prompt": "x", "size": "1280x720"}, 400, "size"),
         ({"prompt": "x", "width": 128, "height": 720}, 400, "height"),
-        ({"prompt": "x", "seed": -1}, 400, "seed"),
+        ({"prompt": "x", "seed": -2}, 400, "seed"),
         ({"prompt": "x", "seed": 2**31}, 400, "seed"),
         ({"prompt": "x", "fps": 1000}, 400, "fps"),
         ({"prompt": "x", "num_inference_steps": 40}, 400, "num_inference_steps"),
@@ -228,7 +317,7 @@ def test_a_request_that_cannot_be_met_names_the_field(body: dict[str, Any], stat
         headers = [(b"content-type", b"application/json")]
         request = Request({"type": "http", "headers": headers, "method": "POST"}, receive)
         wanted, *_ = await read_new_video(request, Engine(Painter(), 8).ready())
-        resolve(wanted, Engine(Painter(), 8).ready(), 60.0, frozenset({"scripted"}))
+        resolve(wanted, Engine(Painter(), 8).ready(), 60.0, "scripted")
 
     with pytest.raises(Problem) as caught:
         asyncio.run(read())
@@ -269,13 +358,16 @@ def test_bodies_that_are_none_are_refused_in_both_shapes(tmp_path: Path) -> None
 
 def test_lists_go_on_behind_a_video_in_either_order(tmp_path: Path) -> None:
     async def main() -> None:
-        async with making(tmp_path) as site, client_of(site) as client:
+        async with making(tmp_path, name="a") as site, client_of(site) as client:
             ids = [(await ask(site, num_frames=1))["id"] for _ in range(5)]
             assert [each.id async for each in client.videos.list(limit=2, order="asc")] == ids
             assert [each.id async for each in client.videos.list(limit=2)] == ids[::-1]
             page = (await site.http.get("/v1/videos", params={"limit": 2, "after": ids[3]})).json()
             assert ([each["id"] for each in page["data"]], page["has_more"]) == ([ids[2], ids[1]], True)
             assert (page["first_id"], page["last_id"], page["object"]) == (ids[2], ids[1], "list")
+            assert page["server"] == "a" and (await site.http.get("/api/sessions")).json()["server"] == "a"
+            for after, code in ((f"video_b_{'0' * 32}", "other_server"), (f"video_a_{'0' * 32}", "invalid")):
+                assert refusal(await site.http.get("/v1/videos", params={"after": after})) == (400, "after", code)
 
     asyncio.run(main())
 

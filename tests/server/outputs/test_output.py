@@ -19,6 +19,7 @@ from streamdiff.server.outputs import output as outputs
 from streamdiff.server.outputs import target as targets
 from streamdiff.video.reader import open_clip
 from tests.free_ports import free_port
+from tests.full_disk import fill
 from tests.server.conftest import Site, in_slots, open_site
 from tests.server.scripted import COLOURS, SIZE, Painter
 
@@ -125,6 +126,7 @@ def test_a_session_is_pushed_and_comes_back_when_its_receiver_does(
         for _ in range(2):
             receiver = await _receive(listening, container, "listen" if scheme == "rtmp" else "")
             await _is_received(receiver)
+            assert sent.state == "retrying" or not sent.reason, "of what is over"
             if scheme != "udp":  # nobody there is no news to UDP
                 restarts = sent.restarts
                 await site.until(lambda restarts=restarts: sent.restarts > restarts)
@@ -134,6 +136,32 @@ def test_a_session_is_pushed_and_comes_back_when_its_receiver_does(
 
     _run(scene, url)
     assert not _writers()
+
+
+def test_a_listener_that_never_answers_is_not_sent_to() -> None:
+    async def scene(site: Site) -> None:
+        came = asyncio.Event()
+        writers: list[asyncio.StreamWriter] = []
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writers.append(writer)
+            await reader.read(1)
+            came.set()
+
+        async with await asyncio.start_server(listen, "127.0.0.1", port):
+            await asyncio.wait_for(came.wait(), 60)
+            viewer = await site.watch()
+            for _ in range(20):
+                await viewer.frame()
+            [sent] = _statuses(site)
+            assert sent.state != "sending" and sent.frames == 0
+            assert f'streamdiff_output_up{{output="{sent.name}"}} 1.0' not in (await site.http.get("/metrics")).text
+            for writer in writers:
+                writer.close()
+                await writer.wait_closed()
+
+    port = free_port()
+    _run(scene, f"rtmp://127.0.0.1:{port}/live/x")
 
 
 def test_a_writer_that_hangs_holds_nobody_up(
@@ -179,18 +207,79 @@ def test_a_recording_that_breaks_off_can_be_played_and_is_not_written_over(
     assert len(list(open_clip(tmp_path / f"show-2{ending}"))) >= 20
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_recording_waits_on_a_full_disk_and_goes_on_in_a_new_file(
+    early: bool, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outputs, "BACK_OFF_S", (0.05,))
+
+    async def scene(site: Site) -> None:
+        [sent] = _statuses(site)
+        if not early:
+            await site.until(lambda: sent.frames > 120)
+            fill(small_disk)
+        await site.until(lambda: sent.restarts > 5)
+        assert len(list(small_disk.glob("*.mp4"))) == (not early)
+        assert sum("broke off" in record.getMessage() for record in caplog.records) <= 2, "said once for each reason"
+        (small_disk / "filler").unlink()
+        frames = sent.frames
+        await site.until(lambda: sent.frames > frames + 80)
+
+    if early:
+        fill(small_disk)
+    _run(scene, str(small_disk / "show.mp4"), painter=Snow(chunk_s=0.02))
+    videos = list(small_disk.glob("*.mp4"))
+    assert len(videos) == 2 - early
+    assert all(len(list(open_clip(video))) >= 10 and video.stat().st_mode & 0o777 == 0o600 for video in videos)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("show.avi", "no known kind.*mp4.*rtmp"),
         ("ftp://example.org/x", "no known kind"),
         ("rtmp:///live", "no host"),
+        ("RTMP:///live", "no host"),
+        ("rtmp://host:99999/live", "can never be"),
+        ("rtmp://host:0/live", "can never be"),
+        ("rtmp://[::1/live", "can never be"),
+        ("rtmp://a host/live", "can never be"),
+        ("tcp://host/live", "no port"),
         ("/nowhere/at/all/show.mp4", "nowhere"),
     ],
 )
 def test_what_cannot_be_written_is_refused_at_once(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         targets.parse(text)
+
+
+@pytest.mark.parametrize("text", ["RTMP://Host/Live", "UDP://127.0.0.1:9000", "WHIP+HTTP://host/Room"])
+def test_schemes_are_written_in_capitals_too(text: str) -> None:
+    scheme, rest = text.split("://")
+    assert targets.parse(text).url == f"{scheme.lower()}://{rest}"
+
+
+def test_outputs_come_from_a_file_that_is_not_shown(tmp_path: Path) -> None:
+    file, show = tmp_path / "outputs", tmp_path / "show.mp4"
+    file.write_text(f"{show}\n\n  rtmp://host.example/live/key1\n")
+    assert [target.name for target in targets.parse_all(targets.read_file(str(file)))] == [
+        "show.mp4",
+        "rtmp://host.example",
+    ]
+    file.write_text("ftp://host.example/live/key1\n")
+    with pytest.raises(ConfigError, match="no known kind") as caught:
+        targets.parse_all(targets.read_file(str(file)))
+    assert "key1" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"serve\.outputs_file: .*none cannot be read"):
+        targets.read_file(str(tmp_path / "none"))
+
+    async def main(config: ServeConfig) -> None:
+        async with open_site(Config(serve=config)) as site:
+            await site.until(lambda: _statuses(site)[0].frames > 20)
+
+    file.write_text(str(show))
+    asyncio.run(main(ServeConfig(outputs_file=str(file))))
+    assert show.stat().st_size > 1000
 
 
 def test_a_recording_never_replaces_a_file(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import pytest
 import uvicorn
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
-from streamdiff.server.outputs import output, target
+from streamdiff.server.outputs import output, target, whip
 from tests.server.conftest import Site, open_site, run_scene
 from tests.server.scripted import COLOURS, SIZE
 
@@ -34,9 +35,12 @@ class MediaServer:
     track: Any = None
     refusal: Response | None = None
     redirected: bool = False
+    elsewhere = "127.0.0.1"
     host: str = ""
     """Where the publication is said to be; "": where it was asked for."""
     heard: list[tuple[str, str, str]] = field(default_factory=list)
+    seen: Callable[[str], str] = str
+    """What it sees of an offer."""
 
     async def post(self, request: Request) -> Response:
         self.heard.append(("POST", request.headers.get("authorization", ""), request.headers["content-type"]))
@@ -44,10 +48,10 @@ class MediaServer:
             return self.refusal
         if not self.redirected:
             self.redirected = True
-            return Response(status_code=307, headers={"Location": f"http://127.0.0.1:{self.port}/ingest"})
+            return Response(status_code=307, headers={"Location": f"http://{self.elsewhere}:{self.port}/ingest"})
         self.pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
         self.pc.on("track", lambda track: setattr(self, "track", track))
-        await self.pc.setRemoteDescription(RTCSessionDescription((await request.body()).decode(), "offer"))
+        await self.pc.setRemoteDescription(RTCSessionDescription(self.seen((await request.body()).decode()), "offer"))
         await self.pc.setLocalDescription(await self.pc.createAnswer())
         headers = {"Location": f"http://{self.host}:{self.port}/publications/1" if self.host else "/publications/1"}
         return Response(self.pc.localDescription.sdp, 201, headers, media_type="application/sdp")
@@ -85,13 +89,17 @@ async def media_server() -> AsyncIterator[MediaServer]:
 
 
 def _play(
-    scene: Callable[[Site, MediaServer], Awaitable[None]], after: Callable[[MediaServer], None], host: str = ""
+    scene: Callable[[Site, MediaServer], Awaitable[None]],
+    after: Callable[[MediaServer], None],
+    host: str = "",
+    listed: str = "",
 ) -> None:
     async def main() -> None:
         async with media_server() as taking:
             taking.host = host
             url = f"whip+http://token%2Fof%20this%2Btest@127.0.0.1:{taking.port}/whip/{ROOM}"
-            async with open_site(Config(serve=ServeConfig(outputs=[url]))) as site:
+            targets = [f"whip+http://{listed}:{taking.port}/"] if listed else []
+            async with open_site(Config(serve=ServeConfig(outputs=[url], output_targets=targets))) as site:
                 await scene(site, taking)
             after(taking)
 
@@ -138,14 +146,52 @@ def test_a_session_is_published_and_comes_back_when_the_media_server_does(monkey
     _play(scene, after)
 
 
-def test_the_token_is_not_sent_to_another_server_that_the_media_server_names() -> None:
+@pytest.mark.parametrize("listed", ["", "localhost"])
+def test_another_server_that_the_media_server_names_is_asked_if_it_is_listed_and_without_the_token(listed: str) -> None:
     async def scene(site: Site, taking: MediaServer) -> None:
         await site.until(lambda: _sent(site).state == "sending")
 
     def after(taking: MediaServer) -> None:
-        assert taking.heard[-1] == ("DELETE", "", "")
+        deleted = [each for each in taking.heard if each[0] == "DELETE"]
+        assert deleted == ([("DELETE", "", "")] if listed else [])
 
-    _play(scene, after, host="localhost")
+    _play(scene, after, host="localhost", listed=listed)
+
+
+@pytest.mark.parametrize("listed", ["", "localhost"])
+def test_a_redirect_to_another_server_is_followed_if_that_is_listed(
+    listed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "BACK_OFF_S", (0.2,))
+
+    async def scene(site: Site, taking: MediaServer) -> None:
+        await site.until(lambda: _sent(site).state == "sending" if listed else "redirects" in _sent(site).reason)
+
+    def after(taking: MediaServer) -> None:
+        posts = [token for method, token, _ in taking.heard if method == "POST"]
+        assert (posts == [f"Bearer {TOKEN}", ""]) if listed else set(posts) == {f"Bearer {TOKEN}"}
+
+    monkeypatch.setattr(MediaServer, "elsewhere", "localhost")
+    _play(scene, after, listed=listed)
+
+
+async def _endless(piece: bytes, pause_s: float) -> AsyncIterator[bytes]:
+    while True:
+        yield piece
+        await asyncio.sleep(pause_s)
+
+
+@pytest.mark.parametrize(("piece", "pause_s", "reason"), [(b"v" * 100_000, 0.0, "256 KiB"), (b"v", 0.05, "no whole")])
+def test_an_answer_without_an_end_is_given_up(
+    piece: bytes, pause_s: float, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whip, "CONNECT_S", 60.0 if "KiB" in reason else 1.0)
+
+    async def scene(site: Site, taking: MediaServer) -> None:
+        taking.refusal = StreamingResponse(_endless(piece, pause_s), 201)
+        await site.until(lambda: reason in _sent(site).reason)
+
+    _play(scene, lambda taking: None)
 
 
 def test_a_lost_picture_is_made_good_by_a_key_frame() -> None:

@@ -220,6 +220,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "another rank": (*p_of(torch.zeros(3)), "got [3], which has 1 dimensions"),
     "whole numbers": (*p_of(embeds("red").int()), "F16 or F64, got I32"),
     "nan": (*p_of(odd(embeds("red"), float("nan"))), "in float32), got nan at [1, 0]"),
+    "finite, but useless": (*p_of(odd(embeds("red"), 3e38)), "from -10,000 to 10,000"),
     "beyond float32": (*p_of(odd(embeds("red").double(), 1e300)), "got inf at [1, 0]"),
     "infinite bfloat16": (*i_of(odd(latents("red"), float("inf")).bfloat16()), "got inf"),
     "two chunks": (*i_of(latents("red", "red")), "[1, 3, 2, 2, 2] or [3, 2, 2, 2]"),

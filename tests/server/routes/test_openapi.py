@@ -11,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamdiff.config import Config, ServeConfig
+from streamdiff.engine.messages import Failed, Refused
+from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.server.app import create_app
+from streamdiff.server.routes import control, snapshots
+from streamdiff.server.routes.dependencies import JSON
 from streamdiff.server.routes.whep import SDP_TYPE, TRICKLE_TYPE
+from streamdiff.server.sessions import manager
+from streamdiff.server.sessions.live_session import OPENING
 from tests.server.conftest import Site, bearer, run_scene
 
 pytestmark = pytest.mark.slow
@@ -84,9 +90,55 @@ def test_every_method_that_is_answered_is_described_and_no_other(tmp_path: Path)
                 for method in ("get", "head", "options", "post", "put", "patch", "delete")
                 if (await site.http.request(method, _filled(path))).status_code != 405
             }
-            assert answered == set(methods), path
+            assert answered == set(methods) | ({"head"} if "get" in methods else set()), path
 
     run_scene(scene, _locked(tmp_path))
+
+
+WENT = Restarting("it was killed", 3)
+REFUSED = Refused("default", OPENING, "session", "it does not fit", "memory")
+ENGINES: dict[str, tuple[list[Any], str, str, str]] = {
+    "hangs": ([], "running", "running", "timeout"),
+    "is started again": ([WENT], "restarting", "restarting", "restarting"),
+    "has not answered yet": ([WENT, "ready"], "running", "restarting", "restarting"),
+    "has no memory": ([WENT, "ready", REFUSED], "running", "waiting", "memory"),
+    "has failed": ([Failed("it is dead"), None], "failed", "failed", "engine"),
+}
+"""What is heard of an engine, its state and that of the session after that, and the code of a snapshot's refusal."""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_that_is_asked_fails_whatever_the_engine_does(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be had is answered 503 with a code and when to ask again, or 504 by an engine that hangs."""
+    events, state, session_state, code = ENGINES[engine]
+    for module, name in ((control, "ANSWER_TIMEOUT_S"), (snapshots, "SAVE_TIMEOUT_S"), (manager, "OPEN_TIMEOUT_S")):
+        monkeypatch.setattr(module, name, 0.2)
+
+    async def scene(site: Site) -> None:
+        sessions, peer = site.state.manager, await site.offer()
+        bodies = {JSON: b'{"type": "prompt", "prompt": "blue"}', SDP_TYPE: peer.pc.localDescription.sdp}
+        default = sessions.get("default")
+        assert default is not None
+        with site.client.held():
+            for event in events:
+                await site.client.inject(site.client.ready if event == "ready" else event)
+            await site.until(lambda: (sessions.engine.state, default.engine.state) == (state, session_state))
+            for path, method, operation in _operations((await site.http.get("/api/openapi.json")).json()):
+                if (method, path) == ("delete", "/api/sessions/{session}"):
+                    continue
+                kind = next(iter(operation.get("requestBody", {}).get("content", {})), "")
+                headers = {"Content-Type": kind} if kind else {}
+                body = bodies.get(kind, b"")
+                answer = await site.http.request(method, _filled(path), headers=headers, content=body)
+                if answer.status_code < 500:
+                    continue
+                assert answer.status_code in (503, 504 if engine == "hangs" else 503), (method, path, answer.text)
+                assert "retry-after" in answer.headers or answer.status_code == 504, (method, path)
+                assert method == "head" or answer.json()["code"], (method, path)
+            asked = await site.http.get("/api/sessions/default/snapshot")
+            assert asked.json()["code"] == code
+
+    run_scene(scene)
 
 
 @pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.soak)])

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
-from streamdiff.engine.messages import Close, Open, SetMaxAhead, Shown
+from streamdiff.engine.messages import Close, Closed, Open, SetMaxAhead, Shown
 from streamdiff.engine.process.main import _load_runtime
+from streamdiff.errors import NOT_FINITE
 from streamdiff.server.routes import schemas
 from streamdiff.server.sessions import manager
 from streamdiff.server.sessions.control import message_schema
@@ -484,6 +485,18 @@ def test_a_session_that_fails_ends_with_a_reason_and_the_others_play() -> None:
         assert [each["id"] for each in listed] == ["default"]
         assert _is(_colour(await (await site.watch()).frame()), "red")
         assert not [each for each in site.client.sent if isinstance(each, Close)], "it was closed already"
+
+    _run(scene)
+
+
+def test_a_session_that_ends_by_numbers_that_are_none_says_so() -> None:
+    async def scene(site: Site) -> None:
+        session = await _open(site, prompt="blue")
+        viewer = await _watch(site, session["id"])
+        await viewer.message({"type": "hello"})
+        await site.client.inject(Closed(session["id"], f"chunk 3: what the model computes for it are {NOT_FINITE}"))
+        assert await viewer.message({"type": "session_ended"}) == {"type": "session_ended", "reason": "not_finite"}
+        assert (await site.http.get(f"/api/sessions/{session['id']}")).json()["reason"] == "not_finite"
 
     _run(scene)
 

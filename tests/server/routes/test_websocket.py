@@ -1,17 +1,19 @@
-"""Control over a WebSocket: the schema of the data channel, roles, origins, and readers that do not read."""
+"""Control over a WebSocket, and events to read only: schema, roles, origins, and readers that do not read."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.server import app_state
-from streamdiff.server.routes import websocket
-from tests.server.conftest import Site, bearer, run_scene
+from streamdiff.server.routes import control, websocket
+from tests.server.conftest import LIMIT_S, Site, bearer, run_scene
 from tests.server.socket_client import SocketClient
 from tests.server.webrtc.test_viewers import _colour, _is, _until_colour
 
@@ -299,3 +301,66 @@ def test_the_end_of_a_session_ends_its_sockets() -> None:
         await asyncio.gather(socket.close(), gone.close(), unknown.close())
 
     run_scene(scene)
+
+
+async def _event(lines: AsyncIterator[str], kind: str) -> dict[str, Any]:
+    """The next of that type of a stream of server-sent events."""
+    async with asyncio.timeout(LIMIT_S):
+        async for line in lines:
+            if line.startswith("data: ") and (message := json.loads(line[6:]))["type"] == kind:
+                return dict(message)
+    raise AssertionError(f"no {kind} before the end")
+
+
+EVENTS = "/api/sessions/{}/events"
+
+
+def test_events_tell_each_state_to_who_may_watch_and_end_with_the_session() -> None:
+    async def scene(site: Site) -> None:
+        opened = (await site.http.post("/api/sessions", json={"prompt": "red", "fps": 20})).json()
+        token = bearer(opened["control_token"])
+        async with site.http.stream("GET", EVENTS.format(opened["id"])) as stream:
+            assert stream.headers["content-type"].startswith("text/event-stream")
+            lines = stream.aiter_lines()
+            hello = await _event(lines, "hello")
+            assert (hello["role"], hello["state"]["prompt"]) == ("viewer", "red")
+            await site.http.patch(f"/api/sessions/{opened['id']}", json={"prompt": "blue"}, headers=token)
+            while (await _event(lines, "state"))["prompt"] != "blue":
+                pass
+            await site.http.delete(f"/api/sessions/{opened['id']}", headers=token)
+            await _event(lines, "session_ended")
+            assert [line async for line in lines if line] == []
+        assert (await site.http.get(EVENTS.format(opened["id"]))).status_code == 410
+        assert (await site.http.get(EVENTS.format("nobody"))).status_code == 404
+
+    run_scene(scene)
+
+
+def test_events_take_a_token_where_the_server_has_one_to_watch(tmp_path: Path) -> None:
+    async def scene(site: Site) -> None:
+        address = EVENTS.format("default")
+        assert (await site.http.get(address)).status_code == 401
+        async with site.http.stream("GET", address, headers=bearer(VIEW)) as stream:
+            assert (await _event(stream.aiter_lines(), "hello"))["role"] == "viewer"
+
+    run_scene(scene, _locked(tmp_path))
+
+
+def test_of_events_that_nobody_reads_the_newest_is_kept_and_they_hold_up_no_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scene(site: Site) -> None:
+        live = site.state.manager.get("default")
+        assert live is not None
+        events = control._events(live)
+        await anext(events)
+        for number in range(1000):
+            live.subscribers.broadcast({"type": "state", "number": number})
+        assert await anext(events) == 'data: {"type": "state", "number": 999}\n\n'
+        await events.aclose()
+        assert not live.subscribers
+        stream = await site.http.send(site.http.build_request("GET", EVENTS.format("default")), stream=True)
+        await _event(stream.aiter_lines(), "hello")
+
+    run_scene(scene)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fractions
+import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiortc.rtcrtpreceiver
@@ -18,12 +20,13 @@ import torch
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription, VideoStreamTrack
 from aiortc.codecs import get_decoder
 
-from streamdiff.config import Config, PlaybackConfig, ServeConfig
+from streamdiff import clock
+from streamdiff.config import Config, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.webrtc import peer_connections
+from streamdiff.server.webrtc import aiortc_compat, feeders, peer_connections, receiver
 from streamdiff.server.webrtc.aiortc_compat import HELD_FRAMES, RECEIVE_WINDOW_BYTES
 from streamdiff.server.webrtc.receiver import with_start_bitrate
 from tests.server.conftest import Site, bearer, open_site
@@ -155,6 +158,51 @@ def test_what_is_sent_is_fitted_and_the_stream_starts_from_it(codec: str) -> Non
     run(scene)
 
 
+class Encoded(Colour):
+    """The same as packets of H.264 of a `profile`."""
+
+    def __init__(self, profile: str) -> None:
+        super().__init__((20, 200, 30))
+        context = av.CodecContext.create("libx264", "w")
+        assert isinstance(context, av.VideoCodecContext)
+        context.width, context.height, context.pix_fmt = 320, 180, "yuv420p"
+        context.time_base, context.profile = fractions.Fraction(1, 90000), profile
+        context.options = {"tune": "zerolatency", "x264-params": "keyint=10:repeat-headers=1"}
+        self._context = context
+
+    async def recv(self) -> av.Packet[Any]:  # type: ignore[override]
+        frame = (await super().recv()).reformat(format="yuv420p")
+        [packet] = self._context.encode(frame)
+        return packet
+
+
+@pytest.mark.parametrize(
+    ("profile", "fmtp"),
+    [("Main", "profile-level-id=4d001f; packetization-mode=1"), ("High", "profile-level-id=640028"), ("Baseline", "")],
+)
+def test_h264_of_other_profiles_and_modes_is_read(profile: str, fmtp: str) -> None:
+    async def scene(site: Site) -> None:
+        viewer = await site.watch()
+        sender = Sender(site, Encoded(profile), codec="H264")
+        await sender.pc.setLocalDescription(await sender.pc.createOffer())
+        offer = sender.pc.localDescription.sdp
+        written = re.sub(r"a=fmtp:(\d+) (level\S*)\r\n", rf"a=fmtp:\1 {fmtp}\r\n" * bool(fmtp), offer)
+        answer = await site.http.post("/whip", content=written, headers=SDP)
+        assert answer.status_code == 201, answer.text
+        [first, *_] = re.findall(r"a=fmtp:\d+ (level\S*)\r\n", answer.text)
+        assert {word.strip() for word in fmtp.split(";") if word} <= set(first.split(";"))
+        assert ("packetization-mode" in first) == ("packetization-mode" in fmtp)
+        known = re.sub(r"(a=fmtp:\d+) level\S*", r"\1 packetization-mode=1;profile-level-id=42e01f", answer.text)
+        await sender.pc.setRemoteDescription(RTCSessionDescription(known, "answer"))
+        await used(site, MODEL.spec.chunk_frames)
+        middle = np.median(fed(site)[-1].reshape(-1, 3), axis=0)
+        assert np.abs(middle - (20, 200, 30)).max() < 16
+        await viewer.frame()
+        await sender.pc.close()
+
+    run(scene)
+
+
 def test_strength_changes_live_with_receipts_and_is_refused_where_nothing_feeds() -> None:
     async def scene(site: Site) -> None:
         viewer = await site.watch()
@@ -201,6 +249,88 @@ def test_one_feeds_at_a_time_and_who_comes_next_may_when_it_has_gone() -> None:
                 await used(site)
 
     run(scene)
+
+
+def test_a_sender_that_vanished_gives_way_and_a_still_screen_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeders, "SILENT_S", 60.0)  # a busy machine may be silent for long
+
+    async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
+        camera, second = Colour((9, 9, 9)), Sender(site, Colour((9, 9, 9)))
+        async with sending(site, camera, "/whip?on_end=end") as first:
+            await used(site)
+            camera.running.clear()
+            [feeder] = site.state.feeders._peers.values()
+            await site.until(lambda: feeder.video_input.holds)
+            for _ in range(2):  # RTCP or STUN comes
+                heard_s = feeder.receiver._heard_s
+                await site.until(lambda heard_s=heard_s: feeder.receiver._heard_s > heard_s)
+            assert (await second.post()).json()["code"] == "fed"
+            aiortc_compat._drop_sockets(first.pc)
+            monkeypatch.setattr(feeders, "SILENT_S", 0.1)
+            await site.until(lambda: feeder.receiver.silent_s(clock.monotonic_s()) > 0.1)
+            async with sending(site, Colour((20, 200, 30))):
+                await site.until(lambda: np.median(fed(site)[-1].reshape(-1, 3), axis=0)[1] > 150)
+                assert len(site.state.feeders._peers) == 1
+                assert (await site.http.delete(first.location)).status_code == 200, "of the one that vanished"
+                assert (await state(site))["input"] is not None
+        await second.pc.close()
+
+    run(scene)
+
+
+class Garbage(VideoStreamTrack):
+    """Packets that say they are encoded video, and are not."""
+
+    async def recv(self) -> Any:
+        await asyncio.sleep(0.01)
+        packet = av.Packet(b"\x9d\x01\x2a" + bytes(200))
+        packet.pts = packet.dts = clock.monotonic_s() * 90000 // 1
+        packet.time_base = fractions.Fraction(1, 90000)
+        return packet
+
+
+def test_video_that_cannot_be_decoded_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(receiver, "UNDECODABLE_S", 0.5)
+
+    async def scene(site: Site) -> None:
+        await (await site.watch()).frame()
+        async with sending(site, Garbage()):
+            [feeder] = site.state.feeders._peers.values()
+            await site.until(lambda: feeder.video_input is not feeder.session.input.video_input)
+            assert (await state(site))["input"] is None
+        await site.until(lambda: not site.state.feeders._peers)
+        monkeypatch.setattr(receiver, "UNDECODABLE_S", 60.0)  # a busy machine takes long to decode the first
+        async with sending(site, Colour((9, 9, 9))):
+            await used(site)
+
+    run(scene)
+    [line] = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert line.args == ("default", "fault"), "and none for each frame"
+
+
+def test_an_input_is_ended_by_whoever_may_steer(tmp_path: Path) -> None:
+    where, path = "/api/sessions/default/input", tmp_path / "a.mp4"
+
+    async def scene(site: Site) -> None:
+        await site.watch()
+        await used(site)
+        assert (await site.http.delete(where)).status_code == 204
+        assert (await state(site))["input"] is None
+        async with sending(site, Colour((9, 9, 9))):
+            assert (await site.http.delete(where)).status_code == 204
+            assert (await state(site))["input"] is None
+            nothing = await site.http.delete(where)
+            assert (nothing.status_code, nothing.json()["code"]) == (404, "no_input")
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width, stream.height = 64, 48
+        container.mux([*stream.encode(av.VideoFrame(64, 48, "yuv420p")), *stream.encode()])
+    session = SessionConfig(input=str(path), input_end="loop")
+    run(scene, Config(session=session, playback=PlaybackConfig(lead_s=1.0)))
 
 
 def test_when_a_camera_stops_the_picture_holds_and_goes_on_with_it() -> None:
@@ -363,15 +493,20 @@ def test_bad_offers_are_refused_by_name_and_the_stream_goes_on() -> None:
         receiving = await site.offer(control=False)
         receive = receiving.pc.localDescription.sdp
         hevc = receive.replace("a=recvonly", "a=sendonly").replace("VP8/90000", "H265/90000").replace("H264/", "H265/")
-        for body, status, says in (
-            (b"v=0", 400, "no media section"),
-            (b"hello", 400, "no SDP offer"),
-            (b"\xff\xfe", 400, "not UTF-8"),
-            (receive.encode(), 422, "sendonly"),
-            (hevc.encode(), 422, "H.264 or VP8"),
+        send = receive.replace("a=recvonly", "a=sendonly")
+        text = "m=text 9 UDP/TLS/RTP/SAVPF 98\r\na=mid:text\r\n"
+        video = send[send.index("m=video") :].replace("a=mid:0", "a=mid:1")
+        for body, status, code in (
+            (b"v=0", 400, "offer"),
+            (b"hello", 400, "offer"),
+            (b"\xff\xfe", 400, "400"),
+            (receive.encode(), 406, "offer"),
+            (hevc.encode(), 406, "codec"),
+            ((send + video).encode(), 406, "offer"),
+            ((send + text).encode(), 406, "offer"),
         ):
             answer = await site.http.post("/whip", content=body, headers=SDP)
-            assert answer.status_code == status and says in answer.json()["detail"], answer.text
+            assert (answer.status_code, answer.json().get("code", "400")) == (status, code), answer.text
         assert (await site.http.post("/whip", content=b"{}")).status_code == 415
         assert (await site.http.post("/whip?strength=7", content=b"v=0", headers=SDP)).status_code == 400
         assert (await site.http.patch("/whip/default/nobody", content=b"")).status_code == 415

@@ -194,6 +194,45 @@ def test_frames_come_when_the_file_says(tmp_path: Path, fps: int, now: list[floa
     assert np.isclose(now[0] - came[-1], 1 / fps, atol=1e-3), "the last one has its time too"
 
 
+def test_a_damaged_packet_is_left_out_and_the_file_plays_on(tmp_path: Path, now: list[float]) -> None:
+    path, came = tmp_path / "a.mp4", list[float]()
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25)
+        stream.width, stream.height, stream.gop_size = 64, 48, 1
+        for _ in range(10):
+            container.mux(stream.encode(av.VideoFrame(64, 48, "yuv420p")))
+        container.mux(stream.encode())
+    with av.open(str(path)) as container:
+        places = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
+    at, length = places[5]
+    data = path.read_bytes()
+    path.write_bytes(data[:at] + b"\xff" * length + data[at + length :])
+    asyncio.run(play(str(path), loop=False, push=lambda frame: came.append(now[0]), wanted=lambda: True))
+    assert len(came) == 9 and came[-1] - came[0] == pytest.approx(9 / 25), "each in its own time"
+
+
+def test_a_loop_waits_for_a_file_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, came = Path(video(tmp_path / "a.mp4", 3, 100, (64, 48))), list[int]()
+    data, waited, sleep = path.read_bytes(), list[float](), asyncio.sleep
+
+    async def pause(seconds: float) -> None:
+        if seconds == file_input._AGAIN_S:
+            waited.append(seconds)
+            path.write_bytes(data[: 40 * len(waited)] if len(waited) < 3 else data)  # it is being copied
+        await sleep(0)
+
+    def push(frame: av.VideoFrame) -> None:
+        came.append(1)
+        path.unlink(missing_ok=True)
+        if len(came) == 6:
+            raise InterruptedError
+
+    monkeypatch.setattr("streamdiff.server.media.file_input.asyncio.sleep", pause)
+    with pytest.raises(InterruptedError):
+        asyncio.run(play(str(path), loop=True, push=push, wanted=lambda: True))
+    assert len(waited) == 3
+
+
 @pytest.mark.parametrize("frames", [1, 3])
 def test_a_loop_goes_on_at_the_file_s_pace(tmp_path: Path, frames: int, now: list[float]) -> None:
     path, came = video(tmp_path / "a.mp4", frames, 7, (64, 48)), list[float]()

@@ -179,8 +179,23 @@ def test_a_connection_whose_close_fails_leaves_nothing(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_connection_in_the_middle_of_its_handshake_leaves_nothing() -> None:
+@pytest.mark.parametrize("handshake_ends", ["after the transport", "before it"])
+def test_a_connection_in_the_middle_of_its_handshake_leaves_nothing_and_is_no_error(
+    handshake_ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = aioice.Connection.close
+
+    async def late_close(self: aioice.Connection) -> None:
+        self._queue.put_nowait(None)  # the handshake fails
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await close(self)
+
     async def scene(site: Site) -> None:
+        if handshake_ends == "before it":
+            monkeypatch.setattr(aioice.Connection, "close", late_close)
+        errors: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         posted, peer = await _ice_only(site)
         await peer.connect()
         [dtls] = _connection(site)._RTCPeerConnection__dtlsTransports  # type: ignore[attr-defined]
@@ -188,6 +203,7 @@ def test_a_connection_in_the_middle_of_its_handshake_leaves_nothing() -> None:
         await _delete(site, posted)
         await peer.close()
         assert not _held()[0]
+        assert not errors
 
     run_scene(scene)
 

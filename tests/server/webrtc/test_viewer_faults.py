@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import gzip
 import json
 import re
 import signal
+import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,16 +20,20 @@ import av
 import httpx
 import psutil
 import pytest
-from aiortc import RTCConfiguration, RTCPeerConnection
+from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
+from aiortc.exceptions import OperationError
 
 from streamdiff import clock
 from streamdiff.config import Config, IceServer, ServeConfig
+from streamdiff.errors import ConfigError
 from streamdiff.server.media import encoder
 from streamdiff.server.media.codecs import Codec, Format
 from streamdiff.server.media.packets import QUEUE_PACKETS
 from streamdiff.server.problem import Problem
 from streamdiff.server.webrtc import peer_connections, sender, viewers
+from streamdiff.server.webrtc.ice_servers import REST_S, IceServers
 from tests.server.conftest import Peer, Site, in_slots, run_scene
+from tests.server.webrtc.test_sdp import UNUSABLE, as_jsep
 
 pytestmark = pytest.mark.slow
 
@@ -76,9 +83,13 @@ async def _viewer_process(site: Site, query: str = "") -> AsyncIterator[tuple[as
         (("video", "video"), ["sendonly", "inactive"]),
     ],
 )
-def test_what_a_viewer_offers_beside_one_video_stays_inactive(kinds: tuple[str, ...], directions: list[str]) -> None:
+@pytest.mark.parametrize("offered", ["recvonly", "sendrecv"])
+def test_what_a_viewer_offers_beside_one_video_stays_inactive(
+    kinds: tuple[str, ...], directions: list[str], offered: str
+) -> None:
     async def scene(site: Site) -> None:
-        response = await site.http.post("/whep", content=await _offer(*kinds), headers=SDP)
+        offer = (await _offer(*kinds)).replace("a=recvonly", f"a={offered}")
+        response = await site.http.post("/whep", content=offer, headers=SDP)
         assert response.status_code == 201, response.text
         found = re.findall(r"^a=(sendrecv|sendonly|recvonly|inactive)\r$", response.text, re.MULTILINE)
         assert found == directions
@@ -112,6 +123,103 @@ def test_more_bad_offers() -> None:
     run_scene(scene)
 
 
+def _unreachable(offer: str) -> str:
+    """The offer of a peer that has only found addresses that cannot be used, and no others will come."""
+    return re.sub(r"a=candidate.*\r\n", "", offer).replace("a=end-of-candidates\r\n", UNUSABLE)
+
+
+def _high(offer: str) -> str:
+    """The offer of a peer that says it decodes H.264 of the high profile."""
+    offer = re.sub(r"a=rtpmap:97 VP8.*\r\n", "", offer)
+    return re.sub(r"profile-level-id=42....", "profile-level-id=640c1f", offer)
+
+
+@pytest.mark.parametrize("rewritten", [_unreachable, as_jsep, lambda offer: "\ufeff" + offer, _high])
+def test_offers_as_they_are_written_elsewhere_play(rewritten: Callable[[str], str]) -> None:
+    async def scene(site: Site) -> None:
+        peer = await site.offer()
+        peer.pc.addTransceiver("audio", direction="recvonly")
+        await peer.pc.setLocalDescription(await peer.pc.createOffer())
+        offer = rewritten(peer.pc.localDescription.sdp) + "m=text 9 UDP/TLS/RTP/SAVPF 98\r\na=mid:text\r\n"
+        response = await site.http.post("/whep", content=offer, headers=SDP)
+        assert response.status_code == 201, response.text
+        *answer, text = re.split(r"(?m)^(?=m=)", response.text)
+        assert text.startswith("m=text 0 ") and not re.search(r"^m=\w+ 0 ", "".join(answer), re.MULTILINE)
+        if rewritten is _high:
+            assert "profile-level-id=640c1f" in response.text and "=42" not in response.text
+        played = "".join(answer).replace("640c1f", "42e01f")  # aiortc reads no others
+        await peer.pc.setRemoteDescription(RTCSessionDescription(played, "answer"))
+        await peer.frame()
+
+    run_scene(scene)
+
+
+@pytest.mark.parametrize("kind", ["whep", "whip"])
+def test_bodies_that_are_compressed_are_refused(kind: str) -> None:
+    async def scene(site: Site) -> None:
+        body = gzip.compress((await _offer("video")).encode())
+        response = await site.http.post(f"/{kind}", content=body, headers=SDP | {"Content-Encoding": "gzip"})
+        assert (response.status_code, response.json()["code"]) == (415, "encoding")
+        assert response.headers["accept-encoding"] == "identity"
+
+    run_scene(scene)
+
+
+def test_ports_are_not_blamed_where_no_socket_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aioice.ice, "get_host_addresses", lambda use_ipv4, use_ipv6: ["192.0.2.1"])
+
+    async def scene(site: Site) -> None:
+        response = await site.http.post("/whep", content=await _offer("video"), headers=SDP)
+        assert (response.status_code, response.json()["code"]) == (503, "network")
+        assert site.state.viewers.count == 0
+
+    run_scene(scene)
+
+
+def test_what_aiortc_says_of_an_offer_is_not_for_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuses(*_: object) -> None:
+        raise OperationError("inner words")
+
+    monkeypatch.setattr(RTCPeerConnection, "setRemoteDescription", refuses)
+
+    async def scene(site: Site) -> None:
+        response = await site.http.post("/whep", content=await _offer("video"), headers=SDP)
+        assert (response.status_code, response.json()["code"]) == (422, "offer")
+        assert "inner words" not in response.text
+
+    run_scene(scene)
+
+
+@pytest.mark.parametrize("scheme", ["stun", "turn"])
+def test_an_ice_server_that_does_not_answer_is_left_out_for_a_minute(
+    scheme: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        url = f"{scheme}:127.0.0.1:{silent.getsockname()[1]}"
+        secrets = {"username": "ann", "credential": "s3cret"} if scheme == "turn" else {}
+
+        async def scene(site: Site) -> None:
+            await asyncio.gather(site.watch(), site.watch())
+            silent.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while silent.recv(2000):
+                    pass
+            peer = await site.watch()
+            with pytest.raises(BlockingIOError):
+                silent.recv(1)  # it is not asked
+            assert url in (await site.http.options("/whep")).headers["link"], "viewers may reach it"
+            assert f'ice_failures_total{{url="{url}"}} 1.0'.encode() in site.state.metrics.text()
+            assert len([each for each in caplog.records if url in each.getMessage()]) == 1
+            later_s = clock.monotonic_s() + REST_S
+            monkeypatch.setattr(clock, "monotonic_s", lambda: later_s)
+            assert [each.urls for each in site.state.ice_servers.to_ask()] == [url]
+            monkeypatch.undo()
+            await peer.frame()
+
+        run_scene(scene, Config(serve=ServeConfig(ice_servers=[IceServer(url=url, **secrets)])))
+
+
 def test_every_way_to_name_the_default_session_gives_one_place() -> None:
     async def scene(site: Site) -> None:
         offer = (await site.offer(control=False)).pc.localDescription.sdp
@@ -131,10 +239,13 @@ def test_every_way_to_name_the_default_session_gives_one_place() -> None:
     run_scene(scene)
 
 
-def test_ice_servers_are_told_to_viewers_and_none_unless_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("from_file", [False, True])
+def test_ice_servers_are_told_to_viewers_and_none_unless_named(from_file: bool, tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("s3cret\n")
+    secret = {"credential_file": str(tmp_path / "password")} if from_file else {"credential": "s3cret"}
     servers = [
         IceServer(url="stun:127.0.0.1:9"),
-        IceServer(url="turn:turn.example:3478?transport=udp", username="ann", credential="s3cret"),
+        IceServer(url="turn:turn.example:3478?transport=udp", username="ann", **secret),
     ]
     wanted = (
         '<stun:127.0.0.1:9>; rel="ice-server", <turn:turn.example:3478?transport=udp>; rel="ice-server"; '
@@ -147,7 +258,7 @@ def test_ice_servers_are_told_to_viewers_and_none_unless_named(tmp_path: Path) -
         assert answer.headers.get_list("link") == wanted.split(", "), "one header for each, as OBS reads them"
         configured = site.state.viewers._ice.issue()
         assert [(each.url, each.username, each.credential) for each in configured] == [
-            (each.url, each.username, each.credential) for each in servers
+            (each.url, each.username, "s3cret" if each.username else None) for each in servers
         ]
 
     async def guarded(site: Site) -> None:
@@ -164,6 +275,9 @@ def test_ice_servers_are_told_to_viewers_and_none_unless_named(tmp_path: Path) -
 
     run_scene(told, Config(serve=ServeConfig(ice_servers=servers)))
     run_scene(untold)
+    (tmp_path / "other").write_text("two words")
+    with pytest.raises(ConfigError, match=r"ice_servers: turn:.*other"):
+        IceServers([IceServer(url="turn:t.example", username="ann", credential_file=str(tmp_path / "other"))])
     watch, steer = tmp_path / "watch", tmp_path / "steer"
     watch.write_text("w" * 24)
     steer.write_text("s" * 24)

@@ -124,11 +124,19 @@ def test_sessions_end_once_and_are_remembered_for_a_while() -> None:
         peer = await site.watch()
         assert re.fullmatch(r"/whep/default/[\w-]{32}", peer.location)
         await peer.frame()
-        assert (await site.http.options(peer.location)).headers["accept-patch"] == "application/trickle-ice-sdpfrag"
+        for method in ("OPTIONS", "GET", "HEAD"):
+            described = await site.http.request(method, peer.location)
+            assert (described.status_code, described.headers["accept-patch"]) == (
+                200,
+                "application/trickle-ice-sdpfrag",
+            )
         assert (await site.http.delete(peer.location)).status_code == 200
         assert site.state.viewers.count == 0
         assert (await site.http.delete(peer.location)).status_code == 200
         assert (await site.http.delete("/whep/default/unknown")).status_code == 404
+        for method in ("OPTIONS", "GET", "HEAD"):
+            for gone in (peer.location, "/whep/default/unknown", peer.location.replace("default", "other")):
+                assert (await site.http.request(method, gone)).status_code == 404
         trickle = {"Content-Type": "application/trickle-ice-sdpfrag"}
         assert (await site.http.patch(peer.location, content="a=mid:0", headers=trickle)).status_code == 404
 
@@ -143,7 +151,10 @@ def test_trickle_takes_candidates_and_refuses_what_it_cannot() -> None:
         trickle = {"Content-Type": "application/trickle-ice-sdpfrag"}
         for body, status in [
             (good, 204),
-            (good.replace("192.0.2.77", "someone.local"), 204),
+            (good.replace("192.0.2.77", "someone.local") + "a=end-of-candidates\r\n", 204),
+            (good + "a=candidate:1 1 udp 1 192.0.2.78 99999 typ host\r\n", 204),
+            ("a=candidate:1 1 udp 1 192.0.2.78 99999 typ host\r\n", 400),
+            ("candidate:1 1 udp 1 192.0.2.78 5000 typ host\r\n", 204),
             ("", 400),
             ("hello", 400),
             (good.replace(username, "other"), 422),
@@ -152,6 +163,9 @@ def test_trickle_takes_candidates_and_refuses_what_it_cannot() -> None:
         wrong = await site.http.patch(peer.location, content=good, headers=SDP)
         assert (wrong.status_code, wrong.headers["accept-patch"]) == (415, "application/trickle-ice-sdpfrag")
         await peer.frame()
+        [viewer] = site.state.viewers._peers.values()
+        [transport] = {each.transport.transport for each in viewer.sender.pc.getSenders()}
+        assert {"192.0.2.77", "192.0.2.78"} <= {each.ip for each in transport.getRemoteCandidates()}
 
     run_scene(scene)
 

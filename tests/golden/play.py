@@ -1,0 +1,244 @@
+"""Digests of latents, for every way in which a session can be played: `python -m tests.golden.play [--write]`.
+
+Prints JSON, `{way: {case: digest}}`; or writes to `digests.json` what does not follow from the rest. A case is
+`KV context/change`, where the change comes before chunk `CHANGE_AT`. torch's and MKL's code paths are those that every
+x86-64 CPU has, so that the digests do not depend on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+if __name__ == "__main__":  # torch reads them when it is imported
+    os.environ |= {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
+
+import hashlib
+import json
+import signal
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.runner.sampler import Finished
+from streamdiff.pipeline.snapshot.file import Snapshot
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
+from streamdiff.session_state.swap_store import SwapStore
+from tests.pipeline.distributed.rendezvous_backend import join_ring
+from tests.pipeline.processes import run_ranks
+from tests.small import BLUE, CPU, RED, WHITE, small_model
+
+CASES = [
+    f"{context}/{change}"
+    for context in ("clean", "staircase", "matched")
+    for change in ("keep", "recache", "flush", "steps")
+    if (context, change) != ("matched", "recache")
+]
+CHUNKS, INTERRUPTED_AT, CHANGE_AT = 7, 2, 4  # the window has three chunks, so that the last ones evict
+MODEL = small_model(1, layers=3, heads=2, sink=2)
+TABLE = Path(__file__).with_name("digests.json")
+TOGETHER, SHARED = "two sessions in one forward", "1x2, two sessions"
+Latents = dict[int, dict[int, torch.Tensor]]
+"""By session and chunk."""
+
+
+def record(ring: RingExecutor, latents: Latents) -> None:
+    """Have the latents of finished chunks added to `latents`. Mutates: ring."""
+    take_back = ring._take_back
+
+    def recording(wait_s: float | None) -> list[Finished]:
+        finished = take_back(wait_s)
+        for row, made in finished:
+            latents[row.session][row.chunk] = made.clone()
+        return finished
+
+    ring._take_back = recording  # type: ignore[method-assign]
+
+
+def digest(chunks: dict[int, torch.Tensor]) -> str:
+    data = b"".join(chunks[chunk].numpy().tobytes() for chunk in range(CHUNKS))
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def started(stages: int, latents: Latents, rows: int = 1) -> StreamingPipeline:
+    ring = LocalRing(MODEL, CPU, stages, rows)
+    for stage in (ring.stage, *(worker.stage for worker in ring.others)):
+        stage.swaps = SwapStore(CPU, None, None)
+    record(ring, latents)
+    return StreamingPipeline(MODEL, CPU, ring=ring)
+
+
+def ended(pipeline: StreamingPipeline) -> None:
+    ring = pipeline.ring
+    assert isinstance(ring, LocalRing)
+    pipeline.close()
+    for stage in (ring.stage, *(worker.stage for worker in ring.others)):
+        stage.swaps.close()
+
+
+def change(ring: RingExecutor, session: int, what: str) -> None:
+    if what == "steps":
+        ring.set_steps(session, 1, 2)
+    else:
+        ring.set_text(session, 1, MODEL.text.encode(BLUE), what)
+
+
+def play(
+    ring: RingExecutor, step: Callable[[], object], latents: Latents, changes: dict[int, str], until: int = CHUNKS
+) -> None:
+    """Step until chunk `until - 1` of every session is finished; a session's change holds from chunk `CHANGE_AT` on.
+    Mutates: changes, which keeps those that are to come."""
+    sessions = list(ring.sampler.sessions)
+    while any(len(latents[session]) < until for session in sessions):
+        for session in sessions:
+            admitted = ring.scheduler.next_chunk(session)
+            if admitted == CHANGE_AT and session in changes:
+                change(ring, session, changes.pop(session))
+            limit = CHANGE_AT if session in changes else CHUNKS + 6  # a staircase finishes behind newer chunks
+            ring.scheduler.set_frame_credit(session, (limit - admitted) * MODEL.spec.chunk_frames)
+        step()
+
+
+def opened(case: str, stages: int, latents: Latents) -> tuple[StreamingPipeline, dict[int, str]]:
+    context, what = case.split("/")
+    pipeline = started(stages, latents)
+    pipeline.open(0, MODEL.text.encode(RED), seed=5, epoch=0, steps=4, kv_context=context)
+    return pipeline, {0: what}
+
+
+def played(case: str, stages: int) -> str:
+    latents: Latents = defaultdict(dict)
+    pipeline, changes = opened(case, stages, latents)
+    play(pipeline.ring, partial(pipeline.step, 0.1), latents, changes)
+    ended(pipeline)
+    return digest(latents[0])
+
+
+def saved(case: str, stages: int, then: int, killed: bool) -> str:
+    """Saved in mid-stream and resumed on another number of stages; where `killed`, by a process that does not survive
+    it, and its latents are lost but for the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "session.safetensors"
+
+        def save(latents: Latents) -> None:
+            pipeline, changes = opened(case, stages, latents)
+            play(pipeline.ring, partial(pipeline.step, 0.1), latents, changes, INTERRUPTED_AT)
+            pipeline.save(0)[0].write(file)
+            if killed:
+                torch.save(latents[0], Path(folder) / "latents.pt")
+                os.kill(os.getpid(), signal.SIGKILL)
+            ended(pipeline)
+
+        latents: Latents = defaultdict(dict)
+        if killed:
+            if (child := os.fork()) == 0:
+                save(latents)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+            latents[0].update(torch.load(Path(folder) / "latents.pt", weights_only=True))
+        else:
+            save(latents)
+        pipeline = started(then, latents)
+        pipeline.load(0, Snapshot.read(file))
+        play(pipeline.ring, partial(pipeline.step, 0.1), latents, {0: case.split("/")[1]})
+        ended(pipeline)
+    return digest(latents[0])
+
+
+def swapped(case: str, stages: int) -> str:
+    latents: Latents = defaultdict(dict)
+    pipeline, changes = opened(case, stages, latents)
+    play(pipeline.ring, partial(pipeline.step, 0.1), latents, changes, INTERRUPTED_AT)
+    pipeline.swap_out(0)
+    while pipeline.place(0) != "host":
+        pipeline.step(0.01)
+    pipeline.swap_in(0)
+    while pipeline.is_away(0):
+        pipeline.step(0.01)
+    play(pipeline.ring, partial(pipeline.step, 0.1), latents, changes)
+    ended(pipeline)
+    return digest(latents[0])
+
+
+def open_two(ring: RingExecutor, case: str) -> dict[int, str]:
+    """Two sessions of other prompts and seeds."""
+    context, what = case.split("/")
+    for session, prompt in enumerate((RED, WHITE)):
+        text = MODEL.text.encode(prompt)
+        ring.open(session, text, seed=5 + session, epoch=0, steps=4, kv_context=context)
+    return {0: what, 1: what}
+
+
+def both(case: str) -> str:
+    """Two sessions whose rows share forwards, on one stage."""
+    latents: Latents = defaultdict(dict)
+    ring = LocalRing(MODEL, CPU, 1, max_rows=2)
+    record(ring, latents)
+    play(ring, ring.turn, latents, open_two(ring, case))
+    assert ring.scheduler.counts.rows[2], "no forward was shared"
+    return f"{digest(latents[0])} {digest(latents[1])}"
+
+
+def rank(number: int, ranks: int, port: int, out: str) -> None:
+    """A rank of a stage that two share: plays every case, and rank 0 writes the digests to `out`."""
+    join_ring(number, ranks, port)
+    table = {}
+    for count, case in enumerate(CASES):
+        topology = StageTopology(number, 1, count, shares=ranks)
+        part = MODEL.part(*split_evenly(MODEL.blocks, 1)[0])
+        if number:
+            stage_worker(part, topology, CPU).run()
+            continue
+        latents: Latents = defaultdict(dict)
+        ring = connect_head(part, topology, CPU)
+        record(ring, latents)
+        play(ring, partial(ring.turn, 1.0), latents, open_two(ring, case))
+        ring.stop(60.0)
+        table[case] = f"{digest(latents[0])} {digest(latents[1])}"
+    if number == 0:
+        Path(out).write_text(json.dumps(table))
+
+
+def shared() -> dict[str, str]:
+    """`1x2`: two ranks share every forward."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "table.json"
+        run_ranks("tests.golden.play", [str(out)], 2, 900.0)
+        table: dict[str, str] = json.loads(out.read_text())
+        return table
+
+
+WAYS: dict[str, Callable[[str], str]] = {
+    "1 stage": partial(played, stages=1),
+    "2 stages": partial(played, stages=2),
+    "3 stages": partial(played, stages=3),
+    "saved on 1, resumed on 3": partial(saved, stages=1, then=3, killed=False),
+    "killed on 3, resumed on 2": partial(saved, stages=3, then=2, killed=True),
+    "swapped, 1 stage": partial(swapped, stages=1),
+    "swapped, 2 stages": partial(swapped, stages=2),
+    TOGETHER: both,
+}
+
+
+def main(write: bool) -> None:
+    torch.set_num_threads(1)
+    table = {name: {case: way(case) for case in CASES} for name, way in WAYS.items()}
+    table[SHARED] = shared()
+    if write:
+        TABLE.write_text(json.dumps({way: table[way] for way in (TOGETHER, SHARED)}, indent=1) + "\n")
+    else:
+        print(json.dumps(table))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 5:
+        torch.set_num_threads(1)
+        rank(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    else:
+        main(sys.argv[1:] == ["--write"])

@@ -24,8 +24,7 @@ import httpx
 from tqdm import tqdm
 
 from benchmarks import report, slo
-from benchmarks.arrivals import PROMPTS
-from benchmarks.slo import Video
+from benchmarks.slo import PROMPTS, Video
 from benchmarks.video_client import VideoClient
 from streamdiff import clock
 

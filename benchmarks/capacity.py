@@ -1,13 +1,12 @@
-"""How many fit: live sessions and jobs come at given rates, and how many of them are served well?
+"""How many fit: live sessions come at a given rate, and how many of them are served well?
 
 Starts `streamdiff serve` once for each variant and climbs a ladder of loads until too few visitors are served as --slo
-says; the load before is the tipping point. The same visitors then come to the simulator: the real scheduler, playout
-buffer and admission in virtual time, with the times of forwards and decoding that were measured on this machine first.
+says; the load before is the tipping point. A visitor opens a session, watches it as an aiortc peer that takes every
+packet but decodes nothing, sets other prompts, and ends the session. Nobody waits for anybody else's end.
 
     python -m benchmarks.capacity --loads 2,4,6 --rows 1,4 --seconds 15
-    python -m benchmarks.capacity --rows 1,2,4,8 --out mine.json --plot mine.png
-    python -m benchmarks.capacity --side simulator --stages 4 --rows 1,4 --seconds 120
-    python -m benchmarks.capacity --rows 4 --variant "wait 20 ms=--batching dynamic --batching-wait-ms 20"
+    python -m benchmarks.capacity --rows 1,2,4,8 --adaptive 1,4 --out mine.json
+    python -m benchmarks.capacity --rows "" --variant "wait 20 ms=--batching dynamic --batching-wait-ms 20"
 """
 
 from __future__ import annotations
@@ -15,314 +14,361 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import httpx
 import yaml
+from aiortc import InvalidStateError, RTCDataChannel, RTCPeerConnection
 
-from benchmarks import arrivals, load_plot, load_server, report, slo
-from benchmarks.arrivals import Load
+from benchmarks import peers, report, slo
 from benchmarks.browser import SERVE, running_server
-from benchmarks.load_simulation import EngineTimes, LoadSimulation, ServerSettings
-from benchmarks.slo import Video, Visit
-from streamdiff.errors import ConfigError
-from streamdiff.pipeline.planner.trace import check_plot
+from benchmarks.slo import PROMPTS, Slo, spread
+from streamdiff import clock
 
 OK, FAILED, USAGE = 0, 1, 2
 SLO = "first_frame=2,stalls=0,rate=0.9,control=4"
-SIDES = ("server", "simulator")
-LIMITS = slo.LIVE_LIMITS | slo.JOB_LIMITS
-WARM_UP = Load(2.0, 1.0, stay_s=4.0)
-"""Comes to every server first and is not counted: first calls, first connections."""
+LIMITS = {
+    "first_frame": "seconds from the request to the first frame, at most",
+    "stalls": "times that the picture stood, at most",
+    "rate": "frames shown of those due, a share, at least",
+    "control": "seconds from a prompt to its first frame on show, every prompt, at most",
+}
+LEAST_S = 3.0
+"""The shortest visit, and how long it lasts after a prompt at least: less than that says nothing."""
+PROMPT_S = 4.0
+"""Seconds between two prompts of a visitor, on average."""
+STILL_SHARE = 0.5
+"""The picture stood between two looks where less of the frames due were new."""
+LIMIT_S = 60.0
+"""An answer that takes longer is no answer."""
+_ERRORS = (httpx.HTTPError, RuntimeError, ConnectionError, InvalidStateError, ValueError)
+"""What a server and a line can do to a visitor; ValueError: an answer that is no JSON."""
+
+
+# ---- who comes when ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A server to compare: further arguments of `streamdiff serve`. `max_rows` for the simulator; None where it cannot
-    play these arguments."""
+class Visitor:
+    """Opens a session at `at_s`, watches it for `stay_s`, and sets another prompt at each of `prompts_s`, which count
+    from the arrival."""
 
-    name: str
-    words: tuple[str, ...]
-    max_rows: int | None
-    adaptive: bool = False
+    at_s: float
+    stay_s: float
+    seed: int
+    prompts_s: tuple[float, ...] = ()
 
-
-def variant_of(text: str) -> Variant:
-    """`NAME=ARGUMENTS`. Raises ValueError without a name."""
-    name, separator, words = text.partition("=")
-    if not name.strip() or not separator:
-        raise ValueError(f'--variant is {text!r}, but must be NAME="ARGUMENTS"; they may be empty')
-    given = tuple(shlex.split(words))
-    return Variant(name.strip(), given, *_simulated(given))
+    def prompt(self, number: int) -> str:
+        """Its first prompt is number 0."""
+        return PROMPTS[(self.seed + number) % len(PROMPTS)]
 
 
-def _simulated(words: Sequence[str]) -> tuple[int | None, bool]:
-    """`--max-rows` of arguments of which the simulator knows every one, and whether `--adaptive` is among them."""
-    others = [word for word in words if word != "--adaptive"]
-    found, adaptive = dict(zip(others[::2], others[1::2], strict=False)), "--adaptive" in words
-    if len(others) % 2 or set(found) - {"--batching", "--max-rows"}:
-        return None, adaptive
-    return int(found.get("--max-rows", "4")) if found.get("--batching") == "dynamic" else 1, adaptive
+def exponentials(seed: str) -> Iterator[float]:
+    """Draws of the unit exponential, of which any eight that begin at a multiple of eight are one from each eighth of
+    the distribution: so short runs too have about the load that was asked for."""
+    own = Random(seed)
+    while True:
+        for eighth in own.sample(range(8), 8):
+            yield -math.log(1 - (eighth + own.random()) / 8)
 
 
-def rows_variant(rows: int, adaptive: bool = False) -> Variant:
-    words = ("--batching", "dynamic", "--max-rows", str(rows)) if rows > 1 else ()
-    more, name = (("--adaptive",), ", adaptive") if adaptive else ((), "")
-    return Variant(f"max_rows {rows}{name}", (*words, *more), rows, adaptive)
+def visitors(sessions: float, seconds: float, stay_s: float, seed: int) -> list[Visitor]:
+    """In the order in which they come: for `seconds`, so many `sessions` at once on average, each of which stays for
+    `stay_s` on average. Before, in `stay_s / 2`, as many come one after the other. The same seed gives the same people
+    at every load: only the time between them differs."""
+    gaps, stays, people = exponentials(f"visitors {seed}"), exponentials(f"stays {seed}"), round(sessions)
+    begin_s, end_s = stay_s / 2, stay_s / 2 + seconds
+    times = [begin_s * number / people for number in range(people)]
+    # By Little's law so many are there on average as come while one stays.
+    at_s = begin_s + next(gaps) * stay_s / sessions
+    while at_s < end_s:
+        times.append(at_s)
+        at_s += next(gaps) * stay_s / sessions
+    found = []
+    for number, at_s in enumerate(times):
+        own = Random(f"visitor {seed} {number}")
+        own_s = min(LEAST_S + next(stays) * (stay_s - LEAST_S), end_s + LEAST_S - at_s)
+        prompts, prompt_s = [], own.expovariate(1.0) * PROMPT_S
+        while prompt_s < own_s - LEAST_S:
+            prompts.append(prompt_s)
+            prompt_s += own.expovariate(1.0) * PROMPT_S
+        found.append(Visitor(at_s, own_s, number, tuple(prompts)))
+    return found
 
 
-@dataclass(frozen=True)
-class Point:
-    """What was found at one load."""
-
-    sessions: float
-    live: dict[str, report.Json]
-    jobs: dict[str, report.Json]
-
-    def to_json(self) -> dict[str, report.Json]:
-        return {"load": self.sessions, **self.live, "jobs": self.jobs}
+# ---- what they get -----------------------------------------------------------------------------------------------
 
 
-Play = Callable[[Load], tuple[list[Visit], list[Video]]]
+@dataclass
+class Visit:
+    """What a visitor got. Times in seconds of one clock.
+
+    `looks`: (time, frames shown so far) again and again, from the first frame on. `controls`: of every prompt, how long
+    it took to be seen, or until the visitor left in vain. `refused`: why there was no session, a word; `received`:
+    frames that came in over the network.
+    """
+
+    at_s: float
+    leaves_s: float
+    first_frame_s: float | None = None
+    looks: list[tuple[float, int]] = field(default_factory=list)
+    controls: list[float] = field(default_factory=list)
+    refused: str = ""
+    received: int = 0
+
+    def stalls(self, fps: float) -> int:
+        """Times that the picture stood: looks that follow each other are one stall."""
+        still = [
+            frames - before < STILL_SHARE * fps * (at_s - was_s)
+            for (was_s, before), (at_s, frames) in pairwise(self.looks)
+        ]
+        return sum(now and not before for before, now in pairwise([False, *still]))
+
+    def rate(self, fps: float) -> float | None:
+        """Share of the frames due that were shown, 1 at most; None for a visit that was too short to tell."""
+        if len(self.looks) < 2 or self.looks[-1][0] <= self.looks[0][0]:
+            return None
+        (begin_s, first), (end_s, last) = self.looks[0], self.looks[-1]
+        return min(1.0, (last - first + 1) / (fps * (end_s - begin_s)))  # the latest may be due just after the look
+
+    def broken(self, limits: Slo, fps: float) -> list[str]:
+        """Why this visitor was not served well; empty: was."""
+        if self.refused:
+            return [self.refused]
+        rate = self.rate(fps)
+        found = {
+            "first_frame": self.first_frame_s,
+            "stalls": float(self.stalls(fps)),
+            "rate": 1.0 if rate is None and self.first_frame_s is not None else rate,
+            "control": max(self.controls, default=0.0),
+        }
+        return slo.broken(found, limits)
 
 
-def climb(options: argparse.Namespace, limits: slo.Slo, label: str, play: Play) -> dict[str, report.Json]:
-    """All points of one variant on one side, and its tipping point."""
-    points: list[Point] = []
-
-    def served(sessions: float) -> bool:
-        load = load_of(options, sessions)
-        visits, videos = play(load)
-        live = slo.live_figures(visits, limits, options.fps, load.begin_s, load.end_s)
-        job_limits = {"total": limits["job"]} if "job" in limits else {}
-        points.append(Point(sessions, live, slo.video_figures(videos, job_limits, options.seconds)))
-        share = live["served_share"]
-        assert isinstance(share, float)
-        print(f"{label}: {sessions:g} sessions at once, {share:.0%} served well", file=sys.stderr, flush=True)
-        return bool(share >= options.share)
-
-    tipping = slo.find_tipping(served, options.loads, halvings=options.halvings, beyond=options.beyond)
-    points.sort(key=lambda point: point.sessions)
+def figures(visits: Sequence[Visit], limits: Slo, fps: float, begin_s: float, end_s: float) -> dict[str, report.Json]:
+    """What the visits come to, between two times. `offered` and `goodput` are sessions at once on average: those who
+    came, and those of them who were served well."""
+    why = [visit.broken(limits, fps) for visit in visits]
+    seconds = [max(0.0, min(visit.leaves_s, end_s) - max(visit.at_s, begin_s)) for visit in visits]
+    good_s = sum(time_s for time_s, reasons in zip(seconds, why, strict=True) if not reasons)
+    well = sum(not reasons for reasons in why)
+    seen = [visit for visit in visits if visit.first_frame_s is not None]
+    shown = sum(visit.looks[-1][1] for visit in seen if visit.looks)
     return {
-        "tipping_load": tipping.load,
-        "first_load_above": tipping.above,
-        "points": [point.to_json() for point in points],
+        "visits": len(visits),
+        "served_well": well,
+        "served_share": well / len(visits) if visits else 1.0,
+        "offered": round(sum(seconds) / (end_s - begin_s), 3),
+        "goodput": round(good_s / (end_s - begin_s), 3),
+        "first_frame_s": spread([visit.first_frame_s for visit in seen if visit.first_frame_s is not None]),
+        "control_s": spread([lag_s for visit in seen for lag_s in visit.controls]),
+        # The slowest are the high percentiles here, as with seconds.
+        "short_of_rate": spread([1 - rate for visit in seen if (rate := visit.rate(fps)) is not None]),
+        "stalls": sum(visit.stalls(fps) for visit in visits),
+        "received_share": round(sum(visit.received for visit in seen if visit.looks) / shown, 3) if shown else None,
+        "broken": dict(Counter(reason for reasons in why for reason in reasons)),
     }
 
 
-def load_of(options: argparse.Namespace, sessions: float) -> Load:
-    return Load(sessions, options.seconds, options.stay, options.jobs, options.job_seconds)
+# ---- at a running server -----------------------------------------------------------------------------------------
 
 
-# ---- the two sides -----------------------------------------------------------------------------------------------
+@dataclass(eq=False)
+class _Viewer:
+    """The end of one visitor's data channel: what it hears goes into `visit`."""
+
+    visit: Visit
+    asked_s: dict[str, float] = field(default_factory=dict)  # prompts that were not seen yet, by id
+    channel: asyncio.Future[RTCDataChannel] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def hear(self, text: str) -> None:
+        """The server said something. Mutates: self."""
+        message, now_s = json.loads(text), clock.monotonic_s()
+        if message["type"] == "stats" and message["frame"] >= 0:
+            self.visit.looks.append((now_s, message["frame"] + 1))
+        seen = message["type"] == "receipt" and message["stage"] in ("shown", "superseded")
+        if seen and (asked_s := self.asked_s.pop(message["id"], None)) is not None:
+            self.visit.controls.append(now_s - asked_s)
+
+    async def say(self, id: str, prompt: str) -> None:
+        """Set another prompt, as soon as there is a channel; it counts from now on. Mutates: self."""
+        self.asked_s[id] = clock.monotonic_s()
+        channel = await asyncio.shield(self.channel)  # a visit that ends meanwhile must not end it
+        channel.send(json.dumps({"type": "prompt", "id": id, "prompt": prompt, "switch": "keep"}))
 
 
-def on_server(options: argparse.Namespace, limits: slo.Slo, variant: Variant, folder: Path) -> dict[str, report.Json]:
-    """A server of its own, all loads one after the other."""
-    config = folder / "config.yaml"
-    config.write_text(yaml.safe_dump(server_config(options, folder)))
-    command = [*SERVE, "--config", str(config), *model_words(options, folder), *options.serve, *variant.words]
-    with running_server(command) as server:
-
-        def play(load: Load) -> tuple[list[Visit], list[Video]]:
-            who, what = arrivals.visitors(load, options.seed), arrivals.jobs(load, options.seed)
-            return asyncio.run(load_server.run(server.url, options.fps, who, what))
-
-        play(WARM_UP)
-        return climb(options, limits, f"{variant.name}, server", play)
-
-
-def server_config(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What has no option of its own: one address is everybody here, and a spare engine would take memory only."""
-    serve: dict[str, Any] = {"spare": False, "max_viewers": 1000, "address_share": 1.0, "load": options.load_limit}
-    if options.jobs:
-        serve |= {"jobs_dir": str(folder / "jobs"), "jobs_queue": 10_000}
-    return {"serve": serve}
-
-
-def model_words(options: argparse.Namespace, folder: Path) -> list[str]:
-    model = str(folder.parent / "wide") if options.tokens > 1 else options.model
-    words = ["--model", model] if model else []
-    # What is enlarged is alike, whatever the folder is called.
-    words += ["--scale", "2"] if options.tokens > 1 else []
-    return words + (["--stages", str(options.stages)] if options.stages > 1 else [])
-
-
-def on_simulator(
-    options: argparse.Namespace, limits: slo.Slo, variant: Variant, times: EngineTimes
-) -> dict[str, report.Json]:
-    assert variant.max_rows is not None
-    settings = ServerSettings(
-        options.fps, options.stages, variant.max_rows, load_limit=options.load_limit, adaptive=variant.adaptive
-    )
-
-    def play(load: Load) -> tuple[list[Visit], list[Video]]:
-        who, what = arrivals.visitors(load, options.seed), arrivals.jobs(load, options.seed)
-        return LoadSimulation(times, settings).run(who, what)
-
-    return climb(options, limits, f"{variant.name}, simulator", play)
+async def visit_of(http: httpx.AsyncClient, url: str, fps: float, visitor: Visitor, zero_s: float) -> Visit:
+    """One visit at the server at `url`, whose times count from `zero_s`; the record's too."""
+    await _until(zero_s + visitor.at_s)
+    leaves_s = zero_s + visitor.at_s + visitor.stay_s
+    visit = Visit(clock.monotonic_s(), leaves_s)
+    pc: RTCPeerConnection | None = None
+    session, seen, viewer = dict[str, Any](), peers.Seen(), _Viewer(visit)
+    try:
+        body = {"prompt": visitor.prompt(0), "seed": visitor.seed, "fps": fps}
+        answer = await http.post(f"{url}api/sessions", json=body)  # also after its time: else nobody would end it
+        reply = answer.json()
+        if answer.status_code != 201:
+            visit.refused = str(reply.get("code", f"http {answer.status_code}"))
+        else:
+            session = reply
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + leaves_s - clock.monotonic_s()):
+                whep, opened = url.rstrip("/") + session["whep"], viewer.channel.set_result
+                pc, seen = await peers.watch(
+                    http, whep, False, hear=viewer.hear, opened=opened, token=session["control_token"]
+                )
+                for number, after_s in enumerate(visitor.prompts_s, start=1):
+                    await _until(zero_s + visitor.at_s + after_s)
+                    await viewer.say(f"p{number}", visitor.prompt(number))
+                await _until(leaves_s)
+    except TimeoutError:
+        pass  # left: before there was anything to see, or at the end
+    except _ERRORS as error:
+        visit.refused = f"error: {type(error).__name__}"
+    await _until(leaves_s)
+    visit.controls += [clock.monotonic_s() - asked_s for asked_s in viewer.asked_s.values()]
+    if pc is not None:
+        await pc.close()
+    if session:
+        await _end(http, f"{url}api/sessions/{session['id']}", peers.bearer(session["control_token"]), visit)
+    visit.received = seen.frames
+    visit.first_frame_s = None if seen.first_s is None else seen.first_s - visit.at_s
+    visit.at_s, visit.leaves_s = visit.at_s - zero_s, visit.leaves_s - zero_s
+    visit.looks = [(at_s - zero_s, frames) for at_s, frames in visit.looks]
+    return visit
 
 
-def times_of(options: argparse.Namespace, max_rows: int, folder: Path) -> EngineTimes:
-    """Measured here and now, on a machine that does nothing else; or read again from a result."""
-    if options.times is not None:
-        stored = json.loads(options.times.read_text())["times"]
-        lists = {name: tuple(stored.get(name, ())) for name in ("forward_s", "steps_known")}
-        return EngineTimes(**stored | lists)
-    from benchmarks import load_times
-    from streamdiff.config import ModelConfig
-
-    name = str(folder / "wide") if options.tokens > 1 else options.model
-    print("forwards and decoding are measured", file=sys.stderr, flush=True)
-    return load_times.measure(ModelConfig(name=name) if name else ModelConfig(), max_rows)
+async def _end(http: httpx.AsyncClient, url: str, headers: dict[str, str], visit: Visit) -> None:
+    """Mutates: visit, where the server does not end the session."""
+    try:
+        answer = await http.delete(url, headers=headers)
+    except httpx.HTTPError:  # it ends by itself when nobody watches
+        return
+    if answer.status_code != 200:
+        visit.refused = visit.refused or f"error: end http {answer.status_code}"
 
 
-def measure(
-    options: argparse.Namespace, limits: slo.Slo, variants: Sequence[Variant]
-) -> tuple[dict[str, Any], EngineTimes | None]:
-    """Results by variant and side, and the times that the simulator was given."""
-    results: dict[str, Any] = {variant.name: {} for variant in variants}
-    times = None
-    with tempfile.TemporaryDirectory(prefix="streamdiff-") as name:
-        folder = Path(name)
-        if options.tokens > 1:
-            from benchmarks.load_times import widened
+async def _until(at_s: float) -> None:
+    await asyncio.sleep(max(0.0, at_s - clock.monotonic_s()))
 
-            widened(folder / "wide", options.tokens)
-        if "simulator" in options.sides:
-            simulated = [variant for variant in variants if variant.max_rows is not None]
-            times = times_of(options, max((each.max_rows or 1 for each in simulated), default=1), folder)
-            for variant in simulated:
-                results[variant.name]["simulator"] = on_simulator(options, limits, variant, times)
-        for number, variant in enumerate(variants if "server" in options.sides else ()):
-            own = folder / f"server-{number}"
-            own.mkdir()
-            results[variant.name]["server"] = on_server(options, limits, variant, own)
-    return results, times
+
+async def play(url: str, fps: float, who: Sequence[Visitor]) -> list[Visit]:
+    """Let them come, until the last one has left."""
+    zero_s = clock.monotonic_s()
+    async with httpx.AsyncClient(timeout=LIMIT_S, limits=httpx.Limits(max_connections=None)) as http:
+        return list(await asyncio.gather(*(visit_of(http, url, fps, visitor, zero_s) for visitor in who)))
+
+
+# ---- variants and loads ------------------------------------------------------------------------------------------
+
+
+def variant_of(text: str) -> tuple[str, tuple[str, ...]]:
+    """`NAME=ARGUMENTS` as a name and further arguments of `serve`. Raises ValueError without a name."""
+    name, separator, words = text.partition("=")
+    if not name.strip() or not separator:
+        raise ValueError(f'--variant is {text!r}, but must be NAME="ARGUMENTS"; they may be empty')
+    return name.strip(), tuple(shlex.split(words))
+
+
+def rows_variant(rows: int, adaptive: bool = False) -> tuple[str, tuple[str, ...]]:
+    words = ("--batching", "dynamic", "--max-rows", str(rows)) if rows > 1 else ()
+    return (f"max_rows {rows}, adaptive", (*words, "--adaptive")) if adaptive else (f"max_rows {rows}", words)
+
+
+def measure(options: argparse.Namespace, limits: Slo, name: str, words: Sequence[str]) -> dict[str, Any]:
+    """All points of one variant, at a server of its own, and its tipping point; one load more is tried beyond it. One
+    address is everybody here, and a spare engine would take memory only."""
+    serve = {"spare": False, "max_viewers": 1000, "address_share": 1.0, "load": options.load_limit}
+    points: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="streamdiff-") as folder:
+        config = Path(folder) / "config.yaml"
+        config.write_text(yaml.safe_dump({"serve": serve}))
+        with running_server([*SERVE, "--config", str(config), *options.serve, *words]) as server:
+            asyncio.run(play(server.url, options.fps, visitors(2, 1.0, 4.0, options.seed)))  # first calls
+            for load in options.loads:
+                who = visitors(load, options.seconds, options.stay, options.seed)
+                visits = asyncio.run(play(server.url, options.fps, who))
+                span_s = (options.stay / 2, options.stay / 2 + options.seconds)
+                points.append({"load": load, **figures(visits, limits, options.fps, *span_s)})
+                share = points[-1]["served_share"]
+                print(f"{name}: {load:g} at once, {share:.0%} served well", file=sys.stderr, flush=True)
+                if len(points) > 1 and points[-2]["served_share"] < options.share:
+                    break
+    return tipping(points, options.share) | {"points": points}
+
+
+def tipping(points: Sequence[dict[str, Any]], share: float) -> dict[str, float | None]:
+    """The largest load up to which enough visitors were served well, and the first at which they were not; None where
+    not even the least was served, or all were."""
+    failed = [number for number, point in enumerate(points) if point["served_share"] < share]
+    first = failed[0] if failed else len(points)
+    return {
+        "tipping_load": points[first - 1]["load"] if first else None,
+        "first_load_above": points[first]["load"] if failed else None,
+    }
 
 
 # ---- options and output ------------------------------------------------------------------------------------------
-
-
-def _numbers(text: str) -> list[float]:
-    return [float(word) for word in text.split(",")]
-
-
-def _rows(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")] if text else []
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.capacity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    load = made.add_argument_group("load").add_argument
-    load("--loads", type=_numbers, default="2,4,6,8,10", metavar="LIST", help="sessions at once (default %(default)s)")
-    load("--halvings", type=int, default=0, help="of the step below the first load that fails (default 0)")
-    load("--beyond", type=int, default=1, help="loads tried after that one (default 1)")
-    load("--seconds", type=float, default=20.0, help="of each load (default 20)")
-    load("--stay", type=float, default=8.0, help="seconds of a visit on average (default 8)")
-    load("--fps", type=float, default=10.0, help="frames shown per second to each visitor (default 10)")
-    load("--jobs", type=float, default=0.0, help="per minute beside them (default 0)")
-    load("--job-seconds", type=float, default=1.0, help="of video in a job (default 1)")
-    load("--seed", type=int, default=0, help="of who comes when (default 0)")
-    well = made.add_argument_group("served well").add_argument
-    well("--slo", default=SLO, metavar="LIMITS", help=f"of {', '.join(LIMITS)} (default {SLO})")
-    well("--share", type=float, default=0.95, help="of visitors who must be served well (default 0.95)")
-    server = made.add_argument_group("servers").add_argument
-    server("--rows", type=_rows, default="1,2,4,8", metavar="LIST", help="max_rows (default %(default)s; empty: none)")
-    server("--adaptive", type=_rows, default=[], metavar="LIST", help="max_rows of servers with --adaptive beside them")
-    server("--variant", action="append", default=[], metavar='NAME="ARGUMENTS"', help="further arguments of `serve`")
-    server("--side", choices=(*SIDES, "both"), default="both", help="default: both")
-    server("--model", help="of server and simulator (default: the embedded one)")
-    server("--tokens", type=int, default=1, metavar="N", help="the embedded model with pictures N times as wide")
-    server("--stages", type=int, default=1, help="of server and simulator (default 1)")
-    server("--load-limit", type=float, default=10.0, metavar="SHARE", help="serve.load, above which sessions are "
-           "refused (default 10: so late that service breaks first)")  # fmt: skip
-    server("--times", type=Path, metavar="FILE", help="a result whose times the simulator takes, not measured again")
-    made.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
-    made.add_argument("--add", action="store_true", help="keep other variants that --out has, of the same settings")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="picture to write: .png or .svg")
-    made.add_argument("serve", nargs="*", help="further arguments of `streamdiff serve` for all, after --")
+    add = made.add_argument
+    add("--loads", type=lambda text: [float(word) for word in text.split(",")], default="2,4,6,8,10", metavar="LIST",
+        help="sessions at once (default %(default)s)")  # fmt: skip
+    add("--seconds", type=float, default=20.0, help="of each load (default 20)")
+    add("--stay", type=float, default=8.0, help="seconds of a visit on average (default 8)")
+    add("--fps", type=float, default=10.0, help="frames shown per second to each visitor (default 10)")
+    add("--seed", type=int, default=0, help="of who comes when (default 0)")
+    add("--slo", default=SLO, metavar="LIMITS", help=f"of {', '.join(LIMITS)} (default {SLO})")
+    add("--share", type=float, default=0.95, help="of visitors who must be served well (default 0.95)")
+    for name, default in (("rows", "1,2,4,8"), ("adaptive", "")):
+        add(f"--{name}", type=lambda text: [int(word) for word in text.split(",")] if text else [], default=default,
+            metavar="LIST", help="max_rows of servers" + (", with --adaptive" if name == "adaptive" else "")
+            + f" (default {default or 'none'})")  # fmt: skip
+    add("--variant", action="append", default=[], metavar='NAME="ARGUMENTS"', help="further arguments of `serve`")
+    add("--load-limit", type=float, default=10.0, metavar="SHARE", help="serve.load, above which sessions are refused "
+        "(default 10: so late that service breaks first)")  # fmt: skip
+    add("--out", type=Path, metavar="FILE", help="JSON file to write")
+    add("serve", nargs="*", help="further arguments of `streamdiff serve` for all, after --")
     return made
 
 
-def check(options: argparse.Namespace) -> tuple[dict[str, float], list[Variant]]:
-    """The limits and the variants. Raises ValueError or ConfigError for options that cannot be."""
-    for name, least in (("halvings", 0), ("beyond", 0), ("tokens", 1), ("stages", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name} is {getattr(options, name)}, but must be {least} or more")
-    if not 0 < options.share <= 1:
-        raise ValueError(f"--share is {options.share:g}, but must be above 0 and at most 1")
-    if options.tokens > 1 and options.model is not None:
-        raise ValueError("--tokens is for the embedded model; leave --model out")
-    if options.add and options.out is None:
-        raise ValueError("--add needs --out")
-    slo.find_tipping(lambda load: load_of(options, load).sessions > 0, options.loads)
-    adaptive = [rows_variant(rows, True) for rows in options.adaptive]
-    variants = [*map(rows_variant, options.rows), *adaptive, *map(variant_of, options.variant)]
-    if options.serve:
-        found = [_simulated([*options.serve, *each.words]) for each in variants]
-        variants = [
-            replace(each, max_rows=rows, adaptive=lower) for each, (rows, lower) in zip(variants, found, strict=True)
-        ]
-    if not variants or len({variant.name for variant in variants}) < len(variants):
+def check(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, tuple[str, ...]]]:
+    """The limits, and the variants by name. Raises ValueError for options that cannot be."""
+    for name, least in (("seconds", 0.0), ("stay", LEAST_S), ("fps", 0.0), ("share", 0.0)):
+        if not getattr(options, name) > least:
+            raise ValueError(f"--{name} is {getattr(options, name):g}, but must be above {least:g}")
+    if options.share > 1:
+        raise ValueError(f"--share is {options.share:g}, but must be at most 1")
+    if options.loads != sorted(set(options.loads)) or options.loads[0] <= 0:
+        raise ValueError(f"--loads are {options.loads}, but must be above 0 and rise")
+    rows = [rows_variant(each) for each in options.rows] + [rows_variant(each, True) for each in options.adaptive]
+    variants = [*rows, *map(variant_of, options.variant)]
+    if not variants or len(dict(variants)) < len(variants):
         raise ValueError("give --rows or --variant, each name once")
-    for variant in variants:
-        if variant.max_rows is not None and not 1 <= variant.max_rows <= 16:
-            raise ValueError(f"--rows has {variant.max_rows}, but must be from 1 to 16")
-    if options.plot is not None:
-        check_plot(options.plot)
-    options.sides = SIDES if options.side == "both" else (options.side,)
-    return slo.parse(options.slo, LIMITS), variants
-
-
-def settings_of(options: argparse.Namespace, limits: slo.Slo) -> dict[str, report.Json]:
-    """What results have to share to be compared."""
-    names = ("seconds", "stay", "fps", "jobs", "job_seconds", "seed", "share", "model", "tokens", "stages")
-    return {
-        **{name: getattr(options, name) for name in names},
-        "load_limit": options.load_limit,
-        "slo": dict(limits),
-        "serve": list(options.serve),
-    }
-
-
-def earlier(options: argparse.Namespace, settings: Mapping[str, report.Json]) -> dict[str, Any]:
-    """The result that --add goes on from, or nothing. Raises ValueError for one of other settings."""
-    if not options.add or not options.out.exists():
-        return {"results": {}, "times": None}
-    stored: dict[str, Any] = json.loads(options.out.read_text())
-    if stored.get("settings") != json.loads(json.dumps(settings)):
-        raise ValueError(f"--out {options.out.name} has other settings: {json.dumps(stored.get('settings'))}")
-    return stored
-
-
-def rows_of(results: Mapping[str, Any]) -> list[dict[str, report.Value]]:
-    """The tipping points, for people."""
-    found: list[dict[str, report.Value]] = []
-    for name, sides in results.items():
-        for side, result in sides.items():
-            best = max(result["points"], key=lambda point: point["goodput"])
-            found.append(
-                {"variant": name, "on": side, "tipping load": result["tipping_load"],
-                 "first above": result["first_load_above"], "best goodput": best["goodput"], "at": best["load"]}
-            )  # fmt: skip
-    return found
+    if wrong := [each for each in (*options.rows, *options.adaptive) if not 1 <= each <= 16]:
+        raise ValueError(f"--rows has {wrong[0]}, but must be from 1 to 16")
+    return slo.parse(options.slo, LIMITS), dict(variants)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         limits, variants = check(options)
-        settings = settings_of(options, limits)
-        before = earlier(options, settings)
-    except (ValueError, ConfigError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
     head = report.header(
@@ -330,23 +376,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         warm_up="two sessions on every server; before each load half a visit, in which people come one by one",
     )
     try:
-        made, times = measure(options, limits, variants)
-    except (RuntimeError, ConfigError) as error:
+        results = {name: measure(options, limits, name, words) for name, words in variants.items()}
+    except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
-    for sides in made.values():
-        for result in sides.values():
-            result |= {"date": head.date, "command": head.command, "load_average": head.hardware["load_average"]}
-    joined = before["results"] | {name: before["results"].get(name, {}) | sides for name, sides in made.items()}
-    results = dict(sorted(joined.items()))
-    print(report.table(rows_of(results)))
+    print(report.table([{"variant": name, "tipping load": each["tipping_load"], "first above": each["first_load_above"],
+                         "best goodput": max(point["goodput"] for point in each["points"])}
+                        for name, each in results.items()]))  # fmt: skip
     if options.out is not None:
-        known = before["times"] if times is None else asdict(times)
-        report.write_json(options.out, head, results, benchmark="capacity", settings=settings, times=known)
+        names = ("seconds", "stay", "fps", "seed", "share", "load_limit")
+        settings: dict[str, report.Json] = {name: getattr(options, name) for name in names}
+        settings |= {"slo": limits, "serve": list(options.serve)}
+        report.write_json(options.out, head, results, benchmark="capacity", settings=settings)
         print(f"written: {report.public_path(str(options.out.resolve()))}")
-    if options.plot is not None:
-        load_plot.draw(options.plot, results)
-        print(f"written: {report.public_path(str(options.plot.resolve()))}")
     return OK
 
 

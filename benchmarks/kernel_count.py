@@ -9,11 +9,6 @@ torch takes the operations that it takes on CUDA. Counted per block (a model of 
     copied       bytes of the KV cache that anything but attention reads; not the sink's own keys, of which a rotated
                  copy is made where it moves: with each chunk, of each cache
 
-`compiled` are the kernels of a block with `--compile on`, without matrix products and attention: those that torch's
-compiler writes for what is compiled (`generated_kernels`), and the writes of keys and values beside it.
-`compiled_copied_bytes` are those of the cache that anything but attention and compiled code reads, into which no cache
-goes but a sink's own keys.
-
 Beside ours stands diffusers' own `WanTransformer3DModel` for a clip of one chunk, which has no cache.
 """
 
@@ -21,12 +16,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +28,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from benchmarks import report
 from benchmarks.operation_counter import Count, Counter
@@ -43,8 +35,6 @@ from streamdiff.models.model import StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer.wan import Fused, WanDenoiser
 from streamdiff.models.transformer.weights import kept_dtype
-from streamdiff.pipeline.runner import compiled_parts, compiled_stage
-from streamdiff.pipeline.runner.compiled_stage import CompiledStage
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
 
@@ -66,9 +56,6 @@ CUDA, DTYPE = torch.device("cuda", 0), torch.bfloat16
 STEPS, TEXT_TOKENS = 4, 512
 _LATE = 20
 """Chunks after which every window has long been full."""
-KernelNames = dict[tuple[Any, ...], list[str]]
-"""Names of the kernels that torch's compiler writes for a function, by the function and its arguments: all blocks have
-the same."""
 
 
 class WithoutDevice(TorchFunctionMode):
@@ -159,20 +146,11 @@ def spec_of(model: str) -> ModelSpec:
     )
 
 
-def micro_step(
-    spec: ModelSpec, kv_context: str, blocks: int, step: int = 2, *, compiled: KernelNames | None = None
-) -> Count:
-    """One micro-step of ours in the steady state: the chunk's steps before it have run. With `compiled`, what is
-    compiled counts as many operations as torch's compiler writes kernels for it, and none of their bytes; what is
-    written already is not written again. Mutates: compiled."""
-    with FakeTensorMode() as mode, WithoutDevice(), torch.inference_mode(), ExitStack() as stack:
+def micro_step(spec: ModelSpec, kv_context: str, blocks: int, step: int = 2) -> Count:
+    """One micro-step of ours in the steady state: the chunk's steps before it have run."""
+    with FakeTensorMode(), WithoutDevice(), torch.inference_mode():
         stage = ModelRunner(StageModel(spec, denoiser(blocks)), CUDA)
         counter = Counter()
-        if compiled is not None:
-            stack.enter_context(_written_code(counter, mode, compiled))
-            stage.compiled = CompiledStage(stage._forward, CUDA)
-            stage.compiled.learning = True
-            stage.attention.rotate_sinks = stage.compiled.rotate_sinks
         stage.open(0, steps=STEPS, kv_context=kv_context)
         stage.set_text(0, 0, torch.zeros(spec.text_shape), 0)
         latents = torch.zeros(1, *spec.chunk_shape, dtype=DTYPE, device=CUDA)
@@ -187,52 +165,6 @@ def micro_step(
             stage.forward([MicroStep(0, chunk, step, STEPS, 0)], given)
     counted: Count = counter.count
     return counted
-
-
-def _described(argument: Any) -> Any:
-    """What kernels depend on: of a tensor its layout, of a number its value, of a block or another object its kind."""
-    if isinstance(argument, Tensor):
-        return argument.shape, argument.stride(), argument.dtype
-    return argument if isinstance(argument, bool | int | float | str | None) else type(argument)
-
-
-@contextmanager
-def _written_code(counter: Counter, mode: FakeTensorMode, written: KernelNames) -> Iterator[None]:
-    """Meanwhile what would be compiled is written for CUDA, and told to `counter`. Mutates: the compiled stage's way to
-    torch's compiler, counter, written."""
-    from benchmarks import generated_kernels  # imports torch's compiler
-
-    def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any) -> Any:
-            leaves, tree = tree_flatten(given)
-            places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-            def of_tensors(*tensors: Tensor) -> Any:
-                filled = list(leaves)
-                for place, tensor in zip(places, tensors, strict=True):
-                    filled[place] = tensor
-                return tree_leaves(function(*tree_unflatten(filled, tree)))
-
-            with counter.paused() as counting:
-                if counting:
-                    tensors = [leaves[place] for place in places]
-                    key = function.__qualname__, *map(_described, leaves)
-                    if key not in written:
-                        written[key] = generated_kernels.kernels(of_tensors, tensors, mode)
-                    names = written[key]
-                    counter.count.operations += len(names)
-                    counter.count.names += names
-                return function(*given)
-
-        return run
-
-    with (
-        mock.patch.object(compiled_stage, "one_graph", one_graph),
-        mock.patch.object(compiled_parts, "one_graph", one_graph),
-        mock.patch.object(compiled_stage, "graph_cache_on", lambda device: None),
-        mock.patch.object(torch.compiler, "is_compiling", lambda: True),
-    ):
-        yield
 
 
 def clip(spec: ModelSpec, blocks: int) -> Count:
@@ -250,20 +182,6 @@ def clip(spec: ModelSpec, blocks: int) -> Count:
 def per_block(count: Callable[[int], Count]) -> Count:
     """From the counts of forwards with so many blocks, that of one block."""
     return count(2) - count(1)
-
-
-def compiled_block(spec: ModelSpec, kv_context: str) -> Count:
-    """A block where the stage is compiled: one between two others, so that all that stands from one self-attention to
-    the next is in it. Matrix products and cross-attention are calls within what is compiled, and not among its
-    operations."""
-    written: KernelNames = {}
-    counted = [micro_step(spec, kv_context, blocks, compiled=written) for blocks in (3, 2)]
-    return counted[0] - counted[1]
-
-
-def kernels_beside(block: Count) -> int:
-    """Kernels of a compiled block beside matrix products and attention."""
-    return block.operations - block.attention
 
 
 def row(name: str, kv_context: str, block: Count, spec: ModelSpec) -> dict[str, report.Value]:
@@ -287,12 +205,9 @@ def measure() -> list[dict[str, report.Value]]:
     for name in MODELS:
         spec = spec_of(name)
         for kv_context in CONTEXTS:
-            block = per_block(partial(micro_step, spec, kv_context))
-            compiled = compiled_block(spec, kv_context)
-            found = {"compiled": kernels_beside(compiled), "compiled_copied_bytes": compiled.copied_bytes}
-            rows.append(row(name, kv_context, block, spec) | found)
+            rows.append(row(name, kv_context, per_block(partial(micro_step, spec, kv_context)), spec))
     spec = spec_of("self-forcing")
-    rows.append(row("diffusers", "none", per_block(lambda blocks: clip(spec, blocks)), spec) | dict.fromkeys(found))
+    rows.append(row("diffusers", "none", per_block(lambda blocks: clip(spec, blocks)), spec))
     return rows
 
 

@@ -72,17 +72,6 @@ METRICS: dict[str, Metric] = {
     "resumed_s": Metric("s", "less", "from the kill until every viewer has decoded a new picture, median"),
     "resumed_worst_s": Metric("s", "less", "the same, the slowest restart"),
     "still_s": Metric("s", "less", "how long the picture stood still, the worst viewer, median"),
-    "refused_s": Metric("s", "less", "from many offers at once until the last refusal is there, median of the rounds"),
-    "refused_worst_s": Metric("s", "less", "the same, the slowest round"),
-    "placed_s": Metric("s", "less", "from many offers at once until the last of those that get a place has its answer"),
-    "switch_picture_s": Metric(
-        "s", "less", "from a viewer's offer to a session that is swapped out to its first picture"
-    ),
-    "switch_picture_p95_s": Metric("s", "less", "the same, 95th percentile"),
-    "switch_made_s": Metric("s", "less", "the same until a chunk that was not made before is there, median"),
-    "switch_made_p95_s": Metric("s", "less", "the same, 95th percentile"),
-    "gap_worst_s": Metric("s", "less", "longest time without a frame for who watches meanwhile, the worst round"),
-    "waited_s": Metric("s", "less", "frames that were not there when they were due, in seconds of video, per viewer"),
     "load_s": Metric("s", "less", "from the process's start to a warm engine"),
     "floor_s": Metric("s", "less", "a forward if every part ran at the device's measured ceilings"),
     "forward_s": Metric("s", "less", "a forward as it was measured, window full"),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,33 +39,11 @@ class Counter(TorchDispatchMode):
     def __init__(self, caches: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = Count()
-        self._depth = 0
         self.watch(caches)
 
     def watch(self, caches: Iterable[Tensor]) -> None:
         """Let these be the caches. Mutates: self."""
         self._caches = {_memory(each) for each in caches}
-
-    def __enter__(self) -> Self:
-        self._depth += 1
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._depth -= 1
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def paused(self) -> Iterator[bool]:
-        """Meanwhile nothing is counted; gives whether anything was. Mutates: self."""
-        if not (on := self._depth > 0):
-            yield on
-            return
-        self.__exit__(None, None, None)
-        try:
-            yield on
-        finally:
-            self.__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "aten":

@@ -1,7 +1,6 @@
 """What the schedule and the transport of the ring are worth: processes over TCP whose stages sleep for their cost.
 
     python -m benchmarks.ring_schedule            # 1 and 4 stages, all KV contexts, forwards of 200, 40 and 20 ms
-    python -m benchmarks.ring_schedule --parallel 1x4,2x2,4x1     # ranks that share stages: see ring_parallel
 
 A whole forward costs `--forward-s` seconds of sleep, split evenly over the stages, so four ranks fit on two cores and
 nothing but the schedule, the links and the head's own work is measured, and each of them apart (`hop`). **This says
@@ -11,12 +10,11 @@ nothing about GPUs.** The embedded model's tensors travel, embedding and output 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, ring_parallel
+from benchmarks import report
 from benchmarks.sleeping_ring import Plan, Ran, ideal, run_ring, simulated
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner.model_sizes import read_sizes
@@ -96,60 +94,31 @@ def hops_of(results: dict[str, Any]) -> list[dict[str, report.Value]]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Measure every plan, write the result and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ring_schedule", description=SUMMARY)
     plain = Plan()
-    parser.add_argument("--stages", type=int, help=f"ranks of the larger ring (default {plain.stages})")
-    parser.add_argument(
-        "--parallel", metavar="PxC,PxC", help="P stages of C ranks that share each, against one rank, in their place"
-    )
+    parser.add_argument("--stages", type=int, default=plain.stages, help="ranks of the larger ring (default 4)")
     parser.add_argument("--steps", type=int, choices=(1, 2, 4), default=plain.steps)
-    parser.add_argument("--forward-s", type=float, nargs="+", help="seconds of a whole forward, one or more")
+    parser.add_argument("--forward-s", type=float, nargs="+", default=FORWARDS_S, help="seconds of a whole forward")
     parser.add_argument("--rounds", type=int, default=plain.rounds, help="measured rounds, of a chunk per stage each")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "ring_schedule.json", help="JSON file to write")
     options = parser.parse_args(argv)
-    forwards = options.forward_s or (FORWARDS_S[:1] if options.parallel else FORWARDS_S)
-    stages = plain.stages if options.stages is None else options.stages
-    if not (stages >= 2 and min(forwards) > 0 and options.rounds >= 1):
+    if not (options.stages >= 2 and min(options.forward_s) > 0 and options.rounds >= 1):
         parser.error("--stages must be at least 2, --rounds at least 1, --forward-s more than 0")
-    if options.parallel and options.stages is not None:
-        parser.error("--stages and --parallel are both given; --parallel says the stages too")
-    plans = [Plan(stages, options.steps, forward_s, options.rounds) for forward_s in forwards]
     try:
-        check_stages(stages, read_sizes("tiny").blocks)
-        splits = ring_parallel.parse(options.parallel) if options.parallel else ()
+        check_stages(options.stages, read_sizes("tiny").blocks)
     except ConfigError as error:
         parser.error(str(error))
-    if splits:
-        return run(options.out or report.RESULTS / "ring_parallel.json", plans, lambda plan: _parallel(plan, splits))
-    return run(options.out or report.RESULTS / "ring_schedule.json", plans, _stages)
-
-
-Told = tuple[dict[str, Any], str]
-"""Results, and what is printed of them."""
-
-
-def _stages(plan: Plan) -> Told:
-    found = compare(plan)
-    lines = [report.table(rows_of(found)), report.table(hops_of(found)), *verdicts(found)]
-    return found, "\n".join(lines)
-
-
-def _parallel(plan: Plan, splits: Sequence[tuple[int, int]]) -> Told:
-    found = ring_parallel.compare(plan, splits)
-    return found, "\n".join([report.table(ring_parallel.rows_of(found)), *ring_parallel.verdicts(found)])
-
-
-def run(out: Path, plans: Sequence[Plan], measure: Callable[[Plan], Told]) -> int:
-    """Measure every plan, write `out` and print; returns the exit code."""
-    head = report.header(warm_up=f"{plans[0].warm_up} round of chunks")
-    measured = {f"{1000 * each.forward_s:g} ms": measure(each) for each in plans}
+    plans = [Plan(options.stages, options.steps, forward_s, options.rounds) for forward_s in options.forward_s]
+    head = report.header(warm_up=f"{plain.warm_up} round of chunks")
+    results = {f"{1000 * each.forward_s:g} ms": compare(each) for each in plans}
     aims = {"rate_of_ideal": RATE_AIM, "rate_of_ideal_at_20_ms": QUICK_RATE_AIM, "latency_of_ideal": LATENCY_AIM}
-    results = {forward: found for forward, (found, _) in measured.items()}
     claim = "schedule and transport only; stages sleep"
-    report.write_json(out, head, results, plan=asdict(plans[0]), aims=aims | ring_parallel.AIMS, claim=claim)
-    for forward, (_, lines) in measured.items():
-        print(f"\na forward of {forward}\n{lines}")
-    print(f"written: {report.public_path(str(out.resolve()))}")
+    report.write_json(options.out, head, results, plan=asdict(plans[0]), aims=aims, claim=claim)
+    for forward, found in results.items():
+        lines = [report.table(rows_of(found)), report.table(hops_of(found)), *verdicts(found)]
+        print(f"\na forward of {forward}\n" + "\n".join(lines))
+    print(f"written: {report.public_path(str(options.out.resolve()))}")
     return 0
 
 

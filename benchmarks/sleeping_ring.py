@@ -1,4 +1,4 @@
-"""Rings of processes over TCP whose stages sleep for their cost: what `ring_schedule` and `ring_parallel` measure.
+"""Rings of processes over TCP whose stages sleep for their cost: what `ring_schedule` measures.
 
 Embedding and output layer run and the embedded model's tensors travel; its blocks do not run.
 """
@@ -6,12 +6,13 @@ Embedding and output layer run and the embedded model's tensors travel; its bloc
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
 from threading import Event
@@ -19,15 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks import report
-from benchmarks.hop_trace import Trace, of_hop
 from streamdiff import clock
 from streamdiff.models.model import Model
 from streamdiff.models.tiny import model as tiny
-from streamdiff.pipeline.distributed.context_parallel import ContextGroup
-from streamdiff.pipeline.distributed.link import FanOutReceiver, FanOutSender
+from streamdiff.pipeline.distributed.link import Receiver
+from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
@@ -35,7 +34,7 @@ from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.runner.worker import Worker
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.pipeline.topology import StageTopology, connect, share_stages
+from streamdiff.pipeline.topology import StageTopology, connect
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0  # for the ring to come to rest
@@ -45,7 +44,7 @@ LIMIT_S = 60.0  # for the ring to come to rest
 class Plan:
     """A round is as many chunks as there are stages or sessions, of all sessions together. Chunks finish in a pattern
     that comes back after a round, so only whole rounds give a rate that does not depend on how many there are; three
-    agree to a hundredth. `warm_up` rounds go before them. Of `streams` None is as many as fill the ring."""
+    agree to a hundredth. `warm_up` rounds go before them."""
 
     stages: int = 4
     steps: int = 4
@@ -53,12 +52,11 @@ class Plan:
     rounds: int = 3
     warm_up: int = 1
     kv_context: str = "matched"
-    streams: int | None = None
 
     @property
     def sessions(self) -> int:
-        """Those that fill a ring of `stages`, unless they are said: `clean` needs one per stage."""
-        return self.streams or (self.stages if self.kv_context == "clean" else 1)
+        """Those that fill a ring of `stages`: `clean` needs one per stage."""
+        return self.stages if self.kv_context == "clean" else 1
 
     @property
     def round(self) -> int:
@@ -66,41 +64,57 @@ class Plan:
         return max(self.stages, self.sessions)
 
 
-class Sleeping(ModelRunner):
-    """A stage that takes its time and changes nothing. Where `group` shares it, it sleeps for its share, block by
-    block, and after each exchanges what a block does: as many bytes of queries, keys and values, and of the result."""
+@dataclass
+class Trace:
+    """One rank's times, spans in seconds from and to, in the order in which they came."""
 
-    def __init__(
-        self, model: Model, place: StageTopology, forward_s: float, trace: Trace, group: ContextGroup | None = None
-    ) -> None:
-        super().__init__(model, CPU, place.stage, place.stages, group)
-        self.seconds, self.trace, self.group = forward_s / place.stages / place.shares, trace, group
-        self.never, self._leave_s = Event(), 0.0
+    slept: list[tuple[float, float]] = field(default_factory=list)
+    """The forwards' sleep."""
+    waited: list[tuple[float, float]] = field(default_factory=list)
+    """Calls of `receive` that might wait."""
+    cpu_s: list[float] = field(default_factory=list)
+    """Processor time of the process, at the end of each forward's sleep."""
+
+    def watch(self, receiver: Receiver) -> None:
+        """Note when the rank waits for a message. Mutates: receiver."""
+        receive = receiver.receive
+
+        def traced(wait_s: float | None = 0.0) -> StageMessage | None:
+            if wait_s == 0.0:
+                return receive(wait_s)
+            begin_s = clock.monotonic_s()
+            work = receive(wait_s)
+            self.waited.append((begin_s, clock.monotonic_s()))
+            return work
+
+        setattr(receiver, "receive", traced)  # noqa: B010
+
+    def per_forward(self, stage_s: float) -> tuple[float, float, float, float]:
+        """Seconds of a forward: own work, waiting, sleeping longer than `stage_s`, processor; the first quarter is left
+        out."""
+        first = len(self.slept) // 4
+        count, begin_s, end_s = len(self.slept) - 1 - first, self.slept[first][1], self.slept[-1][1]
+        slept_s = sum(end - begin for begin, end in self.slept[first + 1 :])
+        waited_s = sum(end - begin for begin, end in self.waited if begin_s <= begin and end <= end_s)
+        own_s, cpu_s = end_s - begin_s - slept_s - waited_s, self.cpu_s[-1] - self.cpu_s[first]
+        return own_s / count, waited_s / count, slept_s / count - stage_s, cpu_s / count
+
+
+class Sleeping(ModelRunner):
+    """A stage that takes its time and changes nothing."""
+
+    def __init__(self, model: Model, place: StageTopology, forward_s: float, trace: Trace) -> None:
+        super().__init__(model, CPU, place.stage, place.stages)
+        self.seconds, self.trace, self.never = forward_s / place.stages, trace, Event()
 
     def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
-        came_s = clock.monotonic_s()
         tokens = self._forward.enter(given)
         begin_s = clock.monotonic_s()
-        self.trace.layers_s.append(self._leave_s + begin_s - came_s)
-        if self.group is None:
-            self.never.wait(self.seconds)
-        else:
-            blocks = len(self.denoiser.blocks)
-            for _ in range(blocks):
-                self.never.wait(self.seconds / blocks)
-                exchange(self.group, tokens.hidden)
-        end_s = self.trace.forward(begin_s)
-        result = self._forward.leave(tokens)  # all but the blocks
-        self._leave_s = clock.monotonic_s() - end_s
-        return result
-
-
-def exchange(group: ContextGroup, hidden: Tensor) -> None:
-    """What ranks that share a stage exchange in a block, for own tokens `[R, l, D]`. Heads are as many as ranks and as
-    wide as it takes: the embedded model's six can be shared by two ranks, or three, and only the bytes count here."""
-    heads = hidden.unflatten(2, (group.size, -1))
-    query, _, _ = group.to_heads(heads, heads, heads)
-    group.to_tokens(query)
+        self.never.wait(self.seconds)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        self.trace.slept.append((begin_s, clock.monotonic_s()))
+        self.trace.cpu_s.append(used.ru_utime + used.ru_stime)
+        return self._forward.leave(tokens)  # all but the blocks
 
 
 class Done(NamedTuple):
@@ -112,13 +126,25 @@ class Done(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a ring of processes came to: the head's figures, where a hop's time went, see `hop_trace.of_hop`, and what a
-    block's exchange took, see `probe`. `stage_s` is the head's median of a forward, but for embedding and output."""
+    """What a ring of processes came to: the head's figures, and where a hop's time went, see `hop_of`."""
 
     figures: dict[str, float]
     hop: dict[str, float]
-    probe: Sequence[float] = ()
-    stage_s: float = 0.0
+
+
+def hop_of(ranks: Sequence[Trace], stage_s: float) -> dict[str, float]:
+    """Means per forward, in microseconds, of the ranks' traces, the head's first. A rank's sleep of `stage_s`, its own
+    work and its waiting make up its share of a round."""
+    own, waits, overslept, cpu = zip(*(rank.per_forward(stage_s) for rank in ranks), strict=True)
+    seconds = {
+        "head_own_us": own[0],
+        "others_own_us": statistics.mean(own[1:]),
+        "head_waits_us": waits[0],
+        "others_wait_us": statistics.mean(waits[1:]),
+        "overslept_us": statistics.mean(overslept),
+        "cpu_us": statistics.mean(cpu),
+    }
+    return {name: 1e6 * value for name, value in seconds.items()}
 
 
 def measure(ring: RingExecutor, plan: Plan) -> dict[str, float]:
@@ -159,68 +185,38 @@ def figures_of(finished: Sequence[Done], warm_up: int) -> dict[str, float]:
 
 
 def run_rank(place: StageTopology, port: int, plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """One process of the ring, through all plans; of each this rank's `trace` and, where its stage is shared, `probe`;
-    and the head's `figures`."""
+    """One process of the ring, through all plans; of each this rank's `trace`, and the head's `figures`."""
     torch.set_num_threads(1)
     address, patience = f"tcp://127.0.0.1:{port}", timedelta(days=3650)
-    ranks = place.stages * place.shares
-    dist.init_process_group("gloo", init_method=address, rank=place.rank, world_size=ranks, timeout=patience)
+    dist.init_process_group("gloo", init_method=address, rank=place.rank, world_size=place.stages, timeout=patience)
     whole = tiny.load_model(tiny.WEIGHTS, CPU)
     model = whole.part(*split_evenly(whole.blocks, place.stages)[place.stage])
-    group = share_stages(place, model.spec, CPU)
-    tokens, width = whole.denoiser.tokens(whole.spec.chunk_shape[1:]), whole.denoiser.width
-    probed = None if group is None else probe(group, tokens // place.shares, width)
     results = []
     for number, plan in enumerate(plans):
         trace, figures = Trace(), dict[str, float]()
-        stage = Sleeping(model, place, plan.forward_s, trace, group)
-        links = connect(model, replace(place, ring=number), CPU) if ranks > 1 else None
-        if links is not None and place.shares == 1:
-            trace.watch(*links)
+        stage = Sleeping(model, place, plan.forward_s, trace)
+        links = connect(model, replace(place, ring=number), CPU) if place.stages > 1 else None
+        if links is not None:
+            trace.watch(links[1])
         if place.rank > 0 and links is not None:
             Worker(links[1], stage, links[0]).run()
         else:
             ring = RingExecutor(model, CPU, stage=stage, links=links)
-            if links is not None and isinstance(links[0], FanOutSender):
-                ring.worker.receiver = FanOutReceiver(ring.worker.receiver, links[0].others)
             figures = measure(ring, plan)
             ring.stop(LIMIT_S)
-        results.append({"figures": figures, "trace": asdict(trace), "probe": probed})
+        results.append({"figures": figures, "trace": asdict(trace)})
     return results
 
 
-PROBES = (0.5, 4.0)
-"""Of a block's bytes, those that are tried, in multiples."""
-_PROBE_SLEEP_S, _PROBE_TIMES = 0.005, 40
-
-
-def probe(group: ContextGroup, tokens: int, width: int) -> list[float]:
-    """Mean seconds of what a block exchanges, of `PROBES` times as many own tokens: each time after a sleep, as it
-    comes in a stage."""
-    found, never = list[float](), Event()
-    for times in PROBES:
-        hidden = torch.zeros(1, round(tokens * times), width)
-        taken = []
-        for _ in range(_PROBE_TIMES):
-            never.wait(_PROBE_SLEEP_S)
-            begin_s = clock.monotonic_s()
-            exchange(group, hidden)
-            taken.append(clock.monotonic_s() - begin_s)
-        found.append(statistics.mean(taken))
-    return found
-
-
-def run_ring(stages: int, plans: Sequence[Plan], shares: int = 1) -> list[Ran]:
+def run_ring(stages: int, plans: Sequence[Plan]) -> list[Ran]:
     """Every plan, run by a ring of so many processes."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "benchmarks.sleeping_ring", json.dumps([asdict(plan) for plan in plans])]
     ranks = [
-        subprocess.Popen(
-            [*command, f"{rank}/{stages}/{shares}/{port}"], stdout=subprocess.PIPE, text=True, cwd=report.ROOT
-        )
-        for rank in range(stages * shares)
+        subprocess.Popen([*command, f"{rank}/{stages}/{port}"], stdout=subprocess.PIPE, text=True, cwd=report.ROOT)
+        for rank in range(stages)
     ]
     try:
         said = [rank.communicate()[0] for rank in ranks]
@@ -230,11 +226,9 @@ def run_ring(stages: int, plans: Sequence[Plan], shares: int = 1) -> list[Ran]:
     by_rank = [json.loads(words.splitlines()[-1]) for words in said]
     ran = []
     for number, plan in enumerate(plans):
-        traces = [results[number]["trace"] for results in by_rank]
-        hop = of_hop(traces, plan.forward_s / stages) if stages > 1 and shares == 1 else {}
-        head = by_rank[0][number]
-        stage_s = statistics.median(end - begin for begin, end in head["trace"]["slept"])
-        ran.append(Ran(head["figures"], hop, head["probe"] or (), stage_s))
+        traces = [Trace(**results[number]["trace"]) for results in by_rank]
+        hop = hop_of(traces, plan.forward_s / stages) if stages > 1 else {}
+        ran.append(Ran(by_rank[0][number]["figures"], hop))
     return ran
 
 
@@ -250,10 +244,10 @@ def simulated(plan: Plan, stages: int, stage_s: float) -> Figures:
 
 
 def main(argv: Sequence[str]) -> None:
-    """One rank: `[PLANS, RANK/STAGES/SHARES/PORT]`; prints its results."""
+    """One rank: `[PLANS, RANK/STAGES/PORT]`; prints its results."""
     plans, place = argv
-    rank, stages, shares, port = map(int, place.split("/"))
-    found = run_rank(StageTopology(rank, stages, shares=shares), port, [Plan(**plan) for plan in json.loads(plans)])
+    rank, stages, port = map(int, place.split("/"))
+    found = run_rank(StageTopology(rank, stages), port, [Plan(**plan) for plan in json.loads(plans)])
     print(json.dumps(found), flush=True)
 
 

@@ -107,8 +107,8 @@ class ModelConfig(_Section):
     """Ranks over which the transformer's blocks are split."""
     parallel: Parallel | None = None
     """PxC: P stages, each of which C ranks share, as 2x2; default: stages x 1."""
-    decode: Literal["head", "last", "own-rank", "split"] = "head"
-    """Which rank of a ring decodes. split: the ranks that share the first stage, by rows of the picture."""
+    decode: Literal["head", "last", "own-rank"] = "head"
+    """Which rank of a ring decodes."""
     decode_at_once: int | None = Field(None, ge=1, le=64)
     """Latent frames per call of the decoder; default: 1 on cpu, a chunk on cuda."""
     decode_layout: Literal["auto", "channels-last", "contiguous"] = "auto"
@@ -154,11 +154,9 @@ class ModelConfig(_Section):
         return self.stage_ranks + (self.decode == "own-rank")
 
     @property
-    def decode_ranks(self) -> range:
-        """The ranks that decode; the first of them has the pictures."""
-        places = {"last": self.stage_ranks - self.shares, "own-rank": self.stage_ranks}
-        first = places.get(self.decode, 0)
-        return range(first, first + (self.shares if self.decode == "split" else 1))
+    def decode_rank(self) -> int:
+        """The rank that decodes."""
+        return {"last": self.stage_ranks - self.shares, "own-rank": self.stage_ranks}.get(self.decode, 0)
 
 
 class BatchingRule(_Section):

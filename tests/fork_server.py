@@ -44,7 +44,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = {
     "benchmarks.gpu_check",
     "benchmarks.sleeping_ring",
-    "benchmarks.stage_drift",
     "benchmarks.stream_rank",
     "streamdiff.engine.process.launcher",
     "streamdiff.engine.process.main",

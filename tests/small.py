@@ -18,10 +18,10 @@ from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
 from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, TaehvEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
-from streamdiff.models.tiny import model as tiny
 from streamdiff.models.tiny.scene import Scene
-from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, WIDTH, TinyText, build_text
+from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, WIDTH, TinyText
 from streamdiff.models.transformer.wan import WanDenoiser
+from training import model_folder
 from training.world.render import render
 from training.world.tracks import Streams
 
@@ -88,7 +88,7 @@ def small_text(seed: int) -> TinyText:
     """The embedded model's text part, untrained."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        text = build_text()
+        text = model_folder.build_text()
     text.encoder.eval().requires_grad_(False)
     return text
 
@@ -173,4 +173,4 @@ def save_model(folder: Path, layers: int = 2) -> None:
         "shift": 5.0,
         "steps": [4, 2],
     }
-    tiny.save(folder, parts.autoencoder, parts.mean, parts.std, (parts.text, parts.transformer), stream)
+    model_folder.save_model(folder, parts.autoencoder, parts.mean, parts.std, (parts.text, parts.transformer), stream)

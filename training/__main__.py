@@ -34,6 +34,7 @@ from training import denoiser, loop
 from training.autoencoder import AUTOENCODER
 from training.batches import latent_statistics
 from training.learner import Plan
+from training.model_folder import save_model
 from training.windows import CHUNK, CHUNKS
 from training.world.tracks import CONTROL_AXES, CONTROL_BUTTONS, SIZE
 
@@ -171,7 +172,7 @@ def _stages(args: argparse.Namespace, device: torch.device, autoencoder: TAEHV |
         parts = learner.network.text, learner.network.finished()
         mean, std = learner.statistics
     if loop.rank() == 0:
-        model.save(args.out / "model", autoencoder, mean, std, parts, stream_settings())
+        save_model(args.out / "model", autoencoder, mean, std, parts, stream_settings())
 
 
 def _autoencoder(folder: Path, device: torch.device) -> TAEHV:
@@ -191,7 +192,7 @@ def _decoder(args: argparse.Namespace, autoencoder: TAEHV, device: torch.device)
         shutil.copytree(args.begin, folder, dirs_exist_ok=True)
         vae_config = read_object(args.begin / "vae" / "config.json")
         mean, std = (torch.tensor(vae_config[name]) for name in ("latents_mean", "latents_std"))
-        model.save(folder, autoencoder, mean, std, None, {})
+        save_model(folder, autoencoder, mean, std, None, {})
 
 
 if __name__ == "__main__":

@@ -317,7 +317,7 @@ def _check_model(config: Config) -> None:
 
     model = config.model
     check_parts(model)
-    if (model.stage_ranks == 1 and model.decode != "split") or model.weights is not None:
+    if model.stage_ranks == 1 or model.weights is not None:
         return
     if is_embedded(model.name) or model.name in entries.entries():
         from streamdiff.pipeline.planner.model_sizes import sizes_of

@@ -124,7 +124,7 @@ def make(model: ModelConfig, job: PlanJob) -> Outcome:
     else:
         found = _costs(job, sizes, load, storage)
         source, layout = found.source, choose_layout(found, load, job.decode)
-        decode_s = found.decoding_s(layout.decode)
+        decode_s = found.decode_s
         links = link_times(found, stages)
     setup = ring_setup(sizes, load, layout, links, decode_s, job.chunks or CHUNKS)
     forecast = None
@@ -179,7 +179,7 @@ def _check(job: PlanJob) -> None:
     for name, time_s in (("--link-time", job.link_time), ("--decode-time", job.decode_time)):
         if time_s is not None and not 0 <= time_s < math.inf:
             raise ConfigError(f"{name} is {time_s:g}, but must be seconds of 0 or more")
-    places = ("auto", *PLACES, *(("split",) if job.gpus else ()))  # ranks that share a stage come with --gpus
+    places = ("auto", *PLACES)
     if job.decode not in places:
         raise ConfigError(f"--decode is {job.decode!r}, but must be one of {', '.join(places)}")
     if job.dtype not in DTYPES:

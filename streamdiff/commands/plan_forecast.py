@@ -9,8 +9,7 @@ from streamdiff.commands.models import aligned, counted
 from streamdiff.config import ModelConfig
 from streamdiff.models.catalogue import entries
 from streamdiff.pipeline.planner import fit, gpus
-from streamdiff.pipeline.planner.costs import split_decode_words
-from streamdiff.pipeline.planner.forecast import DTYPES, Expected, Forecast, Question, costs_on, forecast, offload_words
+from streamdiff.pipeline.planner.forecast import Expected, Forecast, Question, costs_on, forecast, offload_words
 from streamdiff.pipeline.planner.gpus import Gpu
 from streamdiff.pipeline.planner.memory import Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
@@ -109,9 +108,6 @@ def as_text(found: GpuForecast) -> Iterator[str]:
         yield f"  {counted(count, 'session')} {verb} it in: {', '.join(found.forecast.reaching(count)) or 'none'}"
     if (words := offload_words(found.question.sizes, found.question.storage, found.question.load, gpu)) is not None:
         yield f"  {words}"
-    ceilings = gpu.ceilings(DTYPES[found.question.storage.value_bytes])
-    number = found.question.storage.bytes_per_decoder_value
-    yield f"  {split_decode_words(found.question.sizes, ceilings, number, (2, 4))}"
     if found.misfit is not None:
         yield f"  {found.misfit}"
     yield f"  rates: {gpu.source}"

@@ -103,7 +103,6 @@ def _in_words(case: Case | None, expected: Expected | None, found: Comparison) -
     place = {
         "own-rank": "decoding on one more GPU",
         "last": "decoding on the last stage",
-        "split": "decoding shared by the ranks of the first stage",
     }
     where = place.get(case.decode, "decoding on the first rank")
     rate = expected.frames_per_s * expected.sessions

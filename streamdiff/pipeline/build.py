@@ -51,13 +51,13 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
         ring = topology.connect_head(model, rank_topology, device, progress.enter)
         progress.enter("graphs")
         if decoder is None:
-            links = topology.decode_links(model.spec, 0, config.decode_ranks[0], device, plan.pixel_format)
+            links = topology.decode_links(model.spec, 0, config.decode_rank, device, plan.pixel_format)
     ring.stage.swaps = loaded.swaps
     rank_loader.compile_stage(plan, ring.stage, memory, progress)
     rank_loader.compile_decoder(plan, decoder, DECODE_THREADS)
     workers, memories = None, [memory]
     if context is not None:
-        workers = WorkerGroup(context, ring, config.hang_s, links, topology.row_senders(model.spec, config))
+        workers = WorkerGroup(context, ring, config.hang_s, links)
         memories = context.receive_memories()
         progress.finish()
     if batching.max_rows > 1:

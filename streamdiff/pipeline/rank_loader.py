@@ -10,12 +10,10 @@ import torch
 from streamdiff.device import bind
 from streamdiff.models.autoencoder.autoencoder import FirstFrameReencoder, load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, rgb24, yuv420p
-from streamdiff.models.autoencoder.row_decoder import RowDecoder, one_pixel
 from streamdiff.models.model import Model, StageModel
 from streamdiff.models.text_loader import awaited_bytes, load_text_encoder
 from streamdiff.pipeline import balance
 from streamdiff.pipeline.decode.captured_step import capture_on
-from streamdiff.pipeline.decode.row_group import RowGroup, make_row_group
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.load_plan import LoadPlan, RankPlan
@@ -53,9 +51,7 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
         # After a trial torch would free what it keeps, and so wait for all that the device does, live streams included.
         getattr(torch._C, "_cudnn_set_conv_benchmark_empty_cache", bool)(False)  # a build without CUDA has none
     model, runs = None, plan.runs
-    # All ranks make the group.
-    rows = make_row_group(config.shares, spec.latent_height, device) if config.decode == "split" else None
-    decoder = _load_decoder(plan, rows) if plan.rank in config.decode_ranks else None
+    decoder = _load_decoder(plan) if plan.rank == config.decode_rank else None
     text = reencoder = None
     if plan.kernels is not None:
         model, runs = _load_stage(plan, decoder, context)
@@ -72,15 +68,12 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
     return LoadedRank(model, decoder, runs, RankMemory(free, remembered, plan.swap_bytes), plan.swap_store())
 
 
-def _load_decoder(plan: RankPlan, rows: RowGroup | None) -> PictureDecoder:
-    """The decoder, which decodes `rows` where ranks share pictures."""
+def _load_decoder(plan: RankPlan) -> PictureDecoder:
     network = load_decoder(plan.models.model.found_vae, plan.device, plan.models.decoder_dtype)
     # On one busy core, in turns: TAEHV's decoder 1.06 to 1.17 times as fast with channels last, Wan's 0.9.
     if plan.config.decode_layout != "auto":
         network.set_channels_last(plan.config.decode_layout == "channels-last")
     layout = {"rgb": rgb24, "yuv420": yuv420p}[plan.pixel_format]
-    if rows is not None:
-        return PictureDecoder(RowDecoder(network, rows), layout if rows.index == 0 else one_pixel)
     return PictureDecoder(network, layout)
 
 
@@ -125,9 +118,8 @@ def compile_stage(plan: LoadPlan, stage: ModelRunner, memory: RankMemory, progre
 
 def compile_decoder(plan: LoadPlan, decoder: PictureDecoder | None, threads: int) -> None:
     """Make the decoder's graphs, if there is one and the configuration wants them, for a thread that decodes with
-    so many CPU threads; none where ranks exchange rows within it (docs/decisions/0042). Takes from seconds to minutes.
-    Mutates: decoder."""
-    if decoder is not None and plan.config.compile == "on" and plan.config.decode != "split":
+    so many CPU threads. Takes from seconds to minutes. Mutates: decoder."""
+    if decoder is not None and plan.config.compile == "on":
         keep_compiled_code()
         latents = torch.zeros(plan.spec.chunk_shape, device=plan.device)
 

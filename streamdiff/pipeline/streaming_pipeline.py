@@ -20,7 +20,6 @@ from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import LocalDecoding
 from streamdiff.pipeline.decode.decoding import Decoding, Piece
-from streamdiff.pipeline.decode.split_decoding import SplitDecoding
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import Frames, ModelInfo, StreamChunk, StreamProgress
@@ -295,10 +294,8 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
             return remote
         if model.decoder is None:
             raise ValueError("a runtime that decodes needs a model with a decoder")
-        given = model.decoder, self._deliver, self._wake, device, at_once, self.ring.worker.timer, self.ring.stage.swaps
-        if workers is not None and workers.row_senders:
-            return SplitDecoding(workers.row_senders, self.ring.stage.exchange, *given)
-        return LocalDecoding(*given)
+        timer, swaps = self.ring.worker.timer, self.ring.stage.swaps
+        return LocalDecoding(model.decoder, self._deliver, self._wake, device, at_once, timer, swaps)
 
     def _begin(self, session: int, background: bool, epoch: int) -> None:
         """A new stream of a session. What it is given with a clean pass alone never comes back finished, and is decoded

@@ -231,17 +231,6 @@ def stage_worker(model: StageModel, topology: StageTopology, device: torch.devic
     return Worker(receiver, ModelRunner(model, device, topology.stage, topology.stages, group), sender)
 
 
-def row_senders(spec: ModelSpec, config: ModelConfig) -> tuple[TcpSender, ...]:
-    """The head's ends of the edges to the ranks that share its pictures, if any; waits for each."""
-    others = config.decode_ranks[1:] if config.decode == "split" else ()
-    return tuple(TcpSender(latents_layout(spec), other, _LATENTS_TAG) for other in others)
-
-
-def row_receiver(spec: ModelSpec, device: torch.device) -> TcpReceiver:
-    """The other end, on one of these ranks. Does not wait."""
-    return TcpReceiver(latents_layout(spec), 0, _LATENTS_TAG, device)
-
-
 def decode_links(
     spec: ModelSpec, rank: int, decode_rank: int, device: torch.device, kind: PictureKind
 ) -> tuple[TcpSender, TcpReceiver]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from streamdiff import clock
 from streamdiff.errors import EngineFailure
@@ -33,11 +33,9 @@ class WorkerGroup:
         ring: RingExecutor,
         hang_s: float,
         decode_links: tuple[Sender, Receiver] | None = None,
-        row_senders: Sequence[Sender] = (),
     ) -> None:
-        """`decode_links` lead to the rank that decodes and back; None: this one does, and `row_senders` lead to those
-        that share its pictures."""
-        self.context, self.ring, self._decode_links, self.row_senders = context, ring, decode_links, row_senders
+        """`decode_links` lead to the rank that decodes and back; None: this one does."""
+        self.context, self.ring, self._decode_links = context, ring, decode_links
         ring.stage.exchange = StoreExchange(context.store)
         self._watch = HealthMonitor(context, [ring.worker], self._on_fault, hang_s)
         self._wake: Callable[[], None] = lambda: None

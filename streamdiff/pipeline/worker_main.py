@@ -18,7 +18,6 @@ from streamdiff.device import bind, own_device
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline import load_plan, rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
-from streamdiff.pipeline.decode.split_decoding import SplitDecodeWorker
 from streamdiff.pipeline.distributed.heartbeat import HealthMonitor, RankLoop
 from streamdiff.pipeline.distributed.link import GroupBroken, LinkClosed
 from streamdiff.pipeline.distributed.rendezvous import RankContext
@@ -52,8 +51,6 @@ def run_worker(config: ModelConfig) -> None:
     workers: list[RankLoop] = []
     context.send_memory(loaded.memory)
     exchange = StoreExchange(context.store)
-    # First of all, as the head waits for it before it has made its graphs.
-    rows = topology.row_receiver(plan.spec, device) if config.decode == "split" and decoder is not None else None
     stage_worker, links = None, None
     if loaded.model is not None:
         stage_worker = topology.stage_worker(loaded.model, rank_topology, device, progress.enter)
@@ -63,20 +60,17 @@ def run_worker(config: ModelConfig) -> None:
     else:
         progress.enter("graphs")
         topology.join_edges(rank_topology, plan.spec, device)
-    if decoder is not None and rows is None:  # before the graphs: the head waits for these, and makes its own then
+    if decoder is not None:  # before the graphs: the head waits for these, and makes its own then
         links = topology.decode_links(plan.spec, context.rank, context.rank, device, plan.pixel_format)
     if stage_worker is not None:
         rank_loader.compile_stage(plan, stage_worker.stage, loaded.memory, progress)
-    if decoder is not None:
+    if decoder is not None and links is not None:
         # Beside a stage it has a thread of its own, alone it is the process.
         threads = DECODE_THREADS if workers else torch.get_num_threads()
         rank_loader.compile_decoder(plan, decoder, threads)
         timer = workers[0].timer if workers else None
-        if rows is not None:
-            workers.append(SplitDecodeWorker(decoder, rows, device, plan.decode_latents, timer, exchange, loaded.swaps))
-        elif links is not None:
-            given = decoder, links[1], links[0], device, plan.decode_latents, timer, exchange, loaded.swaps
-            workers.append(DecodeWorker(*given))
+        given = decoder, links[1], links[0], device, plan.decode_latents, timer, exchange, loaded.swaps
+        workers.append(DecodeWorker(*given))
     progress.finish()
     work(workers, context, config.hang_s, device)
     loaded.swaps.close()

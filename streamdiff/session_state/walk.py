@@ -78,14 +78,6 @@ def changed(state: _T, change: Callable[[Tensor], Tensor]) -> _T:
     return result
 
 
-@torch.inference_mode()
-def concatenated(parts: Sequence[_T], axis: int) -> _T:
-    """The state of which each of `parts` has some along one axis of all tensors, and all else alike."""
-    there = [_tensors(part, type(part).__name__) for part in parts]
-    pieces = {id(each[0]): each for each in zip(*there, strict=True)}
-    return changed(parts[0], lambda tensor: torch.cat(pieces[id(tensor)], axis))
-
-
 def _to_host(tensor: Tensor) -> Tensor:
     return tensor.to(CPU, copy=True).contiguous()
 

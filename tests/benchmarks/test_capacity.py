@@ -1,127 +1,116 @@
-"""The load curve's command: what it compares, what it keeps, and a short run of both sides."""
+"""The load curve: who comes, who was served well, and visits at a running web server with a painting engine."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks import arrivals, capacity, report, slo
-from benchmarks.capacity import Variant, rows_variant, variant_of
-from benchmarks.slo import LIVE_LIMITS
-from streamdiff.cli.parser import parse
-from tests.benchmarks.test_report import numbers
+from benchmarks import capacity
+from benchmarks.capacity import Visit, Visitor, figures, play, tipping, visitors
+from streamdiff.config import Config, ServeConfig
+from tests.server.conftest import LIMIT_S, open_site
+from tests.server.scripted import Painter
 
-TIMES = {
-    "forward_s": [0.02, 0.025, 0.03, 0.035], "decode_s": 0.04, "work_s": 0.14, "chunk_frames": 12, "chunk_latents": 3,
-    "steps": 4, "kv_context": "clean", "steps_known": [4, 2],
-}  # fmt: skip
-
-
-@pytest.fixture
-def times(tmp_path: Path) -> str:
-    path = tmp_path / "times.json"
-    path.write_text(json.dumps({"times": TIMES}))
-    return str(path)
+FPS = 10.0
+LIMITS = {"first_frame": 0.5, "stalls": 0.0, "rate": 0.9, "control": 0.6}
+GOOD = (1, 6, 11, 16, 21, 26)
 
 
-def test_variants_are_arguments_of_serve_and_the_simulator_plays_those_that_it_knows() -> None:
-    assert variant_of("plain=") == Variant("plain", (), 1)
-    assert variant_of("four=--batching dynamic").max_rows == 4
-    assert variant_of("wait=--batching dynamic --batching-wait-ms 20").max_rows is None
-    lowered = variant_of("a=--adaptive --batching dynamic --max-rows 2")
-    assert (lowered.max_rows, lowered.adaptive) == (2, True)
-    assert rows_variant(2, True).words == ("--batching", "dynamic", "--max-rows", "2", "--adaptive")
-    assert variant_of("quick = --steps 2") == Variant("quick", ("--steps", "2"), None)
-    assert rows_variant(1) == Variant("max_rows 1", (), 1)
-    for rows in (1, 2, 8):
-        one = rows_variant(rows)
-        arguments = parse(["serve", *one.words])
-        assert variant_of(f"x={' '.join(one.words)}").max_rows == one.max_rows == rows
-        assert getattr(arguments, "batching.max_rows") in (rows, None)
-    options = capacity.parser().parse_args(["--rows", "2", "--", "--steps", "2"])
-    assert [each.max_rows for each in capacity.check(options)[1]] == [None]
-    with pytest.raises(ValueError, match="NAME"):
-        variant_of("--adaptive")
+def visit(
+    *counts: int, first_frame_s: float | None = 0.4, controls: tuple[float, ...] = (), refused: str = ""
+) -> Visit:
+    """Ten seconds, with looks at the frames shown twice a second."""
+    looks = [(10.0 + 0.5 * number, count) for number, count in enumerate(counts)]
+    return Visit(10.0, 20.0, first_frame_s, looks, list(controls), refused)
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        (visit(*GOOD, controls=(0.2, 0.6)), []),
+        (visit(*GOOD, first_frame_s=0.51), ["first_frame"]),
+        (visit(*GOOD, controls=(0.2, 0.61)), ["control"]),
+        (visit(1, 6, 8, 13, 18, 23), ["stalls"]),  # 2 of 5 in one look, 22 of 25 in all and one that may be on its way
+        (visit(1, 5, 9, 13, 17, 21), ["rate"]),  # slow, but it never stood
+        (visit(1, 1, 1, 1, 6, 11), ["stalls", "rate"]),
+        (visit(first_frame_s=None), ["first_frame", "rate"]),
+        (visit(3), []),  # too short to tell
+        (visit(refused="time"), ["time"]),
+    ],
+)
+def test_a_visit_is_served_well_when_every_limit_is_kept(one: Visit, why: list[str]) -> None:
+    assert one.broken(LIMITS, FPS) == why
+
+
+def test_goodput_is_of_those_served_well_and_of_the_time_measured() -> None:
+    visits = [visit(*GOOD), visit(*GOOD, first_frame_s=2.0, controls=(0.3,)), visit(first_frame_s=None, refused="time")]
+    found = figures(visits, LIMITS, FPS, 15.0, 25.0)
+    assert (found["visits"], found["served_well"], found["served_share"]) == (3, 1, pytest.approx(1 / 3))
+    assert (found["offered"], found["goodput"]) == (1.5, 0.5)  # the last five seconds of each
+    assert found["broken"] == {"first_frame": 1, "time": 1}
+
+
+@pytest.mark.parametrize(("shares", "found"), [((1, 0.9, 1), (2, 4)), ((0.5, 1), (None, 2)), ((1, 1), (4, None))])
+def test_the_tipping_point_is_before_the_first_load_that_fails(
+    shares: tuple[float, ...], found: tuple[float | None, float | None]
+) -> None:
+    points = [{"load": 2.0 * number, "served_share": share} for number, share in enumerate(shares, start=1)]
+    assert tuple(tipping(points, 0.95).values()) == found
+
+
+@pytest.mark.parametrize("sessions", [4, 9])
+def test_as_many_are_there_at_once_as_are_offered_the_same_people_at_every_load(sessions: int) -> None:
+    found, few = visitors(sessions, 2000.0, 8.0, 1), visitors(2, 2000.0, 8.0, 1)
+    watched_s = sum(min(each.at_s + each.stay_s, 2004.0) - max(each.at_s, 4.0) for each in found)
+    assert watched_s / 2000.0 == pytest.approx(sessions, rel=0.1)
+    assert [(each.stay_s, each.prompts_s) for each in found[:99]] == [
+        (each.stay_s, each.prompts_s) for each in few[:99]
+    ]
+
+
+@pytest.mark.slow
+def test_visitors_note_what_they_were_shown_and_leave_nothing_open() -> None:
+    who = [Visitor(0.0, 12.0, 0, (4.0,)), Visitor(0.1, 12.0, 1), Visitor(0.2, 0.0, 2), Visitor(0.3, 3.0, 3)]
+
+    async def main() -> None:
+        config = Config(serve=ServeConfig(address_share=1.0))
+        async with open_site(config, Painter(chunk_s=0.01, fits=4)) as site:
+            visits = await play(f"{site.base}/", 20.0, who)
+            assert [each.refused for each in visits] == ["", "", "", "memory"]  # one place is the default session's
+            for each in visits[:2]:
+                assert each.first_frame_s is not None and 0 < each.first_frame_s < 12
+                (begin_s, first), (end_s, last) = each.looks[0], each.looks[-1]
+                assert 0 < begin_s < end_s <= each.leaves_s and last > first
+                assert each.received >= 0.5 * (last - first)  # counted by the peer, and told by the server
+            [lag_s] = visits[0].controls
+            assert 0 < lag_s < 7.99 and visits[1].controls == []  # seen, and not given up after eight seconds
+            assert visits[2].first_frame_s is None and visits[2].looks == []  # left before there was anything
+            await site.until(lambda: [each.id for each in site.state.manager.sessions] == ["default"])
+            await site.until(lambda: site.state.viewers.count == 0)
+            base = site.base
+        assert (await play(f"{base}/", 20.0, who[3:]))[0].refused == "error: ConnectError"
+
+    asyncio.run(asyncio.wait_for(main(), 3 * LIMIT_S))
+
+
+@pytest.mark.soak
+def test_a_short_run(tmp_path: Path) -> None:
+    out = tmp_path / "capacity.json"
+    words = ["--loads", "1", "--rows", "", "--variant", "two=--batching dynamic --max-rows 2", "--seconds", "3"]
+    # Whatever a busy machine does, somebody comes, and is counted.
+    words += ["--stay", "5", "--slo", "first_frame=60", "--share", "0.01", "--out", str(out)]
+    assert capacity.main(words) == capacity.OK
+    [point] = json.loads(out.read_text())["results"]["two"]["points"]
+    assert point["visits"] > 0 and "error" not in " ".join(point["broken"])
 
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["--share", "0"], ["--stay", "1"], ["--loads", "4,2"], ["--rows", "0"], ["--rows", "2,2"],
-        ["--variant", "x"], ["--slo", "speed=1"], ["--tokens", "2", "--model", "tiny"], ["--add"], ["--plot", "x.doc"],
-    ],
+    [["--share", "0"], ["--stay", "1"], ["--loads", "4,2"], ["--rows", "0"], ["--rows", "2,2"], ["--variant", "x"],
+     ["--slo", "speed=1"], ["--slo", "rate=-1"]],
 )  # fmt: skip
-def test_wrong_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused(words: list[str]) -> None:
     assert capacity.main(words) == capacity.USAGE
-    assert "error:" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_simulated_curve_has_a_tipping_point_and_goes_on_in_the_same_file(times: str, tmp_path: Path) -> None:
-    out, plot = tmp_path / "capacity.json", tmp_path / "capacity.png"
-    words = ["--side", "simulator", "--times", times, "--seconds", "12", "--loads", "2,6,18", "--jobs", "6"]
-    words += ["--out", str(out), "--add", "--slo", "first_frame=2,stalls=0,rate=0.9,job=60"]
-    assert capacity.main([*words, "--rows", "1"]) == capacity.OK
-    assert capacity.main([*words, "--rows", "4", "--adaptive", "1", "--plot", str(plot)]) == capacity.OK
-    stored = json.loads(out.read_text())
-    assert list(stored["results"]) == ["max_rows 1", "max_rows 1, adaptive", "max_rows 4"] and stored["times"] == TIMES
-    assert stored["settings"]["slo"]["job"] == 60
-    one, lowered, four = (stored["results"][name]["simulator"] for name in stored["results"])
-    assert lowered["points"][0]["goodput"] == one["points"][0]["goodput"], "where all fit nothing is given up"
-    assert one["tipping_load"] in (2.0, 6.0) and one["first_load_above"] in (6.0, 18.0)
-    assert (four["tipping_load"] or 0) >= one["tipping_load"]
-    assert "--rows 1" in one["command"] and "--rows 4" in four["command"]
-    for point in one["points"]:
-        assert point["goodput"] <= point["offered"] and set(point["first_frame_s"]) == {"p50", "p95", "p99"}
-    shares = [point["served_share"] for point in one["points"]]
-    assert shares == sorted(shares, reverse=True) and shares[0] >= 0.95 > shares[-1]
-    assert plot.stat().st_size > 5000
-    readme = (report.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    known = {"chunk_frames", "chunk_latents", "steps", "kv_context", "steps_known"}
-    found = numbers(stored["results"]) | set(stored["times"]) - known
-    assert not [name for name in found - set(LIVE_LIMITS) if f"`{name}`" not in readme]
-    # Others' settings are not mixed in.
-    assert capacity.main([*words, "--rows", "2", "--fps", "20"]) == capacity.USAGE
-
-
-def test_both_sides_get_the_same_people() -> None:
-    options = capacity.parser().parse_args(["--seed", "5", "--jobs", "3"])
-    load = capacity.load_of(options, 4.0)
-    assert arrivals.visitors(load, options.seed) == arrivals.visitors(capacity.load_of(options, 4.0), 5)
-    assert load.jobs_per_minute == 3.0
-
-
-def test_a_job_counts_against_its_own_limit_only() -> None:
-    limits = slo.parse("first_frame=1,job=5", capacity.LIMITS)
-    assert slo.Visit(0.0, 5.0, 0.5, [(0.5, 1), (1.0, 6)]).broken(limits, 10.0) == []
-
-
-@pytest.mark.slow
-def test_the_times_of_an_engine_are_measured() -> None:
-    from benchmarks import load_times
-    from streamdiff.config import ModelConfig
-
-    found = load_times.measure(ModelConfig(steps=2), 2, rounds=1)
-    assert len(found.forward_s) == 2 and min(*found.forward_s, found.decode_s, found.work_s) > 0
-    assert (found.chunk_frames, found.chunk_latents, found.steps, found.kv_context) == (12, 3, 2, "clean")
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_a_short_run_of_server_and_simulator(times: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "capacity.json"
-    words = ["--loads", "1", "--rows", "", "--variant", "two=--batching dynamic --max-rows 2", "--seconds", "3"]
-    # Whatever a busy machine does, somebody comes, and is counted.
-    words += ["--stay", "5", "--slo", "first_frame=60", "--share", "0.01", "--jobs", "60", "--job-seconds", "0.3"]
-    assert capacity.main([*words, "--times", times, "--tokens", "2", "--out", str(out)]) == capacity.OK
-    stored: dict[str, Any] = json.loads(out.read_text())
-    sides = stored["results"]["two"]
-    for side in ("server", "simulator"):
-        [point] = sides[side]["points"]
-        assert point["visits"] == sides["simulator"]["points"][0]["visits"] > 0
-        assert point["jobs"]["videos"] == sides["simulator"]["points"][0]["jobs"]["videos"] > 0
-        assert "error" not in " ".join(point["broken"])
-    assert stored["settings"]["tokens"] == 2 and "| two " in capsys.readouterr().out

@@ -77,9 +77,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("generate --output x.mp4 --parallel 1x4", "the model has 6 heads and 64 tokens: 2 ranks can share one"),
         ("serve --model self-forcing --parallel 1x5", "12 heads and 1560 tokens: 2, 3, 4, 6, 12 ranks can share one"),
         ("serve --parallel 2", "--parallel is '2', but must be PxC, a number of stages and of ranks that share each"),
-        ("serve --decode split", "decode is split, but each stage has one rank"),
-        ("generate --output x.mp4 --decode split --stages 2", "decode is split, but each stage has one rank"),
-        ("generate --parallel 1x2 --decode split --chunks 2 --output x.mp4", "--decode does not go with the options"),
+        ("serve --decode split", "--decode is 'split', but must be 'head', 'last' or 'own-rank'"),
+        ("generate --parallel 1x2 --decode last --chunks 2 --output x.mp4", "--decode does not go with the options"),
         ("generate --chunks 2 --latents-out x.safetensors --resume", "--resume does not go with the options that say"),
         (
             "generate --chunks 2 --latents-out x.safetensors --fit contain",

@@ -32,9 +32,8 @@ def test_one_stream_gets_ranks_that_share_and_many_get_stages(capsys: pytest.Cap
     assert chosen(4, "many").model.parallel == "4x1"
     assert chosen(2).model.parallel == "1x2"
     large = chosen(4, vae=None).model
-    assert (large.parallel, large.decode, large.ranks) == ("1x4", "split", 4)
-    assert "--decode split: 1x4, decoding shared by the ranks of the first stage" in capsys.readouterr().err
-    assert chosen(4, vae=None, decode="own-rank").model.ranks == 4  # three that compute, and one that decodes
+    assert (large.parallel, large.decode, large.ranks) == ("1x3", "own-rank", 4)  # three compute, one decodes
+    assert "--decode own-rank: 1x3, decoding on one more GPU" in capsys.readouterr().err
     assert (one.name, one.vae) == ("self-forcing", "taew2_1")
 
 

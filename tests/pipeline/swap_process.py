@@ -106,7 +106,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     pipeline = build.build_pipeline(config)
     opened(pipeline)
     shown = Shown(pipeline)
-    parts = stages * shares + (shares if decode == "split" else 1)
+    parts = stages * shares + 1
     for chunks in (2, 3):
         shown.play(chunks, 0, 1)
         while under_way(pipeline) < (2 if stages > 1 else 0):

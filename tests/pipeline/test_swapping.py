@@ -203,8 +203,7 @@ def test_a_snapshot_of_a_session_that_is_away_is_whole_and_its_end_leaves_nothin
 RINGS = [
     pytest.param((3, 1, "own-rank"), "host"),
     pytest.param((3, 1, "own-rank"), "disk", marks=pytest.mark.soak),
-    pytest.param((1, 2, "own-rank"), "disk", marks=pytest.mark.soak),
-    pytest.param((1, 2, "split"), "disk damage"),
+    pytest.param((1, 2, "own-rank"), "disk damage"),
 ]
 
 

@@ -39,7 +39,6 @@ ALLOWED = {
     "streamdiff.pipeline.distributed.cuda_streams:run": "on a thread that does nothing else",
     "streamdiff.models.autoencoder.normalisation:__init__": "a decoder's constants",
     "streamdiff.pipeline.runner.sampler:_times": "a session's noise levels",
-    "streamdiff.models.tiny.model:save": "writes files",
     "streamdiff.pipeline.distributed.tcp:__init__": "slots in host memory",
     "streamdiff.pipeline.distributed.tcp:_accept_invitation": "once, in host memory",
     "streamdiff.pipeline.distributed.tcp:receive": "a record in host memory, where the kernel put it",

@@ -383,11 +383,11 @@ def test_nothing_is_left_when_the_server_is_ended_while_an_engine_starts(gate: G
     [
         pytest.param((), marks=pytest.mark.soak, id="1"),
         pytest.param(("--stages", "2", "--kv-context", "staircase"), id="2"),
-        pytest.param(("--parallel", "1x2", "--decode", "split"), marks=pytest.mark.soak, id="1x2"),
+        pytest.param(("--parallel", "1x2"), marks=pytest.mark.soak, id="1x2"),
     ],
 )
 def test_the_model_streams_again_after_a_process_of_its_engine_was_killed(ring: tuple[str, ...]) -> None:
-    """The engine alone, or the second of two ranks, of a stage each or that share one and its pictures, with the
+    """The engine alone, or the second of two ranks, of a stage each or that share one, with the
     embedded model."""
     server = start(*ring, program=MODEL)
 

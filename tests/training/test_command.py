@@ -17,6 +17,7 @@ from training import __main__ as command
 from training import autoencoder as stage_one
 from training import batches, denoiser, loop
 from training.learner import Plan
+from training.model_folder import save_model
 from training.network import Network
 
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -73,7 +74,7 @@ def test_a_transformer_that_is_there_is_gone_on_with(tmp_path: Path, autoencoder
     mean, std = torch.arange(channels) / 10.0, torch.full((channels,), 2.0)
     begin = tmp_path / "begin"
     parts = (network.text, network.finished())
-    model.save(begin, autoencoder, mean, std, parts, command.stream_settings())
+    save_model(begin, autoencoder, mean, std, parts, command.stream_settings())
     arguments = ["--stage", "denoiser", "--begin", str(begin), "--steps", "1", "--batch", "1", "--threads", "1"]
     assert command.main([*arguments, "--rate", "1e-9", "--out", str(tmp_path / "on")]) == 0
     for part in ("transformer", "text_encoder"):
@@ -89,7 +90,7 @@ def test_a_transformer_that_is_there_is_gone_on_with(tmp_path: Path, autoencoder
 def test_a_decoder_is_trained_alone_and_all_else_of_the_model_stays(autoencoder: TAEHV, tmp_path: Path) -> None:
     begin, out = tmp_path / "begin", tmp_path / "run"
     channels = stage_one.AUTOENCODER.latent_channels
-    model.save(begin, autoencoder, torch.zeros(channels), torch.full((channels,), 2.0), None, {})
+    save_model(begin, autoencoder, torch.zeros(channels), torch.full((channels,), 2.0), None, {})
     (begin / "transformer").mkdir()
     (begin / "transformer" / "config.json").write_text("{}")
     arguments = ["--stage", "decoder", "--begin", str(begin), "--steps", "1", "--batch", "1", "--threads", "1"]
@@ -145,7 +146,7 @@ def test_arguments_that_cannot_work_are_refused_before_anything_is_written(
 
 def test_an_autoencoder_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = AUTOENCODER.latent_channels
-    model.save(tmp_path / "other", TAEHV(AUTOENCODER), torch.zeros(other), torch.ones(other), None, {})
+    save_model(tmp_path / "other", TAEHV(AUTOENCODER), torch.zeros(other), torch.ones(other), None, {})
     arguments = ["--begin", str(tmp_path / "other"), "--stage", "decoder", "--out", str(tmp_path / "run")]
     assert command.main(arguments) == 2
     assert "is of another kind; give one that this command has made" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from streamdiff.models.tiny import model, prompts
 from training import autoencoder as clips
 from training.__main__ import stream_settings
 from training.autoencoder import initialise
+from training.model_folder import save_model
 from training.network import Network
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     channels = clips.AUTOENCODER.latent_channels
     parts = (network.text, network.finished())
-    model.save(path, autoencoder, torch.zeros(channels), torch.ones(channels), parts, stream_settings())
+    save_model(path, autoencoder, torch.zeros(channels), torch.ones(channels), parts, stream_settings())
     return path
 
 

@@ -254,7 +254,7 @@ class EngineProcess(EngineHandle):
             process.kill()
 
     def _forward_output(self, text: str) -> None:
-        if self._config.serve.log_format == "text":
+        if self._config.serve.log_format == "text" and sys.stderr is not None:  # it may be closed
             with contextlib.suppress(OSError):  # nobody reads our own standard error: go on keeping the last lines
                 sys.stderr.write(text)
                 sys.stderr.flush()

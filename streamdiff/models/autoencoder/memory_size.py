@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-_PLANE = 9
-"""Size of a kernel of 3 x 3 pixels, the least that looks beyond a row."""
 _CAUSAL = (3, 27)
 """Sizes of kernels that see three frames."""
 _LOOKED_BACK = 2
@@ -22,20 +20,12 @@ float32. Measured without compilation (tests/models/autoencoder/test_memory_size
 @dataclass(frozen=True)
 class DecoderSizes:
     """Numbers (not bytes) that a decoder takes: `weights`, `remembered` of each stream, `work_per_latent` beside it for
-    each latent frame of a call; and floating-point operations of decoding one latent frame, of which `attention_flops`
-    are those of attention within a frame. Where ranks share pictures by rows (`row_decoder`): `halos` convolutions look
-    beyond a row, whose inputs have `halo` numbers in a row for each latent frame and `kept_halo` for what they look
-    back on; `attended` numbers of each latent frame go to every rank."""
+    each latent frame of a call; and floating-point operations of decoding one latent frame."""
 
     weights: int = 0
     remembered: int = 0
     work_per_latent: int = 0
     flops: float = 0.0
-    attention_flops: float = 0.0
-    halos: int = 0
-    halo: int = 0
-    kept_halo: int = 0
-    attended: int = 0
 
     def work(self, latents: int) -> int:
         """Peak values that a call for so many latent frames needs beyond the stream's memory: the new memory, which is
@@ -62,14 +52,11 @@ class _Convolution(NamedTuple):
 def _sizes_of(layers: Iterable[_Convolution], work: float, height: int, width: int) -> DecoderSizes:
     """What follows from the layers alone, for latents of `height` x `width`, with the `work` of such a decoder."""
     layers, pixels = list(layers), height * width
-    last, beyond = layers[-1], [each for each in layers if each.size >= _PLANE]
+    last = layers[-1]
     return DecoderSizes(
         weights=sum((each.size * each.before + each.bias) * each.after + each.norm for each in layers),
         work_per_latent=round(work * last.before * last.frames * pixels * last.scale**2),
         flops=2.0 * pixels * sum(each.size * each.before * each.after * each.frames * each.scale**2 for each in layers),
-        halos=len(beyond),
-        halo=sum(each.before * each.frames * width * each.scale for each in beyond),
-        kept_halo=sum(_LOOKED_BACK * each.before * width * each.scale for each in beyond if each.size > _PLANE),
     )
 
 
@@ -78,13 +65,7 @@ def wan_decoder(config: Mapping[str, Any], height: int, width: int) -> DecoderSi
     found = _sizes_of(_wan_layers(config), _WAN_WORK, height, width)
     middle: int = (config.get("decoder_base_dim") or config["base_dim"]) * config["dim_mult"][-1]
     attention = 4.0 * (height * width) ** 2 * middle
-    return replace(
-        found,
-        remembered=wan_values(config, height, width),
-        flops=found.flops + attention,
-        attention_flops=attention,
-        attended=middle * height * width,
-    )
+    return replace(found, remembered=wan_values(config, height, width), flops=found.flops + attention)
 
 
 def _wan_layers(config: Mapping[str, Any]) -> Iterator[_Convolution]:

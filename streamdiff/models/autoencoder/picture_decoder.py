@@ -27,20 +27,14 @@ _BEFORE = 3
 """Latent frames, at least, after which all of a stream's chunks are alike: Wan's decoder has seen two frames then."""
 
 
-def memory_outlines(
-    new_memory: Callable[[], Any],
-    decode: Callable[[Any], object],
-    chunk_latents: int,
-    seen_as: Callable[[Any], Any] = lambda memory: memory,
-) -> list[Any]:
+def memory_outlines(new_memory: Callable[[], Any], decode: Callable[[Any], object], chunk_latents: int) -> list[Any]:
     """Possible shapes of a stream's decoder memory, as outlines (`session_state.walk`): before it begins, and after
-    each chunk until all are alike. `decode` decodes a chunk of `chunk_latents` latent frames with a memory; `seen_as`
-    maps a memory to what is outlined."""
+    each chunk until all are alike. `decode` decodes a chunk of `chunk_latents` latent frames with a memory."""
     memory = new_memory()
-    outlines = [walk.outline(seen_as(memory))]
+    outlines = [walk.outline(memory)]
     for _ in range(1 + -(-_BEFORE // chunk_latents)):
         decode(memory)
-        outlines.append(walk.outline(seen_as(memory)))
+        outlines.append(walk.outline(memory))
     return outlines
 
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 from torch import Tensor
-from transformers.models.umt5.configuration_umt5 import UMT5Config
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 from transformers.utils import logging as transformers_logging
 
@@ -21,34 +20,6 @@ WIDTH = 64
 PAD, UNKNOWN = "<pad>", "<unk>"
 WORDS = prompts.known_words()
 """Of the sentences that prompts are turned into."""
-
-
-def build_tokenizer() -> Tokenizer:
-    """A tokenizer of whole words, those that sentences of scenes have; texts are padded or cut to TEXT_TOKENS."""
-    vocabulary = {word: index for index, word in enumerate([PAD, UNKNOWN, *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.enable_truncation(TEXT_TOKENS)
-    tokenizer.enable_padding(length=TEXT_TOKENS, pad_id=0, pad_token=PAD)
-    return tokenizer
-
-
-def build_encoder(vocabulary_size: int) -> UMT5EncoderModel:
-    """An untrained encoder."""
-    config = UMT5Config(
-        vocab_size=vocabulary_size,
-        d_model=WIDTH,
-        d_kv=16,
-        d_ff=128,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        pad_token_id=0,
-        relative_attention_num_buckets=16,
-        relative_attention_max_distance=32,
-    )
-    return UMT5EncoderModel(config)
 
 
 class TinyText(TextEncoder):
@@ -81,11 +52,6 @@ class TinyText(TextEncoder):
         torch.nn.Module.to(encoder, device)
         return cls(tokenizer, encoder)
 
-    def save(self, folder: Path) -> None:
-        (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-        self.tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-        self.encoder.save_pretrained(folder / "text_encoder")
-
     def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         return prompts.read(prompt, previous)
 
@@ -104,9 +70,3 @@ class TinyText(TextEncoder):
         mask = (ids != 0).long()
         hidden: Tensor = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         return hidden * mask.unsqueeze(-1).to(hidden.dtype)
-
-
-def build_text() -> TinyText:
-    """An untrained one."""
-    tokenizer = build_tokenizer()
-    return TinyText(tokenizer, build_encoder(tokenizer.get_vocab_size()))

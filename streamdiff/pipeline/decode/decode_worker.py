@@ -21,7 +21,7 @@ from streamdiff.device import bind
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
-from streamdiff.pipeline.decode.decoding import NO_STREAM, Decoding, Deliver, Piece, SavedMemory, shape_key, stream_key
+from streamdiff.pipeline.decode.decoding import NO_STREAM, SHAPE_KEY, Decoding, Deliver, Piece, SavedMemory, stream_key
 from streamdiff.pipeline.decode.host_copy import TransferStream
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.heartbeat import RankLoop
@@ -97,7 +97,7 @@ class LocalDecoding(Decoding):
 
     def swap_in(self, stream: int) -> Outcome:
         if stream not in self._coming:
-            self._coming[stream] = self._pool.submit(self._swap_in, stream)
+            self._coming[stream] = self._pool.submit(self._memories.swap_in, stream)
         if not self._coming[stream].done():
             return Outcome.NOT_YET
         return self._coming.pop(stream).result()
@@ -116,9 +116,6 @@ class LocalDecoding(Decoding):
             self._pool.submit(self._save_on, stream, saved)
         else:
             saved.set_result(state)
-
-    def _swap_in(self, stream: int) -> Outcome:
-        return self._memories.swap_in(stream)
 
     def _ended(self, job: Future[None]) -> None:
         if not job.cancelled() and (error := job.exception()) is not None:
@@ -194,17 +191,17 @@ class RemoteDecoding(Decoding):
 
     def save(self, stream: int) -> SavedMemory:
         self._queue(StageMessage(MessageKind.SAVE, (), SessionUpdate(stream)))
-        key = stream_key(DecodeWorker.exchange_key, stream)
+        key = stream_key(stream)
         return lambda: self._exchange.take(key) if self._exchange.holds(key) else None
 
     def load(self, stream: int, state: State) -> None:
-        self._exchange.put(stream_key(DecodeWorker.exchange_key, stream), state)
+        self._exchange.put(stream_key(stream), state)
         self._queue(StageMessage(MessageKind.LOAD, (), SessionUpdate(stream)))
 
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
-        self._exchange.put(shape_key(DecodeWorker.exchange_key), ({}, list(chunk_shape)))
+        self._exchange.put(SHAPE_KEY, ({}, list(chunk_shape)))
         self._queue(StageMessage(MessageKind.SAVE, (), SessionUpdate(NO_STREAM)))
-        outlines: list[Any] = self._exchange.take(stream_key(DecodeWorker.exchange_key, NO_STREAM))[1]
+        outlines: list[Any] = self._exchange.take(stream_key(NO_STREAM))[1]
         return outlines
 
     def swap_out(self, stream: int) -> None:
@@ -269,9 +266,6 @@ class RemoteDecoding(Decoding):
 class DecodeWorker(RankLoop):
     """The other end: decodes for the head until it is told to stop."""
 
-    exchange_key = "decoder"
-    """Prefix of the exchange keys of decoder states, see `stream_key` and `shape_key`."""
-
     def __init__(
         self,
         decoder: PictureDecoder,
@@ -305,7 +299,7 @@ class DecodeWorker(RankLoop):
         """The next message, None if there is none; while a stream is being saved a piece is copied. Mutates: self."""
         message = self.receiver.receive(0.0 if self._saving else None)
         if self._saving and (state := self._memories.save_on(self._saving[0])) is not None:
-            key = stream_key(self.exchange_key, self._saving.popleft())
+            key = stream_key(self._saving.popleft())
             self._to_head.submit(send_state, self._exchange, key, lambda: state)
         return message
 
@@ -315,21 +309,18 @@ class DecodeWorker(RankLoop):
             case MessageKind.CLOSE:
                 self._memories.forget(stream)
             case MessageKind.SAVE if stream == NO_STREAM:
-                shape = tuple(self._exchange.take(shape_key(self.exchange_key))[1])
-                self._exchange.put(stream_key(self.exchange_key, stream), ({}, self._memories.outlines(shape)))
+                shape = tuple(self._exchange.take(SHAPE_KEY)[1])
+                self._exchange.put(stream_key(stream), ({}, self._memories.outlines(shape)))
             case MessageKind.SAVE:  # what is decoded from here on is not in it
                 self._memories.begin_save(stream)
                 self._saving.append(stream)
             case MessageKind.LOAD:
-                self._memories.load(stream, self._exchange.take(stream_key(self.exchange_key, stream)))
+                self._memories.load(stream, self._exchange.take(stream_key(stream)))
             case MessageKind.SWAP_OUT:
                 self._memories.swap_out(stream)
             case MessageKind.SWAP_IN:
-                self._swap_in(stream)
-
-    def _swap_in(self, stream: int) -> None:
-        outcome = self._memories.swap_in(stream)
-        self.sender.send(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream, outcome=outcome)))
+                outcome = self._memories.swap_in(stream)
+                self.sender.send(StageMessage(MessageKind.SWAP_IN, (), SessionUpdate(stream, outcome=outcome)))
 
     def _decode(self, message: StageMessage) -> None:
         (row,) = message.rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -66,13 +66,12 @@ class DecoderMemories:
         if stream in self._memories:
             self._swaps.put(_swapped(stream), self._memories.pop(stream))
 
-    def swap_in(self, stream: int, agreed: Callable[[int], int] = int) -> Outcome:
-        """Restore a stream's state, or drop it if lost. `agreed` maps this rank's outcome to the worst of all ranks
-        with a part of the state."""
+    def swap_in(self, stream: int) -> Outcome:
+        """Restore a stream's state, or drop it if lost."""
         name = _swapped(stream)
-        if name not in self._swaps:  # it had none, so no rank had
+        if name not in self._swaps:  # it had none
             return Outcome.DONE
-        outcome = Outcome(agreed(readiness(self._swaps, name)))
+        outcome = readiness(self._swaps, name)
         if outcome is Outcome.LOST:
             self._swaps.drop(name)
         elif outcome is Outcome.DONE:
@@ -108,14 +107,12 @@ class DecoderMemories:
         device = self._decoder.network.device
         self._memories[stream] = walk.load(self._decoder.new_memory(), *state, device)
 
-    def outlines(
-        self, chunk_shape: tuple[int, ...], seen_as: Callable[[Any], Any] = lambda memory: memory
-    ) -> list[Any]:
+    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
         """See `memory_outlines`. Decodes some chunks of nothing, once."""
         if not self._outlines:
             latents = torch.zeros((1, *chunk_shape), device=self._decoder.network.device)
             decode = partial(self._decoder.decode, latents)
-            self._outlines = memory_outlines(self._decoder.new_memory, decode, chunk_shape[1], seen_as)
+            self._outlines = memory_outlines(self._decoder.new_memory, decode, chunk_shape[1])
         return self._outlines
 
 

@@ -17,14 +17,13 @@ NO_STREAM = -1
 """A SAVE of it asks for `outlines`."""
 
 
-def shape_key(prefix: str) -> str:
-    """Exchange key of a chunk's shape, which the head puts there for the decoding rank whose keys begin so."""
-    return f"{prefix}: chunk shape"
+SHAPE_KEY = "decoder: chunk shape"
+"""Exchange key of a chunk's shape, which the head puts there for the decoding rank."""
 
 
-def stream_key(prefix: str, stream: int) -> str:
-    """Exchange key of a decoder's state of one stream; `prefix` as of `shape_key`."""
-    return f"{prefix}: stream {stream}"
+def stream_key(stream: int) -> str:
+    """Exchange key of a decoder's state of one stream."""
+    return f"decoder: stream {stream}"
 
 
 @dataclass(frozen=True)

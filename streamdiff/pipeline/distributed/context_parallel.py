@@ -10,22 +10,41 @@ R rows, F latent frames, L tokens, l = L/C those of one rank, H heads, d head wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamdiff.pipeline.distributed.nccl import group_options
-from streamdiff.pipeline.distributed.rank_group import RankGroup, new_groups
+from streamdiff.pipeline.distributed.link import GroupBroken
+from streamdiff.pipeline.distributed.nccl import FOREVER, bound_device, group_options
 
 
 @dataclass(frozen=True)
-class ContextGroup(RankGroup):
-    """The ranks of a stage, C of them, with `frames` latent frames of a chunk. They call its methods with the same
-    shapes. What these return lies in buffers that the next call of the same method writes again."""
+class ContextGroup:
+    """The ranks of a stage, C of them, with `frames` latent frames of a chunk: this one is number `index` among `ranks`
+    (numbers of the default group, ascending), which exchange over `group`. They call its methods in the same order with
+    the same shapes. What these return lies in permanent buffers that the next call of the same method writes again."""
 
+    ranks: tuple[int, ...]
+    index: int
+    group: dist.ProcessGroup | None
     frames: int
+    records: dist.ProcessGroup | None = field(default=None, kw_only=True)
+    """For numbers in host memory, which wait for no device; None: `group` is for these too."""
+    _buffers: dict[tuple[object, ...], Tensor] = field(default_factory=dict, init=False)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    def highest(self, number: int) -> int:
+        """The highest of the ranks' numbers, the same on each; the host waits for the others to come here."""
+        most = torch.tensor(number)
+        self._carry_out(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self.records or self.group))
+        return int(most)
 
     def own_tokens(self, hidden: Tensor) -> Tensor:
         """This rank's `[R, l, D]` of the hidden states `[R, L, D]` of all tokens."""
@@ -78,15 +97,39 @@ class ContextGroup(RankGroup):
         self._carry_out(lambda: dist.all_to_all_single(received, sent, group=self.group))
         return received
 
+    def _carry_out(self, collective: Callable[[], object]) -> None:
+        """Call `collective`. Raises GroupBroken where it ends because another rank is gone."""
+        try:
+            collective()
+        except RuntimeError as error:  # torch says an address at most
+            others = tuple(rank for rank in self.ranks if rank != self.ranks[self.index])
+            listed = ", ".join(map(str, self.ranks))
+            raise GroupBroken(f"the exchange among ranks {listed} ended: {error}", others) from error
+
+    def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A permanent buffer, made at first use. Mutates: self."""
+        key = (name, shape, like.dtype)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(shape, dtype=like.dtype, device=like.device)
+        return self._buffers[key]
+
 
 def stage_group(stages: int, size: int, frames: int, device: torch.device) -> ContextGroup | None:
     """This rank's group where each of `stages` stages has `size` ranks, those of a stage one after the other; None on a
     rank of no stage. All ranks of the default group call this together. Mutates: this process's environment, see
     `nccl.group_options`."""
-    rank, found = dist.get_rank(), None
+    rank, found, on_cuda = dist.get_rank(), None, device.type == "cuda"
     for stage in range(stages):
         ranks = tuple(range(stage * size, (stage + 1) * size))
-        group, records = new_groups(ranks, device, group_options, f"stage {stage}")
+        group = dist.new_group(
+            list(ranks),
+            timeout=FOREVER,
+            backend="nccl" if on_cuda else "gloo",
+            pg_options=group_options() if on_cuda else None,
+            device_id=bound_device(device),
+            group_desc=f"stage {stage}",
+        )
+        records = dist.new_group(list(ranks), timeout=FOREVER, backend="gloo") if on_cuda else None
         if rank in ranks:
             found = ContextGroup(ranks, ranks.index(rank), group, frames, records=records)
     return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,15 +28,12 @@ _BLOCK_FLOOR_S = 1e-4
 _LINK_FLOOR_S = 2e-5
 # Of each of the four tensors that a block exchanges: read and written as it is packed, and as it is unpacked.
 _EXCHANGED, _COPIES = 4, 4
-_EXCHANGE_S = 2.5e-5
-"""Of an exchange among ranks, beside its bytes: an assumption; collectives of 1 MB over NVLink take about 30 us."""
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds of each part of a forward. Entry r - 1 of a row list is a forward of r rows; `link_s` is the same between
-    all stages, and `flow_s` that of the way back. `split_decode_s` is of decoding a chunk where the ranks of the first
-    stage share it (None: they cannot, or it is not known). `source` says where the numbers are from."""
+    all stages, and `flow_s` that of the way back. `source` says where the numbers are from."""
 
     source: str
     block_s: tuple[tuple[float, ...], ...]
@@ -46,11 +42,6 @@ class Costs:
     decode_s: float
     link_s: float
     flow_s: float
-    split_decode_s: float | None = None
-
-    def decoding_s(self, place: str) -> float:
-        """Seconds of decoding one chunk at a place of `stage_layout.PLACES`, or `split`."""
-        return self.split_decode_s if place == "split" and self.split_decode_s is not None else self.decode_s
 
 
 @dataclass(frozen=True)
@@ -170,54 +161,6 @@ def estimate(
         link_s=_LINK_FLOOR_S + sizes.hidden_values / shares * message,
         flow_s=flow_s,
     )
-
-
-@dataclass(frozen=True)
-class SplitDecode:
-    """Decoding a chunk on one rank, and by rows on `ranks` (`--decode split`): seconds, and what a rank in the middle
-    exchanges: so often, so many bytes sent."""
-
-    ranks: int
-    whole_s: float
-    split_s: float
-    exchanges: int
-    nbytes: int
-
-
-def split_decode(sizes: ModelSizes, ceilings: Ceilings, ranks: int, value_bytes: int) -> SplitDecode:
-    """Both ways by their operations, and bytes over a link, where a call decodes a chunk and each of `ranks`, at least
-    two, has a row of it. Every exchange takes `_EXCHANGE_S` and its bytes at the link's rate; nothing is hidden behind
-    computing."""
-    spec, decoder = sizes.spec, sizes.decoder
-    chunk = spec.chunk_latents
-    share = -(-spec.latent_height // ranks) / spec.latent_height
-    rate = (ceilings.decode_tflops or ceilings.tflops) * 1e12
-    flops = chunk * (share * (decoder.flops - decoder.attention_flops) + decoder.attention_flops)
-    borders = min(2, ranks - 1)
-    halo = borders * (chunk * decoder.halo + decoder.kept_halo)
-    pictures = 4 * 3 * chunk * spec.frames_per_latent * spec.height * spec.width  # in float32, to the first rank
-    sent = value_bytes * (halo + share * chunk * decoder.attended) + share * pictures
-    received = value_bytes * (halo + (1 - share) * chunk * decoder.attended) + (1 - share) * pictures
-    exchanges = decoder.halos + (decoder.attended > 0) + 1
-    moving_s = max(sent, received) / (ceilings.link_gbps * 1e9)
-    return SplitDecode(
-        ranks, chunk * decoder.flops / rate, flops / rate + exchanges * _EXCHANGE_S + moving_s, exchanges, round(sent)
-    )
-
-
-def split_decode_words(sizes: ModelSizes, ceilings: Ceilings, value_bytes: int, ranks: Sequence[int]) -> str:
-    """Which way of decoding is expected to be faster on these numbers of ranks, for one line."""
-    ranks = [each for each in ranks if 1 < each <= sizes.spec.latent_height]
-    if not ranks or not sizes.decoder.flops:
-        return "decoding: its operations are not known, nor whether ranks that share it are faster"
-    found = [split_decode(sizes, ceilings, each, value_bytes) for each in ranks]
-    ways = "; ".join(
-        f"split over {each.ranks} ranks {each.split_s:.3g} s ({each.exchanges} exchanges, {each.nbytes / 1e6:.3g} MB)"
-        for each in found
-    )
-    best = min(found, key=lambda each: each.split_s)
-    faster = f"split over {best.ranks}" if best.split_s < best.whole_s else "whole"
-    return f"decoding a chunk: whole {found[0].whole_s:.3g} s; {ways}: {faster} is faster; estimated"
 
 
 def _block_flops(sizes: ModelSizes, seen: int) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from streamdiff.pipeline.planner import gpus
-from streamdiff.pipeline.planner.costs import Costs, estimate, split_decode
+from streamdiff.pipeline.planner.costs import Costs, estimate
 from streamdiff.pipeline.planner.fit import Demand
 from streamdiff.pipeline.planner.gpus import UNKNOWN_HOST_GBPS, Gpu
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage, memory, offloaded_bytes
@@ -67,7 +67,7 @@ def costs_on(gpu: Gpu, sizes: ModelSizes, load: Workload, storage: Storage, link
     """Estimated costs in the workload's KV context, blocks copied from host memory where they are offloaded. `link` is
     what several are linked by, one of `gpu.links`; None: the fastest."""
     blocks, ceilings = -(-sizes.blocks // load.stages), gpu.ceilings(DTYPES[storage.value_bytes], link)
-    found = estimate(
+    return estimate(
         sizes,
         ceilings,
         kv_context=load.kv_context,
@@ -75,11 +75,6 @@ def costs_on(gpu: Gpu, sizes: ModelSizes, load: Workload, storage: Storage, link
         value_bytes=storage.value_bytes,
         block_copy_s=offloaded_bytes(sizes, blocks, storage) / blocks / (gpu.host_gbps * 1e9),
         shares=load.shares,
-    )
-    if not (sizes.decoder.flops and 1 < load.shares <= sizes.spec.latent_height):
-        return found
-    return replace(
-        found, split_decode_s=split_decode(sizes, ceilings, load.shares, storage.bytes_per_decoder_value).split_s
     )
 
 
@@ -131,7 +126,7 @@ def expect(question: Question, kv_context: str, sessions: int, chunks: int = _CH
     costs = question.costs[kv_context]
     layout = choose_layout(costs, load, question.decode)
     links = link_times(costs, load.stages)
-    figures = simulate(ring_setup(sizes, load, layout, links, costs.decoding_s(layout.decode), chunks)).figures
+    figures = simulate(ring_setup(sizes, load, layout, links, costs.decode_s, chunks)).figures
     rate = figures.chunks_per_s * sizes.spec.chunk_frames / sessions
     taken = max(row.total for row in memory(sizes, layout, load, question.storage)) + LIBRARIES_BYTES
     return Expected(

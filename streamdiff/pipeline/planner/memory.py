@@ -92,15 +92,13 @@ def offloaded_bytes(sizes: ModelSizes, blocks: int, storage: Storage) -> int:
 def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) -> tuple[Memory, ...]:
     """Memory of every rank.
 
-    The text encoder is on rank 0; so is the decoder, unless it is on the last rank or one of its own, or with `split`
-    on all ranks of the first stage, each with its rows.
+    The text encoder is on rank 0; so is the decoder, unless it is on the last rank or one of its own.
     Caches, and what the decoder remembers, are of all sessions. A link has two slots at each of its ends, for the rows
     of a full forward. The ranks that share a stage follow one another; the first of them has what one rank has alone.
     """
     last, found = load.stages - 1, list[Memory]()
     home = {"last": last * load.shares, "own-rank": load.stages * load.shares}.get(layout.decode, 0)
-    decoders = range(home, home + (load.shares if layout.decode == "split" else 1))
-    decoder = _decoder(sizes, load, storage, len(decoders))
+    decoder = _decoder(sizes, load, storage)
     values = storage.value_bytes
     for rank in range(load.stages * load.shares):
         stage = rank // load.shares
@@ -112,12 +110,10 @@ def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) 
         on_device = count if storage.offload == "none" else min(count, OFFLOAD_BUFFERS)
         weights = values * other + on_device * block_weights(sizes, storage)
         role = " ".join(
-            word
-            for word, here in (("head", rank == 0), ("output", stage == last), ("decode", rank in decoders))
-            if here
+            word for word, here in (("head", rank == 0), ("output", stage == last), ("decode", rank == home)) if here
         )
         caches = sizes.cache_values(count, steps=load.steps, kv_context=load.kv_context, shares=load.shares)
-        decoding = decoder if rank in decoders else (0, 0, 0)
+        decoding = decoder if rank == home else (0, 0, 0)
         found.append(
             Memory(
                 rank,
@@ -147,14 +143,12 @@ def _activations(sizes: ModelSizes, stage: int, load: Workload) -> int:
     return slots + exchanged + widest
 
 
-def _decoder(sizes: ModelSizes, load: Workload, storage: Storage, ranks: int) -> tuple[int, int, int]:
-    """Bytes of the decoder's weights, of what it remembers of all sessions, and of a call, on each of so many ranks."""
-    values, chunk, height = storage.bytes_per_decoder_value, sizes.spec.chunk_latents, sizes.spec.latent_height
-    share = -(-height // ranks) / height  # of the one with the most rows
+def _decoder(sizes: ModelSizes, load: Workload, storage: Storage) -> tuple[int, int, int]:
+    """Bytes of the decoder's weights, of what it remembers of all sessions, and of a call."""
+    values, chunk = storage.bytes_per_decoder_value, sizes.spec.chunk_latents
     latents = min(chunk, storage.decode_latents or chunk)
     work = sizes.decoder.work(latents) if sizes.decoder.work_per_latent else 0
-    remembered = round(share * values * load.sessions * sizes.decoder.remembered)
-    return values * sizes.decoder.weights, remembered, round(share * values * work)
+    return values * sizes.decoder.weights, values * load.sessions * sizes.decoder.remembered, values * work
 
 
 def stage_memory(entry: CatalogueEntry, stages: int, quantize: str = "none") -> tuple[Memory, ...]:

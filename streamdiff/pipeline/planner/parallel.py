@@ -92,9 +92,8 @@ def compare(
     chunks: int | None = None,
 ) -> Comparison:
     """Every case of the machine, for the workload's sessions, whose stages and shares do not count. Decoding is at
-    `decode`; for `auto` on the head, the last rank or all ranks of the first stage, and beside these cases are those
-    with a GPU for decoding alone.
-    `chunks` are simulated per session.
+    `decode`; for `auto` on the head or the last rank, and beside these cases are those with a GPU for
+    decoding alone. `chunks` are simulated per session.
 
     Raises:
         ConfigError: the model cannot be split over so many GPUs.
@@ -102,10 +101,9 @@ def compare(
     splits = list(_splits(machine.count, sizes, decode))
     if not splits:
         ways = ", ".join(map(str, possible_shares(sizes)))
-        shared = ", with two or more to share decoding" if decode == "split" else ""
         raise ConfigError(
             f"--gpus is {machine.count}: {sizes.spec.name} has {sizes.blocks} blocks, and every stage needs one; of "
-            f"ranks {ways} can share a stage. No stages x ranks make {machine.count}{shared}"
+            f"ranks {ways} can share a stage. No stages x ranks make {machine.count}"
         )
 
     def case(stages: int, shares: int, place: str) -> Case:
@@ -120,7 +118,7 @@ def _splits(count: int, sizes: ModelSizes, decode: str) -> Iterator[tuple[int, i
     left then, a GPU stays idle."""
     for shares in possible_shares(sizes):
         fits = count % shares == 0 and count // shares <= sizes.blocks
-        if fits and decode != "own-rank" and (decode != "split" or 1 < shares <= sizes.spec.latent_height):
+        if fits and decode != "own-rank":
             yield count // shares, shares, decode
     if decode == "own-rank" or (decode == "auto" and sizes.decoder.flops):
         for shares in possible_shares(sizes):

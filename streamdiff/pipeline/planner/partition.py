@@ -79,7 +79,6 @@ def check_ranks(config: ModelConfig, sizes: ModelSizes) -> None:
     check_parallel(config.parallel, config.stages)
     check_stages(config.stages, sizes.blocks)
     check_shares(config.shares, sizes)
-    check_split_decode(config.decode, config.shares, sizes.spec.latent_height)
 
 
 def possible_shares(sizes: ModelSizes) -> list[int]:
@@ -105,23 +104,6 @@ def check_parallel(parallel: str | None, stages: int) -> None:
     if parallel is not None and int(parallel.split("x")[0]) != stages:
         raise ConfigError(
             f"stages is {stages}, but parallel is {parallel}, stages x ranks that share each; leave stages out"
-        )
-
-
-def check_split_decode(decode: str, shares: int, rows: int) -> None:
-    """Raises ConfigError where the decoder is to be split and `shares` ranks of a stage cannot share `rows` rows of a
-    latent frame."""
-    if decode != "split":
-        return
-    if shares == 1:
-        raise ConfigError(
-            "decode is split, but each stage has one rank: it is for ranks that share a stage (--parallel PxC, C above "
-            "1); use decode head, last or own-rank"
-        )
-    if shares > rows:
-        raise ConfigError(
-            f"decode is split, but {shares} ranks share a stage and a latent frame has {rows} rows: each needs one; "
-            "use decode head, last or own-rank"
         )
 
 

@@ -16,8 +16,6 @@ from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 Blocks = tuple[tuple[int, int], ...]
 """(first, last) of each stage's run of blocks, last exclusive."""
 PLACES = ("head", "last", "own-rank", "own-stream")
-_WORTH_SPLITTING = 0.9
-"""Of the slowest rank's time, at most this has to be left where decoding is shared: no graphs are made of it then."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Workload:
 class Layout:
     """`blocks[p]` is (first, last), last exclusive, of stage p; `stage_s[p][r - 1]` its seconds for r rows.
 
-    `decode` is one of `PLACES`, or `split` over the ranks that share the first stage; `slowest_s` is what the slowest
+    `decode` is one of `PLACES`; `slowest_s` is what the slowest
     rank needs per full forward, its share of decoding included.
     """
 
@@ -54,12 +52,11 @@ class Layout:
 
 def decode_stage(place: str, stages: int) -> int | None:
     """The stage that decoding at `place` keeps busy; None where it runs beside the stages."""
-    return {"head": 0, "split": 0, "last": stages - 1}.get(place)
+    return {"head": 0, "last": stages - 1}.get(place)
 
 
 def choose_layout(costs: Costs, load: Workload, decode: str = "auto") -> Layout:
-    """The fastest split of blocks; for `auto` also decode's place: rank 0 or the last rank, whichever is faster, or
-    all ranks of the first stage where these can share it and that is clearly faster.
+    """The fastest split of blocks; for `auto` also decode's place: rank 0 or the last rank, whichever is faster.
 
     Times are compared for full forwards. A chunk's decode counts with its share of one forward: it comes once in so
     many forwards as the chunk has passes, per row.
@@ -67,11 +64,7 @@ def choose_layout(costs: Costs, load: Workload, decode: str = "auto") -> Layout:
     Raises:
         ConfigError: more stages than blocks.
     """
-    whole = fastest(decode, lambda place: _layout_with(costs, load, place))
-    if decode != "auto" or costs.split_decode_s is None:
-        return whole
-    shared = _layout_with(costs, load, "split")
-    return shared if shared.slowest_s < _WORTH_SPLITTING * whole.slowest_s else whole
+    return fastest(decode, lambda place: _layout_with(costs, load, place))
 
 
 def fastest(decode: str, layout: Callable[[str], Layout]) -> Layout:
@@ -90,8 +83,7 @@ def layout_of(
 
 def _layout_with(costs: Costs, load: Workload, decode: str) -> Layout:
     full, last = load.max_rows - 1, load.stages - 1
-    decode_s = costs.decoding_s(decode)
-    extra = _decode_share(decode, load, decode_s)
+    extra = _decode_share(decode, load, costs.decode_s)
     extra[0] += costs.embed_s[full]
     extra[last] += costs.head_s[full]
     blocks = split_blocks([times[full] for times in costs.block_s], extra)
@@ -101,7 +93,7 @@ def _layout_with(costs: Costs, load: Workload, decode: str) -> Layout:
         parts += [costs.embed_s] if rank == 0 else []
         parts += [costs.head_s] if rank == last else []
         stage_s.append(tuple(math.fsum(times) for times in zip(*parts, strict=True)))
-    return layout_of(blocks, stage_s, decode, load, decode_s)
+    return layout_of(blocks, stage_s, decode, load, costs.decode_s)
 
 
 def _decode_share(decode: str, load: Workload, decode_s: float) -> list[float]:

@@ -1,7 +1,8 @@
 """Lowers steps and frame rates of adaptive sessions under overload, and restores them. Pure: no clock, no I/O.
 
 Events in (`chunk`: how much slack a finished chunk had), decisions out (`decide`: the changed limit per session). The
-same object runs in the server and, under virtual time with the real scheduler, in `benchmarks/simulated_load.py`.
+same object runs in the server and, under virtual time with the real scheduler, in
+`tests/server/load/simulated_load.py`.
 """
 
 from __future__ import annotations

@@ -123,6 +123,15 @@ async def test_stopping_closes_everything_in_order() -> None:
         await client.send(Shown("a", 1))
 
 
+async def test_what_the_engine_writes_needs_no_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may be started with it closed."""
+    running = supervisor()
+    monkeypatch.setattr(sys, "stderr", None)
+    await running.start()
+    await running.stop()
+    assert await running.wait() == 0
+
+
 async def test_an_engine_that_hangs_is_killed_when_stopped() -> None:
     running = supervisor(stop_limit_s=0.3)
     client = await running.start()

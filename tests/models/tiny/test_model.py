@@ -16,6 +16,7 @@ from streamdiff.models.autoencoder.taehv import Memory
 from streamdiff.models.tiny import model
 from streamdiff.session_state import walk
 from tests.small import AUTOENCODER, CPU, LATENT_CHANNELS, LATENT_SIDE, RED, small_parts
+from training.model_folder import save_model
 
 STREAM: dict[str, object] = {
     "latent_height": LATENT_SIDE,
@@ -33,7 +34,7 @@ STREAM: dict[str, object] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("saved") / "model"
     parts = small_parts(5)
-    model.save(where, parts.autoencoder, parts.mean, parts.std, (parts.text, parts.transformer), STREAM)
+    save_model(where, parts.autoencoder, parts.mean, parts.std, (parts.text, parts.transformer), STREAM)
     return where
 
 
@@ -150,7 +151,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_the_autoencoder_alone_can_be_saved(tmp_path: Path) -> None:
     parts = small_parts(6)
-    model.save(tmp_path, parts.autoencoder, parts.mean, parts.std, None, STREAM)
+    save_model(tmp_path, parts.autoencoder, parts.mean, parts.std, None, STREAM)
     decoder = load_decoder(tmp_path, CPU)
     assert decoder.config == AUTOENCODER
     normalisation = decoder.normalisation

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from streamdiff.models.tiny import prompts, vocabulary
 from streamdiff.models.tiny.scene import SETTING_TABLES, THING_TABLES, Scene, Thing, plain
-from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, UNKNOWN, build_text
+from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, UNKNOWN
+from training.model_folder import build_text
 from training.world.scenes import random_scene
 
 TEXT = build_text()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from streamdiff.models.tiny import prompts
-from streamdiff.models.tiny.text_encoder import PAD, TEXT_TOKENS, UNKNOWN, WIDTH, build_tokenizer
+from streamdiff.models.tiny.text_encoder import PAD, TEXT_TOKENS, UNKNOWN, WIDTH
 from tests.small import BLUE, RED, small_text
+from training.model_folder import build_tokenizer
 
 
 def test_the_tokenizer_knows_every_word_of_the_captions_and_nothing_else() -> None:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline import topology
-from streamdiff.pipeline.decode.row_group import make_row_group
 from streamdiff.pipeline.distributed import nccl as links_nccl
 from streamdiff.pipeline.distributed.context_parallel import stage_group
 from streamdiff.pipeline.distributed.link import LinkClosed
@@ -245,11 +244,10 @@ def test_the_watchdog_is_quiet_before_any_group_of_nccl_is_made(monkeypatch: pyt
     monkeypatch.setattr(dist, "get_rank", lambda: 4)  # that of a rank which only decodes
     for make in (
         lambda device: stage_group(2, 2, 3, device),
-        lambda device: make_row_group(2, 8, device),
         lambda device: links_nccl.edge_groups(1, device, shares=2),
     ):
         monkeypatch.setattr(dist, "get_world_size", lambda: 5)
         for name in WATCHDOG:
             monkeypatch.setenv(name, "1")
         make(torch.device("cuda", 0))
-    assert read == [["0"] * 3] * 4, "two stages, the rows, an edge"
+    assert read == [["0"] * 3] * 3, "two stages, an edge"

@@ -27,7 +27,7 @@ from streamdiff.pipeline.planner.costs import Ceilings, Costs, estimate, in_prop
 from streamdiff.pipeline.planner.memory import Storage, memory
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_sizes
 from streamdiff.pipeline.planner.simulator import Setup, Stream, simulate
-from streamdiff.pipeline.planner.stage_layout import Layout, Workload, choose_layout, decode_stage
+from streamdiff.pipeline.planner.stage_layout import Workload, choose_layout, decode_stage
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from streamdiff.session_state import walk
@@ -152,21 +152,6 @@ def test_memory_holds_everything_once_and_where_it_lives(sizes: ModelSizes) -> N
     layout = choose_layout(costs(sizes.blocks), load, "head")
     one_row = memory(sizes, layout, Workload(4, 1, 4, "matched", 1), Storage(2))
     assert [row.activations * 3 for row in one_row] == [row.activations for row in rows[:4]]
-
-
-def test_ranks_that_share_pictures_have_all_weights_of_the_decoder_and_their_rows_of_the_rest(
-    sizes: ModelSizes,
-) -> None:
-    load = Workload(2, 3, 4, "clean", 1, shares=2)
-    sizes = replace(sizes, spec=replace(sizes.spec, latent_height=15))  # one rank has eight of them
-    blocks = ((0, 2), (2, 4))
-    whole, split = (memory(sizes, Layout(blocks, (), place, 0.0), load, Storage(2)) for place in ("head", "split"))
-    assert ["decode" in row.role for row in split] == [True, True, False, False]
-    assert split[0].weights == whole[0].weights
-    assert split[1].weights - whole[1].weights == 2 * sizes.decoder.weights
-    for part in ("decoding", "decode_work"):
-        assert {getattr(row, part) for row in split[:2]} == {round(getattr(whole[0], part) * 8 / 15)}
-        assert {getattr(row, part) for row in split[2:]} == {0}
 
 
 def test_a_plan_in_8_bits_has_smaller_blocks(capsys: pytest.CaptureFixture[str]) -> None:

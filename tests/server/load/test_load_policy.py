@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulated_load import Machine, Viewing, Visit, doubling, simulate
 from streamdiff.server.load.load_policy import (
     FULL_S,
     HOLD_S,
@@ -22,6 +21,7 @@ from streamdiff.server.load.load_policy import (
     degradation_levels,
     least_share,
 )
+from tests.server.load.simulated_load import Machine, Viewing, Visit, doubling, simulate
 
 KNOWN = (4, 2)
 CHUNK_S = 0.3

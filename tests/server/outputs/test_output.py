@@ -141,8 +141,10 @@ def test_a_session_is_pushed_and_comes_back_when_its_receiver_does(
 def test_a_listener_that_never_answers_is_not_sent_to() -> None:
     async def scene(site: Site) -> None:
         came = asyncio.Event()
+        writers: list[asyncio.StreamWriter] = []
 
         async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writers.append(writer)
             await reader.read(1)
             came.set()
 
@@ -154,6 +156,9 @@ def test_a_listener_that_never_answers_is_not_sent_to() -> None:
             [sent] = _statuses(site)
             assert sent.state != "sending" and sent.frames == 0
             assert f'streamdiff_output_up{{output="{sent.name}"}} 1.0' not in (await site.http.get("/metrics")).text
+            for writer in writers:
+                writer.close()
+                await writer.wait_closed()
 
     port = free_port()
     _run(scene, f"rtmp://127.0.0.1:{port}/live/x")

@@ -1,22 +1,13 @@
 """Sessions that come and go, under virtual time: the real scheduler, the real policy of adaptive sessions, and viewers
-who look at frames at the rate they are given. What the server does with clocks and sockets, exact and repeatable.
-
-    python -m benchmarks.simulated_load
-
-prints, for a load that doubles for 30 s and falls back, how long viewers waited, with and without `adaptive`.
-"""
+who look at frames at the rate they are given. What the server does with clocks and sockets, exact and repeatable."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks import report
 from streamdiff.pipeline.planner.simulator import PER_SECOND, Agenda, Server
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
@@ -27,7 +18,6 @@ from streamdiff.server.load.load_policy import UNLIMITED, LoadLimit, LoadPolicy,
 
 LOOK_S = 1.0
 """How often the policy is asked where no chunk is finished."""
-OK = 0
 
 
 @dataclass(frozen=True)
@@ -225,41 +215,3 @@ def doubling(sessions: int, begin_s: float, lasts_s: float, every_s: float = 0.2
     stay = Visit(**wish)
     late = [begin_s + number * every_s for number in range(sessions)]
     return [stay] * sessions + [replace(stay, begin_s=at_s, end_s=at_s + lasts_s) for at_s in late]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate and print."""
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.simulated_load", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    made.add_argument("--sessions", type=int, default=3, help="before the load doubles (default 3)")
-    made.add_argument("--load", type=float, default=0.6, help="their share of the engine's time (default 0.6)")
-    made.add_argument("--stages", type=int, default=1, help="stages of the ring (default 1)")
-    made.add_argument("--limit", type=float, default=0.9, help="share that all may ask for together (default 0.9)")
-    made.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
-    options = made.parse_args(argv)
-    head = report.header(warm_up="20 s of the simulated time before the load doubles")
-    rows: list[dict[str, str | int | float | bool | None]] = []
-    chunk_s = 12 / 40
-    forward_s = options.load / options.sessions * chunk_s * options.stages / 5
-    machine = Machine(forward_s, stages=options.stages, limit=options.limit)
-    for adaptive in (True, False):
-        seen = simulate(machine, doubling(options.sessions, 20.0, 30.0, adaptive=adaptive), 120.0)
-        rows.append(
-            {
-                "case": f"adaptive {adaptive}",
-                "waits": sum(len(each.waits) for each in seen),
-                "waited_s": sum(each.waited_s for each in seen),
-                "changes": sum(len(each.limits) for each in seen),
-            }
-        )
-    print(report.table(rows))
-    if options.out is not None:
-        settings = {"case": {name: getattr(options, name) for name in ("sessions", "load", "stages", "limit")}}
-        report.write_json(options.out, head, {"case": {"rows": rows}}, benchmark="simulated_load", settings=settings)
-    return OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -88,8 +88,7 @@ SPREAD = {"count", "latencies_ms", "max_ms", "max_s", "median_ms", "median_s", "
 @pytest.mark.parametrize(
     ("folder", "name"),
     [
-        *(("benchmarks", name) for name in ("encode_viewers", "glass_to_glass", "hot_path_tiny", "live_browser")),
-        *(("benchmarks", name) for name in ("ring_schedule", "scheduler_cost")),
+        *(("benchmarks", name) for name in ("encode_viewers", "glass_to_glass", "live_browser", "ring_schedule")),
         *(("training", name) for name in ("autoencoder_quality", "tiny_quality")),
     ],
 )

@@ -41,7 +41,7 @@ EPILOG = """examples:
   python -m benchmarks.fps_ttff --preset wan-14b --stages 1,2,4 --kv-context staircase --decoder tiny
   python -m benchmarks.fps_ttff --preset wan-1.3b --parallel 1x2,1x4,2x2    ranks that share stages
   python -m benchmarks.fps_ttff --preset wan-1.3b --model self-forcing     the published weights, fetched if need be
-  python -m benchmarks.fps_ttff --stages 1 --profile costs       and where the time goes: costs/*/summary.txt
+  python -m benchmarks.fps_ttff --stages 1 --profile costs       and where the time goes: costs/*/trace.json.gz
   python -m benchmarks.compare before.json after.json            two of these files, figure by figure
 
 A list (4,2,1) in place of one value makes a case of each. Without a checkpoint Wan's weights are random and of real
@@ -266,7 +266,7 @@ def _tell(
         stream_plot.draw(options.plot, results)
         print(f"written: {report.public_path(str(options.plot.resolve()))}")
     if options.profile is not None:
-        print(f"profiles: {report.public_path(str(options.profile.resolve()))}/*/summary.txt")
+        print(f"profiles: {report.public_path(str(options.profile.resolve()))}/*/trace.json.gz")
 
 
 if __name__ == "__main__":

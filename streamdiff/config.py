@@ -32,10 +32,7 @@ def _network(value: str) -> str:
 
 Proxy = Annotated[str, AfterValidator(_network)]
 Parallel = Annotated[str, Field(pattern=r"^[1-9][0-9]?x[1-9][0-9]?$")]
-Attention = Literal[
-    "auto", "sdpa", "math", "flash", "efficient", "cudnn", "fa3", "fa4",
-    "flash_2", "flash_3", "flash_2_hub", "flash_3_hub", "flash_4_hub", "sage", "sage_fp16", "sage_hub", "xformers",
-]  # fmt: skip
+Attention = Literal["auto", "sdpa", "flash", "cudnn", "fa3", "fa4", "sage"]
 
 
 class _Section(BaseModel):

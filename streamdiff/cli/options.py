@@ -146,7 +146,7 @@ PARTS = (
     SIZE,
 )
 TRACE = (
-    Option("--profile", "DIR", "trace some chunks with PyTorch's profiler; say what costs most", str, "model.trace"),
+    Option("--profile", "DIR", "trace some chunks with PyTorch's profiler, for ui.perfetto.dev", str, "model.trace"),
     Option("--profile-chunks", "N", "chunks of that trace, 1 to 100 (default 4)", int, "model.trace_chunks"),
 )
 WINDOW = (
@@ -320,7 +320,7 @@ SERVE_EXAMPLES = """examples:
   streamdiff serve --stages 4 --kv-context staircase    four ranks, started here, work on one stream
   streamdiff serve --model longlive-1.3b --gpus 4      one stream, four GPUs, used as the planner finds best
   streamdiff serve --config configs/lan.yaml
-  streamdiff serve --profile costs              costs/summary.txt says where the time goes, once somebody watches
+  streamdiff serve --profile costs              costs/trace.json.gz shows where the time goes, once somebody watches
 
 An option given here wins over the file given with --config.
 """

@@ -64,8 +64,6 @@ def look_at_torch(config: Config) -> Iterator[Finding]:
 def look_at_kernels(config: Config) -> Iterator[Finding]:
     """Every attention kernel computes a small case, of the width that Wan's heads have."""
     try:
-        import torch
-
         from streamdiff.models.transformer import attention_backend
     except (ImportError, OSError):
         return  # torch or diffusers: said elsewhere, or by what needs it
@@ -76,11 +74,7 @@ def look_at_kernels(config: Config) -> Iterator[Finding]:
     yield Finding("attention", Grade.GOOD, f"{', '.join(right)}: compared with the formula, right here ({case})")
     chosen = config.model.attention
     if found[chosen] is not None:
-        fetched = (
-            attention_backend.missing(chosen, torch.device(device)) is None and chosen in attention_backend.DISPATCHED
-        )
-        grade = Grade.NOTE if fetched and attention_backend.DISPATCHED[chosen].hub else Grade.BAD
-        yield Finding("attention", grade, f"{chosen} {found[chosen]}")
+        yield Finding("attention", Grade.BAD, f"{chosen} {found[chosen]}")
     others = [name for name, fault in found.items() if fault is not None and name != chosen]
     absent = [name for name in others if "is not installed" in str(found[name])]
     for names, what in ((absent, "not installed"), ([n for n in others if n not in absent], "not for this machine")):

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from streamdiff.config import ModelConfig
 from streamdiff.models.catalogue.entries import small_autoencoder
 
-TORCH_KERNELS = ("auto", "sdpa", "math", "flash", "efficient", "cudnn", "fa3", "fa4")
-"""Attention kernels that are torch operations, so that graphs can be compiled with them."""
 _PLAIN = "--plain"
 
 
@@ -138,8 +136,8 @@ def _compile(case: _Case) -> tuple[str, str]:
         return "off", _PLAIN
     if not case.cuda:
         return "off", "CPU: compiling takes long there; --compile on asks for it"
-    if case.config.attention not in TORCH_KERNELS:
-        return "off", f"attention {case.config.attention} is not torch's; --compile on asks for it"
+    if case.config.attention == "sage":
+        return "off", "attention sage is not torch's; --compile on asks for it"
     if (fault := case.compile_fault()) is not None:
         return "off", f"{fault}; --compile on asks for it"
     return "on", f"CUDA; {_PLAIN} switches it off"

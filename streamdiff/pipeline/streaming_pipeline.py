@@ -194,11 +194,9 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         Raises:
             EngineFailure: a rank of the ring is gone, failed or hangs; names it, with session and chunk.
         """
-        if self.hook is None:
-            return self._step(wait_s)
-        with self.hook.around_step():
-            frames = self._step(wait_s)
-        self.hook.after_step(frames)
+        frames = self._step(wait_s)
+        if self.hook is not None:
+            self.hook.after_step(frames)
         return frames
 
     def _step(self, wait_s: float) -> list[Frames]:
@@ -238,11 +236,6 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         """Bytes that this process has taken of its GPU, or without one of the machine's memory."""
         on_gpu = self.info.device.startswith("cuda")
         return torch.cuda.memory_reserved(self.info.device) if on_gpu else psutil.Process().memory_info().rss
-
-    def unfinished(self) -> set[tuple[int, int, int]]:
-        """(session, chunk, epoch) of every chunk that is in the ring or decoding."""
-        streams = self._streams.values()
-        return {(each.session, number, chunk.epoch) for each in streams for number, chunk in each.chunks.items()}
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the `EngineFailure` that ends the ring, if there is one or comes within `wait_s`."""

@@ -77,7 +77,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("generate --output x.mp4 --parallel 1x4", "the model has 6 heads and 64 tokens: 2 ranks can share one"),
         ("serve --model self-forcing --parallel 1x5", "12 heads and 1560 tokens: 2, 3, 4, 6, 12 ranks can share one"),
         ("serve --parallel 2", "--parallel is '2', but must be PxC, a number of stages and of ranks that share each"),
-        ("serve --decode split", "--decode is 'split', but must be 'head', 'last' or 'own-rank'"),
+        ("serve --decode split", "--decode is 'split', but must be one of head, last, own-rank"),
         ("generate --parallel 1x2 --decode last --chunks 2 --output x.mp4", "--decode does not go with the options"),
         ("generate --chunks 2 --latents-out x.safetensors --resume", "--resume does not go with the options that say"),
         (
@@ -205,15 +205,15 @@ def test_doctor_finds_this_machine_ready(streamdiff_command: Command) -> None:
 def test_doctor_tries_the_attention_kernels_and_says_what_can_be_quantised(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ["doctor", "--port", "0", "--device", "cpu", "--attention", "xformers", "--quantize", "fp8"]
+    asked = ["doctor", "--port", "0", "--device", "cpu", "--attention", "sage", "--quantize", "fp8"]
     find = importlib.util.find_spec
-    absent = ("xformers", "sageattention")
+    absent = ("sageattention", "flash_attn_interface")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else find(name, *more))
     assert main.main(asked) == main.FAILED
     text = capsys.readouterr().out
-    assert re.search(r"ok +attention +auto, sdpa, math, flash.*right here \(cpu, float32\)", text)
-    assert re.search(r"FAIL +attention +xformers is not installed \(no module xformers; pip install xformers\)", text)
-    assert re.search(r"note +attention +not installed: .*sage", text)
+    assert re.search(r"ok +attention +auto, sdpa, flash:.*right here \(cpu, float32\)", text)
+    assert re.search(r"FAIL +attention +sage is not installed \(no module sageattention; pip install", text)
+    assert re.search(r"note +attention +not installed: .*fa3", text)
     assert re.search(r"FAIL +quantize +fp8 takes an NVIDIA GPU of compute capability 8\.9", text)
     assert "Missing: attention, quantize." in text
 

@@ -28,7 +28,7 @@ from tests.small_vae import small_wan_autoencoder
 HEAD_WIDTH = 128
 """Of every published model of this kind; kernels and graphs differ by it."""
 VARIANTS: dict[str, dict[str, Any]] = {
-    "exact": {"dtype": "float32", "attention": "math"},
+    "exact": {"dtype": "float32", "attention": "sdpa"},
     "flash": {"dtype": "bfloat16", "attention": "flash"},
     "cudnn": {"dtype": "bfloat16", "attention": "cudnn"},
     "fp8": {"dtype": "bfloat16", "quantize": "fp8"},

@@ -9,7 +9,6 @@ import pytest
 from streamdiff.config import ModelConfig
 from streamdiff.models import defaults, resolve
 from streamdiff.models.defaults import Defaults, settle
-from streamdiff.models.transformer import attention_backend
 
 
 def settled(device: str, fault: str | None = None, **given: Any) -> Defaults:
@@ -79,10 +78,6 @@ def test_a_gpu_that_cannot_compile_starts_without_graphs(given: Any, fault: str 
     found = settled("cuda", fault, **given)
     (choice,) = (choice for choice in found.choices if choice.setting == "compile")
     assert choice.reason == reason and found.config.compile == ("on" if "CUDA" in reason else "off")
-
-
-def test_kernels_that_graphs_take_are_torch_s() -> None:
-    assert set(defaults.TORCH_KERNELS) == set(attention_backend.NAMES) - set(attention_backend.DISPATCHED)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`serve --profile`: a trace and a page of text from a stream that plays, also when it is ended meanwhile."""
+"""`serve --profile`: a trace of a stream that plays, also when it is ended meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from streamdiff.cli.main import main
-from streamdiff.pipeline.profiler import SUMMARY, TRACE
+from streamdiff.pipeline.profiler import TRACE
 from tests.server.test_restart import LIMIT_S, ROOT, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
@@ -67,30 +67,22 @@ def made(stats: dict[str, Any]) -> int:
     return int(stats["frame"] + stats["buffered"])
 
 
-def written(folder: Path) -> tuple[set[str], str]:
-    """Names of the events in the trace, and the text; nothing else is in the folder."""
-    assert sorted(path.name for path in folder.iterdir()) == sorted([TRACE, SUMMARY])
+def written(folder: Path) -> set[str]:
+    """Names of the events in the trace; nothing else is in the folder."""
+    assert [path.name for path in folder.iterdir()] == [TRACE]
     with gzip.open(folder / TRACE, "rt") as file:
         events = json.load(file)["traceEvents"]
-    return {event["name"] for event in events}, (folder / SUMMARY).read_text()
+    return {event["name"] for event in events}
 
 
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_stream_that_is_watched_is_traced(tmp_path: Path, stages: int) -> None:
     ring = ("--stages", "2", "--kv-context", "staircase") if stages == 2 else ()
     with serving(tmp_path, "--profile", str(tmp_path / "costs"), "--profile-chunks", "2", *ring) as (process, url):
-        watched_until(process, url, "streamdiff: profile of 2 chunks")
-        names, text = written(tmp_path / "costs")
-    assert {"streamdiff.step", "aten::scaled_dot_product_attention", "aten::addmm"} <= names
-    assert "2 chunks, " in text
-    counts = re.findall(r"^ +(\d+\.\d)  (operations|host syncs)", text, re.MULTILINE)
-    assert [what for _, what in counts] == ["operations", "host syncs"]
-    assert float(counts[0][0]) > 20, "a micro-step is more than some operations"
-    _, _, largest = text.partition("ten largest costs")
-    costs = re.findall(r"^ +(\d+\.\d\d) +(\d+)  (stream|other threads) +\S+$", largest, re.MULTILINE)
-    assert len(costs) == 10
-    times = [float(ms) for ms, _, _ in costs]
-    assert times == sorted(times, reverse=True) and times[0] > 0
+        watched_until(process, url, "streamdiff: trace of 2 chunks")
+        names = written(tmp_path / "costs")
+    assert {"aten::scaled_dot_product_attention", "aten::addmm"} <= names
+    assert sum(name.startswith("ProfilerStep#") for name in names) == 2
 
 
 def test_a_server_that_is_ended_meanwhile_writes_what_it_has(tmp_path: Path) -> None:
@@ -105,9 +97,8 @@ def test_a_server_that_is_ended_meanwhile_writes_what_it_has(tmp_path: Path) -> 
                         pass
 
         asyncio.run(main())
-    names, text = written(tmp_path / "costs")
-    chunks = re.search(r"^(\d+) chunks, ", text, re.MULTILINE)
-    assert "streamdiff.step" in names and chunks is not None and 1 <= int(chunks[1]) < 100
+    names = written(tmp_path / "costs")
+    assert 1 <= sum(name.startswith("ProfilerStep#") for name in names) < 100
 
 
 def test_a_number_of_chunks_without_a_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,14 @@
 """Which attention kernel runs, by name, and whether it can be trusted here.
 
-Names are torch's own kernels, and others that diffusers' dispatch knows (flash-attn, FlashAttention 3 and 4,
-SageAttention, xformers, kernels of the hub), where they are installed. A kernel that is fast and wrong gives a picture
-of noise and no error (a published one does so on Hopper GPUs), so the chosen one computes a small case at the start and
-is compared with the plain formula. Which is the fastest for a model is found out in `attention_trial`.
+Names are torch's own kernels, and FlashAttention 3 and 4 and SageAttention, where they are installed. A kernel that is
+fast and wrong gives a picture of noise and no error (a published one does so on Hopper GPUs), so the chosen one
+computes a small case at the start and is compared with the plain formula. Which is the fastest for a model is found out
+in `attention_trial`.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,29 +18,23 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.attention as torch_attention
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.transformer.elementwise import multiply_add
 
 KERNELS = ("math", "flash", "efficient", "cudnn")
-"""torch's, by their names in `model.attention` and in the order of its numbers; `sdpa` leaves the choice to torch."""
+"""torch's, in the order of its numbers; `sdpa` leaves the choice to torch."""
 FREE = ("auto", "sdpa")
 """torch's choice: `auto` until there was a trial."""
 
 
 class Packaged(NamedTuple):
-    """A kernel that comes in a package: torch's or diffusers' `name` of it, its module, and how to install that."""
+    """A kernel that comes in a package: torch's `name` of it, its module, and how to install that."""
 
     name: str
     module: str
     install: str
-
-    @property
-    def hub(self) -> bool:
-        """Whether the kernel itself is fetched from the hub when it is first used."""
-        return self.module == "kernels"
 
 
 IMPLEMENTATIONS = {
@@ -48,30 +42,18 @@ IMPLEMENTATIONS = {
     "fa4": Packaged("FA4", "flash_attn.cute.interface", "pip install flash-attn-4"),
 }
 """Replacements for torch's own flash kernel, process-wide, by their names in `model.attention`."""
-_TELLING = ("flash", "efficient", "cudnn", *IMPLEMENTATIONS)
-"""Those that tell the sum of the weights, so that keys may lie in pieces."""
-_HUB, _SAGE = ("kernels", "pip install kernels"), ("sageattention", "pip install sageattention, 2.1.1 or newer")
-DISPATCHED = {
-    "flash_2": Packaged("flash", "flash_attn", "pip install flash-attn"),
-    "flash_3": Packaged("_flash_3", "flash_attn_interface", "built from the hopper folder of flash-attention"),
-    "flash_2_hub": Packaged("flash_hub", *_HUB),
-    "flash_3_hub": Packaged("_flash_3_hub", *_HUB),
-    "flash_4_hub": Packaged("flash_4_hub", *_HUB),
-    "sage": Packaged("sage", *_SAGE),
-    "sage_fp16": Packaged("_sage_qk_int8_pv_fp16_cuda", *_SAGE),
-    "sage_hub": Packaged("sage_hub", *_HUB),
-    "xformers": Packaged("xformers", "xformers", "pip install xformers"),
-}
-"""Kernels behind diffusers' dispatch, for CUDA, by their names in `model.attention`. What is `flash` there is `flash_2`
-here, as torch has a `flash`."""
-NAMES = (*FREE, *KERNELS, *IMPLEMENTATIONS, *DISPATCHED)
+_RETURNS_WEIGHTS = ("flash", "efficient", "cudnn", *IMPLEMENTATIONS)
+"""Those that return the sum of the weights, so that keys may lie in pieces."""
+SAGE = Packaged("sage", "sageattention", "pip install sageattention, 2.1.1 or newer")
+NAMES = (*FREE, "flash", "cudnn", *IMPLEMENTATIONS, SAGE.name)
+"""Those of `model.attention`."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-_QUANTIZED = {"sage": 8e-2, "sage_fp16": 8e-2, "sage_hub": 8e-2}
-"""Kernels that round to 8 bits inside are that much off by design."""
+_QUANTIZED = 8e-2
+"""SageAttention rounds to 8 bits inside, so it is that much off by design."""
 _SAMPLES = 64
 """Queries whose results are compared."""
 REFUSALS = (RuntimeError, ValueError, AssertionError, NotImplementedError, ImportError, AttributeError, OSError)
-"""What kernels, diffusers and the hub's client raise where one cannot be had."""
+"""What kernels raise where one cannot run."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttendParts = Callable[[Tensor, Sequence[tuple[Tensor, Tensor]]], Tensor]
@@ -86,11 +68,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @cache
 def kernel(name: str) -> Attend:
-    """As `attend`, by the kernel of this name, one of `NAMES`. The choice is made in each call: torch's `sdpa_kernel`
-    would set flags of the whole process, which other threads meet."""
+    """As `attend`, by the kernel of this name, one of `NAMES` or `KERNELS`. The choice is made in each call:
+    torch's `sdpa_kernel` would set flags of the whole process, which other threads meet."""
     if name in FREE:
         return attend
-    return _dispatching(DISPATCHED[name].name) if name in DISPATCHED else _own_kernel(name)
+    return _sage if name == SAGE.name else _own_kernel(name)
 
 
 def activate(name: str) -> None:
@@ -117,7 +99,7 @@ def _own_kernel(name: str) -> Attend:
 
 def _results(name: str, query: Tensor, key: Tensor, value: Tensor, weighed: bool) -> Sequence[Tensor]:
     """What one of torch's `KERNELS` or `IMPLEMENTATIONS`, called by itself, gives: attention `[R, H, L, d]`; then, with
-    `weighed`, of those that are `_TELLING`, the logarithms of the sums of weights; then what nobody needs. Raises
+    `weighed`, of those in `_RETURNS_WEIGHTS`, the logarithms of the sums of weights; then what nobody needs. Raises
     RuntimeError or NotImplementedError where it cannot run."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     aten: Any = torch.ops.aten
@@ -154,14 +136,14 @@ Merge = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 def over_parts(name: str, merge: Merge = merged) -> AttendParts:
     """Attention by the kernel of this name over keys and values in several pieces of memory, which are not put side by
     side: each piece by itself, then their results by the weights that their keys have, which is what `merge` does.
-    Kernels that do not tell these weights (`math`, and those of diffusers' dispatch) get a copy."""
+    Kernels that do not return these weights (`math` and `sage`) get a copy."""
     whole = kernel(name)
 
     def run(query: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         if len(parts) == 1:
             return whole(query, *parts[0])
         own = _fused_kernel(query, *parts[0]) if name in FREE else name
-        if own not in _TELLING:
+        if own not in _RETURNS_WEIGHTS:
             return whole(query, *(torch.cat(pieces, 1) for pieces in zip(*parts, strict=True)))
         results, weights = zip(*(_with_weights(own, query, *part) for part in parts), strict=True)
         return merge(results, weights)
@@ -183,14 +165,9 @@ def _with_weights(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple
     return mixed.transpose(1, 2), weights.transpose(1, 2).unsqueeze(-1)
 
 
-def _dispatching(name: str) -> Attend:
-    backend = AttentionBackendName(name)
-
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        result: Tensor = dispatch_attention_fn(query, key, value, backend=backend)
-        return result
-
-    return run
+def _sage(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    result: Tensor = importlib.import_module(SAGE.module).sageattn(query, key, value, tensor_layout="NHD")
+    return result
 
 
 @dataclass(frozen=True)
@@ -233,7 +210,7 @@ class Case:
 
 
 def probe(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> None:
-    """Compute a small case with the kernel and compare it with the formula in float64. A kernel of the hub is fetched.
+    """Compute a small case with the kernel and compare it with the formula in float64.
 
     Raises:
         ConfigError: an unknown kernel, one that is not installed or cannot run here, or one whose numbers are wrong;
@@ -249,15 +226,9 @@ def probe(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_
 
 
 def survey(device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> dict[str, str | None]:
-    """Every kernel: None where it runs here and its numbers are right, else why not. Kernels of the hub are not
-    fetched for that."""
+    """Every kernel: None where it runs here and its numbers are right, else why not."""
     case = Case.of(AttentionShape(heads, head_dim), device, dtype)
-    return {
-        name: "would be fetched from the hub, and tried, when it is asked for"
-        if name in DISPATCHED and DISPATCHED[name].hub and missing(name, device) is None
-        else fault(name, case)
-        for name in NAMES
-    }
+    return {name: fault(name, case) for name in NAMES}
 
 
 def fault(name: str, case: Case) -> str | None:
@@ -267,9 +238,6 @@ def fault(name: str, case: Case) -> str | None:
     before = _active()
     try:
         with torch.inference_mode():
-            if name in DISPATCHED:
-                with attention_backend(DISPATCHED[name].name):  # its requirements; fetches
-                    pass
             activate(name)
             got = [kernel(name)(case.query, case.key, case.value), over_parts(name)(case.query, case.parts)]
             found = [_off(each[:, case.sampled], case.expected) for each in got]
@@ -278,7 +246,7 @@ def fault(name: str, case: Case) -> str | None:
         return "cannot run here: " + (message.partition(". ")[0] if isinstance(error, NotImplementedError) else message)
     finally:
         activate(next((each for each, known in IMPLEMENTATIONS.items() if known.name == before), ""))
-    allowed = max(_TOLERANCE[case.query.dtype], _QUANTIZED.get(name, 0.0))
+    allowed = max(_TOLERANCE[case.query.dtype], _QUANTIZED if name == SAGE.name else 0.0)
     for off, over in zip(found, ("", " over keys in two pieces"), strict=True):
         if not off <= allowed:
             return f"is wrong here{over}: off by {off:.3g}, with {allowed:g} allowed"
@@ -288,14 +256,10 @@ def fault(name: str, case: Case) -> str | None:
 def missing(name: str, device: torch.device) -> str | None:
     """Why the kernel cannot be had on such a device, whatever the numbers: what is not installed, or another device
     that it is for. None where it may run; whether it does, and rightly, `probe` says."""
-    if (known := IMPLEMENTATIONS.get(name) or DISPATCHED.get(name)) is None:
+    if (known := {**IMPLEMENTATIONS, SAGE.name: SAGE}.get(name)) is None:
         return None
-    if name in DISPATCHED:
-        owner, names = f"diffusers {importlib.metadata.version('diffusers')}", list[str](AttentionBackendName)
-    else:
-        owner, names = f"torch {torch.__version__}", getattr(torch_attention, "list_flash_attention_impls", list)()
-    if known.name not in names:
-        return f"is not known to {owner}, which has it in newer versions"
+    if name != SAGE.name and known.name not in getattr(torch_attention, "list_flash_attention_impls", list)():
+        return f"is not known to torch {torch.__version__}, which has it in newer versions"
     if not _is_installed(known.module):
         return f"is not installed (no module {known.module}; {known.install})"
     if device.type != "cuda":

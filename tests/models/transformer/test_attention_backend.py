@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,7 +24,7 @@ from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.small import CPU, small_model
 
-HERE = ("auto", "sdpa", "math", "flash")  # on every CPU
+HERE = ("auto", "sdpa", "flash")  # on every CPU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -34,15 +36,13 @@ def test_kernels_that_run_here_pass(name: str, dtype: torch.dtype) -> None:
 def test_one_that_cannot_run_here_is_refused_with_the_way_out() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"cudnn cannot run here: .*\(cpu, float32.*right here are: auto, sdpa, math, flash$",
+        match=r"cudnn cannot run here: .*\(cpu, float32.*right here are: auto, sdpa, flash$",
     ):
         attention_backend.probe("cudnn", CPU, torch.float32, heads=3, head_dim=64)
 
 
 def test_an_unknown_one_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="'sag'; it can be auto, sdpa, math, flash, efficient, cudnn, fa3, fa4, flash_2"
-    ):
+    with pytest.raises(ConfigError, match="'sag'; it can be auto, sdpa, flash, cudnn, fa3, fa4, sage"):
         attention_backend.probe("sag", CPU, torch.float32, heads=3, head_dim=64)
 
 
@@ -74,7 +74,7 @@ def test_the_chosen_kernel_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(denoiser, "attention", name)
         return denoiser.run_blocks(tokens, [KeyValue(*layer) for layer in text], self_attention).hidden
 
-    for name in HERE[2:]:
+    for name in ("math", "flash"):
         torch.testing.assert_close(run(name), run("auto"), rtol=1e-5, atol=1e-5)
     with pytest.raises(NotImplementedError, match=r"Could not run 'aten::_scaled_dot_product_cudnn_attention'"):
         run("cudnn")
@@ -127,87 +127,41 @@ def test_the_chosen_kernel_runs_for_own_keys_and_for_text(name: str, operation: 
     assert not [key for key in kernels if key.endswith(other)]
 
 
-# ---- kernels behind diffusers' dispatch ----------------------------------------------------------------------------
+# ---- kernels of packages ----------------------------------------------------------------------------
 
 
 def test_the_configuration_knows_the_same_names() -> None:
     assert get_args(ModelConfig.model_fields["attention"].annotation) == attention_backend.NAMES
 
 
-def test_diffusers_knows_each_of_them() -> None:
-    for kernel in attention_backend.DISPATCHED.values():
-        assert AttentionBackendName(kernel.name) in _AttentionBackendRegistry._backends
-
-
-@pytest.mark.parametrize("name", [*attention_backend.DISPATCHED, *attention_backend.IMPLEMENTATIONS])
+@pytest.mark.parametrize("name", ["sage", *attention_backend.IMPLEMENTATIONS])
 def test_one_that_is_not_installed_is_refused_with_what_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-    message = rf"{name} is not installed \(no module .*\) \(cpu, bfloat16.*\); right here are: auto, sdpa, math, flash$"
+    message = rf"{name} is not installed \(no module .*\) \(cpu, bfloat16.*\); right here are: auto, sdpa, flash$"
     with pytest.raises(ConfigError, match=message):
         attention_backend.probe(name, CPU, torch.bfloat16, heads=2, head_dim=64)
     assert "is not installed" in str(attention_backend.missing(name, torch.device("cuda")))
 
 
-def test_one_that_this_diffusers_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(attention_backend.DISPATCHED, "sage", attention_backend.Packaged("sage_9", "torch", ""))
-    with pytest.raises(ConfigError, match=r"sage is not known to diffusers \d.*newer"):
-        attention_backend.probe("sage", CPU, torch.bfloat16, heads=2, head_dim=64)
-
-
 def test_one_for_cuda_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
-    with pytest.raises(
-        ConfigError, match=r"sage is for CUDA, and the device is cpu .*; right here are: auto, sdpa, math"
-    ):
+    with pytest.raises(ConfigError, match=r"sage is for CUDA, and the device is cpu .*; right here are: auto, sdpa"):
         attention_backend.probe("sage", CPU, torch.float32, heads=2, head_dim=64)
-
-
-def test_what_diffusers_says_against_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of that name that is not the right one: diffusers looks at versions, and we pass on what it says."""
-    monkeypatch.setattr(attention_backend, "missing", lambda name, device: None)
-    with pytest.raises(ConfigError, match=r"sage cannot run here: Sage Attention backend 'sage' is not usable"):
-        attention_backend.probe("sage", CPU, torch.float32, heads=2, head_dim=64)
-
-
-@pytest.fixture
-def dispatched(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A name whose kernel is torch's, by way of diffusers' dispatch."""
-    monkeypatch.setitem(attention_backend.DISPATCHED, "sage", attention_backend.Packaged("native", "torch", ""))
-    monkeypatch.setattr(attention_backend, "missing", lambda name, device: None)
-    monkeypatch.setattr(
-        attention_backend, "kernel", attention_backend.kernel.__wrapped__
-    )  # what was chosen before has another kernel
-    return "sage"
 
 
 @torch.inference_mode()
-def test_the_dispatch_is_what_runs(dispatched: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same numbers as the plain way, in the same axes, and only where it is chosen."""
-    generator = torch.Generator().manual_seed(3)
-    query, key, value = (torch.randn(2, tokens, 3, 8, generator=generator) for tokens in (5, 9, 9))
-    expected = attend(query, key, value)
-    attention_backend.probe(dispatched, CPU, torch.float32, heads=3, head_dim=8)
-    calls: list[torch.Size] = []
-    native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
+@pytest.mark.parametrize("right", [True, False])
+def test_sage_attention_is_called_and_compared(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module in its place that is given the axes it is said, with its tolerance, and one that is wrong."""
 
-    def counting(query: Tensor, **more: Any) -> Tensor:
-        calls.append(query.shape)
-        result: Tensor = native(query=query, **more)
-        return result
+    def sageattn(query: Tensor, key: Tensor, value: Tensor, tensor_layout: str) -> Tensor:
+        assert tensor_layout == "NHD"
+        return attend(query, key, value) * 1.05 if right else torch.randn_like(query)
 
-    monkeypatch.setitem(_AttentionBackendRegistry._backends, AttentionBackendName.NATIVE, counting)
-    torch.testing.assert_close(attention_backend.kernel(dispatched)(query, key, value), expected)
-    assert calls == [query.shape]
-    assert torch.equal(attend(query, key, value), expected) and len(calls) == 1
-
-
-def test_noise_from_the_dispatch_is_found_out(dispatched: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    noise = lambda query, **more: torch.randn_like(query)  # noqa: E731
-    monkeypatch.setitem(_AttentionBackendRegistry._backends, AttentionBackendName.NATIVE, noise)
-    supported = {AttentionBackendName.NATIVE: {"query", "key", "value"}}
-    monkeypatch.setattr(_AttentionBackendRegistry, "_supported_arg_names", supported)
-    with pytest.raises(ConfigError, match="attention kernel sage is wrong here"):
-        attention_backend.probe(dispatched, CPU, torch.float32, heads=3, head_dim=64)
+    monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=sageattn))
+    monkeypatch.setattr(attention_backend, "missing", lambda name, device: None)
+    with nullcontext() if right else pytest.raises(ConfigError, match="attention kernel sage is wrong here"):
+        attention_backend.probe("sage", CPU, torch.float32, heads=3, head_dim=64)
 
 
 def test_the_survey_says_of_each_why_not() -> None:
@@ -215,7 +169,7 @@ def test_the_survey_says_of_each_why_not() -> None:
     assert tuple(found) == attention_backend.NAMES
     assert [name for name in HERE if found[name] is not None] == []
     assert "cannot run here" in str(found["cudnn"])
-    assert all(found[name] for name in attention_backend.DISPATCHED)
+    assert found["sage"]
 
 
 @pytest.mark.parametrize("name", ["auto", "math", "flash"])

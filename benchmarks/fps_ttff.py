@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     amounts.add_argument(
         "--playback-fps", type=float, metavar="N", help="of the simulated viewer (default: the model's)"
     )
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
     made.add_argument("--profile", type=Path, metavar="DIR", help="after measuring, trace some chunks of every case")
     made.add_argument("--profile-chunks", type=int, metavar="N", help="how many, 1 to 100 (default 4)")
     return made

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks import fps_ttff, report, stream_case, stream_options, stream_parts, stream_plot
+from benchmarks import fps_ttff, report, stream_case, stream_options, stream_parts
 from benchmarks.forward_cost import Ceilings, Part, forward
 from benchmarks.stream_case import Case
-from streamdiff.device import own_device, pick_dtype
+from streamdiff.device import own_device
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.load_plan import plan_load
@@ -29,7 +29,6 @@ EPILOG = """examples:
   python -m benchmarks.throughput_model                                  the embedded model
   python -m benchmarks.throughput_model --preset wan-1.3b --decoder tiny --device cuda --out floor.json
   python -m benchmarks.throughput_model --preset wan-1.3b --decoder tiny --kv-context clean,matched
-  python -m benchmarks.throughput_model --ceilings --device cuda          only what the device reaches
 
 Reading it: `share` is floor / measured. A part whose floor is set by `copy` gains from moving less (batching, smaller
 numbers), one set by `matrix` from fewer operations or a faster number format. What the floor leaves out (norms, rotary
@@ -146,27 +145,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     stream_options.add(parser)
-    parser.add_argument("--ceilings", action="store_true", help="measure the device only")
     options = parser.parse_args(argv)
     options.stages = options.stages or (1,)
     try:
         cases = stream_options.cases_of(options)
         if options.stages != (1,) or options.parallel:
             raise ConfigError("--stages must be 1: a forward is measured on one device, without --parallel")
-        if options.plot is not None:
-            stream_plot.check(options.plot)
         device = own_device(cases[0].config.device)
         torch.set_num_threads(cases[0].config.threads)
-        dtype = pick_dtype(cases[0].config.dtype, device)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return fps_ttff.USAGE
     if options.list:
         print("\n".join(case.label for case in cases))
-        return fps_ttff.OK
-    if options.ceilings:
-        found = ceilings(device, dtype)
-        print(f"{device}, {dtype}: {found.flops_per_s / 1e12:.3g} TFLOP/s, {found.bytes_per_s / 1e9:.3g} GB/s")
         return fps_ttff.OK
     head = report.header(["benchmarks.throughput_model", *argv] if argv is not None else None, warm_up="a full window")
     if text := fps_ttff.note(cases):
@@ -188,8 +179,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         stored = stream_case.settings(cases, device.type)
         report.write_json(options.out, head, results, benchmark="throughput_model", settings=stored)
         print(f"written: {report.public_path(str(options.out.resolve()))}")
-    if options.plot is not None:
-        stream_plot.draw_floors(options.plot, results)
     return fps_ttff.OK
 
 

@@ -13,9 +13,9 @@ from benchmarks import fps_ttff, throughput_model
 
 @pytest.mark.slow
 def test_the_floor_follows_from_what_the_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, plot = tmp_path / "floor.json", tmp_path / "floor.png"
+    out = tmp_path / "floor.json"
     words = ["--kv-context", "clean", "--steps", "2", "--rounds", "1", "--device", "cpu"]
-    words += ["--out", str(out), "--plot", str(plot)]
+    words += ["--out", str(out)]
     assert throughput_model.main(words) == fps_ttff.OK
     stored = json.loads(out.read_text())
     assert stored["benchmark"] == "throughput_model" and stored["header"]["warm_up"]
@@ -28,7 +28,7 @@ def test_the_floor_follows_from_what_the_file_says(tmp_path: Path, capsys: pytes
     assert figures["floor_s"] == pytest.approx(sum(part["floor_ms"] for part in parts) / 1000)
     steps = [value for name, values in found["raw"].items() if name.startswith("step") for value in values]
     assert figures["forward_s"] == median(steps) and figures["share"] == figures["floor_s"] / figures["forward_s"]
-    assert plot.stat().st_size > 10_000 and "share" in capsys.readouterr().out
+    assert "share" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

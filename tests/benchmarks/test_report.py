@@ -100,17 +100,6 @@ def test_the_readme_defines_the_figures_of_a_stored_result(folder: str, name: st
     assert found and not [figure for figure in found if f"`{figure}`" not in text]
 
 
-def test_the_readme_defines_the_columns_of_the_floor_each_in_a_line() -> None:
-    """Those that are words too; the others are figures of speed."""
-    lines = (report.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()
-    for path in report.RESULTS.glob("throughput_model*.json"):
-        for case in json.loads(path.read_text())["results"].values():
-            names = {*case} - {"figures", "parts", "raw"} | {name for part in case["parts"] for name in part}
-            assert {"part", "gflop", "set by", "fps_as_measured", "fps_at_the_floor"} <= names
-            for name in sorted(names):
-                assert [line for line in lines if line.startswith(f"| `{name}` | ")], name
-
-
 def test_a_table_is_markdown() -> None:
     assert report.table([{"what": "fps", "value": 41.5}, {"what": "n", "value": None}]).splitlines() == [
         "| what | value  |",

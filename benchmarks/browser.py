@@ -147,6 +147,11 @@ def chromium(width: int = 1280, height: int = 860, camera: Path | None = None) -
         browser.quit()
 
 
+def cpu_s(processes: Sequence[psutil.Process]) -> list[float]:
+    """Seconds that each has computed."""
+    return [sum(process.cpu_times()[:2]) for process in processes]
+
+
 def probe(browser: webdriver.Chrome) -> dict[str, Any]:
     """One look at the page; see `PROBE`."""
     found = browser.execute_async_script(PROBE)

@@ -280,7 +280,7 @@ def variant_of(text: str) -> tuple[str, tuple[str, ...]]:
     return name.strip(), tuple(shlex.split(words))
 
 
-def rows_variant(rows: int, adaptive: bool = False) -> tuple[str, tuple[str, ...]]:
+def rows_variant(rows: int, adaptive: bool) -> tuple[str, tuple[str, ...]]:
     words = ("--batching", "dynamic", "--max-rows", str(rows)) if rows > 1 else ()
     return (f"max_rows {rows}, adaptive", (*words, "--adaptive")) if adaptive else (f"max_rows {rows}", words)
 
@@ -355,11 +355,11 @@ def check(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, tupl
         raise ValueError(f"--share is {options.share:g}, but must be at most 1")
     if options.loads != sorted(set(options.loads)) or options.loads[0] <= 0:
         raise ValueError(f"--loads are {options.loads}, but must be above 0 and rise")
-    rows = [rows_variant(each) for each in options.rows] + [rows_variant(each, True) for each in options.adaptive]
-    variants = [*rows, *map(variant_of, options.variant)]
+    rows = [(each, False) for each in options.rows] + [(each, True) for each in options.adaptive]
+    variants = [*(rows_variant(*each) for each in rows), *map(variant_of, options.variant)]
     if not variants or len(dict(variants)) < len(variants):
         raise ValueError("give --rows or --variant, each name once")
-    if wrong := [each for each in (*options.rows, *options.adaptive) if not 1 <= each <= 16]:
+    if wrong := [each for each, _ in rows if not 1 <= each <= 16]:
         raise ValueError(f"--rows has {wrong[0]}, but must be from 1 to 16")
     return slo.parse(options.slo, LIMITS), dict(variants)
 

@@ -182,23 +182,12 @@ def _tell(before: Mapping[str, Any], after: Mapping[str, Any], found: Sequence[R
         head = tree["header"]
         load = head["hardware"].get(_LOAD)
         print(f"{name:6}  commit {head['commit']}, {head['date']}, torch {head['software'].get('torch')}, load {load}")
-    print(
-        report.table(
-            [
-                {
-                    "case": row.case,
-                    "figure": row.name,
-                    "unit": METRICS[row.name].unit,
-                    "better": METRICS[row.name].better,
-                    "before": row.before,
-                    "after": row.after,
-                    "after / before": row.ratio,
-                    "verdict": row.verdict,
-                }
-                for row in found
-            ]
-        )
-    )
+    rows = [
+        {"case": row.case, "figure": row.name, "unit": METRICS[row.name].unit, "better": METRICS[row.name].better,
+         "before": row.before, "after": row.after, "after / before": row.ratio, "verdict": row.verdict}
+        for row in found
+    ]  # fmt: skip
+    print(report.table(rows))
 
 
 if __name__ == "__main__":

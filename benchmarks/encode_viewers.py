@@ -26,7 +26,7 @@ import httpx
 import psutil
 
 from benchmarks import report
-from benchmarks.browser import ROOT, SERVE, Server, end, running_server
+from benchmarks.browser import ROOT, SERVE, Server, cpu_s, end, running_server
 from streamdiff import clock
 
 PAINTED = (sys.executable, "-m", "benchmarks.time_code", "serve")
@@ -73,10 +73,6 @@ def watching(url: str, count: int) -> Iterator[Peers]:
         reader.join()
 
 
-def _cpu_s(processes: Sequence[psutil.Process]) -> list[float]:
-    return [sum(process.cpu_times()[:2]) for process in processes]
-
-
 def _stats(server: Server) -> dict[str, Any]:
     answer = httpx.get(server.url + "api/state", timeout=20).json()
     stats: dict[str, Any] = answer["stats"]
@@ -97,10 +93,10 @@ def _row(server: Server, count: int, seconds: float) -> dict[str, Any]:
     with watching(server.url + "whep", count) as peers:
         processes = [psutil.Process(peers.pid), web, server.engine]
         time.sleep(WARM_UP_S)
-        begun_s, cpu, seen, stats = clock.monotonic_s(), _cpu_s(processes), peers.seen, _stats(server)
+        begun_s, cpu, seen, stats = clock.monotonic_s(), cpu_s(processes), peers.seen, _stats(server)
         time.sleep(seconds)
         passed_s = clock.monotonic_s() - begun_s
-        used = [100 * (end - begin) / passed_s for begin, end in zip(cpu, _cpu_s(processes), strict=True)]
+        used = [100 * (end - begin) / passed_s for begin, end in zip(cpu, cpu_s(processes), strict=True)]
         after, latest = peers.seen, _stats(server)
     frames = [(end["frames"] - begin["frames"]) / passed_s for begin, end in zip(seen, after, strict=True)]
     sent = [(end["bytes"] - begin["bytes"]) / passed_s for begin, end in zip(seen, after, strict=True)]

@@ -168,18 +168,10 @@ def result_of(raw: Raw) -> dict[str, Any]:
 # ---- telling -----------------------------------------------------------------------------------------------------
 
 _COLUMNS = {
-    "fps": "fps",
-    "TTFF s": "ttff_s",
-    "2nd chunk s": "second_chunk_s",
-    "chunk p50 s": "chunk_p50_s",
-    "p95": "chunk_p95_s",
-    "p99": "chunk_p99_s",
-    "prompt p50 s": "control_p50_s",
-    "stalls 0 s": "stalls_0",
-    "0.5 s": "stalls_0.5",
-    "1 s": "stalls_1",
-    "peak GiB": "peak_gib",
-}
+    "fps": "fps", "TTFF s": "ttff_s", "2nd chunk s": "second_chunk_s", "chunk p50 s": "chunk_p50_s",
+    "p95": "chunk_p95_s", "p99": "chunk_p99_s", "prompt p50 s": "control_p50_s", "stalls 0 s": "stalls_0",
+    "0.5 s": "stalls_0.5", "1 s": "stalls_1", "peak GiB": "peak_gib",
+}  # fmt: skip
 _PARTS = ("text", "step", "clean", "decode", "copy", "encode")
 
 

@@ -43,15 +43,11 @@ SETTLE_S = 90.0
 CLOCK = (sys.executable, "-m", "benchmarks.time_code", "serve")
 
 
-def _percentile(values: Sequence[float], percent: int) -> float:
-    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
-
-
 def _spread_ms(values: Sequence[float]) -> dict[str, float | int]:
     return {
         "count": len(values),
         "median_ms": round(statistics.median(values), 1),
-        "p95_ms": round(_percentile(values, 95), 1),
+        "p95_ms": round(report.percentile(values, 95), 1),
         "min_ms": round(min(values), 1),
         "max_ms": round(max(values), 1),
     }

@@ -38,10 +38,6 @@ from streamdiff.models.transformer.weights import kept_dtype
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
 
-EPILOG = """examples:
-  python -m benchmarks.kernel_count
-  python -m benchmarks.kernel_count --out benchmarks/results/kernel_count.json
-"""
 WAN_1_3B: dict[str, Any] = {
     "num_attention_heads": 12,
     "attention_head_dim": 128,
@@ -214,17 +210,13 @@ def measure() -> list[dict[str, report.Value]]:
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
-        "benchmarks.kernel_count", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawTextHelpFormatter
+        "benchmarks.kernel_count", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--names", action="store_true", help="print the operations of a block of LongLive")
     options = parser.parse_args(argv)
     head = report.header(argv, warm_up="none: nothing is timed; the chunk's earlier steps are not counted")
     rows = measure()
     print(report.table(rows))
-    if options.names:
-        spec = spec_of("longlive-1.3b")
-        print(*per_block(lambda blocks: micro_step(spec, "clean", blocks)).names)
     if options.out is not None:
         report.write_json(options.out, head, {"per_block": rows})
     return 0

@@ -26,7 +26,7 @@ import psutil
 from selenium import webdriver
 
 from benchmarks import report
-from benchmarks.browser import SERVE, Server, chromium, probe, running_server
+from benchmarks.browser import SERVE, Server, chromium, cpu_s, probe, running_server
 from streamdiff import clock
 
 WARM_UP_S = 5.0
@@ -95,16 +95,12 @@ def _new_sessions(browser: webdriver.Chrome, url: str, count: int) -> list[float
     return found
 
 
-def _cpu_s(processes: Sequence[psutil.Process]) -> list[float]:
-    return [sum(process.cpu_times()[:2]) for process in processes]
-
-
 def _playback(browser: webdriver.Chrome, server: Server, seconds: float) -> dict[str, Any]:
     """Delivery over `seconds`, and what the processes used meanwhile and all cores had left, in percent of one."""
     processes = [psutil.Process(server.process.pid), server.engine]
-    before, cpu_before, idle_s = probe(browser), _cpu_s(processes), psutil.cpu_times().idle
+    before, cpu_before, idle_s = probe(browser), cpu_s(processes), psutil.cpu_times().idle
     time.sleep(seconds)
-    after, cpu_after, idle_s = probe(browser), _cpu_s(processes), psutil.cpu_times().idle - idle_s
+    after, cpu_after, idle_s = probe(browser), cpu_s(processes), psutil.cpu_times().idle - idle_s
     old, new = before["inbound"], after["inbound"]
     passed_s = (new["timestamp"] - old["timestamp"]) / 1000
     delayed = new["jitterBufferEmittedCount"] - old["jitterBufferEmittedCount"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -25,12 +25,9 @@ class Count:
     attention: int = 0
     moved_bytes: int = 0
     copied_bytes: int = 0
-    names: list[str] = field(default_factory=list)
 
     def __sub__(self, other: Count) -> Count:
-        mine, theirs = vars(self), vars(other)
-        names = self.names[len(other.names) :]
-        return Count(**{name: mine[name] - theirs[name] for name in mine if name != "names"}, names=names)
+        return Count(**{name: value - vars(other)[name] for name, value in vars(self).items()})
 
 
 class Counter(TorchDispatchMode):
@@ -61,7 +58,6 @@ class Counter(TorchDispatchMode):
     def _add(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         count = self.count
         count.operations += 1
-        count.names.append(name)
         if name in _MATRIX or "attention" in name:
             count.matrix += name in _MATRIX
             count.attention += "attention" in name

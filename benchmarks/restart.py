@@ -183,15 +183,15 @@ async def _lost_s(http: httpx.AsyncClient, server: Server) -> float:
     return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(_LOST))
 
 
-async def _restart(server: Server, viewers: Sequence[Viewer], rank: int, stages: int, rest_s: float) -> Restart:
-    """One kill after `rest_s` seconds, and what follows."""
-    await asyncio.sleep(rest_s)
+async def _restart(server: Server, viewers: Sequence[Viewer], options: argparse.Namespace) -> Restart:
+    """One kill after `--rest` seconds, and what follows."""
+    await asyncio.sleep(options.rest)
     before = [len(viewer.changes_s) for viewer in viewers]
     await _until(
         "viewers see the stream",
         lambda: all(len(v.changes_s) > seen + STEADY_FRAMES for v, seen in zip(viewers, before, strict=True)),
     )
-    process = engine_process(server, rank, stages)
+    process = engine_process(server, options.rank, options.stages)
     killed_s = clock.monotonic_s()
     process.kill()
     await _until("viewers see new pictures after the kill", lambda: of_viewers(viewers, killed_s) is not None)
@@ -200,9 +200,7 @@ async def _restart(server: Server, viewers: Sequence[Viewer], rank: int, stages:
     return found
 
 
-async def _measure(
-    server: Server, count: int, repeats: int, rank: int, stages: int, rest_s: float, keeps: bool
-) -> list[Restart]:
+async def _measure(server: Server, options: argparse.Namespace) -> list[Restart]:
     task = asyncio.current_task()
     assert task is not None
     # As asyncio does for Ctrl-C: viewers have threads, which end with their connections and not with an exception.
@@ -210,34 +208,31 @@ async def _measure(
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(httpx.AsyncClient(timeout=20))
         viewers = []
-        for _ in range(count):
+        for _ in range(options.viewers):
             viewers.append(await _join(http, server.url + "whep"))
             assert viewers[-1].pc is not None
             stack.push_async_callback(viewers[-1].pc.close)
-        with tqdm(total=repeats, desc="restarts", dynamic_ncols=True) as bar:
-            found = []
-            for _ in range(repeats):
-                before_s = await _lost_s(http, server)
-                one = await _restart(server, viewers, rank, stages, rest_s)
-                lost_s = await _lost_s(http, server) - before_s
-                found.append(replace(one, kept_past=lost_s) if keeps else one)
-                bar.update()
+        found = []
+        for _ in tqdm(range(options.repeats), desc="restarts", dynamic_ncols=True):
+            before_s = await _lost_s(http, server)
+            one = await _restart(server, viewers, options)
+            lost_s = await _lost_s(http, server) - before_s
+            found.append(one if options.keep_s is None else replace(one, kept_past=lost_s))
         return found
 
 
 def measure(options: argparse.Namespace) -> list[Restart]:
     """All restarts of a server of its own; see `parser`."""
-    viewers, repeats, rank, stages = options.viewers, options.repeats, options.rank, options.stages
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="streamdiff-") as limits:
         # One more than wanted: an engine that cannot start again ends the benchmark with the server's own reason.
-        serve = {"restarts": repeats + 1, "restart_wait_s": 0.0, "spare": not options.no_spare}
-        serve |= {"keep_s": options.keep_s}
+        serve = {"restarts": options.repeats + 1, "restart_wait_s": 0.0}
+        serve |= {"spare": not options.no_spare, "keep_s": options.keep_s}
         yaml.safe_dump({"serve": serve}, limits)
         limits.flush()
-        with running_server((*SERVE, "--config", limits.name, "--stages", str(stages), *options.serve)) as server:
-            return asyncio.run(
-                _measure(server, viewers, repeats, rank, stages, options.rest, options.keep_s is not None)
-            )
+        with running_server(
+            (*SERVE, "--config", limits.name, "--stages", str(options.stages), *options.serve)
+        ) as server:
+            return asyncio.run(_measure(server, options))
 
 
 # ---- telling -----------------------------------------------------------------------------------------------------

@@ -46,17 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "soak.xml"
         endless = ("-o", "timeout=0", "-o", "faulthandler_timeout=0")  # they take as long as they take
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "--soak",
-            "--no-skips",
-            "-q",
-            f"--junit-xml={junit}",
-            *endless,
-            *chosen,
-        ]
+        command = [sys.executable, "-m", "pytest", "--soak", "--no-skips", "-q", f"--junit-xml={junit}"]
+        command += [*endless, *chosen]
         code = subprocess.run(command, cwd=report.ROOT, check=False).returncode
         results = outcomes(junit.read_text()) if junit.exists() else {}
     if not results:

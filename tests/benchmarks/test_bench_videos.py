@@ -42,21 +42,9 @@ def test_our_own_server_makes_all_of_them(tmp_path: Path) -> None:
     async def main() -> list[Video]:
         async with open_site(config, pipeline) as site:  # type: ignore[arg-type]
             size = f"{model.spec.width}x{model.spec.height}"
-            words = [
-                "--num-prompts",
-                "4",
-                "--max-concurrency",
-                "2",
-                "--seconds",
-                "0.5",
-                "--size",
-                size,
-                "--poll",
-                "0.05",
-            ]
-            videos, seconds = await bench_videos.drive(
-                options("--base-url", f"{site.base}/v1/", *words), ["a blue star"]
-            )
+            words = ["--num-prompts", "4", "--max-concurrency", "2", "--seconds", "0.5", "--size", size]
+            given = options("--base-url", f"{site.base}/v1/", *words, "--poll", "0.05")
+            videos, seconds = await bench_videos.drive(given, ["a blue star"])
             assert seconds > 0
             listed = (await site.http.get("/v1/videos")).json()["data"]
             assert sorted(each["seed"] for each in listed) == [0, 1, 2, 3, 4]  # the last one is the warm-up's

@@ -3,7 +3,7 @@
     python -m benchmarks.decode_paths                                     # the embedded model's: a minute, compiling
     python -m benchmarks.decode_paths --vae random:wan2.1 --size 832x480 --device cuda --at-once 3
 
-Paths: `plain`; `compiled` (`--compile on`); `yuv420` (`--pictures yuv420`); `both`; `bfloat16`. The embedded model's
+Paths: `plain`; `compiled` (`--compile on`); `yuv420` (a server on CUDA); `both`; `bfloat16`. The embedded model's
 decoder, and any on a CPU, runs in float32 on all but the last; others in bfloat16. Each path with channels last, and,
 with `--layouts`, with the width last too. Seconds are those of a chunk on the device, its copy to the host included;
 `ratio` is how many times as fast as the first row a path is, by the medians. `off_by` compares pictures, in levels

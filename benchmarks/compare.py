@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, stream_plot
+from benchmarks import report
 from benchmarks.metrics import METRICS
 from streamdiff.errors import ConfigError
 
@@ -152,13 +152,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threshold", type=float, metavar="SHARE", help="how much worse is too much, 0.05 for 5 %%")
     parser.add_argument("--only", metavar="FIGURE,FIGURE", help="compare these figures only")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the comparison as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios: .png, .svg or .pdf")
     options = parser.parse_args(argv)
     if options.threshold is not None and not 0 <= options.threshold < 1000:
         parser.error(f"--threshold is {options.threshold:g}, but must be 0 or more: 0.05 stands for 5 %")
     try:
-        if options.plot is not None:
-            stream_plot.check(options.plot)
         before, after = read(options.before), read(options.after)
         found = rows(before, after, options.only.split(",") if options.only else None)
     except ConfigError as error:
@@ -172,8 +169,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         head = report.header(["benchmarks.compare", *argv] if argv is not None else None, warm_up="none: two files")
         sides = {"before": before["header"], "after": after["header"]}
         report.write_json(options.out, head, {"rows": stored}, threshold=options.threshold, **sides)
-    if options.plot is not None:
-        stream_plot.draw_ratios(options.plot, {f"{row.case}: {row.name}": row.ratio for row in found})
     if options.threshold is None:
         return SAME
     bad = [row for row in found if row.worse is not None and row.worse > options.threshold]

@@ -4,7 +4,7 @@ Starts `streamdiff serve` as a user would. The viewers are real aiortc peers in 
 DTLS, SRTP, packets put together into frames, reports sent back, but no picture decoded, so that one machine can play
 many. Their CPU is not counted, but they share the machine's cores.
 
-    python -m benchmarks.encode_viewers --out benchmarks/results/encode_viewers.json --plot viewers.png
+    python -m benchmarks.encode_viewers --out benchmarks/results/encode_viewers.json
 """
 
 from __future__ import annotations
@@ -136,31 +136,8 @@ def measure(counts: Sequence[int], seconds: float, command: Sequence[str] = SERV
     }
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """CPU and frame rates over the number of viewers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    counts = [row["viewers"] for row in rows]
-    for name, label in (("cpu_percent_web", "web process"), ("cpu_percent_engine", "engine")):
-        left.plot(counts, [row[name] for row in rows], marker="o", label=label)
-    for name, label in (("shown_fps", "shown by the engine"), ("viewer_fps_min", "got by the worst viewer")):
-        right.plot(counts, [row[name] for row in rows], marker="o", label=label)
-    left.set(xlabel="viewers", ylabel="% of one core", ylim=(0, None))
-    right.set(xlabel="viewers", ylabel="frames per second", ylim=(0, None))
-    for axes in (left, right):
-        axes.legend()
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and write JSON and a plot."""
+    """Measure, print, and write JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.encode_viewers", description="what viewers cost, encoded once for all"
     )
@@ -170,7 +147,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the engine (default auto)"
     )
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--plot", type=Path, help="picture to write: .png or .svg")
     parser.add_argument(
         "--painted", action="store_true", help="an engine that paints instead of computing: what the web side costs"
     )
@@ -194,8 +170,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = measure(counts, arguments.seconds, command)
     print(report.table(found["rows"]))
     print(f"each added viewer: {found['cpu_percent_per_added_viewer']} % of one core in the web process")
-    if arguments.plot is not None:
-        plot(found["rows"], arguments.plot)
     if arguments.out is not None:
         report.write_json(arguments.out, header, found)
     return 0

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import report, stream_case, stream_options, stream_plot
@@ -73,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     amounts.add_argument(
         "--playback-fps", type=float, metavar="N", help="of the simulated viewer (default: the model's)"
     )
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
     made.add_argument("--profile", type=Path, metavar="DIR", help="after measuring, trace some chunks of every case")
     made.add_argument("--profile-chunks", type=int, metavar="N", help="how many, 1 to 100 (default 4)")
     return made
@@ -159,13 +161,8 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]
 
 def result_of(raw: Raw) -> dict[str, Any]:
     """What stands in the file for a case."""
-    found = {name: value for name, value in figures(raw).items()}
-    steps = {name: figures_of(values) for name, values in raw.parts.items() if name.startswith("step ")}
-    return {"figures": found, "step_s_by_step": steps, "remarks": raw.remarks, "raw": raw.to_json()}
-
-
-def figures_of(values: Sequence[float]) -> float:
-    return report.percentile(values, 50)
+    steps = {name: median(values) for name, values in raw.parts.items() if name.startswith("step ")}
+    return {"figures": figures(raw), "step_s_by_step": steps, "remarks": raw.remarks, "raw": raw.to_json()}
 
 
 # ---- telling -----------------------------------------------------------------------------------------------------
@@ -246,20 +243,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = INTERRUPTED if isinstance(asked, KeyboardInterrupt) else TERMINATED
     if results:
         done = [case for case in all_cases if case.label in results]
-        _tell(options, head, done, results, {"device": str(device), "weights": note(done), "failed": failed})
+        more: dict[str, Any] = {"device": str(device), "weights": note(done), "failed": failed}
+        _tell(options, head, stream_case.settings(done, str(device)), results, more)
     return code
 
 
 def _tell(
-    options: argparse.Namespace,
-    head: report.Header,
-    done: Sequence[Case],
-    results: Mapping[str, Any],
-    more: Mapping[str, Any],
+    options: argparse.Namespace, head: report.Header, stored: dict[str, Any], results: dict[str, Any], more: Any
 ) -> None:
     print(tables(results))
     if options.out is not None:
-        stored = stream_case.settings(done, str(more["device"]))
         report.write_json(options.out, head, results, benchmark="fps_ttff", settings=stored, **more)
         print(f"written: {report.public_path(str(options.out.resolve()))}")
     if options.plot is not None:

@@ -8,7 +8,7 @@ Two servers, one after the other, each with the browser beside it on this machin
 - `streamdiff serve` with the embedded model; `prompt_to_pixel` counts from the message's sending to the first presented
   picture of the new colour.
 
-    python -m benchmarks.glass_to_glass --out benchmarks/results/glass_to_glass.json --plot latency.png
+    python -m benchmarks.glass_to_glass --out benchmarks/results/glass_to_glass.json
 
 With `--camera` something else is measured: the browser's camera shows numbers (`benchmarks.camera_code`), the page
 sends it to `streamdiff serve` with the embedded model, which gives it back at a strength near 0, and `camera_to_screen`
@@ -148,23 +148,8 @@ def _stats(url: str) -> dict[str, Any]:
     return dict(httpx.get(url + "api/state", timeout=20).json()["stats"])
 
 
-def plot(ages_ms: Sequence[float], path: Path) -> None:
-    """How often which age was seen."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.hist(ages_ms, bins=40)
-    axes.set(xlabel="ms from made to seen", ylabel="pictures", xlim=(0, None))
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and write JSON and a plot."""
+    """Measure, print, and write JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.glass_to_glass", description="how old pictures are, and prompts, when they are seen"
     )
@@ -189,7 +174,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--camera", action="store_true", help="measure the way from the browser's camera instead")
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--plot", type=Path, help="picture to write: .png or .svg")
     arguments = parser.parse_args(argv)
     if arguments.seconds <= 0 or arguments.prompts < 0 or arguments.settle < 0:
         parser.error("--seconds must be above 0, --prompts and --settle at least 0")
@@ -214,8 +198,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append({"what": "prompt to pixel", **spread})
     print(report.table(rows))
     print(f"of it in the playout buffer: {found['picture_age']['buffer_ms']} ms")
-    if arguments.plot is not None:
-        plot(found["picture_age"]["latencies_ms"], arguments.plot)
     if arguments.out is not None:
         report.write_json(arguments.out, header, found)
     return 0

@@ -10,7 +10,7 @@ Each kill comes after so many seconds of video that the spare engine (`serve.spa
     python -m benchmarks.restart
     python -m benchmarks.restart --no-spare --rest 0
     python -m benchmarks.restart --keep-s 5
-    python -m benchmarks.restart --stages 2 --rank 1 --out restart.json --plot restart.png
+    python -m benchmarks.restart --stages 2 --rank 1 --out restart.json
 """
 
 from __future__ import annotations
@@ -37,14 +37,11 @@ from av import VideoFrame
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from benchmarks import peers, report, stream_plot
+from benchmarks import peers, report
 from benchmarks.browser import SERVE, Server, running_server
 from streamdiff import clock
-from streamdiff.errors import ConfigError
 
-OK, LOST, USAGE, STOPPED = 0, 1, 2, 128 + signal.SIGTERM
-GOAL_S = 5.0
-"""What is aimed at with the embedded model on a CPU, for drawing only."""
+OK, LOST, STOPPED = 0, 1, 128 + signal.SIGTERM
 LIMIT_S = 300.0
 STEADY_FRAMES = 40
 """Pictures that differ from the one before, at every viewer, before a kill."""
@@ -246,29 +243,6 @@ def measure(options: argparse.Namespace) -> list[Restart]:
 # ---- telling -----------------------------------------------------------------------------------------------------
 
 
-def plot(restarts: Sequence[Restart], path: Path) -> None:
-    """What happened when, restart by restart."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    canvas, axes = pyplot.subplots(figsize=(7, 4))
-    numbers = range(1, len(restarts) + 1)
-    axes.plot(numbers, [each.told_s for each in restarts], "o", label="viewers are told")
-    axes.plot(numbers, [each.running_s for each in restarts], "s", label="the engine runs")
-    for number, each in zip(numbers, restarts, strict=True):
-        label = "a viewer sees a new picture" if number == 1 else None
-        axes.plot([number] * len(each.resumed_s), each.resumed_s, "_", color="black", markersize=16, label=label)
-    axes.axhline(GOAL_S, color="gray", linestyle=":", label="goal")
-    axes.set(xlabel="restart", ylabel="seconds after the kill", xticks=list(numbers), ylim=(0, None))
-    axes.legend()
-    axes.grid(alpha=0.3)
-    canvas.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.savefig(path)
-
-
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.restart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -281,13 +255,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--keep-s", type=float, metavar="N", help="keep what plays every N seconds (serve.keep_s)")
     made.add_argument("--viewers", type=int, default=3, help="viewers who watch (default 3)")
     made.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="picture to write: .png or .svg")
     made.add_argument("serve", nargs="*", help="further arguments of `streamdiff serve`, after --")
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and write JSON and a plot."""
+    """Measure, print, and write JSON."""
     made = parser()
     options = made.parse_args(argv)
     for name in ("stages", "repeats", "viewers"):
@@ -295,12 +268,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             made.error(f"--{name} is {getattr(options, name)}, but must be 1 or more")
     if not 0 <= options.rank < options.stages:
         made.error(f"--rank is {options.rank}, but with --stages {options.stages} it must be 0 to {options.stages - 1}")
-    try:
-        if options.plot is not None:
-            stream_plot.check(options.plot)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE
     head = report.header(
         ["benchmarks.restart", *argv] if argv is not None else None,
         warm_up=f"{options.rest:g} s and {STEADY_FRAMES} moving pictures at every viewer before each kill",
@@ -319,8 +286,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = {label: {name: getattr(options, name) for name in names}}
         result: dict[str, Any] = {"figures": found, "kept": kept, "restarts": [vars(each) for each in restarts]}
         report.write_json(options.out, head, {label: result}, benchmark="restart", settings=settings)
-    if options.plot is not None:
-        plot(restarts, options.plot)
     return OK if kept == options.viewers else LOST
 
 

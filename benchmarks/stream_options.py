@@ -52,7 +52,6 @@ def add(made: argparse.ArgumentParser) -> None:
         "--rounds", type=int, metavar="N", help=f"chunks that give the parts' times (default {Amount().rounds})"
     )
     made.add_argument("--out", type=Path, metavar="FILE", help="write everything as JSON, raw times included")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
     made.add_argument("--list", action="store_true", help="only say what would be measured")
 
 

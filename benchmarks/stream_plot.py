@@ -50,36 +50,3 @@ def part_s(result: Mapping[str, Any], name: str) -> float:
     if name == "steps":
         return float(sum(result["step_s_by_step"].values()))
     return float(result["figures"][f"{name}_s"] or 0.0)
-
-
-def draw_floors(path: Path, results: Mapping[str, Any]) -> None:
-    """Draw `results` (as `throughput_model` writes them) to `path`: the floor by parts, and the measured forward."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 2 + 0.9 * len(results)), layout="constrained")
-    axes = figure.subplots()
-    for number, (label, result) in enumerate(results.items()):
-        left = 0.0
-        for place, part in enumerate(result["parts"]):
-            shown = part["part"] if number == 0 else None
-            axes.barh(f"{label}: floor", part["floor_ms"], left=left, color=f"C{place}", label=shown)
-            left += part["floor_ms"]
-        axes.barh(f"{label}: measured", 1000 * result["figures"]["forward_s"], color="lightgray")
-    axes.invert_yaxis()
-    axes.set_xlabel("a forward of one chunk, ms")
-    axes.legend(fontsize="small", loc="lower right")
-    figure.savefig(path)
-
-
-def draw_ratios(path: Path, ratios: Mapping[str, float | None]) -> None:
-    """Draw ratios after / before by figure, the line at 1 for what is the same; figures without one are left out."""
-    from matplotlib.figure import Figure
-
-    there = {label: ratio for label, ratio in ratios.items() if ratio is not None}
-    figure = Figure(figsize=(11, 1.5 + 0.3 * len(there)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(list(there), list(there.values()), color="tab:blue")
-    axes.axvline(1.0, color="black")
-    axes.invert_yaxis()
-    axes.set_xlabel("after / before")
-    figure.savefig(path)

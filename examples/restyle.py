@@ -1,8 +1,7 @@
 """A video made into another: `python restyle.py [VIDEO]` writes restyled.mp4, the input left, the stream beside it.
 
-Shape, colour and background become the prompt's. Without a video it takes one that the
-model makes itself. The result plays at the model's rate. The embedded model hardly follows a video yet (docs/input.md):
-its star is where the circle is because both begin in the middle and move alike.
+Shape, colour and background become the prompt's. Without a video it takes one that the model makes itself. The result
+plays at the model's rate. The embedded model follows videos of its own world, but not always (docs/input.md).
 """
 
 import sys

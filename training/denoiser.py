@@ -1,7 +1,7 @@
 """Stage two of training the embedded model: the causal transformer, on latents of the trained autoencoder.
 
 Diffusion forcing: every chunk has its own noise level and sees the chunks before it, at theirs. A step adds up losses,
-each the flow's mean squared error (decisions 0006 and 0017):
+each the flow's mean squared error (decision 0006):
 
 - *window*, five chunks: `staircase`, whose levels fall with age as in a full ring, `clean`, where noisy copies of the
   chunks each see the clean copies of their past, or `anchored`, all at one level, with or without clean anchors;

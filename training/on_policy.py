@@ -2,7 +2,7 @@
 
 A stream that goes on for long sees nothing but its own chunks, whose small faults add up: a star that crosses the edge
 of the picture loses an arm, and is copied without it ever after. So the network plays streams of its own while it is
-trained. This is DAgger (Ross, Gordon, Bagnell 2011; decision 0017): the teacher answers on the states that the pupil
+trained. This is DAgger (Ross, Gordon, Bagnell 2011; decision 0006): the teacher answers on the states that the pupil
 comes to.
 
 The world keeps the state that each stream should be in. Before it says how the next chunk must look, the state is moved

@@ -14,7 +14,7 @@ from training.windows import CHUNKS, Windows
 
 LEVELS = {4: sampling.schedule(4), 2: sampling.schedule(2)}
 CONTEXT_SIGMA = 0.25
-"""The level at which a stream remembers a finished chunk (decision 0011)."""
+"""The level at which a stream remembers a finished chunk (decision 0006)."""
 LOWEST = 0.2
 """The least noise that a step is trained on: with less, what is left to predict is detail that neither text nor past
 determines, and its error is large whatever is learnt."""
@@ -159,7 +159,7 @@ def _step_noise(batch: int, chunks: int, generator: torch.Generator) -> Tensor:
 
 
 def _context_noise(sigma: Tensor, generator: torch.Generator) -> Tensor:
-    """Lift half of the clean levels to at most 0.3: a finished chunk is remembered at 0.25 (decision 0011)."""
+    """Lift half of the clean levels to at most 0.3: a finished chunk is remembered at 0.25 (decision 0006)."""
     lifted = 0.3 * torch.rand(sigma.shape, generator=generator)
     pick = torch.rand(sigma.shape, generator=generator) < 0.5
     return torch.where((sigma == 0) & pick, lifted, sigma)

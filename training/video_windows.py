@@ -2,7 +2,7 @@
 
 What the noisy chunk shows has other colors, shapes, sizes, scenery and weather than the prompt says, and often other
 motions. What is to come of it has the prompt's look, and the video's places and motions: where the video is, is the
-video's to say (decision 0054).
+video's to say (training/DIARY.md).
 """
 
 from __future__ import annotations

@@ -58,19 +58,16 @@ def test_a_verdict_knows_which_direction_is_better(
     assert compare.Row(CASE, name, before, after).verdict == verdict
 
 
-@pytest.mark.slow
 def test_figures_are_compared_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.json"
     before, after = result(fps=40.0, ttff_s=0.4, text_s=None), result(fps=50.0, ttff_s=0.5, text_s=None)
     after["header"]["commit"] = "ba9876543210"
     after["header"]["software"]["torch"] = "2.14"
     after["header"]["hardware"]["load_average"] = 3.0
-    plot = tmp_path / "ratios.png"
-    assert compared(tmp_path, before, after, "--out", str(out), "--plot", str(plot)) == compare.SAME
+    assert compared(tmp_path, before, after, "--out", str(out)) == compare.SAME
     tree = json.loads(out.read_text())
     assert set(tree["header"]) == {"command", "date", "commit", "hardware", "software", "threads", "warm_up"}
     assert (tree["before"], tree["after"]) == (before["header"], after["header"])
-    assert plot.stat().st_size > 5_000
     stored = {row["figure"]: row["ratio"] for row in tree["results"]["rows"]}
     assert stored == {"fps": pytest.approx(1.25), "ttff_s": pytest.approx(1.25)}
     printed = capsys.readouterr().out
@@ -127,17 +124,12 @@ def test_what_is_no_result_is_refused(
     assert told in capsys.readouterr().err
 
 
-def test_a_picture_of_no_kind_is_refused_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare.main(["none.json", "none.json", "--plot", "ratios.txt"]) == compare.REFUSED
-    assert "--plot is 'ratios.txt', but must end in" in capsys.readouterr().err
-
-
 def test_an_unknown_figure_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compared(tmp_path, result(fps=1.0), result(fps=1.0), "--only", "speed") == compare.REFUSED
     assert "--only names 'speed'" in capsys.readouterr().err
 
 
 def test_the_readme_defines_every_figure() -> None:
-    lines = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     for name, metric in METRICS.items():
-        assert f"| `{name}` | {metric.unit} | {metric.better} | {metric.meaning} |" in lines, name
+        assert f"| `{name}` | {metric.unit} | {metric.better} | " in text, name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.soak
-def test_it_counts_what_viewers_get_and_use(tmp_path: Path) -> None:
+def test_it_counts_what_viewers_get_and_use() -> None:
     found = encode_viewers.measure([1, 3], 1.5, encode_viewers.PAINTED)
     assert [row["viewers"] for row in found["rows"]] == [1, 3]
     for row in found["rows"]:
@@ -22,8 +21,6 @@ def test_it_counts_what_viewers_get_and_use(tmp_path: Path) -> None:
         assert row["shown_fps"] > 0
         assert row["kbit_s_per_viewer"] > 0
         assert row["cpu_percent_web"] > 0
-    encode_viewers.plot(found["rows"], tmp_path / "viewers.png")
-    assert (tmp_path / "viewers.png").stat().st_size > 1000
     assert json.loads(json.dumps(found)) == found
 
 

@@ -88,8 +88,7 @@ SPREAD = {"count", "latencies_ms", "max_ms", "max_s", "median_ms", "median_s", "
 @pytest.mark.parametrize(
     ("folder", "name"),
     [
-        *(("benchmarks", name) for name in ("encode_viewers", "glass_to_glass", "hot_path_tiny", "live_browser")),
-        *(("benchmarks", name) for name in ("ring_schedule", "scheduler_cost")),
+        *(("benchmarks", name) for name in ("encode_viewers", "glass_to_glass", "live_browser", "ring_schedule")),
         *(("training", name) for name in ("autoencoder_quality", "tiny_quality")),
     ],
 )
@@ -99,17 +98,6 @@ def test_the_readme_defines_the_figures_of_a_stored_result(folder: str, name: st
     found = numbers(stored["results"]) - CONDITIONS - SPREAD
     text = (report.ROOT / folder / "README.md").read_text(encoding="utf-8")
     assert found and not [figure for figure in found if f"`{figure}`" not in text]
-
-
-def test_the_readme_defines_the_columns_of_the_floor_each_in_a_line() -> None:
-    """Those that are words too; the others are figures of speed."""
-    lines = (report.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").splitlines()
-    for path in report.RESULTS.glob("throughput_model*.json"):
-        for case in json.loads(path.read_text())["results"].values():
-            names = {*case} - {"figures", "parts", "raw"} | {name for part in case["parts"] for name in part}
-            assert {"part", "gflop", "set by", "fps_as_measured", "fps_at_the_floor"} <= names
-            for name in sorted(names):
-                assert [line for line in lines if line.startswith(f"| `{name}` | ")], name
 
 
 def test_a_table_is_markdown() -> None:

@@ -59,24 +59,8 @@ def test_a_picture_is_another_one_where_a_shape_has_moved_and_not_where_a_codec_
 def test_a_rank_of_a_real_server_is_killed_and_three_viewers_see_video_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, plot = tmp_path / "restart.json", tmp_path / "restart.png"
-    words = [
-        "--stages",
-        "1",
-        "--rank",
-        "0",
-        "--repeats",
-        "1",
-        "--rest",
-        "0",
-        "--no-spare",
-        "--keep-s",
-        "1",
-        "--out",
-        str(out),
-        "--plot",
-        str(plot),
-    ]
+    out = tmp_path / "restart.json"
+    words = ["--repeats", "1", "--rest", "0", "--no-spare", "--keep-s", "1", "--out", str(out)]
     assert restart.main(words) == restart.OK
     stored = json.loads(out.read_text())
     assert stored["benchmark"] == "restart"
@@ -89,7 +73,6 @@ def test_a_rank_of_a_real_server_is_killed_and_three_viewers_see_video_again(
         assert 0 < each["told_s"] < each["running_s"] < max(each["resumed_s"])
         assert each["kept_past"] >= 0
         assert len(each["resumed_s"]) == len(each["still_s"]) == 3
-    assert plot.stat().st_size > 5000
     assert f"| {label} " in capsys.readouterr().out
 
 

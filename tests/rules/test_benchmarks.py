@@ -36,7 +36,7 @@ def test_a_result_says_what_went_before_as_warm_up(path) -> None:
 
 def test_those_that_write_results_are_found() -> None:
     names = {path.stem for path in PROGRAMS}
-    assert names >= {"fps_ttff", "ring_schedule", "scheduler_cost", "hot_path"}
+    assert names >= {"fps_ttff", "ring_schedule", "throughput_model", "restart"}
     assert names >= {"autoencoder_quality", "tiny_quality", "restyle_quality"}
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from tests.rules.source import ROOT
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FOLDERS = ("docs", "benchmarks", "training")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
+DECISIONS = {path.name[:4]: path for path in sorted((ROOT / "docs" / "decisions").glob("*.md"))}
 
 
 @pytest.mark.slow
@@ -60,3 +62,21 @@ def test_every_fault_that_is_told_of_is_played_by_a_test() -> None:
     for line in lines:
         [(place, name)] = re.findall(r"`([\w/]+\.py)::(test_\w+)`", line)
         assert f"def {name}(" in (ROOT / "tests" / place).read_text("utf-8"), line
+
+
+@pytest.mark.parametrize("number", DECISIONS)
+def test_a_decision_fits_on_a_page(number: str) -> None:
+    text = DECISIONS[number].read_text("utf-8")
+    assert text.startswith(f"# {number}: ") and "**Question.**" in text and "**Price.**" in text
+    assert len(text.split()) <= 400
+
+
+def test_the_decisions_that_code_and_documents_name_exist() -> None:
+    sources = [path for folder in ("streamdiff", "tests", *FOLDERS) for path in (ROOT / folder).rglob("*.py")]
+    named = {
+        (path.relative_to(ROOT), number)
+        for path in [*sources, *DOCUMENTS]
+        for number in re.findall(r"(?:decisions/|[Dd]ecisions? )(\d{4})", path.read_text("utf-8"))
+    }
+    assert len(named) > 20
+    assert {(path, number) for path, number in named if number not in DECISIONS} == set()

@@ -19,6 +19,7 @@ from streamdiff.engine.messages import Failed, Ready, Refused
 from streamdiff.errors import ConfigError
 from streamdiff.server import app as app_module
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
+from streamdiff.server.sessions.live_session import OPENING
 from tests.server.conftest import Site, open_site, run_scene
 from tests.server.scripted import CHUNK_FRAMES, COLOURS, Painter
 from tests.server.webrtc.test_viewers import _colour, _is, _until_colour
@@ -357,7 +358,7 @@ def test_a_session_that_cannot_open_is_no_silent_black_page() -> None:
             live = site.state.manager.get("default")
             assert live is not None
             live.opened = False
-            await site.client.inject(Refused("default", "", "prompt", "the prompt is silly"))
+            await site.client.inject(Refused("default", OPENING, "prompt", "the prompt is silly"))
             await site.state.manager.ended.wait()
             assert "silly" in (await site.http.get("/readyz")).json()["detail"]
 

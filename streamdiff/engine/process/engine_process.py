@@ -188,7 +188,7 @@ class EngineProcess(EngineHandle):
             env=child_process.environment(),
             # Ctrl-C in a terminal reaches the web process alone, which then ends the engine in order. The session stays
             # the web process's: Linux divides cores between sessions first, which starved one of the two for half a
-            # second where other processes took all cores (docs/decisions/0057-one-session-of-processes.md).
+            # second where other processes took all cores (docs/decisions/0056-playback-delay.md).
             process_group=0,
         )
         self._watching = asyncio.create_task(self._watch(self._process), name="engine-watch")

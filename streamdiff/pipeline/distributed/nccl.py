@@ -27,7 +27,7 @@ from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 FOREVER = timedelta(days=3650)
 MAX_CTAS = 4
 """Bounds the multiprocessors that a transfer holds while it waits for its match: NCCL gives one to point-to-point for
-every two. `NCCL_MAX_CTAS` in the environment wins. Reason: docs/decisions/0023."""
+every two. `NCCL_MAX_CTAS` in the environment wins. Reason: docs/decisions/0010."""
 GONE_S = 10.0
 """What an end has sent is there so long after it has closed, or never will be."""
 ENVIRONMENT = {
@@ -186,7 +186,7 @@ class NcclReceiver:
     What was received is read on the stream that is current when it is received, and again at the next `receive`.
 
     A follower is handed a message as soon as its record is there, and so is ahead of its device. The head's end is
-    `paced`: there a message comes back when the device has it (docs/decisions/0053).
+    `paced`: there a message comes back when the device has it (docs/decisions/0010).
     """
 
     def __init__(self, end: NcclEnd, paced: bool = False) -> None:
@@ -256,7 +256,7 @@ def warm_up(ends: Mapping[int, NcclSender | NcclReceiver], on_edge: Callable[[in
 
     A communicator connects its ranks at their first transfer, where the host of each waits for the other's: both ends
     of an edge come to it together, and never all ranks with a send, which would each wait for the next
-    (docs/decisions/0023). Afterwards nothing is under way on the device. `on_edge` is told which edge is next.
+    (docs/decisions/0010). Afterwards nothing is under way on the device. `on_edge` is told which edge is next.
     """
     for edge in sorted(ends):
         on_edge(edge)

@@ -10,7 +10,7 @@ tensors, so nothing is ever compiled again.
 Graphs of CUDA are captured at the start alone, for the caches of a pool (`CachePool`), which sessions have in turns.
 Rows of several sessions find theirs by slot numbers, so there is one graph for so many rows, whosever they are. Rows of
 one session are attended to where they lie, which spares a copy of the window: one graph for each cache of the pool
-(docs/decisions/0050-rows-that-pay.md).
+(docs/decisions/0020-compilation-and-graphs.md).
 """
 
 from __future__ import annotations

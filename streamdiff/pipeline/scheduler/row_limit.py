@@ -1,5 +1,5 @@
-"""How many rows the next forward takes where sessions share forwards. Pure logic, see docs/decisions/0031-rows.md and
-0050-rows-that-pay.md."""
+"""How many rows the next forward takes where sessions share forwards. Pure logic, see
+docs/decisions/0031-batching.md."""
 
 from __future__ import annotations
 

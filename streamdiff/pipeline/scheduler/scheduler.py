@@ -19,8 +19,8 @@ other sessions are handed, and in which order, is the same with and without them
 another session waits.
 
 **Rows.** Where `max_rows` is above 1, rows of several sessions share a forward, as many as leave the ring no emptier
-than it is without, and only as many as pay for what they cost (`RowLimit`; docs/decisions/0031-rows.md and
-0050-rows-that-pay.md). Which may is declared on the fields of `MicroStep` and `ScheduledSession`.
+than it is without, and only as many as pay for what they cost (`RowLimit`; docs/decisions/0031-batching.md). Which may
+is declared on the fields of `MicroStep` and `ScheduledSession`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Keeps a snapshot of each session that plays, from which it goes on when its engine or its server has failed; and
-hands sessions over to the next server. Decision 0039."""
+hands sessions over to the next server. Decision 0014."""
 
 from __future__ import annotations
 

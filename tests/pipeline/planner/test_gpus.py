@@ -16,7 +16,8 @@ from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from tests.rules.source import ROOT
 
 # Frames per second of Wan 1.3B at 832x480 in 4 steps that others have published for one GPU: who, on what, with which
-# autoencoder and window. The window of a clip of 81 frames that sees all of it is 12 latent frames on average.
+# autoencoder, and the window that the estimate takes. A clip of 81 frames that sees all of itself has a window of 12
+# latent frames on average; FlashDreams drops its first two chunks, which leaves 15.
 PUBLISHED = [
     ("FlashDreams", "h100", "self-forcing", "taew2_1", 12, 34.9),
     ("FlashDreams", "b200", "self-forcing", "taew2_1", 12, 59.1),

@@ -241,7 +241,7 @@ def test_a_chosen_attention_kernel_is_in_the_graph_too(backend: str) -> None:
 def test_what_is_compiled_is_the_plain_path_to_the_bit(
     kv_context: str, window: int, sink: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is handed to the compiler, whose own sums have another order: see docs/decisions/0029. In float32 the plain
+    """As it is handed to the compiler, whose own sums have another order: see docs/decisions/0020. In float32 the plain
     path of a CPU rotates by complex numbers, so there it is told to do as on other devices."""
     if dtype is torch.float32:
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

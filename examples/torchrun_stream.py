@@ -35,6 +35,7 @@ from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, 
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Event, FrameBatch, Opened
 from streamdiff.engine.process.rank0_server import host
+from streamdiff.server.media.encoder import as_rgb
 from streamdiff.video.writer import Frame, check_target, write_video
 
 
@@ -125,7 +126,6 @@ def live(options: argparse.Namespace, model: dict[str, object]) -> int:
             port=options.port,
             keep_s=options.keep_s,
             state_dir=options.state_dir,
-            pictures="rgb" if options.output else "auto",  # the file takes no other
         ),
     )
     recorder = Recorder(options.output, PlaybackConfig().fps, options.seconds) if options.output else None
@@ -137,7 +137,7 @@ def live(options: argparse.Namespace, model: dict[str, object]) -> int:
         if isinstance(event, FrameBatch):
             seen[0][1].add(len(event.pictures))
             for picture in event.pictures if recorder else ():
-                recorder.put(picture.copy())
+                recorder.put(as_rgb(picture).copy())
 
     code = host(config, tap)
     for engine, tally in seen:

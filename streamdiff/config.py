@@ -106,10 +106,6 @@ class ModelConfig(_Section):
     """PxC: P stages, each of which C ranks share, as 2x2; default: stages x 1."""
     decode: Literal["head", "last", "own-rank"] = "head"
     """Which rank of a ring decodes."""
-    decode_at_once: int | None = Field(None, ge=1, le=64)
-    """Latent frames per call of the decoder; default: 1 on cpu, a chunk on cuda."""
-    decode_layout: Literal["auto", "channels-last", "contiguous"] = "auto"
-    """How pictures lie in the decoder; auto: channels-last, but for Wan's on a cpu, and for preset plain."""
     link: Literal["auto", "gloo", "nccl"] = "auto"
     """What moves tensors between ranks. gloo: through host memory, over TCP; auto: nccl between GPUs, else gloo."""
     hang_s: float = Field(60.0, ge=1)
@@ -198,9 +194,10 @@ class BatchingConfig(_Section):
 
 
 class ServedModel(ModelConfig):
-    """The same for `serve`, and what its encoders are given; see `Config.served_model`."""
+    """The same for `serve`; see `Config.served_model`."""
 
     pictures: Literal["auto", "rgb", "yuv420"]
+    """What its encoders are given; auto: yuv420 on cuda, else rgb."""
     batching: BatchingConfig = BatchingConfig()
     host_memory_gb: float | None = None
     state_dir: str | None = None
@@ -281,8 +278,6 @@ class ServeConfig(_Section):
     """Of H.264, opened once at the start as a trial. auto: NVENC where it can be opened, else x264."""
     scale: int = Field(1, ge=1, le=8)
     """The picture is enlarged by this before encoding."""
-    pictures: Literal["auto", "rgb", "yuv420"] = "auto"
-    """What leaves the decoder's device; auto: yuv420 on cuda where scale is 1, else rgb."""
     bitrate: int | None = Field(None, ge=100_000, le=50_000_000)
     """bit/s of the video; default: by size and fps."""
     max_viewers: int = Field(32, ge=1, le=1000)
@@ -392,8 +387,8 @@ class Config(_Section):
     serve: ServeConfig = ServeConfig()
 
     def served_model(self) -> ServedModel:
-        """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB, unless it says."""
-        pictures = "rgb" if self.serve.pictures == "auto" and self.serve.scale > 1 else self.serve.pictures
+        """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB."""
+        pictures = "rgb" if self.serve.scale > 1 else "auto"
         own = self.serve.model_dump(include={"host_memory_gb", "state_dir", "keep_s"}) | {"batching": self.batching}
         own |= {"pictures": pictures, "spare": self.serve.spare and self.serve.restarts > 0}
         return ServedModel.model_validate(self.model.model_dump() | own)

@@ -62,7 +62,6 @@ def test_cpu_tiny_spells_out_the_defaults() -> None:
     [
         ("", 1, "auto"),
         ("serve: {scale: 2}", 2, "rgb"),
-        ("serve: {scale: 2, pictures: yuv420}", 2, "yuv420"),
     ],
 )
 def test_pictures_that_are_enlarged_come_as_rgb(write, text: str, scale: int, pictures: str) -> None:

@@ -121,8 +121,6 @@ OFFLOAD = Option("--offload", "KIND", "none, or blocks: they lie in host memory 
                  "small cards", str, "model.offload")
 VAE = Option("--vae", "PATH", "the autoencoder, or a name: taew2_1 is small (default: its own)", str, "model.vae")
 SIZE = Option("--size", "WxH", "of the picture in pixels (default: the model's own)", str, "model.size")
-DECODE_AT_ONCE = Option("--decode-at-once", "N", "latent frames per call of the decoder (default: a chunk on CUDA, "
-                        "else 1); fewer take less memory", int, "model.decode_at_once")
 EXAMINED_PARTS = (
     Option("--weights", "FILE", "the transformer's weights, in any published layout", str, "model.weights"),
     VAE,
@@ -137,7 +135,6 @@ EXAMINED_PARTS = (
 PARTS = (
     *EXAMINED_PARTS,
     OFFLOAD,
-    DECODE_AT_ONCE,
     Option("--lora", "FILE[:SCALE]", "merge a LoRA into the weights", str, "model.lora"),
     Option("--text-device", "DEVICE", "of a large text encoder: cpu, cuda (default: by room)", str,
            "model.text_device"),
@@ -201,8 +198,6 @@ SERVE = (
     Option("--codec", "CODEC", "auto, h264 or vp8 (default auto)", str, "serve.codec"),
     Option("--encoder", "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)", str, "serve.encoder"),
     Option("--scale", "N", "enlarge before encoding (default 1: not)", int, "serve.scale"),
-    Option("--pictures", "KIND", "from the decoder: rgb, yuv420 or auto (default auto: the cheaper)", str,
-           "serve.pictures"),
     Option("--bitrate", "BITS", "bit/s of the video (default: fits size and fps)", int, "serve.bitrate"),
     Option("--jobs-dir", "FOLDER", "make videos for /v1/videos too, and keep them here", str, "serve.jobs_dir"),
     Option("--lead", "SECONDS", "video made ahead of what is shown, at most", float, "playback.lead_s"),
@@ -275,7 +270,6 @@ PLAN = (
     OFFLOAD,
     VAE,
     SIZE,
-    DECODE_AT_ONCE,
     *WINDOW[:2],
     Option("--gpu", "NAME", "h100, h200, b200, 4090 or 5090: what to expect of it, estimated"),
     Option("--gpus", "N", "so many of --gpu: every P stages x C ranks that share each, and which is best", int),

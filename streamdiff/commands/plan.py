@@ -165,7 +165,7 @@ def _settled(model: ModelConfig, job: PlanJob) -> tuple[ModelSizes, Workload, St
     steps = choose_steps(model.steps, sizes.spec.steps, sizes.spec.name)
     load = Workload(job.stages, job.sessions, steps, model.kv_context, job.max_rows)
     quantize = "none" if model.quantize == "auto" else model.quantize  # which only a trial on the device tells
-    storage = Storage(DTYPES[dtype], quantize, model.offload, decode_latents=model.decode_at_once)
+    storage = Storage(DTYPES[dtype], quantize, model.offload)
     return sizes, load, storage
 
 

@@ -30,10 +30,12 @@ class Choice(NamedTuple):
 @dataclass(frozen=True)
 class Defaults:
     """`config` with all defaults resolved that device or preset decide (`auto` of attention and quantize stays: a trial
-    on the device decides it); torch's process-wide cuDNN flag; and every choice with its reason, for the log."""
+    on the device decides it); torch's process-wide cuDNN flag; whether pictures lie in the decoder with the channels
+    last (None: as its network has it); and every choice with its reason, for the log."""
 
     config: ModelConfig
     cudnn_benchmark: bool
+    channels_last: bool | None
     choices: tuple[Choice, ...]
 
 
@@ -65,20 +67,18 @@ def settle(
     settled: dict[str, object] = {}
     if case.fast and config.steps is None and config.timesteps is None and steps:
         settled["steps"] = min(steps)
-    for setting, choose in (
-        ("attention", _attention),
-        ("compile", _compile),
-        ("decode_layout", _decode_layout),
-    ):
+    for setting, choose in (("attention", _attention), ("compile", _compile)):
         configured = str(getattr(config, setting))
         value, reason = choose(case) if configured == "auto" else (configured, "as asked")
         settled[setting] = value
         choices.append(Choice(setting, value, reason))
     benchmark, reason = _cudnn_benchmark(case)
     choices += [Choice("cudnn.benchmark", "on" if benchmark else "off", reason), _quantize(case)]
+    channels_last, layout = _channels_last(case)
+    choices += [layout, *_decoding(case)]
     if settled["compile"] == "on" and case.cuda:
         choices.append(Choice("decode", "a stream of its own", "of lower priority than the transformer's graphs"))
-    return Defaults(case.config.model_copy(update=settled), benchmark, tuple(choices))
+    return Defaults(case.config.model_copy(update=settled), benchmark, channels_last, tuple(choices))
 
 
 def may_compile(config: ModelConfig) -> bool:
@@ -143,12 +143,23 @@ def _compile(case: _Case) -> tuple[str, str]:
     return "on", f"CUDA; {_PLAIN} switches it off"
 
 
-def _decode_layout(case: _Case) -> tuple[str, str]:
+def _channels_last(case: _Case) -> tuple[bool | None, Choice]:
     if case.plain:
-        return "contiguous", _PLAIN
+        return False, Choice("decoder's layout", "contiguous", _PLAIN)
     if case.cuda:
-        return "channels-last", f"CUDA; {_PLAIN} switches it off"
-    return "auto", "CPU: channels-last, but for Wan's decoder"
+        return True, Choice("decoder's layout", "channels last", f"CUDA; {_PLAIN} switches it off")
+    return None, Choice("decoder's layout", "the decoder's own", "CPU: channels last, but for Wan's decoder")
+
+
+def _decoding(case: _Case) -> tuple[Choice, ...]:
+    if not case.cuda:
+        return Choice("decoder's call", "a latent frame", "CPU: its pictures are early"), Choice(
+            "pictures", "rgb", "CPU"
+        )
+    return (
+        Choice("decoder's call", "a chunk", "CUDA; one latent frame where memory is short"),
+        Choice("pictures", "yuv420 to a server's encoders, else rgb", "CUDA; rgb where serve.scale is above 1"),
+    )
 
 
 def _cudnn_benchmark(case: _Case) -> tuple[bool, str]:

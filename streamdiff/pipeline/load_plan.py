@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -51,7 +51,8 @@ class LoadPlan:
     """What all ranks agree on. `config` has no defaults left open but for what is tried out (`models.defaults`),
     `models` says where each part lies, `sizes` has the model's facts with what the configuration changes, `steps` are
     the denoise steps of a session that does not name its own, `choices` says why settings are as they are, a line for
-    each, and `runs` first and last block (exclusive) of each stage: by the profile's costs, or even shares."""
+    each, `channels_last` as of `Defaults`, `decode_latents` how many latent frames one call decodes, and `runs` first
+    and last block (exclusive) of each stage: by the profile's costs, or even shares."""
 
     config: ModelConfig
     models: ModelLoader
@@ -59,6 +60,8 @@ class LoadPlan:
     steps: int
     choices: tuple[str, ...]
     cudnn_benchmark: bool
+    channels_last: bool | None
+    decode_latents: int
     runs: Blocks
 
     @property
@@ -75,28 +78,13 @@ class LoadPlan:
         return batching_of(self.config, self.sizes)
 
     @property
-    def decode_latents(self) -> int:
-        """Latent frames that one call decodes."""
-        chunk = self.spec.chunk_latents
-        return min(chunk, self.config.decode_at_once or (1 if self.device.type == "cpu" else chunk))
-
-    @property
     def pixel_format(self) -> PictureKind:
-        """What the decoder hands out: RGB, or what a server's encoders take.
-
-        Raises:
-            ConfigError: the server wants YUV420 of a size that has none.
-        """
+        """What the decoder hands out: RGB, or on a GPU what a server's encoders take, which has even sides."""
         wanted = self.config.pictures if isinstance(self.config, ServedModel) else "rgb"
-        spec = self.spec
-        even = spec.height % 2 == 0 and spec.width % 2 == 0
-        if wanted == "yuv420" and not even:
-            raise ConfigError(
-                f"serve.pictures is yuv420, but pictures of {spec.width} x {spec.height} have none, as both sides must "
-                "be even; use rgb, or leave it out"
-            )
-        on_gpu = wanted == "auto" and self.device.type != "cpu" and even
-        return "yuv420" if wanted == "yuv420" or on_gpu else "rgb"
+        if wanted != "auto":
+            return wanted
+        odd = self.spec.height % 2 or self.spec.width % 2
+        return "rgb" if odd or self.device.type == "cpu" else "yuv420"
 
     @property
     def preallocated(self) -> PreallocatedCaches | None:
@@ -118,7 +106,7 @@ class LoadPlan:
             # A server has it in its configuration, its other ranks leave it out where it is off.
             "model.batching": str(self.batching),
             "model.steps": str(self.steps),
-            "model.pictures": self.config.pictures if isinstance(self.config, ServedModel) else "rgb",
+            "model.pictures": self.pixel_format if self.config.decode_rank else "rgb",
         }
 
     def join(self) -> rendezvous.RankContext | None:
@@ -217,7 +205,11 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
         runs = balance.assign_blocks(config, steps, read_profile(Path(config.profile), sizes, max_rows=1))
     else:
         runs = split_evenly(sizes.blocks, config.stages)
-    return LoadPlan(settled.config, models, sizes, steps, choices, settled.cudnn_benchmark, runs)
+    decode_latents = 1 if device.type == "cpu" else spec.chunk_latents
+    return LoadPlan(
+        settled.config, models, sizes, steps, choices, settled.cudnn_benchmark, settled.channels_last, decode_latents,
+        runs,
+    )  # fmt: skip
 
 
 def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> RankPlan:
@@ -230,7 +222,11 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
     config, device, rank = plan.config, plan.device, 0 if context is None else context.rank
     kernels = None
     if limits := _device_limits(config, device):
-        fit.check(plan.demand(plan.runs), rank, limits)
+        demand = plan.demand(plan.runs)
+        fit.check(demand, rank, limits)
+        if any(demand.total(rank) > limit for limit, _ in limits):
+            plan = replace(plan, decode_latents=1)
+            _tell(["decoder's call: a latent frame (a chunk takes more memory than there is)"], f"rank {rank}: ")
     if rank == 0:
         _tell(plan.choices, "")
     if rank < config.stage_ranks:

@@ -15,13 +15,13 @@ def settled(device: str, fault: str | None = None, **given: Any) -> Defaults:
     return settle(resolve.completed(ModelConfig.model_validate(given)), device, (4, 2), lambda: fault)
 
 
-def paths(found: Defaults) -> tuple[str, str, str, bool]:
+def paths(found: Defaults) -> tuple[str, str, bool | None, bool]:
     config = found.config
-    return config.attention, config.compile, config.decode_layout, found.cudnn_benchmark
+    return config.attention, config.compile, found.channels_last, found.cudnn_benchmark
 
 
-FAST = ("auto", "on", "channels-last", True)
-PLAIN = ("sdpa", "off", "contiguous", False)
+FAST = ("auto", "on", True, True)
+PLAIN = ("sdpa", "off", False, False)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ PLAIN = ("sdpa", "off", "contiguous", False)
         ("cuda", "default", FAST),
         ("cuda", "fast", FAST),
         ("cuda", "plain", PLAIN),
-        ("cpu", "default", ("sdpa", "off", "auto", False)),
+        ("cpu", "default", ("sdpa", "off", None, False)),
         ("cpu", "plain", PLAIN),
     ],
 )
@@ -40,7 +40,7 @@ def test_a_gpu_is_fast_by_default_and_plain_where_asked(device: str, preset: str
 
 @pytest.mark.parametrize("preset", ["default", "plain", "fast"])
 def test_what_is_said_by_itself_is_taken(preset: str) -> None:
-    said = {"attention": "flash", "compile": "on", "decode_layout": "channels-last"}
+    said = {"attention": "flash", "compile": "on"}
     found = settled("cuda", preset=preset, steps=4, vae="wan2.1", quantize="int8", **said)
     assert {name: getattr(found.config, name) for name in said} == said
     assert (found.config.steps, found.config.vae, found.config.quantize) == (4, "wan2.1", "int8")
@@ -54,7 +54,7 @@ def test_every_choice_is_told_once_with_a_reason(device: str, preset: str) -> No
     found = settled(device, preset=preset)
     told = {choice.setting: choice for choice in found.choices}
     assert len(told) == len(found.choices) and all(choice.reason for choice in found.choices)
-    for setting in ("attention", "compile", "decode_layout", "quantize"):
+    for setting in ("attention", "compile", "quantize"):
         assert told[setting].value == getattr(found.config, setting)
     assert {"device", "dtype", "steps", "vae", "cudnn.benchmark"} < set(told)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamdiff.config import Config, ModelConfig, ServeConfig
+from streamdiff.config import Config, ModelConfig, ServeConfig, ServedModel
 from streamdiff.device import own_device
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
@@ -334,7 +334,7 @@ def test_a_server_may_have_yuv420_of_the_same_pictures(tmp_path: Path) -> None:
     for config in (
         model,
         Config(model=model, serve=ServeConfig(scale=1)).served_model(),
-        Config(model=model, serve=ServeConfig(scale=1, pictures="yuv420")).served_model(),
+        ServedModel(**{**dict(model), "pictures": "yuv420"}),
     ):
         runtime = build_pipeline(config)
         open_session(runtime)
@@ -345,13 +345,6 @@ def test_a_server_may_have_yuv420_of_the_same_pictures(tmp_path: Path) -> None:
     frames = torch.from_numpy(rgb).permute(0, 3, 1, 2).float()
     assert planes.shape == (len(rgb), rgb.shape[1] * 3 // 2, rgb.shape[2]) and planes.std() > 5
     assert np.abs(planes.astype(int) - yuv420p(frames).numpy()).max() <= 1
-
-
-def test_a_server_gets_rgb_where_pictures_are_enlarged_unless_it_asks() -> None:
-    def pictures(**serve: Any) -> str:
-        return Config(serve=ServeConfig(**serve)).served_model().pictures
-
-    assert [pictures(scale=1), pictures(scale=2), pictures(scale=2, pictures="yuv420")] == ["auto", "rgb", "yuv420"]
 
 
 def test_a_model_folder_is_loaded_and_warm(tmp_path: Path) -> None:

@@ -49,6 +49,10 @@ class Demand:
         """Of every rank, what libraries take apart."""
         return memory(self.sizes, Layout(self.blocks, (), self.decode, 0.0), self.load, self.storage)
 
+    def frame_by_frame(self) -> Demand:
+        """The same, with one latent frame by each call of the decoder, as a rank decodes where a chunk does not fit."""
+        return replace(self, storage=replace(self.storage, decode_latents=1))
+
     def total(self, rank: int) -> int:
         """Bytes that the rank's device needs."""
         return self.memory()[rank].total + self.libraries
@@ -75,8 +79,9 @@ def check(demand: Demand, rank: int, limits: Limits) -> None:
 
 
 def misfit(demand: Demand, rank: int, free: int, where: str) -> str | None:
-    """Why the rank's demand is above `free` bytes, which are what `where` has: what takes how much, which options by
-    themselves make it fit, or else which do together. None where it fits."""
+    """Why the rank's demand is above `free` bytes, which are what `where` has, even if it decodes `frame_by_frame`:
+    what takes how much, which options by themselves make it fit, or else which do together. None where it fits."""
+    demand = demand.frame_by_frame()
     if (needed := demand.total(rank)) <= free:
         return None
     parts = [f"{_WORDS[name]} {_gb(count)}" for name, count in demand.memory()[rank].parts.items() if count]
@@ -120,8 +125,6 @@ def remedies(demand: Demand, rank: int, free: int) -> Iterator[Remedy]:
     largest with which it fits, or the smallest there is."""
     storage, blocks = demand.storage, rank < len(demand.blocks) * demand.load.shares
     decodes = demand.memory()[rank].decode_work > 0
-    if decodes and (storage.decode_latents or demand.sizes.spec.chunk_latents) > 1:
-        yield Remedy("--decode-at-once 1", replace(demand, storage=replace(storage, decode_latents=1)))
     if rank == 0 and storage.text_bytes:
         yield Remedy("--text-device cpu", replace(demand, storage=replace(storage, text_bytes=0)))
     if blocks and storage.quantize == "none" and storage.offload == "none":

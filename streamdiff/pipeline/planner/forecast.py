@@ -128,7 +128,8 @@ def expect(question: Question, kv_context: str, sessions: int, chunks: int = _CH
     links = link_times(costs, load.stages)
     figures = simulate(ring_setup(sizes, load, layout, links, costs.decode_s, chunks)).figures
     rate = figures.chunks_per_s * sizes.spec.chunk_frames / sessions
-    taken = max(row.total for row in memory(sizes, layout, load, question.storage)) + LIBRARIES_BYTES
+    storage = _storage(question, layout, load)
+    taken = max(row.total for row in memory(sizes, layout, load, storage)) + LIBRARIES_BYTES
     return Expected(
         kv_context,
         sessions,
@@ -162,11 +163,20 @@ def link_times(costs: Costs, stages: int) -> tuple[float, ...]:
     return (*[costs.link_s] * (stages - 1), costs.flow_s)
 
 
+def _storage(question: Question, layout: Layout, load: Workload) -> Storage:
+    """That of the question; where one session has no room for a call of the decoder for a chunk, with a latent frame by
+    each call, as a rank decodes then."""
+    rows = memory(question.sizes, layout, replace(load, sessions=1), question.storage)
+    fits = max(row.total for row in rows) + LIBRARIES_BYTES <= question.usable_bytes
+    return question.storage if fits else replace(question.storage, decode_latents=1)
+
+
 def most_sessions(question: Question, kv_context: str) -> int:
     """Sessions that every rank has memory for."""
     load = replace(question.load, kv_context=kv_context)
     layout = choose_layout(question.costs[kv_context], load, question.decode)
-    none, one = (memory(question.sizes, layout, replace(load, sessions=n), question.storage) for n in (0, 1))
+    storage = _storage(question, layout, load)
+    none, one = (memory(question.sizes, layout, replace(load, sessions=n), storage) for n in (0, 1))
     counts = []
     for empty, full in zip(none, one, strict=True):
         left = question.usable_bytes - LIBRARIES_BYTES - empty.total

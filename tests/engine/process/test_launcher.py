@@ -9,18 +9,15 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
 import psutil
 import pytest
 
-from streamdiff.config import Config, ModelConfig, ServeConfig
+from streamdiff.config import Config, ModelConfig
 from streamdiff.engine.messages import Failed, FrameBatch, Measured, Open, Shown
 from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import ConfigError, EngineFailure
-from streamdiff.server.media.encoder import as_rgb
 from tests.fork_server import behind
 
 LIMIT_S = 600.0  # ends what hangs; a busy machine takes minutes
@@ -35,11 +32,10 @@ async def ring(
     model: ModelConfig,
     module: str = "streamdiff.engine.process.main",
     spare: bool = False,
-    pictures: Literal["rgb", "yuv420"] = "rgb",
 ) -> AsyncIterator[tuple[EngineProcess, EngineClient, list[psutil.Process]]]:
     """A ring, and its processes: the launcher first. Afterwards none of them and no file is left."""
     shared = set(Path("/dev/shm").iterdir())
-    config = Config(model=model, serve=ServeConfig(pictures=pictures))
+    config = Config(model=model)
     supervisor = EngineProcess(config, start_limit_s=LIMIT_S, module=module)
     if spare:
         await supervisor.prepare()
@@ -107,16 +103,16 @@ async def test_ranks_stream_and_end_together(folder: Path, stages: int, spare: b
             assert await watch(client, 1000)
 
 
-async def test_a_rank_that_only_decodes_sends_yuv420_and_ends_with_the_head(folder: Path) -> None:
-    """Latents go to it and planes come back, in the colours of the prompt. The head dies: so do stages and decoder."""
+async def test_a_rank_that_only_decodes_sends_pictures_and_ends_with_the_head(folder: Path) -> None:
+    """Latents go to it and pictures come back, in its prompt's colours. The head dies: so do stages and decoder."""
     model = ModelConfig(stages=2, kv_context="staircase", decode="own-rank")
-    async with ring(folder, model, pictures="yuv420") as (supervisor, client, processes):
+    async with ring(folder, model) as (supervisor, client, processes):
         await client.send(Open("one", "a red circle at night"))
         async with asyncio.timeout(LIMIT_S):
             batch = await anext(event async for event in client.events() if isinstance(event, FrameBatch))
         ready = supervisor.ready
-        assert batch.pictures.shape[1:] == (ready.height * 3 // 2, ready.width)
-        rgb = np.stack([as_rgb(picture) for picture in batch.pictures]).astype(int)
+        assert batch.pictures.shape[1:] == (ready.height, ready.width, 3)
+        rgb = batch.pictures.astype(int)
         assert (rgb[..., 0] - rgb[..., 2]).max() > 100 and rgb.mean() < 100, "something red in the dark"
         os.kill(processes[1].pid, signal.SIGKILL)
         assert "the engine ended with exit code 1" in await watch(client, 1000)

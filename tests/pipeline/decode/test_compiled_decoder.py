@@ -200,8 +200,8 @@ def test_the_product_compiles_it_before_it_is_ready_and_no_event_of_a_stream_doe
     save_model(tmp_path)
     monkeypatch.setattr(rank_loader, "compile_stage", lambda *given: None)
     with compiled_by(backend):
-        runtime = build_pipeline(ModelConfig(name=str(tmp_path), device="cpu", compile="on", decode_at_once=2))
-    plain = build_pipeline(ModelConfig(name=str(tmp_path), device="cpu", decode_at_once=2))
+        runtime = build_pipeline(ModelConfig(name=str(tmp_path), device="cpu", compile="on"))
+    plain = build_pipeline(ModelConfig(name=str(tmp_path), device="cpu"))
     assert isinstance(runtime.model.decoder, PictureDecoder) and isinstance(plain.model.decoder, PictureDecoder)
     assert len(runtime.model.decoder.keys) == 1 and not plain.model.decoder.keys
     with nothing_compiled():

@@ -82,8 +82,7 @@ def test_what_does_not_fit_reaches_nothing_and_the_options_are_told() -> None:
     assert set(outcome.gpu.forecast.most_sessions.values()) == {0}
     text = "\n".join(as_text(outcome))
     assert "krea-realtime-14b does not fit: rank 0 needs " in text and "NVIDIA GeForce RTX 4090 has 25.2 GB" in text
-    together = re.findall(r"--[a-z-]+(?= \w)", text.split("these together do: ")[1].split(" GB)")[0])
-    assert len(together) >= 2
+    assert re.search(r"makes it fit: --[a-z-]+ \w", text)
 
 
 def test_offloaded_blocks_are_as_slow_as_their_copies() -> None:

@@ -53,11 +53,11 @@ def _cgroups(process: Path) -> Iterator[tuple[str, Path]]:
     if not (process / "cgroup").exists():  # no Linux
         return
     paths = {}
-    for line in (process / "cgroup").read_text().splitlines():
+    for line in (process / "cgroup").read_text(errors="surrogateescape").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
             paths["cgroup" if controllers else "cgroup2"] = path
-    for line in (process / "mountinfo").read_text().splitlines():
+    for line in (process / "mountinfo").read_text(errors="surrogateescape").splitlines():
         mounted, _, (kind, *_, options) = (part.split() for part in line.partition(" - "))  # a source may be empty
         if kind in paths and (kind == "cgroup2" or "memory" in options.split(",")):
             root, mount = mounted[3], Path(mounted[4])

@@ -29,14 +29,22 @@ def host_memory(process: Path = Path("/proc/self")) -> tuple[int, int]:
     machine = psutil.virtual_memory()
     free, total = [machine.available], [machine.total]
     for kind, folder in _cgroups(process):
-        texts = [(folder / name).read_text().strip() for name in _LIMITS[kind] if (folder / name).exists()]
-        limit = min((int(text) for text in texts if text != "max"), default=machine.total)
-        if limit < machine.total:
+        limits = [int(text) for name in _LIMITS[kind] if (text := _text(folder / name)).isdigit()]
+        if (limit := min(limits, default=machine.total)) < machine.total:
             used, unused = _USED[kind]
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            free.append(max(0, limit - int((folder / used).read_text()) + int(stat[unused])))
+            stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+            free.append(max(0, limit - int(_text(folder / used) or 0) + int(stat.get(unused, 0))))
             total.append(limit)
     return min(free), min(total)
+
+
+def _text(file: Path) -> str:
+    """What a cgroup's file says; empty where there is none: some sandboxes show a few of them, and groups are
+    removed."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _cgroups(process: Path) -> Iterator[tuple[str, Path]]:
@@ -45,12 +53,12 @@ def _cgroups(process: Path) -> Iterator[tuple[str, Path]]:
     if not (process / "cgroup").exists():  # no Linux
         return
     paths = {}
-    for line in (process / "cgroup").read_text().splitlines():
+    for line in (process / "cgroup").read_text(errors="surrogateescape").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
             paths["cgroup" if controllers else "cgroup2"] = path
-    for line in (process / "mountinfo").read_text().splitlines():
-        mounted, _, (kind, _, options) = (part.split() for part in line.partition(" - "))
+    for line in (process / "mountinfo").read_text(errors="surrogateescape").splitlines():
+        mounted, _, (kind, *_, options) = (part.split() for part in line.partition(" - "))  # a source may be empty
         if kind in paths and (kind == "cgroup2" or "memory" in options.split(",")):
             root, mount = mounted[3], Path(mounted[4])
             # In a container the path may be one of the host's, of which nothing but the mount is seen.

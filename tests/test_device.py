@@ -81,6 +81,18 @@ def test_free_memory_is_the_least_of_the_machines_and_every_cgroups(
     assert host_memory(process) == (limit - used + inactive, limit)
 
 
+def test_cgroups_that_show_only_some_of_their_files_limit_memory_too(tmp_path: Path) -> None:
+    """As sandboxes do; and one mount has no source, and a name that is no UTF-8."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.high").write_text("")
+    (tmp_path / "a" / "memory.max").write_text("max\n")
+    (tmp_path / "cgroup").write_text("0::/a\n")
+    mounts = "31 2 0:1 / /\udcff rw - tmpfs  rw\n" + V2[1].format(root=" /", mount=tmp_path)
+    (tmp_path / "mountinfo").write_text(mounts, errors="surrogateescape")
+    assert host_memory(tmp_path) == (1_000_000, 1_000_000)
+
+
 def test_without_cgroups_free_memory_is_the_machines(tmp_path: Path) -> None:
     free, total = host_memory(tmp_path)
     assert 0 < free <= total == psutil.virtual_memory().total

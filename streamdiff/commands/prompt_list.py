@@ -130,7 +130,7 @@ def _exists(output: Path) -> bool:
 def _read(path: Path) -> Iterator[tuple[int, PromptLine]]:
     """Lines with their numbers, from 1; empty ones are left out."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"--prompts is {path}, which cannot be read: {why}") from error
@@ -189,6 +189,9 @@ def run(config: Config, job: PromptListJob) -> int:
                 bar.set_description(video.output.name)
                 end = bar.n + _frames_of(video, fps)
                 try:
+                    if Path(os.path.realpath(video.output)) != video.output:
+                        raise ConfigError(f"{video.output} has become a link to elsewhere")
+                    check_target(video.output, job.overwrite)
                     _make(session, video, config.session, fps, bar)
                 except EngineFailure:
                     raise

@@ -72,9 +72,9 @@ def _read(path: str | None, key: str) -> str | None:
     if path is None:
         return None
     try:
-        token = Path(path).read_text(encoding="ascii").strip()
+        token = Path(path).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
         make = f". Make it: (umask 077; openssl rand -hex 32 > {path})" if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"{key}: {path} cannot be read: {why}{make}") from error
     if not MIN_TOKEN_CHARACTERS <= len(token) <= MAX_TOKEN_CHARACTERS:

@@ -81,9 +81,9 @@ def from_base64(text: str) -> bytes:
     Raises:
         RequestError: anything else; an address is not fetched.
     """
-    if text.startswith("data:"):
+    if text[:5].lower() == "data:":
         head, found, text = text.partition(",")
-        if not found or not head.endswith(";base64"):
+        if not found or not head.lower().endswith(";base64"):
             raise _refusal("the picture is a data: URL, but not of base64; write data:image/png;base64,...")
     if "://" in text[:64]:
         raise _refusal("the picture is an address, and addresses are never fetched; send the picture itself, as base64")

@@ -13,6 +13,7 @@ from PIL import Image
 
 from streamdiff import api
 from streamdiff.cli import main
+from streamdiff.commands import prompt_list
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.video import writer
@@ -74,7 +75,9 @@ def test_every_video_is_what_its_prompt_and_seed_give_alone(tmp_path: Path, load
 
 def test_a_text_file_has_a_prompt_a_line_and_videos_have_its_numbers(tmp_path: Path, loads: list[ModelConfig]) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text(f"{RED}\n\n  {BLUE}  \n")
+    prompts.write_text(f"\ufeff{RED}\n\n  {BLUE}  \n")
+    prompt_lines = [line.prompt for _, line in prompt_list._read(prompts)]
+    assert prompt_lines == [RED, BLUE], "as Windows' editors write it, with a byte order mark"
     assert generate("--prompts", prompts, "--output", tmp_path / "out", "--seconds", "0.1") == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["00001.mp4", "00003.mp4"]
 
@@ -187,6 +190,26 @@ def test_an_output_is_below_the_folder_or_no_video_is_made(
         said = capsys.readouterr().err
         assert f"{prompts}:2: " in said and "output" in said
         assert not loads and tree(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_what_appears_in_an_outputs_place_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to elsewhere, a folder's place taken by one, and another run's video."""
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    victim.mkdir()
+
+    def load(config: ModelConfig) -> StreamingPipeline:
+        (out / "a.mp4").symlink_to(victim / "new.mp4")
+        (out / "b").rmdir()
+        (out / "b").symlink_to(victim)
+        (out / "c.mp4").write_text("mine")
+        return StreamingPipeline(MODEL, CPU)
+
+    monkeypatch.setattr(api, "load", load)
+    names = ("a.mp4", "b/new.mp4", "c.mp4", "d.mp4")
+    prompts = write_jsonl(tmp_path / "p.jsonl", *({"prompt": RED, "output": name} for name in names))
+    assert generate("--prompts", prompts, "--output", out, "--seconds", "0.1") == 1
+    assert not list(victim.iterdir()) and (out / "c.mp4").read_text() == "mine" and (out / "d.mp4").stat().st_size
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ class JobRunner:
         while True:
             self._wake.clear()
             try:
-                while self._engine_runs and self._wait_s() <= 0 and len(self._runs) < self._at_once:
+                while self._engine_runs and self._wait_s() <= 0 and self._has_place():
                     if (job := await self._stored(self._store.begin, clock.wall_s())) is None:
                         break
                     if self._wait_s() > 0:  # a session has asked for memory meanwhile
@@ -261,6 +261,11 @@ class JobRunner:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s if (wait_s := self._wait_s()) > 0 else None):
                     await self._wake.wait()
+
+    def _has_place(self) -> bool:
+        """Whether one more job may run. One that was tried before runs alone: if it is what ends the engine, it ends no
+        others."""
+        return len(self._runs) < (1 if any(run.job.attempts > 1 for run in self._runs.values()) else self._at_once)
 
     def _wait_s(self) -> float:
         """Seconds until jobs may begin, 0 or less: now."""

@@ -36,6 +36,8 @@ Order = Literal["asc", "desc"]
 DATABASE, SUFFIX, PICTURE_SUFFIX, FEATURES_SUFFIX = "jobs.sqlite3", ".mp4", ".png", ".safetensors"
 VERSION = 1
 _FIELDS = {each.name for each in fields(VideoRequest)}
+_UNREADABLE = VideoRequest("unknown", "", 0, 1, 1, 1.0, 1, 1)
+"""What is shown of a request that cannot be read."""
 _UNFINISHED = r"\.streamdiff-[0-9a-f]{12}\.part"
 _OF_A_JOB = r"video_([a-z0-9]+_)?[0-9a-f]{32}(\.\w+)?\.(mp4|png|safetensors)"
 _ADDED = ("request_key TEXT", "request_digest TEXT", "inference_s REAL", "peak_memory_mb REAL")
@@ -160,7 +162,9 @@ class JobStore:
         for id, text, created_s, attempts in waiting:
             if attempts >= ATTEMPTS:
                 self.fail(id, f"the server ended {ATTEMPTS} times while this was made", created_s, expires_s)
-            if unknown := sorted(json.loads(text).keys() - _FIELDS):
+            if _request_of(text) is _UNREADABLE:
+                self.fail(id, "this version of streamdiff cannot read what was asked for", created_s, expires_s)
+            elif unknown := sorted(json.loads(text).keys() - _FIELDS):
                 self.fail(id, f"this version of streamdiff does not know {', '.join(unknown)}", created_s, expires_s)
         for name in found:
             if re.fullmatch(_UNFINISHED, name):
@@ -370,8 +374,11 @@ class JobStore:
 
 
 def _request_of(text: str) -> VideoRequest:
-    said = {name: value for name, value in json.loads(text).items() if name in _FIELDS}
-    return VideoRequest(**said | {"features": tuple(said.get("features", ()))})
+    try:
+        said = {name: value for name, value in json.loads(text).items() if name in _FIELDS}
+        return VideoRequest(**said | {"features": tuple(said.get("features", ()))})
+    except (ValueError, TypeError, AttributeError):  # of another version, or damaged
+        return _UNREADABLE
 
 
 def sync(path: Path) -> None:

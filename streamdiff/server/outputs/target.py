@@ -60,7 +60,7 @@ def parse(text: str) -> Target:
     """
     if "://" in text:
         parts = _address(text)
-        text = parts.scheme + text[len(parts.scheme) :]  # in small letters, as FFmpeg knows it
+        text = f"{parts.scheme}://{text.strip().partition('://')[2]}"  # in small letters, as FFmpeg knows it
         if parts.scheme not in _STREAMS:
             raise ConfigError(f"the output {parts.scheme[:20]}://... is of no known kind; use {_KNOWN}")
         if not parts.hostname:
@@ -103,7 +103,7 @@ def read_file(path: str | None) -> list[str]:
     if path is None:
         return []
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"serve.outputs_file: {path} cannot be read: {why}") from error

@@ -101,7 +101,7 @@ class Publication:
 
     async def _post(self, offer: str) -> str:
         """The answer to an offer. Mutates: self."""
-        headers = {**self._headers, "Content-Type": "application/sdp"}
+        headers = {**self._headers, "Content-Type": "application/sdp", "Accept-Encoding": "identity"}
         try:
             url = httpx.URL(self._url)
             async with asyncio.timeout(CONNECT_S), httpx.AsyncClient(timeout=CONNECT_S) as http:

@@ -323,7 +323,9 @@ def idempotency(request: Request, caller: str, wanted: NewVideo, *parts: bytes |
     if not (0 < len(key) <= MAX_KEY_CHARACTERS and key.isascii() and key.isprintable()):
         why = f"`Idempotency-Key` has {len(key)} characters; it must be 1 to {MAX_KEY_CHARACTERS}, of printable ASCII."
         _invalid("Idempotency-Key", why)
-    fields = wanted.model_dump_json(exclude_defaults=True, exclude=set(UNUSED)).encode()
+    # A form says 4 as text, and has the picture as a file.
+    same = wanted if wanted.seconds is None else wanted.model_copy(update={"seconds": float(wanted.seconds)})
+    fields = same.model_dump_json(exclude_defaults=True, exclude={PICTURE, *UNUSED}).encode()
     return _digest(caller, key), _digest(fields, *parts)
 
 

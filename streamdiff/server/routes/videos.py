@@ -118,7 +118,7 @@ async def create_video(request: Request, state: State, jobs: Changeable) -> Vide
     picture = await given_picture(image, ready, wanted.fit, status=400, field="input_reference")
     prompt, share = wanted.prompt is not None, share_of(serve.jobs_queue, serve.address_share)
     given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
-    sent = [image, *(files.get(name) for name in NAMES)]
+    sent = [None if picture is None else picture.tobytes(), *(files.get(name) for name in NAMES)]
     key = schemas.idempotency(request, state.caller(request), wanted, *sent)
     try:
         job = await jobs.submit(made, address_of(request), share, picture, given, key)

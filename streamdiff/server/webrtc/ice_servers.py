@@ -10,6 +10,7 @@ import base64
 import hmac
 import logging
 import secrets
+from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -84,7 +85,7 @@ def _read(server: IceServer, setting: Literal["secret_file", "credential_file"])
     if path is None:
         return None
     try:
-        secret = Path(path).read_bytes().strip()
+        secret = Path(path).read_bytes().removeprefix(BOM_UTF8).strip()
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}") from error
     if not secret:

@@ -16,16 +16,21 @@ import numpy as np
 import pytest
 
 from streamdiff import clock
+from streamdiff.config import ServeConfig
+from streamdiff.engine import messages
 from streamdiff.engine.features import Features
+from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import ConfigError
 from streamdiff.server.jobs import runner
-from streamdiff.server.jobs.job import VideoRequest
+from streamdiff.server.jobs.job import ENDED, VideoRequest
 from streamdiff.server.jobs.store import JobStore
+from streamdiff.server.metrics import Metrics
+from streamdiff.server.routes.video_schemas import video_of
 from tests.full_disk import fill
 from tests.server.conftest import bearer
 from tests.server.jobs.test_videos import ask, ended, making, pictures_of, refusal, yellow_png
 from tests.server.outputs.test_output import Snow
-from tests.server.scripted import Painter
+from tests.server.scripted import INFO, Painter
 from tests.server.test_restart import start
 
 REQUEST = VideoRequest("scripted", "a blue star", 1, 4, 20, 40.0, 128, 128)
@@ -107,6 +112,46 @@ def test_a_job_goes_on_with_the_next_engine_and_one_that_ends_it_again_and_again
         asyncio.run(scene(server.address()))
     finally:
         server.close()
+
+
+@pytest.mark.slow
+def test_jobs_beside_one_that_ends_the_engine_are_made(tmp_path: Path) -> None:
+    """Three run at once, and the engine ends with the last of them, as often as it is opened."""
+    ready, opened, beside = messages.Ready(**asdict(INFO)), dict[str, str](), list[int]()
+
+    async def main() -> None:
+        store, loop = JobStore(tmp_path), asyncio.get_running_loop()
+        for prompt in ("a", "b", "bad"):
+            store.add(replace(REQUEST, prompt=prompt, frames=8), "", 1.0)
+
+        def paint(session: str) -> None:
+            if beside:
+                jobs.take(messages.FrameBatch(session, 0, 0, 0, 0.1, np.zeros((8, 128, 128, 3), np.uint8)))
+
+        async def send(command: messages.Command) -> None:
+            if isinstance(command, messages.Close):
+                opened.pop(command.session, None)
+            if not isinstance(command, messages.Open):
+                return
+            opened[command.session] = command.prompt
+            loop.call_later(0.1, paint, command.session)
+            if "bad" in opened.values() and (beside or len(opened) == 3):
+                beside.append(len(opened) - 1)
+                jobs.take(Restarting("it has ended", 1))
+                loop.call_soon(jobs.take, ready)
+
+        config = ServeConfig(jobs_dir=str(tmp_path))
+        jobs = runner.JobRunner(store, config, send, lambda: ready, Metrics(), at_once=3)
+        await jobs.start()
+        async with asyncio.timeout(20):
+            while not all(job.status in ENDED for job in await jobs.page(after=None, limit=3, order="asc") or ()):
+                await asyncio.sleep(0.02)
+        made = await jobs.page(after=None, limit=3, order="asc")
+        assert made is not None and [job.status for job in made] == ["completed", "completed", "failed"]
+        assert beside == [2, 0, 0]
+        await jobs.stop()
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow
@@ -294,18 +339,20 @@ def test_a_store_recovers_what_was_running_and_what_was_taken_away(tmp_path: Pat
     store.close()
 
 
-def test_a_job_of_a_later_version_has_failed_and_others_are_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [json.dumps(asdict(REQUEST) | {"sound": True}), json.dumps({"prompt": "a"}), '{"prompt', "[]", "null"],
+    ids=["one more field", "fields missing", "cut off", "a list", "nothing"],
+)
+def test_a_job_of_another_version_has_failed_and_others_are_made(tmp_path: Path, text: str) -> None:
     store = JobStore(tmp_path)
     later, job = (store.add(REQUEST, "somebody", clock.wall_s()) for _ in range(2))
-    text = json.dumps(asdict(REQUEST) | {"sound": True})
     store._database.execute("UPDATE jobs SET request = ? WHERE id = ?", (text, later.id))
     assert store.recover(clock.wall_s() + 60) == 1
     begun, failed = store.begin(clock.wall_s()), store.get(later.id)
     assert begun is not None and begun.id == job.id
-    assert failed is not None and (failed.status, failed.error) == (
-        "failed",
-        "this version of streamdiff does not know sound",
-    )
+    assert failed is not None and failed.status == "failed" and "this version" in failed.error
+    assert ("sound" in failed.error) == ("sound" in text) and video_of(failed, 0).status == "failed"
     assert len(store.page(after=None, limit=9, order="asc") or ()) == 2
     store.close()
 

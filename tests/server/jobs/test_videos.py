@@ -229,6 +229,12 @@ def test_a_request_that_is_repeated_with_its_key_is_one_job_after_a_restart_too(
                     )
                     assert refusal(answer) == (400, "Idempotency-Key", "invalid")
             await ended(site, first)
+            await ended(site, other)
+            fields, file = {"prompt": PROMPT, "num_frames": "8", "seconds": "0.2"}, base64.b64decode(yellow_png())
+            headers = {"Idempotency-Key": "form"} | bearer("any")
+            form = await site.http.post("/v1/videos", data=fields, files={"input_reference": file}, headers=headers)
+            body = {"num_frames": 8, "input_reference": yellow_png()}
+            assert await create(client, "form", seconds=0.2, extra_body=body) == form.json()["id"]
         async with making(tmp_path) as site, client_of(site) as client:
             assert await create(client, "a key") == first
             await client.videos.delete(first)

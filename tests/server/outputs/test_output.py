@@ -253,15 +253,17 @@ def test_what_cannot_be_written_is_refused_at_once(text: str, words: str) -> Non
         targets.parse(text)
 
 
-@pytest.mark.parametrize("text", ["RTMP://Host/Live", "UDP://127.0.0.1:9000", "WHIP+HTTP://host/Room"])
-def test_schemes_are_written_in_capitals_too(text: str) -> None:
-    scheme, rest = text.split("://")
+@pytest.mark.parametrize(
+    "text", ["RTMP://Host/Live", "UDP://127.0.0.1:9000", "WHIP+HTTP://host/Room", " rtmp://host/a\n"]
+)
+def test_schemes_are_written_in_capitals_and_with_blanks_around_them_too(text: str) -> None:
+    scheme, rest = text.strip().split("://")
     assert targets.parse(text).url == f"{scheme.lower()}://{rest}"
 
 
 def test_outputs_come_from_a_file_that_is_not_shown(tmp_path: Path) -> None:
     file, show = tmp_path / "outputs", tmp_path / "show.mp4"
-    file.write_text(f"{show}\n\n  rtmp://host.example/live/key1\n")
+    file.write_text(f"\ufeff{show}\n\n  rtmp://host.example/live/key1\r\n")
     assert [target.name for target in targets.parse_all(targets.read_file(str(file)))] == [
         "show.mp4",
         "rtmp://host.example",

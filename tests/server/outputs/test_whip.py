@@ -44,6 +44,7 @@ class MediaServer:
 
     async def post(self, request: Request) -> Response:
         self.heard.append(("POST", request.headers.get("authorization", ""), request.headers["content-type"]))
+        assert request.headers["accept-encoding"] == "identity", "what is unpacked has no limit"
         if self.refusal is not None:
             return self.refusal
         if not self.redirected:

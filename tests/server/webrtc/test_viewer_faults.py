@@ -241,7 +241,7 @@ def test_every_way_to_name_the_default_session_gives_one_place() -> None:
 
 @pytest.mark.parametrize("from_file", [False, True])
 def test_ice_servers_are_told_to_viewers_and_none_unless_named(from_file: bool, tmp_path: Path) -> None:
-    (tmp_path / "password").write_text("s3cret\n")
+    (tmp_path / "password").write_text("\ufeffs3cret\r\n")
     secret = {"credential_file": str(tmp_path / "password")} if from_file else {"credential": "s3cret"}
     servers = [
         IceServer(url="stun:127.0.0.1:9"),

@@ -240,7 +240,8 @@ def _check_names(session: _Section, sections: Sequence[_Section]) -> list[str]:
     if len(set(named)) < len(named):
         twice = next(line for line in named if named.count(line) > 1)
         raise SdpError(f"The offer has the line {twice[:60]!r} twice; each media section has one of its own.")
-    bundle = next((line.split()[1:] for line in session if line.split()[0] == "a=group:BUNDLE"), [])
+    group = next((line.split()[1:] for line in session if line.split()[0] == "a=group:BUNDLE"), [])
+    bundle = list(dict.fromkeys(group))  # aiortc has no transport for one that is named twice
     if not {f"a=mid:{mid}" for mid in bundle} <= set(named):
         raise SdpError("The offer's a=group:BUNDLE names a section that is not there.")
     return bundle

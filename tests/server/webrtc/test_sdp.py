@@ -193,6 +193,11 @@ def test_an_offer_without_a_bundle_is_answered_without(offer: str) -> None:
     assert "BUNDLE" not in checked.complete("v=0\r\na=group:BUNDLE 0 1\r\nm=video 9 X 97\r\nm=application 9 X x\r\n")
 
 
+def test_a_bundle_that_names_a_section_twice_has_it_once(offer: str) -> None:
+    checked = check_offer(offer.replace("a=group:BUNDLE 0 1", "a=group:BUNDLE 0 0 1"))
+    assert checked.bundle == ("0", "1") and "a=group:BUNDLE 0 1\r\n" in checked.sdp
+
+
 def test_nothing_says_that_no_candidates_will_come(offer: str) -> None:
     assert "end-of-candidates" in offer
     assert "end-of-candidates" not in check_offer(offer).sdp

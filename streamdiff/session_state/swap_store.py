@@ -5,6 +5,7 @@ Each rank has one, for its own parts of sessions; nothing of it travels. Files a
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -239,12 +240,17 @@ class SwapStore:
         try:
             above = state_dir.expanduser() / _FOLDER
             above.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for old in above.iterdir():
-                if (free := lock_of(old / _LOCK, os.O_RDWR)) is not None:
-                    shutil.rmtree(old, ignore_errors=True)
-                    os.close(free)
-            own = Path(tempfile.mkdtemp(dir=above))  # for the user alone
-            self._held = lock_of(own / _LOCK, os.O_RDWR | os.O_CREAT)
+            turn = os.open(above, os.O_RDONLY)
+            try:
+                fcntl.flock(turn, fcntl.LOCK_EX)  # else another rank's lock file is seen before it is locked
+                for old in above.iterdir():
+                    if (free := lock_of(old / _LOCK, os.O_RDWR)) is not None:
+                        shutil.rmtree(old, ignore_errors=True)
+                        os.close(free)
+                own = Path(tempfile.mkdtemp(dir=above))  # for the user alone
+                self._held = lock_of(own / _LOCK, os.O_RDWR | os.O_CREAT)
+            finally:
+                os.close(turn)
             (own / "trial").write_bytes(bytes(1 << 16))
             (own / "trial").unlink()
         except OSError as error:

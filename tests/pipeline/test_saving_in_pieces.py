@@ -223,7 +223,7 @@ def test_a_rank_that_decodes_saves_a_stream_as_it_is_when_it_is_told(monkeypatch
     link.send(StageMessage(MessageKind.ROWS, (row,), None, (torch.ones((1, *MODEL.spec.chunk_shape)),)))
     worker = threading.Thread(target=DecodeWorker(decoder, link, NoSender(), exchange=exchange).run)
     worker.start()
-    saved, saved_tree = exchange.take(stream_key(DecodeWorker.exchange_key, 0))
+    saved, saved_tree = exchange.take(stream_key(0))
     link.send(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
     worker.join()
     assert saved_tree == tree and saved.keys() == tensors.keys()
@@ -295,7 +295,7 @@ def test_a_part_that_a_rank_that_decodes_cannot_send_is_told_by_name() -> None:
     worker = threading.Thread(target=DecodeWorker(decoder, link, NoSender(), exchange=exchange).run)
     worker.start()
     link.send(StageMessage(MessageKind.SAVE, (), SessionUpdate(0)))
-    told = exchange.take(stream_key(DecodeWorker.exchange_key, 0))[1]
+    told = exchange.take(stream_key(0))[1]
     link.send(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
     worker.join()
     assert "could not be sent: MemoryError: no room" in told["broken"]

@@ -7,6 +7,7 @@ import math
 import resource
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,3 +144,12 @@ def test_files_of_processes_that_are_gone_are_removed_others_stay(store: SwapSto
     assert not gone.exists()
     assert len(list(tmp_path.glob("swap/*"))) == 2, "the first one's is held"
     other.close()
+
+
+def test_ranks_that_start_at_once_leave_each_other_their_folders(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(10):
+            stores = [*threads.map(lambda _: SwapStore(state_dir=tmp_path), range(8))]
+            assert len([*(tmp_path / "swap").iterdir()]) == 8
+            for store in stores:
+                store.close()

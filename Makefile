@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 SOURCES := streamdiff training tests benchmarks examples deploy
 # What the quick loop leaves out; `make test` runs everything but the soak tests.
 QUICK := not slow and not browser and not packaging and not interop
-# They start a browser or another house's viewer, which want most of the machine: three files of them run at a time, when
+# They start a browser or a third-party client, which want most of the machine: three files of them run at a time, when
 # everything else, which shares the cores, has ended.
 ALONE := browser or interop
 # No other folder has such tests (tests/rules/test_markers.py), and need not be looked through for them.
@@ -59,7 +59,7 @@ side-by-side:
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --no-skips $(RETRY) --durations=15 -q -n $(WORKERS) --dist loadgroup $(if $(ARGS),,$(ASIDE)) -m "not ($(ALONE))" $(ARGS) $(NONE)
 
 alone:
-	@echo "==> tests with browsers and other houses' viewers"
+	@echo "==> tests with browsers and third-party clients"
 	@without="$$(tools/interop.sh)" && \
 	    $(BIN)/python -m pytest --no-skips $(RETRY) --durations=15 -n 3 --dist loadfile -m "($(ALONE))$${without:+ and $$without}" $(or $(ARGS),$(ALONE_IN)) $(NONE) && \
 	    echo "==> all tests passed$${without:+ but those left out here, see above: $$without}"

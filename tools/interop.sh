@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the viewers of other houses that tests/interop plays with, where that is ours to do: Node and npm packages
+# Install the third-party clients that tests/interop plays with, where that is ours to do: Node and npm packages
 # (libwebrtc, prebuilt; WHEP players for pages), GStreamer, Firefox, coturn, HAProxy, Janus, and Prometheus' promtool.
 # Prints what pytest has to leave out: nothing, or the tests whose viewer cannot be had here. In continuous integration
 # (CI is set, as .ci/run does) none may be left out: what cannot be had is an error there.

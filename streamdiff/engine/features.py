@@ -196,7 +196,7 @@ def _decoded(name: str, data: Data, info: ModelInfo) -> tuple[Floats, Header]:
         raise RequestError(
             name,
             f"{name}: {tensor}: expected {allowed} (in float32), got {numbers[tuple(place)]} at {place} "
-            f"({np.count_nonzero(~usable):,} of {numbers.size:,} are others)",
+            f"({np.count_nonzero(~usable):,} of {numbers.size:,} are out of range)",
         )
     return numbers, header
 

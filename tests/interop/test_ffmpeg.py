@@ -1,4 +1,4 @@
-"""A WHIP sender of another house: FFmpeg's, as it comes with PyAV. It answers no STUN request, and is not sent away."""
+"""A third-party WHIP sender: FFmpeg's, as it comes with PyAV. It answers no STUN request, and is not sent away."""
 
 from __future__ import annotations
 

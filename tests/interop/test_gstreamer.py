@@ -1,4 +1,4 @@
-"""A WHEP viewer and a WHIP sender of another house: GStreamer's webrtcbin. `tools/interop.sh` installs it."""
+"""A third-party WHEP viewer and WHIP sender: GStreamer's webrtcbin. `tools/interop.sh` installs it."""
 
 from __future__ import annotations
 

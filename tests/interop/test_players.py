@@ -1,4 +1,4 @@
-"""WHEP players of other houses on a page of another origin, with a token, in headless Chromium.
+"""Third-party WHEP players on a page of another origin, with a token, in headless Chromium.
 
 `tools/interop.sh` installs the players. The page is served here; the stream comes from a server of its own.
 """

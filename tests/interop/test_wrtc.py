@@ -1,4 +1,4 @@
-"""A WHEP viewer of another house: libwebrtc in Node. `tools/interop.sh` installs it; see there."""
+"""A third-party WHEP viewer: libwebrtc in Node. `tools/interop.sh` installs it; see there."""
 
 from __future__ import annotations
 

@@ -7,7 +7,16 @@ NOT_FINITE = "no numbers (NaN or infinite)"
 
 
 class StreamdiffError(Exception):
-    """Base class: catch this to catch everything streamdiff raises on purpose."""
+    """Base class: catch this to catch everything streamdiff raises on purpose.
+
+    `field` names the setting, field or file part that is wrong ("prompt", "model.steps", ...), `code` is a short word for
+    programs that act on it ("memory"); both are "" where there is none. The sentence is for people, and may change.
+    """
+
+    def __init__(self, message: str = "", *, field: str = "", code: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
 
 
 class ConfigError(StreamdiffError, ValueError):
@@ -17,14 +26,11 @@ class ConfigError(StreamdiffError, ValueError):
 class RequestError(StreamdiffError, ValueError):
     """A request for a session that cannot be carried out; the session itself goes on.
 
-    `field` names the offending field ("prompt", "seed", ...) so that a page can show the message beside it. `code`
-    is a short word for programs, where they may want to act on it: "memory" when there is no room for the session.
+    A page shows the message beside `field`. Code "memory": there is no room for the session.
     """
 
     def __init__(self, field: str, message: str, code: str = "") -> None:
-        super().__init__(message)
-        self.field = field
-        self.code = code
+        super().__init__(message, field=field, code=code)
 
 
 class EngineFailure(StreamdiffError, RuntimeError):

@@ -21,8 +21,7 @@ from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.local_link import LocalLink, NoLink
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
-from streamdiff.pipeline.planner.batching import rows_carried
-from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.planner.partition import rows_carried, split_evenly
 from streamdiff.pipeline.row_faults.returned import ReturnedRows
 from streamdiff.pipeline.runner.in_flight_queue import InFlightQueue
 from streamdiff.pipeline.runner.model_runner import ModelRunner

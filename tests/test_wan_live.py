@@ -412,7 +412,7 @@ import os, sys
 import streamdiff
 options = dict(model={model!r}, stages=2, quantize={quantize!r}, **{files.options!r})
 if os.environ["RANK"] != "0":
-    streamdiff.follow(**options)
+    streamdiff.run_worker(**options)
 else:
     import itertools, numpy
     with streamdiff.open({PROMPT!r}, seed=3, **options) as session:

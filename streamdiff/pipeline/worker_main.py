@@ -40,8 +40,8 @@ def run_worker(config: ModelConfig) -> None:
     config, context = plan.config, plan.join()
     if context is None:
         raise ConfigError(
-            "there is nothing to follow: the ring has one rank, which is rank 0; give --stages or --parallel (Python: "
-            "stages, parallel), the same as on rank 0, under torchrun"
+            "there is nothing to work for: the ring has one rank, which is rank 0; give --stages or --parallel "
+            "(Python: stages, parallel), the same as on rank 0, under torchrun"
         )
     rank_topology = topology.StageTopology.of(config, context.rank, device, plan.batching)
     progress = start_progress(context, config)

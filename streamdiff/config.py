@@ -263,8 +263,9 @@ class SessionConfig(_Section):
     snapshot: Annotated[str | None, Flag("--from", "FILE")] = None
     """Resume a saved session's file; with its own prompt, unless one is set."""
     input: Annotated[str | None, Flag(metavar="FILE")] = None
+    """Of `serve`: a video file that the default session follows, at its own pace."""
     strength: Annotated[float, Flag()] = Field(0.4, gt=0, le=1)
-    """Of `serve`: a video file that it follows, with noise of that level mixed in."""
+    """Of `input`: level of the noise that is mixed into the video."""
     input_end: Annotated[Literal["text", "loop", "end"], Flag()] = "text"
     """What is behind the file's end: the prompt alone, the file again, or nothing, as the session ends."""
 

@@ -53,7 +53,7 @@ def load(
                 lines.append(f"{origin}: {key}: {problem['ctx']['error']}")
                 continue
             where = (names or {}).get(key, key) if key in overrides else f"{origin}: {key}"
-            lines.append(f"{where} {_explain(problem['type'], problem['loc'], problem['input'])}")
+            lines.append(f"{where} {explain(problem['type'], problem['loc'], problem['input'])}")
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -100,7 +100,7 @@ def _read(path: Path) -> dict[str, Any]:
     return {key: {} if value is None and key in Config.model_fields else value for key, value in tree.items()}
 
 
-def _explain(kind: str, location: tuple[int | str, ...], value: object) -> str:
+def explain(kind: str, location: tuple[int | str, ...], value: object) -> str:
     """What is wrong with the value at `location`, and what is allowed there."""
     known = list(Config.model_fields) if len(location) == 1 else list(section_of(str(location[0])).model_fields)
     key = str(location[min(1, len(location) - 1)])  # what follows is a place in a list

@@ -23,7 +23,7 @@ PACKAGE = (
     ("saved_stream",),
     ("api",),
     ("server",),
-    ("engine", "model_options"),
+    ("engine",),
     ("pipeline",),
     ("snapshot_header",),
     ("models",),

@@ -39,7 +39,7 @@ CAMERA_STRENGTH = 0.05
 """The least that the page's slider has: what comes out is nearly what goes in."""
 CAMERA_LIMIT_S = 120.0
 SETTLE_S = 90.0
-"""In which the lead comes down from the most that is allowed to what the machine needs (`server/media/lead.py`)."""
+"""In which the lead comes down from the most that is allowed to what the machine needs (`server/media/playout.py`)."""
 CLOCK = (sys.executable, "-m", "benchmarks.time_code", "serve")
 
 

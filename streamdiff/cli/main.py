@@ -118,7 +118,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     _check_settings(config, "image")
     _check_settings(config, "input")
     if config.session.input is not None:
-        from streamdiff.server.media.file_input import check_video
+        from streamdiff.server.media.video_input import check_video
 
         check_video(config.session.input)
     if config.session.snapshot is not None:

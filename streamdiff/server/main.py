@@ -30,12 +30,12 @@ from streamdiff.server.app import attach_engine, create_app
 from streamdiff.server.app_state import MAX_SOCKETS, AppState
 from streamdiff.server.auth import Tokens, read_tokens
 from streamdiff.server.http_server import ACCEPTS, BACKLOG, SPARE, HttpServer
-from streamdiff.server.load.agent_check import serve_agent
+from streamdiff.server.load import serve_agent
 from streamdiff.server.logging_setup import configure, console, fatal, log_fields
 from streamdiff.server.middleware import LoadingStatus
 from streamdiff.server.sessions.keeper import open_folders
 from streamdiff.server.webrtc.aiortc_compat import host_addresses
-from streamdiff.server.webrtc.udp_ports import UdpPortLoop
+from streamdiff.server.webrtc.ice import UdpPortLoop
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 UNREAD_S = 20

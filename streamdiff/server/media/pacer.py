@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.server.media.encoder import EncoderThread
-from streamdiff.server.media.playout import MEDIA_CLOCK_HZ, PlayoutBuffer, PlayoutSlot, Progress
+from streamdiff.server.media.playout import MEDIA_CLOCK_HZ, PlayoutBuffer, PlayoutProgress, PlayoutSlot
 
 REPEAT_S = 0.2
 """While the engine makes nothing, the last picture is sent again this often, so that connections stay alive."""
@@ -132,7 +132,7 @@ class Pacer:
         with self._changed:
             self._changed.notify()
 
-    def progress(self) -> Progress:
+    def progress(self) -> PlayoutProgress:
         """The counters, as they are now."""
         with self._changed:
             return self._playout.progress

@@ -17,8 +17,7 @@ from streamdiff.engine import messages
 from streamdiff.engine.messages import Command, Data, FrameBatch, Ready
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
-from streamdiff.server.load.capacity import Lifetime
-from streamdiff.server.load.load_policy import LoadLimit, SessionDemand
+from streamdiff.server.load import Lifetime, LoadLimit, SessionDemand
 from streamdiff.server.logging_setup import log_fields, prompt_log
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.sessions import control

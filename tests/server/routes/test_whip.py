@@ -26,9 +26,9 @@ from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.webrtc import aiortc_compat, feeders, peer_connections, receiver
+from streamdiff.server.webrtc import aiortc_compat, feeders, peer_connections
 from streamdiff.server.webrtc.aiortc_compat import HELD_FRAMES, RECEIVE_WINDOW_BYTES
-from streamdiff.server.webrtc.receiver import with_start_bitrate
+from streamdiff.server.webrtc.feeders import with_start_bitrate
 from tests.server.conftest import Site, bearer, open_site
 from tests.small import CPU, RED, small_encoder, small_model
 
@@ -293,7 +293,7 @@ class Garbage(VideoStreamTrack):
 def test_video_that_cannot_be_decoded_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(receiver, "UNDECODABLE_S", 0.5)
+    monkeypatch.setattr(feeders, "UNDECODABLE_S", 0.5)
 
     async def scene(site: Site) -> None:
         await (await site.watch()).frame()
@@ -302,7 +302,7 @@ def test_video_that_cannot_be_decoded_is_given_up(
             await site.until(lambda: feeder.video_input is not feeder.session.input.video_input)
             assert (await state(site))["input"] is None
         await site.until(lambda: not site.state.feeders._peers)
-        monkeypatch.setattr(receiver, "UNDECODABLE_S", 60.0)  # a busy machine takes long to decode the first
+        monkeypatch.setattr(feeders, "UNDECODABLE_S", 60.0)  # a busy machine takes long to decode the first
         async with sending(site, Colour((9, 9, 9))):
             await used(site)
 

@@ -85,7 +85,7 @@ async def attach_engine(
     """
     codecs, encoder = known_codecs.choose(config.serve.codec, config.serve.encoder)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
-    Format(ready.width, ready.height, config.playback.fps, config.serve.scale, config.serve.bitrate)  # or its error
+    Format(ready.width, ready.height, config.playback.fps, config.serve.upscale, config.serve.bitrate)  # or its error
     targets = parse_targets([*config.serve.outputs, *read_targets(config.serve.outputs_file)])
     with open_folders(config.serve) as folders:
         found = await asyncio.to_thread(find_sessions, folders)

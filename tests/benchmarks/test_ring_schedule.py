@@ -21,7 +21,7 @@ def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.Capture
     stored = json.loads(out.read_text())
     assert stored["plan"]["stages"] == 2 and "sleep" in stored["claim"]
     results = stored["results"]["20 ms"]
-    for context, sessions in (("clean", 2), ("staircase", 1), ("matched", 1)):
+    for context, sessions in (("clean", 2), ("staircase", 1), ("same_step", 1)):
         found = results[context]
         assert found["sessions"] == sessions
         for name in ("one_stage", "stages"):
@@ -37,7 +37,7 @@ def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.Capture
         assert all(hop[name] > 0 for name in ("head_own_us", "others_own_us", "cpu_us"))
         assert min(hop["head_waits_us"], hop["others_wait_us"], hop["overslept_us"]) >= 0
     printed = capsys.readouterr().out
-    assert "| matched" in printed and len([line for line in printed.splitlines() if "times" in line]) == 6
+    assert "| same_step" in printed and len([line for line in printed.splitlines() if "times" in line]) == 6
 
 
 def test_figures_are_those_of_what_was_finished_after_the_warm_up() -> None:

@@ -48,10 +48,10 @@ class EngineLoad:
         self, config: Config, ready: Ready, metrics: Metrics, sessions: Callable[[], Sequence[LiveSession]]
     ) -> None:
         """`sessions` are the open ones, oldest first."""
-        self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.load, ready.work_s)
+        self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.max_utilization, ready.work_s)
         self.occupancy: tuple[float, ...] = ()
         self.batching: dict[str, dict[str, int]] = {"rows": {}, "alone": {}}
-        self._policy = LoadPolicy(ready.steps_known, config.serve.load)
+        self._policy = LoadPolicy(ready.steps_known, config.serve.max_utilization)
         self._config, self._ready, self._metrics, self._sessions = config, ready, metrics, sessions
         self._totals: defaultdict[tuple[Counter, str], CounterDelta] = defaultdict(CounterDelta)  # by label
         self._changed = asyncio.Event()

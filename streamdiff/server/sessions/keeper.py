@@ -1,5 +1,5 @@
-"""Saved sessions: a snapshot of each that plays, from which it resumes when its engine or its server has failed, and the
-files by which sessions are handed over to the next server. Decision 0014.
+"""Saved sessions: a snapshot of each that plays, from which it resumes when its engine or its server has failed, and
+the files by which sessions are handed over to the next server. Decision 0014.
 
 A file holds what the web process knows of a session, as a line of JSON, and a snapshot of the engine's part. It is
 written beside its name and moved there, so that it is whole or not there, and only its user can read it: it holds the
@@ -415,7 +415,10 @@ def record_of(session: LiveSession) -> SavedRecord:
     """The record of a session, for the next server."""
     tokens, now_s = session.tokens or Tokens(), clock.monotonic_s()
     demand = session.demand(now_s)
-    features: dict[str, Any] = session.features.fields()
+    features: dict[str, Any] = {
+        name: bytes(value) if isinstance(value, memoryview) else value
+        for name, value in session.features.fields().items()
+    }
     return SavedRecord(
         id=session.id,
         view_token=tokens.view,
@@ -433,7 +436,7 @@ def record_of(session: LiveSession) -> SavedRecord:
         epoch=session.epoch,
         made_frames=session.playback.made_frames,
         age_s=now_s - session.lifetime.opened_s,
-        **{name: bytes(value) if isinstance(value, memoryview) else value for name, value in features.items()},
+        **features,
     )
 
 

@@ -314,7 +314,7 @@ def test_a_session_that_cannot_open_is_no_silent_black_page() -> None:
 
 
 def test_a_size_that_cannot_be_encoded_is_refused_at_once() -> None:
-    config = Config(serve=ServeConfig(scale=1))
+    config = Config(serve=ServeConfig(upscale=1))
     ready = Ready("m", "cpu", 127, 128, 40.0, 8, 4, "clean")
 
     async def attach() -> None:

@@ -36,7 +36,7 @@ from streamdiff.engine.messages import Command, Event, Pictures, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.jobs.store import ATTEMPTS, Job, JobStore, Order, VideoRequest, sync
-from streamdiff.server.load.capacity import Unavailable
+from streamdiff.server.load import Unavailable
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.encoder import Picture, as_rgb
 from streamdiff.server.metrics import Metrics

@@ -21,7 +21,7 @@ from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
 from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import Job, KeyReused, VideoRequest
-from streamdiff.server.load.capacity import Unavailable
+from streamdiff.server.load import Unavailable
 from streamdiff.server.peers import address_of, share_of
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.bodies import (

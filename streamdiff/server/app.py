@@ -25,8 +25,8 @@ from streamdiff.server.media import codecs as known_codecs
 from streamdiff.server.media.codecs import Format
 from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
 from streamdiff.server.outputs.output import parse_targets, read_targets
-from streamdiff.server.problem import Problem, respond, route_path
-from streamdiff.server.routes import control, health, outputs, sessions, snapshots, videos, whep, whip
+from streamdiff.server.problem import OPENAI, OPENAI_DOCUMENT, PROBLEM_TYPE, Problem, respond, route_path
+from streamdiff.server.routes import control, health, sessions, snapshots, videos, webrtc
 from streamdiff.server.sessions.keeper import Keeper, find_sessions, open_folders
 from streamdiff.server.sessions.manager import EngineConnection
 from streamdiff.version import __version__
@@ -42,9 +42,13 @@ class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The API's description, without the 422 that FastAPI adds where an operation has parameters: all are text."""
         described = super().openapi()
-        for operation in (operation for path in described["paths"].values() for operation in path.values()):
-            if operation["responses"].get("422", {}).get("description") == "Validation Error":
-                del operation["responses"]["422"]
+        for path, operations in described["paths"].items():
+            for responses in (operation["responses"] for operation in operations.values()):
+                if responses.get("422", {}).get("description") == "Validation Error":
+                    del responses["422"]
+                for response in responses.values():
+                    if path.startswith(OPENAI) and PROBLEM_TYPE in response.get("content", {}):
+                        response["content"] = OPENAI_DOCUMENT
         return described
 
 
@@ -52,7 +56,7 @@ def create_app(config: Config) -> FastAPI:
     """The application. It answers that the model is loading until an engine is attached (`attach_engine`)."""
     app = _App(title="streamdiff", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
     app.state.app_state, app.state.loading = None, LoadingStatus()
-    routers = [module.router for module in (whep, whip, sessions, snapshots, outputs, control, health, videos)]
+    routers = [module.router for module in (webrtc, sessions, snapshots, control, health, videos)]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
     routers.append(_heads([route for router in routers for route in router.routes]))

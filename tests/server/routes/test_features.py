@@ -306,7 +306,7 @@ def test_a_video_is_made_of_them(tmp_path: Path) -> None:
 
 
 def test_a_job_has_them_after_the_server_was_started_again(tmp_path: Path) -> None:
-    from streamdiff.server.jobs.job import VideoRequest
+    from streamdiff.server.jobs.store import VideoRequest
 
     given = Features(EMBEDS, video_latents=VIDEO, strength=0.25)
     store = JobStore(tmp_path)

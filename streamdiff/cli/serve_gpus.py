@@ -52,12 +52,12 @@ def with_best(
         return config
     model = config.model
     _check(model, count, goal)
-    gpu, has_place = _kind(count, list(here())), "decode" in model.model_fields_set
+    gpu, has_place = _kind(count, list(here())), "decode_rank" in model.model_fields_set
     job = plan.PlanJob(
         gpu=gpu.name,
         gpus=count,
         max_rows=1 if config.batching.mode == "off" else config.batching.most_rows,
-        decode=model.decode if has_place else "auto",
+        decode_rank=model.decode_rank if has_place else "auto",
         dtype=None if model.dtype == "auto" else model.dtype,
     )
     found, kind = plan.compare(model, job), _KINDS[goal or "one"]
@@ -68,10 +68,10 @@ def with_best(
             field="gpus",
             code="memory",
         )
-    decode = "" if has_place else f" --decode {best.decode}"
+    decode = "" if has_place else f" --decode-rank {best.decode}"
     why = f"{best_words(found, kind)}; of {len(found.cases)} ways to use {found.machine}, estimated"
     print(f"streamdiff: --parallel {best.parallel}{decode}: {why}", file=sys.stderr)
-    chosen = {**model.model_dump(exclude_unset=True), "parallel": best.parallel, "decode": best.decode}
+    chosen = {**model.model_dump(exclude_unset=True), "parallel": best.parallel, "decode_rank": best.decode}
     return config.model_copy(update={"model": ModelConfig.model_validate(chosen)})
 
 

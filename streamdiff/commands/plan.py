@@ -62,7 +62,7 @@ class PlanJob:
     link_gbps: float | None = None
     link_time: float | None = None
     decode_time: float | None = None
-    decode: str = "auto"
+    decode_rank: str = "auto"
     dtype: str | None = None
     trace: Path | None = None
     plot: Path | None = None
@@ -108,7 +108,7 @@ def make(model: ModelConfig, job: PlanJob) -> Plan:
             costs = replace(costs, decode_s=job.decode_time)
         if job.link_time is not None:
             costs = replace(costs, link_s=job.link_time, flow_s=job.link_time)
-        source, layout = costs.source, choose_layout(costs, load, job.decode)
+        source, layout = costs.source, choose_layout(costs, load, job.decode_rank)
     setup = ring_setup(sizes, load, layout, job.chunks or CHUNKS)
     ranks = Demand(sizes, storage, layout.blocks, layout.decode, load).memory()
     found = None if ring is None else _forecast(ring, model, layout, job.fps or sizes.spec.native_fps)
@@ -166,7 +166,7 @@ def _check(job: PlanJob) -> None:
     for name in job.given("link_time", "decode_time"):
         if not 0 <= (time_s := getattr(job, name)) < math.inf:
             raise _error(name, f"is {time_s:g}, but must be seconds of 0 or more")
-    for name, known in (("decode", ("auto", *PLACES)), ("dtype", tuple(DTYPES))):
+    for name, known in (("decode_rank", ("auto", *PLACES)), ("dtype", tuple(DTYPES))):
         if (word := getattr(job, name)) not in known:
             raise _error(name, f"is {word!r}, but must be one of {', '.join(known)}")
     if len(times := job.given("stage_times", "profile")) == 2:
@@ -206,7 +206,7 @@ def _ring(job: PlanJob, sizes: ModelSizes, load: Workload, storage: Storage) -> 
     if job.gpu is None:
         return None
     gpu = forecast.find(job.gpu)
-    return GpuRing(gpu, gpu.pick_link(job.link), sizes, storage, load, job.decode)
+    return GpuRing(gpu, gpu.pick_link(job.link), sizes, storage, load, job.decode_rank)
 
 
 def _costs(job: PlanJob, sizes: ModelSizes, load: Workload, storage: Storage) -> Costs:
@@ -234,7 +234,7 @@ def _by_hand(job: PlanJob, sizes: ModelSizes, load: Workload) -> Layout:
     blocks, links = split_evenly(sizes.blocks, load.stages), (job.link_time or 0.0,) * load.stages
     stage_s = tuple(in_proportion(time_s, load.max_rows) for time_s in times)
     decode_s = job.decode_time or 0.0
-    return fastest((Layout(blocks, stage_s, links, place, decode_s) for place in places(job.decode)), load)
+    return fastest((Layout(blocks, stage_s, links, place, decode_s) for place in places(job.decode_rank)), load)
 
 
 def _forecast(ring: GpuRing, model: ModelConfig, layout: Layout, target_fps: float) -> Forecast:
@@ -244,7 +244,7 @@ def _forecast(ring: GpuRing, model: ModelConfig, layout: Layout, target_fps: flo
         ring.sizes,
         ring.storage,
         layout.blocks,
-        ring.decode if ring.decode in ("last", "own-rank") else "head",
+        ring.decode if ring.decode in ("last", "dedicated") else "head",
         replace(ring.load, sessions=1),
         entry.autoencoder if entry is not None else "",
         model.vae,

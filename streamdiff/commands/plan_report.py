@@ -16,10 +16,10 @@ from streamdiff.pipeline.planner.simulator import Run, Setup
 _PLACES = {
     "head": "on the head, rank 0",
     "last": "on the last rank",
-    "own-rank": "on a rank of its own",
+    "dedicated": "on a rank of its own",
     "own-stream": "beside the head's stage on a stream of its own, taken to cost that stage nothing",
 }
-_DECODING = {"own-rank": "decoding on one more GPU", "last": "decoding on the last stage"}
+_DECODING = {"dedicated": "decoding on one more GPU", "last": "decoding on the last stage"}
 _COLUMNS = ("weights", "text", "caches", "activations", "decoding", "decode work", "total", "")
 
 

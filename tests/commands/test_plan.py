@@ -20,23 +20,23 @@ from streamdiff.pipeline.planner import simulator
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from tests.rules.source import ROOT
 
-MATCHED = ModelConfig(kv_context="matched")
+SAME_STEP = ModelConfig(kv_context="same_step")
 QUARTERS = "0.25,0.25,0.25,0.25"
 H100S = "plan --gpus 4 --gpu h100 --model self-forcing --vae taew2_1 --sessions 4"
 
 
 def test_the_plan_says_what_was_asked_for() -> None:
-    text = "\n".join(as_text(make(MATCHED, PlanJob(stage_times=QUARTERS, decode_time=0.0))))
-    assert "tiny: 4 stages, 1 session, KV context matched, 4 steps" in text
+    text = "\n".join(as_text(make(SAME_STEP, PlanJob(stage_times=QUARTERS, decode_time=0.0))))
+    assert "tiny: 4 stages, 1 session, KV context same_step, 4 steps" in text
     assert "times: stage times given by hand" in text
     assert "latency      4 s" in text and "first chunk  after 4 s" in text
-    assert "an estimate from FLOPs and bytes at 400 TFLOP/s" in "\n".join(as_text(make(MATCHED, PlanJob())))
+    assert "an estimate from FLOPs and bytes at 400 TFLOP/s" in "\n".join(as_text(make(SAME_STEP, PlanJob())))
 
 
 def test_blocks_are_split_by_a_profile(tmp_path: Path) -> None:
     profile = {"block_s": [0.1, 0.1, 0.1, 0.2, 0.3, 0.4], "embed_s": 0.05, "head_s": 0.01, "decode_s": 0.2, "link_s": 0}
     (tmp_path / "p.json").write_text(json.dumps(profile))
-    layout = make(MATCHED, PlanJob(stages=2, profile=tmp_path / "p.json", decode="own-stream")).layout
+    layout = make(SAME_STEP, PlanJob(stages=2, profile=tmp_path / "p.json", decode_rank="own-stream")).layout
     assert layout.blocks == ((0, 4), (4, 6))
     assert [times[0] for times in layout.stage_s] == pytest.approx([0.55, 0.71])
 
@@ -75,7 +75,7 @@ def test_a_step_that_may_be_left_out_is_planned_with_and_without() -> None:
 
 
 def test_json_holds_the_whole_plan_and_is_json() -> None:
-    outcome = make(MATCHED, PlanJob(stage_times=QUARTERS, decode="own-rank", decode_time=0.5))
+    outcome = make(SAME_STEP, PlanJob(stage_times=QUARTERS, decode_rank="dedicated", decode_time=0.5))
     tree = json.loads(json.dumps(as_tree(outcome), allow_nan=False))
     assert [rank["blocks"] for rank in tree["ranks"]] == [[0, 2], [2, 4], [4, 5], [5, 6], []]
     assert tree["ranks"][4]["role"] == ["decode"]
@@ -122,7 +122,7 @@ def test_a_comparison_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_a_trace_and_a_plot_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = PlanJob(stage_times=QUARTERS, trace=tmp_path / "plan.json", plot=tmp_path / "plan.png", chunks=8)
-    assert plan_command.run(MATCHED, job) == 0
+    assert plan_command.run(SAME_STEP, job) == 0
     assert "throughput" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["traceEvents"]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -149,7 +149,7 @@ def test_a_trace_and_a_plot_are_written(tmp_path: Path, capsys: pytest.CaptureFi
         (PlanJob(gbps=float("nan")), "gbps"),
         (PlanJob(link_time=-1), "link_time"),
         (PlanJob(decode_time=float("inf")), "decode_time"),
-        (PlanJob(decode="roof"), "decode"),
+        (PlanJob(decode_rank="roof"), "decode_rank"),
         (PlanJob(dtype="int8"), "dtype"),
         (PlanJob(trace=Path("nowhere/t.json")), "trace"),
         (PlanJob(trace=Path(".")), "trace"),
@@ -176,7 +176,7 @@ def test_what_cannot_be_planned_is_refused_before_anything_is_computed(
 
     monkeypatch.setattr(simulator, "simulate", never)
     with pytest.raises(ConfigError) as error:
-        plan_command.run(MATCHED, job)
+        plan_command.run(SAME_STEP, job)
     assert error.value.field == field
 
 
@@ -185,10 +185,10 @@ def test_a_plot_needs_matplotlib_and_a_trace_a_folder_that_can_be_written_to(
 ) -> None:
     monkeypatch.setattr(simulator.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError):
-        make(MATCHED, PlanJob(plot=tmp_path / "plan.png"))
+        make(SAME_STEP, PlanJob(plot=tmp_path / "plan.png"))
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(ConfigError):
-        make(MATCHED, PlanJob(trace=tmp_path / "t.json"))
+        make(SAME_STEP, PlanJob(trace=tmp_path / "t.json"))
 
 
 @pytest.mark.parametrize("model", [{"name": "wan2.1-t2v-1.3b"}, {"name": "tinny"}, {"name": "tiny", "steps": 1}])

@@ -122,7 +122,7 @@ class Demand:
         alone.
         """
         ranks, shares = self.load.stages * self.load.shares, self.load.shares
-        home = {"last": ranks - shares, "own-rank": ranks}.get(self.decode, 0)
+        home = {"last": ranks - shares, "dedicated": ranks}.get(self.decode, 0)
         found = [self._stage_rank(rank) for rank in range(ranks)]
         found += [Memory(ranks, "")] if home == ranks else []
         sizes, values = self.sizes, self.storage.decoder_bytes or self.storage.value_bytes

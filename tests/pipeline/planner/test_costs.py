@@ -85,8 +85,8 @@ def test_the_estimate_counts_the_operations_of_the_real_model(sizes: ModelSizes,
     """With a slow processor and infinitely fast memory, seconds are operations."""
     spec, denoiser = model.spec, model.denoiser
     slow = Ceilings(tflops=1e-9, gbps=1e30)
-    found = estimate(sizes, slow, kv_context="matched", max_rows=1, value_bytes=4)
-    past = torch.zeros(1, sizes.tokens * sizes.spec.window_chunks("matched"), denoiser.heads, denoiser.head_dim)
+    found = estimate(sizes, slow, kv_context="same_step", max_rows=1, value_bytes=4)
+    past = torch.zeros(1, sizes.tokens * sizes.spec.window_chunks("same_step"), denoiser.heads, denoiser.head_dim)
     text = denoiser.text(torch.zeros(1, sizes.text_tokens, sizes.text_dim))
     state = denoiser.embed(torch.zeros(1, *spec.chunk_shape), torch.zeros(1, spec.chunk_latents))
     modulation = denoiser.modulation(state.time)
@@ -102,17 +102,17 @@ def test_the_estimate_counts_the_operations_of_the_real_model(sizes: ModelSizes,
 
 def test_memory_holds_everything_once_and_where_it_lives(sizes: ModelSizes) -> None:
     model, runs = sizes.embed_values + sizes.output_values + sizes.blocks * sizes.block_values, split_evenly(6, 4)
-    for place, home in (("head", 0), ("own-stream", 0), ("last", 3), ("own-rank", 4)):
-        rows = Demand(sizes, Storage(2), runs, place, Workload(4, 2, 4, "matched", 3)).memory()
-        assert [row.rank for row in rows] == list(range(5 if place == "own-rank" else 4))
+    for place, home in (("head", 0), ("own-stream", 0), ("last", 3), ("dedicated", 4)):
+        rows = Demand(sizes, Storage(2), runs, place, Workload(4, 2, 4, "same_step", 3)).memory()
+        assert [row.rank for row in rows] == list(range(5 if place == "dedicated" else 4))
         assert [row.rank for row in rows if "decode" in row.role] == [home]
         stored = model + 4 * sizes.shared_values + sizes.text_values + sizes.decoder.weights
         assert sum(row.weights for row in rows) == 2 * stored
-        caches = 2 * 2 * sizes.cache_values(sizes.blocks, steps=4, kv_context="matched")
+        caches = 2 * 2 * sizes.cache_values(sizes.blocks, steps=4, kv_context="same_step")
         assert sum(row.caches for row in rows) == caches
         assert [row.decoding for row in rows if row.decoding] == [2 * 2 * sizes.decoder.remembered]
         assert rows[home].decoding
-    one_row = Demand(sizes, Storage(2), runs, "head", Workload(4, 1, 4, "matched", 1)).memory()
+    one_row = Demand(sizes, Storage(2), runs, "head", Workload(4, 1, 4, "same_step", 1)).memory()
     assert [row.activations * 3 for row in one_row] == [row.activations for row in rows[:4]]
 
 

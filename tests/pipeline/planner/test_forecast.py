@@ -67,19 +67,19 @@ def test_sessions_share_a_gpu() -> None:
 
 
 def test_a_ring_gains_in_contexts_that_fill_it() -> None:
-    """One session of clean waits for itself; staircase and matched keep four stages busy."""
+    """One session of clean waits for itself; staircase and same_step keep four stages busy."""
     one, four = rates(planned("h100", vae="taew2_1")), rates(planned("h100", vae="taew2_1", stages=4))
     assert four["clean"] < 1.3 * one["clean"]
-    assert four["staircase"] > 3 * one["staircase"] and four["matched"] > 3 * one["matched"]
+    assert four["staircase"] > 3 * one["staircase"] and four["same_step"] > 3 * one["same_step"]
 
 
 def test_the_contexts_that_reach_the_target_are_named() -> None:
     outcome = planned("h100", vae="taew2_1", stages=4, fps=100.0)
     assert outcome.forecast is not None
-    assert outcome.forecast.reaching(1) == ("staircase", "matched")
+    assert outcome.forecast.reaching(1) == ("staircase", "same_step")
     text = "\n".join(as_text(outcome))
     assert "the target is 100 frames/s of each session" in text
-    assert "1 session reaches it in: staircase, matched" in text
+    assert "1 session reaches it in: staircase, same_step" in text
     assert "to expect of 4 x NVIDIA H100 SXM: an estimate, not a measurement" in text
     assert "trained for it" in text
 
@@ -189,8 +189,8 @@ def test_the_slower_link_costs_more() -> None:
 def test_every_split_that_the_model_allows_is_there() -> None:
     found = compared(4, sizes())
     assert {place for place in cases(found)} == {
-        ("1x4", "head"), ("2x2", "head"), ("4x1", "head"), ("1x3", "own-rank"), ("3x1", "own-rank"),
-        ("1x2", "own-rank"),  # one GPU idle
+        ("1x4", "head"), ("2x2", "head"), ("4x1", "head"), ("1x3", "dedicated"), ("3x1", "dedicated"),
+        ("1x2", "dedicated"),  # one GPU idle
     }  # fmt: skip
     assert {case.parallel for case in compared(8, sizes(), decode="last").cases} == {"8x1", "4x2", "2x4"}  # 12 heads
     assert {case.parallel for case in compared(5, sizes(LARGE), decode="last").cases} == {"5x1", "1x5"}  # 40
@@ -212,7 +212,7 @@ def test_sharing_is_best_for_one_stream_and_stages_for_several() -> None:
 @pytest.mark.slow
 def test_a_large_decoder_gets_a_gpu_of_its_own_where_that_is_faster() -> None:
     found = compared(4, sizes(vae=None), sessions=4)
-    whole, apart = cases(found)["1x4", "head"], cases(found)["1x3", "own-rank"]
+    whole, apart = cases(found)["1x4", "head"], cases(found)["1x3", "dedicated"]
     assert whole.expected["alone"].frames_per_s < apart.expected["alone"].frames_per_s
     assert found.best("alone") is apart and max(apart.rank_bytes[:3]) < apart.rank_bytes[0] + 1
 
@@ -254,7 +254,7 @@ def row(title: str, name: str, vae: str | None, count: int) -> str:
 
 
 def split(case: Case) -> str:
-    words = {"own-rank": " and one that decodes"}
+    words = {"dedicated": " and one that decodes"}
     return f"`{case.parallel}`" + words.get(case.decode, "")
 
 

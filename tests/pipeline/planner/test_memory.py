@@ -70,14 +70,14 @@ def test_a_latent_frame_of_cache_has_the_published_size(name: str, per_latent: f
     assert sizes.tokens == 1560 * entry.stream.chunk_latents
 
 
-def test_matched_keeps_a_cache_per_step() -> None:
+def test_same_step_keeps_a_cache_per_step() -> None:
     entry = entries.find("streamdiffusionv2-1.3b")
     (stage,) = stage_memory(entry, 1)
     sizes = entry_sizes(entry)
     text = 2 * 2 * sizes.blocks * sizes.width * sizes.text_tokens
     assert stage.caches - text == pytest.approx(4 * 6 * 0.288e9, rel=2e-3), "keys of its sink stay as they are"
     moving = replace(sizes, spec=replace(sizes.spec, rope="relative"))
-    values = [each.cache_values(sizes.blocks, steps=4, kv_context="matched") for each in (sizes, moving)]
+    values = [each.cache_values(sizes.blocks, steps=4, kv_context="same_step") for each in (sizes, moving)]
     sink_keys = 3 * 0.288e9 / 2  # kept un-rotated too
     assert 2 * (values[1] - values[0]) == pytest.approx(4 * sink_keys, rel=2e-3)
 
@@ -253,7 +253,7 @@ def test_offload_makes_14b_fit_where_8_bits_do_not() -> None:
 @pytest.mark.usefixtures("loads_nothing")
 def test_each_rank_of_a_ring_is_asked_for_its_own(rank: int, fits: bool) -> None:
     """Two stages of 14B, and a rank that decodes with Wan's large decoder, under the same limit."""
-    config = ModelConfig(**LARGE, stages=2, decode="own-rank", device_memory_gb={0: 20.0, 1: 40.0, 2: 5.0}[rank])
+    config = ModelConfig(**LARGE, stages=2, decode_rank="dedicated", device_memory_gb={0: 20.0, 1: 40.0, 2: 5.0}[rank])
     loader = plan_load(config, GPU)
     demand, limits = loader.demand(split_evenly(loader.sizes.blocks, 2)), load_plan._device_limits(config, GPU)
     found = [misfit(demand, rank, limit, where) for limit, where in limits]

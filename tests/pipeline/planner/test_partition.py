@@ -84,12 +84,12 @@ def costs(blocks: int, *, embed: float = 0.0, head: float = 0.0, decode: float =
 
 def test_decode_goes_where_it_costs_least_and_blocks_make_room_for_it() -> None:
     """12 blocks, 4 ranks, a decode of 8 s once in 4 forwards: 2 s per forward, as much as two blocks."""
-    load = Workload(4, 1, 4, "matched", 1)
+    load = Workload(4, 1, 4, "same_step", 1)
     busy_head = choose_layout(costs(12, embed=2.0, decode=8.0), load)
     assert (busy_head.decode, busy_head.slowest_s(load)) == ("last", 4.0)
     busy_last = choose_layout(costs(12, head=2.0, decode=8.0), load)
     assert (busy_last.decode, busy_last.decode_stage, busy_last.slowest_s(load)) == ("head", 0, 4.0)
-    alone = choose_layout(costs(12, decode=8.0), load, "own-rank")
+    alone = choose_layout(costs(12, decode=8.0), load, "dedicated")
     assert (alone.decode_stage, alone.slowest_s(load)) == (None, 3.0)
     assert alone.blocks == ((0, 3), (3, 6), (6, 9), (9, 12))
     on_last = choose_layout(costs(10, decode=8.0), load, "last")

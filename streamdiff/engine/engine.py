@@ -47,7 +47,7 @@ from streamdiff.engine.validation import (
     refused,
 )
 from streamdiff.errors import RequestError
-from streamdiff.models.interfaces import ParsedPrompt
+from streamdiff.models.spec import ParsedPrompt
 
 
 class Engine(SavingEngine):

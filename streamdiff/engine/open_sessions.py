@@ -22,7 +22,7 @@ from streamdiff.engine.validation import (
     reason_of,
 )
 from streamdiff.errors import EngineFailure, RequestError
-from streamdiff.models.interfaces import ParsedPrompt
+from streamdiff.models.spec import ParsedPrompt
 from streamdiff.pipeline.output import Frames
 
 _Given = TypeVar("_Given")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.engine.messages import Data
-from streamdiff.models.interfaces import TextEncoder
+from streamdiff.models.spec import TextEncoder
 from streamdiff.pipeline.output import Frames, InputFigures, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 

@@ -17,7 +17,7 @@ from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.engine.validation import closed_before, refused
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.models.interfaces import ParsedPrompt
+from streamdiff.models.spec import ParsedPrompt
 
 
 class SavingEngine(OpenSessions, ABC):

@@ -23,7 +23,7 @@ from streamdiff import clock
 from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.engine.messages import Ready
 from streamdiff.engine.process.engine_process import EngineHandle, EngineProcess
-from streamdiff.engine.process.fetching import Progress, fetch
+from streamdiff.engine.process.fetching import DownloadProgress, fetch
 from streamdiff.engine.process.supervisor import EngineSupervisor, RestartPolicy
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.app import attach_engine, create_app
@@ -48,7 +48,7 @@ FETCHED_PERCENT = 5
 GOODBYE_S = 0.3
 """Time for the message that the engine has ended to reach viewers, before connections are closed."""
 
-Fetch = Callable[[ModelConfig, Callable[[Progress], None]], Awaitable[None]]
+Fetch = Callable[[ModelConfig, Callable[[DownloadProgress], None]], Awaitable[None]]
 
 
 def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineProcess, fetch: Fetch = fetch) -> int:
@@ -193,7 +193,7 @@ async def _start_engine(config: Config, engine: EngineSupervisor, loading: Loadi
     """Fetch what the model needs, and start the engine; progress goes to the log and to `loading`. Mutates: loading."""
     logged: tuple[str, int] | None = None
 
-    def report(progress: Progress) -> None:
+    def report(progress: DownloadProgress) -> None:
         nonlocal logged
         # Which files these are is for those who may watch.
         named = str(progress) if config.serve.view_token_file is None else "fetching the model's files"

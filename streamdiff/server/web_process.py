@@ -9,7 +9,7 @@ from pathlib import Path
 
 from streamdiff.config import ModelConfig
 from streamdiff.engine.process import private_folder
-from streamdiff.engine.process.fetching import Progress
+from streamdiff.engine.process.fetching import DownloadProgress
 from streamdiff.engine.process.parent_engine import ParentEngine
 from streamdiff.server import main as server
 
@@ -26,7 +26,7 @@ def main() -> int:
     return server.run(config, supervise=lambda _: ParentEngine(options.address), fetch=_fetch_nothing)
 
 
-async def _fetch_nothing(config: ModelConfig, report: Callable[[Progress], None]) -> None:
+async def _fetch_nothing(config: ModelConfig, report: Callable[[DownloadProgress], None]) -> None:
     """The engine fetches what it needs by itself."""
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import RequestError
-from streamdiff.models.autoencoder.autoencoder import VideoEncoder
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder, VideoEncoder
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import InputFigures
@@ -44,7 +43,7 @@ class Fed(StreamingPipeline):
 
     def __init__(self, stages: int = 1, load: Callable[[], VideoEncoder] = lambda: small_encoder(4)) -> None:
         ring = LocalRing(MODEL, CPU, stages) if stages > 1 else None
-        super().__init__(MODEL, CPU, ring=ring, pictures=PictureEncoder(load, SPEC))
+        super().__init__(MODEL, CPU, ring=ring, pictures=ImageEncoder(load, SPEC))
         self.made: dict[int, list[Tensor]] = {}
 
     def _decode(self, stream: int, chunk: int, latents: Tensor) -> None:

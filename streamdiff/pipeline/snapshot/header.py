@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, TensorEntry, parse_data
+from streamdiff.models.headers import LENGTH_BYTES, TensorEntry, parse_data
 from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 KIND, FORMAT = "streamdiff session", 1

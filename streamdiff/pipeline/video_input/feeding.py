@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamdiff.errors import RequestError, StreamdiffError
-from streamdiff.models.autoencoder.autoencoder import VideoEncoder
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder, beside_others
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder, VideoEncoder, beside_others
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import InputFigures, ModelInfo, StreamProgress
@@ -65,7 +64,7 @@ class VideoInputMixin(ABC):
     info: ModelInfo
     ring: RingExecutor
     _streams: dict[int, StreamProgress]
-    _pictures: PictureEncoder | None
+    _pictures: ImageEncoder | None
 
     def __init__(self) -> None:
         super().__init__()

@@ -39,7 +39,6 @@ from streamdiff.engine.messages import (
 from streamdiff.engine.prompt_queue import NOTHING, Encoded, PendingRequest, PromptQueue, Request, begins_with
 from streamdiff.engine.saving import SaveQueue
 from streamdiff.engine.session import Session, possible_switches
-from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.engine.swapping import Swapping
 from streamdiff.engine.validation import (
     SESSION_ERRORS,
@@ -58,6 +57,7 @@ from streamdiff.engine.validation import (
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.pipeline.output import Frames
+from streamdiff.snapshot_header import read_saved_session
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline

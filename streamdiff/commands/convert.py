@@ -24,7 +24,7 @@ from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import tensor_file
 from streamdiff.models.autoencoder import autoencoder
-from streamdiff.models.autoencoder.autoencoder import VideoEncoder
+from streamdiff.models.autoencoder.autoencoder import FrameEncoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoDecoder
 from streamdiff.models.headers import MOTION, NORMALISED, RAW, FreeDim
 from streamdiff.video import writer
@@ -219,7 +219,7 @@ class Motion:
         return " ".join(f"{max(self._differences[a:b]):.9g}" for a, b in zip(begins, ends, strict=True))
 
 
-def _encode(encoder: VideoEncoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]) -> Tensor:
+def _encode(encoder: FrameEncoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]) -> Tensor:
     """Normalised latents float32 `[C, F, h, w]` on the CPU. Mutates: bar."""
     memory, parts = encoder.new_memory(), []
     for piece in pieces:

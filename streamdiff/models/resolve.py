@@ -451,7 +451,7 @@ def _decoding(cuda: bool, plain: bool) -> tuple[Choice, ...]:
     call, pictures = ("a latent frame", "CPU: its pictures are early"), ("rgb", "CPU")
     if cuda:
         call = "a chunk", "CUDA; one latent frame where memory is short"
-        pictures = "yuv420 to a server's encoders, else rgb", "CUDA; rgb where serve.scale is above 1"
+        pictures = "yuv420 to a server's encoders, else rgb", "CUDA; rgb where serve.upscale is above 1"
     return (
         Choice("decoder's layout", *layout),
         Choice("decoder's call", *call),

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from streamdiff.api import model_config
 from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.model_options import model_config
 from streamdiff.models import resolve
 from streamdiff.models.tiny.model import WEIGHTS
 from tests.pipeline.processes import ROOT
@@ -67,18 +67,32 @@ def test_shards_are_known_by_their_index(tmp_path: Path) -> None:
     index = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
     index.parent.mkdir()
     index.write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"40 blocks.* could be .*krea-realtime-14b.*\. Say which with --model NAME"):
         resolve.entry_of(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("file", "blocks", "containers"),
-    [("causal_forcing.pt", 30, ("generator", "generator_ema")), ("mine.safetensors", 40, ()), ("mine.pt", 0, ())],
+    ("file", "blocks", "containers", "words"),
+    [
+        (
+            "causal_forcing.pt",
+            30,
+            ("generator", "generator_ema"),
+            "causal-forcing-chunkwise, causal-forcing-framewise. S",
+        ),
+        (
+            "mine.safetensors",
+            40,
+            (),
+            "it could be krea-realtime-14b, streamdiffusionv2-14b. Say which with --model NAME",
+        ),
+        ("mine.pt", 0, (), "holds no transformer of a kind that is known; say whose it is with --model NAME"),
+    ],
 )
 def test_a_file_that_could_be_several_is_asked_about(
-    tmp_path: Path, file: str, blocks: int, containers: tuple[str, ...]
+    tmp_path: Path, file: str, blocks: int, containers: tuple[str, ...], words: str
 ) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=words):
         resolve.entry_of(write(tmp_path / file, blocks, *containers))
 
 
@@ -88,7 +102,7 @@ def test_what_cannot_be_read_is_asked_about(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=name):
             resolve.entry_of(tmp_path / name)
     (folder := tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"empty: has no weights \(\.safetensors, "):
         resolve.entry_of(folder)
 
 
@@ -109,8 +123,8 @@ def test_weights_alone_mean_their_own_model(tmp_path: Path) -> None:
     """Not the embedded one with foreign weights: also its rate, and the KV context that it was made for."""
     path = str(write(tmp_path / "wan_causal_dmd_v2v" / "model.pt"))
     config = main._at_native_rate(main._config(parser.parse(["serve", "--weights", path])))
-    assert (config.model.name, config.model.kv_context) == ("streamdiffusionv2-1.3b", "matched")
-    assert (config.playback.fps, config.serve.scale) == (16.0, 1)
+    assert (config.model.name, config.model.kv_context) == ("streamdiffusionv2-1.3b", "same_step")
+    assert (config.playback.fps, config.serve.upscale) == (16.0, 1)
     assert model_config({"weights": path}).name == "streamdiffusionv2-1.3b"
     (tmp_path / "c.yaml").write_text(f"model: {{weights: {path}}}")
     read = main._config(parser.parse(["serve", "--config", str(tmp_path / "c.yaml")]))

@@ -43,14 +43,14 @@ def examples() -> dict[str, Any]:
     """An object of every declared class: of a stream in mid-chunk, and, of what it has not met, by hand."""
     model = small_model(1, sink=2)
     pipeline = StreamingPipeline(model, CPU)
-    pipeline.open(0, model.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="matched")
+    pipeline.open(0, model.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="same_step")
     pipeline.set_frame_credit(0, 100)
     for _ in range(6):
         pipeline.step()
     ring, decoding = pipeline.ring, taehv.TaehvMemory({3: torch.ones(1, 2, 2, 2)}, False)
     schedule = model.spec.schedule(2)
     there = [
-        *(pipeline._streams[0], ring.scheduler._sessions[0], ring.sampler.sessions[0], ring.stage.sessions[0]),
+        *(pipeline.streams[0], ring.scheduler._sessions[0], ring.sampler.sessions[0], ring.stage.sessions[0]),
         *(
             decoding,
             wan.WanMemory([None, "Rep", torch.ones(1, 2, 1, 2, 2)], (1, 2, 2)),

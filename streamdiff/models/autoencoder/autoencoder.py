@@ -1,4 +1,4 @@
-"""Loads an autoencoder of any supported kind from a path or name, as a `VideoDecoder` and a `VideoEncoder`; and the
+"""Loads an autoencoder of any supported kind from a path or name, as a `VideoDecoder` and a `FrameEncoder`; and the
 encoder of pictures that streams begin with.
 """
 
@@ -49,7 +49,7 @@ _RANDOM: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class VideoEncoder(Protocol):
+class FrameEncoder(Protocol):
     """Frames to latents, in any pieces: encoding a stream in pieces gives the latents of encoding it whole. Sizes and
     `normalisation` are as of `VideoDecoder`."""
 
@@ -100,7 +100,7 @@ def load_decoder(
 
 def load_encoder(
     path: Location, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
-) -> VideoEncoder:
+) -> FrameEncoder:
     """The encoder half of the autoencoder at `path`; as `load_decoder`."""
     network, normalisation = _load(path, "encoder", device, dtype, latent_space)
     return TaehvEncoder(network, normalisation) if isinstance(network, TAEHV) else WanEncoder(network)
@@ -115,7 +115,7 @@ class FirstFrameReencoder:
     """
 
     decoder: VideoDecoder
-    encoder: VideoEncoder
+    encoder: FrameEncoder
 
     @classmethod
     def load(cls, path: Location, device: torch.device, dtype: torch.dtype = torch.float32) -> FirstFrameReencoder:
@@ -149,7 +149,7 @@ class FirstFrameReencoder:
         return torch.cat([first[0, :, :1].to(latents), latents[:, 1:]], 1)
 
 
-def normalisation(half: VideoDecoder | VideoEncoder, path: str | Path) -> Normalisation:
+def normalisation(half: VideoDecoder | FrameEncoder, path: str | Path) -> Normalisation:
     """Normalisation of latents (mean and deviation) of an encoder or decoder that was loaded from `path`.
 
     Raises:
@@ -266,18 +266,18 @@ def _read_config(place: Path) -> dict[str, Any] | None:
 class ImageEncoder:
     """`load` reads the encoder, when the first picture or video comes: most streams have none. For any thread."""
 
-    load: Callable[[], VideoEncoder]
+    load: Callable[[], FrameEncoder]
     spec: ModelSpec
     _loading: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def encoder(self) -> VideoEncoder:
+    def encoder(self) -> FrameEncoder:
         """The encoder, loaded at the first use. Raises the exceptions of `load`."""
         with self._loading:
             return self._loaded
 
     @cached_property
-    def _loaded(self) -> VideoEncoder:
+    def _loaded(self) -> FrameEncoder:
         return self.load()
 
     @torch.inference_mode()

@@ -19,12 +19,11 @@ from streamdiff.commands import models
 from streamdiff.config import EMBEDDED, Config
 from streamdiff.device import host_memory
 from streamdiff.errors import ConfigError
-from streamdiff.models import resolve
-from streamdiff.models.catalogue import entries
-from streamdiff.models.catalogue.schema import Files
-from streamdiff.models.checkpoint.weight_files import PICKLES, SAFETENSORS
-from streamdiff.models.defaults import Defaults, settle
+from streamdiff.models import catalogue, resolve
+from streamdiff.models.catalogue import Files
+from streamdiff.models.resolve import Defaults, settle
 from streamdiff.models.spec import choose_steps
+from streamdiff.models.weight_files import PICKLES, SAFETENSORS
 from streamdiff.pipeline.planner.model_sizes import sizes_of, sizes_with_window
 from streamdiff.version import __version__
 
@@ -195,7 +194,7 @@ def _computes_in(config: Config) -> tuple[torch.device, torch.dtype]:
 def _look_at_weights(config: Config) -> Iterator[Finding]:
     yield from _look_at_given(config)
     name = config.model.name
-    entry = entries.entries().get(name)
+    entry = catalogue.entries().get(name)
     if entry is not None and entry.weights is not None:
         if config.model.weights is None:
             yield _of_published(name, entry.weights)
@@ -203,7 +202,7 @@ def _look_at_weights(config: Config) -> Iterator[Finding]:
     folder = resolve.EMBEDDED_WEIGHTS if name == EMBEDDED else Path(name)
     kinds = (SAFETENSORS, *PICKLES)
     files = [each for each in (folder, *sorted(folder.rglob("*"))) if each.is_file() and each.suffix in kinds]
-    if entries.is_random(name):
+    if catalogue.is_random(name):
         yield Finding("note", "model", f"{name}: weights are drawn, pictures mean nothing")
     elif files:
         megabytes = sum(file.stat().st_size for file in files) / 1e6
@@ -219,7 +218,7 @@ def _look_at_given(config: Config) -> Iterator[Finding]:
     given = {"weights": config.model.weights, "vae": config.model.vae, "text encoder": config.model.text_encoder}
     for part, path in given.items():
         if path is not None:
-            published = entries.autoencoders().get(path) if part == "vae" else None
+            published = catalogue.autoencoders().get(path) if part == "vae" else None
             if Path(path).exists():
                 yield Finding("ok", "model", f"{part}: {path}")
             elif published is not None:

@@ -13,7 +13,7 @@ from streamdiff.commands import plan_report
 from streamdiff.commands.plan_report import Forecast, Plan
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue import entries
+from streamdiff.models import catalogue
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.planner import forecast, memory, simulator
 from streamdiff.pipeline.planner.costs import Ceilings, Costs, estimate, in_proportion, read_profile
@@ -239,7 +239,7 @@ def _by_hand(job: PlanJob, sizes: ModelSizes, load: Workload) -> Layout:
 
 def _forecast(ring: GpuRing, model: ModelConfig, layout: Layout, target_fps: float) -> Forecast:
     """What to expect of the GPUs, and why one session does not fit on one of the ranks."""
-    entry = entries.lookup(model.name)
+    entry = catalogue.lookup(model.name)
     demand = Demand(
         ring.sizes,
         ring.storage,
@@ -264,7 +264,7 @@ def _forecast(ring: GpuRing, model: ModelConfig, layout: Layout, target_fps: flo
 
 def _quality(name: str) -> dict[str, str]:
     """By KV context, whether the model was trained for it, is known to work in it, or neither is known."""
-    entry = entries.entries().get(name)
+    entry = catalogue.entries().get(name)
     if entry is None or entry.context is None:
         return dict.fromkeys(KV_CONTEXTS, "not known")
     works, trained = entry.context.works, entry.context.trained

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue.schema import CatalogueEntry
+from streamdiff.models.catalogue import CatalogueEntry
 from streamdiff.models.spec import with_size, with_window
 from streamdiff.pipeline.planner.model_sizes import BFLOAT16, SMALL, ModelSizes, decoder_sizes, entry_sizes
 from streamdiff.pipeline.planner.partition import Blocks, Workload, split_evenly

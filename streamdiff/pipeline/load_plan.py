@@ -23,20 +23,12 @@ from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.pipeline import balance
 from streamdiff.pipeline.distributed import rendezvous
+from streamdiff.pipeline.planner import partition
 from streamdiff.pipeline.planner.costs import read_profile
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes, host_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Demand, Limits, Storage, check_fit
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, folder_sizes, sizes_from
-from streamdiff.pipeline.planner.partition import (
-    Batching,
-    Blocks,
-    Workload,
-    batching_of,
-    check_ranks,
-    rows_carried,
-    split_evenly,
-)
 from streamdiff.pipeline.runner.torch_compile import compile_fault, one_graph
 from streamdiff.pipeline.scheduler.kv_context import sessions_to_fill
 from streamdiff.session_state.swap_store import SwapStore
@@ -65,7 +57,7 @@ class LoadPlan:
     cudnn_benchmark: bool
     channels_last: bool | None
     decode_latents: int
-    runs: Blocks
+    runs: partition.Blocks
 
     @property
     def device(self) -> torch.device:
@@ -76,9 +68,9 @@ class LoadPlan:
         return self.sizes.spec
 
     @property
-    def batching(self) -> Batching:
+    def batching(self) -> partition.Batching:
         """How many rows may share a forward."""
-        return batching_of(self.config, self.sizes)
+        return partition.batching_of(self.config, self.sizes)
 
     @property
     def pixel_format(self) -> PictureKind:
@@ -121,7 +113,7 @@ class LoadPlan:
         check_world(self.config)
         return rendezvous.join(self.rank_facts()) if self.config.ranks > 1 else None
 
-    def demand(self, runs: Blocks) -> Demand:
+    def demand(self, runs: partition.Blocks) -> Demand:
         """What the ring takes of its devices, one session included, when its stages have these blocks."""
         config, models = self.config, self.models
         on_cuda = self.device.type == "cuda"
@@ -133,13 +125,13 @@ class LoadPlan:
             decode_latents=self.decode_latents,
             decoder_bytes=models.decoder_dtype.itemsize,
         )
-        rows = rows_carried(self.spec, self.batching.max_rows)
+        rows = partition.rows_carried(self.spec, self.batching.max_rows)
         return Demand(
             self.sizes,
             storage,
             runs,
             config.decode_rank,
-            Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
+            partition.Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
             models.model.autoencoder,
             config.vae,
             changeable=not models.model.embedded,
@@ -161,7 +153,7 @@ class LoadPlan:
         folder = config.state_dir if isinstance(config, ServedModel) else None
         return SwapStore(self.device, self.swap_bytes, None if folder is None else Path(folder))
 
-    def session_bytes(self, rank: int, runs: Blocks) -> int:
+    def session_bytes(self, rank: int, runs: partition.Blocks) -> int:
         """Bytes for sessions on the rank, now that the weights are loaded."""
         config, demand = self.config, self.demand(runs)
         work = demand.memory()[rank].work + demand.libraries
@@ -202,12 +194,12 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     else:
         decoder = decoder_sizes(spec, models.model.autoencoder, config.vae)
         sizes = sizes_from(models.checkpoint.architecture, spec, decoder)
-    check_ranks(config, sizes)
+    partition.check_ranks(config, sizes)
     steps = settled.config.steps or spec.steps[0]
     if config.profile is not None and config.ranks > 1:
         runs = balance.assign_blocks(config, steps, read_profile(Path(config.profile), sizes, max_rows=1))
     else:
-        runs = split_evenly(sizes.blocks, config.stages)
+        runs = partition.split_evenly(sizes.blocks, config.stages)
     decode_latents = 1 if device.type == "cpu" else spec.chunk_latents
     return LoadPlan(
         settled.config, models, sizes, steps, choices, settled.cudnn_benchmark, settled.channels_last, decode_latents,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import RequestError
-from streamdiff.models.autoencoder.autoencoder import ImageEncoder, FrameEncoder
+from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import InputFigures

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamdiff.errors import RequestError, StreamdiffError
-from streamdiff.models.autoencoder.autoencoder import ImageEncoder, FrameEncoder, beside_others
+from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder, beside_others
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.output import InputFigures
 from streamdiff.pipeline.runner.init_latents import MAX_WAITING, LiveLatents

@@ -30,7 +30,6 @@ ALLOWED = {
     "streamdiff.models.transformer.attention_backend:_off": "tries a kernel out before the first chunk",
     "streamdiff.models.transformer.attention_backend:_formula": "what it is compared with",
     "streamdiff.models.tiny.model:tokens": "a prompt's, on the CPU",
-    "streamdiff.models.text_encoder:_beside": "on the thread that encodes text",
     "streamdiff.models.autoencoder.autoencoder:encode": "on the thread that encodes text, as a stream opens",
     "streamdiff.pipeline.video_input.feeding:_encode": "on the thread that encodes video, on a stream of its own",
     "streamdiff.pipeline.streaming_pipeline:features_of": "as a stream opens, of values on the CPU",

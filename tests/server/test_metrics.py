@@ -15,7 +15,7 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Failed
 from streamdiff.server.metrics import CounterDelta
-from streamdiff.server.sessions.engine_status import EngineStatus
+from streamdiff.server.sessions.live_session import EngineStatus
 from tests.server.conftest import Peer, Site, open_site, run_scene
 from tests.server.scripted import CHUNK_FRAMES, Painter
 

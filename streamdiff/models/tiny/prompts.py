@@ -126,14 +126,14 @@ def read(prompt: str, previous: str | None) -> ParsedPrompt:
     strange = list(dict.fromkeys(f"“{piece.typed[:24]}”" for piece, _ in request.pieces if not piece.known))
     if request.empty:
         named = f" ({', '.join(strange[:4])})" if strange else ""
-        nothing = "" if remarks else f"I did not find anything I can draw in that{named}. "
+        nothing = "" if remarks else f"This small model can't draw that{named}. "
         remark = " ".join(remarks) + " " if remarks else ""
-        return ParsedPrompt(text, f"{remark}{nothing}I know {VOCABULARY}. Showing “{text}”.")
+        return ParsedPrompt(text, f"{remark}{nothing}It can draw {VOCABULARY}. Showing “{text}”.")
     shapes = sum(bool(piece.values("shape")) for piece, _ in request.pieces)
     if shapes > 2 or (request.add and before.second):
         remarks.append("I draw two things at most.")
     if strange:
-        remarks.append(f"I do not know {', '.join(strange[:4])}; I know {VOCABULARY}.")
+        remarks.append(f"This small model can't draw {', '.join(strange[:4])}. It can draw {VOCABULARY}.")
     if " ".join(prompt.lower().split()) == text:
         return ParsedPrompt(text)
     remarks.append(f"Showing “{text}”.")

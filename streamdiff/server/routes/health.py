@@ -16,8 +16,8 @@ from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
 from streamdiff.server.problem import Problem, problem_responses
 from streamdiff.server.routes.dependencies import State, answer, needs, open_to_all
+from streamdiff.server.sessions.live_session import STALLED_S
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
-from streamdiff.server.sessions.state import STALLED_S
 
 _WRONG_TOKEN = problem_responses(401)
 _NOT_READY = problem_responses(s503="`code` says why, to those who may watch; Retry-After: when to ask again")

@@ -25,8 +25,7 @@ from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.routes.snapshots import given_snapshot, place_for_upload
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import ControlMessage
-from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.session_spec import SessionSpec, resumed
+from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
 
 _PROBLEMS = problem_responses(401, 403, 404, 410, 422, 429)
 _BAD_BODY, _CHANGED = problem_responses(400, 413, 415), problem_responses(400, 409, 413, 415)
@@ -162,9 +161,9 @@ async def reset_session(request: Request, response: Response, live: Controlled) 
 
 def _spec(
     wanted: schemas.NewSession, picture: Pictures | None, defaults: Config, given: Features = NOTHING
-) -> SessionSpec:
+) -> StreamSpec:
     default = "" if given.prompt_embeds is not None else defaults.session.prompt
-    return SessionSpec(
+    return StreamSpec(
         prompt=default if wanted.prompt is None else wanted.prompt,
         seed=wanted.seed,
         fps=defaults.playback.fps if wanted.fps is None else wanted.fps,
@@ -176,7 +175,7 @@ def _spec(
     )
 
 
-def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, defaults: Config, given: Features) -> SessionSpec:
+def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, defaults: Config, given: Features) -> StreamSpec:
     """A session that goes on from a file, with what it is to have instead. Raises Problem: 413, 422."""
     limit = defaults.serve.max_snapshot_mb
     if len(snapshot) > limit << 20:
@@ -187,7 +186,7 @@ def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, defaults: Config
     if given.names:
         why = f"`{given.names[0]}`: a session that goes on from a snapshot has what was saved with it; leave it out."
         raise _invalid(given.names[0], why, "invalid")
-    return resumed(_spec(wanted, None, defaults), saved, wanted.prompt, wanted.steps)
+    return _spec(wanted, None, defaults).resumed(saved, wanted.prompt, wanted.steps)
 
 
 def _snapshot(fields: forms.Fields | None) -> bytes | None:

@@ -103,7 +103,7 @@ for endpoint in ("/whep", "/whep/{session}"):
 
 
 async def describe_viewer(request: Request, state: State, session: SessionId, id: ViewerId) -> Response:
-    state.viewers.check(session, id, address_of(request))
+    state.viewers.find(session, id, address_of(request))
     headers = {"Accept-Patch": TRICKLE_TYPE, "Allow": "OPTIONS, GET, HEAD, PATCH, DELETE"}
     return Response(headers=headers)
 

@@ -66,11 +66,11 @@ for endpoint in ("/whip", "/whip/{session}"):
     **needs("steer", **body(TRICKLE_TYPE)),
 )  # fmt: skip
 async def add_candidates(request: Request, state: State, live: Controlled, id: SenderId) -> Response:
-    await state.feeders.trickle(live.id, id, await read_sdp(request, *FRAGMENT))
+    await state.feeders.trickle(live.id, id, await read_sdp(request, *FRAGMENT), address_of(request))
     return Response(status_code=204)
 
 
 @router.delete(_SENDER, summary="Stop sending", responses=answer("It sends no more") | _NO_SENDER, **needs("steer"))
-async def stop_feeding(state: State, live: Controlled, id: SenderId) -> Response:
-    await state.feeders.delete(live.id, id)
+async def stop_feeding(request: Request, state: State, live: Controlled, id: SenderId) -> Response:
+    await state.feeders.delete(live.id, id, address_of(request))
     return Response()

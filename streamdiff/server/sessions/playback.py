@@ -25,6 +25,9 @@ from streamdiff.server.media.playout import PlayoutLead, PlayoutSlot
 from streamdiff.server.metrics import Metrics
 
 QUALITY = 92
+SKIP_EVERY_S = 0.5
+"""Least seconds between two skips of frames for a new prompt. Without it, a viewer who sends prompts continuously would
+see only first chunks, and take engine time from others."""
 
 
 class FrameJpeg:
@@ -53,11 +56,6 @@ def _encode(picture: NDArray[np.uint8]) -> bytes:
     file = BytesIO()
     Image.fromarray(as_rgb(picture)).save(file, "JPEG", quality=QUALITY)
     return file.getvalue()
-
-
-SKIP_EVERY_S = 0.5
-"""Least seconds between two skips of frames for a new prompt. Without it, a viewer who sends prompts continuously would
-see only first chunks, and take engine time from others."""
 
 
 class Playback:
@@ -118,7 +116,7 @@ class Playback:
         """Frames shown or skipped so far."""
         return max(self.pacer.progress().passed, self._begun_frames)
 
-    def go_on(self, made_frames: int) -> None:
+    def resume_at(self, made_frames: int) -> None:
         """Resume a stream of an earlier playback at frame number `made_frames`. Mutates: self."""
         self.made_frames = self._begun_frames = made_frames
 

@@ -32,7 +32,7 @@ _MAX_RECORD_BYTES = 128 * 1024 * 1024
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session as the web process knows it; see `LiveSession` and `SessionSpec`. `age_s`: seconds since its opening.
+    """A session as the web process knows it; see `LiveSession` and `StreamSpec`. `age_s`: seconds since its opening.
     `epoch` is the last one, `made_frames` the number of the next frame. `image`: its bytes `[1, H, W, 3]` as base64;
     `features`: those of `Features` by name, likewise, and `strength` as there."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,33 +16,30 @@ from streamdiff import clock
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.codecs import Codec
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.peers import PerAddressLimiter, SlotPool
+from streamdiff.server.peers import SlotPool
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.webrtc import aiortc_compat
 from streamdiff.server.webrtc.ice import IceServers
-from streamdiff.server.webrtc.peer_connections import CLOSE_S, Peer, Peers, answered, checked_offer
+from streamdiff.server.webrtc.peer_connections import CLOSE_S, Peer, Peers, answered, checked_offer, ended
 from streamdiff.server.webrtc.sender import VideoSender
+
+logger = logging.getLogger(__name__)
+POOR_NETWORK = 0.6
+CHECK_S = 1.0
+GHOST_S = 3.0
+"""A viewer that reported nothing for so long gives its slot, where all are taken, to the next connection of the same
+client: a page that was reloaded without a good-bye. Browsers report once a second."""
 
 
 class DataChannelConnection(ControlConnection):
-    """Control messages over a data channel. Messages to a viewer that does not read are left out."""
+    """Control messages over a viewer's data channel. Those to a viewer that does not read are left out."""
 
-    def __init__(
-        self,
-        channel: RTCDataChannel,
-        viewer: str,
-        session: LiveSession,
-        metrics: Metrics,
-        network: Callable[[], str],
-        may_control: bool = True,
-    ) -> None:
-        """See `ControlConnection`."""
+    def __init__(self, channel: RTCDataChannel, viewer: Viewer, metrics: Metrics) -> None:
         self._channel = channel
-        super().__init__(viewer, session, metrics, may_control, network)
-        self._closed = False
+        super().__init__(viewer.id, viewer.session, metrics, viewer.may_control, lambda: _network(viewer))
         channel.on("message", self.on_message)
         channel.on("close", self.close)
 
@@ -55,23 +51,6 @@ class DataChannelConnection(ControlConnection):
     def send_text(self, text: str) -> None:
         if self._channel.readyState == "open" and self._channel.bufferedAmount < MAX_BUFFERED_BYTES:
             self._channel.send(text)
-
-    def close(self) -> None:
-        """Stop. Does nothing a second time: the viewer, by the same name, may have opened another one by then."""
-        if not self._closed:
-            self._closed = True
-            super().close()
-
-
-logger = logging.getLogger(__name__)
-
-CHANGES_PER_S, CHANGE_BURST = 100.0, 200.0
-"""Candidates and ends: a page that trickles sends ten or so, and many may sit behind one address."""
-POOR_NETWORK = 0.6
-CHECK_S = 1.0
-GHOST_S = 3.0
-"""A viewer that reported nothing for so long gives its slot, where all are taken, to the next connection of the same
-client: a page that was reloaded without a good-bye. Browsers report once a second."""
 
 
 @dataclass(eq=False)
@@ -88,10 +67,11 @@ class Viewer(Peer):
 class Viewers(Peers[Viewer]):
     """All WHEP viewers. Lives on the event loop."""
 
+    missing, whose = "There is no such viewer; it may have ended. POST a new offer.", "viewer"
+
     def __init__(self, slots: SlotPool, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: IceServers) -> None:
         super().__init__(slots, ice_servers)
         self._codecs, self._metrics = codecs, metrics
-        self._changes = PerAddressLimiter(CHANGES_PER_S, CHANGE_BURST)
         self._check_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -103,9 +83,9 @@ class Viewers(Peers[Viewer]):
         """Copy figures that other objects hold into the metrics. Mutates: self."""
         viewers = self._peers.values()
         self._metrics.viewers.set(self.count)
-        self._metrics.viewer_waiting.set(max((viewer.sender.track.waiting for viewer in viewers), default=0))
+        self._metrics.viewer_waiting.set(max((viewer.sender.waiting for viewer in viewers), default=0))
         for viewer in viewers:
-            self._metrics.viewer_dropped.inc(viewer.drops.increase(viewer.sender.track.dropped))
+            self._metrics.viewer_dropped.inc(viewer.drops.increase(viewer.sender.dropped))
 
     async def create(
         self,
@@ -147,27 +127,6 @@ class Viewers(Peers[Viewer]):
             self._slots.release(address)
             raise
 
-    def check(self, session_id: str, id: str, address: str) -> None:
-        """Raises Problem: 404 where there is no such viewer, or no more; 429."""
-        self._viewer(session_id, id, address)
-
-    async def trickle(self, session_id: str, id: str, fragment: str, address: str) -> None:
-        """Take candidates that a viewer found after its offer.
-
-        Raises:
-            Problem: 404, 400, 422 for an ICE restart, 429.
-        """
-        await self._add_candidates(self._viewer(session_id, id, address), fragment, "viewer")
-
-    async def delete(self, session_id: str, id: str, address: str) -> None:
-        """End a viewer; one that ended lately is fine as well.
-
-        Raises:
-            Problem: 404, 429.
-        """
-        self._changes.check(address, "changes", clock.monotonic_s())
-        await self._delete(session_id, id, "There is no such viewer.")
-
     async def stop(self) -> None:
         """Close every connection, with a notice to its peer."""
         for viewer in list(self._peers.values()):
@@ -176,11 +135,6 @@ class Viewers(Peers[Viewer]):
         if self._check_timer is not None:
             self._check_timer.cancel()
         await super().stop()
-
-    def _viewer(self, session_id: str, id: str, address: str) -> Viewer:
-        """A session's viewer of that id. Raises Problem: 404, 429."""
-        self._changes.check(address, "changes", clock.monotonic_s())
-        return self._find(session_id, id, "There is no such viewer; it may have ended. POST a new offer.")
 
     # ---- one viewer's life --------------------------------------------------------------------------------------
 
@@ -192,7 +146,7 @@ class Viewers(Peers[Viewer]):
         try:
             answer = await answered(viewer.offer, self._negotiate(viewer, codecs), "the video of one more viewer")
             if session.closed:
-                raise Problem(410, f"The session {session.id!r} has ended.", code="ended")
+                raise ended(session)
         except BaseException:
             await sender.close(CLOSE_S)
             raise
@@ -239,16 +193,14 @@ class Viewers(Peers[Viewer]):
             return
         if viewer.channel is not None:
             viewer.channel.close()  # closed by the viewer; aiortc may report that after the new one
-        viewer.channel = DataChannelConnection(
-            channel, viewer.id, viewer.session, self._metrics, lambda: _network(viewer), viewer.may_control
-        )
+        viewer.channel = DataChannelConnection(channel, viewer, self._metrics)
 
     async def _end(self, viewer: Viewer, end: str) -> None:
         if not self._unregister(viewer):
             return
         if viewer.channel is not None:
             viewer.channel.close()
-        self._metrics.viewer_dropped.inc(viewer.drops.increase(viewer.sender.track.dropped))
+        self._metrics.viewer_dropped.inc(viewer.drops.increase(viewer.sender.dropped))
         self._metrics.viewers_ended.labels(end).inc()
         logger.info("A viewer has left: %s.", end, extra=_fields_of(viewer, end=end))
         if not await viewer.sender.close(CLOSE_S):
@@ -275,7 +227,7 @@ class Viewers(Peers[Viewer]):
 
 
 def _is_dead(viewer: Viewer, now_s: float) -> bool:
-    return viewer.pc.connectionState != "connected" or viewer.sender.track.silent_s(now_s) > GHOST_S
+    return viewer.pc.connectionState != "connected" or viewer.sender.silent_s(now_s) > GHOST_S
 
 
 def _fields_of(viewer: Viewer, **more: object) -> dict[str, Any]:
@@ -285,7 +237,7 @@ def _fields_of(viewer: Viewer, **more: object) -> dict[str, Any]:
 
 def _network(viewer: Viewer) -> str:
     """The viewer's bandwidth estimate compared to the bit rate it is sent: unknown, poor or good."""
-    line_bps, codec = viewer.sender.track.line_bps(clock.monotonic_s()), viewer.sender.codec
+    line_bps, codec = viewer.sender.line_bps(clock.monotonic_s()), viewer.sender.codec
     if line_bps is None or codec is None:
         return "unknown"
     return "poor" if line_bps < POOR_NETWORK * viewer.session.playback.fanout.sent_bps(codec) else "good"

@@ -10,7 +10,7 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server.load import serve_agent
-from streamdiff.server.sessions.engine_status import EngineStatus
+from streamdiff.server.sessions.live_session import EngineStatus
 from tests.server.conftest import Site, run_scene
 
 

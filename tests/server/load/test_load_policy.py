@@ -17,7 +17,7 @@ from streamdiff.server.load import (
     UNLIMITED,
     LoadLimit,
     LoadPolicy,
-    SessionDemand,
+    ViewerDemand,
     degradation_levels,
     least_share,
 )
@@ -32,9 +32,9 @@ def _share(fps: float, steps: int) -> float:
     return 0.5 * fps / 40 * (steps + 1) / 5
 
 
-def _demand(count: int, **changes: object) -> dict[str, SessionDemand]:
+def _demand(count: int, **changes: object) -> dict[str, ViewerDemand]:
     return {
-        f"s{number}": SessionDemand(**{"steps": 4, "fps": 40.0, "adaptive": True, **changes}) for number in range(count)
+        f"s{number}": ViewerDemand(**{"steps": 4, "fps": 40.0, "adaptive": True, **changes}) for number in range(count)
     }  # type: ignore[arg-type]
 
 
@@ -44,15 +44,15 @@ def _late(policy: LoadPolicy, session: str, now_s: float) -> None:
 
 
 def test_steps_go_before_frame_rate_and_what_cannot_give_keeps_all() -> None:
-    assert degradation_levels(SessionDemand(4, 40.0, True), (8, 4, 2, 1)) == [
+    assert degradation_levels(ViewerDemand(4, 40.0, True), (8, 4, 2, 1)) == [
         UNLIMITED, LoadLimit(2), LoadLimit(1), LoadLimit(1, Fraction(3, 4)), LoadLimit(1, Fraction(1, 2)),
     ]  # fmt: skip
-    assert degradation_levels(SessionDemand(2, 40.0, True), KNOWN)[1] == LoadLimit(None, Fraction(3, 4)), (
+    assert degradation_levels(ViewerDemand(2, 40.0, True), KNOWN)[1] == LoadLimit(None, Fraction(3, 4)), (
         "it has the fewest already"
     )
-    assert degradation_levels(SessionDemand(4, 40.0, False), KNOWN) == [UNLIMITED]
-    assert least_share(SessionDemand(4, 40.0, True), KNOWN, _share) == pytest.approx(0.5 * 0.6 / 2)
-    assert least_share(SessionDemand(4, 40.0, False), KNOWN, _share) == 0.5
+    assert degradation_levels(ViewerDemand(4, 40.0, False), KNOWN) == [UNLIMITED]
+    assert least_share(ViewerDemand(4, 40.0, True), KNOWN, _share) == pytest.approx(0.5 * 0.6 / 2)
+    assert least_share(ViewerDemand(4, 40.0, False), KNOWN, _share) == 0.5
 
 
 def test_no_more_is_taken_than_load_needs_and_the_last_to_come_gives_first() -> None:
@@ -120,9 +120,9 @@ def test_a_changed_wish_keeps_what_is_given_up_as_far_as_it_is_less() -> None:
 def test_who_is_not_watched_gives_nothing_and_who_may_not_either() -> None:
     policy = LoadPolicy(KNOWN, limit=0.9)
     demands = {
-        "stays": SessionDemand(4, 40.0, False),
-        "idle": SessionDemand(4, 40.0, True, plays=False),
-        "gives": SessionDemand(4, 40.0, True),
+        "stays": ViewerDemand(4, 40.0, False),
+        "idle": ViewerDemand(4, 40.0, True, plays=False),
+        "gives": ViewerDemand(4, 40.0, True),
     }
     assert policy.decide(demands, _share, 0.0) == {"gives": LoadLimit(2)}
 

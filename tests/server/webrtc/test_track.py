@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import Mock
 
 import av
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamdiff.server.media.encoder import EncodedFrame, PacketQueue
-from streamdiff.server.webrtc.sender import ViewerTrack
+from streamdiff.server.webrtc.sender import VideoSender
 
 
 def _encoded(number: int, key: bool = False) -> EncodedFrame:
@@ -64,16 +65,16 @@ def test_never_above_the_limit_and_every_gap_ends_with_a_key_frame(steps: list[t
     assert len(out) + len(queue) + queue.dropped == len(steps)
 
 
-def test_the_track_says_when_it_starts_and_ends_when_it_is_stopped() -> None:
+def test_the_track_attaches_when_it_starts_and_ends_when_it_is_stopped() -> None:
     async def scene() -> None:
-        started: list[ViewerTrack] = []
-        wanted: list[int] = []
-        track = ViewerTrack(started.append, lambda: wanted.append(1))
+        fanout = Mock()
+        track = VideoSender(fanout)
+        track.codec = "vp8"
         receiving = asyncio.create_task(track.recv())
         await asyncio.sleep(0)
-        assert started == [track]
+        fanout.attach.assert_called_once_with("vp8", track)
         track.put(_encoded(1))
-        assert wanted == [1]
+        fanout.request_key.assert_called_once_with("vp8")
         track.put(_encoded(2, key=True))
         assert (await receiving).pts == 2
         receiving = asyncio.create_task(track.recv())
@@ -81,6 +82,7 @@ def test_the_track_says_when_it_starts_and_ends_when_it_is_stopped() -> None:
         track.stop()
         with pytest.raises(MediaStreamError):
             await receiving
-        assert started == [track]
+        fanout.attach.assert_called_once()
+        await track.close(5.0)
 
     asyncio.run(scene())

@@ -100,7 +100,7 @@ def turns(runtime: StreamingPipeline, rounds: int, device: torch.device) -> tupl
     ring.open(SESSION, text, seed=0, epoch=0, steps=info.steps, kv_context=info.kv_context)
     full = spec.window_chunks(info.kv_context)
     end_s = clock.monotonic_s() + _LIMIT_S
-    passes = 0 if info.kv_context == "matched" else rounds  # clean ones, which come after a chunk's latents
+    passes = 0 if info.kv_context == "same_step" else rounds  # clean ones, which come after a chunk's latents
 
     def enough() -> bool:
         return len(latents) >= rounds and len(times["clean"]) >= passes
@@ -118,7 +118,7 @@ def turns(runtime: StreamingPipeline, rounds: int, device: torch.device) -> tupl
 
 def _around(ring: RingExecutor) -> tuple[list[MicroStep], list[Finished]]:
     """The rows that enter next, none or those of one forward, and what is finished when they are back."""
-    rows, finished = ring.turn()
+    rows, finished = ring.step()
     return rows, finished + ring.await_returns(_LIMIT_S)
 
 

@@ -357,7 +357,7 @@ def open(
     return StreamSession(load(model_config(options)), prompt, seed=seed, image=image, fit=fit)
 
 
-def follow(**options: Unpack[ModelOptions]) -> None:
+def run_worker(**options: Unpack[ModelOptions]) -> None:
     """Work for rank 0 as one stage of its ring, until it closes the stream. For ranks 1 and up under torchrun.
 
     The options are those of `streamdiff.open`, and must be the same on all ranks. The process ends with exit code 1

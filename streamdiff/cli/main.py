@@ -122,8 +122,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
         check_video(config.session.input)
     if config.session.snapshot is not None:
-        from streamdiff.engine.snapshot_header import read_saved_session
-        from streamdiff.server.sessions.session_files import read_snapshot
+        from streamdiff.server.sessions.keeper import read_snapshot
+        from streamdiff.snapshot_header import read_saved_session
 
         read_saved_session(read_snapshot(config.session.snapshot), config.session.snapshot)
     from streamdiff.server import main as server
@@ -213,7 +213,7 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
         ("session.image", "--given-latents"),
         ("session.fit", "--given-latents"),
         ("session.strength", "--strength, with --video-latents"),
-        ("model.decode", "rank 0, which decodes there, or --seconds"),
+        ("model.decode_rank", "rank 0, which decodes there, or --seconds"),
         ("model.trace", "--seconds instead of them"),
         ("model.trace_chunks", "--seconds instead of them"),
     ):
@@ -240,7 +240,7 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 f"model.{name} is {refused}, but options that say everything by chunks run the plain path; use {plain}"
             )
     # Rank 0 decodes what is finished, in turns with the ring.
-    config = config.model_copy(update={"model": config.model.model_copy(update={"decode": "head"})})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"decode_rank": "head"})})
     from streamdiff.commands import generate, reference, reference_ring
     from streamdiff.commands.reference_model import ReferenceJob
 

@@ -127,8 +127,8 @@ def _check(job: ReferenceJob) -> None:
     if job.video_latents is None and (job.strength is not None or job.motion_noise):
         raise ConfigError("--strength and --motion-noise say how input is mixed with noise; give it as --video-latents")
     for option, is_given in (("--context-alone", job.context_alone), ("--context-pictures", job.context_pictures)):
-        if is_given and job.model.kv_context == "matched":
-            raise ConfigError(f"{option} is about the clean pass, which KV context matched does not have")
+        if is_given and job.model.kv_context == "same_step":
+            raise ConfigError(f"{option} is about the clean pass, which KV context same_step does not have")
     if job.prompt_mix is not None and not job.prompt_switch:
         raise ConfigError("--prompt-mix says over how many chunks a --prompt-switch comes; there is none")
     if job.chunks < 1:

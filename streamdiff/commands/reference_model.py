@@ -133,7 +133,7 @@ class Found:
         text: TextEncoder = NoText()
         if job.prompt_embeds is None:
             text = load_text_encoder(loader.model, job.model, spec.text_shape, self.device)
-        seen_again = spec.context_pictures and job.model.kv_context != "matched"
+        seen_again = spec.context_pictures and job.model.kv_context != "same_step"
         past = FirstFrameReencoder.load(loader.model.found_vae, self.device) if seen_again else None
         return Model(spec, self.denoiser(blocks), text, None, past)
 

@@ -58,8 +58,8 @@ class ReferenceRun:
     `[n, F]` says it by latent frame instead. `levels` go before the schedule's for the steps that they have.
 
     `given_latents` `[n, C, F, h, w]` are finished latents of the first n chunks, which the stream goes on from: with a
-    clean pass they get that alone, at timestep 0 and without noise (Self-Forcing's `initial_latent`); in `matched` each
-    step sees them at its own noise level.
+    clean pass they get that alone, at timestep 0 and without noise (Self-Forcing's `initial_latent`); in `same_step`
+    each step sees them at its own noise level.
 
     Raises:
         ConfigError: a switch that is out of order, outside the stream or among the chunks that are given; one that
@@ -283,7 +283,7 @@ def _stream(
     first = ring.scheduler.next_chunk(_NAME)
     while not ring.scheduler.drained(_NAME):  # what is given is seen under the prompt that the stream begins with
         check()
-        ring.turn(_WAIT_S)
+        ring.step(_WAIT_S)
     for chunk in count(first):
         while chunk not in done:
             following = ring.scheduler.next_chunk(_NAME)
@@ -292,7 +292,7 @@ def _stream(
             goes_on = most is None or following < most
             ring.scheduler.set_frame_credit(_NAME, ring.sampler.spec.admitted_frames(following) if goes_on else 0)
             check()
-            rows, finished = ring.turn(_WAIT_S)
+            rows, finished = ring.step(_WAIT_S)
             assert rows or finished or ring.has_work, "the stream stands still"
             done |= {row.chunk: latents for row, latents in finished}
         yield chunk, done.pop(chunk)

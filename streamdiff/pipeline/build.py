@@ -51,13 +51,13 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
         ring = topology.connect_head(model, rank_topology, device, progress.enter)
         progress.enter("graphs")
         if decoder is None:
-            links = topology.decode_links(model.spec, 0, config.decode_rank, device, plan.pixel_format)
+            links = topology.decode_links(model.spec, 0, config.decode_rank_number, device, plan.pixel_format)
     ring.stage.swaps = loaded.swaps
     rank_loader.compile_stage(plan, ring.stage, memory, progress)
     rank_loader.compile_decoder(plan, decoder, DECODE_THREADS)
     workers, memories = None, [memory]
     if context is not None:
-        workers = WorkerGroup(context, ring, config.hang_s, links)
+        workers = WorkerGroup(context, ring, config.watchdog_s, links)
         memories = context.receive_memories()
         progress.finish()
     if batching.max_rows > 1:
@@ -67,7 +67,7 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
     preallocated = plan.preallocated if device.type == "cuda" and config.shares == 1 else None  # shared: no pool
     budget = KVCacheBudget(plan.sizes, memories, blocks, model.denoiser.dtype.itemsize, preallocated, config.shares)
     pipeline = StreamingPipeline(
-        model, device, config.steps, config.kv_context, workers, budget, ring, plan.decode_latents, config.hang_s,
+        model, device, config.steps, config.kv_context, workers, budget, ring, plan.decode_latents, config.watchdog_s,
         plan.models.picture_encoder(model.spec),
     )  # fmt: skip
     try:

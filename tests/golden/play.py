@@ -37,9 +37,9 @@ from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 CASES = [
     f"{context}/{change}"
-    for context in ("clean", "staircase", "matched")
+    for context in ("clean", "staircase", "same_step")
     for change in ("keep", "recache", "flush", "steps")
-    if (context, change) != ("matched", "recache")
+    if (context, change) != ("same_step", "recache")
 ]
 CHUNKS, INTERRUPTED_AT, CHANGE_AT = 7, 2, 4  # the window has three chunks, so that the last ones evict
 MODEL = small_model(1, layers=3, heads=2, sink=2)
@@ -180,7 +180,7 @@ def both(case: str) -> str:
     latents: Latents = defaultdict(dict)
     ring = LocalRing(MODEL, CPU, 1, max_rows=2)
     record(ring, latents)
-    play(ring, ring.turn, latents, open_two(ring, case))
+    play(ring, ring.step, latents, open_two(ring, case))
     assert ring.scheduler.counts.rows[2], "no forward was shared"
     return f"{digest(latents[0])} {digest(latents[1])}"
 
@@ -198,7 +198,7 @@ def rank(number: int, ranks: int, port: int, out: str) -> None:
         latents: Latents = defaultdict(dict)
         ring = connect_head(part, topology, CPU)
         record(ring, latents)
-        play(ring, partial(ring.turn, 1.0), latents, open_two(ring, case))
+        play(ring, partial(ring.step, 1.0), latents, open_two(ring, case))
         ring.stop(60.0)
         table[case] = f"{digest(latents[0])} {digest(latents[1])}"
     if number == 0:

@@ -48,7 +48,7 @@ def play(
             limit = chunks + 6 if name in changed else order.change_at  # a staircase needs newcomers
             ring.scheduler.set_frame_credit(name, (limit - admitted) * model.spec.chunk_frames)
         assert ring.has_work, "the ring stands still"
-        for row, latents in ring.turn(1.0)[1]:
+        for row, latents in ring.step(1.0)[1]:
             assert row.chunk == len(done[row.session])
             assert row.epoch == int(row.chunk >= orders[row.session].change_at), "no chunk mixes two epochs"
             done[row.session].append(latents.clone())
@@ -62,12 +62,12 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 THREE = {
     0: Order(RED, 5, 4, "clean", switch="recache"),
     1: Order(WHITE, 6, 4, "staircase", switch="recache"),
-    2: Order(RED, 7, 4, "matched"),
+    2: Order(RED, 7, 4, "same_step"),
 }
 OTHER_STEPS = {
     3: Order(RED, 8, 4, "clean", 5, then_steps=2),
     4: Order(WHITE, 9, 4, "staircase", 5, then_steps=2),
     5: Order(RED, 10, 2, "staircase", 6, then_steps=4),
-    6: Order(WHITE, 11, 4, "matched", 5, then_steps=2),
-    7: Order(RED, 12, 2, "matched", 5, then_steps=4),
+    6: Order(WHITE, 11, 4, "same_step", 5, then_steps=2),
+    7: Order(RED, 12, 2, "same_step", 5, then_steps=4),
 }

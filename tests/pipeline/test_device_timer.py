@@ -153,7 +153,9 @@ class StuckEvent(HostEvent):
 @pytest.fixture
 def stuck() -> Iterator[StreamingPipeline]:
     StuckEvent._left = 31  # the last one of them begins a work
-    runtime = StreamingPipeline(MODEL, CPU, ring=RingExecutor(MODEL, CPU, timer=DeviceTimer(StuckEvent)), hang_s=0.01)
+    runtime = StreamingPipeline(
+        MODEL, CPU, ring=RingExecutor(MODEL, CPU, timer=DeviceTimer(StuckEvent)), watchdog_s=0.01
+    )
     yield runtime
     runtime.close()
 

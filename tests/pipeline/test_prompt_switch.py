@@ -34,7 +34,7 @@ def streamed(
             ring.set_text(0, 1, model.text.encode(BLUE), policy)
             changed = True
         ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-        rows, finished = ring.turn()
+        rows, finished = ring.step()
         assert rows or finished or ring.waiting, "the stream stands still"
         done |= {row.chunk: latents for row, latents in finished if row.chunk < CHUNKS}
     return torch.stack([done[chunk] for chunk in range(CHUNKS)])
@@ -110,7 +110,7 @@ def test_flush_keeps_the_sink_and_nothing_else() -> None:
             ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
             finished = {}
             while ring.scheduler.next_chunk(0) == chunk or ring.scheduler.has_work:
-                finished |= {row.chunk: latents for row, latents in ring.turn()[1]}
+                finished |= {row.chunk: latents for row, latents in ring.step()[1]}
             if 6 in finished:
                 return finished[6]
 
@@ -120,10 +120,10 @@ def test_flush_keeps_the_sink_and_nothing_else() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["keep", "recache", "recache-causal", "flush"])
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
 def test_any_number_of_stages_gives_the_same(policy: str, kv_context: str) -> None:
     model = small_model(3, layers=3, sink=2)
-    if policy in RECACHES and kv_context == "matched":
+    if policy in RECACHES and kv_context == "same_step":
         with pytest.raises(ValueError, match=f"{policy} needs a KV context with a clean pass"):
             streamed(model, policy, 5, kv_context)
         return
@@ -133,16 +133,16 @@ def test_any_number_of_stages_gives_the_same(policy: str, kv_context: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_context", "kept"), [("clean", [0, 17, 18, 19]), ("matched", [])])
+@pytest.mark.parametrize(("kv_context", "kept"), [("clean", [0, 17, 18, 19]), ("same_step", [])])
 def test_only_what_the_next_chunk_may_see_is_kept(kv_context: str, kept: list[int]) -> None:
-    """Of `matched`, which has no clean pass, nothing is."""
+    """Of `same_step`, which has no clean pass, nothing is."""
     model = small_model(1, sink=2)
     ring = RingExecutor(model, CPU)
     ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context=kv_context)
     done = 0
     while done < 20:
         ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-        done += len(ring.turn()[1])
+        done += len(ring.step()[1])
     assert sorted(ring.sampler.sessions[0].kept) == kept
 
 
@@ -153,7 +153,7 @@ def test_an_unknown_policy_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="prompt switch is 'forget'; it can be keep, recache, recache-causal, flush"):
         ring.set_text(0, 1, model.text.encode(BLUE), "forget")
     ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-    assert ring.turn()[0][0].epoch == 0
+    assert ring.step()[0][0].epoch == 0
 
 
 @torch.inference_mode()

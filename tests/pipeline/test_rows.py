@@ -45,7 +45,7 @@ def test_sessions_in_shared_forwards_equal_each_alone(
 def test_a_session_alone_is_bit_identical_whatever_max_rows(alone: dict[int, list[torch.Tensor]]) -> None:
     torch.set_num_threads(1)
     model = load_model(EMBEDDED_WEIGHTS, CPU)
-    for name in (0, 3):  # clean and matched: one row at a time on one stage
+    for name in (0, 3):  # clean and same_step: one row at a time on one stage
         ring = RingExecutor(model, CPU, max_rows=8)
         assert same(play(ring, model, {name: ORDERS[name]}, CHUNKS)[name], alone[name])
         assert set(ring.scheduler.counts.rows) == {1}
@@ -57,21 +57,21 @@ def test_a_ready_row_waits_for_others_as_long_as_it_may(monkeypatch: pytest.Monk
     ring = RingExecutor(model, CPU, max_rows=2, wait_s=5.0)
     for name in (0, 1):
         ring.open(name, model.text.encode(RED), seed=name, epoch=0, steps=4, kv_context="clean")
-    ring.turn()
+    ring.step()
     ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-    assert ring.turn()[0] == [] and ring.held_s == 5.0
+    assert ring.step()[0] == [] and ring.held_s == 5.0
     ring.scheduler.set_frame_credit(1, model.spec.chunk_frames)
-    assert [row.session for row in ring.turn()[0]] == [0, 1] and ring.held_s == 0.0
+    assert [row.session for row in ring.step()[0]] == [0, 1] and ring.held_s == 0.0
     ring.scheduler.set_paused(1, True)
-    assert [row.session for row in ring.turn()[0]] == [0], "nobody is left to wait for"
+    assert [row.session for row in ring.step()[0]] == [0], "nobody is left to wait for"
     ring.scheduler.set_paused(1, False)
-    while ring.scheduler.in_flight or len(ring.turn()[0]) == 2:
-        ring.turn()
+    while ring.scheduler.in_flight or len(ring.step()[0]) == 2:
+        ring.step()
     ring.close(1)
     ring.open(1, model.text.encode(RED), seed=3, epoch=9, steps=4, kv_context="clean")
     ring.scheduler.set_frame_credit(0, 9 * model.spec.chunk_frames)
-    assert ring.turn()[0] == []
+    assert ring.step()[0] == []
     now_s[0] += 4.9
-    assert ring.turn()[0] == []
+    assert ring.step()[0] == []
     now_s[0] += 0.2
-    assert [row.session for row in ring.turn()[0]] == [0], "it has waited as long as it may"
+    assert [row.session for row in ring.step()[0]] == [0], "it has waited as long as it may"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 
 from streamdiff.device import embedded_autoencoder_dtype
 from streamdiff.engine.engine import Engine
@@ -22,13 +22,14 @@ from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.snapshot_header import check_signature, signed
 from tests.pipeline import snapshot_process as process
 from tests.pipeline.processes import run_ranks
 from tests.small import BLUE, CPU, RED, WHITE, small_encoder, small_model
 
 MODEL = small_model(4, layers=4, sink=2)
 CHUNK = MODEL.spec.chunk_frames
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 CHUNKS, SAVED_AT = 7, 3
 
 
@@ -67,6 +68,25 @@ def saved(pipeline: StreamingPipeline, path: Path) -> list[np.ndarray]:
 
 def change(pipeline: StreamingPipeline, session: int = 0) -> None:
     pipeline.set_conditioning(session, pipeline.text.encode(BLUE), epoch=6, switch="flush")
+
+
+def test_a_signature_covers_every_byte_of_header_and_tensors() -> None:
+    tensors = {"a": torch.arange(5), "b": torch.tensor(2.0), "c": torch.zeros(0, 3), "d": torch.ones(3, 2).T}
+    opened = {"seed": 1, "steps": 4, "next_steps": 4, "epoch": 0, "next_chunk": 0, "kv_context": "clean"}
+    data = Snapshot({}, opened, {}, {}, tensors=tensors).to_bytes()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load(data).items())
+    header, rest = signed(data, b"key")
+    file = header + rest
+    check_signature(file, b"key")
+    assert Snapshot.from_bytes(file).session == opened
+    for wrong, code in ((data, "unsigned"), (signed(data, b"other")[0] + rest, "signature")):
+        with pytest.raises(ConfigError) as refusal:
+            check_signature(wrong, b"key")
+        assert refusal.value.code == code
+    for at in [*range(8, len(header.rstrip()), 37), *range(len(header), len(file))]:
+        changed = file[:at] + bytes([file[at] ^ 1]) + file[at + 1 :]
+        with pytest.raises((ConfigError, ValueError)):  # ValueError: no JSON, which `read_header` refuses
+            check_signature(changed, b"key")
 
 
 @pytest.mark.slow
@@ -136,7 +156,7 @@ def test_a_change_of_steps_and_a_prompt_that_wait_are_saved_too(tmp_path: Path) 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snapshot]:
     path = tmp_path_factory.mktemp("snapshot") / "session.safetensors"
-    pipeline = opened(1, "matched")
+    pipeline = opened(1, "same_step")
     play(pipeline, [], CHUNK)
     saved(pipeline, path)
     pipeline.close()
@@ -233,8 +253,8 @@ def test_a_file_that_is_no_snapshot_is_refused(snapshot: Snapshot, tmp_path: Pat
 @pytest.mark.parametrize(
     ("stages", "shares", "decode"),
     [
-        pytest.param(3, 1, "own-rank", marks=pytest.mark.soak),
-        (1, 2, "own-rank"),
+        pytest.param(3, 1, "dedicated", marks=pytest.mark.soak),
+        (1, 2, "dedicated"),
     ],
 )
 def test_between_one_process_and_a_ring_of_processes(tmp_path: Path, stages: int, shares: int, decode: str) -> None:
@@ -249,7 +269,7 @@ def test_between_one_process_and_a_ring_of_processes(tmp_path: Path, stages: int
     saved_at, chunk = len(alone), pipeline.info.chunk_frames
     process.play(pipeline, alone, 2 * process.CHUNKS)
     arguments = [str(tmp_path), str(stages), str(shares), decode]
-    run_ranks("tests.pipeline.snapshot_process", arguments, stages * shares + (decode == "own-rank"), 200)
+    run_ranks("tests.pipeline.snapshot_process", arguments, stages * shares + (decode == "dedicated"), 200)
     there = np.load(tmp_path / "shown.npz")
     for name, begin in (("first", 0), ("second", saved_at)):
         shown = there[name][: process.CHUNKS * chunk]

@@ -25,6 +25,7 @@ PACKAGE = (
     ("server",),
     ("engine", "model_options"),
     ("pipeline",),
+    ("snapshot_header",),
     ("models",),
     ("session_state",),
     ("video",),
@@ -33,7 +34,6 @@ PACKAGE = (
     ("errors", "clock", "version", "child_process", "heavy_import"),
 )
 SERVER = (
-    ("web_process",),
     ("main",),
     ("app",),
     ("routes",),
@@ -42,7 +42,7 @@ SERVER = (
     ("http_server", "webrtc"),
     ("middleware", "sessions"),
     ("load", "media", "peers"),
-    ("auth", "logging_setup", "metrics", "problem", "rate_limit", "tls"),
+    ("auth", "logging_setup", "metrics", "problem", "rate_limit"),
 )
 PIPELINE = (
     ("build",),
@@ -105,7 +105,7 @@ TORCH_FREE = (
     "streamdiff.engine.process.fetching",
     "streamdiff.engine.process.ipc",
     "streamdiff.engine.session",
-    "streamdiff.engine.snapshot_header",
+    "streamdiff.snapshot_header",
     "streamdiff.models.catalogue.entries",
     "streamdiff.models.defaults",
     "streamdiff.models.recognition",

@@ -2,7 +2,7 @@
 
 Pure logic: no torch, no clock, no I/O. Events in (`open`, `returned`, `set_frame_credit`, ...), decisions out (`next`).
 The rules are in docs/design.md, section 4; what a micro-step attends to follows from them, never from timing. New
-chunks of `matched` sessions are paced, see `timetable_tick`; one session is in `scheduled_session`.
+chunks of `same_step` sessions are paced, see `timetable_tick`; one session is in `scheduled_session`.
 
 **A first chunk with more steps.** Steps are numbered from the end: the last step and the clean pass have the same
 number in every chunk. A longer first chunk begins at a negative step, so rules compare steps equally far from the end.
@@ -46,7 +46,7 @@ class StreamBatchScheduler:
     something to hand out gets a row in one of the next `(PATIENCE + 1) * N` forwards, where N such are open, whatever
     their frame credits are.
 
-    A row that is ready is held back by paced admission alone, which concerns new chunks of `matched`
+    A row that is ready is held back by paced admission alone, which concerns new chunks of `same_step`
     sessions, and by its forward being full or of another kind (`differing_field`).
 
     Args:
@@ -69,7 +69,7 @@ class StreamBatchScheduler:
         self._sessions: dict[int, ScheduledSession] = {}
         self._forwards = 0  # handed out so far: what waiting is counted in
         self._rows = 0  # the same of rows, where forwards may have several
-        self._apart = ""  # why nothing has joined the forward that is being put together
+        self._batch_break_reason = ""  # why nothing has joined the forward that is being put together
         self.counts = ForwardCounts()
         self.row_limit = RowLimit(max_rows)
 
@@ -130,7 +130,7 @@ class StreamBatchScheduler:
             raise ValueError(f"KV context {state.kv_context} has no clean pass of every chunk that could run once more")
         state.rerun, state.rerun_as_one, state.stale = list(chunks), as_one, True
 
-    def go_on_from(self, session: int, chunk: int) -> None:
+    def resume_at(self, session: int, chunk: int) -> None:
         """Let a stream that has not begun begin at `chunk`: those before it are finished, and only their clean pass is
         run, oldest first, before a chunk is admitted.
 
@@ -206,11 +206,11 @@ class StreamBatchScheduler:
         Without `background` none of a background session. Rows are spread over the `slots` of the ring (`RowLimit`);
         None: a forward takes all that it can.
 
-        Within a session: oldest chunk first, `matched` by timetable. A chunk gives at most one row, as
+        Within a session: oldest chunk first, `same_step` by timetable. A chunk gives at most one row, as
         its next step needs this one's result. No row has a `differing_field` from the first.
         """
         rows: list[MicroStep] = []
-        self._apart = "none_ready"
+        self._batch_break_reason = "none_ready"
         most = self.max_rows if slots is None else self._most_rows(slots)
         while len(rows) < most and not _recaches(rows) and (picked := self._pick(rows, most, background)):
             rows += picked
@@ -218,7 +218,7 @@ class StreamBatchScheduler:
             self._forwards += 1
             self.counts.rows[len(rows)] += 1
             if len(rows) == 1 < self.max_rows:
-                self.counts.alone[self._apart] += 1
+                self.counts.alone[self._batch_break_reason] += 1
         return rows
 
     @property
@@ -231,11 +231,11 @@ class StreamBatchScheduler:
     def _most_rows(self, slots: RingSlots) -> int:
         """Most rows of the next forward. Mutates: why nothing joins it."""
         if not self.row_limit.shares:
-            self._apart = "cost" if self.max_rows > 1 else "none_ready"
+            self._batch_break_reason = "cost" if self.max_rows > 1 else "none_ready"
             return 1
         jobs_only = all(state.background for state in self._sessions.values() if self._choice(state) is not None)
         free = slots.free if jobs_only else slots.free_of_live
-        most, self._apart = self.row_limit.of(self._rows_now(), free, slots.all, jobs_only)
+        most, self._batch_break_reason = self.row_limit.of(self._rows_now(), free, slots.all, jobs_only)
         return most
 
     def _rows_now(self) -> RowsNow:
@@ -299,7 +299,7 @@ class StreamBatchScheduler:
                 state.waiting_since, state.rows_before = self._forwards + 1, self._rows
                 self._rows += self.max_rows > 1
                 return rows
-            self._apart = differs or ("ring" if apart else "same_session")
+            self._batch_break_reason = differs or ("ring" if apart else "same_session")
         return []
 
     def _rank(self, state: ScheduledSession, open_sessions: int, taken: int, most: int) -> tuple[int, ...]:

@@ -68,10 +68,10 @@ class Pacer:
     """
 
     def __init__(
-        self, fps: float, start_frames: int, on_shown: Callable[[PlayoutSlot], object], grace_s: float = 0.0
+        self, fps: float, start_frames: int, on_shown: Callable[[PlayoutSlot], object], pause_after_s: float = 0.0
     ) -> None:
-        """`grace_s`: how long the stream plays on when the last viewer has left."""
-        self._grace_s = grace_s
+        """`pause_after_s`: how long the stream plays on when the last viewer has left."""
+        self._pause_after_s = pause_after_s
         self._until_s = float("-inf")  # so long it plays with nobody watching
         self._on_shown = on_shown
         self._playout = PlayoutBuffer(fps, start_frames=start_frames)
@@ -111,7 +111,7 @@ class Pacer:
         """Set the encoders that get the pictures. With none, after the grace time, time stands still."""
         with self._changed:
             if self._encoders and not encoders:
-                self._until_s = clock.monotonic_s() + self._grace_s
+                self._until_s = clock.monotonic_s() + self._pause_after_s
             self._encoders = encoders
             self._hold()
 

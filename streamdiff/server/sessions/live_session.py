@@ -18,7 +18,6 @@ from streamdiff.config import PROMPT_POLICIES, Config
 from streamdiff.engine import messages
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import Command, Data, FrameBatch, Pictures, Ready
-from streamdiff.engine.snapshot_header import SavedSession
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, ViewerDemand
@@ -38,6 +37,7 @@ from streamdiff.server.sessions.receipts import (
     Subscribers,
 )
 from streamdiff.server.sessions.video_source import VideoSource
+from streamdiff.snapshot_header import SavedSession
 
 STALLED_S = 2.0
 OPENING = "open"
@@ -270,12 +270,12 @@ class LiveSession:
                 return await snapshot
 
     async def send_active(self) -> None:
-        """Send `SetActive` where it has changed: active unless idle, to be swapped out if idle for `serve.grace_s`.
-        Does nothing before the engine has opened the session."""
+        """Send `SetActive` where it has changed: active unless idle, to be swapped out if idle for
+        `serve.pause_after_s`. Does nothing before the engine has opened the session."""
         now_s, active = clock.monotonic_s(), not self.idle
         self.lifetime.watch(self.watched, now_s)
         since_s = self.lifetime.idle_since_s
-        wanted = active, not active and (since_s is None or now_s - since_s >= self._config.serve.grace_s)
+        wanted = active, not active and (since_s is None or now_s - since_s >= self._config.serve.pause_after_s)
         if self.opened and wanted != self._sent_active:
             self._sent_active = wanted
             await self._send(messages.SetActive(self.id, *wanted))

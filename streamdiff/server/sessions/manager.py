@@ -21,15 +21,14 @@ from streamdiff.config import Config
 from streamdiff.engine import messages
 from streamdiff.engine.messages import Command, Data, Event, FrameBatch, Measured, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
-from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import NOT_FINITE, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load import Capacity, Lifetime, LoadPolicy, Unavailable, ViewerDemand, least_share
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.sessions.keeper import SessionKeeper, spec_of
+from streamdiff.server.sessions.keeper import Keeper, SavedFile, read_snapshot, spec_of
 from streamdiff.server.sessions.live_session import OPENING, EngineStatus, LiveSession, SessionEvent, StreamSpec
-from streamdiff.server.sessions.session_files import FoundSession, read_snapshot
+from streamdiff.snapshot_header import read_saved_session
 from streamdiff.video.picture import fit_picture
 
 logger = logging.getLogger(__name__)
@@ -58,10 +57,10 @@ class EngineLoad:
         self, config: Config, ready: Ready, metrics: Metrics, sessions: Callable[[], Sequence[LiveSession]]
     ) -> None:
         """`sessions` are the open ones, oldest first."""
-        self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.load, ready.work_s)
+        self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.max_utilization, ready.work_s)
         self.occupancy: tuple[float, ...] = ()
         self.batching: dict[str, dict[str, int]] = {"rows": {}, "alone": {}}
-        self._policy = LoadPolicy(ready.steps_known, config.serve.load)
+        self._policy = LoadPolicy(ready.steps_known, config.serve.max_utilization)
         self._config, self._ready, self._metrics, self._sessions = config, ready, metrics, sessions
         self._totals: defaultdict[tuple[Counter, str], CounterDelta] = defaultdict(CounterDelta)  # by label
         self._changed = asyncio.Event()
@@ -198,8 +197,8 @@ class SessionManager:
         connection: EngineConnection,
         ready: Ready,
         metrics: Metrics,
-        keeper: SessionKeeper,
-        found: Sequence[FoundSession],
+        keeper: Keeper,
+        found: Sequence[SavedFile],
     ) -> None:
         """`found`: sessions of a previous server to resume."""
         self.ready = ready

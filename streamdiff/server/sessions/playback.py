@@ -81,14 +81,14 @@ class Playback:
         news, the latest only; `on_watched` is called when the first viewer has come or the last has gone, and may be
         at other times."""
         self._session, self._on_shown, self._send, self._on_watched = session, on_shown, send, on_watched
-        self._chunk_frames, self._most_ahead_s = ready.chunk_frames, config.playback.lead_s
+        self._chunk_frames, self._most_ahead_s = ready.chunk_frames, config.playback.max_ahead_s
         self.lead = PlayoutLead(ready.chunk_frames / fps, self._most_ahead_s)
         self.fps = fps
         """Frames shown per second; under load fewer than `format` says."""
         h264 = H264_CHOICES[config.serve.encoder][-1]
-        self.format = Format(ready.width, ready.height, fps, config.serve.scale, config.serve.bitrate, h264)
+        self.format = Format(ready.width, ready.height, fps, config.serve.upscale, config.serve.bitrate, h264)
         take = asyncio.get_running_loop().call_soon_threadsafe
-        self.pacer = Pacer(fps, ready.chunk_frames, lambda slot: take(self._shown, slot), config.serve.grace_s)
+        self.pacer = Pacer(fps, ready.chunk_frames, lambda slot: take(self._shown, slot), config.serve.pause_after_s)
         self.progressed = asyncio.Event()
         """Wakes the progress report."""
         self.fanout = Fanout(self.format, self.pacer, metrics, self.progressed.set)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from streamdiff.models.model import Model
-from streamdiff.models.transformer.attention_backend import over_parts
+from streamdiff.models.transformer.attention_backend import attention_over_segments
 from streamdiff.models.transformer.varlen_attention import PagedTrial, row_by_row
 from streamdiff.pipeline.distributed.message import Outcome, SessionUpdate
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
@@ -106,7 +106,7 @@ def alike(got: dict[int, list[Tensor]], expected: dict[int, list[Tensor]]) -> bo
 def end(ring: RingExecutor, session: int) -> None:
     ring.close(session)
     while ring.has_work:
-        ring.turn()
+        ring.step()
 
 
 class Noted(TorchDispatchMode):
@@ -190,9 +190,9 @@ def test_two_sessions_at_once_are_both_captured_and_make_the_plain_streams(keep:
     ("kv_context", "stages"),
     [
         ("clean", 1),
-        ("matched", 1),
+        ("same_step", 1),
         ("staircase", 2),
-        *(pytest.param(*more, marks=pytest.mark.soak) for more in (("clean", 2), ("matched", 2), ("staircase", 1))),
+        *(pytest.param(*more, marks=pytest.mark.soak) for more in (("clean", 2), ("same_step", 2), ("staircase", 1))),
     ],
 )
 def test_rows_of_any_sessions_have_one_graph_for_each_number_of_them(
@@ -237,7 +237,7 @@ def test_rows_that_attend_at_once_see_their_own_sessions_alone(monkeypatch: pyte
 
     def paged(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
         called.append(len(query))
-        return row_by_row(over_parts("math"), query, key, value, seen)
+        return row_by_row(attention_over_segments("math"), query, key, value, seen)
 
     monkeypatch.setattr(compiled_stage, "try_paged", lambda *_: PagedTrial(paged, "here"))
     ring = compiled(MODEL, sessions=3, max_rows=3)
@@ -249,7 +249,7 @@ def test_rows_that_attend_at_once_see_their_own_sessions_alone(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_sessions_beyond_the_pool_and_of_other_kinds_make_the_plain_streams() -> None:
-    orders = {name: Order(RED, name, 4, "clean") for name in range(3)} | {3: Order(WHITE, 3, 4, "matched")}
+    orders = {name: Order(RED, name, 4, "clean") for name in range(3)} | {3: Order(WHITE, 3, 4, "same_step")}
     ring = compiled(MODEL, max_rows=2)
     learned = graphs_of(ring.stage)
     got, expected = play(ring, MODEL, orders), play(RingExecutor(MODEL, CPU), MODEL, orders)

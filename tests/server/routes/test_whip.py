@@ -105,7 +105,7 @@ def run(scene: Callable[[Site], Awaitable[None]], config: Config | None = None) 
     async def main() -> None:
         pictures = PictureEncoder(lambda: small_encoder(4), MODEL.spec)
         pipeline: Any = StreamingPipeline(MODEL, CPU, ring=LocalRing(MODEL, CPU, 2), pictures=pictures)
-        async with open_site(config or Config(playback=PlaybackConfig(lead_s=1.0)), pipeline) as site:
+        async with open_site(config or Config(playback=PlaybackConfig(max_ahead_s=1.0)), pipeline) as site:
             await scene(site)
 
     asyncio.run(main())
@@ -330,7 +330,7 @@ def test_an_input_is_ended_by_whoever_may_steer(tmp_path: Path) -> None:
         stream.width, stream.height = 64, 48
         container.mux([*stream.encode(av.VideoFrame(64, 48, "yuv420p")), *stream.encode()])
     session = SessionConfig(input=str(path), input_end="loop")
-    run(scene, Config(session=session, playback=PlaybackConfig(lead_s=1.0)))
+    run(scene, Config(session=session, playback=PlaybackConfig(max_ahead_s=1.0)))
 
 
 def test_when_a_camera_stops_the_picture_holds_and_goes_on_with_it() -> None:

@@ -117,7 +117,7 @@ def test_then_frame_rate_is_lost_and_only_then_is_somebody_refused() -> None:
         await site.until(lambda: pacer.progress().shown > shown + 5)  # it plays on
 
     # Of the time: 1, in fewer steps 0.6, at half the frame rate 0.3.
-    _run(scene, Painter(chunk_s=0.2), adaptive=True, load=0.95)
+    _run(scene, Painter(chunk_s=0.2), adaptive=True, max_utilization=0.95)
 
 
 def test_chunks_that_come_late_are_noticed_whatever_was_measured() -> None:

@@ -44,7 +44,7 @@ def video(path: Path, frames: int, fps: int = 50, size: tuple[int, int] = (320, 
 
 
 def with_file(path: str, **session: Any) -> Config:
-    return Config(playback=PlaybackConfig(lead_s=1.0), session=SessionConfig(input=path, **session))
+    return Config(playback=PlaybackConfig(max_ahead_s=1.0), session=SessionConfig(input=path, **session))
 
 
 @pytest.fixture(autouse=True)

@@ -177,7 +177,7 @@ class EncoderThread:
     """One codec's encoder on its own thread. `deliver` is called there with each packet.
 
     Pictures never wait long: at most `QUEUE_PICTURES` do, then the oldest is dropped and counted. The codec is opened,
-    and opened again for another format, on the thread. Where it cannot be opened the old one goes on; without one,
+    and opened again for another format, on the thread. Where it cannot be opened the old one stays; without one,
     pictures are dropped until it can.
     """
 
@@ -271,7 +271,7 @@ class EncoderThread:
         return True
 
     def _encode(self, picture: Picture, pts: int, key: bool, now_s: float) -> list[EncodedFrame]:
-        """One picture; when the codec library fails, the stream goes on with a fresh encoder and a key frame."""
+        """One picture; when the codec library fails, the stream continues with a fresh encoder and a key frame."""
         if self._encoder is None:
             self.dropped += 1
             return []

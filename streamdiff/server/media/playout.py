@@ -86,7 +86,7 @@ class PlayoutBuffer:
 
     A caller who asks late by up to `CATCH_UP_S` gets the slots it missed one by one, at once, with their regular
     presentation times. Later than that, the missed slots pass without a picture (counted in `missed`): the
-    media clock goes on with real time and the next frame is the next one. A clock that goes back shifts the slots.
+    media clock follows real time and the next frame is the next one. A clock that goes back shifts the slots.
     """
 
     def __init__(self, fps: float, *, start_frames: int = 1) -> None:

@@ -1,6 +1,6 @@
 """A live session sent to files and servers: each output takes the encoded packets as a viewer does, and a process
 of its own (`muxer`) writes them; to a WHIP server a peer connection (`whip`) sends them. What is slow or gone is
-skipped and tried again; nobody else waits for it.
+skipped and tried again; no viewer waits for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KNOWN = "a file that ends in .mp4 or .webm, or an address that begins with " + 
     f"{scheme}://" for scheme in _STREAMS
 )
 QUEUE_PACKETS = 80
-"""Encoded frames that may wait for one output, 2 s at 40 FPS; beyond that it goes on at the next key frame."""
+"""Encoded frames that may wait for one output, 2 s at 40 FPS; beyond that it continues at the next key frame."""
 BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 STUCK_S = 15.0
 """A writer that reads nothing for so many seconds is restarted."""
@@ -432,7 +432,7 @@ class AllowedTargets:
 
 
 def _is_below(text: str, allowed: str) -> bool:
-    """Whether an address lies below another: same scheme, host, port and query, and a path that goes on from its own.
+    """Whether an address lies below another: same scheme, host, port and query, and a path that continues its own.
     Who sends may be named in it (`TOKEN@`)."""
     try:
         wanted, base = urlsplit(text), urlsplit(allowed)

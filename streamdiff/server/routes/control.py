@@ -117,7 +117,7 @@ async def control(request: Request, state: State, live: Controlled) -> Response:
     **operation("watch", 404, 410, 503, answers=answer("A JPEG file", "image/jpeg", BINARY)),
 )  # fmt: skip
 async def frame(live: Watched) -> Response:
-    jpeg = await live.playback.snapshot.jpeg()
+    jpeg = await live.playback.jpeg()
     if jpeg is None:
         raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"}, code="opening")
     return Response(jpeg, media_type="image/jpeg")

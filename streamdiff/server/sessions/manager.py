@@ -291,7 +291,7 @@ class SessionManager:
     # ---- open and end -------------------------------------------------------------------------------------------
 
     async def open(self, spec: StreamSpec, snapshot: Data | None = None) -> LiveSession:
-        """Open a session, which goes on from the file `snapshot`, if there is one.
+        """Open a session, which resumes from the file `snapshot`, if there is one.
 
         Raises:
             Unavailable: no time, no memory, the server is about to end, or the engine does not run.
@@ -504,7 +504,7 @@ class SessionManager:
                 self._not_reopened(session, event, snapshot)
                 return
             if session.id == DEFAULT_SESSION:
-                self._begin_with = None  # a new engine begins it afresh, or from what is kept
+                self._begin_with = None  # a new engine starts it over, or from what is kept
             if snapshot is not None:
                 self._metrics.lost_s.inc(self.keeper.opened(session, snapshot))
             if snapshot:
@@ -521,7 +521,7 @@ class SessionManager:
             session.handle(event)
 
     def _not_reopened(self, session: LiveSession, refused: Refused, snapshot: Data | None) -> None:
-        """A new engine refuses a session of before: it waits where memory is short, begins afresh where its snapshot
+        """A new engine refuses a session of before: it waits where memory is short, starts over where its snapshot
         does not fit, or ends."""
         if refused.code == "memory":
             if session.engine.state != "waiting":
@@ -531,12 +531,12 @@ class SessionManager:
                 )
             session.wait_for_memory(refused.reason)
         else:  # viewers take time to go, and others wait for events
-            self._tasks.append(asyncio.create_task(self._begin_afresh(session, refused.reason, snapshot)))
+            self._tasks.append(asyncio.create_task(self._start_over(session, refused.reason, snapshot)))
 
-    async def _begin_afresh(self, session: LiveSession, why: str, snapshot: Data | None) -> None:
+    async def _start_over(self, session: LiveSession, why: str, snapshot: Data | None) -> None:
         """Reset a session whose snapshot the engine has refused; end it if it came from a folder, or has none."""
-        afresh = snapshot is not None and self.keeper.refused(session, why)
-        if not afresh and session.id != DEFAULT_SESSION:
+        starts_over = snapshot is not None and self.keeper.refused(session, why)
+        if not starts_over and session.id != DEFAULT_SESSION:
             await self.end(session.id, "restart", why)
             return
         self._reopening[session.id] = None

@@ -73,7 +73,7 @@ class VideoSource:
         self.video_input, began = None, self._task is not None
         await self._stop()
         if began:
-            with suppress(EngineFailure):  # the next one is told of no input
+            with suppress(EngineFailure):  # `announce` sends none to the next one
                 await self._send(SetInput(self.session, None))
             self._on_change()
 
@@ -171,7 +171,7 @@ class FileFeed:
         try:
             receipt = await self._ask(message, "file", ANSWER_S)
         except (ControlError, EngineFailure, StreamEnded, TimeoutError):
-            return  # the engine has ended, or hangs: the server says so, and the next one is told of the file
+            return  # the engine has ended, or hangs: the server says so, and `announce` tells the next one
         if receipt.stage == "refused":
             await self.stop()
             raise ConfigError(f"session.input: {receipt.reason}")

@@ -74,6 +74,9 @@ class Peers(ABC, Generic[PeerT]):
         """A session's peer of that id, for a caller at `address`. Raises Problem: 404 where there is none, or no more;
         429."""
         self._changes.check(address, "changes", clock.monotonic_s())
+        return self._find(session_id, id)
+
+    def _find(self, session_id: str, id: str) -> PeerT:
         peer = self._peers.get(id)
         if peer is None or peer.session.id != session_id:
             raise Problem(404, self.missing)
@@ -81,8 +84,9 @@ class Peers(ABC, Generic[PeerT]):
 
     async def delete(self, session_id: str, id: str, address: str) -> None:
         """End a session's peer of that id; one that ended lately is fine as well. Raises Problem: 404, 429."""
+        self._changes.check(address, "changes", clock.monotonic_s())
         if self._tombstones.get((session_id, id), float("-inf")) < clock.monotonic_s():
-            await self._end(self.find(session_id, id, address), "delete")
+            await self._end(self._find(session_id, id), "delete")
 
     async def trickle(self, session_id: str, id: str, fragment: str, address: str) -> None:
         """Take candidates that a peer found after its offer; those beyond the limit are left out. Mutates: the peer.
@@ -96,7 +100,7 @@ class Peers(ABC, Generic[PeerT]):
         except sdp.SdpError as error:
             raise Problem(400, str(error)) from error
         if trickle.username is not None and trickle.username not in peer.offer.usernames:
-            raise Problem(422, f"ICE restart is not supported: POST a new offer. This {self.whose} goes on as it was.")
+            raise Problem(422, f"ICE restart is not supported: POST a new offer. This {self.whose} stays as it was.")
         for candidate in trickle.candidates:
             if peer.candidates >= sdp.MAX_CANDIDATES:
                 return

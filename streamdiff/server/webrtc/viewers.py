@@ -29,7 +29,7 @@ from streamdiff.server.webrtc.sender import VideoSender
 logger = logging.getLogger(__name__)
 POOR_NETWORK = 0.6
 CHECK_S = 1.0
-GHOST_S = 3.0
+STALE_S = 3.0
 """A viewer that reported nothing for so long gives its slot, where all are taken, to the next connection of the same
 client: a page that was reloaded without a good-bye. Browsers report once a second."""
 
@@ -107,25 +107,33 @@ class Viewers(Peers[Viewer]):
         wanted = self._wanted_codecs(codec)
         checked = checked_offer(offer, "viewer", wanted)
         refusal = self._slots.refusal(address)
-        ghost = self._ghost_of(client_id, address) if refusal is not None else None
-        if refusal is not None and ghost is None:
+        stale = self._stale_connection_of(client_id, address) if refusal is not None else None
+        if refusal is not None and stale is None:
             raise refusal
         self._offers.check(address, "connections", clock.monotonic_s())
+        ice, on_first = self._ice.to_ask(), self._metrics.viewer_first_s.observe
+        sender = VideoSender(session.playback.fanout, ice, on_first=on_first, on_key_request=self._count_key_request)
+        viewer = Viewer(session, sender.pc, address, checked, sender, may_control, client_id)
+        viewer.pc.on("connectionstatechange", lambda: self._state_changed(viewer))
+        viewer.pc.on("datachannel", lambda channel: self._channel_opened(viewer, channel))
         # From here to the registration below there are awaits: the slot is taken before the first of them.
         self._slots.take(address)
         try:
-            if ghost is not None:
-                await self._end(ghost, "ghost")
-            fanout, on_first = session.playback.fanout, self._metrics.viewer_first_s.observe
-            ice = self._ice.to_ask()
-            sender = VideoSender(fanout, ice, on_first=on_first, on_key_request=self._count_key_request)
-            viewer = Viewer(session, sender.pc, address, checked, sender, may_control, client_id)
-            answer = await self._connect(viewer, wanted)
-            self._ice.take_answer(ice, answer)
-            return viewer.id, answer
+            if stale is not None:
+                await self._end(stale, "ghost")
+            answer = await answered(checked, self._negotiate(viewer, wanted), "the video of one more viewer")
+            if session.closed:
+                raise ended(session)
         except BaseException:
+            await sender.close(CLOSE_S)
             self._slots.release(address)
             raise
+        self._register(viewer)
+        self._ice.take_answer(ice, answer)
+        logger.info("A viewer joins session %s.", session.id, extra=_fields_of(viewer))
+        if self._check_timer is None:
+            self._check_timer = asyncio.get_running_loop().call_later(CHECK_S, self._check_viewers)
+        return viewer.id, answer
 
     async def stop(self) -> None:
         """Close every connection, with a notice to its peer."""
@@ -137,24 +145,6 @@ class Viewers(Peers[Viewer]):
         await super().stop()
 
     # ---- one viewer's life --------------------------------------------------------------------------------------
-
-    async def _connect(self, viewer: Viewer, codecs: tuple[Codec, ...]) -> str:
-        """Register a viewer; returns the SDP answer."""
-        session, sender = viewer.session, viewer.sender
-        viewer.pc.on("connectionstatechange", lambda: self._state_changed(viewer))
-        viewer.pc.on("datachannel", lambda channel: self._channel_opened(viewer, channel))
-        try:
-            answer = await answered(viewer.offer, self._negotiate(viewer, codecs), "the video of one more viewer")
-            if session.closed:
-                raise ended(session)
-        except BaseException:
-            await sender.close(CLOSE_S)
-            raise
-        self._register(viewer)
-        logger.info("A viewer joins session %s.", session.id, extra=_fields_of(viewer))
-        if self._check_timer is None:
-            self._check_timer = asyncio.get_running_loop().call_later(CHECK_S, self._check_viewers)
-        return answer
 
     async def _negotiate(self, viewer: Viewer, codecs: tuple[Codec, ...]) -> str:
         """aiortc's answer to the viewer's offer. Mutates: viewer.
@@ -217,7 +207,7 @@ class Viewers(Peers[Viewer]):
             raise Problem(422, f"The codec {codec[:20]!r} is not offered; this server has {known}.", code="codec")
         return found
 
-    def _ghost_of(self, client_id: str | None, address: str) -> Viewer | None:
+    def _stale_connection_of(self, client_id: str | None, address: str) -> Viewer | None:
         """The oldest connection of `client_id` that is dead or never connected, and without which `address` may have a
         slot. Clients choose their ids, so one that still reports is left alone."""
         now_s = clock.monotonic_s()
@@ -227,7 +217,7 @@ class Viewers(Peers[Viewer]):
 
 
 def _is_dead(viewer: Viewer, now_s: float) -> bool:
-    return viewer.pc.connectionState != "connected" or viewer.sender.silent_s(now_s) > GHOST_S
+    return viewer.pc.connectionState != "connected" or viewer.sender.silent_s(now_s) > STALE_S
 
 
 def _fields_of(viewer: Viewer, **more: object) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The encoder, against PyAV's decoders: colours, sizes, key frames, time stamps, bit rate."""
+"""The encoder, against PyAV's decoders: colours, sizes, key frames, time stamps, bit rate; and the queue of packets."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import av
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streamdiff import clock
 from streamdiff.models.autoencoder.picture_decoder import yuv420p
@@ -21,6 +23,7 @@ from streamdiff.server.media.encoder import (
     EncodedFrame,
     EncoderThread,
     KeyframeLimiter,
+    PacketQueue,
     VideoEncoder,
     as_rgb,
 )
@@ -52,15 +55,6 @@ def test_a_packet_for_every_picture_in_the_right_colour_and_size(codec: Codec, s
         assert (frame.width, frame.height) == (64 * scale, 48 * scale)
         shown = frame.to_ndarray(format="rgb24", src_colorspace=matrix)[20, 20]
         assert np.abs(shown.astype(int) - colour).max() <= 12
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_key_frame_can_be_decoded_alone(codec: Codec) -> None:
-    encoder = VideoEncoder(codec, Format(64, 64, 40.0))
-    for number in range(7):
-        [encoded] = encoder.encode(_flat(COLOURS[number % 6]), number * 2250, key=number in (0, 6))
-    [frame] = _decoder(codec).decode(encoded.packet)
-    assert frame.width == 64
 
 
 @pytest.mark.slow
@@ -297,17 +291,6 @@ def test_yuv420_made_on_the_device_is_that_of_libswscale() -> None:
         assert np.abs(got - expected).max() <= 2
 
 
-def test_h264_of_either_kind_of_picture_is_the_same_picture() -> None:
-    shown = []
-    for picture in (_smooth(), _planes(_smooth())):
-        encoder, decoder = VideoEncoder("h264", Format(64, 48, 40.0, 1, 8_000_000)), _decoder("h264")
-        for number in range(4):
-            [encoded] = encoder.encode(picture, number * 2250, key=number == 0)
-            [frame] = decoder.decode(encoded.packet)
-        shown.append(frame.to_ndarray().astype(int))
-    assert np.abs(shown[0] - shown[1]).mean() <= 1
-
-
 def test_a_picture_of_either_kind_can_be_had_as_rgb() -> None:
     assert as_rgb(_smooth()) is not None and np.array_equal(as_rgb(_smooth()), _smooth())
     for colour in COLOURS:
@@ -319,3 +302,56 @@ def test_a_picture_of_either_kind_can_be_had_as_rgb() -> None:
 def test_what_is_no_picture_or_of_another_size_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError):
         VideoEncoder("h264", Format(64, 64, 40.0)).encode(np.zeros(shape, np.uint8), 0, True)
+
+
+# ---- the queue of one viewer: bounded, begins with a key frame, and again with one after a loss ------------------
+
+
+def _encoded(number: int, key: bool = False) -> EncodedFrame:
+    packet = av.Packet(b"x")
+    packet.pts = number
+    return EncodedFrame(packet, number, key)
+
+
+def _drain(queue: PacketQueue) -> list[int]:
+    found = []
+    while (encoded := queue.get()) is not None:
+        found.append(encoded.pts)
+    return found
+
+
+def test_a_viewer_begins_with_a_key_frame() -> None:
+    queue = PacketQueue()
+    assert queue.put(_encoded(1))
+    assert not queue.put(_encoded(2, key=True))
+    assert not queue.put(_encoded(3))
+    assert _drain(queue) == [2, 3]
+    assert queue.dropped == 1
+
+
+def test_a_viewer_too_far_behind_skips_to_the_next_key_frame() -> None:
+    queue = PacketQueue(limit=3)
+    queue.put(_encoded(0, key=True))
+    queue.put(_encoded(1))
+    queue.put(_encoded(2))
+    assert queue.put(_encoded(3)), "it asks for a key frame"
+    assert queue.put(_encoded(4))
+    assert _drain(queue) == []
+    queue.put(_encoded(5, key=True))
+    queue.put(_encoded(6))
+    assert _drain(queue) == [5, 6]
+    assert queue.dropped == 5
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 4))))
+def test_never_above_the_limit_and_every_gap_ends_with_a_key_frame(steps: list[tuple[bool, int]]) -> None:
+    queue = PacketQueue(limit=4)
+    out: list[EncodedFrame] = []
+    for number, (key, reads) in enumerate(steps):
+        queue.put(_encoded(number, key))
+        assert len(queue) <= 4
+        out += [encoded for _ in range(reads) if (encoded := queue.get()) is not None]
+    assert [encoded.pts for encoded in out] == sorted({encoded.pts for encoded in out})
+    for before, after in zip([None, *out], out, strict=False):
+        assert after.key or (before is not None and after.pts == before.pts + 1)
+    assert len(out) + len(queue) + queue.dropped == len(steps)

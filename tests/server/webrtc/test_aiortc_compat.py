@@ -10,12 +10,14 @@ from unittest.mock import Mock
 import aiortc.rtcrtpsender
 import pytest
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCRtpTransceiver
+from aiortc.mediastreams import MediaStreamError
 from aiortc.rtp import RTCP_PSFB, RTCP_PSFB_APP, RTCP_RTPFB_NACK, RtcpRtpfbPacket, pack_rtcp_packet
 
 from streamdiff import clock
 from streamdiff.errors import StreamdiffError
 from streamdiff.server.webrtc import aiortc_compat
 from streamdiff.server.webrtc.sender import RESEND_BURST, RESENT_PER_S, VideoSender
+from tests.server.media.test_encoder import _encoded
 
 
 def test_the_installed_aiortc_is_fine() -> None:
@@ -88,5 +90,28 @@ def test_rtcp_that_cannot_be_read_leaves_the_connection_alone(body: bytes) -> No
         packet = pack_rtcp_packet(RTCP_PSFB, RTCP_PSFB_APP, struct.pack("!LL", 1, 0) + body)
         await transceiver.sender.transport._handle_rtcp_data(packet)
         assert await sender.close(5.0)
+
+    asyncio.run(scene())
+
+
+def test_the_track_attaches_when_it_starts_and_ends_when_it_is_stopped() -> None:
+    async def scene() -> None:
+        fanout = Mock()
+        track = VideoSender(fanout)
+        track.codec = "vp8"
+        receiving = asyncio.create_task(track.recv())
+        await asyncio.sleep(0)
+        fanout.attach.assert_called_once_with("vp8", track)
+        track.put(_encoded(1))
+        fanout.request_key.assert_called_once_with("vp8")
+        track.put(_encoded(2, key=True))
+        assert (await receiving).pts == 2
+        receiving = asyncio.create_task(track.recv())
+        await asyncio.sleep(0)
+        track.stop()
+        with pytest.raises(MediaStreamError):
+            await receiving
+        fanout.attach.assert_called_once()
+        await track.close(5.0)
 
     asyncio.run(scene())

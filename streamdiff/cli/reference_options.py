@@ -12,7 +12,7 @@ from pathlib import Path
 from streamdiff.cli.options import SWITCH, Option, parse_numbers
 
 EXAMPLES = """
-by numbers and files, to compare with another implementation (--help lists the options under "to the letter"):
+by numbers and files, to compare with another implementation (the options under "to the letter"):
   streamdiff generate --model wan.safetensors --prompt-embeds text.safetensors --noise noise.safetensors \\
       --steps 1000,937.5,833.33,625 --window 21 --chunks 7 --latents-out latents.safetensors
   streamdiff generate --chunks 8 --latents-out latents.safetensors --no-decode
@@ -39,7 +39,7 @@ x_t = (1 - sigma) x0 + sigma noise; the model predicts noise - x0. Chunks count 
 """
 
 # fmt: off
-OPTIONS = (
+_OPTIONS = (
     Option("--chunks", "N", "chunks to make, instead of --seconds", int),
     Option("--latents-out", "FILE", "write the latents", Path),
     Option("--prompt-embeds", "FILE", "the prompt's embeddings, instead of --prompt", Path),
@@ -107,6 +107,7 @@ OPTIONS = (
            "may be given several times", action="append"),
 )
 # fmt: on
+OPTIONS = tuple(option._replace(group="to the letter (see the end)", rare=True) for option in _OPTIONS)
 
 
 def is_requested(arguments: argparse.Namespace) -> bool:

@@ -45,8 +45,7 @@ from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.routes.snapshots import given_snapshot, place_for_upload
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage
-from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.session_spec import SessionSpec, resumed
+from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
 
 _LATER: Responses = {
     202: {
@@ -164,9 +163,9 @@ async def reset_session(request: Request, response: Response, live: Controlled) 
 
 def _spec(
     wanted: schemas.NewSession, picture: Pictures | None, defaults: Config, given: Features = NOTHING
-) -> SessionSpec:
+) -> StreamSpec:
     default = "" if given.prompt_embeds is not None else defaults.session.prompt
-    return SessionSpec(
+    return StreamSpec(
         prompt=default if wanted.prompt is None else wanted.prompt,
         seed=wanted.seed,
         fps=defaults.playback.fps if wanted.fps is None else wanted.fps,
@@ -180,7 +179,7 @@ def _spec(
 
 def _spec_of_saved(
     snapshot: bytes, wanted: schemas.NewSession, defaults: Config, given: Features, key: bytes | None
-) -> SessionSpec:
+) -> StreamSpec:
     """A session that goes on from a file, with what it is to have instead. Raises Problem: 413, 422."""
     limit = defaults.serve.max_snapshot_mb
     if len(snapshot) > limit << 20:
@@ -191,7 +190,7 @@ def _spec_of_saved(
     if given.names:
         why = f"`{given.names[0]}`: a session that goes on from a snapshot has what was saved with it; leave it out."
         raise Problem(422, why, code="invalid", field=given.names[0])
-    return resumed(_spec(wanted, None, defaults), saved, wanted.prompt, wanted.steps)
+    return _spec(wanted, None, defaults).resumed(saved, wanted.prompt, wanted.steps)
 
 
 async def _read(

@@ -19,7 +19,7 @@ from streamdiff.server.routes.bodies import FORM, MAX_FORM_BYTES, media_type
 from streamdiff.server.routes.dependencies import BINARY, Controlled, State, answer, operation, problems
 from streamdiff.server.routes.schemas import NewSession
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.receipts import SessionEnded
+from streamdiff.server.sessions.receipts import StreamEnded
 from streamdiff.snapshot_header import SavedSession, check_signature, read_saved_session, signed
 
 OCTETS = "application/octet-stream"
@@ -97,12 +97,12 @@ async def _taken(state: AppState, live: LiveSession) -> Data:
     if not live.opened:
         raise state.engine_problem(may_control=True, session=live)
     try:
-        return await live.snapshots.save(SAVE_TIMEOUT_S)
+        return await live.save(SAVE_TIMEOUT_S)
     except RequestError as error:
         raise Problem(409, str(error), code="refused", field=error.field) from error
     except EngineFailure as error:
         raise state.engine_problem(may_control=True, session=live) from error
-    except SessionEnded as error:
+    except StreamEnded as error:
         raise Problem(410, "The session has ended.", code="ended") from error
     except TimeoutError as error:
         raise Problem(504, "The engine saved nothing in time.", code="timeout") from error

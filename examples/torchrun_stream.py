@@ -182,7 +182,7 @@ def main() -> int:
         "device": options.device,
     }
     if int(os.environ.get("RANK", "0")) > 0:
-        streamdiff.follow(**model)  # type: ignore[arg-type]
+        streamdiff.run_worker(**model)  # type: ignore[arg-type]
         return 0
     if options.output is None and not options.serve:
         options.output = Path("ring.mp4")

@@ -36,7 +36,7 @@ def test_frames_come_in_order_without_end(session: StreamSession) -> None:
 
 def test_a_prompt_shows_two_chunks_later_at_the_most(session: StreamSession) -> None:
     take(session, 7)
-    assert session.prompt("blue dragon") == "I do not know dragon"
+    assert session.set_prompt("blue dragon") == "I do not know dragon"
     assert session.text == "blue dragon"
     colours = [blue for _, _, blue in take(session, 3 * CHUNK_FRAMES)]
     change = colours.index(checksum("blue dragon"))
@@ -49,7 +49,7 @@ def test_a_refused_prompt_changes_nothing(session: StreamSession) -> None:
     take(session, 2)
     for prompt in ("refuse me", "", "x" * 3000):
         with pytest.raises(RequestError) as caught:
-            session.prompt(prompt)
+            session.set_prompt(prompt)
         assert caught.value.field == "prompt"
     assert session.text == "red"
     assert take(session, 30) == [(n, 5, checksum("red")) for n in range(2, 32)]
@@ -96,11 +96,11 @@ def test_steps_change_while_it_plays_and_what_the_model_lacks_is_named() -> None
     pipeline = PaintedPipeline()
     with StreamSession(pipeline, "red", seed=5) as session:
         take(session, 9)
-        session.steps(4)
+        session.set_steps(4)
         assert take(session, 30) == [(n, 5, checksum("red")) for n in range(9, 39)]
         assert [call for call in pipeline.calls if call[0] == "set_steps"] == [("set_steps", 0, 4, 1)]
         with pytest.raises(RequestError, match="steps is 3; the painter has 2, 4") as caught:
-            session.steps(3)
+            session.set_steps(3)
         assert caught.value.field == "steps" and pipeline.streams[0].steps == 4
 
 
@@ -142,7 +142,7 @@ def test_closing_ends_everything() -> None:
     assert pipeline.closed and not pipeline.streams
     assert list(frames) == []
     session.close()
-    for act in (session.pause, session.resume, session.reset, lambda: session.prompt("blue")):
+    for act in (session.pause, session.resume, session.reset, lambda: session.set_prompt("blue")):
         with pytest.raises(StreamdiffError, match="closed"):
             act()
 
@@ -162,7 +162,7 @@ def test_steering_from_another_thread(session: StreamSession) -> None:
         for number in itertools.count():
             if stop.is_set():
                 break
-            session.prompt(("red", "blue", "green")[number % 3])
+            session.set_prompt(("red", "blue", "green")[number % 3])
 
     steering = threading.Thread(target=steer)
     steering.start()
@@ -191,7 +191,7 @@ def test_options_that_cannot_be_used_are_named_at_once(options: dict[str, object
 
 def test_a_rank_that_is_alone_has_nobody_to_follow() -> None:
     with pytest.raises(ConfigError, match="nothing to follow: the ring has one rank"):
-        streamdiff.follow()
+        streamdiff.run_worker()
 
 
 def test_an_unknown_model_is_named() -> None:

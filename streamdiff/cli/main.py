@@ -239,10 +239,8 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             raise ConfigError(
                 f"model.{name} is {refused}, but options that say everything by chunks run the plain path; use {plain}"
             )
-    # Rank 0 decodes what is finished, in turns with the ring.
-    config = config.model_copy(update={"model": config.model.model_copy(update={"decode": "head"})})
-    from streamdiff.commands import generate, reference, reference_ring
-    from streamdiff.commands.reference_model import ReferenceJob
+    from streamdiff.commands import generate, reference
+    from streamdiff.commands.reference_job import ReferenceJob
 
     generate.check_start(config.session)
     job = _job(
@@ -259,7 +257,7 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if not job.processes:
         return reference.run(job)
     check, run = partial(reference.prepare, job), partial(reference.run, job)
-    return generate.run_as_ranks(config, check, run, argv, partial(reference_ring.follow, job))
+    return generate.run_as_ranks(config, check, run, argv, partial(reference.follow, job))
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -78,7 +78,7 @@ def run(config: Config, job: GenerateJob) -> int:
     output, start = check(job), config.session
     image = None if start.image is None else picture.read_bytes(start.image)
     begin = partial(api.StreamSession, seed=start.seed, image=image, fit=start.fit)
-    with exit_on_sigterm(), begin(api.load(config.model), start.prompt) as session:
+    with exit_on_sigterm(), begin(api.load_model(config.model), start.prompt) as session:
         fps = fps_of(config, session)
         total = max(1, round(job.seconds * fps))
         with tqdm(total=total, unit="frame", desc=output.name, dynamic_ncols=True) as bar:
@@ -135,7 +135,7 @@ def frames(
     due = deque(changes)
     for number, frame in enumerate(islice(session, total)):
         while due and due[0][0] * fps <= number:
-            notice = session.prompt(due.popleft()[1])
+            notice = session.set_prompt(due.popleft()[1])
             if notice:
                 bar.write(notice, file=sys.stderr)
         yield frame

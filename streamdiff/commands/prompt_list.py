@@ -181,7 +181,7 @@ def run(config: Config, job: PromptListJob) -> int:
         video.output.parent.mkdir(parents=True, exist_ok=True)
         check_target(video.output, job.overwrite)
     failed: list[str] = []
-    with exit_on_sigterm(), api.StreamSession(api.load(config.model), None) as session:
+    with exit_on_sigterm(), api.StreamSession(api.load_model(config.model), None) as session:
         fps = fps_of(config, session)
         total = sum(_frames_of(video, fps) for video in videos)
         with tqdm(total=total, unit="frame", dynamic_ncols=True) as bar:

@@ -67,6 +67,7 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         """
         super().__init__()
         spec = model.spec
+        assert model.text is not None, "a live stream takes texts"
         self.model, self.text = model, model.text
         self.hook: Profiler | None = None
         """Watches the steps."""

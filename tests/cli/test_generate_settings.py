@@ -9,7 +9,7 @@ import pytest
 from streamdiff import config_file
 from streamdiff.cli import main
 from streamdiff.commands import prompt_list, reference
-from streamdiff.commands.reference_model import ReferenceJob
+from streamdiff.commands.reference_job import ReferenceJob
 from streamdiff.config import Config, SessionConfig
 from streamdiff.errors import ConfigError
 
@@ -55,7 +55,7 @@ def test_settings_of_a_file_that_would_be_ignored_are_refused(
     line: str, settings: str, words: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("streamdiff.api.load", lambda model: pytest.fail("loaded"))
+    monkeypatch.setattr("streamdiff.api.load_model", lambda model: pytest.fail("loaded"))
     Path("c.yaml").write_text(settings)
     Path("p.txt").write_text("x")
     assert main.main([*line.split(" "), "--config", "c.yaml"]) == 2

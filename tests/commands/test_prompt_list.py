@@ -33,7 +33,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModelConfig]]:
         loaded.append(config)
         return StreamingPipeline(MODEL, CPU)
 
-    monkeypatch.setattr(api, "load", load)
+    monkeypatch.setattr(api, "load_model", load)
     yield loaded
 
 
@@ -205,7 +205,7 @@ def test_what_appears_in_an_outputs_place_meanwhile_stays(tmp_path: Path, monkey
         (out / "c.mp4").write_text("mine")
         return StreamingPipeline(MODEL, CPU)
 
-    monkeypatch.setattr(api, "load", load)
+    monkeypatch.setattr(api, "load_model", load)
     names = ("a.mp4", "b/new.mp4", "c.mp4", "d.mp4")
     prompts = write_jsonl(tmp_path / "p.jsonl", *({"prompt": RED, "output": name} for name in names))
     assert generate("--prompts", prompts, "--output", out, "--seconds", "0.1") == 1

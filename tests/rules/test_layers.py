@@ -20,7 +20,6 @@ PACKAGE = (
     ("__main__",),
     ("cli",),
     ("commands",),
-    ("saved_stream",),
     ("api",),
     ("server",),
     ("engine", "model_options"),
@@ -84,7 +83,6 @@ FLOORS = {
 # The package's own __init__ hands out the Python interface, without importing it before it is used.
 FREE = {
     ("streamdiff", "streamdiff.api"): "lazy: `streamdiff.stream` is `streamdiff.api.stream`",
-    ("streamdiff", "streamdiff.saved_stream"): "lazy: `streamdiff.load`",
 }
 
 # Folders that must not import a name.

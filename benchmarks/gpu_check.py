@@ -76,9 +76,9 @@ def latents_of(runtime: StreamingPipeline, chunks: int) -> Tensor:
     found: list[Tensor] = []
     while len(found) < chunks:
         ring.scheduler.set_frame_credit(_SESSION, 10**6)
-        found += [done.latents for done in ring.turn(1.0)[1]]
+        found += [done.latents for done in ring.step(1.0)[1]]
     ring.close(_SESSION)
-    ring.turn()
+    ring.step()
     return torch.stack(found[:chunks])
 
 
@@ -139,7 +139,7 @@ def two_streams(config: ModelConfig) -> tuple[Tensor, int]:
         while min(map(len, found.values())) < chunks:
             for name in found:
                 ring.scheduler.set_frame_credit(name, 10**6)
-            for row, latents in ring.turn(1.0)[1]:
+            for row, latents in ring.step(1.0)[1]:
                 found[row.session].append(latents.clone())
         compiled = ring.stage.compiled
         captured = compiled.captured_sessions if compiled is not None else 0
@@ -297,11 +297,11 @@ def _turns(runtime: StreamingPipeline, chunks: int) -> int:
     text = torch.zeros(runtime.model.spec.text_shape, device=ring.stage.device)
     with _waiting():
         ring.open(_SESSION + 1, text, seed=2, epoch=0, steps=info.steps, kv_context=info.kv_context)
-        ring.turn()
+        ring.step()
     done = count = 0
     while done < chunks:
         ring.scheduler.set_frame_credit(_SESSION + 1, 10**6)
-        rows, finished = ring.turn()
+        rows, finished = ring.step()
         done, count = done + len(finished), count + len(rows)
     return count
 

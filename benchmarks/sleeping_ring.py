@@ -158,7 +158,7 @@ def measure(ring: RingExecutor, plan: Plan) -> dict[str, float]:
     began_s = clock.monotonic_s()
     while len(finished) < plan.round * (plan.warm_up + plan.rounds):
         begin_s = clock.monotonic_s()
-        rows, done = ring.turn(1.0)
+        rows, done = ring.step(1.0)
         now_s = clock.monotonic_s()
         admitted |= {(row.session, row.chunk): begin_s for row in rows if row.step == 0}
         finished += [Done(now_s, now_s - admitted[row.session, row.chunk], row.session) for row, _ in done]

@@ -118,7 +118,7 @@ def turns(runtime: StreamingPipeline, rounds: int, device: torch.device) -> tupl
 
 def _around(ring: RingExecutor) -> tuple[list[MicroStep], list[Finished]]:
     """The rows that enter next, none or those of one forward, and what is finished when they are back."""
-    rows, finished = ring.turn()
+    rows, finished = ring.step()
     return rows, finished + ring.await_returns(_LIMIT_S)
 
 

@@ -285,6 +285,11 @@ class ServeConfig(_Section):
     """Open HTTP connections, at most."""
     max_snapshot_mb: int = Field(1024, ge=1, le=65536)
     """MiB of a saved session that is sent to go on here, at most."""
+    snapshot_key_file: str | None = None
+    """A file with the key that saved sessions are signed with, made where there is none; servers of a fleet share it.
+    null: one in the user's state folder."""
+    trust_snapshots: bool = False
+    """Open saved sessions that are sent without a signature of this key."""
     address_share: float = Field(0.5, gt=0, le=1)
     """Of viewers' places, control WebSockets and connections, what one address may hold."""
     request_s: float = Field(10.0, gt=0)

@@ -37,7 +37,7 @@ class ModelOptions(TypedDict, total=False):
         sight; `rope`: `absolute` or `relative` positions. Default: the model's own.
     threads: CPU threads of the transformer.
     stages: ranks over which the transformer is split. With more than one this process must be rank 0 of as many
-        (torchrun starts them), and the others must call `follow` with the same options.
+        (torchrun starts them), and the others must call `run_worker` with the same options.
     parallel: `PxC`, P stages that C ranks share each, as `2x2`; in place of `stages`.
     decode: which rank decodes: `head`, `last`, or `own-rank`, which takes one rank more.
     """

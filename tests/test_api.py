@@ -190,7 +190,7 @@ def test_options_that_cannot_be_used_are_named_at_once(options: dict[str, object
 
 
 def test_a_rank_that_is_alone_has_nobody_to_follow() -> None:
-    with pytest.raises(ConfigError, match="nothing to follow: the ring has one rank"):
+    with pytest.raises(ConfigError, match="nothing to work for: the ring has one rank"):
         streamdiff.run_worker()
 
 

@@ -122,8 +122,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
         check_video(config.session.input)
     if config.session.snapshot is not None:
-        from streamdiff.engine.snapshot_header import read_saved_session
         from streamdiff.server.sessions.session_files import read_snapshot
+        from streamdiff.snapshot_header import read_saved_session
 
         read_saved_session(read_snapshot(config.session.snapshot), config.session.snapshot)
     from streamdiff.server import main as server

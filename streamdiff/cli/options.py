@@ -212,6 +212,8 @@ SERVE = (
     Option("--tls-cert", "FILE", "speak HTTPS with this certificate (PEM, with its chain)", str, "serve.tls_cert"),
     Option("--tls-key", "FILE", "and this key", str, "serve.tls_key"),
     Option("--from", "FILE", "go on from a saved session", str, "session.snapshot"),
+    Option("--trust-snapshots", "", "open saved sessions that are sent without this server's signature",
+           key="serve.trust_snapshots", action=SWITCH),
     Option("--handover", "DIR", "leave sessions here at SIGTERM, for the next server that has the same folder", str,
            "serve.handover"),
     Option("--keep-s", "N", "every N seconds keep what plays; it goes on from there when the engine fails", float,

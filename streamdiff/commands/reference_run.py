@@ -273,7 +273,7 @@ def _stream(
     first = ring.scheduler.next_chunk(_NAME)
     while not ring.scheduler.drained(_NAME):  # what is given is seen under the prompt that the stream begins with
         check()
-        ring.turn(_WAIT_S)
+        ring.step(_WAIT_S)
     for chunk in count(first):
         while chunk not in done:
             following = ring.scheduler.next_chunk(_NAME)
@@ -282,7 +282,7 @@ def _stream(
             goes_on = most is None or following < most
             ring.scheduler.set_frame_credit(_NAME, ring.sampler.spec.admitted_frames(following) if goes_on else 0)
             check()
-            rows, finished = ring.turn(_WAIT_S)
+            rows, finished = ring.step(_WAIT_S)
             assert rows or finished or ring.has_work, "the stream stands still"
             done |= {row.chunk: latents for row, latents in finished}
         yield chunk, done.pop(chunk)

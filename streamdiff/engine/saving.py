@@ -14,10 +14,10 @@ from streamdiff.engine.open_sessions import OpenSessions
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import NOTHING, Encoded, PendingRequest
 from streamdiff.engine.session import Session, possible_switches
-from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.engine.validation import closed_before, refused
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.interfaces import ParsedPrompt
+from streamdiff.snapshot_header import read_saved_session
 
 
 class SavingEngine(OpenSessions, ABC):

@@ -69,7 +69,7 @@ class RingExecutor:
         self.worker = Worker(self._admission, self.stage, self._sender, timer, timed)
         self.changes: dict[int, PendingSteps] = {}  # by session
 
-    def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
+    def step(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
         """One micro-step through this rank: the rows that entered the ring (none when nothing may), the chunks that
         came back finished. Waits up to `wait_s` for something to come back when nothing may enter."""
         finished = self._take_back(0.0)
@@ -168,7 +168,7 @@ class RingExecutor:
         """Let a stream that the scheduler knows begin, behind what is given. Mutates: self."""
         self.faults.forget(session)
         if state.given_latents and state.clean_pass:
-            self.scheduler.go_on_from(session, len(state.given_latents))
+            self.scheduler.resume_at(session, len(state.given_latents))
         self.sampler.sessions[session] = state
 
     def set_text(self, session: int, epoch: int, embeddings: Tensor, policy: str = "keep") -> None:
@@ -296,7 +296,7 @@ class RingExecutor:
         """Run one message through this rank if the link can take it: rank 0 never blocks on a send, as it must
         receive."""
         self._change_steps()
-        message = self.worker.turn() if self._sender.ready else None
+        message = self.worker.step() if self._sender.ready else None
         self._send_rest()
         return message
 
@@ -304,7 +304,7 @@ class RingExecutor:
         """Send what is left of a long forward, row by row. That ends whatever comes back meanwhile: so few messages are
         in the ring that the last stage can always send, and the others take what comes."""
         while self.worker.sending:
-            self.worker.turn()
+            self.worker.step()
 
     def tell(self, kind: MessageKind, update: SessionUpdate, *tensors: Tensor) -> None:
         """Queue an update for all stages, ahead of all forwards that are scheduled later. Mutates: self."""
@@ -343,12 +343,12 @@ class LocalRing(RingExecutor):
         for worker in self.others:
             worker.stage.exchange = self.stage.exchange
 
-    def turn(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
-        """One turn of every rank, the last one first: a message moves on by one stage per turn, as in processes."""
+    def step(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
+        """One step of every rank, the last one first: a message moves on by one stage per step, as in processes."""
         for worker in reversed(self.others):
             if worker.sender.ready:
-                worker.turn()
-        return super().turn(0.0)
+                worker.step()
+        return super().step(0.0)
 
     def _send_rest(self) -> None:
-        """In one thread nobody would take it; a row of it goes with each turn."""
+        """In one thread nobody would take it; a row of it goes with each step."""

@@ -271,10 +271,10 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         if self._workers is None:  # in a ring each rank's monitor checks its device
             if (stuck := self.ring.worker.timer.stuck(clock.monotonic_s(), self._hang_s)) is not None:
                 raise EngineFailure(f"rank 0 hangs: {stuck}; in the ring: {self.ring.contents}")
-            return self.ring.turn()
+            return self.ring.step()
         self._workers.check()
         try:
-            return self.ring.turn()
+            return self.ring.step()
         except LinkClosed as error:
             raise self._workers.broken(error) from error
 

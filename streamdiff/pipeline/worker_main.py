@@ -44,8 +44,8 @@ def run_rank(plan: LoadPlan) -> None:
     config, device, context = plan.config, plan.device, plan.join()
     if context is None:
         raise ConfigError(
-            "there is nothing to follow: the ring has one rank, which is rank 0; give --stages or --parallel (Python: "
-            "stages, parallel), the same as on rank 0, under torchrun"
+            "there is nothing to work for: the ring has one rank, which is rank 0; give --stages or --parallel "
+            "(Python: stages, parallel), the same as on rank 0, under torchrun"
         )
     rank_topology = topology.StageTopology.of(config, context.rank, device, plan.batching)
     progress = start_progress(context, config)

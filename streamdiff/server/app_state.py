@@ -14,7 +14,7 @@ from starlette.requests import HTTPConnection
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
-from streamdiff.server.auth import Role, Tokens, role_of
+from streamdiff.server.auth import Role, Tokens, read_snapshot_key, role_of
 from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.media.codecs import Codec
@@ -73,6 +73,7 @@ class AppState:
         self.session_outputs = SessionOutputs(allowed, self.metrics, self.ice_servers)
         self.snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
         """Files of sessions that are being taken or sent, which lie in memory meanwhile."""
+        self.snapshot_key = read_snapshot_key(serve)
         self.manager.on_end = self._session_ends
         self.started_s = int(clock.wall_s())
         self.jobs: JobRunner | None = None

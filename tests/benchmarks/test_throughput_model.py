@@ -36,7 +36,7 @@ def test_torch_counts_as_many_operations(kv_context: str, changes: dict[str, int
     while not (rows and rows[0].step == 1 and rows[0].chunk > model.spec.window_chunks(kv_context)):
         ring.scheduler.set_frame_credit(0, 10**6)
         with FlopCounterMode(display=False) as counter:
-            rows, _ = ring.turn()
+            rows, _ = ring.step()
     ends = 4 * sizes.tokens * sizes.width * sizes.out_channels * prod(sizes.patch)
     modulation = 12 * sizes.spec.chunk_latents // sizes.patch[0] * sizes.width**2
     assert counter.get_total_flops() == round(1e9 * row_gflop(sizes, kv_context)) + ends + modulation

@@ -270,7 +270,7 @@ def test_pods_of_a_fleet_are_the_one_server_s_with_a_name_each(tmp_path: Path) -
     path = tmp_path / "config.yaml"
     path.write_text(_fleet("ConfigMap")["data"]["config.yaml"], encoding="utf-8")
     config, single = load(path).serve, _config().serve
-    own = {"agent_port", "hosts", "trusted_proxies"}
+    own = {"agent_port", "hosts", "snapshot_key_file", "trusted_proxies"}
     assert config.model_dump(exclude=own) == single.model_dump(exclude=own)
     assert config.agent_port and config.media_ports
 

@@ -37,9 +37,9 @@ from streamdiff.engine.messages import (
 )
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import _load_runtime
-from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.snapshot_header import read_saved_session
 from tests.small import BLUE, CPU, RED, small_model
 
 CHUNK = 12

@@ -180,7 +180,7 @@ def both(case: str) -> str:
     latents: Latents = defaultdict(dict)
     ring = LocalRing(MODEL, CPU, 1, max_rows=2)
     record(ring, latents)
-    play(ring, ring.turn, latents, open_two(ring, case))
+    play(ring, ring.step, latents, open_two(ring, case))
     assert ring.scheduler.counts.rows[2], "no forward was shared"
     return f"{digest(latents[0])} {digest(latents[1])}"
 
@@ -198,7 +198,7 @@ def rank(number: int, ranks: int, port: int, out: str) -> None:
         latents: Latents = defaultdict(dict)
         ring = connect_head(part, topology, CPU)
         record(ring, latents)
-        play(ring, partial(ring.turn, 1.0), latents, open_two(ring, case))
+        play(ring, partial(ring.step, 1.0), latents, open_two(ring, case))
         ring.stop(60.0)
         table[case] = f"{digest(latents[0])} {digest(latents[1])}"
     if number == 0:

@@ -161,7 +161,7 @@ def ring(rank: int, ranks: int, device: torch.device) -> None:
     if rank:
         worker = stage_worker(part, topology, device)
         for _ in range(100):  # first calls
-            worker.turn(None)
+            worker.step(None)
         with told_syncs(rank):
             worker.run()
         return

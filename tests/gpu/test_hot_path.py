@@ -95,11 +95,11 @@ def test_a_micro_step_makes_no_host_sync(model: Model, kv_context: str, compiled
     frames, done = ring.scheduler.chunk_frames, 0
     while done < 6:
         ring.scheduler.set_frame_credit(0, frames)
-        done += len(ring.turn()[1])
+        done += len(ring.step()[1])
     with no_host_sync():
         while done < 12:
             ring.scheduler.set_frame_credit(0, frames)
-            done += len(ring.turn()[1])
+            done += len(ring.step()[1])
 
 
 @pytest.mark.parametrize("at_once", [1, 2])

@@ -77,7 +77,7 @@ def play_failing(
     closed: set[int] = set()
     while any(len(latents) < chunks for name, latents in done.items() if name not in lost):
         assert ring.has_work, "the ring stands still"
-        for row, latents in ring.turn(1.0)[1]:
+        for row, latents in ring.step(1.0)[1]:
             done[row.session].append(latents.clone())
         for name in set(lost) - closed:
             closed.add(name)

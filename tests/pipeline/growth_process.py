@@ -63,8 +63,8 @@ class Counter(Worker):
         self.links, self.process = (sender, receiver), psutil.Process()
         self.found: list[Counts] = []
 
-    def turn(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        work = super().turn(wait_s)
+    def step(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        work = super().step(wait_s)
         if work is not None and work.update is not None and work.update.session == MARK:
             self.found.append(self.counts())
         return work
@@ -105,7 +105,7 @@ class Show:
         while done < self.chunks:
             for name in range(len(KV_CONTEXTS)):
                 self.ring.scheduler.set_frame_credit(name, self.frames)
-            for _ in self.ring.turn(LEAVE_S)[1]:
+            for _ in self.ring.step(LEAVE_S)[1]:
                 done += 1
                 if done % often == 0:
                     self.ring.set_text(done // often % 3, next(self.epochs), self.texts[done // often % 2])
@@ -116,7 +116,7 @@ class Show:
         for each in range(len(KV_CONTEXTS)):
             self.ring.scheduler.set_frame_credit(each, 0)
         while self.ring.has_work:
-            self.ring.turn(LEAVE_S)
+            self.ring.step(LEAVE_S)
 
 
 def main(rank: int, stages: int, port: int, legs: int, leg: int) -> list[Counts]:
@@ -140,7 +140,7 @@ def main(rank: int, stages: int, port: int, legs: int, leg: int) -> list[Counts]
         show.leg(number)
         ring.close(MARK)
         while ring.has_work:
-            ring.turn(LEAVE_S)
+            ring.step(LEAVE_S)
     ring.stop(LEAVE_S)
     return worker.found
 

@@ -48,7 +48,7 @@ def play(
             limit = chunks + 6 if name in changed else order.change_at  # a staircase needs newcomers
             ring.scheduler.set_frame_credit(name, (limit - admitted) * model.spec.chunk_frames)
         assert ring.has_work, "the ring stands still"
-        for row, latents in ring.turn(1.0)[1]:
+        for row, latents in ring.step(1.0)[1]:
             assert row.chunk == len(done[row.session])
             assert row.epoch == int(row.chunk >= orders[row.session].change_at), "no chunk mixes two epochs"
             done[row.session].append(latents.clone())

@@ -65,18 +65,18 @@ def test_what_is_in_the_ring_at_a_reset_is_nobodys() -> None:
     ring.open(0, MODEL.text.encode(order.text), seed=1, epoch=0, steps=4, kv_context="staircase")
     ring.scheduler.set_frame_credit(0, 10**6)
     while len(ring._admission.in_ring) < 2 or ring.scheduler.next_chunk(0) < 3:
-        ring.turn()
+        ring.step()
     ring.reset(0, MODEL.text.encode(RED), seed=9, epoch=7)
     ring.scheduler.set_frame_credit(0, 12 * MODEL.spec.chunk_frames)
     got: list[torch.Tensor] = []
     while ring.has_work:
-        got += [done.latents for done in ring.turn()[1]]
+        got += [done.latents for done in ring.step()[1]]
     fresh = RingExecutor(MODEL, CPU)
     fresh.open(0, MODEL.text.encode(RED), seed=9, epoch=7, steps=4, kv_context="staircase")
     fresh.scheduler.set_frame_credit(0, 12 * MODEL.spec.chunk_frames)
     expected: list[torch.Tensor] = []
     while fresh.has_work:
-        expected += [done.latents for done in fresh.turn()[1]]
+        expected += [done.latents for done in fresh.step()[1]]
     assert len(got) > 6 and same(got, expected)
 
 
@@ -110,12 +110,12 @@ def test_what_cannot_be_reset_goes_on() -> None:
         each.scheduler.set_frame_credit(0, 2 * MODEL.spec.chunk_frames)
         latents: list[torch.Tensor] = []
         while len(latents) < 1:
-            latents += [done.latents for done in each.turn()[1]]
+            latents += [done.latents for done in each.step()[1]]
         if each is ring:
             with pytest.raises(torch.OutOfMemoryError):
                 each.reset(0, MODEL.text.encode(BLUE), seed=2, epoch=1, given=StreamInputs(source=lost))
         while each.has_work:
-            latents += [done.latents for done in each.turn()[1]]
+            latents += [done.latents for done in each.step()[1]]
         made.append(latents)
     assert len(made[0]) == 2 and same(made[0], made[1])
 
@@ -156,13 +156,13 @@ def test_sessions_that_come_change_pause_and_go_at_random_are_as_if_alone(seed: 
         else:
             ring.scheduler.set_frame_credit(slot, chance.choice((0, 1, 3)) * MODEL.spec.chunk_frames)
         for _ in range(chance.randrange(4)):
-            for row, latents in ring.turn()[1]:
+            for row, latents in ring.step()[1]:
                 live[row.session].done.append(latents.clone())
     for slot in list(live):
         ring.close(slot)
         past.append(live.pop(slot))
     while ring.has_work:
-        assert not ring.turn()[1]
+        assert not ring.step()[1]
     assert sum(len(life.done) for life in past) > 15
     for life in past:
         assert same(life.done, life.alone())
@@ -198,7 +198,7 @@ class Life:
             # A staircase needs newcomers.
             ahead = min([each[0][0] for each in (changes, steps) if each], default=admitted + 6) - admitted
             ring.scheduler.set_frame_credit(0, ahead * MODEL.spec.chunk_frames)
-            done += [latents for _, latents in ring.turn()[1]]
+            done += [latents for _, latents in ring.step()[1]]
         return done[: len(self.done)]
 
 

@@ -159,7 +159,7 @@ def test_sessions_beside_it_are_as_if_alone() -> None:
         while any((name, CHUNKS - 1) not in done for name in range(3)):
             for name in range(3):
                 ring.scheduler.set_frame_credit(name, model.spec.admitted_frames(ring.scheduler.next_chunk(name)))
-            done |= {(row.session, row.chunk): latents for row, latents in ring.turn()[1]}
+            done |= {(row.session, row.chunk): latents for row, latents in ring.step()[1]}
         for name, context in enumerate(CONTEXTS):
             got = torch.stack([done[name, chunk] for chunk in range(CHUNKS)])
             torch.testing.assert_close(got, alone[context], rtol=1e-3, atol=1e-4)

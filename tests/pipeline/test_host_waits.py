@@ -102,12 +102,12 @@ def stream(
     text = torch.zeros(spec.text_shape)
     ring.open(0, text, epoch=0, steps=STEPS, kv_context=kv_context, given=StreamInputs(source=source))
     while ring.has_work:
-        ring.turn()
+        ring.step()
     made = 0
     with waits:
         while made < chunks:
             ring.scheduler.set_frame_credit(0, 2 * chunks * spec.chunk_frames)
-            made += len(ring.turn()[1])
+            made += len(ring.step()[1])
 
 
 @pytest.mark.slow

@@ -19,13 +19,12 @@ from safetensors.torch import load, save
 
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, Event, FrameBatch, Open, Opened, Refused, SetPrompt, Shown
-from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.snapshot.file import Snapshot
-from streamdiff.pipeline.snapshot.header import MAX_HEADER_BYTES
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.snapshot_header import MAX_HEADER_BYTES, read_saved_session
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 PLAIN = small_model(4, layers=2, sink=2)

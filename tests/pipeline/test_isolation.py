@@ -39,7 +39,7 @@ def run(ring: RingExecutor, sessions: list[int], chunks: int) -> dict[int, list[
         for session in sessions:
             ahead = chunks + 6 - ring.scheduler.next_chunk(session)
             ring.scheduler.set_frame_credit(session, ahead * MODEL.spec.chunk_frames)
-        rows, finished = ring.turn()
+        rows, finished = ring.step()
         assert rows, "nothing is ready"
         for row, latents in finished:
             assert row.chunk == len(done[row.session])
@@ -81,7 +81,7 @@ def test_a_session_that_comes_and_one_that_goes_do_not_disturb() -> None:
     got = run(ring, [0], 2)[0]
     open_session(ring, 1, ORDERS[1])
     ring.scheduler.set_frame_credit(1, MODEL.spec.chunk_frames)
-    ring.turn()
+    ring.step()
     ring.close(1)
     open_session(ring, 1, ORDERS[2], epoch=1)
     ring.scheduler.set_frame_credit(0, MODEL.spec.chunk_frames)
@@ -89,7 +89,7 @@ def test_a_session_that_comes_and_one_that_goes_do_not_disturb() -> None:
     while len(finished) < 2:
         for session in (0, 1):
             ring.scheduler.set_frame_credit(session, MODEL.spec.chunk_frames)
-        rows, latest = ring.turn()
+        rows, latest = ring.step()
         assert rows, "nothing is ready"
         finished += [latents for row, latents in latest if row.session == 0]
     assert same([*got, *finished], alone(ORDERS[0], 4))
@@ -111,7 +111,7 @@ def test_a_prompt_change_touches_later_chunks_only_and_no_chunk_mixes(kv_context
             first_new = ring.scheduler.next_chunk(0)
             ring.set_text(0, 1, MODEL.text.encode(BLUE))
         ring.scheduler.set_frame_credit(0, MODEL.spec.chunk_frames)
-        rows, finished = ring.turn()
+        rows, finished = ring.step()
         assert rows, "the stream stands still"
         for row in rows:
             epochs.setdefault(row.chunk, set()).add(row.epoch)
@@ -131,7 +131,7 @@ def test_texts_of_past_epochs_are_forgotten() -> None:
         ring.set_text(0, epoch, texts[epoch % 2])
         ring.scheduler.set_frame_credit(0, MODEL.spec.chunk_frames)
         for _ in range(4):
-            ring.turn()
+            ring.step()
         assert len(ring.stage.sessions[0].text) <= 6
 
 
@@ -145,7 +145,7 @@ def test_a_reset_stream_is_a_fresh_one_bit_for_bit(kv_context: str, turns: int) 
     open_session(ring, 0, Order(RED, 1, 4, kv_context))
     for _ in range(turns):
         ring.scheduler.set_frame_credit(0, MODEL.spec.chunk_frames)
-        ring.turn()
+        ring.step()
     ring.reset(0, MODEL.text.encode(WHITE), seed=8, epoch=1)
     assert same(run(ring, [0], 4)[0], alone(order, 4))
 

@@ -31,7 +31,7 @@ def streamed(
         if ring.scheduler.next_chunk(0) == CHANGE_AT:
             ring.set_text(0, 1, model.text.encode(BLUE))
         ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-        rows, finished = ring.turn()
+        rows, finished = ring.step()
         assert rows, "the stream stands still"
         done |= {row.chunk: latents for row, latents in finished}
     return [done[chunk] for chunk in range(chunks)]

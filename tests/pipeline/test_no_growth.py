@@ -28,7 +28,7 @@ def run(ring: RingExecutor, model: Model, chunks: int, first_epoch: int) -> None
     done = 0
     while done < chunks:
         ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-        finished = ring.turn()[1]
+        finished = ring.step()[1]
         if finished and done % 50 == 0:
             ring.set_text(0, first_epoch + done, texts[done // 50 % 2])
         done += len(finished)

@@ -34,7 +34,7 @@ def streamed(
             ring.set_text(0, 1, model.text.encode(BLUE), policy)
             changed = True
         ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-        rows, finished = ring.turn()
+        rows, finished = ring.step()
         assert rows or finished or ring.waiting, "the stream stands still"
         done |= {row.chunk: latents for row, latents in finished if row.chunk < CHUNKS}
     return torch.stack([done[chunk] for chunk in range(CHUNKS)])
@@ -110,7 +110,7 @@ def test_flush_keeps_the_sink_and_nothing_else() -> None:
             ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
             finished = {}
             while ring.scheduler.next_chunk(0) == chunk or ring.scheduler.has_work:
-                finished |= {row.chunk: latents for row, latents in ring.turn()[1]}
+                finished |= {row.chunk: latents for row, latents in ring.step()[1]}
             if 6 in finished:
                 return finished[6]
 
@@ -142,7 +142,7 @@ def test_only_what_the_next_chunk_may_see_is_kept(kv_context: str, kept: list[in
     done = 0
     while done < 20:
         ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-        done += len(ring.turn()[1])
+        done += len(ring.step()[1])
     assert sorted(ring.sampler.sessions[0].kept) == kept
 
 
@@ -153,7 +153,7 @@ def test_an_unknown_policy_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="prompt switch is 'forget'; it can be keep, recache, recache-causal, flush"):
         ring.set_text(0, 1, model.text.encode(BLUE), "forget")
     ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-    assert ring.turn()[0][0].epoch == 0
+    assert ring.step()[0][0].epoch == 0
 
 
 @torch.inference_mode()

@@ -98,7 +98,7 @@ def played(ring: RingExecutor, policy: str) -> tuple[int, list[list[MicroStep]]]
             ring.set_text(0, 1, model_text(BLUE), policy)
         for session in (0, 1):
             ring.scheduler.set_frame_credit(session, ring.scheduler.chunk_frames)
-        rows, finished = ring.turn()
+        rows, finished = ring.step()
         forwards += [rows] if rows else []
         done += sum(row.session == 1 for row, _ in finished)
         turns += 1

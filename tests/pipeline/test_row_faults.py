@@ -65,7 +65,7 @@ def test_the_session_ends_and_the_others_do_not_notice(
     check_others(found, alone, spoilt, exact=rows == 1)
     assert rows == 1 or max(ring.scheduler.counts.rows) > 1
     while ring.has_work:
-        ring.turn()
+        ring.step()
     assert spoilt not in ring.stage.sessions and not stage_of(ring, stages // 2).guard.broken
 
 
@@ -153,14 +153,14 @@ def test_a_slot_is_good_again_for_the_next_session(alone: dict[int, list[torch.T
     stage.forward = forward  # type: ignore[method-assign]
     ring.close(1)
     while ring.has_work:
-        ring.turn()
+        ring.step()
     lost: dict[int, str] = {}
     ring.faults.on_fault = lost.__setitem__
     ring.open(0, MODEL.text.encode(RED), seed=0, epoch=9, steps=2, kv_context="clean")
     ring.scheduler.set_frame_credit(0, CHUNKS * MODEL.spec.chunk_frames)
     latents = []
     while ring.has_work:
-        latents += [done.latents for done in ring.turn()[1]]
+        latents += [done.latents for done in ring.step()[1]]
     assert same(latents, alone[0]) and not lost
 
 
@@ -205,7 +205,7 @@ def test_a_ring_whose_sessions_nobody_ends_fails() -> None:
     ring.scheduler.set_frame_credit(0, 99 * MODEL.spec.chunk_frames)
     with pytest.raises(EngineFailure, match="session 0 failed: chunk 2, step 1"):
         while ring.has_work:
-            ring.turn()
+            ring.step()
 
 
 def test_what_goes_well_is_handed_on_as_it_is() -> None:

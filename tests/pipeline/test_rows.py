@@ -57,21 +57,21 @@ def test_a_ready_row_waits_for_others_as_long_as_it_may(monkeypatch: pytest.Monk
     ring = RingExecutor(model, CPU, max_rows=2, wait_s=5.0)
     for name in (0, 1):
         ring.open(name, model.text.encode(RED), seed=name, epoch=0, steps=4, kv_context="clean")
-    ring.turn()
+    ring.step()
     ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-    assert ring.turn()[0] == [] and ring.held_s == 5.0
+    assert ring.step()[0] == [] and ring.held_s == 5.0
     ring.scheduler.set_frame_credit(1, model.spec.chunk_frames)
-    assert [row.session for row in ring.turn()[0]] == [0, 1] and ring.held_s == 0.0
+    assert [row.session for row in ring.step()[0]] == [0, 1] and ring.held_s == 0.0
     ring.scheduler.set_paused(1, True)
-    assert [row.session for row in ring.turn()[0]] == [0], "nobody is left to wait for"
+    assert [row.session for row in ring.step()[0]] == [0], "nobody is left to wait for"
     ring.scheduler.set_paused(1, False)
-    while ring.scheduler.in_flight or len(ring.turn()[0]) == 2:
-        ring.turn()
+    while ring.scheduler.in_flight or len(ring.step()[0]) == 2:
+        ring.step()
     ring.close(1)
     ring.open(1, model.text.encode(RED), seed=3, epoch=9, steps=4, kv_context="clean")
     ring.scheduler.set_frame_credit(0, 9 * model.spec.chunk_frames)
-    assert ring.turn()[0] == []
+    assert ring.step()[0] == []
     now_s[0] += 4.9
-    assert ring.turn()[0] == []
+    assert ring.step()[0] == []
     now_s[0] += 0.2
-    assert [row.session for row in ring.turn()[0]] == [0], "it has waited as long as it may"
+    assert [row.session for row in ring.step()[0]] == [0], "it has waited as long as it may"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 
 from streamdiff.device import embedded_autoencoder_dtype
 from streamdiff.engine.engine import Engine
@@ -22,6 +22,7 @@ from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.snapshot_header import check_signature, signed
 from tests.pipeline import snapshot_process as process
 from tests.pipeline.processes import run_ranks
 from tests.small import BLUE, CPU, RED, WHITE, small_encoder, small_model
@@ -67,6 +68,25 @@ def saved(pipeline: StreamingPipeline, path: Path) -> list[np.ndarray]:
 
 def change(pipeline: StreamingPipeline, session: int = 0) -> None:
     pipeline.set_conditioning(session, pipeline.text.encode(BLUE), epoch=6, switch="flush")
+
+
+def test_a_signature_covers_every_byte_of_header_and_tensors() -> None:
+    tensors = {"a": torch.arange(5), "b": torch.tensor(2.0), "c": torch.zeros(0, 3), "d": torch.ones(3, 2).T}
+    opened = {"seed": 1, "steps": 4, "next_steps": 4, "epoch": 0, "next_chunk": 0, "kv_context": "clean"}
+    data = Snapshot({}, opened, {}, {}, tensors=tensors).to_bytes()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load(data).items())
+    header, rest = signed(data, b"key")
+    file = header + rest
+    check_signature(file, b"key")
+    assert Snapshot.from_bytes(file).session == opened
+    for wrong, code in ((data, "unsigned"), (signed(data, b"other")[0] + rest, "signature")):
+        with pytest.raises(ConfigError) as refusal:
+            check_signature(wrong, b"key")
+        assert refusal.value.code == code
+    for at in [*range(8, len(header.rstrip()), 37), *range(len(header), len(file))]:
+        changed = file[:at] + bytes([file[at] ^ 1]) + file[at + 1 :]
+        with pytest.raises((ConfigError, ValueError)):  # ValueError: no JSON, which `read_header` refuses
+            check_signature(changed, b"key")
 
 
 @pytest.mark.slow

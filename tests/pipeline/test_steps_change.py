@@ -66,7 +66,7 @@ def entered(ring: RingExecutor, orders: dict[int, int], turns: int) -> list[Micr
         for name, limit in orders.items():
             chunks = limit - ring.scheduler.next_chunk(name)
             ring.scheduler.set_frame_credit(name, chunks * ring.scheduler.chunk_frames)
-        rows += ring.turn()[0]
+        rows += ring.step()[0]
     return rows
 
 
@@ -106,7 +106,7 @@ def test_the_latest_of_several_changes_holds_and_a_prompt_meanwhile_too() -> Non
     done: dict[int, torch.Tensor] = {}
     while len(done) < 6:
         ring.scheduler.set_frame_credit(0, 4 * model.spec.chunk_frames)
-        rows, finished = ring.turn()
+        rows, finished = ring.step()
         assert rows or finished, "the stream stands still"
         assert all((row.epoch, row.steps) == ((0, 4) if row.chunk < 3 else (5, 2)) for row in rows)
         done |= {row.chunk: latents for row, latents in finished}
@@ -140,7 +140,7 @@ def test_steps_that_no_chunk_was_made_in_leave_nothing() -> None:
     for limit, steps in ((3, 2), (3, 4), (CHUNKS, 0)):
         while ring.scheduler.next_chunk(0) < limit or ring.has_work:
             ring.scheduler.set_frame_credit(0, (limit - ring.scheduler.next_chunk(0)) * model.spec.chunk_frames)
-            done |= {row.chunk: latents for row, latents in ring.turn()[1]}
+            done |= {row.chunk: latents for row, latents in ring.step()[1]}
         if steps:
             ring.set_steps(0, steps, steps)  # any epochs that grow
     unchanged = plain(model, Order(RED, 5, 4, "matched"))
@@ -159,7 +159,7 @@ def test_a_reset_begins_in_the_steps_that_were_asked_for_last(waiting: bool) -> 
     done: dict[int, torch.Tensor] = {}
     while len(done) < 5:
         ring.scheduler.set_frame_credit(0, 3 * model.spec.chunk_frames)
-        done |= {row.chunk: latents for row, latents in ring.turn()[1] if row.epoch == 2}
+        done |= {row.chunk: latents for row, latents in ring.step()[1] if row.epoch == 2}
     fresh = play(RingExecutor(model, CPU), model, {0: Order(RED, 5, 2, "staircase", 10**6)}, 5)[0]
     assert same([done[chunk] for chunk in range(5)], fresh)
 
@@ -216,7 +216,7 @@ def test_a_past_cached_again_is_the_same_before_and_after_the_steps_change(make:
                 turns += 1
             limit = 8 if turns > prompt_after_turns else 4
             ring.scheduler.set_frame_credit(0, (limit - admitted) * model.spec.chunk_frames)
-            done |= {row.chunk: latents for row, latents in ring.turn()[1]}
+            done |= {row.chunk: latents for row, latents in ring.step()[1]}
         return [done[chunk] for chunk in range(7)]
 
     assert same(stream(0), stream(40)), "the change of steps still waits, or has long been carried out"

@@ -33,7 +33,7 @@ from streamdiff.models.catalogue import entries
 from streamdiff.models.interfaces import ParsedPrompt
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
-from streamdiff.pipeline.snapshot.header import FORMAT, KIND, read_header
+from streamdiff.snapshot_header import FORMAT, KIND, read_header
 from tests.engine.bare_pipeline import BarePipeline
 
 COLOURS = {

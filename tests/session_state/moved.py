@@ -145,7 +145,7 @@ def play(ring: RingExecutor, model: Model, moved: bool) -> Streams:
             limit = CHUNKS + 1 if name in changed else CHANGE_AT
             ring.scheduler.set_frame_credit(name, (limit - admitted) * model.spec.chunk_frames)
         assert ring.has_work, "the ring stands still"
-        for row, latents in ring.turn(1.0)[1]:
+        for row, latents in ring.step(1.0)[1]:
             made.latents[row.session].append(latents.clone())
             memory = memories[row.session]
             made.pictures[row.session].append(model.decoder.decode(latents[None], memory).clone())

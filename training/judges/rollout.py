@@ -53,7 +53,7 @@ def rollout(
                 chunk, texts = pending[i].pop(0)
                 ring.set_text(i, chunk, model.text.encode(texts[i]))
             ring.scheduler.set_frame_credit(i, model.spec.admitted_frames(ring.scheduler.next_chunk(i)))
-        for row, latents in ring.turn()[1]:
+        for row, latents in ring.step()[1]:
             left[row.session] = max(0, chunks - 1 - row.chunk)
             if row.chunk < chunks and (keep is None or row.chunk in keep):
                 done.setdefault(row.chunk, {})[row.session] = latents

@@ -42,7 +42,7 @@ IMPLEMENTATIONS = {
     "fa4": Packaged("FA4", "flash_attn.cute.interface", "pip install flash-attn-4"),
 }
 """Replacements for torch's own flash kernel, process-wide, by their names in `model.attention`."""
-_RETURNS_WEIGHTS = ("flash", "efficient", "cudnn", *IMPLEMENTATIONS)
+RETURNS_LSE = ("flash", "efficient", "cudnn", *IMPLEMENTATIONS)
 """Those that return the sum of the weights, so that keys may lie in pieces."""
 SAGE = Packaged("sage", "sageattention", "pip install sageattention, 2.1.1 or newer")
 NAMES = (*FREE, "flash", "cudnn", *IMPLEMENTATIONS, SAGE.name)
@@ -99,7 +99,7 @@ def _own_kernel(name: str) -> Attend:
 
 def _results(name: str, query: Tensor, key: Tensor, value: Tensor, weighed: bool) -> Sequence[Tensor]:
     """What one of torch's `KERNELS` or `IMPLEMENTATIONS`, called by itself, gives: attention `[R, H, L, d]`; then, with
-    `weighed`, of those in `_RETURNS_WEIGHTS`, the logarithms of the sums of weights; then what nobody needs. Raises
+    `weighed`, of those in `RETURNS_LSE`, the logarithms of the sums of weights; then what nobody needs. Raises
     RuntimeError or NotImplementedError where it cannot run."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     aten: Any = torch.ops.aten
@@ -116,7 +116,7 @@ def _results(name: str, query: Tensor, key: Tensor, value: Tensor, weighed: bool
     return cast("Sequence[Tensor]", results)
 
 
-def merged(results: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def merge_attention_states(results: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """Attention over all pieces of keys from that over each, `[R, L, H, d]`, and the logarithms of the sums of their
     weights, float32 `[R, L, H, 1]`."""
     mixed, total = results[0], weights[0].float()
@@ -130,10 +130,10 @@ def merged(results: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
 
 
 Merge = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""As `merged`."""
+"""As `merge_attention_states`."""
 
 
-def over_parts(name: str, merge: Merge = merged) -> AttendParts:
+def attention_over_segments(name: str, merge: Merge = merge_attention_states) -> AttendParts:
     """Attention by the kernel of this name over keys and values in several pieces of memory, which are not put side by
     side: each piece by itself, then their results by the weights that their keys have, which is what `merge` does.
     Kernels that do not return these weights (`math` and `sage`) get a copy."""
@@ -143,7 +143,7 @@ def over_parts(name: str, merge: Merge = merged) -> AttendParts:
         if len(parts) == 1:
             return whole(query, *parts[0])
         own = _fused_kernel(query, *parts[0]) if name in FREE else name
-        if own not in _RETURNS_WEIGHTS:
+        if own not in RETURNS_LSE:
             return whole(query, *(torch.cat(pieces, 1) for pieces in zip(*parts, strict=True)))
         results, weights = zip(*(_with_weights(own, query, *part) for part in parts), strict=True)
         return merge(results, weights)
@@ -239,7 +239,10 @@ def fault(name: str, case: Case) -> str | None:
     try:
         with torch.inference_mode():
             activate(name)
-            got = [kernel(name)(case.query, case.key, case.value), over_parts(name)(case.query, case.parts)]
+            got = [
+                kernel(name)(case.query, case.key, case.value),
+                attention_over_segments(name)(case.query, case.parts),
+            ]
             found = [_off(each[:, case.sampled], case.expected) for each in got]
     except REFUSALS as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -22,7 +22,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel,
 from torch import Tensor, nn
 
 from streamdiff.models.transformer import attention_backend
-from streamdiff.models.transformer.attention_backend import Attend, AttendParts, Merge, merged
+from streamdiff.models.transformer.attention_backend import Attend, AttendParts, Merge, merge_attention_states
 from streamdiff.models.transformer.attention_backend import attend as attend
 from streamdiff.models.transformer.elementwise import gelu, multiply_add
 from streamdiff.session_state.fields import session_value
@@ -276,9 +276,9 @@ class WanDenoiser:
         """The kernel that attention runs with."""
         return attention_backend.kernel(self.attention)
 
-    def attend_parts(self, merge: Merge = merged) -> AttendParts:
+    def attend_parts(self, merge: Merge = merge_attention_states) -> AttendParts:
         """The same over keys and values in pieces, whose results are put together by `merge`."""
-        return attention_backend.over_parts(self.attention, merge)
+        return attention_backend.attention_over_segments(self.attention, merge)
 
     def weights(self, layer: int) -> BlockWeights:
         """Weights of a block for `run_block`, valid until the next call."""

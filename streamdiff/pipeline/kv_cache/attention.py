@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.attention_backend import AttendParts, over_parts
+from streamdiff.models.transformer.attention_backend import AttendParts, attention_over_segments
 from streamdiff.pipeline.kv_cache.adaptive_ring import AdaptiveRing, AllHeads, likeness, take_slot
 from streamdiff.pipeline.kv_cache.cache import KVCache, LayerCaches
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
@@ -124,7 +124,7 @@ class RollingAttention:
         """`frames` latent frames of a chunk, each of `height` x `width` tokens; `attend` is the kernel, torch's choice
         if it is None; `all_heads` as in `likeness`."""
         self.all_heads = all_heads
-        self.frames, self.device, self.attend = frames, device, attend or over_parts("auto")
+        self.frames, self.device, self.attend = frames, device, attend or attention_over_segments("auto")
         self.rows: list[AttentionMetadata] = []
         self.rotate_sinks: Callable[[Tensor, Tensor, Tensor], None] = rotate_sinks
         """What rotates the sinks of all layers, where that is done before the forward."""

@@ -102,7 +102,7 @@ class StageGuard:
         self, rows: Sequence[MicroStep], given: Tensors, parts: Sequence[tuple[list[int], Tensors]]
     ) -> Tensors:
         """The result for all rows; those that are in no part are NaN, and the reason is posted."""
-        whole = self._stage.nothing(len(rows), given)
+        whole = self._stage.nan_outputs(len(rows), given)
         for indices, part in parts:
             for place, index in enumerate(indices):
                 for there, own in zip(whole, part, strict=True):

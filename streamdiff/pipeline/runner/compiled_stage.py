@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.attention_backend import AttendParts, AttentionShape, merged
+from streamdiff.models.transformer.attention_backend import AttendParts, AttentionShape, merge_attention_states
 from streamdiff.models.transformer.varlen_attention import AttendPaged, try_paged
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.kv_cache.attention import (
@@ -74,7 +74,7 @@ class CompiledStage:
         self._forward, self._device = forward, device
         self._graphs: dict[Key, Run] = {}
         self._parts: dict[tuple[int, bool], CompiledParts] = {}  # by the number of rows, and what they keep
-        self._attend = forward.denoiser.attend_parts(one_graph(merged))
+        self._attend = forward.denoiser.attend_parts(one_graph(merge_attention_states))
         self._rotate_sinks = one_graph(_rotate_all_sinks)
         self._sinks: set[tuple[torch.Size, tuple[int, ...]]] = set()
         # With an exchange in it a replay would have to be met by one of every other rank; compiled parts need not.

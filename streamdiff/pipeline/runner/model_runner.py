@@ -141,7 +141,7 @@ class ModelRunner:
         """Whether other ranks take part in each forward."""
         return self._forward.group is not None
 
-    def nothing(self, rows: int, given: Tensors) -> Tensors:
+    def nan_outputs(self, rows: int, given: Tensors) -> Tensors:
         """What `forward` would return for so many rows, with NaN for numbers; where no other rank shares the stage."""
         like = given[0]
         if self._forward.last:

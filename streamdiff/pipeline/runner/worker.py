@@ -43,10 +43,10 @@ class Worker(RankLoop):
 
     @property
     def sending(self) -> bool:
-        """Whether rows of a long forward are still to be sent: `turn` does nothing else before they are."""
+        """Whether rows of a long forward are still to be sent: `step` does nothing else before they are."""
         return bool(self._rest)
 
-    def turn(self, wait_s: float | None = 0.0) -> StageMessage | None:
+    def step(self, wait_s: float | None = 0.0) -> StageMessage | None:
         """Receive one message, execute it, send the result on; returns the message, or None if there was none.
 
         A link carries few rows at once. A forward with more of them (`MicroStep.recaches`) travels row by row, which
@@ -84,7 +84,7 @@ class Worker(RankLoop):
         return replace(message, rows=tuple(row for each in received for row in each.rows), tensors=tensors)
 
     def run(self) -> None:
-        while (message := self.turn(None)) is None or message.kind is not MessageKind.STOP:
+        while (message := self.step(None)) is None or message.kind is not MessageKind.STOP:
             pass
         self.close_links(LEAVE_S)
 

@@ -69,7 +69,7 @@ class StreamBatchScheduler:
         self._sessions: dict[int, ScheduledSession] = {}
         self._forwards = 0  # handed out so far: what waiting is counted in
         self._rows = 0  # the same of rows, where forwards may have several
-        self._apart = ""  # why nothing has joined the forward that is being put together
+        self._batch_break_reason = ""  # why nothing has joined the forward that is being put together
         self.counts = ForwardCounts()
         self.row_limit = RowLimit(max_rows)
 
@@ -130,7 +130,7 @@ class StreamBatchScheduler:
             raise ValueError(f"KV context {state.kv_context} has no clean pass of every chunk that could run once more")
         state.rerun, state.rerun_as_one, state.stale = list(chunks), as_one, True
 
-    def go_on_from(self, session: int, chunk: int) -> None:
+    def resume_at(self, session: int, chunk: int) -> None:
         """Let a stream that has not begun begin at `chunk`: those before it are finished, and only their clean pass is
         run, oldest first, before a chunk is admitted.
 
@@ -210,7 +210,7 @@ class StreamBatchScheduler:
         its next step needs this one's result. No row has a `differing_field` from the first.
         """
         rows: list[MicroStep] = []
-        self._apart = "none_ready"
+        self._batch_break_reason = "none_ready"
         most = self.max_rows if slots is None else self._most_rows(slots)
         while len(rows) < most and not _recaches(rows) and (picked := self._pick(rows, most, background)):
             rows += picked
@@ -218,7 +218,7 @@ class StreamBatchScheduler:
             self._forwards += 1
             self.counts.rows[len(rows)] += 1
             if len(rows) == 1 < self.max_rows:
-                self.counts.alone[self._apart] += 1
+                self.counts.alone[self._batch_break_reason] += 1
         return rows
 
     @property
@@ -231,11 +231,11 @@ class StreamBatchScheduler:
     def _most_rows(self, slots: RingSlots) -> int:
         """Most rows of the next forward. Mutates: why nothing joins it."""
         if not self.row_limit.shares:
-            self._apart = "cost" if self.max_rows > 1 else "none_ready"
+            self._batch_break_reason = "cost" if self.max_rows > 1 else "none_ready"
             return 1
         jobs_only = all(state.background for state in self._sessions.values() if self._choice(state) is not None)
         free = slots.free if jobs_only else slots.free_of_live
-        most, self._apart = self.row_limit.of(self._rows_now(), free, slots.all, jobs_only)
+        most, self._batch_break_reason = self.row_limit.of(self._rows_now(), free, slots.all, jobs_only)
         return most
 
     def _rows_now(self) -> RowsNow:
@@ -299,7 +299,7 @@ class StreamBatchScheduler:
                 state.waiting_since, state.rows_before = self._forwards + 1, self._rows
                 self._rows += self.max_rows > 1
                 return rows
-            self._apart = differs or ("ring" if apart else "same_session")
+            self._batch_break_reason = differs or ("ring" if apart else "same_session")
         return []
 
     def _rank(self, state: ScheduledSession, open_sessions: int, taken: int, most: int) -> tuple[int, ...]:

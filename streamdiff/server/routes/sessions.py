@@ -101,7 +101,8 @@ async def _open(request: Request, state: AppState) -> LiveSession:
     given = await forms.given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
     spec = _spec(wanted, picture, state.config, given)
     if snapshot is not None:
-        spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, state.config, given)
+        key = None if state.config.serve.trust_snapshots else state.snapshot_key
+        spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, state.config, given, key)
     try:
         return await state.manager.open(spec, snapshot)
     except Unavailable as error:
@@ -176,14 +177,16 @@ def _spec(
     )
 
 
-def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, defaults: Config, given: Features) -> SessionSpec:
+def _spec_of_saved(
+    snapshot: bytes, wanted: schemas.NewSession, defaults: Config, given: Features, key: bytes | None
+) -> SessionSpec:
     """A session that goes on from a file, with what it is to have instead. Raises Problem: 413, 422."""
     limit = defaults.serve.max_snapshot_mb
     if len(snapshot) > limit << 20:
         raise Problem(
             413, f"`snapshot` is larger than serve.max_snapshot_mb, {limit} MiB.", code="too_large", field="snapshot"
         )
-    saved = given_snapshot(snapshot, wanted)
+    saved = given_snapshot(snapshot, wanted, key)
     if given.names:
         why = f"`{given.names[0]}`: a session that goes on from a snapshot has what was saved with it; leave it out."
         raise _invalid(given.names[0], why, "invalid")

@@ -16,7 +16,6 @@ import numpy as np
 from streamdiff import clock
 from streamdiff.config import ServeConfig
 from streamdiff.engine.messages import Data, Pictures, Ready
-from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields
@@ -24,6 +23,7 @@ from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import SessionEnded
 from streamdiff.server.sessions.session_files import FoundSession, SessionFolder, SessionRecord
 from streamdiff.server.sessions.session_spec import SessionSpec
+from streamdiff.snapshot_header import read_saved_session
 
 logger = logging.getLogger(__name__)
 

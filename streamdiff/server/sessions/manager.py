@@ -18,7 +18,6 @@ from streamdiff.config import Config
 from streamdiff.engine import messages
 from streamdiff.engine.messages import Command, Data, Event, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
-from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import NOT_FINITE, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load.capacity import Lifetime, Unavailable
@@ -31,6 +30,7 @@ from streamdiff.server.sessions.keeper import SessionKeeper, spec_of
 from streamdiff.server.sessions.live_session import OPENING, LiveSession, SessionEvent
 from streamdiff.server.sessions.session_files import FoundSession, read_snapshot
 from streamdiff.server.sessions.session_spec import SessionSpec, resumed
+from streamdiff.snapshot_header import read_saved_session
 from streamdiff.video.picture import fit_picture
 
 logger = logging.getLogger(__name__)

@@ -180,7 +180,7 @@ def test_keys_in_pieces_are_attended_to_as_one(name: str, cuts: tuple[int, ...],
     generator = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(2, n, 3, 12, generator=generator).to(dtype) for n in (5, 17, 17))
     parts = list(zip(key.tensor_split(cuts, 1), value.tensor_split(cuts, 1), strict=True))
-    got = attention_backend.over_parts(name)(3 * query, parts)
+    got = attention_backend.attention_over_segments(name)(3 * query, parts)
     expected = attention_backend._formula(3 * query, key, value)
     assert got.dtype == dtype and got.shape == query.shape
     assert float((got.double() - expected).norm() / expected.norm()) < (1e-6 if dtype is torch.float32 else 5e-3)

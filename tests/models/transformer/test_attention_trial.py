@@ -125,5 +125,5 @@ def test_it_runs_for_keys_in_pieces_too(installed: list[str]) -> None:
     case = attention_backend.Case.of(SHAPE, CPU, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "cat", None)
-        got = attention_backend.over_parts("fa3")(case.query, case.parts)
+        got = attention_backend.attention_over_segments("fa3")(case.query, case.parts)
     torch.testing.assert_close(got, attention_backend.kernel("math")(case.query, case.key, case.value))

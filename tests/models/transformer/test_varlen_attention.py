@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.transformer import varlen_attention
-from streamdiff.models.transformer.attention_backend import AttentionShape, over_parts
+from streamdiff.models.transformer.attention_backend import AttentionShape, attention_over_segments
 from streamdiff.models.transformer.varlen_attention import PagedTrial, paged, row_by_row, try_paged
 
 CPU = torch.device("cpu")
 SHAPE, FRAME = AttentionShape(2, 8, queries=12, keys=72), 12
-ATTEND = over_parts("math")
+ATTEND = attention_over_segments("math")
 
 
 def plain_varlen(

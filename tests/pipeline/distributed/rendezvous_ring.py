@@ -36,10 +36,10 @@ def run_until(ring: RingExecutor, ends: dict[int, int], made: Latents) -> None:
     while any(len(made[name]) < end for name, end in ends.items()):
         for name, end in ends.items():
             ring.scheduler.set_frame_credit(name, (end - ring.scheduler.next_chunk(name)) * ring.scheduler.chunk_frames)
-        for row, latents in ring.turn(1.0)[1]:
+        for row, latents in ring.step(1.0)[1]:
             made[row.session].append(latents.clone())
     while ring.waiting:
-        ring.turn(1.0)
+        ring.step(1.0)
 
 
 def script(ring: RingExecutor, model: Model, chunks: int, at_rest: Callable[[], None] = lambda: None) -> Latents:
@@ -115,7 +115,7 @@ class Ring:
                 ring.run()
             else:
                 while ring.done < DIES_AFTER:
-                    ring.turn(None)
+                    ring.step(None)
         except LinkClosed as error:
             print(f"ended: {error}", flush=True)
 

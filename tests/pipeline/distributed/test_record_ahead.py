@@ -116,7 +116,7 @@ class Stage:
 
 
 class Head:
-    """The head's `Receiver`: it takes back what is there before anything enters, as `RingExecutor.turn` does; as many
+    """The head's `Receiver`: it takes back what is there before anything enters, as `RingExecutor.step` does; as many
     works are in the ring as there are stages, and one more."""
 
     def __init__(self, back: NcclReceiver, host: Host) -> None:
@@ -171,7 +171,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, forward: int = 1, record: int = 1, pa
 def _run(worker: Worker, head: Head | None) -> None:
     """All works; the head takes back what is left, as a send is not over before."""
     for _ in range(WORKS):
-        worker.turn(None)
+        worker.step(None)
     if head is not None:
         head.take_back(0)
 

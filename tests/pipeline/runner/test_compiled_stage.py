@@ -146,7 +146,7 @@ def test_a_stream_is_the_plain_one_through_first_chunks_evictions_and_a_prompt_s
             assert worst(got, expected) <= TOLERANCE
             ring.close(0)
             while ring.has_work:
-                ring.turn()
+                ring.step()
     assert worst(got, play(RingExecutor(MODEL, CPU), MODEL, {0: Order(RED, 5, 4, "clean")}, CHUNKS)[0]) > 1
 
 
@@ -191,10 +191,10 @@ def switched(ring: RingExecutor, policy: str, chunks: int = 8) -> list[torch.Ten
             due = False
             ring.set_text(0, 1, MODEL.text.encode(BLUE), policy)
         ring.scheduler.set_frame_credit(0, (min(chunks, 8 if not due else 5) - ring.scheduler.next_chunk(0)) * 4 * 4)
-        done += [latents for _, latents in ring.turn(1.0)[1]]
+        done += [latents for _, latents in ring.step(1.0)[1]]
     ring.close(0)
     while ring.has_work:
-        ring.turn()
+        ring.step()
     return done
 
 
@@ -208,7 +208,7 @@ def test_what_no_graph_was_made_for_runs_the_plain_path(ring: LocalRing) -> None
     for name in orders:
         ring.close(name)
     while ring.has_work:
-        ring.turn()
+        ring.step()
 
 
 @pytest.mark.parametrize("backend", FINDING)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from streamdiff.models.model import Model
-from streamdiff.models.transformer.attention_backend import over_parts
+from streamdiff.models.transformer.attention_backend import attention_over_segments
 from streamdiff.models.transformer.varlen_attention import PagedTrial, row_by_row
 from streamdiff.pipeline.distributed.message import Outcome, SessionUpdate
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
@@ -106,7 +106,7 @@ def alike(got: dict[int, list[Tensor]], expected: dict[int, list[Tensor]]) -> bo
 def end(ring: RingExecutor, session: int) -> None:
     ring.close(session)
     while ring.has_work:
-        ring.turn()
+        ring.step()
 
 
 class Noted(TorchDispatchMode):
@@ -237,7 +237,7 @@ def test_rows_that_attend_at_once_see_their_own_sessions_alone(monkeypatch: pyte
 
     def paged(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
         called.append(len(query))
-        return row_by_row(over_parts("math"), query, key, value, seen)
+        return row_by_row(attention_over_segments("math"), query, key, value, seen)
 
     monkeypatch.setattr(compiled_stage, "try_paged", lambda *_: PagedTrial(paged, "here"))
     ring = compiled(MODEL, sessions=3, max_rows=3)

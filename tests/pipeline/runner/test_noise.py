@@ -122,5 +122,5 @@ def test_what_a_micro_step_needs_is_ready_before_it_can_enter(
     made = 0
     while made < 6:
         ring.scheduler.set_frame_credit(0, 6 * model.spec.chunk_frames)
-        made += len(ring.turn()[1])
+        made += len(ring.step()[1])
     assert not late

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-from streamdiff.cli import options, parser, reference_options
+from streamdiff.cli import job_options, options, parser
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    if reference_options.is_requested(arguments):
+    if job_options.is_reference(arguments):
         return _reference(arguments, argv)
     if arguments.prompts is not None:
         return _generate_list(arguments, argv)
@@ -240,7 +240,7 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 f"model.{name} is {refused}, but options that say everything by chunks run the plain path; use {plain}"
             )
     from streamdiff.commands import generate, reference
-    from streamdiff.commands.reference_job import ReferenceJob
+    from streamdiff.commands.jobs import ReferenceJob
 
     generate.check_start(config.session)
     job = _job(
@@ -275,9 +275,11 @@ def _models(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     from streamdiff.commands import convert
+    from streamdiff.commands.jobs import DecodeJob, EncodeJob
 
-    job = _job(convert.ConvertJob, arguments)
-    return convert.decode(job) if arguments.command == "decode" else convert.encode(job)
+    if arguments.command == "decode":
+        return convert.decode(_job(DecodeJob, arguments))
+    return convert.encode(_job(EncodeJob, arguments))
 
 
 def _job(kind: type[_JobT], arguments: argparse.Namespace, **known: object) -> _JobT:

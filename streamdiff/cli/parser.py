@@ -6,7 +6,7 @@ import argparse
 import difflib
 from typing import NoReturn
 
-from streamdiff.cli import convert_options, options, reference_options
+from streamdiff.cli import job_options, options
 from streamdiff.cli.options import Option
 from streamdiff.errors import ConfigError
 from streamdiff.version import __version__
@@ -18,10 +18,10 @@ _COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
         options.SERVE_EXAMPLES,
         (options.CONFIG, *options.GPUS, *options.CONFIGURATION),
     ),
-    "generate": ("make a video file", options.GENERATE_EXAMPLES + reference_options.EXAMPLES, options.GENERATE),
+    "generate": ("make a video file", options.GENERATE_EXAMPLES + job_options.REFERENCE_EXAMPLES, options.GENERATE),
     "plan": ("simulate the ring: throughput, latency, memory per rank", options.PLAN_EXAMPLES, options.PLAN),
-    "decode": ("latents in a file to a video", convert_options.DECODE_EXAMPLES, convert_options.DECODE),
-    "encode": ("a video to latents in a file", convert_options.ENCODE_EXAMPLES, convert_options.ENCODE),
+    "decode": ("latents in a file to a video", job_options.DECODE_EXAMPLES, job_options.DECODE),
+    "encode": ("a video to latents in a file", job_options.ENCODE_EXAMPLES, job_options.ENCODE),
     "doctor": ("say what was found here and what will be used", options.DOCTOR_EXAMPLES, options.DOCTOR),
     "models": ("list published models: files, licences, memory", options.MODELS_EXAMPLES, (options.JSON,)),
 }
@@ -77,7 +77,7 @@ def parsers() -> dict[str, Parser]:
             allow_abbrev=False,
         )
         options.add(made[name], taken)
-    options.add(made["generate"].add_argument_group("to the letter (see the end)"), reference_options.OPTIONS)
+    options.add(made["generate"].add_argument_group("to the letter (see the end)"), job_options.REFERENCE)
     made["models"].add_argument("name", nargs="?", metavar="NAME", help="show all of this one")
     return {"": parser, **made}
 

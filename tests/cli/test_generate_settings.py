@@ -9,7 +9,7 @@ import pytest
 from streamdiff import config_file
 from streamdiff.cli import main
 from streamdiff.commands import prompt_list, reference
-from streamdiff.commands.reference_job import ReferenceJob
+from streamdiff.commands.jobs import ReferenceJob
 from streamdiff.config import Config, SessionConfig
 from streamdiff.errors import ConfigError
 

@@ -1,6 +1,6 @@
-"""What can be typed after `streamdiff generate` to say everything by numbers and files, and what its help says of them.
+"""Options of the jobs that work by numbers and files (`commands.jobs`), and what the help says of the files.
 
-One of these options given is enough for `generate` to work that way.
+One of those of `ReferenceJob` given is enough for `generate` to work that way.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import argparse
 from collections.abc import Callable
 from typing import Any, get_args
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from streamdiff.cli.options import SWITCH, Option, parse_numbers
-from streamdiff.commands.reference_job import ReferenceJob
+from streamdiff.commands.jobs import DecodeJob, EncodeJob, ReferenceJob
 
-EXAMPLES = """
+REFERENCE_EXAMPLES = """
 by numbers and files, to compare with another implementation (--help lists the options under "to the letter"):
   streamdiff generate --model wan.safetensors --prompt-embeds text.safetensors --noise noise.safetensors \\
       --steps 1000,937.5,833.33,625 --window 21 --chunks 7 --latents-out latents.safetensors
@@ -41,9 +42,39 @@ a process of its own, as without these options (--seconds). The bits are the sam
 x_t = (1 - sigma) x0 + sigma noise; the model predicts noise - x0. Chunks count from 0.
 """
 
+_FILES = """
+A tensor file is a .safetensors file with this tensor alone, floating-point, all values finite:
+  latents   [C, F, h, w] or [chunks, C, f, h, w]: chunks are laid end to end. Normalised, as the transformer has them:
+            (raw - latents_mean) / latents_std per channel, unless the file's header says `normalised: no`, as that of
+            `encode --raw` does; `decode` heeds it. F counts latent frames; h, w are the picture's sides over 8
+            (Wan2.1; C is 16 there)
+  video     [3, F, H, W]: red, green, blue from -1 to 1; F counts pictures
+PATH is `tiny` (the embedded model); wan2.1, taew2_1 or lighttaew2_1, published ones, which are fetched; a folder with
+config.json and diffusion_pytorch_model.safetensors, or one that has it in vae/; or a file: Wan2.1_VAE.pth, taew2_1.pth,
+lighttaew2_1.pth, or the like as .safetensors.
+"""
+DECODE_EXAMPLES = f"""examples:
+  streamdiff decode --vae Wan2.1_VAE.pth --latents latents.safetensors --out video.mp4
+  streamdiff decode --vae ./vae --latents latents.safetensors --out video.safetensors --dtype float32
+  streamdiff decode --vae tiny --latents latents.safetensors --out frames/     one PNG per frame
+{_FILES}
+Of Wan the first latent frame is 1 picture, each later one 4: F latent frames are 1 + 4 (F - 1) pictures.
+"""
+ENCODE_EXAMPLES = f"""examples:
+  streamdiff encode --vae Wan2.1_VAE.pth --video video.mp4 --out latents.safetensors
+  streamdiff encode --vae tiny --video frames/ --out latents.safetensors
+{_FILES}
+Wan takes 1 + 4 n pictures (1, 5, 9, ...), and refuses other numbers. The small autoencoders (tiny, taew2_1) take any;
+the last picture is repeated until there are four. Written are the means, nothing is drawn: `latents` [C, F, h, w].
+
+Every model here knows normalised latents. The authors' code of StreamDiffusionV2 all the same leaves that out when it
+encodes (it was mended in December 2025, and left out again in February 2026): --raw gives `generate --video-latents`
+what theirs gets, to compare, or for its look. Other models refuse such a file.
+"""
+
 
 def _option(name: str, field: FieldInfo) -> Option:
-    """The option that sets an annotated field of `ReferenceJob`."""
+    """The option that sets an annotated field of a job."""
     kinds = get_args(field.annotation) or (field.annotation,)
     action: str | type[argparse.Action] = "store"
     parse: Callable[[str], Any] = parse_numbers if tuple[float, ...] in kinds else kinds[0]
@@ -53,14 +84,18 @@ def _option(name: str, field: FieldInfo) -> Option:
         action = "append"
     metavar, *other_flag = field.metadata
     flag = next(iter(other_flag), f"--{name.replace('_', '-')}")
-    return Option(flag, metavar, field.description or "", parse, name, action)
+    return Option(flag, metavar, field.description or "", parse, name, action, field.is_required())
 
 
-OPTIONS = tuple(_option(name, field) for name, field in ReferenceJob.model_fields.items() if field.metadata)
+def _options(job: type[BaseModel]) -> tuple[Option, ...]:
+    return tuple(_option(name, field) for name, field in job.model_fields.items() if field.metadata)
 
 
-def is_requested(arguments: argparse.Namespace) -> bool:
-    """Whether one of these options was given, or steps as a list."""
+REFERENCE, DECODE, ENCODE = map(_options, (ReferenceJob, DecodeJob, EncodeJob))
+
+
+def is_reference(arguments: argparse.Namespace) -> bool:
+    """Whether one of the options of `ReferenceJob` was given, or steps as a list."""
     return isinstance(getattr(arguments, "model.steps"), tuple) or any(
-        getattr(arguments, option.name) is not None for option in OPTIONS
+        getattr(arguments, option.name) is not None for option in REFERENCE
     )

@@ -1,4 +1,8 @@
-"""What `streamdiff generate` can be told by numbers and files. Needs no torch."""
+"""What `streamdiff generate` can be told by numbers and files, and what `decode` and `encode` are told. Needs no torch.
+
+A field that is annotated with a metavar is an option of the command: its docstring is the help, its name the flag
+unless another is annotated too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from streamdiff.config import ModelConfig
 
+_Job = ConfigDict(frozen=True, use_attribute_docstrings=True)
 _File = Annotated[Path | None, "FILE"]
 _Count = Annotated[int | None, "N"]
 _Numbers = Annotated[tuple[float, ...] | None, "N,N,..."]
@@ -16,15 +21,55 @@ _Switch = Annotated[bool, ""]
 _YesOrNo = Annotated[bool | None, ""]
 
 
+class ConvertJob(BaseModel):
+    """What `decode` and `encode` have in common."""
+
+    model_config = _Job
+
+    vae: Annotated[str, "PATH"]
+    """the autoencoder: a path or name, see below"""
+    source: Path
+    out: Annotated[Path, "FILE"]
+    overwrite: _Switch = False
+    """replace what exists (default: refuse)"""
+    chunk_latents: Annotated[int | None, "N", "--chunk-frames"] = None
+    """latent frames per call of the network (default: the file's chunks, else 4); the result is the same"""
+    latent_space: Annotated[str | None, "SPACE"] = None
+    """what a TAEHV file takes: normalised or raw (default: by its published name: taew2_1, lighttaew2_1)"""
+    device: Annotated[str, "DEVICE"] = "auto"
+    """auto, cpu or cuda (default auto)"""
+    dtype: Annotated[str, "TYPE"] = "auto"
+    """float32 or bfloat16 of the network (default: float32 on a CPU, bfloat16 on CUDA)"""
+
+
+class DecodeJob(ConvertJob):
+    """Latents in a file to a video."""
+
+    source: Annotated[Path, "FILE", "--latents"]
+    """a tensor file with `latents`, see below"""
+    out: Annotated[Path, "FILE"]
+    """what to write: .mp4, .webm, a folder for PNG frames, or .safetensors with `video`"""
+    fps: Annotated[float | None, "N"] = None
+    """of a video file (default: the model's own; Wan's is 16)"""
+
+
+class EncodeJob(ConvertJob):
+    """A video to latents in a file."""
+
+    source: Annotated[Path, "FILE", "--video"]
+    """a video, a folder of .png pictures, or a tensor file with `video`, see below"""
+    out: Annotated[Path, "FILE"]
+    """what to write: .safetensors with `latents`"""
+    raw: _Switch = False
+    """write latents as the network gives them, not normalised, and say so in the file (default: normalised)"""
+
+
 class ReferenceJob(BaseModel):
     """Options of a reference run: `model` selects the model and how it runs. None: the model's own value, or nothing.
     `window`, `sink` and `rope` override those of `model`; a window of 0 is the whole stream.
-
-    A field that is annotated with a metavar is an option: its docstring is the help, its name the flag unless another
-    is annotated too.
     """
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = _Job
 
     model: ModelConfig
     prompt: str = ""

@@ -91,7 +91,7 @@ def _options(job: type[BaseModel]) -> tuple[Option, ...]:
     return tuple(_option(name, field) for name, field in job.model_fields.items() if field.metadata)
 
 
-REFERENCE, DECODE, ENCODE = map(_options, (ReferenceJob, DecodeJob, EncodeJob))
+REFERENCE, DECODE, ENCODE = _options(ReferenceJob), _options(DecodeJob), _options(EncodeJob)
 
 
 def is_reference(arguments: argparse.Namespace) -> bool:

@@ -186,18 +186,18 @@ def _generate_list(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     ):
         if is_given:
             raise ConfigError(f"{flag} does not go with --prompts, whose lines are the prompts")
-    from streamdiff.commands import generate, prompt_list
+    from streamdiff.commands import generate
 
-    job = _job(prompt_list.PromptListJob, arguments)
+    job = _job(generate.PromptListJob, arguments)
     config = _config(arguments)
     _check_model(config)
     _check_settings(config, "image")
     generate.check_start(config.session)
-    run = partial(prompt_list.run, config, job)
+    run = partial(generate.run_list, config, job)
     # With nothing left to make no rank is needed.
-    if config.model.ranks == 1 or not prompt_list.pending(job):
+    if config.model.ranks == 1 or not generate.pending(job):
         return run()
-    return generate.run_as_ranks(config, partial(prompt_list.pending, job), run, argv)
+    return generate.run_as_ranks(config, partial(generate.pending, job), run, argv)
 
 
 def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:

@@ -344,8 +344,8 @@ def load(path: str | Path, **options: Unpack[ModelOptions]) -> StreamSession:
 
     Args:
         path: the file.
-        options: see `ModelOptions`: those that the stream was opened with. `stages`, `threads`, `decode` and `device`
-            may be others. The file names no model, so that a file from elsewhere has nothing loaded.
+        options: see `ModelOptions`: those that the stream was opened with. `stages`, `threads`, `decode_rank` and
+            `device` may be others. The file names no model, so that a file from elsewhere has nothing loaded.
 
     Raises:
         ConfigError: no snapshot, one of another format, or an option that cannot be used.

@@ -10,7 +10,24 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 EMBEDDED = "tiny"
 """The model that comes with the package."""
 
-KVContext = Literal["clean", "staircase", "matched"]
+RENAMED = {
+    "model.decode": "model.decode_rank",
+    "model.hang_s": "model.watchdog_s",
+    "playback.lead_s": "playback.max_ahead_s",
+    "serve.grace_s": "serve.pause_after_s",
+    "serve.load": "serve.max_utilization",
+    "serve.restarts": "serve.max_restarts",
+    "serve.scale": "serve.upscale",
+    "serve.spare": "serve.warm_standby",
+    "--decode": "--decode-rank",
+    "--lead": "--max-ahead-s",
+    "--scale": "--upscale",
+    "matched": "same_step",
+    "own-rank": "dedicated",
+}
+"""Settings, flags and values by the names that they had; what has one is refused with its new name."""
+
+KVContext = Literal["clean", "staircase", "same_step"]
 PromptPolicy = Literal["keep", "recache", "recache-causal", "flush", "reset"]
 """What a new prompt does to the past: all of it stays as it was cached; it is cached again under the new prompt, in one
 forward or chunk by chunk; only the oldest chunks that always stay (the sink) are kept; or the stream begins afresh."""
@@ -104,11 +121,11 @@ class ModelConfig(_Section):
     """Ranks over which the transformer's blocks are split."""
     parallel: Parallel | None = None
     """PxC: P stages, each of which C ranks share, as 2x2; default: stages x 1."""
-    decode: Literal["head", "last", "own-rank"] = "head"
+    decode_rank: Literal["head", "last", "dedicated"] = "head"
     """Which rank of a ring decodes."""
     link: Literal["auto", "gloo", "nccl"] = "auto"
     """What moves tensors between ranks. gloo: through host memory, over TCP; auto: nccl between GPUs, else gloo."""
-    hang_s: float = Field(60.0, ge=1)
+    watchdog_s: float = Field(60.0, ge=1)
     """Seconds without a heartbeat of a rank, or with its device at one forward, after which it counts as hung."""
     profile: str | None = None
     """A JSON file of measured times to split the blocks by; default: measured at the start."""
@@ -144,12 +161,12 @@ class ModelConfig(_Section):
     @property
     def ranks(self) -> int:
         """Processes that it takes: those of all stages, and one more where decoding has its own."""
-        return self.stage_ranks + (self.decode == "own-rank")
+        return self.stage_ranks + (self.decode_rank == "dedicated")
 
     @property
-    def decode_rank(self) -> int:
+    def decode_rank_number(self) -> int:
         """The rank that decodes."""
-        return {"last": self.stage_ranks - self.shares, "own-rank": self.stage_ranks}.get(self.decode, 0)
+        return {"last": self.stage_ranks - self.shares, "dedicated": self.stage_ranks}.get(self.decode_rank, 0)
 
 
 class BatchingRule(_Section):
@@ -202,7 +219,7 @@ class ServedModel(ModelConfig):
     host_memory_gb: float | None = None
     state_dir: str | None = None
     keep_s: float | None = None
-    spare: bool = False
+    warm_standby: bool = False
 
 
 class SessionConfig(_Section):
@@ -228,7 +245,7 @@ class PlaybackConfig(_Section):
 
     fps: float = Field(40.0, ge=1, le=120)
     """Frames shown per second."""
-    lead_s: float = Field(0.9, gt=0, le=10)
+    max_ahead_s: float = Field(0.9, gt=0, le=10)
     """Seconds of video made ahead of what is shown, at most."""
     skip_to_prompt: bool = True
     """Whether frames that wait to be shown are skipped when the first ones under a new prompt are there."""
@@ -276,7 +293,7 @@ class ServeConfig(_Section):
     """Of the video. auto: H.264, and VP8 for viewers without it."""
     encoder: Literal["auto", "x264", "nvenc"] = "auto"
     """Of H.264, opened once at the start as a trial. auto: NVENC where it can be opened, else x264."""
-    scale: int = Field(1, ge=1, le=8)
+    upscale: int = Field(1, ge=1, le=8)
     """The picture is enlarged by this before encoding."""
     bitrate: int | None = Field(None, ge=100_000, le=50_000_000)
     """bit/s of the video; default: by size and fps."""
@@ -298,7 +315,7 @@ class ServeConfig(_Section):
     """Addresses and networks whose X-Forwarded-For, -Proto and -Prefix are believed; they pass on Host as it is."""
     root_path: PathPrefix = ""
     """Path below which a proxy shows the server, as /ai; X-Forwarded-Prefix of a trusted proxy comes first."""
-    grace_s: float = Field(5.0, ge=0)
+    pause_after_s: float = Field(5.0, ge=0)
     """Seconds for which a stream goes on when its last viewer has left."""
     idle_s: float | None = Field(300.0, gt=0)
     """Seconds after which a session that nobody watches ends; null: never."""
@@ -306,7 +323,7 @@ class ServeConfig(_Section):
     """Seconds after which any session ends; null: never."""
     host_memory_gb: float | None = Field(None, ge=0)
     """GB of host memory for swapped-out sessions of all ranks of a machine; 0: none. null: a quarter of the free."""
-    load: float = Field(0.9, gt=0, le=10)
+    max_utilization: float = Field(0.9, gt=0, le=10)
     """Share of the engine's time that sessions may ask for together."""
     adaptive: bool = False
     """Sessions that do not say: whether they give up steps, then frame rate, before anybody is refused."""
@@ -344,12 +361,12 @@ class ServeConfig(_Section):
     """Every so many seconds a session that plays is kept, and goes on from there when the engine fails; null: never."""
     state_dir: str | None = None
     """Folder for sessions that are swapped out or kept; null: both lie in memory, and end with the server."""
-    restarts: int = Field(5, ge=0, le=1000)
+    max_restarts: int = Field(5, ge=0, le=1000)
     restart_window_s: float = Field(300.0, gt=0)
     """How often an engine that fails is started again within so many seconds; 0 times: the server ends."""
     restart_wait_s: float = Field(0.5, ge=0)
     """Seconds before the second restart; then twice as long each time."""
-    spare: bool = True
+    warm_standby: bool = True
     """Keep a second engine process on standby, torch imported, to take over when the first one fails."""
     cors_origins: list[Origin] = []
     """Origins of pages that may use the API."""
@@ -393,7 +410,7 @@ class Config(_Section):
 
     def served_model(self) -> ServedModel:
         """What the engine of a server loads, on every rank. Pictures that are enlarged come as RGB."""
-        pictures = "rgb" if self.serve.scale > 1 else "auto"
+        pictures = "rgb" if self.serve.upscale > 1 else "auto"
         own = self.serve.model_dump(include={"host_memory_gb", "state_dir", "keep_s"}) | {"batching": self.batching}
-        own |= {"pictures": pictures, "spare": self.serve.spare and self.serve.restarts > 0}
+        own |= {"pictures": pictures, "warm_standby": self.serve.warm_standby and self.serve.max_restarts > 0}
         return ServedModel.model_validate(self.model.model_dump() | own)

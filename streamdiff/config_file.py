@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from streamdiff.config import BatchingRule, Config, HostName, IceServer, Origin, Parallel, Proxy
+from streamdiff.config import RENAMED, BatchingRule, Config, HostName, IceServer, Origin, Parallel, Proxy
 from streamdiff.errors import ConfigError
 
 KNOWN_CHARACTERS = 300
@@ -109,6 +109,10 @@ def _explain(kind: str, location: tuple[int | str, ...], value: object) -> str:
     """What is wrong with the value at `location`, and what is allowed there."""
     known = list(Config.model_fields) if len(location) == 1 else list(_section(str(location[0])).model_fields)
     key = str(location[min(1, len(location) - 1)])  # what follows is a place in a list
+    if (new := RENAMED.get(".".join(map(str, location)))) is not None:
+        return f"is called {new} now"
+    if isinstance(value, str) and value in RENAMED:
+        return f"is {value!r}, which is called {RENAMED[value]} now"
     entry = BatchingRule if location[0] == "batching" else IceServer
     if kind == "extra_forbidden" and len(location) > 2:
         return f"is no known key; known here: {', '.join(entry.model_fields)}"

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from pydantic import ValidationError
 
-from streamdiff.config import ModelConfig
+from streamdiff.config import RENAMED, ModelConfig
 from streamdiff.errors import ConfigError
 
 
@@ -32,14 +32,14 @@ class ModelOptions(TypedDict, total=False):
     steps: denoise steps per chunk, of those the model has; default: what it was made for. The embedded one has 4 and 2.
     timesteps, chunk_latents: of a model that the catalogue does not know, what it is told at each step, and the latent
         frames of a chunk; window, sink and rope have to be said too then.
-    kv_context: what a chunk sees of earlier chunks: `clean`, `staircase` or `matched`; default: what it was made for.
+    kv_context: what a chunk sees of earlier chunks: `clean`, `staircase` or `same_step`; default: what it was made for.
     window, sink: latent frames a chunk can see, the sink and itself included, and those of the beginning that stay in
         sight; `rope`: `absolute` or `relative` positions. Default: the model's own.
     threads: CPU threads of the transformer.
     stages: ranks over which the transformer is split. With more than one this process must be rank 0 of as many
         (torchrun starts them), and the others must call `run_worker` with the same options.
     parallel: `PxC`, P stages that C ranks share each, as `2x2`; in place of `stages`.
-    decode: which rank decodes: `head`, `last`, or `own-rank`, which takes one rank more.
+    decode_rank: which rank decodes: `head`, `last`, or `dedicated`, which takes one rank more.
     """
 
     model: str
@@ -66,11 +66,14 @@ class ModelOptions(TypedDict, total=False):
     threads: int
     stages: int
     parallel: str
-    decode: str
+    decode_rank: str
 
 
 def model_config(options: Mapping[str, object]) -> ModelConfig:
     """Raises ConfigError for a value out of range, TypeError for an option that there is not."""
+    for option in options:
+        if (new := RENAMED.get(f"model.{option}")) is not None:
+            raise TypeError(f"the option {option} is called {new.removeprefix('model.')} now")
     if unknown := set(options) - ModelOptions.__annotations__.keys():
         raise TypeError(
             f"there is no option {', '.join(sorted(unknown))}; known are {', '.join(ModelOptions.__annotations__)}"

@@ -118,7 +118,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     _check_settings(config, "image")
     _check_settings(config, "input")
     if config.session.input is not None:
-        from streamdiff.server.media.file_input import check_video
+        from streamdiff.server.media.video_input import check_video
 
         check_video(config.session.input)
     if config.session.snapshot is not None:
@@ -213,7 +213,7 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
         ("session.image", "--given-latents"),
         ("session.fit", "--given-latents"),
         ("session.strength", "--strength, with --video-latents"),
-        ("model.decode", "rank 0, which decodes there, or --seconds"),
+        ("model.decode_rank", "rank 0, which decodes there, or --seconds"),
         ("model.trace", "--seconds instead of them"),
         ("model.trace_chunks", "--seconds instead of them"),
     ):

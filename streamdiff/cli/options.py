@@ -99,7 +99,7 @@ STEPS = Option("--steps", "N", "denoise steps per chunk (default: what the model
                int, "model.steps")
 STEPS_OR_LIST = STEPS._replace(parse=parse_steps, help=STEPS.help + "; or the timesteps themselves, "
                                "1000,937.5,833.33,625")
-KV_CONTEXT = Option("--kv-context", "POLICY", "what a chunk sees of earlier ones: clean, staircase, matched "
+KV_CONTEXT = Option("--kv-context", "POLICY", "what a chunk sees of earlier ones: clean, staircase, same_step "
                     "(default: what the model was made for)", str, "model.kv_context")
 MODEL = (
     NAME,
@@ -183,8 +183,8 @@ BATCHING = (
 )
 PARALLEL = Option("--parallel", "PxC", "P stages, each shared by C ranks, as 1x2 (default: --stages x 1)", str,
                   "model.parallel")
-DECODE = Option("--decode", "PLACE", "rank of a ring that decodes: head (default), last, own-rank, or split: those of "
-                "the first stage share it by rows of the picture, with --parallel PxC", str, "model.decode")
+DECODE = Option("--decode-rank", "PLACE", "rank of a ring that decodes: head (default), last, or dedicated (one more)",
+                str, "model.decode_rank")
 SERVE = (
     Option("--chunk-frames", "N", "latent frames of a chunk, of a model that the catalogue does not know", int,
            "model.chunk_latents"),
@@ -197,10 +197,10 @@ SERVE = (
            key="serve.adaptive", action=SWITCH),
     Option("--codec", "CODEC", "auto, h264 or vp8 (default auto)", str, "serve.codec"),
     Option("--encoder", "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)", str, "serve.encoder"),
-    Option("--scale", "N", "enlarge before encoding (default 1: not)", int, "serve.scale"),
+    Option("--upscale", "N", "enlarge before encoding (default 1: not)", int, "serve.upscale"),
     Option("--bitrate", "BITS", "bit/s of the video (default: fits size and fps)", int, "serve.bitrate"),
     Option("--jobs-dir", "FOLDER", "make videos for /v1/videos too, and keep them here", str, "serve.jobs_dir"),
-    Option("--lead", "SECONDS", "video made ahead of what is shown, at most", float, "playback.lead_s"),
+    Option("--max-ahead-s", "SECONDS", "video made ahead of what is shown, at most", float, "playback.max_ahead_s"),
     Option("--output", "FILE|URL", "also send it to a .mp4 or .webm file, rtmp://, srt://, udp://, tcp://, "
            "whip+https://; may be repeated", str, "serve.outputs", "append"),
     Option("--allowed-host", "NAME", "a name that users call this machine by, besides localhost and --host; may be "
@@ -288,8 +288,8 @@ PLAN = (
     Option("--link-gbps", "N", "GB/s of a link between devices (default 25)", float),
     Option("--link-time", "SECONDS", "of a message between stages, in place of what the times' source says", float),
     Option("--decode-time", "SECONDS", "of a chunk's decode, in place of what the times' source says", float),
-    Option("--decode", "PLACE", "where chunks are decoded: head, last, own-rank, own-stream; with --gpus also "
-           "split (default auto: head or last)"),
+    Option("--decode-rank", "PLACE", "where chunks are decoded: head, last, dedicated, own-stream "
+           "(default auto: head or last)", key="decode"),
     Option("--dtype", "TYPE", "float32 or bfloat16 (default float32; bfloat16 with --gpu)"),
     Option("--trace", "FILE", "write a Chrome/Perfetto trace", Path),
     Option("--plot", "FILE", "draw the first chunks as .png, .svg or .pdf", Path),
@@ -335,7 +335,7 @@ PLAN_EXAMPLES = """examples:
   streamdiff plan --gpu 4090 --model self-forcing --vae taew2_1 --sessions 2    what to expect of a card, and what fits
   streamdiff plan --gpus 4 --gpu h100 --model longlive-1.3b --sessions 4    stages x ranks that share them: the best
   streamdiff plan --stages 4 --kv-context staircase --trace ring.json
-  streamdiff plan --stages 4 --kv-context matched --stage-times 0.1,0.1,0.1,0.1 --decode-time 0.02
+  streamdiff plan --stages 4 --kv-context same_step --stage-times 0.1,0.1,0.1,0.1 --decode-time 0.02
   streamdiff plan --stages 2 --sessions 2 --profile measured.json --plot ring.png
 
 Times come from --stage-times, else from --profile, else from an estimate for --gpu, or at --tflops and --gbps. A

@@ -50,6 +50,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
             raise ConfigError(f"unexpected argument {word!r}; a text with spaces needs quotes around it")
+        from streamdiff.config import RENAMED  # with pydantic, which `--version` does without
+
+        if word in RENAMED:
+            raise ConfigError(f"the option {word} is called {RENAMED[word]} now")
         raise ConfigError(f"unknown option {word}{_suggestion(word, list(known[command]._option_string_actions))}")
     return arguments
 

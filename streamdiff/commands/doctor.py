@@ -247,7 +247,7 @@ def _uses(config: Config, findings: list[Finding]) -> Iterator[tuple[str, str]]:
             if choice.setting not in ("device", "steps"):  # they stand above
                 yield choice.setting, f"{choice.value} ({choice.reason})"
     yield "codec", _codec_in_use(config, findings)
-    yield "playback", f"{config.playback.fps:g} frames per second, at most {config.playback.lead_s:g} s ahead"
+    yield "playback", f"{config.playback.fps:g} frames per second, at most {config.playback.max_ahead_s:g} s ahead"
     host = config.serve.host
     audience = "this machine only" if host in ("127.0.0.1", "::1", "localhost") else "everyone who can reach it"
     yield "address", f"http://{host}:{config.serve.port or '(any)'} for {audience}"

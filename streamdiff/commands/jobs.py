@@ -97,7 +97,7 @@ class ReferenceJob(BaseModel):
     given_latents: _File = None
     """finished latents of the stream's first chunks, which it goes on from; they count in --chunks and come out again.
     Where finished chunks have a pass of their own (--kv-context clean, staircase) they get that alone, at timestep 0
-    without noise; in matched every step sees them at its own noise level"""
+    without noise; in same_step every step sees them at its own noise level"""
     container: Annotated[str | None, "NAME"] = None
     """which tensors of --weights: generator, generator_ema, ... (default: the usual)"""
     architecture: Annotated[Path | None, "FILE", "--model-config"] = None
@@ -129,8 +129,8 @@ class ReferenceJob(BaseModel):
     embeddings and the rest of those before it (default 1: at once; Krea's server has 3)"""
     adaptive_sink: Annotated[float | None, "THRESHOLD"] = None
     """a chunk takes the place of the sink chunk that it is least like, if their keys and values are less alike than
-    this (cosine, -1 to 1; StreamDiffusionV2 has 0.2; -1: never): with --kv-context matched and --rope absolute instead
-    of a place in the window, as published, else beside it"""
+    this (cosine, -1 to 1; StreamDiffusionV2 has 0.2; -1: never): with --kv-context same_step and --rope absolute
+    instead of a place in the window, as published, else beside it"""
     averaged_sink: Annotated[float | None, "KEEP"] = None
     """a chunk that leaves the window is folded into the sink, of which this share stays (0 to 1; Reward-Forcing has
     0.999; 1: the sink stays as it is); the sink is then one chunk"""

@@ -52,7 +52,7 @@ def _misfit(gpu: Gpu, model: ModelConfig, question: Question, blocks: Blocks) ->
     entry = entries.lookup(model.name)
     published = entry is not None and entry.weights is not None
     own = entry.autoencoder if entry is not None else ""
-    place = question.decode if question.decode in ("last", "own-rank") else "head"
+    place = question.decode if question.decode in ("last", "dedicated") else "head"
     load = replace(question.load, sessions=1)
     demand = fit.Demand(question.sizes, question.storage, blocks, place, load, own, model.vae, changeable=published)
     found = (fit.misfit(demand, row.rank, gpu.usable_bytes, gpu.title) for row in demand.memory())

@@ -161,8 +161,8 @@ def _check(job: ReferenceJob) -> None:
     if job.video_latents is None and (job.strength is not None or job.motion_noise):
         raise ConfigError("--strength and --motion-noise say how input is mixed with noise; give it as --video-latents")
     for option, is_given in (("--context-alone", job.context_alone), ("--context-pictures", job.context_pictures)):
-        if is_given and job.model.kv_context == "matched":
-            raise ConfigError(f"{option} is about the clean pass, which KV context matched does not have")
+        if is_given and job.model.kv_context == "same_step":
+            raise ConfigError(f"{option} is about the clean pass, which KV context same_step does not have")
     if job.prompt_mix is not None and not job.prompt_switch:
         raise ConfigError("--prompt-mix says over how many chunks a --prompt-switch comes; there is none")
     if job.chunks < 1:
@@ -189,7 +189,7 @@ def plan_of(job: ReferenceJob) -> LoadPlan:
     Raises:
         ConfigError: no such model, files that cannot be read, invalid sizes, more stages than blocks.
     """
-    config = job.model.model_copy(update={"decode": "head", "compile": "off"})
+    config = job.model.model_copy(update={"decode_rank": "head", "compile": "off"})
     if config.attention == "auto":
         config = config.model_copy(update={"attention": "sdpa"})
     if not job.processes:
@@ -284,7 +284,7 @@ def _spec_of(job: ReferenceJob, spec: ModelSpec) -> ModelSpec:
     said = job.model_dump(include=overrides, exclude_none=True)
     if job.context_noise is not None:
         said["context_sigma"] = job.context_noise / sampling.TIMESTEPS
-    if job.model.kv_context == "matched":  # without a clean pass
+    if job.model.kv_context == "same_step":  # without a clean pass
         said["context_pictures"] = False
     spec = replace(
         spec,

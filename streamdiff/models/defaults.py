@@ -158,7 +158,7 @@ def _decoding(case: _Case) -> tuple[Choice, ...]:
         )
     return (
         Choice("decoder's call", "a chunk", "CUDA; one latent frame where memory is short"),
-        Choice("pictures", "yuv420 to a server's encoders, else rgb", "CUDA; rgb where serve.scale is above 1"),
+        Choice("pictures", "yuv420 to a server's encoders, else rgb", "CUDA; rgb where serve.upscale is above 1"),
     )
 
 

@@ -100,7 +100,7 @@ class ModelSpec:
         it takes in goes there instead of into the window, and keeps its position. Elsewhere a chunk is in both: it is
         copied over a sink chunk, which has the position of the one before, once it is finished or done with its
         step."""
-        return self.adaptive_sink is not None and self.rope == "absolute" and kv_context == "matched"
+        return self.adaptive_sink is not None and self.rope == "absolute" and kv_context == "same_step"
 
     @property
     def repeats(self) -> bool:
@@ -153,12 +153,12 @@ def check_spec(spec: ModelSpec) -> None:
     """Raises ConfigError unless window, sink, what is done with the sink, positions and the noise of the clean pass go
     together."""
     chunk = spec.chunk_latents
-    if spec.first_chunks * chunk > min(map(spec.window, ("clean", "matched"))):
+    if spec.first_chunks * chunk > min(map(spec.window, ("clean", "same_step"))):
         raise ConfigError(
             f"--window is {spec.window_latents} latent frames; it must hold the first chunk, which has "
             f"{spec.first_chunks * chunk}"
         )
-    if not 0 <= spec.sink_latents <= min(map(spec.window, ("clean", "matched"))) - chunk:
+    if not 0 <= spec.sink_latents <= min(map(spec.window, ("clean", "same_step"))) - chunk:
         raise ConfigError(
             f"--sink is {spec.sink_latents} and --window {spec.window_latents} latent frames; the window counts the "
             f"sink, which is at least 0, and must leave room for the chunk itself, {chunk} latent frames"
@@ -184,9 +184,9 @@ def _check_sink(spec: ModelSpec) -> None:
             f"--adaptive-sink puts chunks in the place of others, so --sink, which is {sink}, must be a multiple of "
             f"the chunk's {chunk} latent frames"
         )
-    if spec.adaptive_ring("matched") and spec.window("matched") % chunk:
+    if spec.adaptive_ring("same_step") and spec.window("same_step") % chunk:
         raise ConfigError(
-            f"--adaptive-sink with --rope absolute needs a --window of whole chunks; it is {spec.window('matched')} "
+            f"--adaptive-sink with --rope absolute needs a --window of whole chunks; it is {spec.window('same_step')} "
             f"latent frames, and a chunk has {chunk}"
         )
     if averaged is not None and not (0 <= averaged <= 1 and sink == chunk):

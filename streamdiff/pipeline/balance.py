@@ -95,9 +95,9 @@ def assign_blocks(config: ModelConfig, steps: int, costs: Costs) -> Blocks:
     """
     # Decoding on a thread of the head costs it nothing if there is a core that no rank needs.
     here = int(os.environ.get("LOCAL_WORLD_SIZE", str(config.ranks)))
-    spare_core = config.decode == "head" and (os.cpu_count() or 1) > here
+    spare_core = config.decode_rank == "head" and (os.cpu_count() or 1) > here
     workload = Workload(config.stages, 1, steps, config.kv_context, 1)
-    return choose_layout(costs, workload, "own-stream" if spare_core else config.decode).blocks
+    return choose_layout(costs, workload, "own-stream" if spare_core else config.decode_rank).blocks
 
 
 def row_costs(stage: ModelRunner, max_rows: int, *, steps: int, kv_context: str, memory: RankMemory) -> list[float]:

@@ -62,14 +62,14 @@ def load_head(plan: load_plan.LoadPlan) -> RingHead:
         rank_topology = topology.StageTopology.of(config, 0, device, batching)
         ring = topology.connect_head(model, rank_topology, device, progress.enter)
         progress.enter("graphs")
-        if config.decode_rank != 0:
-            links = topology.decode_links(model.spec, 0, config.decode_rank, device, plan.pixel_format)
+        if config.decode_rank_number != 0:
+            links = topology.decode_links(model.spec, 0, config.decode_rank_number, device, plan.pixel_format)
     ring.stage.swaps = loaded.swaps
     rank_loader.compile_stage(rank_plan, ring.stage, memory, progress)
     rank_loader.compile_decoder(rank_plan, loaded.decoder, DECODE_THREADS)
     if context is None:
         return RingHead(rank_plan, loaded, ring, None, [memory])
-    workers, memories = WorkerGroup(context, ring, config.hang_s, links), context.receive_memories()
+    workers, memories = WorkerGroup(context, ring, config.watchdog_s, links), context.receive_memories()
     progress.finish()
     return RingHead(rank_plan, loaded, ring, workers, memories)
 
@@ -91,7 +91,7 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
     itemsize = model.denoiser.dtype.itemsize
     budget = KVCacheBudget(plan.sizes, head.memories, blocks, itemsize, preallocated, config.shares)
     pipeline = StreamingPipeline(
-        model, device, config.steps, config.kv_context, head.workers, budget, ring, plan.decode_latents, config.hang_s,
+        model, device, config.steps, config.kv_context, head.workers, budget, ring, plan.decode_latents, config.watchdog_s,
         plan.models.picture_encoder(model.spec),
     )  # fmt: skip
     try:

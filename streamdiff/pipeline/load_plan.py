@@ -111,7 +111,7 @@ class LoadPlan:
             "model.batching": str(self.batching),
             "model.steps": str(self.steps),
             "spec": str(self.spec),
-            "model.pictures": self.pixel_format if self.config.decode_rank else "rgb",
+            "model.pictures": self.pixel_format if self.config.decode_rank_number else "rgb",
         }
 
     def join(self) -> rendezvous.RankContext | None:
@@ -140,7 +140,7 @@ class LoadPlan:
             self.sizes,
             storage,
             runs,
-            config.decode,
+            config.decode_rank,
             Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
             models.model.autoencoder,
             config.vae,
@@ -262,7 +262,7 @@ def check_world(config: ModelConfig) -> None:
     raise ConfigError(f"{wanted}, but torchrun started {world} ranks; start {ranks}, or change the configuration")
 
 
-SWAP = {"host_memory_gb", "state_dir", "keep_s", "spare"}
+SWAP = {"host_memory_gb", "state_dir", "keep_s", "warm_standby"}
 
 
 def rank_facts(config: ModelConfig, models: ModelLoader) -> dict[str, str]:

@@ -51,7 +51,7 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
         # After a trial torch would free what it keeps, and so wait for all that the device does, live streams included.
         getattr(torch._C, "_cudnn_set_conv_benchmark_empty_cache", bool)(False)  # a build without CUDA has none
     model, runs = None, plan.runs
-    decoder = _load_decoder(plan) if plan.rank == config.decode_rank and not plan.reference else None
+    decoder = _load_decoder(plan) if plan.rank == config.decode_rank_number and not plan.reference else None
     text = reencoder = None
     if plan.kernels is not None:
         model, runs = _load_stage(plan, decoder, context)

@@ -53,13 +53,13 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         budget: KVCacheBudget | None = None,
         ring: RingExecutor | None = None,
         at_once: int = 1,
-        hang_s: float = 60.0,
+        watchdog_s: float = 60.0,
         pictures: PictureEncoder | None = None,
     ) -> None:
         """`steps` and `kv_context` are those of a session that does not name its own (None: what the model was made
         for). `workers` are the other ranks of the ring; without them all blocks of `model` run here, on `ring` if that
         was made already. `budget` is the memory for caches; None: without limit. `at_once` latent frames are decoded by
-        one call. With one stage, `hang_s` is how long the device may be at one work; in a ring `workers` knows.
+        one call. With one stage, `watchdog_s` is how long the device may be at one work; in a ring `workers` knows.
         `pictures` encodes start pictures; None: there are none.
 
         Raises:
@@ -76,7 +76,7 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
             spec.text_shape, spec.chunk_shape, spec.first_chunks,
         )  # fmt: skip
-        self._workers, self._budget, self._hang_s, self._pictures = workers, budget, hang_s, pictures
+        self._workers, self._budget, self._watchdog_s, self._pictures = workers, budget, watchdog_s, pictures
         self.ring = workers.ring if workers else ring or RingExecutor(model, device)
         self._streams: dict[int, StreamProgress] = {}  # by session
         self._numbers = count()
@@ -269,7 +269,7 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
 
     def _turn(self) -> tuple[list[MicroStep], list[Finished]]:
         if self._workers is None:  # in a ring each rank's monitor checks its device
-            if (stuck := self.ring.worker.timer.stuck(clock.monotonic_s(), self._hang_s)) is not None:
+            if (stuck := self.ring.worker.timer.stuck(clock.monotonic_s(), self._watchdog_s)) is not None:
                 raise EngineFailure(f"rank 0 hangs: {stuck}; in the ring: {self.ring.contents}")
             return self.ring.step()
         self._workers.check()

@@ -24,7 +24,7 @@ from streamdiff.server.auth import read_tokens
 from streamdiff.server.media import codecs as known_codecs
 from streamdiff.server.media.codecs import Format
 from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
-from streamdiff.server.outputs import target
+from streamdiff.server.outputs.output import parse_targets, read_targets
 from streamdiff.server.problem import Problem, respond, route_path
 from streamdiff.server.routes import control, health, outputs, sessions, snapshots, videos, whep, whip
 from streamdiff.server.sessions.keeper import SessionKeeper, find_sessions, open_folders
@@ -85,8 +85,8 @@ async def attach_engine(
     """
     codecs, encoder = known_codecs.choose(config.serve.codec, config.serve.encoder)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
-    Format(ready.width, ready.height, config.playback.fps, config.serve.scale, config.serve.bitrate)  # or its error
-    targets = target.parse_all([*config.serve.outputs, *target.read_file(config.serve.outputs_file)])
+    Format(ready.width, ready.height, config.playback.fps, config.serve.upscale, config.serve.bitrate)  # or its error
+    targets = parse_targets([*config.serve.outputs, *read_targets(config.serve.outputs_file)])
     with open_folders(config.serve) as folders:
         found = await asyncio.to_thread(find_sessions, folders)
         keeper = SessionKeeper(config.serve, folders)

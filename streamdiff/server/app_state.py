@@ -19,9 +19,7 @@ from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.media.codecs import Codec
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.outputs.output import Output
-from streamdiff.server.outputs.session_outputs import AllowedTargets, SessionOutputs
-from streamdiff.server.outputs.target import Target
+from streamdiff.server.outputs.output import AddedOutputs, AllowedTargets, Output, Target
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.engine_status import EngineStatus
@@ -31,7 +29,7 @@ from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection
 from streamdiff.server.sessions.session_files import FoundSession
 from streamdiff.server.sessions.session_input import FileFeed
 from streamdiff.server.webrtc.feeders import Feeders
-from streamdiff.server.webrtc.ice_servers import IceServers
+from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.viewers import Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
@@ -70,7 +68,7 @@ class AppState:
         self.feeders = Feeders(slots, self.ice_servers, self.manager.end)
         self.file_feed: FileFeed | None = None
         allowed = AllowedTargets(serve.output_targets)
-        self.session_outputs = SessionOutputs(allowed, self.metrics, self.ice_servers)
+        self.session_outputs = AddedOutputs(allowed, self.metrics, self.ice_servers)
         self.snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
         """Files of sessions that are being taken or sent, which lie in memory meanwhile."""
         self.snapshot_key = read_snapshot_key(serve)

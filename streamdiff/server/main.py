@@ -30,12 +30,12 @@ from streamdiff.server.app import attach_engine, create_app
 from streamdiff.server.app_state import MAX_SOCKETS, AppState
 from streamdiff.server.auth import Tokens, read_tokens
 from streamdiff.server.http_server import ACCEPTS, BACKLOG, SPARE, HttpServer
-from streamdiff.server.load.agent_check import serve_agent
+from streamdiff.server.load import serve_agent
 from streamdiff.server.logging_setup import configure, console, fatal, log_fields
 from streamdiff.server.middleware import LoadingStatus
 from streamdiff.server.sessions.keeper import open_folders
 from streamdiff.server.webrtc.aiortc_compat import host_addresses
-from streamdiff.server.webrtc.udp_ports import UdpPortLoop
+from streamdiff.server.webrtc.ice import UdpPortLoop
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 UNREAD_S = 20
@@ -165,8 +165,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, shutdown.request, True)
     loop.add_signal_handler(signal.SIGTERM, shutdown.request, False)
-    limits = RestartPolicy(config.serve.restarts, config.serve.restart_window_s, config.serve.restart_wait_s)
-    engine = EngineSupervisor(lambda: supervise(config), limits, spare=config.serve.spare)
+    limits = RestartPolicy(config.serve.max_restarts, config.serve.restart_window_s, config.serve.restart_wait_s)
+    engine = EngineSupervisor(lambda: supervise(config), limits, spare=config.serve.warm_standby)
     app = create_app(config)
     http = HttpServer(app, config.serve)
     serving = asyncio.create_task(http.serve(sockets=[listener]))

@@ -22,7 +22,7 @@ def main() -> int:
     options = parser.parse_args()
     config = private_folder.read_config(options.address)
     # The engine is this process's parent, and takes it along: whoever started the engine starts both again.
-    config = config.model_copy(update={"serve": config.serve.model_copy(update={"restarts": 0})})
+    config = config.model_copy(update={"serve": config.serve.model_copy(update={"max_restarts": 0})})
     return server.run(config, supervise=lambda _: ParentEngine(options.address), fetch=_fetch_nothing)
 
 

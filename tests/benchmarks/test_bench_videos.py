@@ -36,7 +36,7 @@ def test_our_own_server_makes_all_of_them(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = small_model(4)
     pipeline = StreamingPipeline(model, CPU)
-    serve = ServeConfig(jobs_dir=str(tmp_path), address_share=1.0, scale=4)
+    serve = ServeConfig(jobs_dir=str(tmp_path), address_share=1.0, upscale=4)
     config = Config(serve=serve, playback=PlaybackConfig(fps=model.spec.native_fps))
 
     async def main() -> list[Video]:

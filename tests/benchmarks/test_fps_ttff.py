@@ -69,7 +69,7 @@ def test_a_signal_ends_the_ranks(tmp_path: Path, number: int, code: int, stages:
     out, files = tmp_path / "result.json", tmp_path / "temporary"
     files.mkdir()
     shared = set(Path("/dev/shm").iterdir())
-    words = ["--stages", str(stages), "--kv-context", "matched", "--device", "cpu", "--chunks", "10000"]
+    words = ["--stages", str(stages), "--kv-context", "same_step", "--device", "cpu", "--chunks", "10000"]
     words += ["--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.fps_ttff", *words]
     # A shell's background job ignores SIGINT, and so would what this starts when it runs in one.

@@ -33,7 +33,7 @@ WAN = ModelConfig(name="random:wan2.1-1.3b", vae="random:taew2_1", device="cuda"
     ("fault", "reason"),
     [
         ("cpu:clean", "cpu:clean"),
-        ("cpu:matched", ""),
+        ("cpu:same_step", ""),
         ("decoder:tiny", "decoder:tiny"),
         ("decoder:full", ""),
         ("wan:bfloat16", "wan:bfloat16"),
@@ -52,7 +52,7 @@ def test_what_is_wrong_is_not_measured(fault: str, reason: str) -> None:
 @pytest.mark.parametrize("part", nccl_ring.PARTS)
 def test_first_contact_bars_every_ring(split: dict[str, object], part: str) -> None:
     ring = Case(ModelConfig.model_validate({**WAN.model_dump(), **split}), Amount())
-    assert allowed(ring, {f"contact:{part}"}) == f"contact:{part}" and not allowed(ring, {"cpu:matched"})
+    assert allowed(ring, {f"contact:{part}"}) == f"contact:{part}" and not allowed(ring, {"cpu:same_step"})
 
 
 def test_the_embedded_model_needs_no_wan() -> None:
@@ -73,7 +73,7 @@ def test_ranks_that_share_a_stage_are_checked() -> None:
 
 def test_without_a_fault_the_fast_path_stays() -> None:
     case = Case(WAN, Amount())
-    assert plain(case, {"fast:matched", "graphs:full"}) is case
+    assert plain(case, {"fast:same_step", "graphs:full"}) is case
 
 
 @pytest.mark.parametrize("fault", ["fast:clean", "graphs:tiny"])
@@ -317,7 +317,7 @@ def test_the_fast_path_is_compared_with_the_plain_one(monkeypatch: pytest.Monkey
         return torch.full((3,), 2.0 if values["kv_context"] == "clean" and values["compile"] == "on" else 1.0)
 
     monkeypatch.setattr(gpu_check, "played", stream)
-    assert "on off by 0" in gpu_check.fast_as_plain("matched", CPU)
+    assert "on off by 0" in gpu_check.fast_as_plain("same_step", CPU)
     assert played == ["off", "on"]
     with pytest.raises(AssertionError, match="off by 1"):
         gpu_check.fast_as_plain("clean", CPU)

@@ -80,7 +80,18 @@ def numbers(tree: Any, name: str = "") -> set[str]:
     return {name} if isinstance(tree, int | float) and not isinstance(tree, bool) else set()
 
 
-CONDITIONS = {"bitrate", "chunk_frames", "fps", "height", "lead_s", "scale", "seconds", "sessions", "steps", "viewers"}
+CONDITIONS = {
+    "bitrate",
+    "chunk_frames",
+    "fps",
+    "height",
+    "max_ahead_s",
+    "scale",
+    "seconds",
+    "sessions",
+    "steps",
+    "viewers",
+}
 CONDITIONS |= {"width", "load_average_before"}
 SPREAD = {"count", "latencies_ms", "max_ms", "max_s", "median_ms", "median_s", "min_ms", "min_s", "p95_ms"}
 

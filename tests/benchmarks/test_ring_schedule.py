@@ -21,7 +21,7 @@ def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.Capture
     stored = json.loads(out.read_text())
     assert stored["plan"]["stages"] == 2 and "sleep" in stored["claim"]
     results = stored["results"]["20 ms"]
-    for context, sessions in (("clean", 2), ("staircase", 1), ("matched", 1)):
+    for context, sessions in (("clean", 2), ("staircase", 1), ("same_step", 1)):
         found = results[context]
         assert found["sessions"] == sessions
         for name in ("one_stage", "stages"):
@@ -37,7 +37,7 @@ def test_two_stages_are_compared_with_one(tmp_path: Path, capsys: pytest.Capture
         assert all(hop[name] > 0 for name in ("head_own_us", "others_own_us", "cpu_us"))
         assert min(hop["head_waits_us"], hop["others_wait_us"], hop["overslept_us"]) >= 0
     printed = capsys.readouterr().out
-    assert "| matched" in printed and len([line for line in printed.splitlines() if "times" in line]) == 6
+    assert "| same_step" in printed and len([line for line in printed.splitlines() if "times" in line]) == 6
 
 
 def test_figures_are_those_of_what_was_finished_after_the_warm_up() -> None:
@@ -63,7 +63,7 @@ def test_the_ideal_of_the_design_is_four_times_the_chunks_at_the_same_latency() 
 def test_what_is_missed_is_said(rate: float, latency: float, words: list[str]) -> None:
     figures = {"chunks_per_s": rate, "latency_s": 4 * latency, "mean_gap_s": 1.0, "longest_gap_s": 1.5}
     found = ring_schedule.judged(Plan(forward_s=1.0), {**figures, "chunks_per_s": 1.0}, Ran(figures, {}))
-    lines = ring_schedule.verdicts({"matched": found})
+    lines = ring_schedule.verdicts({"same_step": found})
     assert [line.split()[0] for line in lines] == words
 
 

@@ -21,7 +21,7 @@ from tests.small import CPU, small_model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "matched", "staircase"])
+@pytest.mark.parametrize("kv_context", ["clean", "same_step", "staircase"])
 @pytest.mark.parametrize("changes", [{}, {"layers": 3, "heads": 3, "chunk": 1, "window": 4, "sink": 1, "planes": 0}])
 def test_torch_counts_as_many_operations(kv_context: str, changes: dict[str, int]) -> None:
     """Of a denoise step, window full, with plain attention: torch counts no other on a CPU. Beside the blocks there are
@@ -58,5 +58,5 @@ def test_share_and_rates_follow_from_floor_and_forward(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [["--stages", "2"], ["--decoder", "big"]])
 def test_what_it_cannot_measure_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert throughput_model.main([*words, "--kv-context", "matched"]) == fps_ttff.USAGE
+    assert throughput_model.main([*words, "--kv-context", "same_step"]) == fps_ttff.USAGE
     assert words[0] in capsys.readouterr().err

@@ -41,7 +41,11 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[ReferenceJob]:
         (BY_CHUNKS, "session: {strength: 0.8}", "session.strength does not go with the options that say everything"),
         (BY_CHUNKS, "model: {trace: costs}", "model.trace does not go with the options that say everything by chunks"),
         (BY_CHUNKS, "model: {trace_chunks: 2}", "model.trace_chunks does not go with the options that say everything"),
-        (BY_CHUNKS, "model: {decode: last}", "model.decode does not go with the options that say everything by chunks"),
+        (
+            BY_CHUNKS,
+            "model: {decode_rank: last}",
+            "model.decode_rank does not go with the options that say everything by chunks",
+        ),
         (BY_CHUNKS, "session: {input: v.mp4}", "session.input is 'v.mp4', but is for `serve`"),
         (BY_CHUNKS, "session: {snapshot: s.sds}", "session.snapshot is 's.sds', but is for `serve`"),
         ("generate --output x.mp4", "session: {input: v.mp4}", "session.input is 'v.mp4', but is for `serve`"),

@@ -89,8 +89,8 @@ class PaintedPipeline(BarePipeline):
         self.on_fault: Callable[[int, str], None]
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
-        if kv_context not in ("clean", "staircase", "matched"):
-            raise ValueError(f"kv_context is {kv_context!r}; it must be clean, staircase or matched")
+        if kv_context not in ("clean", "staircase", "same_step"):
+            raise ValueError(f"kv_context is {kv_context!r}; it must be clean, staircase or same_step")
         return CHUNK_FRAMES
 
     def open(
@@ -118,7 +118,7 @@ class PaintedPipeline(BarePipeline):
         return picture
 
     def check_switch(self, session: int, switch: str) -> None:
-        known = ("keep", "flush", "reset") if self.streams[session].kv_context == "matched" else PROMPT_POLICIES
+        known = ("keep", "flush", "reset") if self.streams[session].kv_context == "same_step" else PROMPT_POLICIES
         if switch not in known:
             raise RequestError("switch", f"the painter cannot {switch}")
 

@@ -45,7 +45,7 @@ MODEL, DEEP = (small_model(4, layers=layers, sink=2, window=8) for layers in (2,
 SPEC = MODEL.spec
 FRAMES = SPEC.chunk_frames
 CHUNKS = 4
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 
 
 def embeds(text: str) -> bytes:
@@ -155,7 +155,7 @@ def test_a_prompts_embeddings_show_what_the_prompt_shows_and_no_text_is_encoded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "same_step"])
 def test_a_pictures_latents_begin_the_stream_as_the_picture_does(place: Place, kv_context: str) -> None:
     latents = place.pipeline.encode_picture(pixels(1)[0])
     file = save({"latents": latents}, NORMALISED)
@@ -201,7 +201,7 @@ def test_a_videos_latents_are_followed_as_the_video_itself_is(place: Place) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["staircase", "same_step"])
 def test_behind_the_videos_end_chunks_start_from_noise_and_a_reset_begins_it_again(
     place: Place, kv_context: str
 ) -> None:

@@ -37,9 +37,9 @@ from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 CASES = [
     f"{context}/{change}"
-    for context in ("clean", "staircase", "matched")
+    for context in ("clean", "staircase", "same_step")
     for change in ("keep", "recache", "flush", "steps")
-    if (context, change) != ("matched", "recache")
+    if (context, change) != ("same_step", "recache")
 ]
 CHUNKS, INTERRUPTED_AT, CHANGE_AT = 7, 2, 4  # the window has three chunks, so that the last ones evict
 MODEL = small_model(1, layers=3, heads=2, sink=2)

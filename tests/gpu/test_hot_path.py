@@ -37,7 +37,7 @@ pytestmark = [
 ]
 TOLERANCE = 1e-3
 """Of latents in float32: kernels of a GPU add in another order, and chunks see each other."""
-ORDERS = {"clean": Order(RED, 5, 4, "clean"), "matched": Order(WHITE, 6, 4, "matched")}
+ORDERS = {"clean": Order(RED, 5, 4, "clean"), "same_step": Order(WHITE, 6, 4, "same_step")}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_graphs_make_the_plain_stream_and_are_never_made_again(model: Model, kv_
     graphs.stage.compile(PreallocatedCaches(1, 4, kv_context))
     assert graphs.stage.compiled is not None and graphs.stage.compiled._graph_cache is not None
     captured = set(graphs.stage.compiled._graph_cache.graphs)
-    assert len(captured) == (4 if kv_context == "matched" else 1), "of a full window, by cache"
+    assert len(captured) == (4 if kv_context == "same_step" else 1), "of a full window, by cache"
     with torch.compiler.set_stance("fail_on_recompile"):
         got = play(graphs, model, order, CHUNKS_LONG)[0]
     expected = play(plain, model, order, CHUNKS_LONG)[0]

@@ -123,8 +123,8 @@ def test_weights_alone_mean_their_own_model(tmp_path: Path) -> None:
     """Not the embedded one with foreign weights: also its rate, and the KV context that it was made for."""
     path = str(write(tmp_path / "wan_causal_dmd_v2v" / "model.pt"))
     config = main._at_native_rate(main._config(parser.parse(["serve", "--weights", path])))
-    assert (config.model.name, config.model.kv_context) == ("streamdiffusionv2-1.3b", "matched")
-    assert (config.playback.fps, config.serve.scale) == (16.0, 1)
+    assert (config.model.name, config.model.kv_context) == ("streamdiffusionv2-1.3b", "same_step")
+    assert (config.playback.fps, config.serve.upscale) == (16.0, 1)
     assert model_config({"weights": path}).name == "streamdiffusionv2-1.3b"
     (tmp_path / "c.yaml").write_text(f"model: {{weights: {path}}}")
     read = main._config(parser.parse(["serve", "--config", str(tmp_path / "c.yaml")]))

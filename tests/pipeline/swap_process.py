@@ -27,7 +27,7 @@ AHEAD = 2
 
 
 def opened(pipeline: StreamingPipeline) -> None:
-    pipeline.open(0, pipeline.text.encode(RED), seed=3, epoch=5, steps=4, kv_context="matched")
+    pipeline.open(0, pipeline.text.encode(RED), seed=3, epoch=5, steps=4, kv_context="same_step")
     pipeline.open(1, pipeline.text.encode(WHITE), seed=1, epoch=0, steps=4, kv_context="clean")
 
 
@@ -97,7 +97,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     use_rendezvous()
     topology.TcpSender, topology.TcpReceiver = LINKS["rough"]  # type: ignore[misc]
     config = ServedModel(
-        parallel=f"{stages}x{shares}", decode=decode, device="cpu", threads=1, pictures="rgb",
+        parallel=f"{stages}x{shares}", decode_rank=decode, device="cpu", threads=1, pictures="rgb",
         host_memory_gb=0.0 if (folder / "disk").exists() else 1.0, state_dir=str(folder / "state"),
     )  # fmt: skip
     if rank:

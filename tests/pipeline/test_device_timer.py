@@ -16,7 +16,7 @@ from streamdiff.pipeline.decode.decode_worker import LocalDecoding
 from streamdiff.pipeline.device_timer import BusyTime, DeviceTimer, HostEvent
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.load.capacity import Capacity
+from streamdiff.server.load import Capacity
 from tests.pipeline.device import Device
 from tests.small import CPU, RED, small_model
 
@@ -153,7 +153,9 @@ class StuckEvent(HostEvent):
 @pytest.fixture
 def stuck() -> Iterator[StreamingPipeline]:
     StuckEvent._left = 31  # the last one of them begins a work
-    runtime = StreamingPipeline(MODEL, CPU, ring=RingExecutor(MODEL, CPU, timer=DeviceTimer(StuckEvent)), hang_s=0.01)
+    runtime = StreamingPipeline(
+        MODEL, CPU, ring=RingExecutor(MODEL, CPU, timer=DeviceTimer(StuckEvent)), watchdog_s=0.01
+    )
     yield runtime
     runtime.close()
 

@@ -30,7 +30,7 @@ from tests.small import BLUE, CPU, RED, WHITE, small_model
 PLAIN = small_model(4, layers=2, sink=2)
 ADAPTIVE = replace(PLAIN, spec=replace(PLAIN.spec, adaptive_sink=0.97, rope="absolute"))
 CHUNK = PLAIN.spec.chunk_frames
-CASES = {"staircase": PLAIN, "matched": ADAPTIVE}
+CASES = {"staircase": PLAIN, "same_step": ADAPTIVE}
 STRUCTURE = ("fields", "class", "order", "tensor")
 CHANGES_EACH = 3
 """Of each value; the whole list over several values of a kind."""

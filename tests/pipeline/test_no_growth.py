@@ -68,14 +68,14 @@ def flat(chunks: int, kv_context: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kv_context", ["clean", *(pytest.param(more, marks=pytest.mark.soak) for more in ("staircase", "matched"))]
+    "kv_context", ["clean", *(pytest.param(more, marks=pytest.mark.soak) for more in ("staircase", "same_step"))]
 )
 def test_memory_files_and_lists_are_flat(kv_context: str, capfd: pytest.CaptureFixture[str]) -> None:
     flat(400, kv_context)
     assert capfd.readouterr() == ("", ""), "calm: no micro-step prints a line"
 
 
-@pytest.mark.parametrize("kv_context", ["clean", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "same_step"])
 def test_noise_that_no_clean_pass_takes_does_not_stay(kv_context: str) -> None:
     model = small_model(6, layers=1)
     model = replace(model, spec=replace(model.spec, context_sigma=0.1))

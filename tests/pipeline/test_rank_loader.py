@@ -34,7 +34,7 @@ CUDA = torch.device("cuda")
 
 @pytest.mark.parametrize(
     ("kv_context", "stages", "sessions"),
-    [("clean", 1, 1), ("clean", 4, 4), ("staircase", 4, 1), ("matched", 4, 1)],
+    [("clean", 1, 1), ("clean", 4, 4), ("staircase", 4, 1), ("same_step", 4, 1)],
 )
 def test_caches_wait_for_as_many_sessions_as_keep_a_ring_of_gpus_busy(
     kv_context: str, stages: int, sessions: int

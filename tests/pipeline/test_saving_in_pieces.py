@@ -136,14 +136,14 @@ def changed(pipeline: StreamingPipeline) -> None:
 
 @pytest.mark.slow
 def test_a_prompt_that_comes_while_it_is_copied_is_not_in_it() -> None:
-    place = Saving("matched", 2, changed)
+    place = Saving("same_step", 2, changed)
     place.pipeline.close_session(0)
     streams = place.streams
-    streams.pictures[0] = list(alone("matched").shown(0)[: place.before])
+    streams.pictures[0] = list(alone("same_step").shown(0)[: place.before])
     streams.take(place.pipeline.load(0, place.saved))
     streams.play(CHUNKS, 0)
     place.pipeline.close()
-    assert np.array_equal(streams.shown(0), alone("matched").shown(0))
+    assert np.array_equal(streams.shown(0), alone("same_step").shown(0))
 
 
 def reset(pipeline: StreamingPipeline) -> None:

@@ -29,7 +29,7 @@ from tests.small import BLUE, CPU, RED, WHITE, small_encoder, small_model
 
 MODEL = small_model(4, layers=4, sink=2)
 CHUNK = MODEL.spec.chunk_frames
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 CHUNKS, SAVED_AT = 7, 3
 
 
@@ -156,7 +156,7 @@ def test_a_change_of_steps_and_a_prompt_that_wait_are_saved_too(tmp_path: Path) 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snapshot]:
     path = tmp_path_factory.mktemp("snapshot") / "session.safetensors"
-    pipeline = opened(1, "matched")
+    pipeline = opened(1, "same_step")
     play(pipeline, [], CHUNK)
     saved(pipeline, path)
     pipeline.close()
@@ -253,8 +253,8 @@ def test_a_file_that_is_no_snapshot_is_refused(snapshot: Snapshot, tmp_path: Pat
 @pytest.mark.parametrize(
     ("stages", "shares", "decode"),
     [
-        pytest.param(3, 1, "own-rank", marks=pytest.mark.soak),
-        (1, 2, "own-rank"),
+        pytest.param(3, 1, "dedicated", marks=pytest.mark.soak),
+        (1, 2, "dedicated"),
     ],
 )
 def test_between_one_process_and_a_ring_of_processes(tmp_path: Path, stages: int, shares: int, decode: str) -> None:
@@ -269,7 +269,7 @@ def test_between_one_process_and_a_ring_of_processes(tmp_path: Path, stages: int
     saved_at, chunk = len(alone), pipeline.info.chunk_frames
     process.play(pipeline, alone, 2 * process.CHUNKS)
     arguments = [str(tmp_path), str(stages), str(shares), decode]
-    run_ranks("tests.pipeline.snapshot_process", arguments, stages * shares + (decode == "own-rank"), 200)
+    run_ranks("tests.pipeline.snapshot_process", arguments, stages * shares + (decode == "dedicated"), 200)
     there = np.load(tmp_path / "shown.npz")
     for name, begin in (("first", 0), ("second", saved_at)):
         shown = there[name][: process.CHUNKS * chunk]

@@ -19,7 +19,7 @@ from tests.small import CPU, RED, small_encoder, small_model
 
 MODEL = small_model(4, layers=4, sink=2, window=8)
 SPEC = MODEL.spec
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 CHUNKS = 4
 
 

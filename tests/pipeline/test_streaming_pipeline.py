@@ -34,7 +34,7 @@ from tests.small import (
 
 MODEL = small_model(4)
 CHUNK = MODEL.spec.chunk_frames
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 
 
 @pytest.fixture
@@ -333,7 +333,7 @@ def test_a_server_may_have_yuv420_of_the_same_pictures(tmp_path: Path) -> None:
     made = []
     for config in (
         model,
-        Config(model=model, serve=ServeConfig(scale=1)).served_model(),
+        Config(model=model, serve=ServeConfig(upscale=1)).served_model(),
         ServedModel(**{**dict(model), "pictures": "yuv420"}),
     ):
         runtime = build_pipeline(config)

@@ -21,7 +21,7 @@ from tests.small import CPU, RED, WHITE, small_model
 
 MODEL = small_model(4, layers=4, sink=2)
 CHUNK = MODEL.spec.chunk_frames
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 CHUNKS = 7
 
 
@@ -157,7 +157,7 @@ def test_in_mid_chunk_and_between_chunks_in_host_memory_and_on_disk(
 @pytest.mark.slow
 def test_a_damaged_file_is_told_and_only_that_stream_begins_afresh(tmp_path: Path) -> None:
     pipeline = started(2, tmp_path, host_bytes=0)
-    opened(pipeline, "matched")
+    opened(pipeline, "same_step")
     streams = Streams(pipeline)
     streams.play(2, 0, 1)
     until_mid_chunk(streams)
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_told_and_only_that_stream_begins_afresh(tmp_path: Pat
     streams.play(CHUNKS, 0, 1)
     ended(pipeline)
     for session in (0, 1):
-        assert np.array_equal(streams.shown(session), alone("matched").shown(session)), f"session {session}"
+        assert np.array_equal(streams.shown(session), alone("same_step").shown(session)), f"session {session}"
 
 
 @pytest.mark.slow
@@ -201,9 +201,9 @@ def test_a_snapshot_of_a_session_that_is_away_is_whole_and_its_end_leaves_nothin
 
 
 RINGS = [
-    pytest.param((3, 1, "own-rank"), "host"),
-    pytest.param((3, 1, "own-rank"), "disk", marks=pytest.mark.soak),
-    pytest.param((1, 2, "own-rank"), "disk damage"),
+    pytest.param((3, 1, "dedicated"), "host"),
+    pytest.param((3, 1, "dedicated"), "disk", marks=pytest.mark.soak),
+    pytest.param((1, 2, "dedicated"), "disk damage"),
 ]
 
 
@@ -216,7 +216,7 @@ def test_on_a_ring_of_processes_over_rough_links(ring: tuple[int, int, str], how
     stages, shares, decode = ring
     for word in how.split():
         (tmp_path / word).touch()
-    ranks = stages * shares + (decode == "own-rank")
+    ranks = stages * shares + (decode == "dedicated")
     run_ranks("tests.pipeline.swap_process", [str(tmp_path), str(stages), str(shares), decode], ranks, 200)
     with torch.inference_mode():
         pipeline = StreamingPipeline(load_model(WEIGHTS, CPU, decoder_dtype=embedded_autoencoder_dtype(CPU)), CPU)

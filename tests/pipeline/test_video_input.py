@@ -29,7 +29,7 @@ from tests.small import CPU, RED, small_encoder, small_model
 MODEL = small_model(4, layers=4, sink=2, window=8)
 SPEC = MODEL.spec
 FRAMES = SPEC.chunk_frames
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 CHUNKS = 5
 
 
@@ -331,7 +331,7 @@ def test_a_chunk_that_began_from_given_video_ends_so_when_another_input_comes(pi
         plain.close()
 
 
-@pytest.mark.parametrize("kv_context", ["clean", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "same_step"])
 def test_a_snapshot_has_the_levels_of_a_chunk_that_began_from_video(pipeline: Fed, kv_context: str) -> None:
     pipeline.begin(kv_context)
     pipeline.set_input(0, 0.5, epoch=1)

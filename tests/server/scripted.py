@@ -180,8 +180,8 @@ class Painter(BarePipeline):
         return picture
 
     def check_switch(self, session: int, switch: str) -> None:
-        matched = self._streams[session].kv_context == "matched"
-        if switch not in (("keep", "flush", "reset") if matched else PROMPT_POLICIES):
+        same_step = self._streams[session].kv_context == "same_step"
+        if switch not in (("keep", "flush", "reset") if same_step else PROMPT_POLICIES):
             raise RequestError("switch", f"the painter cannot {switch}")
 
     def set_conditioning(self, session: int, conditioning: object, *, epoch: int, switch: str = "keep") -> None:
@@ -365,7 +365,7 @@ def main() -> int:
         view_token_file=arguments.view_token_file,
         cors_origins=arguments.cors_origins,
         drain_s=arguments.drain_s,
-        restarts=arguments.restarts,
+        max_restarts=arguments.restarts,
         insecure=arguments.insecure,
         log_prompts=arguments.log_prompts,
         log_format=arguments.log_format,
@@ -376,7 +376,7 @@ def main() -> int:
         udp_ports=arguments.udp_ports,
         name=arguments.server_name,
         agent_port=arguments.agent_port,
-        load=arguments.load,
+        max_utilization=arguments.load,
         keep_s=arguments.keep_s,
         state_dir=arguments.state_dir,
         handover=arguments.handover,

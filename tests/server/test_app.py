@@ -382,7 +382,7 @@ def test_pages_of_other_origins_are_let_in_only_when_named() -> None:
 
 
 def test_a_size_that_cannot_be_encoded_is_refused_at_once() -> None:
-    config = Config(serve=ServeConfig(scale=1))
+    config = Config(serve=ServeConfig(upscale=1))
     ready = Ready("m", "cpu", 127, 128, 40.0, 8, 4, "clean")
 
     async def attach() -> None:

@@ -95,7 +95,7 @@ def children(process: subprocess.Popen[str]) -> dict[str, str]:
 
 def settings(*outputs: str) -> ServeConfig:
     turn = IceServer(url="turn:127.0.0.1", username="somebody", credential=CREDENTIAL)
-    return ServeConfig(port=0, open_browser=False, spare=False, outputs=list(outputs), ice_servers=[turn])
+    return ServeConfig(port=0, open_browser=False, warm_standby=False, outputs=list(outputs), ice_servers=[turn])
 
 
 def test_an_engine_and_a_writer_show_nothing_and_import_nothing_foreign(mark: Path) -> None:

@@ -309,7 +309,7 @@ def test_an_engine_that_fails_again_and_again_is_given_up_and_the_server_says_so
     finally:
         code = server.close()
     assert code == 1
-    assert "serve.restarts" in server.complaints and "/readyz answers 503" in server.complaints
+    assert "serve.max_restarts" in server.complaints and "/readyz answers 503" in server.complaints
     assert "Traceback" in server.complaints, "the engine's own"
 
 

@@ -43,7 +43,7 @@ def examples() -> dict[str, Any]:
     """An object of every declared class: of a stream in mid-chunk, and, of what it has not met, by hand."""
     model = small_model(1, sink=2)
     pipeline = StreamingPipeline(model, CPU)
-    pipeline.open(0, model.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="matched")
+    pipeline.open(0, model.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="same_step")
     pipeline.set_frame_credit(0, 100)
     for _ in range(6):
         pipeline.step()

@@ -104,7 +104,7 @@ def _load_runtime(config: ModelConfig) -> Pipeline:
 
 def max_ahead_frames(config: Config) -> int:
     """How many frames the engine may make ahead of what is shown."""
-    return math.ceil(config.playback.lead_s * config.playback.fps)
+    return math.ceil(config.playback.max_ahead_s * config.playback.fps)
 
 
 def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: EventHook) -> None:

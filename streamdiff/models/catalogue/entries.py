@@ -91,7 +91,7 @@ def _random_entry(name: str) -> CatalogueEntry:
         "title": f"{wanted} with random weights",
         "architecture": wanted,
         "lora": None,
-        "context": Context(trained="clean", works=("clean", "staircase", "matched"), noise=0.0),
+        "context": Context(trained="clean", works=("clean", "staircase", "same_step"), noise=0.0),
         "positions": Positions(published="relative"),
     }
     return find(_RANDOM_LIKE).model_copy(update=changes)

@@ -108,7 +108,7 @@ def read_folder(folder: Path, name: str) -> FolderFacts:
             "beside the latents'; each control needs one"
         )
     tokens = prod(size // patch for size, patch in zip(spec.chunk_shape[1:], architecture["patch_size"], strict=True))
-    if tokens < 1 or min(map(spec.window, ("matched", "clean"))) < spec.sink_latents + spec.chunk_latents:
+    if tokens < 1 or min(map(spec.window, ("same_step", "clean"))) < spec.sink_latents + spec.chunk_latents:
         raise ConfigError(
             f"{folder}: a chunk has {tokens} tokens, and a window must hold at least the sink and one chunk"
         )

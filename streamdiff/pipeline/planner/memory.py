@@ -97,7 +97,7 @@ def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) 
     of a full forward. The ranks that share a stage follow one another; the first of them has what one rank has alone.
     """
     last, found = load.stages - 1, list[Memory]()
-    home = {"last": last * load.shares, "own-rank": load.stages * load.shares}.get(layout.decode, 0)
+    home = {"last": last * load.shares, "dedicated": load.stages * load.shares}.get(layout.decode, 0)
     decoder = _decoder(sizes, load, storage)
     values = storage.value_bytes
     for rank in range(load.stages * load.shares):

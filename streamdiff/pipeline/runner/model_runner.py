@@ -47,12 +47,12 @@ class RunnerSession:
     geometry: CacheGeometry = field(metadata=KEPT)
     state: KVCache = field(metadata=BY_LAYER)
     steps: int = field(metadata=KEPT)
-    matched: bool = field(metadata=KEPT)
-    """Whether each step has a cache of its own: `matched`."""
+    same_step: bool = field(metadata=KEPT)
+    """Whether each step has a cache of its own: `same_step`."""
     cached_steps: int = field(metadata=KEPT)
-    """If `matched`: the step count that the caches are laid out for."""
+    """If `same_step`: the step count that the caches are laid out for."""
     newest: int = field(default=-1, metadata=STATE)
-    """The newest chunk that has written; read only if not `matched`."""
+    """The newest chunk that has written; read only if not `same_step`."""
     text: dict[int, list[KeyValue]] = field(default_factory=dict, metadata=BY_LAYER)
     visible_from_chunk: dict[int, int] = field(default_factory=dict, metadata=STATE)
 
@@ -253,7 +253,7 @@ class ModelRunner:
     def _fit_caches(self, session: RunnerSession) -> None:
         """Where each step has a cache: after a change of step count, give each step the cache of the old step with the
         nearest timestep. Runs on the first row that needs it. Mutates: session."""
-        if session.matched and session.cached_steps != session.steps:
+        if session.same_step and session.cached_steps != session.steps:
             before, now = self.spec.schedule(session.cached_steps), self.spec.schedule(session.steps)
             session.cached_steps = 0  # what fails half way is not begun again: there is no schedule of 0 steps
             session.state.rearrange(nearest_steps(before, now))
@@ -353,12 +353,12 @@ class ModelRunner:
         """What was made together is seen by every step as its last one left it (StreamDiffusionV2's start: it runs
         through all steps on one cache, which is copied then). Mutates: the row's caches."""
         session = self.sessions[row.session]
-        if session.matched and row.last:
+        if session.same_step and row.last:
             session.state.share(self._cache(session, row), session.geometry.slot(row.chunk))
 
     def _cache(self, session: RunnerSession, row: MicroStep) -> int:
         """A first chunk may have more steps: those before the others' first write where that one will."""
-        return min(max(0, row.step - (row.steps - session.steps)), session.steps - 1) if session.matched else 0
+        return min(max(0, row.step - (row.steps - session.steps)), session.steps - 1) if session.same_step else 0
 
     def _row_metadata(self, row: MicroStep, later: int, before: Sequence[AttentionMetadata]) -> AttentionMetadata:
         """Attention metadata of a row, which sees so many `later` ones of its forward. Mutates: its session."""
@@ -366,11 +366,11 @@ class ModelRunner:
         self._fit_caches(session)
         cache = self._cache(session, row)
         # Where there is a clean pass, only what that writes stays.
-        adapt = self.spec.adaptive_sink if session.matched or row.clean else None
+        adapt = self.spec.adaptive_sink if session.same_step or row.clean else None
         if session.geometry.adaptive and row.chunk < self.spec.first_chunks > 1:
             adapt = None  # published: chunks that are made together are not compared with the sink
         # A chunk leaves when the one that takes its slot first writes there.
-        fold = self.spec.averaged_sink if session.matched or row.chunk > session.newest else None
+        fold = self.spec.averaged_sink if session.same_step or row.chunk > session.newest else None
         session.newest = max(session.newest, row.chunk)
         visible_from = session.visible_from_chunk[row.epoch]
         if row.recaches:

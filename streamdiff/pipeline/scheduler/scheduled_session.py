@@ -82,7 +82,7 @@ class ScheduledSession:
 
     @property
     def passes(self) -> int:
-        """Micro-steps of one chunk, from step 0 on; `matched` needs no clean pass."""
+        """Micro-steps of one chunk, from step 0 on; `same_step` needs no clean pass."""
         return self.steps if self.kv_context in PER_STEP else self.steps + 1
 
     def extra(self, chunk: int) -> int:

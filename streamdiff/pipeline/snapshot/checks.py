@@ -223,7 +223,7 @@ def _check_levels(levels: ChunkLevels, steps: int, where: str) -> None:
 
 def _check_stages(new: RunnerSession, opened: Opened, scheduled: ScheduledSession) -> None:
     fresh, where = opened.stages, "stages"
-    _alike(new, fresh, where, ("geometry", "steps", "matched"))
+    _alike(new, fresh, where, ("geometry", "steps", "same_step"))
     known = {*opened.spec.steps, fresh.steps}
     _must(new.cached_steps in known, f"{where}.cached_steps", new.cached_steps, f"one of {sorted(known)}")
     _within(f"{where}.newest", new.newest, -1, scheduled.next_chunk - 1)

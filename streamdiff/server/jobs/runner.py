@@ -33,7 +33,7 @@ from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.server.jobs.job import ATTEMPTS, Job, VideoRequest
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.jobs.video_file import VideoFile, encoding_threads
-from streamdiff.server.load.capacity import Unavailable
+from streamdiff.server.load import Unavailable
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import Metrics
 

@@ -16,7 +16,7 @@ from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.errors import RequestError
 from streamdiff.server.app_state import AppState, count_refusals, state_of
 from streamdiff.server.auth import Role
-from streamdiff.server.load.capacity import Unavailable
+from streamdiff.server.load import Unavailable
 from streamdiff.server.problem import Problem, Responses, media_type, problem_responses, read_body
 from streamdiff.server.routes import forms, schemas
 from streamdiff.server.routes.control import carry_out, check, status_of

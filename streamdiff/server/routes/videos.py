@@ -14,7 +14,7 @@ from streamdiff.server.auth import Role
 from streamdiff.server.jobs.job import Job
 from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import KeyReused
-from streamdiff.server.load.capacity import Unavailable
+from streamdiff.server.load import Unavailable
 from streamdiff.server.peers import address_of, share_of
 from streamdiff.server.problem import Problem, openai_problem_responses
 from streamdiff.server.routes import video_schemas as schemas

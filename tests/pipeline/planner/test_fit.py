@@ -108,7 +108,7 @@ def test_offload_makes_14b_fit_where_8_bits_do_not() -> None:
 @pytest.mark.parametrize(("rank", "fits"), [(0, False), (1, True), (2, False)])
 def test_each_rank_of_a_ring_is_asked_for_its_own(rank: int, fits: bool) -> None:
     """Two stages of 14B, and a rank that decodes with Wan's large decoder, under the same limit."""
-    config = ModelConfig(**LARGE, stages=2, decode="own-rank", device_memory_gb={0: 20.0, 1: 40.0, 2: 5.0}[rank])
+    config = ModelConfig(**LARGE, stages=2, decode_rank="dedicated", device_memory_gb={0: 20.0, 1: 40.0, 2: 5.0}[rank])
     loader = plan_load(config, GPU)
     runs = split_evenly(loader.sizes.blocks, 2)
     if fits:

@@ -190,9 +190,9 @@ def test_two_sessions_at_once_are_both_captured_and_make_the_plain_streams(keep:
     ("kv_context", "stages"),
     [
         ("clean", 1),
-        ("matched", 1),
+        ("same_step", 1),
         ("staircase", 2),
-        *(pytest.param(*more, marks=pytest.mark.soak) for more in (("clean", 2), ("matched", 2), ("staircase", 1))),
+        *(pytest.param(*more, marks=pytest.mark.soak) for more in (("clean", 2), ("same_step", 2), ("staircase", 1))),
     ],
 )
 def test_rows_of_any_sessions_have_one_graph_for_each_number_of_them(
@@ -249,7 +249,7 @@ def test_rows_that_attend_at_once_see_their_own_sessions_alone(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_sessions_beyond_the_pool_and_of_other_kinds_make_the_plain_streams() -> None:
-    orders = {name: Order(RED, name, 4, "clean") for name in range(3)} | {3: Order(WHITE, 3, 4, "matched")}
+    orders = {name: Order(RED, name, 4, "clean") for name in range(3)} | {3: Order(WHITE, 3, 4, "same_step")}
     ring = compiled(MODEL, max_rows=2)
     learned = graphs_of(ring.stage)
     got, expected = play(ring, MODEL, orders), play(RingExecutor(MODEL, CPU), MODEL, orders)

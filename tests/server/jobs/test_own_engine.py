@@ -44,7 +44,7 @@ def test_a_job_beside_a_live_session_is_the_video_that_generate_makes(
     async def main() -> bytes:
         pipeline = StreamingPipeline(MODEL, CPU)
         config = Config(
-            serve=ServeConfig(jobs_dir=str(tmp_path / "jobs"), scale=4),
+            serve=ServeConfig(jobs_dir=str(tmp_path / "jobs"), upscale=4),
             playback=PlaybackConfig(fps=MODEL.spec.native_fps),
         )
         try:

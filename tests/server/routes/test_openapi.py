@@ -31,7 +31,7 @@ def _locked(folder: Path) -> Config:
     (folder / "c").write_text(CONTROL)
     files = {"view_token_file": str(folder / "v"), "control_token_file": str(folder / "c")}
     # There is enough room, for 503 is a server error to schemathesis; and sessions that it opens do not stay.
-    return Config(serve=ServeConfig(**files, load=10.0, idle_s=1.0, jobs_dir=str(folder / "jobs")))
+    return Config(serve=ServeConfig(**files, max_utilization=10.0, idle_s=1.0, jobs_dir=str(folder / "jobs")))
 
 
 def _operations(described: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:

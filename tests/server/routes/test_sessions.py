@@ -81,7 +81,7 @@ def test_the_real_engine_shows_two_sessions_each_its_own_prompt() -> None:
         runtime = _load_runtime(ModelConfig())
         config = Config(
             session=SessionConfig(prompt="a red circle moving right over a meadow"),
-            serve=ServeConfig(load=10.0, idle_s=None),
+            serve=ServeConfig(max_utilization=10.0, idle_s=None),
             playback=PlaybackConfig(fps=2.0),
         )
         async with open_site(config, runtime) as site:  # type: ignore[arg-type]
@@ -149,11 +149,11 @@ def test_pause_resume_and_reset() -> None:
 
 def test_the_state_tells_which_switches_a_session_can_have() -> None:
     async def scene(site: Site) -> None:
-        matched = await _open(site, prompt="green", kv_context="matched")
-        state = (await site.http.get("/api/state", params={"session": matched["id"]})).json()["state"]
-        assert (state["session"], state["switches"]) == (matched["id"], ["keep", "flush", "reset"])
-        path, change = f"/api/sessions/{matched['id']}", {"steps": 2, "prompt": "blue", "switch": "recache"}
-        refused = await site.http.patch(path, json=change, headers=matched["headers"])
+        same_step = await _open(site, prompt="green", kv_context="same_step")
+        state = (await site.http.get("/api/state", params={"session": same_step["id"]})).json()["state"]
+        assert (state["session"], state["switches"]) == (same_step["id"], ["keep", "flush", "reset"])
+        path, change = f"/api/sessions/{same_step['id']}", {"steps": 2, "prompt": "blue", "switch": "recache"}
+        refused = await site.http.patch(path, json=change, headers=same_step["headers"])
         assert (refused.status_code, refused.json()["field"]) == (422, "switch")
         assert (await site.http.get(path)).json()["steps"] == 4, "and the rest of the request is not carried out"
         default = (await site.http.get("/api/state")).json()["state"]
@@ -164,7 +164,7 @@ def test_the_state_tells_which_switches_a_session_can_have() -> None:
 
 def test_a_prompt_that_does_not_say_does_to_the_past_what_the_model_was_made_for() -> None:
     async def scene(site: Site) -> None:
-        for kv_context, own in (("clean", "recache"), ("matched", "keep")):  # which cannot be in the other
+        for kv_context, own in (("clean", "recache"), ("same_step", "keep")):  # which cannot be in the other
             opened = await _open(site, prompt="green", kv_context=kv_context)
             state = (await site.http.get("/api/state", params={"session": opened["id"]})).json()["state"]
             assert state["switches"][0] == own
@@ -542,7 +542,7 @@ def test_a_session_without_viewers_stops_and_goes_on_when_somebody_joins() -> No
         await second.frame()
         await site.until(lambda: live.stats()["frame"] > stopped + CHUNK_FRAMES)
 
-    _run(scene, grace_s=0.3)
+    _run(scene, pause_after_s=0.3)
 
 
 def _reports(site: Site) -> list[Shown]:

@@ -32,7 +32,7 @@ from tests.small import BLUE, CPU, RED, small_encoder, small_model
 pytestmark = pytest.mark.slow
 MODEL = small_model(4, layers=4, sink=2)
 CHUNK = MODEL.spec.chunk_frames
-LEAD = PlaybackConfig(lead_s=4.0)
+LEAD = PlaybackConfig(max_ahead_s=4.0)
 TOKEN = "control-token-of-the-tests"
 IMAGE = "data:image/png;base64," + base64.b64encode(png("green")).decode()
 
@@ -93,7 +93,7 @@ def test_a_session_goes_on_to_the_bit_on_another_server_with_other_stages() -> N
             url = f"/api/sessions/{session['id']}/snapshot"
             assert (await site.http.get(url)).status_code == (await site.http.head(url)).status_code == 401
             assert (await site.http.get(url, headers=bearer(session["view_token"]))).status_code == 403
-        async with open_site(Config(playback=LEAD, serve=ServeConfig(load=10.0)), pipeline(4)) as site:
+        async with open_site(Config(playback=LEAD, serve=ServeConfig(max_utilization=10.0)), pipeline(4)) as site:
             frames = Frames(site)
             answer = await opened(site, snapshot)
             assert answer.status_code == 201, answer.text

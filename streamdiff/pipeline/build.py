@@ -91,8 +91,8 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
     itemsize = model.denoiser.dtype.itemsize
     budget = KVCacheBudget(plan.sizes, head.memories, blocks, itemsize, preallocated, config.shares)
     pipeline = StreamingPipeline(
-        model, device, config.steps, config.kv_context, head.workers, budget, ring, plan.decode_latents, config.watchdog_s,
-        plan.models.picture_encoder(model.spec),
+        model, device, config.steps, config.kv_context, head.workers, budget, ring, plan.decode_latents,
+        config.watchdog_s, plan.models.picture_encoder(model.spec),
     )  # fmt: skip
     try:
         _warm_up(pipeline, config)

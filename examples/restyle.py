@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 
 import streamdiff
+from streamdiff.video.files import open_clip, write_video
 from streamdiff.video.picture import fit_picture
-from streamdiff.video.reader import open_clip
-from streamdiff.video.writer import write_video
 
 
 def restyled(session: streamdiff.StreamSession, video: Iterator[np.ndarray]) -> Iterator[np.ndarray]:

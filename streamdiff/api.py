@@ -200,7 +200,7 @@ class StreamSession:
         if not self._takes_video:
             raise RequestError("input", "the stream takes no video: call video(strength) first, then feed its frames")
         if self._video_fault:
-            raise StreamdiffError(f"the video cannot be encoded, and has ended: {self._video_fault}")
+            raise StreamdiffError(f"the video cannot be encoded, and has ended: {self._video_fault}", field="input")
         each = [frames] if np.ndim(frames) < 4 else frames
         fitted = [fit_picture(frame, self.width, self.height, fit) for frame in each]
         if fitted:
@@ -301,12 +301,12 @@ class StreamSession:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StreamdiffError("the stream is closed; open another with streamdiff.open")
+            raise StreamdiffError("the stream is closed; open another with streamdiff.open", code="closed")
         self._check_well()
 
     def _check_well(self) -> None:
         if self._failure:
-            raise StreamdiffError(f"the stream failed and has ended: {self._failure}")
+            raise StreamdiffError(f"the stream failed and has ended: {self._failure}", code="failed")
 
 
 def load_model(config: ModelConfig) -> Pipeline:
@@ -389,7 +389,7 @@ def stream(
     are those of `streamdiff.open`.
     """
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-        raise ConfigError(f"seconds is {seconds}; it must be above 0, or None for a stream without end")
+        raise ConfigError(f"seconds is {seconds}; it must be above 0, or None for an endless stream", field="seconds")
     return _frames(model_config(options), prompt, seed, seconds)
 
 

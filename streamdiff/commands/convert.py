@@ -1,7 +1,7 @@
 """Latents to video and back, from file to file: what `streamdiff decode` and `streamdiff encode` do.
 
 Knows nothing about the command line, codecs or networks: `models/autoencoder/autoencoder.py` has the networks,
-`video/writer.py` and `video/reader.py` the videos, `models/checkpoint/tensor_file.py` and
+`video/files.py` and `video/files.py` the videos, `models/checkpoint/tensor_file.py` and
 `models/checkpoint/tensor_contract.py` the tensors.
 """
 
@@ -27,8 +27,7 @@ from streamdiff.models.autoencoder.autoencoder import VideoEncoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoDecoder
 from streamdiff.models.checkpoint import tensor_file
 from streamdiff.models.checkpoint.tensor_contract import MOTION, NORMALISED, RAW, FreeDim
-from streamdiff.video import writer
-from streamdiff.video.reader import Clip, open_clip
+from streamdiff.video import files
 
 LATENTS, VIDEO = "latents", "video"
 _ANY_CHUNK = (FreeDim("C"), FreeDim("f"), FreeDim("h"), FreeDim("w"))
@@ -43,11 +42,11 @@ def decode(job: DecodeJob) -> int:
         ConfigError: what was asked for cannot be done; nothing is written then.
     """
     _check(job)
-    if job.fps is not None and not writer.LOWEST_FPS <= job.fps <= writer.HIGHEST_FPS:
-        limits = f"at least {writer.LOWEST_FPS} and at most {writer.HIGHEST_FPS}"
+    if job.fps is not None and not files.LOWEST_FPS <= job.fps <= files.HIGHEST_FPS:
+        limits = f"at least {files.LOWEST_FPS} and at most {files.HIGHEST_FPS}"
         raise ConfigError(f"--fps is {job.fps:g}, but must be {limits}", field="fps")
     is_tensor = job.out.suffix == tensor_file.SUFFIX
-    (tensor_file if is_tensor else writer).check_target(job.out, job.overwrite)
+    (tensor_file if is_tensor else files).check_target(job.out, job.overwrite)
     latents, length = read_latents(job.source)
     decoder = autoencoder.load_decoder(job.vae, *_device_and_dtype(job), job.latent_space)
     if latents.shape[0] != decoder.latent_channels:
@@ -64,7 +63,7 @@ def decode(job: DecodeJob) -> int:
             tensor_file.write_tensor(job.out, VIDEO, _decode_video(decoder, pieces, (3, total, height, width), bar))
         else:
             fps = autoencoder.native_fps(job.vae) if job.fps is None else job.fps
-            writer.write_video(job.out, _pictures(decoder, pieces, bar), fps)
+            files.write_video(job.out, _pictures(decoder, pieces, bar), fps)
     print(f"{job.out}: {total} frames, {width} x {height}, from {latents.shape[1]} latent frames")
     return 0
 
@@ -118,14 +117,14 @@ def read_latents(path: Path) -> tuple[Tensor, int]:
     return latents, _CHUNK
 
 
-def read_clip(path: Path) -> Clip | Tensor:
+def read_clip(path: Path) -> files.Clip | Tensor:
     """A tensor `video` `[3, F, H, W]` in [-1, 1], or what `open_clip` finds.
 
     Raises:
         ConfigError: nothing there that can be read, or a tensor of another shape, dtype or range.
     """
     if path.suffix != tensor_file.SUFFIX:
-        return open_clip(path)
+        return files.open_clip(path)
     video = tensor_file.read_video(path)
     low, high = (float(limit) for limit in video.aminmax())
     if max(-low, high) > 1 + _RANGE_SLACK:
@@ -133,7 +132,7 @@ def read_clip(path: Path) -> Clip | Tensor:
     return video
 
 
-def _pieces(clip: Clip | Tensor, length: int) -> Iterator[Tensor]:
+def _pieces(clip: files.Clip | Tensor, length: int) -> Iterator[Tensor]:
     """Frames `[3, n, H, W]` in [-1, 1], n at most `length`."""
     if isinstance(clip, Tensor):
         yield from clip.split(length, 1)

@@ -27,7 +27,7 @@ from streamdiff.engine.process.main import run_as_worker, work_for_rank_0
 from streamdiff.engine.validation import check_prompt
 from streamdiff.errors import ConfigError, EngineFailure, RequestError, StreamdiffError
 from streamdiff.video import picture
-from streamdiff.video.writer import check_target, write_video
+from streamdiff.video.files import check_target, write_video
 
 LONGEST_S = 24 * 3600
 _KINDS = {".mp4", ".webm", ""}

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,7 +47,7 @@ from streamdiff.pipeline.planner.model_sizes import sizes_from
 from streamdiff.pipeline.planner.partition import check_ranks, split_evenly
 from streamdiff.pipeline.runner.init_latents import levels_of
 from streamdiff.pipeline.runner.step_levels import StepLevels
-from streamdiff.video import writer as files
+from streamdiff.video import files
 
 
 @torch.inference_mode()
@@ -235,33 +236,27 @@ def _notes(job: ReferenceJob, model: ResolvedModel) -> Iterator[str]:
 
 def _schedule(job: ReferenceJob, model: ResolvedModel, spec: ModelSpec) -> Schedule:
     """The denoise steps: those given, else the model's own."""
-    if job.model.timesteps is not None:
-        schedule = _listed(job, job.model.timesteps, job.sigmas)
-        if job.first_chunk_steps is None:
-            return schedule
-        return replace(schedule, first=_listed(job, job.first_chunk_steps, None))
-    listed = job.sigmas is not None or job.first_chunk_steps is not None
-    if listed or job.warp or job.nearest or job.shift is not None:
-        raise ConfigError(
-            "--sigmas, --shift, --warp, --nearest and --first-chunk-steps go with a list: --steps 1000,750,500,250"
-        )
-    if not spec.steps:
-        raise ConfigError("--steps is missing: the timesteps the model is told, for example 1000,937.5,833.33,625")
-    return spec.schedule(choose_steps(job.model.steps, spec.steps, model.name))
-
-
-def _listed(job: ReferenceJob, steps: tuple[float, ...], sigmas: tuple[float, ...] | None) -> Schedule:
-    """The schedule of a list that was given."""
-    if job.sigmas is not None:
-        if job.warp or job.nearest or job.shift is not None:
-            raise ConfigError("--sigmas says the noise levels, so leave --shift, --warp and --nearest out")
-        return sampling.from_timesteps(steps, sigmas)
-    if not (job.warp or job.nearest) and job.shift is not None:
+    shifts = job.warp or job.nearest
+    if job.model.timesteps is None:
+        if shifts or any(each is not None for each in (job.sigmas, job.first_chunk_steps, job.shift)):
+            raise ConfigError(
+                "--sigmas, --shift, --warp, --nearest and --first-chunk-steps go with a list: --steps 1000,750,500,250"
+            )
+        if not spec.steps:
+            raise ConfigError("--steps is missing: the timesteps the model is told, for example 1000,937.5,833.33,625")
+        return spec.schedule(choose_steps(job.model.steps, spec.steps, model.name))
+    if job.sigmas is not None and (shifts or job.shift is not None):
+        raise ConfigError("--sigmas says the noise levels, so leave --shift, --warp and --nearest out")
+    if job.shift is not None and not shifts:
         raise ConfigError(
             "--shift is for lists that are meant before it: add --warp, or --nearest if noise levels are looked up, or "
             "leave it out"
         )
-    return sampling.published(steps, shift=1.0 if job.shift is None else job.shift, warp=job.warp, nearest=job.nearest)
+    shift = 1.0 if job.shift is None else job.shift
+    listed = partial(sampling.published, shift=shift, warp=job.warp, nearest=job.nearest)
+    steps, sigmas = job.model.timesteps, job.sigmas
+    schedule = listed(steps) if sigmas is None else sampling.from_timesteps(steps, sigmas)
+    return schedule if job.first_chunk_steps is None else replace(schedule, first=listed(job.first_chunk_steps))
 
 
 def _spec_of(job: ReferenceJob, spec: ModelSpec) -> ModelSpec:

@@ -16,7 +16,7 @@ from streamdiff.cli import main
 from streamdiff.commands.generate import read_lines
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.video import writer
+from streamdiff.video import files
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 MODEL = small_model(4)
@@ -107,18 +107,18 @@ def test_resume_makes_what_is_not_there(
     """The run ends in the middle of its second video; the next makes the second and third."""
     prompts, out = tmp_path / "prompts.txt", tmp_path / "out"
     prompts.write_text(f"{RED}\n{BLUE}\n{WHITE}\n")
-    every = writer._checked
+    every = files._checked
 
-    def interrupted(frames: Iterator[writer.Frame]) -> Iterator[writer.Frame]:
+    def interrupted(frames: Iterator[files.Frame]) -> Iterator[files.Frame]:
         for number, frame in enumerate(every(frames)):
             if number == 2 and (out / "00001.mp4").exists():
                 raise KeyboardInterrupt
             yield frame
 
-    monkeypatch.setattr(writer, "_checked", interrupted)
+    monkeypatch.setattr(files, "_checked", interrupted)
     assert generate("--prompts", prompts, "--output", out, "--seconds", "0.2") == 130
     assert [path.name for path in out.iterdir()] == ["00001.mp4"]
-    monkeypatch.setattr(writer, "_checked", every)
+    monkeypatch.setattr(files, "_checked", every)
     first = (out / "00001.mp4").stat().st_mtime_ns
     assert generate("--prompts", prompts, "--output", out, "--seconds", "0.2", "--resume") == 0
     assert "2 videos to make" in capsys.readouterr().out

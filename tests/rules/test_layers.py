@@ -126,8 +126,7 @@ TORCH_FREE = (
     "streamdiff.server.app",
     "streamdiff.server.main",
     "streamdiff.server.media.playout",
-    "streamdiff.video.reader",
-    "streamdiff.video.writer",
+    "streamdiff.video.files",
 )
 
 

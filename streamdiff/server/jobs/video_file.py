@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from streamdiff.errors import StreamdiffError
 from streamdiff.server.jobs.store import sync
 from streamdiff.server.media.encoder import Picture, as_rgb
-from streamdiff.video.writer import write_video
+from streamdiff.video.files import write_video
 
 NICENESS = 10
 """How much less of the CPU an encoder gets than the server's other threads, where they compete (Linux)."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.errors import ConfigError
-from streamdiff.video.reader import upright
+from streamdiff.video.files import upright
 
 PIECE_FRAMES = 4
 """Frames that are handed on together: a latent frame's."""

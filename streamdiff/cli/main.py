@@ -122,7 +122,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
         check_video(config.session.input)
     if config.session.snapshot is not None:
-        from streamdiff.server.sessions.session_files import read_snapshot
+        from streamdiff.server.sessions.keeper import read_snapshot
         from streamdiff.snapshot_header import read_saved_session
 
         read_saved_session(read_snapshot(config.session.snapshot), config.session.snapshot)

@@ -5,9 +5,7 @@ The same checks run where they come in, before anything is queued, and in the en
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -55,11 +53,6 @@ class Features:
     def names(self) -> tuple[str, ...]:
         """Those that are given."""
         return tuple(name for name in NAMES if getattr(self, name) is not None)
-
-    @cached_property
-    def encoded(self) -> dict[str, str]:
-        """Those that are given, as base64, by name: made once, as they may be large and a session is kept often."""
-        return {name: base64.b64encode(getattr(self, name)).decode("ascii") for name in self.names}
 
     def without(self, name: str) -> Features:
         """The others."""

@@ -23,10 +23,9 @@ from streamdiff.server.outputs.output import AddedOutputs, AllowedTargets, Outpu
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.engine_status import EngineStatus
-from streamdiff.server.sessions.keeper import SessionKeeper
+from streamdiff.server.sessions.keeper import Keeper, SavedFile
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, SessionManager
-from streamdiff.server.sessions.session_files import FoundSession
 from streamdiff.server.sessions.session_input import FileFeed
 from streamdiff.server.webrtc.feeders import Feeders
 from streamdiff.server.webrtc.ice import IceServers
@@ -50,8 +49,8 @@ class AppState:
         codecs: tuple[Codec, ...],
         tokens: Tokens,
         targets: Sequence[Target],
-        keeper: SessionKeeper,
-        found: Sequence[FoundSession],
+        keeper: Keeper,
+        found: Sequence[SavedFile],
     ) -> None:
         """`keeper` and `found`: see `SessionManager`."""
         self.config = config

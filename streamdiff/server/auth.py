@@ -65,9 +65,8 @@ def read_tokens(config: ServeConfig) -> Tokens:
             or one to watch without one to steer.
     """
     if config.view_token_file is not None and config.control_token_file is None:
-        raise ConfigError(
-            "serve.view_token_file is set, but serve.control_token_file is not: who may watch could steer. Set both."
-        )
+        why = "serve.view_token_file is set, but serve.control_token_file is not: who may watch could steer. Set both."
+        raise ConfigError(why, field="serve.view_token_file")
     return Tokens(
         _read(config.view_token_file, "serve.view_token_file"),
         _read(config.control_token_file, "serve.control_token_file"),
@@ -122,17 +121,19 @@ def _read(path: str | None, key: str) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         make = f". Make it: (umask 077; openssl rand -hex 32 > {path})" if isinstance(error, FileNotFoundError) else ""
-        raise ConfigError(f"{key}: {path} cannot be read: {why}{make}") from error
+        raise ConfigError(f"{key}: {path} cannot be read: {why}{make}", field=key) from error
     if not MIN_TOKEN_CHARACTERS <= len(token) <= MAX_TOKEN_CHARACTERS:
         raise ConfigError(
             f"{key}: the token in {path} has {len(token)} characters; it must have {MIN_TOKEN_CHARACTERS} to "
-            f"{MAX_TOKEN_CHARACTERS}. {_MAKE_ONE}"
+            f"{MAX_TOKEN_CHARACTERS}. {_MAKE_ONE}",
+            field=key,
         )
     if wrong := sorted(set(_NO_TOKEN_CHARACTER.findall(token))):
         raise ConfigError(
             f"{key}: the token in {path} has {' '.join(map(repr, wrong[:5]))} in it, which browsers cannot send as a "
             "WebSocket subprotocol; it must be one line of letters, digits and !#$%&'*+-.^_`|~ (of base64: no / and no "
-            f"=). {_MAKE_ONE}"
+            f"=). {_MAKE_ONE}",
+            field=key,
         )
     return token
 

@@ -54,9 +54,3 @@ def test_share_and_rates_follow_from_floor_and_forward(tmp_path: Path) -> None:
     assert figures["floor_s"] > 0 and found["forwards_per_chunk"] == 3
     readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     assert not [name for name in {*found} - {"figures", "raw"} if f"| `{name}` | " not in readme]
-
-
-@pytest.mark.parametrize("words", [["--stages", "2"], ["--decoder", "big"]])
-def test_what_it_cannot_measure_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert throughput_model.main([*words, "--kv-context", "same_step"]) == fps_ttff.USAGE
-    assert words[0] in capsys.readouterr().err

@@ -33,7 +33,6 @@ PACKAGE = (
     ("errors", "clock", "version", "child_process", "heavy_import"),
 )
 SERVER = (
-    ("web_process",),
     ("main",),
     ("app",),
     ("routes",),
@@ -42,7 +41,7 @@ SERVER = (
     ("http_server", "webrtc"),
     ("middleware", "sessions"),
     ("load", "media", "peers"),
-    ("auth", "logging_setup", "metrics", "problem", "rate_limit", "tls"),
+    ("auth", "logging_setup", "metrics", "problem", "rate_limit"),
 )
 PIPELINE = (
     ("build",),

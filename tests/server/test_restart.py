@@ -165,7 +165,7 @@ async def watching(http: httpx.AsyncClient, session: str = "default") -> AsyncIt
     answer = await http.post(f"/whep/{session}", content=pc.localDescription.sdp, headers=headers)
     assert answer.status_code == 201, answer.text
     await pc.setRemoteDescription(RTCSessionDescription(answer.text, "answer"))
-    viewer.track = receiver.track
+    viewer.track, viewer.location = receiver.track, answer.headers["location"]
     reading = asyncio.create_task(viewer.read())
     try:
         yield viewer

@@ -14,9 +14,9 @@ from starlette.types import Message, Receive, Scope, Send
 from streamdiff.engine.messages import Data
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.app_state import AppState
-from streamdiff.server.problem import Problem, media_type, problem_responses
-from streamdiff.server.routes.dependencies import BINARY, Controlled, State, answer, needs
-from streamdiff.server.routes.forms import FORM, MAX_FORM_BYTES
+from streamdiff.server.problem import Problem
+from streamdiff.server.routes.bodies import FORM, MAX_FORM_BYTES, media_type
+from streamdiff.server.routes.dependencies import BINARY, Controlled, State, answer, operation, problems
 from streamdiff.server.routes.schemas import NewSession
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import SessionEnded
@@ -30,18 +30,14 @@ _PIECE = 1 << 18
 Headers = dict[str, str]
 _FIXED = ("seed", "kv_context", "image")
 """What a snapshot has, and a session that goes on from it cannot begin with."""
-_PROBLEMS = problem_responses(
-    401, 403, 404, 410, 429, 503, 504, s409="The session cannot be saved now; `detail` says why"
-)
-
 logger = logging.getLogger(__name__)
-router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEMS)
+router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=problems(404, 409, 410, 503, 504))
 
 
 @router.get(
     "/{session}/snapshot", summary="The session as one file, from which another goes on",
-    response_class=Response, responses=answer("A safetensors file; Content-Length: its bytes", OCTETS, BINARY),
-    **needs("steer"),
+    response_class=Response,
+    **operation("steer", answers=answer("A safetensors file; Content-Length: its bytes", OCTETS, BINARY)),
 )  # fmt: skip
 async def save_session(state: State, live: Controlled) -> Response:
     _refuse_if_busy(state)
@@ -60,7 +56,7 @@ async def save_session(state: State, live: Controlled) -> Response:
 
 @router.head(
     "/{session}/snapshot", summary="How large the session's file would be now",
-    response_class=Response, responses=answer("Content-Length: its bytes"), **needs("steer"),
+    response_class=Response, **operation("steer", answers=answer("Content-Length: its bytes")),
 )  # fmt: skip
 async def size_of_snapshot(state: State, live: Controlled) -> Response:
     _refuse_if_busy(state)

@@ -27,9 +27,8 @@ from streamdiff.server.load import Capacity, Lifetime, LoadPolicy, SessionDemand
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.sessions.engine_status import EngineStatus
-from streamdiff.server.sessions.keeper import SessionKeeper, spec_of
+from streamdiff.server.sessions.keeper import Keeper, SavedFile, read_snapshot, spec_of
 from streamdiff.server.sessions.live_session import OPENING, LiveSession, SessionEvent
-from streamdiff.server.sessions.session_files import FoundSession, read_snapshot
 from streamdiff.server.sessions.session_spec import SessionSpec, resumed
 from streamdiff.snapshot_header import read_saved_session
 from streamdiff.video.picture import fit_picture
@@ -204,8 +203,8 @@ class SessionManager:
         connection: EngineConnection,
         ready: Ready,
         metrics: Metrics,
-        keeper: SessionKeeper,
-        found: Sequence[FoundSession],
+        keeper: Keeper,
+        found: Sequence[SavedFile],
     ) -> None:
         """`found`: sessions of a previous server to resume."""
         self.ready = ready

@@ -15,8 +15,8 @@ from streamdiff.engine.messages import Failed, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.server.app import create_app
 from streamdiff.server.routes import control, snapshots
-from streamdiff.server.routes.dependencies import JSON
-from streamdiff.server.routes.whep import SDP_TYPE, TRICKLE_TYPE
+from streamdiff.server.routes.bodies import JSON
+from streamdiff.server.routes.webrtc import SDP_TYPE, TRICKLE_TYPE
 from streamdiff.server.sessions import manager
 from streamdiff.server.sessions.live_session import OPENING
 from tests.server.conftest import Site, bearer, run_scene

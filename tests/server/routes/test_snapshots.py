@@ -205,7 +205,9 @@ def as_large_as(size: int) -> Callable[..., Awaitable[bytes]]:
 
 def test_a_file_is_taken_from_servers_with_the_same_key_alone_unless_others_are_trusted(tmp_path: Path) -> None:
     def server(key: str, trust: bool = False) -> Config:
-        return Config(serve=ServeConfig(load=10.0, snapshot_key_file=str(tmp_path / key), trust_snapshots=trust))
+        return Config(
+            serve=ServeConfig(max_utilization=10.0, snapshot_key_file=str(tmp_path / key), trust_snapshots=trust)
+        )
 
     async def main() -> None:
         async with open_site(server("one"), pipeline(1)) as site:

@@ -18,24 +18,25 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from itertools import count, islice
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.atomic_write import check_parent
 from streamdiff.config import PROMPT_POLICIES, ModelConfig
+from streamdiff.config_file import explain
+from streamdiff.config_file import load as load_config
 from streamdiff.engine import messages
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 from streamdiff.heavy_import import heavy_import
-from streamdiff.model_options import ModelOptions, model_config
 from streamdiff.video.picture import Image, fit_picture
 
 Frame = NDArray[np.uint8]
@@ -317,8 +318,23 @@ def load_model(config: ModelConfig) -> Pipeline:
     return load_pipeline(config)
 
 
+def model_config(options: Mapping[str, object]) -> ModelConfig:
+    """The configuration of keyword arguments: settings of section `model`, where `model` is its `name`.
+
+    Raises:
+        ConfigError: a value out of range, or weights that do not tell whose they are.
+        TypeError: an option that there is not.
+    """
+    if unknown := set(options) - ({"model", *ModelConfig.model_fields} - {"name"}):
+        raise TypeError("; ".join(f"{each} {explain('extra_forbidden', ('model', each), None)}" for each in unknown))
+    names = {f"model.{'name' if option == 'model' else option}": option for option in options}
+    from streamdiff.models.resolve import completed
+
+    return completed(load_config(None, {key: options[name] for key, name in names.items()}, names).model)
+
+
 def open(
-    prompt: str, *, seed: int = 0, image: Image | None = None, fit: str = "cover", **options: Unpack[ModelOptions]
+    prompt: str, *, seed: int = 0, image: Image | None = None, fit: str = "cover", **options: Any
 ) -> StreamSession:
     """Load a model and open a stream that can be steered. Use it in a `with`, or call `close`.
 
@@ -328,7 +344,8 @@ def open(
             first chunk that is not begun: which one that is depends on how fast chunks are made and decoded.
         image: the picture that the stream begins with and goes on from: a file, its bytes, or an array.
         fit: how a picture of other proportions is fitted: `cover` (what is over is cut) or `contain` (black bars).
-        options: see `ModelOptions`.
+        options: what runs, and where: `model`, as --model of the command line, and the other settings of the section
+            `model` by their names (docs/settings.md): `weights`, `steps`, `device`, `stages`, ...
 
     Raises:
         ConfigError: an option that cannot be used, or an unknown model.
@@ -337,14 +354,14 @@ def open(
     return StreamSession(load_model(model_config(options)), prompt, seed=seed, image=image, fit=fit)
 
 
-def load(path: str | Path, **options: Unpack[ModelOptions]) -> StreamSession:
+def load(path: str | Path, **options: Any) -> StreamSession:
     """Load a model, and continue a stream that `StreamSession.save` wrote: the next frame is the one that was to be
     taken next, and all that follow are those of the stream that was saved, to the bit, on the same hardware. Of a file
     that a server gave the next frame is the one after those that it had made. A stream that was paused continues too.
 
     Args:
         path: the file.
-        options: see `ModelOptions`: those that the stream was opened with. `stages`, `threads`, `decode_rank` and
+        options: those that the stream was opened with, see `open`. `stages`, `threads`, `decode_rank` and
             `device` may be others. The file names no model, so that a file from elsewhere has nothing loaded.
 
     Raises:
@@ -364,7 +381,7 @@ def load(path: str | Path, **options: Unpack[ModelOptions]) -> StreamSession:
     return session
 
 
-def run_worker(**options: Unpack[ModelOptions]) -> None:
+def run_worker(**options: Any) -> None:
     """Work for rank 0 as one stage of its ring, until it closes the stream. For ranks 1 and up under torchrun.
 
     The options are those of `streamdiff.open`, and must be the same on all ranks. The process ends with exit code 1
@@ -380,9 +397,7 @@ def run_worker(**options: Unpack[ModelOptions]) -> None:
     worker_main.run_worker(config)
 
 
-def stream(
-    prompt: str, *, seed: int = 0, seconds: float | None = None, **options: Unpack[ModelOptions]
-) -> Iterator[Frame]:
+def stream(prompt: str, *, seed: int = 0, seconds: float | None = None, **options: Any) -> Iterator[Frame]:
     """Frames of a video of `prompt`, uint8 `[H, W, 3]`: `seconds` of it at the model's own rate, or without end.
 
     The model is loaded when the first frame is asked for, and freed when the iteration ends. The options and the errors

@@ -16,7 +16,7 @@ from streamdiff.cli.options import SWITCH, Option, parse_numbers
 from streamdiff.commands.jobs import DecodeJob, EncodeJob, ReferenceJob
 
 REFERENCE_EXAMPLES = """
-by numbers and files, to compare with another implementation (--help lists the options under "to the letter"):
+by numbers and files, to compare with another implementation (the options under "to the letter"):
   streamdiff generate --model wan.safetensors --prompt-embeds text.safetensors --noise noise.safetensors \\
       --steps 1000,937.5,833.33,625 --window 21 --chunks 7 --latents-out latents.safetensors
   streamdiff generate --chunks 8 --latents-out latents.safetensors --no-decode
@@ -91,7 +91,8 @@ def _options(job: type[BaseModel]) -> tuple[Option, ...]:
     return tuple(_option(name, field) for name, field in job.model_fields.items() if field.metadata)
 
 
-REFERENCE, DECODE, ENCODE = _options(ReferenceJob), _options(DecodeJob), _options(EncodeJob)
+DECODE, ENCODE = _options(DecodeJob), _options(EncodeJob)
+REFERENCE = tuple(option._replace(group="to the letter (see the end)", rare=True) for option in _options(ReferenceJob))
 
 
 def is_reference(arguments: argparse.Namespace) -> bool:

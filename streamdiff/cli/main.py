@@ -208,7 +208,6 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
         ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
         ("--resume", bool(arguments.resume), "it with --prompts instead of them"),
     ]
-    flags = {option.key: option.flag for option in options.GENERATE}
     for key, instead in (
         ("session.image", "--given-latents"),
         ("session.fit", "--given-latents"),
@@ -221,7 +220,7 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
         settings: BaseModel = getattr(config, section)
         differs = getattr(settings, name) != type(settings).model_fields[name].default
         is_typed = getattr(arguments, key, None) is not None
-        given.append((flags[key] if is_typed else key, is_typed or differs, instead))
+        given.append((options.SETTINGS[key].flag if is_typed else key, is_typed or differs, instead))
     for what, is_given, instead in given:
         if is_given:
             raise ConfigError(f"{what} does not go with the options that say everything by chunks; use {instead}")
@@ -293,12 +292,12 @@ def _config(arguments: argparse.Namespace) -> Config:
     """The file given with --config, or the defaults, with the options laid over it."""
     from streamdiff.config_file import load
 
-    given = {option.key: getattr(arguments, option.key, None) for option in options.CONFIGURATION}
+    given = {key: getattr(arguments, key, None) for key in options.SETTINGS}
     overrides = {key: value for key, value in given.items() if value is not None}
     if isinstance(steps := overrides.get("model.steps"), tuple):
         del overrides["model.steps"]
         overrides["model.timesteps"] = steps
-    names = {option.key: option.flag for option in options.CONFIGURATION} | {"model.timesteps": "--steps"}
+    names = {key: option.flag for key, option in options.SETTINGS.items()} | {"model.timesteps": "--steps"}
     from streamdiff.models.resolve import completed
 
     config = load(arguments.config, overrides, names)

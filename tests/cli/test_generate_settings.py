@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
-from streamdiff import config_file
 from streamdiff.cli import main
 from streamdiff.commands import generate, reference
 from streamdiff.commands.jobs import ReferenceJob
@@ -77,6 +77,6 @@ def test_a_list_of_prompts_refuses_a_beginning_of_serve_before_anything_is_made(
 
 
 def test_a_file_that_lists_the_defaults_may_be_used_by_chunks(tmp_path: Path, jobs: list[ReferenceJob]) -> None:
-    (tmp_path / "c.yaml").write_text(config_file.describe(Config()))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(Config().model_dump()))
     assert main.main([*BY_CHUNKS.split(" "), "--config", str(tmp_path / "c.yaml")]) == 0
     assert [job.chunks for job in jobs] == [2]

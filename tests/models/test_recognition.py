@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from streamdiff.api import model_config
 from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.model_options import model_config
 from streamdiff.models import recognition, resolve
 from streamdiff.models.tiny.model import WEIGHTS
 from tests.pipeline.processes import ROOT

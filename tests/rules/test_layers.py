@@ -22,7 +22,7 @@ PACKAGE = (
     ("commands",),
     ("api",),
     ("server",),
-    ("engine", "model_options"),
+    ("engine",),
     ("pipeline",),
     ("snapshot_header",),
     ("models",),

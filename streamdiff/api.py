@@ -23,7 +23,7 @@ from concurrent import futures
 from itertools import count, islice
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +34,12 @@ from streamdiff.config_file import explain
 from streamdiff.config_file import load as load_config
 from streamdiff.engine import messages
 from streamdiff.engine.engine import Engine
-from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 from streamdiff.heavy_import import heavy_import
 from streamdiff.video.picture import Image, fit_picture
+
+if TYPE_CHECKING:
+    from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 Frame = NDArray[np.uint8]
 """One picture: uint8 `[H, W, 3]`, RGB."""
@@ -57,7 +59,13 @@ class StreamSession:
     """
 
     def __init__(
-        self, pipeline: Pipeline, prompt: str | None, *, seed: int = 0, image: Image | None = None, fit: str = "cover"
+        self,
+        pipeline: StreamingPipeline,
+        prompt: str | None,
+        *,
+        seed: int = 0,
+        image: Image | None = None,
+        fit: str = "cover",
     ) -> None:
         """Take over `pipeline`, and close it at the end. With None nothing is made before `restart`. `image` and `fit`:
         see `streamdiff.open`.
@@ -310,7 +318,7 @@ class StreamSession:
             raise StreamdiffError(f"the stream failed and has ended: {self._failure}", code="failed")
 
 
-def load_model(config: ModelConfig) -> Pipeline:
+def load_model(config: ModelConfig) -> StreamingPipeline:
     """The model, loaded and warm; what a `StreamSession` takes over."""
     with heavy_import():
         from streamdiff.pipeline.build import load_pipeline  # imports torch

@@ -1,4 +1,4 @@
-"""A pipeline that paints instead of computing: the real interface, deterministic, no torch.
+"""A pipeline that paints instead of computing: what the engine calls of `StreamingPipeline`, deterministic, no torch.
 
 A stream that begins with a picture shows it for a chunk; otherwise the top left pixel of a picture is (frame
 number in the stream mod 256, seed mod 256, checksum of the text mod 256).
@@ -233,7 +233,7 @@ class PaintedPipeline(BarePipeline):
         self.streams.clear()
         self.closed = True
 
-    def take_saved(self) -> list[tuple[int, object]]:
+    def take_done(self) -> list[tuple[int, object]]:
         return []
 
 

@@ -365,7 +365,7 @@ def test_they_share_forwards_with_other_sessions(place: Place) -> None:
                 shared.play(kind, COMPARED)
         for kind, frames in wanted.items():
             assert np.abs(np.stack(shared.shown[kind][: COMPARED * FRAMES]).astype(int) - frames).max() <= 1, kind
-        rows = shared.pipeline.forwards().rows
+        rows = shared.pipeline.figures.forwards().rows
         assert sum(count for number, count in rows.items() if number > 1) > 10, rows
     finally:
         shared.engine.close()
@@ -384,5 +384,5 @@ def test_what_cannot_be_together_or_does_not_fit_is_refused_by_name(place: Place
     ):
         [refused] = place.ask(opened)
         assert isinstance(refused, Refused) and refused.field == field and words in refused.reason, refused
-        assert not place.engine._slots
+        assert not place.engine._sessions
     assert place.alone(Open("a", RED)).size

@@ -77,7 +77,7 @@ def chunks_of(pipeline: Recording, session: int = 0, count: int = CHUNKS) -> lis
                 frames += len(piece.pictures)
                 finished += piece.last
     assert frames == count * SPEC.chunk_frames
-    return pipeline.decoded[pipeline._streams[session].number][:count]
+    return pipeline.decoded[pipeline.streams[session].number][:count]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -186,7 +186,7 @@ def test_sessions_with_and_without_pictures_interleaved_equal_each_alone(pipelin
         pipeline.close_session(session)
     for session, start in starts.items():
         begin(pipeline, start, session)
-    numbers = {session: pipeline._streams[session].number for session in starts}
+    numbers = {session: pipeline.streams[session].number for session in starts}
     while min(len(pipeline.decoded.get(number, [])) for number in numbers.values()) < CHUNKS:
         for session in starts:
             pipeline.set_frame_credit(session, 10 * SPEC.chunk_frames)

@@ -34,7 +34,7 @@ ALLOWED = {
     "streamdiff.models.text_encoder.wan:_beside": "on the thread that encodes text",
     "streamdiff.models.autoencoder.picture_encoder:encode": "on the thread that encodes text, as a stream opens",
     "streamdiff.pipeline.video_input.feeding:_encode": "on the thread that encodes video, on a stream of its own",
-    "streamdiff.pipeline.video_input.given:video_of": "as a stream opens, of values on the CPU",
+    "streamdiff.pipeline.streaming_pipeline:features_of": "as a stream opens, of values on the CPU",
     "streamdiff.pipeline.distributed.cuda_streams:drain": "for the start and the end",
     "streamdiff.pipeline.distributed.cuda_streams:run": "on a thread that does nothing else",
     "streamdiff.models.autoencoder.normalisation:__init__": "a decoder's constants",

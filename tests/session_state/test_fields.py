@@ -50,7 +50,7 @@ def examples() -> dict[str, Any]:
     ring, decoding = pipeline.ring, taehv.Memory({3: torch.ones(1, 2, 2, 2)}, False)
     schedule = model.spec.schedule(2)
     there = [
-        *(pipeline._streams[0], ring.scheduler._sessions[0], ring.sampler.sessions[0], ring.stage.sessions[0]),
+        *(pipeline.streams[0], ring.scheduler._sessions[0], ring.sampler.sessions[0], ring.stage.sessions[0]),
         *(
             decoding,
             wan.Memory([None, "Rep", torch.ones(1, 2, 1, 2, 2)], (1, 2, 2)),

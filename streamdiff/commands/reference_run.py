@@ -218,24 +218,35 @@ def run_reference(
     spec, epochs = ring.sampler.spec, count(1)
     check_together(run, spec.first_chunks)
     for begin, switches, end in run.segments:
-        inputs, known = run.inputs_from(spec, begin.chunk), 0
+        inputs, length = run.inputs_from(spec, begin.chunk), end - begin.chunk
         if begin.chunk == 0:
             ring.open(_NAME, begin.embeddings, epoch=0, steps=run.schedule, kv_context=run.kv_context, given=inputs)
-            known = ring.scheduler.next_chunk(_NAME)
         else:
             ring.reset(_NAME, begin.embeddings, epoch=next(epochs), given=inputs)
+        known = ring.scheduler.next_chunk(_NAME)
         for chunk in range(known):
             assert run.given_latents is not None
             yield run.given_latents[chunk], chunk == 0
-        if known == end - begin.chunk:
+        if known == length:
             continue
+        while not ring.scheduler.drained(_NAME):  # what is given is seen under the prompt that the stream begins with
+            check()
+            ring.step(_WAIT_S)
         due = {switch.chunk - begin.chunk: switch for switch in switches}
-        # Steps of a staircase wait for chunks that come after; those made for this alone are dropped.
-        most = end - begin.chunk if run.kv_context != "staircase" else None
-        for chunk, latents in _stream(ring, most, due, epochs, check):
-            yield latents, chunk == 0
-            if chunk == end - begin.chunk - 1:
-                break
+        done: dict[int, Tensor] = {}
+        for chunk in range(known, length):
+            while chunk not in done:
+                following = ring.scheduler.next_chunk(_NAME)
+                if (switch := due.pop(following, None)) is not None:
+                    ring.set_text(_NAME, next(epochs), switch.embeddings, switch.policy)
+                # Steps of a staircase wait for chunks that come after; those made for this alone are dropped.
+                wanted = following < length or run.kv_context == "staircase"
+                ring.scheduler.set_frame_credit(_NAME, spec.admitted_frames(following) if wanted else 0)
+                check()
+                rows, finished = ring.step(_WAIT_S)
+                assert rows or finished or ring.has_work, "the stream stands still"
+                done |= {row.chunk: latents for row, latents in finished}
+            yield done.pop(chunk), chunk == 0
 
 
 def check_together(run: ReferenceRun, count: int) -> None:
@@ -258,31 +269,3 @@ def check_together(run: ReferenceRun, count: int) -> None:
                     f"a prompt switch is at chunk {switch.chunk}, but the first {count} chunks from {begin.chunk} on "
                     f"are made together; switch at {begin.chunk + count} or later"
                 )
-
-
-def _stream(
-    ring: RingExecutor,
-    most: int | None,
-    due: dict[int, PromptSwitch],
-    epochs: Iterator[int],
-    check: Callable[[], None],
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield (chunk, latents) of one stream in order, from the first that is not finished. At most `most` chunks are
-    begun; `due`: prompt changes by the first chunk that sees them. Mutates: due."""
-    done: dict[int, Tensor] = {}
-    first = ring.scheduler.next_chunk(_NAME)
-    while not ring.scheduler.drained(_NAME):  # what is given is seen under the prompt that the stream begins with
-        check()
-        ring.step(_WAIT_S)
-    for chunk in count(first):
-        while chunk not in done:
-            following = ring.scheduler.next_chunk(_NAME)
-            if (switch := due.pop(following, None)) is not None:
-                ring.set_text(_NAME, next(epochs), switch.embeddings, switch.policy)
-            goes_on = most is None or following < most
-            ring.scheduler.set_frame_credit(_NAME, ring.sampler.spec.admitted_frames(following) if goes_on else 0)
-            check()
-            rows, finished = ring.step(_WAIT_S)
-            assert rows or finished or ring.has_work, "the stream stands still"
-            done |= {row.chunk: latents for row, latents in finished}
-        yield chunk, done.pop(chunk)

@@ -26,19 +26,16 @@ from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, check_
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.device import own_device
 from streamdiff.errors import ConfigError
-from streamdiff.models import sampling
+from streamdiff.models import sampling, tensor_file
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.checkpoint import tensor_file
-from streamdiff.models.checkpoint.first_steps import read_first_steps
-from streamdiff.models.checkpoint.json_file import read_object
-from streamdiff.models.checkpoint.safetensors_header import parse_header
-from streamdiff.models.checkpoint.tensor_contract import MOTION, NORMALISED, read_motion
-from streamdiff.models.model_loader import ModelLoader
+from streamdiff.models.headers import MOTION, NORMALISED, parse_header, read_motion
+from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import ModelSpec, choose_steps, with_window
-from streamdiff.models.text_loader import load_text_encoder
+from streamdiff.models.tensor_file import read_first_steps
+from streamdiff.models.weight_files import read_object
 from streamdiff.pipeline import build, worker_main
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor

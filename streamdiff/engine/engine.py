@@ -55,7 +55,7 @@ from streamdiff.engine.validation import (
     refused,
 )
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
-from streamdiff.models.interfaces import ParsedPrompt
+from streamdiff.models.spec import ParsedPrompt
 from streamdiff.pipeline.output import Frames
 from streamdiff.snapshot_header import read_saved_session
 

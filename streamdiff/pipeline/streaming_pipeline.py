@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.errors import EngineFailure, RequestError
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import LocalDecoding
@@ -54,7 +54,7 @@ class StreamingPipeline:
         ring: RingExecutor | None = None,
         at_once: int = 1,
         watchdog_s: float = 60.0,
-        pictures: PictureEncoder | None = None,
+        pictures: ImageEncoder | None = None,
     ) -> None:
         """`steps` and `kv_context` are those of a session that does not name its own (None: what the model was made
         for). `workers` are the other ranks of the ring; without them all blocks of `model` run here, on `ring` if that

@@ -22,7 +22,7 @@ from streamdiff.config import PROMPT_POLICIES, ModelConfig
 from streamdiff.engine.messages import Pictures
 from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.models.interfaces import ParsedPrompt
+from streamdiff.models.spec import ParsedPrompt
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 from tests.engine.bare_pipeline import BarePipeline

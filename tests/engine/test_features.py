@@ -33,8 +33,8 @@ from streamdiff.engine.messages import (
     Shown,
     Swapped,
 )
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
-from streamdiff.models.checkpoint.tensor_contract import MOTION, NORMALISED
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
+from streamdiff.models.headers import MOTION, NORMALISED
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -78,7 +78,7 @@ class Place:
         ring = RingExecutor(model, CPU, max_rows, wait_s=0.0) if stages == 1 else LocalRing(model, CPU, stages)
         for stage in (ring.stage, *(worker.stage for worker in getattr(ring, "others", ()))):
             stage.swaps = SwapStore(CPU, None, None)
-        encoder = PictureEncoder(lambda: small_encoder(4), SPEC)
+        encoder = ImageEncoder(lambda: small_encoder(4), SPEC)
         self.pipeline = StreamingPipeline(model, CPU, ring=ring, pictures=encoder)
         self.engine = Engine(self.pipeline, 2 * FRAMES)
         self.shown: dict[str, list[np.ndarray]] = {}

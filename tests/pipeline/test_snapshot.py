@@ -15,7 +15,7 @@ from streamdiff.device import embedded_autoencoder_dtype
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import FrameBatch, Open, Reset
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.executor import LocalRing
@@ -204,7 +204,7 @@ def test_a_reset_after_it_begins_with_the_picture_of_before() -> None:
     picture = np.random.default_rng(2).integers(0, 256, (1, MODEL.spec.height, MODEL.spec.width, 3), np.uint8)
 
     def engine() -> Engine:
-        return Engine(StreamingPipeline(MODEL, CPU, pictures=PictureEncoder(lambda: half, MODEL.spec)), 2 * CHUNK)
+        return Engine(StreamingPipeline(MODEL, CPU, pictures=ImageEncoder(lambda: half, MODEL.spec)), 2 * CHUNK)
 
     def first_frames(engine: Engine) -> np.ndarray:
         """Of the stream after a reset."""

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import RequestError
-from streamdiff.models.autoencoder.autoencoder import VideoEncoder
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import InputFigures
@@ -42,9 +41,9 @@ def clip(chunks: int, seed: int = 0) -> np.ndarray:
 class Fed(StreamingPipeline):
     """Keeps the latents that go to the decoder, by session."""
 
-    def __init__(self, stages: int = 1, load: Callable[[], VideoEncoder] = lambda: small_encoder(4)) -> None:
+    def __init__(self, stages: int = 1, load: Callable[[], FrameEncoder] = lambda: small_encoder(4)) -> None:
         ring = LocalRing(MODEL, CPU, stages) if stages > 1 else None
-        super().__init__(MODEL, CPU, ring=ring, pictures=PictureEncoder(load, SPEC))
+        super().__init__(MODEL, CPU, ring=ring, pictures=ImageEncoder(load, SPEC))
         self.made: dict[int, list[Tensor]] = {}
 
     def _decode(self, stream: int, chunk: int, latents: Tensor) -> None:
@@ -167,7 +166,7 @@ def test_a_chunk_waits_for_its_video_and_goes_on_when_there_is_more(pipeline: Fe
 def test_of_what_comes_too_fast_the_newest_is_used() -> None:
     held = threading.Event()
 
-    def load() -> VideoEncoder:
+    def load() -> FrameEncoder:
         assert held.wait(60)
         return small_encoder(4)
 

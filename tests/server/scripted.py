@@ -29,8 +29,8 @@ from streamdiff.engine.messages import Data
 from streamdiff.engine.process import main as engine_main
 from streamdiff.engine.process import private_folder
 from streamdiff.errors import RequestError
-from streamdiff.models.catalogue import entries
-from streamdiff.models.interfaces import ParsedPrompt
+from streamdiff.models import catalogue
+from streamdiff.models.spec import ParsedPrompt
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 from streamdiff.snapshot_header import FORMAT, KIND, read_header
@@ -381,7 +381,7 @@ def main() -> int:
         trusted_proxies=["127.0.0.1"] if arguments.server_name else [],
     )
     config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))
-    published = {} if arguments.name in entries.entries() else {"fetch": _nothing}
+    published = {} if arguments.name in catalogue.entries() else {"fetch": _nothing}
     return server.run(config, supervise=partial(EngineProcess, module="tests.server.scripted"), **published)
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.tensor_file import write_tensor
+from streamdiff.models.tensor_file import write_tensor
 from streamdiff.video.files import check_target, open_clip, write_video
 from tests.full_disk import fill
 

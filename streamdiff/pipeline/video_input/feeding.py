@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamdiff.errors import RequestError, StreamdiffError
-from streamdiff.models.autoencoder.autoencoder import VideoEncoder
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder, beside_others
+from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder, beside_others
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.output import InputFigures
 from streamdiff.pipeline.runner.init_latents import MAX_WAITING, LiveLatents
@@ -61,7 +60,7 @@ class _Input:
 class VideoInputs:
     """The live video of a pipeline's sessions, by session."""
 
-    def __init__(self, pictures: PictureEncoder | None, spec: ModelSpec, wake: Callable[[], None]) -> None:
+    def __init__(self, pictures: ImageEncoder | None, spec: ModelSpec, wake: Callable[[], None]) -> None:
         """`pictures` has the encoder, None: the model encodes no video. `wake` is called, from the encoder's thread,
         when `poll` has something to do."""
         self._pictures, self._spec, self._wake = pictures, spec, wake
@@ -185,7 +184,7 @@ class VideoInputs:
         self._wake()
 
     @torch.inference_mode()
-    def _encode(self, entry: _Input, encoder: VideoEncoder, piece: NDArray[np.uint8]) -> tuple[Tensor, float] | None:
+    def _encode(self, entry: _Input, encoder: FrameEncoder, piece: NDArray[np.uint8]) -> tuple[Tensor, float] | None:
         """One piece of video; a chunk when that has made it whole. Mutates: entry."""
         if entry.memory is None:
             entry.memory = encoder.new_memory()
@@ -204,7 +203,7 @@ class VideoInputs:
         return whole.pin_memory() if cuda else whole, motion
 
 
-def _next_piece(entry: _Input, encoder: VideoEncoder) -> NDArray[np.uint8] | None:
+def _next_piece(entry: _Input, encoder: FrameEncoder) -> NDArray[np.uint8] | None:
     """The frames `[n, H, W, 3]` of the next latent frame, where they are there: so the encoder's calls are the same
     whatever pieces the frames come in. Mutates: entry."""
     frames = encoder.first_frames if entry.memory is None else encoder.temporal

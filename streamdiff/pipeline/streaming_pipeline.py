@@ -30,7 +30,7 @@ from streamdiff.pipeline.runner.init_latents import LOWEST, GivenVideo, motion_l
 from streamdiff.pipeline.runner.sampler import Finished, StreamInputs
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.pipeline.snapshot.sessions import RingSaving
+from streamdiff.pipeline.snapshot.saving import RingSaving
 from streamdiff.pipeline.snapshot.swapping import RingSwapping
 from streamdiff.pipeline.throughput import PipelineFigures
 from streamdiff.pipeline.video_input.feeding import VideoInputs

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate
 from streamdiff.pipeline.output import Frames
-from streamdiff.pipeline.snapshot.ring import occupied
 
 if TYPE_CHECKING:
+    from streamdiff.pipeline.executor import RingExecutor
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 _COMING_WAIT_S = 0.01
@@ -168,3 +168,12 @@ class RingSwapping:
         """The session begins afresh, or ends. Mutates: self."""
         self._away.pop(session, None)
         self._lost.discard(session)
+
+
+def occupied(ring: RingExecutor, session: int) -> bool:
+    """Whether something of a session, the present one or one before it, is in the ring or about to enter."""
+    return any(
+        session in {row.session for row in message.rows}
+        or (message.update is not None and message.update.session == session)
+        for message in ring.messages
+    )

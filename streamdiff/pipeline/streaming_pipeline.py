@@ -67,6 +67,7 @@ class StreamingPipeline:
             ConfigError: steps that the model does not have.
         """
         spec = model.spec
+        assert model.text is not None, "a live stream takes texts"
         self.model, self.text = model, model.text
         self.profiler: Profiler | None = None
         """Traces some chunks, if there is one."""

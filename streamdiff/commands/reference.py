@@ -36,7 +36,7 @@ from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.init_latents import levels_of
-from streamdiff.pipeline.runner.step_levels import StepLevels
+from streamdiff.pipeline.runner.sampler import StepLevels
 from streamdiff.video import writer as files
 
 

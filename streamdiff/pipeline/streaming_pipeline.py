@@ -18,8 +18,7 @@ from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
-from streamdiff.pipeline.decode.decode_worker import LocalDecoding
-from streamdiff.pipeline.decode.decoding import Decoding, Piece
+from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import Frames, ModelInfo, StreamChunk, StreamProgress
@@ -28,8 +27,7 @@ from streamdiff.pipeline.row_faults.errors import Streak, fault_key
 from streamdiff.pipeline.row_faults.returned import OnFault, fail_all
 from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.runner.sampler import Finished, StreamInputs
-from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
-from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.scheduler.step import MicroStep, min_ahead_frames
 from streamdiff.pipeline.snapshot.sessions import SnapshotMixin
 from streamdiff.pipeline.throughput import ChunkCostMeter, PipelineFigures
 from streamdiff.pipeline.video_input.feeding import VideoInputMixin

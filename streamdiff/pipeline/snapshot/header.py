@@ -9,7 +9,7 @@ from typing import Any
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, TensorEntry, parse_data
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+from streamdiff.pipeline.scheduler.step import KV_CONTEXTS
 
 KIND, FORMAT = "streamdiff session", 1
 MAX_HEADER_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.model import Model
-from streamdiff.pipeline.decode.decoding import SavedMemory
+from streamdiff.pipeline.decode.decode_worker import SavedMemory
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate
 from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.runner.init_latents import GivenVideo

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import count
 
-from streamdiff.pipeline.decode.decoding import Decoding
+from streamdiff.pipeline.decode.decode_worker import Decoding
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import Frames, StreamProgress

@@ -288,7 +288,7 @@ def rows_variant(rows: int, adaptive: bool) -> tuple[str, tuple[str, ...]]:
 def measure(options: argparse.Namespace, limits: Slo, name: str, words: Sequence[str]) -> dict[str, Any]:
     """All points of one variant, at a server of its own, and its tipping point; one load more is tried beyond it. One
     address is everybody here, and a spare engine would take memory only."""
-    serve = {"spare": False, "max_viewers": 1000, "address_share": 1.0, "load": options.load_limit}
+    serve = {"warm_standby": False, "max_viewers": 1000, "address_share": 1.0, "max_utilization": options.load_limit}
     points: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="streamdiff-") as folder:
         config = Path(folder) / "config.yaml"
@@ -339,8 +339,8 @@ def parser() -> argparse.ArgumentParser:
             metavar="LIST", help="max_rows of servers" + (", with --adaptive" if name == "adaptive" else "")
             + f" (default {default or 'none'})")  # fmt: skip
     add("--variant", action="append", default=[], metavar='NAME="ARGUMENTS"', help="further arguments of `serve`")
-    add("--load-limit", type=float, default=10.0, metavar="SHARE", help="serve.load, above which sessions are refused "
-        "(default 10: so late that service breaks first)")  # fmt: skip
+    add("--load-limit", type=float, default=10.0, metavar="SHARE", help="serve.max_utilization, above which sessions "
+        "are refused (default 10: so late that service breaks first)")  # fmt: skip
     add("--out", type=Path, metavar="FILE", help="JSON file to write")
     add("serve", nargs="*", help="further arguments of `streamdiff serve` for all, after --")
     return made

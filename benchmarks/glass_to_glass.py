@@ -39,7 +39,7 @@ CAMERA_STRENGTH = 0.05
 """The least that the page's slider has: what comes out is nearly what goes in."""
 CAMERA_LIMIT_S = 120.0
 SETTLE_S = 90.0
-"""In which the lead comes down from the most that is allowed to what the machine needs (`server/media/lead.py`)."""
+"""In which the lead comes down from the most that is allowed to what the machine needs (`server/media/playout.py`)."""
 CLOCK = (sys.executable, "-m", "benchmarks.time_code", "serve")
 
 
@@ -53,9 +53,9 @@ def _spread_ms(values: Sequence[float]) -> dict[str, float | int]:
     }
 
 
-def picture_age(seconds: float, lead_s: float, fps: float, settle_s: float) -> dict[str, Any]:
+def picture_age(seconds: float, max_ahead_s: float, fps: float, settle_s: float) -> dict[str, Any]:
     """Ages of pictures when they are seen, over `seconds` of the clock engine's stream, `settle_s` after it is live."""
-    command = (*CLOCK, "--lead", str(lead_s), "--fps", str(fps))
+    command = (*CLOCK, "--max-ahead-s", str(max_ahead_s), "--fps", str(fps))
     with running_server(command) as server, chromium() as browser:
         browser.get(server.url)
         live_browser._until_live(browser)
@@ -71,7 +71,7 @@ def picture_age(seconds: float, lead_s: float, fps: float, settle_s: float) -> d
     ages = _spread_ms(found["latencies"])
     return {
         "browser": f"Chromium {version}",
-        "lead_s": lead_s,
+        "max_ahead_s": max_ahead_s,
         "fps": fps,
         "made_to_screen": ages,
         "buffer_ms": round(1000 * buffered / fps, 1),
@@ -97,12 +97,14 @@ def prompt_to_pixel(prompts: int, settle_s: float, command: Sequence[str] = SERV
     return {"engine": engine, "lead_ms": state["stats"]["lead_ms"], **_spread_ms([1000 * lag for lag in lags])}
 
 
-def camera_to_screen(seconds: float, lead_s: float, settle_s: float, command: Sequence[str] = SERVE) -> dict[str, Any]:
+def camera_to_screen(
+    seconds: float, max_ahead_s: float, settle_s: float, command: Sequence[str] = SERVE
+) -> dict[str, Any]:
     """Times from the camera's preview to the page's video, over `seconds` of what `command` serves, `settle_s` after it
     began to follow the camera."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_server((*command, "--lead", str(lead_s))) as server,
+        running_server((*command, "--max-ahead-s", str(max_ahead_s))) as server,
         chromium(camera=camera_code.write_y4m(Path(folder) / "codes.y4m")) as browser,
     ):
         browser.get(server.url)
@@ -151,9 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="how long time codes are read (default 20)")
     parser.add_argument("--prompts", type=int, default=10, help="prompt changes that are timed; 0 leaves them out")
-    most_s = PlaybackConfig().lead_s
+    most_s = PlaybackConfig().max_ahead_s
     parser.add_argument(
-        "--lead", type=float, default=most_s, help=f"seconds of video made ahead, at most (default {most_s:g})"
+        "--max-ahead-s", type=float, default=most_s, help=f"seconds of video made ahead, at most (default {most_s:g})"
     )
     parser.add_argument(
         "--settle",
@@ -178,13 +180,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     command = (*SERVE, "--device", arguments.device)
     if arguments.camera:
-        found = camera_to_screen(arguments.seconds, arguments.lead, arguments.settle, command)
+        found = camera_to_screen(arguments.seconds, arguments.max_ahead_s, arguments.settle, command)
         print(report.table([{"what": "camera to screen", **found["camera_to_screen"]}]))
         print(f"lead {found['lead_ms']} ms, a chunk's work {found['chunk_ms']} ms; input {found['input']}")
         if arguments.out is not None:
             report.write_json(arguments.out, header, found)
         return 0
-    found = {"picture_age": picture_age(arguments.seconds, arguments.lead, arguments.fps, arguments.settle)}
+    found = {"picture_age": picture_age(arguments.seconds, arguments.max_ahead_s, arguments.fps, arguments.settle)}
     rows = [{"what": "made to screen", **found["picture_age"]["made_to_screen"]}]
     if found["picture_age"]["received_to_screen"]:
         rows.append({"what": "received to screen", **found["picture_age"]["received_to_screen"]})

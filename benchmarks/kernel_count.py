@@ -47,7 +47,7 @@ WAN_1_3B: dict[str, Any] = {
     "cross_attn_norm": True,
 }
 MODELS = {"self-forcing": {"window": 21, "sink": 0}, "longlive-1.3b": {"window": 12, "sink": 3}}
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 CUDA, DTYPE = torch.device("cuda", 0), torch.bfloat16
 STEPS, TEXT_TOKENS = 4, 512
 _LATE = 20

@@ -5,7 +5,8 @@ channel, as the page does. Then `kill -9` to one process of the engine, again an
 from the kill until every viewer has decoded a new picture, over the connection it had. Restarts come at once here; a
 server makes the second one within five minutes wait half a second, and later ones longer (`serve.restart_wait_s`).
 With --keep-s streams go on from what was kept of them; `kept_past` is the most seconds of a stream that a kill lost.
-Each kill comes after so many seconds of video that the spare engine (`serve.spare`) is ready; `--rest 0` does not wait.
+Each kill comes after so many seconds of video that the spare engine is ready (`serve.warm_standby`); `--rest 0` does
+not wait.
 
     python -m benchmarks.restart
     python -m benchmarks.restart --no-spare --rest 0
@@ -225,8 +226,8 @@ def measure(options: argparse.Namespace) -> list[Restart]:
     """All restarts of a server of its own; see `parser`."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="streamdiff-") as limits:
         # One more than wanted: an engine that cannot start again ends the benchmark with the server's own reason.
-        serve = {"restarts": options.repeats + 1, "restart_wait_s": 0.0}
-        serve |= {"spare": not options.no_spare, "keep_s": options.keep_s}
+        serve = {"max_restarts": options.repeats + 1, "restart_wait_s": 0.0}
+        serve |= {"warm_standby": not options.no_spare, "keep_s": options.keep_s}
         yaml.safe_dump({"serve": serve}, limits)
         limits.flush()
         with running_server(
@@ -246,7 +247,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rank", type=int, default=0, help="which of them is killed (default 0, the head)")
     made.add_argument("--repeats", type=int, default=3, help="kills (default 3)")
     made.add_argument("--rest", type=float, default=25.0, help="seconds of video before each kill (default 25)")
-    made.add_argument("--no-spare", action="store_true", help="without a spare engine (serve.spare: false)")
+    made.add_argument("--no-spare", action="store_true", help="without a spare engine (serve.warm_standby: false)")
     made.add_argument("--keep-s", type=float, metavar="N", help="keep what plays every N seconds (serve.keep_s)")
     made.add_argument("--viewers", type=int, default=3, help="viewers who watch (default 3)")
     made.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write")

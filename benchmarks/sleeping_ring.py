@@ -50,7 +50,7 @@ class Plan:
     forward_s: float = 0.2
     rounds: int = 3
     warm_up: int = 1
-    kv_context: str = "matched"
+    kv_context: str = "same_step"
 
     @property
     def sessions(self) -> int:

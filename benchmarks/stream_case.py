@@ -12,7 +12,7 @@ from streamdiff.config import ModelConfig
 
 PROMPT = "a red circle moving right over a meadow"
 WAN_SIZES = ("832x480", "512x512")
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from benchmarks.stream_case import PRESETS, Amount, Case
 from streamdiff.config import ModelConfig
 from streamdiff.config_file import load
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue.entries import is_random
+from streamdiff.models.catalogue import is_random
 
 QUICK = Amount(openings=2, chunks=12, margin=1, prompts=2, rounds=2)
 """With CUDA graphs the engine runs ahead of the device for five chunks: fewer would count the filling of its queue."""
@@ -35,13 +35,13 @@ def add(made: argparse.ArgumentParser) -> None:
     lists.add_argument(
         "--steps", type=whole_numbers, metavar="N,N", help="denoise steps, as 4,2,1 (with --model: its own)"
     )
-    lists.add_argument("--kv-context", type=words, metavar="C,C", help="clean, staircase, matched")
+    lists.add_argument("--kv-context", type=words, metavar="C,C", help="clean, staircase, same_step")
     lists.add_argument("--size", type=words, metavar="WxH,WxH", help="of the picture, for Wan: 832x480, 512x512")
     lists.add_argument("--decoder", type=words, metavar="D,D", help="for Wan without a checkpoint: tiny, full")
     model = made.add_argument_group("model and machine, as in `streamdiff serve`")
     for field in (
         *("device", "dtype", "attention", "compile"),
-        *("weights", "vae", "text_encoder", "decode", "threads"),
+        *("weights", "vae", "text_encoder", "decode_rank", "threads"),
     ):
         about = ModelConfig.model_fields[field].description
         model.add_argument(f"--{field.replace('_', '-')}", dest=f"model.{field}", metavar="VALUE", help=about)

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.models.random_weights import RandomText
+from streamdiff.models.loader import RandomText
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.server.media.codecs import Format, available
-from streamdiff.server.media.encoder import PictureEncoder
+from streamdiff.server.media.encoder import VideoEncoder
 from streamdiff.video.pixel_format import size_of
 
 SESSION = 10**6
@@ -100,7 +100,7 @@ def turns(runtime: StreamingPipeline, rounds: int, device: torch.device) -> tupl
     ring.open(SESSION, text, seed=0, epoch=0, steps=info.steps, kv_context=info.kv_context)
     full = spec.window_chunks(info.kv_context)
     end_s = clock.monotonic_s() + _LIMIT_S
-    passes = 0 if info.kv_context == "matched" else rounds  # clean ones, which come after a chunk's latents
+    passes = 0 if info.kv_context == "same_step" else rounds  # clean ones, which come after a chunk's latents
 
     def enough() -> bool:
         return len(latents) >= rounds and len(times["clean"]) >= passes
@@ -155,7 +155,7 @@ def _encode(chunks: Sequence[Tensor], fps: float) -> tuple[str, list[float]]:
     """The best codec there is, and seconds of each chunk's pictures, one after the other; the first does not count."""
     codec = available()[0]
     height, width = size_of(chunks[0].shape[1:])
-    encoder = PictureEncoder(codec, Format(width, height, fps))
+    encoder = VideoEncoder(codec, Format(width, height, fps))
     times, pts = [], 0
     for chunk in (chunks[0], *chunks):
         begun_s = clock.monotonic_s()

@@ -78,7 +78,7 @@ def measure(case: Case, step: Any) -> dict[str, Any]:
     costs = estimate(sizes, found, kv_context=info.kv_context, max_rows=1, value_bytes=dtype.itemsize)
     floor_s = costs.embed_s[0] + sum(block[0] for block in costs.block_s) + costs.head_s[0]
     forward_s = median([value for name, values in times.items() if name.startswith("step ") for value in values])
-    forwards = info.steps + (info.kv_context != "matched")
+    forwards = info.steps + (info.kv_context != "same_step")
     return {
         "figures": {
             "floor_s": floor_s,

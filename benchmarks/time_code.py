@@ -102,11 +102,11 @@ def main() -> int:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("command")
-    parser.add_argument("--lead", type=float, default=PlaybackConfig().lead_s)
+    parser.add_argument("--max-ahead-s", type=float, default=PlaybackConfig().max_ahead_s)
     parser.add_argument("--fps", type=float, default=PlaybackConfig().fps)
     parser.add_argument("--max-viewers", type=int, default=ServeConfig().max_viewers)
     arguments = parser.parse_args()
-    playback = PlaybackConfig(lead_s=arguments.lead, fps=arguments.fps)
+    playback = PlaybackConfig(max_ahead_s=arguments.max_ahead_s, fps=arguments.fps)
     config = Config(
         serve=ServeConfig(port=0, open_browser=False, max_viewers=arguments.max_viewers, address_share=1.0),
         playback=playback,

@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="length of the file (default 10)")
     parser.add_argument("--kv-context", default="staircase", help="staircase (default): one stream fills the ring")
     parser.add_argument("--parallel", metavar="PxC", help="P stages that C ranks share each (default: a stage each)")
-    parser.add_argument("--decode", default="head", help="who decodes: head (default), last or own-rank")
+    parser.add_argument("--decode-rank", default="head", help="who decodes: head (default), last or dedicated")
     parser.add_argument("--steps", type=int, help="denoise steps per chunk (default: the model's own)")
     parser.add_argument("--compile", default="auto", help="on: every rank makes graphs first (auto: with CUDA)")
     parser.add_argument("--device", default="auto")
@@ -172,10 +172,10 @@ def main() -> int:
     logging.basicConfig(format="streamdiff: %(message)s")
     logging.getLogger("streamdiff").setLevel(logging.INFO)  # what the start chooses
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    stages = world - 1 if options.decode == "own-rank" else world
+    stages = world - 1 if options.decode_rank == "dedicated" else world
     model: dict[str, object] = {
         **({"parallel": options.parallel} if options.parallel else {"stages": stages}),
-        "decode": options.decode,
+        "decode_rank": options.decode_rank,
         "kv_context": options.kv_context,
         "steps": options.steps,
         "compile": options.compile,

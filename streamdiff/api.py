@@ -9,18 +9,20 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from itertools import count, islice
 from pathlib import Path
 from types import EllipsisType, TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.atomic_write import check_parent
 from streamdiff.config import PROMPT_POLICIES, ModelConfig
+from streamdiff.config_file import explain
+from streamdiff.config_file import load as load_config
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import (
     DEFAULT_STRENGTH,
@@ -44,11 +46,12 @@ from streamdiff.engine.messages import (
     SetSteps,
     Shown,
 )
-from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 from streamdiff.heavy_import import heavy_import
-from streamdiff.model_options import ModelOptions, model_config
 from streamdiff.video.picture import Image, fit_picture
+
+if TYPE_CHECKING:
+    from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 Frame = NDArray[np.uint8]
 """One picture: uint8 `[H, W, 3]`, RGB."""
@@ -70,7 +73,13 @@ class StreamSession:
     """
 
     def __init__(
-        self, pipeline: Pipeline, prompt: str | None, *, seed: int = 0, image: Image | None = None, fit: str = "cover"
+        self,
+        pipeline: StreamingPipeline,
+        prompt: str | None,
+        *,
+        seed: int = 0,
+        image: Image | None = None,
+        fit: str = "cover",
     ) -> None:
         """Take over `pipeline`, and close it at the end. With None nothing is made before `restart`. `image` and `fit`:
         see `streamdiff.open`.
@@ -329,7 +338,7 @@ class StreamSession:
             raise StreamdiffError(f"the stream failed and has ended: {self._failure}")
 
 
-def load(config: ModelConfig) -> Pipeline:
+def load(config: ModelConfig) -> StreamingPipeline:
     """The model, loaded and warm; what a `StreamSession` takes over."""
     with heavy_import():
         from streamdiff.pipeline.build import load_pipeline  # imports torch
@@ -337,8 +346,23 @@ def load(config: ModelConfig) -> Pipeline:
     return load_pipeline(config)
 
 
+def model_config(options: Mapping[str, object]) -> ModelConfig:
+    """The configuration of keyword arguments: settings of section `model`, where `model` is its `name`.
+
+    Raises:
+        ConfigError: a value out of range, or weights that do not tell whose they are.
+        TypeError: an option that there is not.
+    """
+    if unknown := set(options) - ({"model", *ModelConfig.model_fields} - {"name"}):
+        raise TypeError("; ".join(f"{each} {explain('extra_forbidden', ('model', each), None)}" for each in unknown))
+    names = {f"model.{'name' if option == 'model' else option}": option for option in options}
+    from streamdiff.models.resolve import completed
+
+    return completed(load_config(None, {key: options[name] for key, name in names.items()}, names).model)
+
+
 def open(
-    prompt: str, *, seed: int = 0, image: Image | None = None, fit: str = "cover", **options: Unpack[ModelOptions]
+    prompt: str, *, seed: int = 0, image: Image | None = None, fit: str = "cover", **options: Any
 ) -> StreamSession:
     """Load a model and open a stream that can be steered. Use it in a `with`, or call `close`.
 
@@ -348,7 +372,8 @@ def open(
             first chunk that is not begun: which one that is depends on how fast chunks are made and decoded.
         image: the picture that the stream begins with and goes on from: a file, its bytes, or an array.
         fit: how a picture of other proportions is fitted: `cover` (what is over is cut) or `contain` (black bars).
-        options: see `ModelOptions`.
+        options: what runs, and where: `model`, as --model of the command line, and the other settings of the section
+            `model` by their names (docs/settings.md): `weights`, `steps`, `device`, `stages`, ...
 
     Raises:
         ConfigError: an option that cannot be used, or an unknown model.
@@ -357,7 +382,7 @@ def open(
     return StreamSession(load(model_config(options)), prompt, seed=seed, image=image, fit=fit)
 
 
-def run_worker(**options: Unpack[ModelOptions]) -> None:
+def run_worker(**options: Any) -> None:
     """Work for rank 0 as one stage of its ring, until it closes the stream. For ranks 1 and up under torchrun.
 
     The options are those of `streamdiff.open`, and must be the same on all ranks. The process ends with exit code 1
@@ -373,9 +398,7 @@ def run_worker(**options: Unpack[ModelOptions]) -> None:
     worker_main.run_worker(config)
 
 
-def stream(
-    prompt: str, *, seed: int = 0, seconds: float | None = None, **options: Unpack[ModelOptions]
-) -> Iterator[Frame]:
+def stream(prompt: str, *, seed: int = 0, seconds: float | None = None, **options: Any) -> Iterator[Frame]:
     """Frames of a video of `prompt`, uint8 `[H, W, 3]`: `seconds` of it at the model's own rate, or without end.
 
     The model is loaded when the first frame is asked for, and freed when the iteration ends. The options and the errors

@@ -9,8 +9,8 @@ NOT_FINITE = "no numbers (NaN or infinite)"
 class StreamdiffError(Exception):
     """Base class: catch this to catch everything streamdiff raises on purpose.
 
-    `field` names the setting, field or file part that is wrong ("prompt", "model.steps", ...), `code` is a short word for
-    programs that act on it ("memory"); both are "" where there is none. The sentence is for people, and may change.
+    `field` names the setting, field or part of a file that is wrong ("prompt", "model.steps"), `code` is a short word
+    for programs that act on it ("memory"); both are "" where there is none. The sentence is for people, and may change.
     """
 
     def __init__(self, message: str = "", *, field: str = "", code: str = "") -> None:

@@ -199,6 +199,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None,
         patch.setenv("PIP_CACHE_DIR", os.environ.get("PIP_CACHE_DIR", f"{usual}/pip"))
         patch.setenv("HF_HOME", os.environ.get("HF_HOME", f"{usual}/huggingface"))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
 
 

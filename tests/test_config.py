@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.config import Config
-from streamdiff.config_file import describe, load
+from streamdiff.config import RENAMED, Config
+from streamdiff.config_file import load
 from streamdiff.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
@@ -61,13 +61,13 @@ def test_cpu_tiny_spells_out_the_defaults() -> None:
     ("text", "scale", "pictures"),
     [
         ("", 1, "auto"),
-        ("serve: {scale: 2}", 2, "rgb"),
+        ("serve: {upscale: 2}", 2, "rgb"),
     ],
 )
 def test_pictures_that_are_enlarged_come_as_rgb(write, text: str, scale: int, pictures: str) -> None:
     """And so a GPU hands out YUV420 where nothing is enlarged."""
     config = load(write(text))
-    assert (config.serve.scale, config.served_model().pictures) == (scale, pictures)
+    assert (config.serve.upscale, config.served_model().pictures) == (scale, pictures)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "model:\n  # all commented out\n"])
@@ -94,8 +94,8 @@ def test_values_of_the_file_and_overrides_over_them(write) -> None:
         ("playback: {fps: 500}", ["playback.fps", "500", "a number: 1 or more and at most 120"]),
         ("playback: {fps: '40'}", ["playback.fps", "'40'", "a number"]),
         ("playback: {fps: .nan}", ["playback.fps", "nan"]),
-        ("playback: {lead_s: 0}", ["playback.lead_s", "more than 0"]),
-        ("playback: 40", ["playback is 40", "a section with keys among fps, lead_s"]),
+        ("playback: {max_ahead_s: 0}", ["playback.max_ahead_s", "more than 0"]),
+        ("playback: 40", ["playback is 40", "a section with keys among fps, max_ahead_s"]),
         ("serve: {codec: av1}", ["serve.codec", "'av1'", "one of auto, h264, vp8"]),
         ("serve: {port: true}", ["serve.port", "true", "a whole number"]),
         ("serve: {bitrate: 1}", ["serve.bitrate", "100,000", "null"]),
@@ -125,6 +125,22 @@ def test_a_bad_file_is_refused_with_the_place_the_value_and_the_way_out(write, t
     assert len(message) - len(str(path)) < 400
 
 
+@pytest.mark.parametrize(("old", "new"), [names for names in RENAMED.items() if "." in names[0]])
+def test_an_old_name_is_refused_with_the_new_one(write, old: str, new: str) -> None:
+    section, name = old.split(".")
+    assert f"{old} is called {new} now" in refusal(write(f"{section}: {{{name}: 1}}"))
+    other, field = new.split(".")
+    assert field in dict(Config().model_dump())[other], "which there is"
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"), [("kv_context", "matched", "same_step"), ("decode_rank", "own-rank", "dedicated")]
+)
+def test_an_old_value_is_refused_with_the_new_one(write, key: str, old: str, new: str) -> None:
+    assert f"is {old!r}, which is called {new} now" in refusal(write(f"model: {{{key}: {old}}}"))
+    load(write(f"model: {{{key}: {new}}}"))
+
+
 def test_all_problems_are_told_at_once(write) -> None:
     message = refusal(write("serve: {prot: 1, codec: av1}\nsession: {seed: -1}"))
     assert len(message.splitlines()) == 3
@@ -141,11 +157,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "directory" in refusal(tmp_path)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00binary")
     assert "UTF-8" in refusal(tmp_path / "bytes.yaml")
-
-
-def test_the_description_is_a_file_that_gives_the_same(write) -> None:
-    config = load(None, {"playback.fps": 24.0, "serve.bitrate": 500_000})
-    assert load(write(describe(config))) == config
 
 
 values = st.recursive(

@@ -28,9 +28,8 @@ from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
+from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.model import Model
-from streamdiff.models.model_loader import ModelLoader
-from streamdiff.models.text_loader import load_text_encoder
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import build_pipeline
 from tests import fork_server
@@ -363,7 +362,7 @@ def test_a_longer_first_chunk_live_and_in_files(
     by_name, pictures = load_file(latents)["latents"], decoded(files, latents)
     assert by_name.shape[2] == 1
     assert live.shape == pictures.shape and np.abs(live.astype(int) - pictures.astype(int)).max() <= 1
-    assert main.main([*command, "--kv-context", "matched", "--first-chunk-frames", "2"]) == 0
+    assert main.main([*command, "--kv-context", "same_step", "--first-chunk-frames", "2"]) == 0
     assert torch.equal(load_file(latents)["latents"], by_name)
     for other in (["--first-chunk-frames", "1"], ["--kv-context", "clean"]):
         assert main.main([*command, *other]) == 0
@@ -434,8 +433,8 @@ def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
     picked: dict[str, Any] = {"model": "self-forcing", **files.options}
     streamdiff.open(PROMPT, **picked).close()
     assert "note" not in caplog.text
-    streamdiff.open(PROMPT, **picked, kv_context="matched").close()
-    told = "self-forcing was trained for clean; whether it keeps its quality with KV context matched is not known"
+    streamdiff.open(PROMPT, **picked, kv_context="same_step").close()
+    told = "self-forcing was trained for clean; whether it keeps its quality with KV context same_step is not known"
     assert told in caplog.text
 
 
@@ -576,7 +575,7 @@ def test_serve_takes_a_list_of_steps_and_a_chunk(tmp_path: Path, in_diffusers_la
     command = ["serve", "--model", "someone/Wan", "--steps", "1000,500", "--chunk-frames", "3"]
     config = main._at_native_rate(main._config(parser.parse(command)))
     assert (config.model.timesteps, config.model.steps, config.model.chunk_latents) == ((1000.0, 500.0), None, 3)
-    assert (config.playback.fps, config.serve.scale) == (16.0, 1)
+    assert (config.playback.fps, config.serve.upscale) == (16.0, 1)
     (tmp_path / "c.yaml").write_text("model: {name: someone/Wan, timesteps: [1000.0, 500.0], chunk_latents: 3}")
     assert main._config(parser.parse(["serve", "--config", str(tmp_path / "c.yaml")])).model == config.model
     served = main._at_native_rate(main._config(parser.parse(["serve", "--model", str(in_diffusers_layout)])))

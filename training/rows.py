@@ -84,8 +84,8 @@ def clean_rows(windows: Windows, chance: random.Random, generator: torch.Generat
 
 
 def anchored_rows(windows: Windows, chance: random.Random, generator: torch.Generator) -> Rows:
-    """Clean copies of chunks 0..3 and noisy copies of 0..4, all at one level, as at one step of `matched`. Anchors are
-    seen clean where a stream's are: the first chunk by all, every Nth from step S - k on by the chunk k later."""
+    """Clean copies of chunks 0..3 and noisy copies of 0..4, all at one level, as at one step of `same_step`. Anchors
+    are seen clean where a stream's are: the first chunk by all, every Nth from step S - k on by the chunk k later."""
     steps = 4 if chance.random() < 0.75 else 2
     step, every = chance.randrange(steps), chance.choice((None, 1, 2, 4))
     offset, sink = chance.randrange(every or 1), chance.random() < 0.5

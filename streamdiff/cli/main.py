@@ -118,12 +118,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     _check_settings(config, "image")
     _check_settings(config, "input")
     if config.session.input is not None:
-        from streamdiff.server.media.file_input import check_video
+        from streamdiff.server.media.video_input import check_video
 
         check_video(config.session.input)
     if config.session.snapshot is not None:
-        from streamdiff.engine.snapshot_header import read_saved_session
-        from streamdiff.server.sessions.session_files import read_snapshot
+        from streamdiff.server.sessions.keeper import read_snapshot
+        from streamdiff.snapshot_header import read_saved_session
 
         read_saved_session(read_snapshot(config.session.snapshot), config.session.snapshot)
     from streamdiff.server import main as server
@@ -140,14 +140,13 @@ def _check_settings(config: Config, file: Literal["input", "image"]) -> None:
 
 def _at_native_rate(config: Config) -> Config:
     """With the rate of a published model where none was asked for: faster is fast motion."""
-    from streamdiff.models import resolve
-    from streamdiff.models.catalogue import entries
+    from streamdiff.models import catalogue, resolve
 
     name = config.model.name
-    if "fps" in config.playback.model_fields_set or resolve.is_embedded(name) or entries.is_random(name):
+    if "fps" in config.playback.model_fields_set or resolve.is_embedded(name) or catalogue.is_random(name):
         return config
-    known = entries.entries()
-    entry = known.get(name, known[entries.USUAL])
+    known = catalogue.entries()
+    entry = known.get(name, known[catalogue.USUAL])
     playback = config.playback.model_copy(update={"fps": entry.native_fps})
     return config.model_copy(update={"playback": playback})
 
@@ -208,12 +207,11 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
         ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
         ("--resume", bool(arguments.resume), "it with --prompts instead of them"),
     ]
-    flags = {option.key: option.flag for option in options.GENERATE}
     for key, instead in (
         ("session.image", "--given-latents"),
         ("session.fit", "--given-latents"),
         ("session.strength", "--strength, with --video-latents"),
-        ("model.decode", "rank 0, which decodes there, or --seconds"),
+        ("model.decode_rank", "rank 0, which decodes there, or --seconds"),
         ("model.trace", "--seconds instead of them"),
         ("model.trace_chunks", "--seconds instead of them"),
     ):
@@ -221,7 +219,7 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
         settings: BaseModel = getattr(config, section)
         differs = getattr(settings, name) != type(settings).model_fields[name].default
         is_typed = getattr(arguments, key, None) is not None
-        given.append((flags[key] if is_typed else key, is_typed or differs, instead))
+        given.append((options.SETTINGS[key].flag if is_typed else key, is_typed or differs, instead))
     for what, is_given, instead in given:
         if is_given:
             raise ConfigError(f"{what} does not go with the options that say everything by chunks; use {instead}")
@@ -240,7 +238,7 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
                 f"model.{name} is {refused}, but options that say everything by chunks run the plain path; use {plain}"
             )
     # Rank 0 decodes what is finished, in turns with the ring.
-    config = config.model_copy(update={"model": config.model.model_copy(update={"decode": "head"})})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"decode_rank": "head"})})
     from streamdiff.commands import generate, reference, reference_ring
     from streamdiff.commands.reference_model import ReferenceJob
 
@@ -293,12 +291,12 @@ def _config(arguments: argparse.Namespace) -> Config:
     """The file given with --config, or the defaults, with the options laid over it."""
     from streamdiff.config_file import load
 
-    given = {option.key: getattr(arguments, option.key, None) for option in options.CONFIGURATION}
+    given = {key: getattr(arguments, key, None) for key in options.SETTINGS}
     overrides = {key: value for key, value in given.items() if value is not None}
     if isinstance(steps := overrides.get("model.steps"), tuple):
         del overrides["model.steps"]
         overrides["model.timesteps"] = steps
-    names = {option.key: option.flag for option in options.CONFIGURATION} | {"model.timesteps": "--steps"}
+    names = {key: option.flag for key, option in options.SETTINGS.items()} | {"model.timesteps": "--steps"}
     from streamdiff.models.resolve import completed
 
     config = load(arguments.config, overrides, names)
@@ -312,14 +310,14 @@ def _check_model(config: Config) -> None:
     Raises:
         ConfigError: something is missing, or there are more.
     """
-    from streamdiff.models.catalogue import entries
+    from streamdiff.models import catalogue
     from streamdiff.models.resolve import check_parts, is_embedded
 
     model = config.model
     check_parts(model)
     if model.stage_ranks == 1 or model.weights is not None:
         return
-    if is_embedded(model.name) or model.name in entries.entries():
+    if is_embedded(model.name) or model.name in catalogue.entries():
         from streamdiff.pipeline.planner.model_sizes import sizes_of
         from streamdiff.pipeline.planner.partition import check_ranks
 

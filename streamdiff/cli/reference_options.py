@@ -12,7 +12,7 @@ from pathlib import Path
 from streamdiff.cli.options import SWITCH, Option, parse_numbers
 
 EXAMPLES = """
-by numbers and files, to compare with another implementation (--help lists the options under "to the letter"):
+by numbers and files, to compare with another implementation (the options under "to the letter"):
   streamdiff generate --model wan.safetensors --prompt-embeds text.safetensors --noise noise.safetensors \\
       --steps 1000,937.5,833.33,625 --window 21 --chunks 7 --latents-out latents.safetensors
   streamdiff generate --chunks 8 --latents-out latents.safetensors --no-decode
@@ -39,7 +39,7 @@ x_t = (1 - sigma) x0 + sigma noise; the model predicts noise - x0. Chunks count 
 """
 
 # fmt: off
-OPTIONS = (
+_OPTIONS = (
     Option("--chunks", "N", "chunks to make, instead of --seconds", int),
     Option("--latents-out", "FILE", "write the latents", Path),
     Option("--prompt-embeds", "FILE", "the prompt's embeddings, instead of --prompt", Path),
@@ -52,7 +52,7 @@ OPTIONS = (
            "latent frame, instead of those of --steps and --strength; see below", Path),
     Option("--given-latents", "FILE", "finished latents of the stream's first chunks, which it goes on from; they "
            "count in --chunks and come out again. Where finished chunks have a pass of their own (--kv-context clean, "
-           "staircase) they get that alone, at timestep 0 without noise; in matched every step sees them at its own "
+           "staircase) they get that alone, at timestep 0 without noise; in same_step every step sees them at its own "
            "noise level", Path),
     Option("--container", "NAME", "which tensors of --weights: generator, generator_ema, ... (default: the usual)"),
     Option("--model-config", "FILE", "config.json of diffusers, for what shapes cannot tell (the number of heads)",
@@ -79,7 +79,7 @@ OPTIONS = (
            "has 3)", int),
     Option("--adaptive-sink", "THRESHOLD", "a chunk takes the place of the sink chunk that it is least like, if their "
            "keys and values are less alike than this (cosine, -1 to 1; StreamDiffusionV2 has 0.2; -1: never): with "
-           "--kv-context matched and --rope absolute instead of a place in the window, as published, else beside it",
+           "--kv-context same_step and --rope absolute instead of a place in the window, as published, else beside it",
            float),
     Option("--averaged-sink", "KEEP", "a chunk that leaves the window is folded into the sink, of which this share "
            "stays (0 to 1; Reward-Forcing has 0.999; 1: the sink stays as it is); the sink is then one chunk", float),
@@ -107,6 +107,7 @@ OPTIONS = (
            "may be given several times", action="append"),
 )
 # fmt: on
+OPTIONS = tuple(option._replace(group="to the letter (see the end)", rare=True) for option in _OPTIONS)
 
 
 def is_requested(arguments: argparse.Namespace) -> bool:

@@ -60,10 +60,10 @@ def with_best(
             f"{config.model.name} does not fit on {found.machine}, however they are used; streamdiff plan --gpu "
             f"{gpu.name} --model {config.model.name} says which options make it fit"
         )
-    decode = "" if _decides(config.model, "decode") else f" --decode {best.decode}"
+    decode = "" if _decides(config.model, "decode_rank") else f" --decode-rank {best.decode}"
     why = plan_parallel.reason(best, best.crowd if goal == "many" else best.alone, found)
     print(f"streamdiff: --parallel {best.parallel}{decode}: {why}", file=sys.stderr)
-    chosen = {**config.model.model_dump(exclude_unset=True), "parallel": best.parallel, "decode": best.decode}
+    chosen = {**config.model.model_dump(exclude_unset=True), "parallel": best.parallel, "decode_rank": best.decode}
     return config.model_copy(update={"model": ModelConfig.model_validate(chosen)})
 
 
@@ -110,6 +110,6 @@ def _job(config: Config, gpu: Gpu, count: int) -> PlanJob:
         gpu=gpu.name,
         gpus=count,
         max_rows=1 if config.batching.mode == "off" else config.batching.most_rows,
-        decode=model.decode if _decides(model, "decode") else "auto",
+        decode=model.decode_rank if _decides(model, "decode_rank") else "auto",
         dtype=None if model.dtype == "auto" else model.dtype,
     )

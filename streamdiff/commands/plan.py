@@ -181,7 +181,7 @@ def _check(job: PlanJob) -> None:
             raise ConfigError(f"{name} is {time_s:g}, but must be seconds of 0 or more")
     places = ("auto", *PLACES)
     if job.decode not in places:
-        raise ConfigError(f"--decode is {job.decode!r}, but must be one of {', '.join(places)}")
+        raise ConfigError(f"--decode-rank is {job.decode!r}, but must be one of {', '.join(places)}")
     if job.dtype not in DTYPES:
         raise ConfigError(f"--dtype is {job.dtype!r}, but must be one of {', '.join(DTYPES)}")
     if job.stage_times is not None and job.profile is not None:
@@ -320,7 +320,7 @@ def as_text(outcome: Outcome) -> list[str]:
 _PLACE_TEXT = {
     "head": "on the head, rank 0",
     "last": "on the last rank",
-    "own-rank": "on a rank of its own",
+    "dedicated": "on a rank of its own",
     "own-stream": "beside the head's stage on a stream of its own, taken to cost that stage nothing",
 }
 

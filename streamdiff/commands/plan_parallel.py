@@ -101,7 +101,7 @@ def _in_words(case: Case | None, expected: Expected | None, found: Comparison) -
     if case is None or expected is None:
         return f"none fits; streamdiff plan --gpu {found.machine.gpu.name} says what would"
     place = {
-        "own-rank": "decoding on one more GPU",
+        "dedicated": "decoding on one more GPU",
         "last": "decoding on the last stage",
     }
     where = place.get(case.decode, "decoding on the first rank")

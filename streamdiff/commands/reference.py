@@ -26,14 +26,13 @@ from streamdiff.commands.reference_ring import head_of_ranks
 from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, check_together, run_reference
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.errors import ConfigError
+from streamdiff.models import tensor_file
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.checkpoint import tensor_file
-from streamdiff.models.checkpoint.first_steps import read_first_steps
-from streamdiff.models.checkpoint.safetensors_header import parse_header
-from streamdiff.models.checkpoint.tensor_contract import NORMALISED, read_motion
+from streamdiff.models.headers import NORMALISED, parse_header, read_motion
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
+from streamdiff.models.tensor_file import read_first_steps
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.init_latents import levels_of
 from streamdiff.pipeline.runner.sampler import StepLevels
@@ -127,8 +126,8 @@ def _check(job: ReferenceJob) -> None:
     if job.video_latents is None and (job.strength is not None or job.motion_noise):
         raise ConfigError("--strength and --motion-noise say how input is mixed with noise; give it as --video-latents")
     for option, is_given in (("--context-alone", job.context_alone), ("--context-pictures", job.context_pictures)):
-        if is_given and job.model.kv_context == "matched":
-            raise ConfigError(f"{option} is about the clean pass, which KV context matched does not have")
+        if is_given and job.model.kv_context == "same_step":
+            raise ConfigError(f"{option} is about the clean pass, which KV context same_step does not have")
     if job.prompt_mix is not None and not job.prompt_switch:
         raise ConfigError("--prompt-mix says over how many chunks a --prompt-switch comes; there is none")
     if job.chunks < 1:

@@ -35,7 +35,7 @@ def head_of_ranks(found: Found) -> Iterator[tuple[Model, RingExecutor, Callable[
     progress = start_progress(context, config)
     model = found.load(_blocks(found, 0))
     ring = topology.connect_head(model, StageTopology.of(config, 0, found.device), found.device, progress.enter)
-    group = WorkerGroup(context, ring, config.hang_s)
+    group = WorkerGroup(context, ring, config.watchdog_s)
     progress.finish()
     group.start(lambda: None)
     try:
@@ -58,7 +58,7 @@ def follow(job: ReferenceJob) -> None:
     rank_topology = StageTopology.of(config, context.rank, found.device)
     worker = topology.stage_worker(model, rank_topology, found.device, progress.enter)
     progress.finish()
-    work([worker], context, config.hang_s, found.device)
+    work([worker], context, config.watchdog_s, found.device)
 
 
 def _join(found: Found) -> rendezvous.RankContext:

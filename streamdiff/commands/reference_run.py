@@ -56,8 +56,8 @@ class ReferenceRun:
     `[n, F]` says it by latent frame instead. `levels` go before the schedule's for the steps that they have.
 
     `given_latents` `[n, C, F, h, w]` are finished latents of the first n chunks, which the stream goes on from: with a
-    clean pass they get that alone, at timestep 0 and without noise (Self-Forcing's `initial_latent`); in `matched` each
-    step sees them at its own noise level.
+    clean pass they get that alone, at timestep 0 and without noise (Self-Forcing's `initial_latent`); in `same_step`
+    each step sees them at its own noise level.
 
     Raises:
         ConfigError: a switch that is out of order, outside the stream or among the chunks that are given; one that

@@ -5,9 +5,7 @@ The same checks run where they come in, before anything is queued, and in the en
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,12 +14,15 @@ from numpy.typing import NDArray
 
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Data, Open
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, Header, parse_data, parse_file
-from streamdiff.models.checkpoint.tensor_contract import (
+from streamdiff.models.headers import (
+    LENGTH_BYTES,
     RAW,
     FileSpec,
-    check,
+    TensorHeader,
+    check_contract,
     image_latents_contract,
+    parse_data,
+    parse_file,
     prompt_embeds_contract,
     read_motion,
     video_latents_contract,
@@ -55,11 +56,6 @@ class Features:
     def names(self) -> tuple[str, ...]:
         """Those that are given."""
         return tuple(name for name in NAMES if getattr(self, name) is not None)
-
-    @cached_property
-    def encoded(self) -> dict[str, str]:
-        """Those that are given, as base64, by name: made once, as they may be large and a session is kept often."""
-        return {name: base64.b64encode(getattr(self, name)).decode("ascii") for name in self.names}
 
     def without(self, name: str) -> Features:
         """The others."""
@@ -157,8 +153,8 @@ def _check_header_size(name: str, length: int, file_bytes: int) -> None:
         raise ConfigError(f"{name}: expected a header of at most {_MAX_HEADER_BYTES:,} bytes, got {length:,}")
 
 
-def _check(name: str, header: Header, wanted: FileSpec) -> None:
-    check(wanted, header)
+def _check(name: str, header: TensorHeader, wanted: FileSpec) -> None:
+    check_contract(wanted, header)
     if name == "prompt_embeds":
         return
     if header.metadata.items() >= RAW.items():
@@ -170,7 +166,7 @@ def _check(name: str, header: Header, wanted: FileSpec) -> None:
         read_motion(header)
 
 
-def _decoded(name: str, data: Data, info: ModelInfo) -> tuple[Floats, Header]:
+def _decoded(name: str, data: Data, info: ModelInfo) -> tuple[Floats, TensorHeader]:
     """The only tensor of a file, and its header."""
     try:
         wanted = contract(name, info)

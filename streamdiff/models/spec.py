@@ -1,13 +1,19 @@
-"""`ModelSpec`: the facts about a model that everything plans with, and its attention windows."""
+"""`ModelSpec`: the facts about a model that everything plans with, and its attention windows; and what the engine
+asks of a text encoder. Needs no torch.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.sampling import Schedule, embedded_schedule
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PICTURE_UNIT = 16
 """Pixels of a patch each way: of two latent pixels, each of eight pixels, in every Wan2.1 model."""
@@ -100,7 +106,7 @@ class ModelSpec:
         it takes in goes there instead of into the window, and keeps its position. Elsewhere a chunk is in both: it is
         copied over a sink chunk, which has the position of the one before, once it is finished or done with its
         step."""
-        return self.adaptive_sink is not None and self.rope == "absolute" and kv_context == "matched"
+        return self.adaptive_sink is not None and self.rope == "absolute" and kv_context == "same_step"
 
     @property
     def repeats(self) -> bool:
@@ -153,12 +159,12 @@ def check_spec(spec: ModelSpec) -> None:
     """Raises ConfigError unless window, sink, what is done with the sink, positions and the noise of the clean pass go
     together."""
     chunk = spec.chunk_latents
-    if spec.first_chunks * chunk > min(map(spec.window, ("clean", "matched"))):
+    if spec.first_chunks * chunk > min(map(spec.window, ("clean", "same_step"))):
         raise ConfigError(
             f"--window is {spec.window_latents} latent frames; it must hold the first chunk, which has "
             f"{spec.first_chunks * chunk}"
         )
-    if not 0 <= spec.sink_latents <= min(map(spec.window, ("clean", "matched"))) - chunk:
+    if not 0 <= spec.sink_latents <= min(map(spec.window, ("clean", "same_step"))) - chunk:
         raise ConfigError(
             f"--sink is {spec.sink_latents} and --window {spec.window_latents} latent frames; the window counts the "
             f"sink, which is at least 0, and must leave room for the chunk itself, {chunk} latent frames"
@@ -184,9 +190,9 @@ def _check_sink(spec: ModelSpec) -> None:
             f"--adaptive-sink puts chunks in the place of others, so --sink, which is {sink}, must be a multiple of "
             f"the chunk's {chunk} latent frames"
         )
-    if spec.adaptive_ring("matched") and spec.window("matched") % chunk:
+    if spec.adaptive_ring("same_step") and spec.window("same_step") % chunk:
         raise ConfigError(
-            f"--adaptive-sink with --rope absolute needs a --window of whole chunks; it is {spec.window('matched')} "
+            f"--adaptive-sink with --rope absolute needs a --window of whole chunks; it is {spec.window('same_step')} "
             f"latent frames, and a chunk has {chunk}"
         )
     if averaged is not None and not (0 <= averaged <= 1 and sink == chunk):
@@ -206,3 +212,28 @@ def parse_size(text: str) -> tuple[int, int]:
     if match is None or any(int(side) % unit or int(side) < unit for side in match.groups()):
         raise ConfigError(f"--size is {text!r}; it must be WIDTHxHEIGHT, multiples of {unit}, such as 832x480")
     return int(match[1]), int(match[2])
+
+
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """How a model understood a prompt: `text` is what it is given, `notice` a remark for the user (or empty)."""
+
+    text: str
+    notice: str = ""
+
+
+class TextEncoder(Protocol):
+    """Prompt to conditioning. `slow` says that `encode` may take longer than a frame is shown: it is then called on a
+    thread of its own, while streams go on and `read` is called on theirs. `suggestions`: groups of short prompts that
+    change one thing each and leave the rest as it is; empty where `read` fills nothing in."""
+
+    examples: tuple[str, ...] = ()
+    suggestions: tuple[tuple[str, ...], ...] = ()
+    vocabulary: str = ""
+    slow: bool = False
+
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
+        """Understand a prompt; `previous` is the text in force, which fills what the new prompt leaves open."""
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings `[T, text_dim]` of a text that `read` returned; T is the model's fixed text length."""

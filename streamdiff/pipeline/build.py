@@ -51,13 +51,13 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
         ring = topology.connect_head(model, rank_topology, device, progress.enter)
         progress.enter("graphs")
         if decoder is None:
-            links = topology.decode_links(model.spec, 0, config.decode_rank, device, plan.pixel_format)
+            links = topology.decode_links(model.spec, 0, config.decode_rank_number, device, plan.pixel_format)
     ring.stage.swaps = loaded.swaps
     rank_loader.compile_stage(plan, ring.stage, memory, progress)
     rank_loader.compile_decoder(plan, decoder, DECODE_THREADS)
     workers, memories = None, [memory]
     if context is not None:
-        workers = WorkerGroup(context, ring, config.hang_s, links)
+        workers = WorkerGroup(context, ring, config.watchdog_s, links)
         memories = context.receive_memories()
         progress.finish()
     if batching.max_rows > 1:
@@ -67,14 +67,14 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
     preallocated = plan.preallocated if device.type == "cuda" and config.shares == 1 else None  # shared: no pool
     budget = KVCacheBudget(plan.sizes, memories, blocks, model.denoiser.dtype.itemsize, preallocated, config.shares)
     pipeline = StreamingPipeline(
-        model, device, config.steps, config.kv_context, workers, budget, ring, plan.decode_latents, config.hang_s,
+        model, device, config.steps, config.kv_context, workers, budget, ring, plan.decode_latents, config.watchdog_s,
         plan.models.picture_encoder(model.spec),
     )  # fmt: skip
     try:
         _warm_up(pipeline, config)
     except EngineFailure as error:
         raise EngineFailure(f"in the start's phase warm-up: {error}") from error
-    pipeline.occupancy()  # counts from here
+    pipeline.figures.occupancy()  # counts from here
     return pipeline
 
 
@@ -106,12 +106,12 @@ def _warm_up(pipeline: StreamingPipeline, config: ModelConfig) -> None:
     pipeline.open(0, conditioning, seed=0, epoch=0, steps=steps, kv_context=kv_context)
     for number in range(before + _MEASURED_CHUNKS):
         if number == before:
-            pipeline.measure_from_here()
+            pipeline.figures.measure_from_here()
         left = spec.first_chunks if number == 0 else 1
         pipeline.set_frame_credit(0, max(in_flight, left) * pipeline.info.chunk_frames)
         while left > 0:
             left -= sum(frames.last for frames in pipeline.step(wait_s=1.0))
-    pipeline.measure_to_here()
+    pipeline.figures.measure_to_here()
     pipeline.close_session(0)
     while pipeline.ring.has_work:  # newcomers of a staircase are still in it
         pipeline.step(wait_s=1.0)

@@ -16,11 +16,10 @@ import torch
 
 from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.errors import ConfigError
-from streamdiff.models import defaults
-from streamdiff.models.model_loader import Kernels, ModelLoader
+from streamdiff.models import resolve
+from streamdiff.models.loader import Kernels, ModelLoader, expected_bytes
 from streamdiff.models.spec import ModelSpec
-from streamdiff.models.text_loader import expected_bytes
-from streamdiff.models.transformer import attention_trial, quantization
+from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.pipeline import balance
 from streamdiff.pipeline.distributed import rendezvous
@@ -106,7 +105,7 @@ class LoadPlan:
             # A server has it in its configuration, its other ranks leave it out where it is off.
             "model.batching": str(self.batching),
             "model.steps": str(self.steps),
-            "model.pictures": self.pixel_format if self.config.decode_rank else "rgb",
+            "model.pictures": self.pixel_format if self.config.decode_rank_number else "rgb",
         }
 
     def join(self) -> rendezvous.RankContext | None:
@@ -135,7 +134,7 @@ class LoadPlan:
             self.sizes,
             storage,
             runs,
-            config.decode,
+            config.decode_rank,
             Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
             models.model.autoencoder,
             config.vae,
@@ -192,7 +191,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     """
     models = ModelLoader(config, device)
     spec = models.live_spec()
-    settled = defaults.settle(config, device.type, spec.steps, lambda: compile_fault(device))
+    settled = resolve.settle(config, device.type, spec.steps, lambda: compile_fault(device))
     choices = tuple(map(str, settled.choices))
     if (facts := models.folder_facts) is not None:
         sizes = folder_sizes(facts, spec)
@@ -257,7 +256,7 @@ def check_world(config: ModelConfig) -> None:
     raise ConfigError(f"{wanted}, but torchrun started {world} ranks; start {ranks}, or change the configuration")
 
 
-SWAP = {"host_memory_gb", "state_dir", "keep_s", "spare"}
+SWAP = {"host_memory_gb", "state_dir", "keep_s", "warm_standby"}
 
 
 def rank_facts(config: ModelConfig, models: ModelLoader) -> dict[str, str]:
@@ -273,22 +272,22 @@ def rank_facts(config: ModelConfig, models: ModelLoader) -> dict[str, str]:
 
 def try_kernels(
     config: ModelConfig, sizes: ModelSizes, device: torch.device, dtype: torch.dtype
-) -> tuple[Kernels, tuple[defaults.Choice, ...]]:
+) -> tuple[Kernels, tuple[resolve.Choice, ...]]:
     """What the transformer computes with, and what was found where `config` leaves that to a trial on the device, at
     the model's sizes and with a full window. Takes seconds then."""
-    kernels, choices = Kernels(config.attention, config.quantize), list[defaults.Choice]()
+    kernels, choices = Kernels(config.attention, config.quantize), list[resolve.Choice]()
     if kernels.attention == "auto":
         window = sizes.tokens // sizes.spec.chunk_latents * sizes.spec.window(config.kv_context)
         shape = AttentionShape(sizes.heads, sizes.head_dim, sizes.tokens, window)
-        trial = attention_trial.try_attention(shape, device, dtype)
-        choices.append(defaults.Choice("attention", trial.fastest, trial.reason))
+        trial = attention_backend.try_attention(shape, device, dtype)
+        choices.append(resolve.Choice("attention", trial.fastest, trial.reason))
         kernels = kernels._replace(attention=trial.fastest)
     if kernels.quantize == "auto":
         width, ffn = sizes.width, sizes.ffn_dim
         matrices = {(width, width): 6, (ffn, width): 1, (width, ffn): 1}  # text's are used once per prompt
         compiled = one_graph if config.compile == "on" else None
         quantize, reason = quantization.try_fp8(matrices, sizes.tokens, device, dtype, compiled)
-        choices.append(defaults.Choice("quantize", quantize, reason))
+        choices.append(resolve.Choice("quantize", quantize, reason))
         kernels = kernels._replace(quantize=quantize)
     if choices and device.type == "cuda":
         torch.cuda.empty_cache()  # what is free is counted later

@@ -10,8 +10,8 @@ import torch
 from streamdiff.device import bind
 from streamdiff.models.autoencoder.autoencoder import FirstFrameReencoder, load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, rgb24, yuv420p
+from streamdiff.models.loader import awaited_bytes, load_text_encoder
 from streamdiff.models.model import Model, StageModel
-from streamdiff.models.text_loader import awaited_bytes, load_text_encoder
 from streamdiff.pipeline import balance
 from streamdiff.pipeline.distributed.rendezvous import RankContext, StartProgress
 from streamdiff.pipeline.load_plan import LoadPlan, RankPlan
@@ -49,7 +49,7 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
         # After a trial torch would free what it keeps, and so wait for all that the device does, live streams included.
         getattr(torch._C, "_cudnn_set_conv_benchmark_empty_cache", bool)(False)  # a build without CUDA has none
     model, runs = None, plan.runs
-    decoder = _load_decoder(plan) if plan.rank == config.decode_rank else None
+    decoder = _load_decoder(plan) if plan.rank == config.decode_rank_number else None
     text = reencoder = None
     if plan.kernels is not None:
         model, runs = _load_stage(plan, decoder, context)

@@ -29,13 +29,13 @@ class WorkerGroup:
         self,
         context: RankContext,
         ring: RingExecutor,
-        hang_s: float,
+        watchdog_s: float,
         decode_links: tuple[Sender, Receiver] | None = None,
     ) -> None:
         """`decode_links` lead to the rank that decodes and back; None: this one does."""
         self.context, self.ring, self._decode_links = context, ring, decode_links
         ring.stage.exchange = StoreExchange(context.store)
-        self._watch = HealthMonitor(context, [ring.worker], self._on_fault, hang_s)
+        self._watch = HealthMonitor(context, [ring.worker], self._on_fault, watchdog_s)
         self._wake: Callable[[], None] = lambda: None
         self._fault: str | None = None
         self._since: list[Heartbeat] = []

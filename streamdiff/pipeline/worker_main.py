@@ -71,7 +71,7 @@ def run_worker(config: ModelConfig) -> None:
         given = decoder, links[1], links[0], device, plan.decode_latents, timer, exchange, loaded.swaps
         workers.append(DecodeWorker(*given))
     progress.finish()
-    work(workers, context, config.hang_s, device)
+    work(workers, context, config.watchdog_s, device)
     loaded.swaps.close()
 
 
@@ -82,13 +82,13 @@ def start_progress(context: RankContext, config: ModelConfig) -> StartProgress:
     )
 
 
-def work(workers: Sequence[RankLoop], context: RankContext, hang_s: float, device: torch.device) -> None:
+def work(workers: Sequence[RankLoop], context: RankContext, watchdog_s: float, device: torch.device) -> None:
     """Run the loops of this rank to their end, each but the first on a thread of its own. Mutates: the process's signal
     handlers."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_later)
     atexit.register(exit_now)
-    monitor = HealthMonitor(context, workers, lambda fault: exit_now(f"rank {context.rank} ends: {fault}"), hang_s)
+    monitor = HealthMonitor(context, workers, lambda fault: exit_now(f"rank {context.rank} ends: {fault}"), watchdog_s)
     monitor.start()
     others = [
         threading.Thread(target=_run_on_thread, args=(worker, monitor, context, device), daemon=True)

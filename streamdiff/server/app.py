@@ -24,10 +24,10 @@ from streamdiff.server.auth import read_tokens
 from streamdiff.server.media import codecs as known_codecs
 from streamdiff.server.media.codecs import Format
 from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
-from streamdiff.server.outputs import target
-from streamdiff.server.problem import Problem, respond, route_path
-from streamdiff.server.routes import control, health, outputs, sessions, snapshots, videos, whep, whip
-from streamdiff.server.sessions.keeper import SessionKeeper, find_sessions, open_folders
+from streamdiff.server.outputs.output import parse_targets, read_targets
+from streamdiff.server.problem import OPENAI, OPENAI_DOCUMENT, PROBLEM_TYPE, Problem, respond, route_path
+from streamdiff.server.routes import control, health, sessions, snapshots, videos, webrtc
+from streamdiff.server.sessions.keeper import Keeper, find_sessions, open_folders
 from streamdiff.server.sessions.manager import EngineConnection
 from streamdiff.version import __version__
 
@@ -42,9 +42,13 @@ class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The API's description, without the 422 that FastAPI adds where an operation has parameters: all are text."""
         described = super().openapi()
-        for operation in (operation for path in described["paths"].values() for operation in path.values()):
-            if operation["responses"].get("422", {}).get("description") == "Validation Error":
-                del operation["responses"]["422"]
+        for path, operations in described["paths"].items():
+            for responses in (operation["responses"] for operation in operations.values()):
+                if responses.get("422", {}).get("description") == "Validation Error":
+                    del responses["422"]
+                for response in responses.values():
+                    if path.startswith(OPENAI) and PROBLEM_TYPE in response.get("content", {}):
+                        response["content"] = OPENAI_DOCUMENT
         return described
 
 
@@ -52,7 +56,7 @@ def create_app(config: Config) -> FastAPI:
     """The application. It answers that the model is loading until an engine is attached (`attach_engine`)."""
     app = _App(title="streamdiff", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
     app.state.app_state, app.state.loading = None, LoadingStatus()
-    routers = [module.router for module in (whep, whip, sessions, snapshots, outputs, control, health, videos)]
+    routers = [module.router for module in (webrtc, sessions, snapshots, control, health, videos)]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
     routers.append(_heads([route for router in routers for route in router.routes]))
@@ -85,11 +89,11 @@ async def attach_engine(
     """
     codecs, encoder = known_codecs.choose(config.serve.codec, config.serve.encoder)
     config = config.model_copy(update={"serve": config.serve.model_copy(update={"encoder": encoder})})
-    Format(ready.width, ready.height, config.playback.fps, config.serve.scale, config.serve.bitrate)  # or its error
-    targets = target.parse_all([*config.serve.outputs, *target.read_file(config.serve.outputs_file)])
+    Format(ready.width, ready.height, config.playback.fps, config.serve.upscale, config.serve.bitrate)  # or its error
+    targets = parse_targets([*config.serve.outputs, *read_targets(config.serve.outputs_file)])
     with open_folders(config.serve) as folders:
         found = await asyncio.to_thread(find_sessions, folders)
-        keeper = SessionKeeper(config.serve, folders)
+        keeper = Keeper(config.serve, folders)
         state = AppState(config, connection, ready, codecs, read_tokens(config.serve), targets, keeper, found)
         await state.manager.start()
         if state.jobs is not None:

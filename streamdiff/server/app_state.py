@@ -14,24 +14,21 @@ from starlette.requests import HTTPConnection
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
-from streamdiff.server.auth import Role, Tokens, role_of
+from streamdiff.server.auth import Role, Tokens, read_snapshot_key, role_of
 from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.media.codecs import Codec
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.outputs.output import Output
-from streamdiff.server.outputs.session_outputs import AllowedTargets, SessionOutputs
-from streamdiff.server.outputs.target import Target
+from streamdiff.server.outputs.output import AddedOutputs, AllowedTargets, Output, Target
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.engine_status import EngineStatus
-from streamdiff.server.sessions.keeper import SessionKeeper
+from streamdiff.server.sessions.keeper import Keeper, SavedFile
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, SessionManager
-from streamdiff.server.sessions.session_files import FoundSession
 from streamdiff.server.sessions.session_input import FileFeed
 from streamdiff.server.webrtc.feeders import Feeders
-from streamdiff.server.webrtc.ice_servers import IceServers
+from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.viewers import Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
@@ -52,8 +49,8 @@ class AppState:
         codecs: tuple[Codec, ...],
         tokens: Tokens,
         targets: Sequence[Target],
-        keeper: SessionKeeper,
-        found: Sequence[FoundSession],
+        keeper: Keeper,
+        found: Sequence[SavedFile],
     ) -> None:
         """`keeper` and `found`: see `SessionManager`."""
         self.config = config
@@ -70,9 +67,10 @@ class AppState:
         self.feeders = Feeders(slots, self.ice_servers, self.manager.end)
         self.file_feed: FileFeed | None = None
         allowed = AllowedTargets(serve.output_targets)
-        self.session_outputs = SessionOutputs(allowed, self.metrics, self.ice_servers)
+        self.session_outputs = AddedOutputs(allowed, self.metrics, self.ice_servers)
         self.snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
         """Files of sessions that are being taken or sent, which lie in memory meanwhile."""
+        self.snapshot_key = read_snapshot_key(serve)
         self.manager.on_end = self._session_ends
         self.started_s = int(clock.wall_s())
         self.jobs: JobRunner | None = None

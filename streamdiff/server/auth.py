@@ -6,15 +6,21 @@ log. A session that was opened over the API has two of its own, shown once to wh
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import logging
+import os
 import re
 import secrets
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+from streamdiff.atomic_write import open_private, temporary_sibling
 from streamdiff.config import ServeConfig
 from streamdiff.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 MIN_TOKEN_CHARACTERS, MAX_TOKEN_CHARACTERS = 16, 512
 _NO_TOKEN_CHARACTER = re.compile(r"[^!#$%&'*+.^_`|~0-9A-Za-z-]")
@@ -59,13 +65,52 @@ def read_tokens(config: ServeConfig) -> Tokens:
             or one to watch without one to steer.
     """
     if config.view_token_file is not None and config.control_token_file is None:
-        raise ConfigError(
-            "serve.view_token_file is set, but serve.control_token_file is not: who may watch could steer. Set both."
-        )
+        why = "serve.view_token_file is set, but serve.control_token_file is not: who may watch could steer. Set both."
+        raise ConfigError(why, field="serve.view_token_file")
     return Tokens(
         _read(config.view_token_file, "serve.view_token_file"),
         _read(config.control_token_file, "serve.control_token_file"),
     )
+
+
+def read_snapshot_key(config: ServeConfig) -> bytes:
+    """The key that saved sessions are signed with; made, readable by its user only, where the file is not there. Where
+    the user's state folder cannot be written to, as in a container, one that holds until the process ends.
+
+    Raises:
+        ConfigError: serve.snapshot_key_file cannot be read or made, or has a key of another length.
+    """
+    given = config.snapshot_key_file
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    path = state / "streamdiff" / "snapshot.key" if given is None else Path(given).expanduser()
+    try:
+        if not path.exists():
+            _make_snapshot_key(path, parents=given is None)
+        key = path.read_bytes().strip()
+    except OSError as error:
+        if given is None:
+            logger.info("Saved sessions are signed with a key of this process: %s: %s", path, error.strerror)
+            return secrets.token_bytes(32)
+        why = f"serve.snapshot_key_file: {path} cannot be read or made: {error.strerror or error}"
+        raise ConfigError(why, field="serve.snapshot_key_file") from error
+    if not MIN_TOKEN_CHARACTERS <= len(key) <= MAX_TOKEN_CHARACTERS:
+        raise ConfigError(
+            f"serve.snapshot_key_file: the key in {path} has {len(key)} bytes; it must have {MIN_TOKEN_CHARACTERS} to "
+            f"{MAX_TOKEN_CHARACTERS}. Make one with: openssl rand -hex 32",
+            field="serve.snapshot_key_file",
+        )
+    return key
+
+
+def _make_snapshot_key(path: Path, parents: bool) -> None:
+    """Of servers that start at once on one path, all use the first one's. Raises OSError."""
+    if parents:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with temporary_sibling(path) as temporary:
+        with open_private(temporary) as file:
+            file.write(secrets.token_hex(32).encode() + b"\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
 
 
 def _read(path: str | None, key: str) -> str | None:
@@ -76,17 +121,19 @@ def _read(path: str | None, key: str) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         make = f". Make it: (umask 077; openssl rand -hex 32 > {path})" if isinstance(error, FileNotFoundError) else ""
-        raise ConfigError(f"{key}: {path} cannot be read: {why}{make}") from error
+        raise ConfigError(f"{key}: {path} cannot be read: {why}{make}", field=key) from error
     if not MIN_TOKEN_CHARACTERS <= len(token) <= MAX_TOKEN_CHARACTERS:
         raise ConfigError(
             f"{key}: the token in {path} has {len(token)} characters; it must have {MIN_TOKEN_CHARACTERS} to "
-            f"{MAX_TOKEN_CHARACTERS}. {_MAKE_ONE}"
+            f"{MAX_TOKEN_CHARACTERS}. {_MAKE_ONE}",
+            field=key,
         )
     if wrong := sorted(set(_NO_TOKEN_CHARACTER.findall(token))):
         raise ConfigError(
             f"{key}: the token in {path} has {' '.join(map(repr, wrong[:5]))} in it, which browsers cannot send as a "
             "WebSocket subprotocol; it must be one line of letters, digits and !#$%&'*+-.^_`|~ (of base64: no / and no "
-            f"=). {_MAKE_ONE}"
+            f"=). {_MAKE_ONE}",
+            field=key,
         )
     return token
 

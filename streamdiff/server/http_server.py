@@ -1,4 +1,5 @@
-"""uvicorn with a bounded number of connections and a time limit for requests. Knows nothing about routes."""
+"""uvicorn with a bounded number of connections, a time limit for requests, and a certificate that is read again when
+its files change. Knows nothing about routes."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import re
 import socket
+import ssl
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from ipaddress import ip_network
@@ -22,10 +25,10 @@ from wsproto.events import Ping
 
 from streamdiff import clock
 from streamdiff.config import PREFIX, ServeConfig
+from streamdiff.errors import ConfigError
 from streamdiff.server.peers import group_of, parse_address, share_of
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
-from streamdiff.server.tls import Certificate
 
 CERTIFICATE_TICKS = 100
 """Of a tenth of a second, after which the certificate's files are looked at again."""
@@ -204,6 +207,67 @@ class BoundedProtocol(H11Protocol):
         self._counted = False
         self._restart_timer()
         self._connections.remove(self, self._host)
+
+
+class Certificate:
+    """A certificate chain and its key, PEM files. `context` is what connections are made with."""
+
+    def __init__(self, cert: str, key: str) -> None:
+        """
+        Raises:
+            ConfigError: a file that cannot be read or is no PEM, a key with a password, or that of another certificate.
+        """
+        self._cert, self._key = cert, key
+        self._seen = self._stamps()
+        self.context = self._loaded()
+
+    def refresh(self) -> None:
+        """Where the files have changed: new connections get the new certificate. One that cannot be used, as while
+        somebody is replacing the files, is told in the log and changes nothing. Mutates: context."""
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return
+        self._seen = stamps
+        try:
+            self._loaded()  # apart, since a pair that does not fit would spoil the context in use
+            self.context.load_cert_chain(self._cert, self._key, _no_password)
+        except (ConfigError, OSError) as error:
+            logger.warning("The certificate stays as it was: %s", error)
+        else:
+            logger.info("New connections get the certificate that is in %s now.", self._cert)
+
+    def _loaded(self) -> ssl.SSLContext:
+        for name, path in (("tls_cert", self._cert), ("tls_key", self._key)):
+            if not os.access(path, os.R_OK):
+                raise ConfigError(f"serve.{name}: {path} does not exist, or cannot be read", field=f"serve.{name}")
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self._cert, self._key, _no_password)
+        except (ssl.SSLError, OSError) as error:
+            why = "the key is that of another certificate" if "MISMATCH" in str(error) else "one of them is no PEM file"
+            raise ConfigError(
+                f"serve.tls_cert {self._cert} with serve.tls_key {self._key} cannot be used: {why}, or the key has a "
+                "password. Give the certificate with its chain, and its key without a password.",
+                field="serve.tls_cert",
+            ) from error
+        return context
+
+    def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
+        """What changes with a file, of both."""
+        return tuple(map(_stamp, (self._cert, self._key)))
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:  # it is not there, or its folder cannot be looked into at the moment
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+def _no_password() -> str:
+    """Without it OpenSSL would ask for one at the terminal."""
+    return ""
 
 
 class HttpServer(uvicorn.Server):

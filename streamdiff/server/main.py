@@ -1,10 +1,12 @@
 """Runs a server: supervises the engine process, serves the web side, shuts both down. What `streamdiff serve` calls.
 
-Knows nothing about routes, codecs or sessions.
+`python -m streamdiff.server.main` is the web server of a running engine, started by the engine process
+(`engine.process.rank0_server`). Knows nothing about routes, codecs or sessions.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import errno
 import os
@@ -17,25 +19,28 @@ import webbrowser
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.engine.messages import Ready
+from streamdiff.engine.process import private_folder
 from streamdiff.engine.process.engine_process import EngineHandle, EngineProcess
-from streamdiff.engine.process.fetching import Progress, fetch
+from streamdiff.engine.process.fetching import DownloadProgress, fetch
+from streamdiff.engine.process.parent_engine import ParentEngine
 from streamdiff.engine.process.supervisor import EngineSupervisor, RestartPolicy
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.app import attach_engine, create_app
 from streamdiff.server.app_state import MAX_SOCKETS, AppState
 from streamdiff.server.auth import Tokens, read_tokens
 from streamdiff.server.http_server import ACCEPTS, BACKLOG, SPARE, HttpServer
-from streamdiff.server.load.agent_check import serve_agent
+from streamdiff.server.load import serve_agent
 from streamdiff.server.logging_setup import configure, console, fatal, log_fields
 from streamdiff.server.middleware import LoadingStatus
 from streamdiff.server.sessions.keeper import open_folders
 from streamdiff.server.webrtc.aiortc_compat import host_addresses
-from streamdiff.server.webrtc.udp_ports import UdpPortLoop
+from streamdiff.server.webrtc.ice import UdpPortLoop
 
 EXIT_OK, EXIT_ENGINE, EXIT_USAGE = 0, 1, 2
 UNREAD_S = 20
@@ -48,7 +53,7 @@ FETCHED_PERCENT = 5
 GOODBYE_S = 0.3
 """Time for the message that the engine has ended to reach viewers, before connections are closed."""
 
-Fetch = Callable[[ModelConfig, Callable[[Progress], None]], Awaitable[None]]
+Fetch = Callable[[ModelConfig, Callable[[DownloadProgress], None]], Awaitable[None]]
 
 
 def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineProcess, fetch: Fetch = fetch) -> int:
@@ -165,8 +170,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, shutdown.request, True)
     loop.add_signal_handler(signal.SIGTERM, shutdown.request, False)
-    limits = RestartPolicy(config.serve.restarts, config.serve.restart_window_s, config.serve.restart_wait_s)
-    engine = EngineSupervisor(lambda: supervise(config), limits, spare=config.serve.spare)
+    limits = RestartPolicy(config.serve.max_restarts, config.serve.restart_window_s, config.serve.restart_wait_s)
+    engine = EngineSupervisor(lambda: supervise(config), limits, spare=config.serve.warm_standby)
     app = create_app(config)
     http = HttpServer(app, config.serve)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
@@ -193,7 +198,7 @@ async def _start_engine(config: Config, engine: EngineSupervisor, loading: Loadi
     """Fetch what the model needs, and start the engine; progress goes to the log and to `loading`. Mutates: loading."""
     logged: tuple[str, int] | None = None
 
-    def report(progress: Progress) -> None:
+    def report(progress: DownloadProgress) -> None:
         nonlocal logged
         # Which files these are is for those who may watch.
         named = str(progress) if config.serve.view_token_file is None else "fetching the model's files"
@@ -281,3 +286,22 @@ def _announce(config: Config, listener: socket.socket, ready: Ready) -> None:
 
 def _has_display() -> bool:
     return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def _serve_parent() -> int:
+    """Serve for the engine that is this process's parent; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m streamdiff.server.main", description="a running engine's web side")
+    parser.add_argument("--address", type=Path, required=True, help="private folder: IPC socket, configuration")
+    address = parser.parse_args().address
+    config = private_folder.read_config(address)
+    # The engine takes this process along when it ends: whoever started the engine starts both again.
+    config = config.model_copy(update={"serve": config.serve.model_copy(update={"max_restarts": 0})})
+    return run(config, supervise=lambda _: ParentEngine(address), fetch=_fetch_nothing)
+
+
+async def _fetch_nothing(config: ModelConfig, report: Callable[[DownloadProgress], None]) -> None:
+    """The engine fetches what it needs by itself."""
+
+
+if __name__ == "__main__":
+    raise SystemExit(_serve_parent())

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv6Address
 from typing import Any
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from streamdiff.config import ServeConfig
 from streamdiff.server.peers import parse_address
-from streamdiff.server.problem import Problem, is_own_page, respond, route_path
+from streamdiff.server.problem import Problem, respond, route_path
 
 _CSP = "Content-Security-Policy"
 SECURITY_HEADERS = {
@@ -86,6 +86,17 @@ def _plain(name: str) -> str:
     return name.lower().removesuffix(".")
 
 
+def _is_own_page(request: HTTPConnection, origins: Collection[str]) -> bool:
+    """Whether a request comes from no page at all, from one of this server, or from one of `origins`.
+
+    A browser says where a page is from; without this any page could steer a server on the viewer's own machine.
+    """
+    origin = request.headers.get("origin")
+    if origin is None or "*" in origins or origin in origins:
+        return True
+    return origin.partition("://")[2].lower() == request.headers.get("host", "").lower() != ""
+
+
 class GuardMiddleware:
     """Pure ASGI, for HTTP and WebSockets. The application's `state.app_state` is None until an engine is
     attached; until then its `state.loading` is the answer.
@@ -147,7 +158,7 @@ class GuardMiddleware:
         # Probes name a server as they like, or not at all as in HTTP/1.0. Whether it lives is no secret.
         if path != HEALTH and not (path == READY and "host" not in connection.headers):
             self._hosts.check(scope["headers"])
-        if (scope["type"] == "websocket" or scope["method"] not in _SAFE_METHODS) and not is_own_page(
+        if (scope["type"] == "websocket" or scope["method"] not in _SAFE_METHODS) and not _is_own_page(
             connection, self._origins
         ):
             foreign = connection.headers["origin"]

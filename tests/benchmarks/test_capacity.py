@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import capacity
-from benchmarks.capacity import Visit, Visitor, figures, play, tipping, visitors
+from benchmarks.capacity import Visit, Visitor, figures, play, visitors
 from streamdiff.config import Config, ServeConfig
 from tests.server.conftest import LIMIT_S, open_site
 from tests.server.scripted import Painter
@@ -51,14 +51,6 @@ def test_goodput_is_of_those_served_well_and_of_the_time_measured() -> None:
     assert (found["visits"], found["served_well"], found["served_share"]) == (3, 1, pytest.approx(1 / 3))
     assert (found["offered"], found["goodput"]) == (1.5, 0.5)  # the last five seconds of each
     assert found["broken"] == {"first_frame": 1, "time": 1}
-
-
-@pytest.mark.parametrize(("shares", "found"), [((1, 0.9, 1), (2, 4)), ((0.5, 1), (None, 2)), ((1, 1), (4, None))])
-def test_the_tipping_point_is_before_the_first_load_that_fails(
-    shares: tuple[float, ...], found: tuple[float | None, float | None]
-) -> None:
-    points = [{"load": 2.0 * number, "served_share": share} for number, share in enumerate(shares, start=1)]
-    assert tuple(tipping(points, 0.95).values()) == found
 
 
 @pytest.mark.parametrize("sessions", [4, 9])
@@ -108,12 +100,3 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert capacity.main(words) == capacity.OK
     [point] = json.loads(out.read_text())["results"]["two"]["points"]
     assert point["visits"] > 0 and "error" not in " ".join(point["broken"])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["--share", "0"], ["--stay", "1"], ["--loads", "4,2"], ["--rows", "0"], ["--rows", "2,2"], ["--variant", "x"],
-     ["--slo", "speed=1"], ["--slo", "rate=-1"]],
-)  # fmt: skip
-def test_wrong_options_are_refused(words: list[str]) -> None:
-    assert capacity.main(words) == capacity.USAGE

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import select
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -33,7 +29,7 @@ WAN = ModelConfig(name="random:wan2.1-1.3b", vae="random:taew2_1", device="cuda"
     ("fault", "reason"),
     [
         ("cpu:clean", "cpu:clean"),
-        ("cpu:matched", ""),
+        ("cpu:same_step", ""),
         ("decoder:tiny", "decoder:tiny"),
         ("decoder:full", ""),
         ("wan:bfloat16", "wan:bfloat16"),
@@ -52,28 +48,12 @@ def test_what_is_wrong_is_not_measured(fault: str, reason: str) -> None:
 @pytest.mark.parametrize("part", nccl_ring.PARTS)
 def test_first_contact_bars_every_ring(split: dict[str, object], part: str) -> None:
     ring = Case(ModelConfig.model_validate({**WAN.model_dump(), **split}), Amount())
-    assert allowed(ring, {f"contact:{part}"}) == f"contact:{part}" and not allowed(ring, {"cpu:matched"})
-
-
-def test_the_embedded_model_needs_no_wan() -> None:
-    tiny = Case(ModelConfig(device="cuda"), Amount())
-    assert allowed(tiny, {"wan:bfloat16", "decoder:tiny"}) == "" and allowed(tiny, {"cpu:clean"}) == "cpu:clean"
-
-
-def test_ranks_that_share_a_stage_are_measured_where_they_are_right() -> None:
-    shared = next(case for case in wanted("cuda", 2, (), Amount()) if case.config.shares > 1)
-    assert allowed(shared, {"shared:clean"}) == "shared:clean" and allowed(shared, {"sync:clean"}) == ""
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("forked")
-def test_ranks_that_share_a_stage_are_checked() -> None:
-    assert gpu_check.shared_as_alone("clean", CPU).startswith("off by ")
+    assert allowed(ring, {f"contact:{part}"}) == f"contact:{part}" and not allowed(ring, {"cpu:same_step"})
 
 
 def test_without_a_fault_the_fast_path_stays() -> None:
     case = Case(WAN, Amount())
-    assert plain(case, {"fast:matched", "graphs:full"}) is case
+    assert plain(case, {"fast:same_step", "graphs:full"}) is case
 
 
 @pytest.mark.parametrize("fault", ["fast:clean", "graphs:tiny"])
@@ -105,12 +85,6 @@ def test_on_one_gpu_the_compiled_stream_comes_first_and_the_plain_one_beside_it(
     assert {case.config.device for case in wanted("cpu", 4, (), Amount())} == {"cpu"}
 
 
-def test_of_each_model_one_compiled_and_one_plain_case_is_traced(tmp_path: Path) -> None:
-    cases = gpu_suite.traced(wanted("cuda", 1, (), Amount()), tmp_path)
-    found = [(case.config.name, case.config.compile) for case in cases if case.profile]
-    assert len(found) == len(set(found)) == len({(case.config.name, case.config.compile) for case in cases})
-
-
 @pytest.mark.slow
 def test_two_sessions_at_once_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for CUDA's graphs, nothing compiled; a CPU's pool is for one session."""
@@ -135,47 +109,6 @@ def test_only_replayed_forwards_are_asked_for_the_memory_they_take(monkeypatch: 
         finally:
             runtime.close()
     assert taken == [1] * (2 * 4 - 1)
-
-
-def test_checks_run_beside_each_other_and_are_told_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests, begun first, end after the other check is told: a suite that is killed then has lost only them."""
-    told = threading.Event()
-
-    def check(name: str, *rest: object) -> Found:
-        return Found(name, HOLDS if name != "tests" or told.wait(60) else WRONG, "")
-
-    monkeypatch.setattr(gpu_suite, "check", check)
-    monkeypatch.setattr(gpu_check, "NAMES", ("one",))
-    found = gpu_suite.checks(argparse.Namespace(out=tmp_path, device="cpu", at_once=2), Deadline(60))
-    assert next(found) == Found("one", HOLDS, "")
-    told.set()
-    assert list(found) == [Found("tests", HOLDS, "")]
-
-
-def test_checks_under_way_end_where_the_suite_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first check is done once the second's process runs; then nobody wants more."""
-    begun, ended = threading.Event(), list[object]()
-
-    class Running(set[subprocess.Popen[bytes]]):
-        def add(self, process: subprocess.Popen[bytes]) -> None:
-            super().add(process)
-            begun.set()
-
-    def check(name: str, _: str, __: Deadline, folder: Path, running: set[subprocess.Popen[bytes]]) -> Found:
-        if name == "tests":
-            assert begun.wait(60)
-        else:
-            words = ["-c", "import time; time.sleep(1000)"]
-            ended.append(gpu_suite.run_whole(words, 1000.0, folder / "one.log", running))
-        return Found(name, HOLDS, "")
-
-    monkeypatch.setattr(gpu_suite, "check", check)
-    monkeypatch.setattr(gpu_suite, "set", Running, raising=False)
-    monkeypatch.setattr(gpu_check, "NAMES", ("one",))
-    told = gpu_suite.checks(argparse.Namespace(out=tmp_path, device="cpu", at_once=2), Deadline(60))
-    assert next(told).name == "tests"
-    told.close()  # returns when the second check has
-    assert ended == [-signal.SIGKILL]
 
 
 @pytest.mark.parametrize(
@@ -251,38 +184,6 @@ def executable(folder: Path, script: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("[ $3 = 1 ] && exec sleep 1000; exit 7", "part ring failed: rank 0 with 7"),
-        ("[ $3 = 1 ] && kill -KILL $$; exec sleep 1000", "rank 1 with -9 (SIGKILL, often: out of memory)"),
-    ],
-)
-def test_a_rank_that_ends_ends_the_part(
-    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", executable(tmp_path, f"echo rank $3 of $5; {script}"))
-    with pytest.raises(RuntimeError) as error:
-        nccl_ring.play("ring", 2, tmp_path)
-    assert str(error.value).endswith(said)
-    assert gpu_suite.verdict_of(1, str(error.value)) == (NO_MEMORY if "KILL" in script else WRONG)
-
-
-def test_ranks_that_hang_leave_what_they_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [tmp_path / f"ring.rank{rank}.log" for rank in range(2)]
-    times = iter([0.0])
-
-    def late() -> float:
-        both = all(file.exists() and file.read_text() for file in files)
-        return next(times, nccl_ring.LIMIT_S + 1 if both else 0.0)
-
-    monkeypatch.setattr(sys, "executable", executable(tmp_path, "echo rank $3 of $5; exec sleep 1000"))
-    monkeypatch.setattr(nccl_ring.clock, "monotonic_s", late)
-    with pytest.raises(RuntimeError, match="part ring hangs"):
-        nccl_ring.play("ring", 2, tmp_path)
-    assert [file.read_text() for file in files] == ["rank 0 of 2\n", "rank 1 of 2\n"]
-
-
 @pytest.mark.parametrize("verdict", [HOLDS, NOT_HERE, WRONG, NO_MEMORY, UNTRIED])
 def test_only_what_holds_and_what_is_not_here_is_success(
     verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -317,14 +218,10 @@ def test_the_fast_path_is_compared_with_the_plain_one(monkeypatch: pytest.Monkey
         return torch.full((3,), 2.0 if values["kv_context"] == "clean" and values["compile"] == "on" else 1.0)
 
     monkeypatch.setattr(gpu_check, "played", stream)
-    assert "on off by 0" in gpu_check.fast_as_plain("matched", CPU)
+    assert "on off by 0" in gpu_check.fast_as_plain("same_step", CPU)
     assert played == ["off", "on"]
     with pytest.raises(AssertionError, match="off by 1"):
         gpu_check.fast_as_plain("clean", CPU)
-
-
-def test_time_runs_out() -> None:
-    assert Deadline(10).left_s(60) == 60 and Deadline(0).left_s(60) <= 0
 
 
 @pytest.mark.slow
@@ -349,54 +246,6 @@ def test_a_wrong_decoder_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(gpu_check, "_moved", spoiled)
     assert gpu_check.main(["decoder:tiny", "--device", "cpu"]) == gpu_check.WRONG
     assert "2 is allowed" in capsys.readouterr().out
-
-
-PARENT = """
-import os, subprocess, sys, time
-end = os.open(sys.argv[1], os.O_WRONLY)
-apart = sys.argv[2] == "1000"
-subprocess.Popen(["sleep", "1000"], pass_fds=[end], start_new_session=apart)
-os.write(end, b"started")
-time.sleep(float(sys.argv[2]))
-sys.exit(3)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("late", [True, False])
-def test_what_a_check_has_started_ends_with_it(late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it takes too long, also in a session of its own, or has ended itself: nobody is left who could write into
-    the pipe."""
-    pipe, wait = tmp_path / "pipe", subprocess.Popen.wait
-    os.mkfifo(pipe)
-    read = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-
-    def out_of_time(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if timeout != 100.0:
-            return wait(process, timeout)
-        select.select([read], [], [])
-        raise subprocess.TimeoutExpired("", 100.0)
-
-    if late:
-        monkeypatch.setattr(subprocess.Popen, "wait", out_of_time)
-    words = ["-c", PARENT, str(pipe), "1000" if late else "0"]
-    assert gpu_suite.run_whole(words, 100.0, tmp_path / "log", set()) == (None if late else 3)
-    os.set_blocking(read, True)
-    with os.fdopen(read, "rb") as told:
-        assert told.read() == b"started"
-
-
-def test_off_by_sees_what_is_not_finite() -> None:
-    one = torch.ones(3)
-    assert gpu_check.off_by(one, one) == 0 and gpu_check.off_by(1.1 * one, one) == pytest.approx(0.1)
-    assert gpu_check.off_by(torch.tensor([1.0, float("nan"), 1.0]), one) == float("inf")
-
-
-def test_without_cuda_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    assert gpu_suite.main(["--out", str(tmp_path / "new")]) == fps_ttff.USAGE
-    assert "no CUDA device" in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

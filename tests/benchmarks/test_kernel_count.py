@@ -11,11 +11,11 @@ from benchmarks import kernel_count
 from benchmarks.kernel_count import CONTEXTS, micro_step, per_block, row, spec_of
 from benchmarks.operation_counter import Counter
 
-TELLING = {("self-forcing", "clean"), ("self-forcing", "staircase"), ("longlive-1.3b", "matched")}
+TELLING = {("self-forcing", "clean"), ("self-forcing", "staircase"), ("longlive-1.3b", "same_step")}
 """One for each way to see the past, and one with a sink."""
 OPERATIONS, ACTIVATIONS = 30, 70
 """Of a block, at most. A staircase's window lies in two pieces for most chunks, whose results are put together; a sink
-that moves does so with each chunk, and in `matched` each step has a cache of its own."""
+that moves does so with each chunk, and in `same_step` each step has a cache of its own."""
 
 
 def test_kernels_bytes_and_reads_of_a_cache_are_counted() -> None:

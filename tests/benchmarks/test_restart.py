@@ -74,10 +74,3 @@ def test_a_rank_of_a_real_server_is_killed_and_three_viewers_see_video_again(
         assert each["kept_past"] >= 0
         assert len(each["resumed_s"]) == len(each["still_s"]) == 3
     assert f"| {label} " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("words", [["--rank", "1"], ["--stages", "0"], ["--repeats", "0"], ["--viewers", "0"]])
-def test_wrong_numbers_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        restart.main(words)
-    assert words[0] in capsys.readouterr().err

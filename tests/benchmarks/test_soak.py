@@ -38,10 +38,3 @@ def test_what_held_and_what_did_not_is_written(tmp_path: Path, capfd: pytest.Cap
     assert holds == {f"{file}test_long": True, f"{file}test_that_fails[1]": True, f"{file}test_that_fails[2]": False}
     assert all(each["seconds"] >= 0 for each in stored["results"].values())
     assert stored["header"]["commit"] and "2 of 3 hold" in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_where_nothing_is_chosen_nothing_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "soak.json"
-    assert soak.main(["--out", str(out), "tests/benchmarks/test_report.py"]) == 5
-    assert not out.exists() and "nothing is written" in capfd.readouterr().err

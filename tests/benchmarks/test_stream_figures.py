@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from benchmarks.metrics import METRICS
@@ -51,22 +49,6 @@ def test_every_figure_is_what_the_times_say() -> None:
     assert set(found) <= set(METRICS)
 
 
-def test_figures_come_back_from_the_file() -> None:
-    assert figures(Raw.from_json(json.loads(json.dumps(made().to_json())))) == figures(made())
-
-
-def test_latent_frames_are_no_frames() -> None:
-    """Twice as many frames in the same pieces are twice the rate."""
-    raw = made()
-    double = [piece._replace(frames=2 * piece.frames) for piece in raw.steady.arrivals]
-    assert figures(made(steady=Run(0.0, double)))["fps"] == pytest.approx(2 * figures(raw)["fps"])  # type: ignore[operator]
-
-
-def test_without_a_steady_chunk_there_is_no_rate() -> None:
-    with pytest.raises(ValueError, match="no chunk is whole after the 5 of the warm-up"):
-        figures(made(warm_up_chunks=5))
-
-
 @pytest.mark.parametrize(
     ("buffer_s", "count", "waited_s"),
     [
@@ -79,7 +61,3 @@ def test_without_a_steady_chunk_there_is_no_rate() -> None:
 )
 def test_stalls_of_hand_made_times(buffer_s: float, count: int, waited_s: float) -> None:
     assert stalls([0.0, 0.0, 1.0, 1.0, 2.5], 4.0, buffer_s) == (count, pytest.approx(waited_s))
-
-
-def test_a_viewer_without_frames_does_not_wait() -> None:
-    assert stalls([], 4.0, 0.0) == (0, 0.0)

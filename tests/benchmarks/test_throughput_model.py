@@ -21,7 +21,7 @@ from tests.small import CPU, small_model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "matched", "staircase"])
+@pytest.mark.parametrize("kv_context", ["clean", "same_step", "staircase"])
 @pytest.mark.parametrize("changes", [{}, {"layers": 3, "heads": 3, "chunk": 1, "window": 4, "sink": 1, "planes": 0}])
 def test_torch_counts_as_many_operations(kv_context: str, changes: dict[str, int]) -> None:
     """Of a denoise step, window full, with plain attention: torch counts no other on a CPU. Beside the blocks there are
@@ -54,9 +54,3 @@ def test_share_and_rates_follow_from_floor_and_forward(tmp_path: Path) -> None:
     assert figures["floor_s"] > 0 and found["forwards_per_chunk"] == 3
     readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     assert not [name for name in {*found} - {"figures", "raw"} if f"| `{name}` | " not in readme]
-
-
-@pytest.mark.parametrize("words", [["--stages", "2"], ["--decoder", "big"]])
-def test_what_it_cannot_measure_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert throughput_model.main([*words, "--kv-context", "matched"]) == fps_ttff.USAGE
-    assert words[0] in capsys.readouterr().err

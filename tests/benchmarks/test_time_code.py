@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks import time_code
 from streamdiff.server.media.codecs import Codec, Format
-from streamdiff.server.media.encoder import PictureEncoder
+from streamdiff.server.media.encoder import VideoEncoder
 
 
 @given(st.integers(0, 2**40))
@@ -30,7 +30,7 @@ def test_a_damaged_code_is_not_taken_for_another() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["h264", "vp8"])
 def test_a_code_survives_enlarging_and_encoding(codec: Codec) -> None:
-    encoder = PictureEncoder(codec, Format(128, 128, 40.0, 2, 1_000_000))
+    encoder = VideoEncoder(codec, Format(128, 128, 40.0, 2, 1_000_000))
     decoder = av.CodecContext.create(codec, "r")
     noise = np.random.default_rng(0)
     for number in range(40):

@@ -115,7 +115,7 @@ def test_the_steps_are_chosen_on_the_page_where_there_is_a_choice(page: WebDrive
 
 
 def test_another_session_is_watched_and_steered_by_its_address(server: Server, browser: WebDriver) -> None:
-    body = {"prompt": "a green circle", "kv_context": "matched"}
+    body = {"prompt": "a green circle", "kv_context": "same_step"}
     opened = httpx.post(server.url + "api/sessions", json=body, timeout=20).json()
     visit(browser, f"{server.url}?session={opened['id']}#token={opened['control_token']}")
     assert text(browser, "playing-label") == f"Now playing in session {opened['id']}"
@@ -214,7 +214,7 @@ def bar_rows(page: WebDriver) -> list[tuple[int, int, int]]:
 
 
 def test_a_ring_of_two_ranks_shows_how_busy_each_is(browser: WebDriver) -> None:
-    with running_server(model_server("--stages", "2", "--kv-context", "matched")) as server:
+    with running_server(model_server("--stages", "2", "--kv-context", "same_step")) as server:
         visit(browser, server.url)
         shares = "return [...document.querySelectorAll('#rank-bars meter')].map((each) => each.value)"
         until(browser, lambda _: [0 < share <= 1 for share in browser.execute_script(shares)] == [True, True])

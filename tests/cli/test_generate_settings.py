@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
-from streamdiff import config_file
 from streamdiff.cli import main
 from streamdiff.commands import prompt_list, reference
 from streamdiff.commands.reference_model import ReferenceJob
@@ -41,7 +41,11 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[ReferenceJob]:
         (BY_CHUNKS, "session: {strength: 0.8}", "session.strength does not go with the options that say everything"),
         (BY_CHUNKS, "model: {trace: costs}", "model.trace does not go with the options that say everything by chunks"),
         (BY_CHUNKS, "model: {trace_chunks: 2}", "model.trace_chunks does not go with the options that say everything"),
-        (BY_CHUNKS, "model: {decode: last}", "model.decode does not go with the options that say everything by chunks"),
+        (
+            BY_CHUNKS,
+            "model: {decode_rank: last}",
+            "model.decode_rank does not go with the options that say everything by chunks",
+        ),
         (BY_CHUNKS, "session: {input: v.mp4}", "session.input is 'v.mp4', but is for `serve`"),
         (BY_CHUNKS, "session: {snapshot: s.sds}", "session.snapshot is 's.sds', but is for `serve`"),
         ("generate --output x.mp4", "session: {input: v.mp4}", "session.input is 'v.mp4', but is for `serve`"),
@@ -73,6 +77,6 @@ def test_a_list_of_prompts_refuses_a_beginning_of_serve_before_anything_is_made(
 
 
 def test_a_file_that_lists_the_defaults_may_be_used_by_chunks(tmp_path: Path, jobs: list[ReferenceJob]) -> None:
-    (tmp_path / "c.yaml").write_text(config_file.describe(Config()))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(Config().model_dump()))
     assert main.main([*BY_CHUNKS.split(" "), "--config", str(tmp_path / "c.yaml")]) == 0
     assert [job.chunks for job in jobs] == [2]

@@ -77,8 +77,13 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("generate --output x.mp4 --parallel 1x4", "the model has 6 heads and 64 tokens: 2 ranks can share one"),
         ("serve --model self-forcing --parallel 1x5", "12 heads and 1560 tokens: 2, 3, 4, 6, 12 ranks can share one"),
         ("serve --parallel 2", "--parallel is '2', but must be PxC, a number of stages and of ranks that share each"),
-        ("serve --decode split", "--decode is 'split', but must be one of head, last, own-rank"),
-        ("generate --parallel 1x2 --decode last --chunks 2 --output x.mp4", "--decode does not go with the options"),
+        ("serve --lead 1", "the option --lead is called --max-ahead-s now"),
+        ("generate --kv-context matched", "--kv-context is 'matched', which is called same_step now"),
+        ("serve --decode-rank split", "--decode-rank is 'split', but must be one of head, last, dedicated"),
+        (
+            "generate --parallel 1x2 --decode-rank last --chunks 2 --output x.mp4",
+            "--decode-rank does not go with the options",
+        ),
         ("generate --chunks 2 --latents-out x.safetensors --resume", "--resume does not go with the options that say"),
         (
             "generate --chunks 2 --latents-out x.safetensors --fit contain",
@@ -92,7 +97,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("plan --stage-times 0.1,0.2", "--stage-times is '0.1,0.2', but must be 4 times in seconds"),
         ("plan --stage-times 0.1,0.1,0.1,-0.1", "each above 0"),
         ("plan --decode-time -1", "--decode-time is -1"),
-        ("plan --kv-context foggy", "--kv-context is 'foggy', but must be one of clean, staircase, matched"),
+        ("plan --kv-context foggy", "--kv-context is 'foggy', but must be one of clean, staircase, same_step"),
         ("plan --steps 3", "--steps is 3; model tiny has 4 or 2"),
         ("plan --model nowhere", "--model is 'nowhere'; it can be `tiny`"),
         ("plan --profile none.json", "none.json: cannot be read"),
@@ -131,6 +136,18 @@ def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str], command:
     assert f"\nexamples:\n  streamdiff {command}".rstrip() in text
 
 
+@pytest.mark.parametrize("command", ["serve", "generate", "plan"])
+def test_the_help_shows_what_people_use_and_help_all_the_rest(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    shown = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as caught:
+            main.main([command, flag])
+        assert caught.value.code == 0
+        shown.append(set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)))
+    few, every = shown
+    assert few < every and {"--model", "--config", "--help-all"} <= few and "--window" in every - few
+
+
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([]) == 0
     assert "commands:" in capsys.readouterr().out
@@ -160,7 +177,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
         "import sys; from streamdiff.cli import main as cli\n"
         "try: cli.main(['--version'])\n"
         "except SystemExit: pass\n"
-        "print(sorted({'torch', 'numpy', 'pydantic', 'av', 'fastapi'} & set(sys.modules)))"
+        "print(sorted({'torch', 'numpy', 'av', 'fastapi'} & set(sys.modules)))"
     )
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert process.stdout.splitlines() == [f"streamdiff {__version__}", "[]"]
@@ -170,7 +187,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
 def test_plan_answers_without_torch(tmp_path: Path) -> None:
     """The whole command in a fresh interpreter: JSON on stdout, a trace in its file, and nothing heavy imported."""
     path = tmp_path / "trace.json"
-    words = ["plan", "--stages", "2", "--kv-context", "matched", "--chunks", "8", "--json", "--trace", str(path)]
+    words = ["plan", "--stages", "2", "--kv-context", "same_step", "--chunks", "8", "--json", "--trace", str(path)]
     script = (
         "import sys; from streamdiff.cli import main as cli\n"
         f"status = cli.main({words!r})\n"
@@ -179,7 +196,7 @@ def test_plan_answers_without_torch(tmp_path: Path) -> None:
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert process.stderr.strip() == "0 []"
     tree = json.loads(process.stdout)
-    assert (tree["model"], tree["workload"]["stages"], tree["workload"]["kv_context"]) == ("tiny", 2, "matched")
+    assert (tree["model"], tree["workload"]["stages"], tree["workload"]["kv_context"]) == ("tiny", 2, "same_step")
     assert len(tree["ranks"]) == 2
     assert json.loads(path.read_text())["traceEvents"]
 
@@ -312,7 +329,7 @@ def test_generate_over_several_ranks_makes_the_same_frames(
     streamdiff_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It starts a process per rank, here of two stages and one that decodes; the picture changes on the way."""
-    (tmp_path / "ring.yaml").write_text("model: {decode: own-rank}")
+    (tmp_path / "ring.yaml").write_text("model: {decode_rank: dedicated}")
     monkeypatch.chdir(tmp_path)
     words = ["generate", "--seconds", "0.5", "--seed", "3", "--device", "cpu"]
     words += ["--prompt", "a red circle at night", "--prompt-at", "0.2:a blue circle in the desert"]

@@ -25,21 +25,21 @@ def chosen(count: int, goal: str | None = None, titles: tuple[str, ...] = (H100,
 @pytest.mark.slow
 def test_one_stream_gets_ranks_that_share_and_many_get_stages(capsys: pytest.CaptureFixture[str]) -> None:
     one = chosen(4).model
-    assert (one.parallel, one.stages, one.shares, one.decode) == ("1x4", 1, 4, "head")
+    assert (one.parallel, one.stages, one.shares, one.decode_rank) == ("1x4", 1, 4, "head")
     told = capsys.readouterr().err
-    assert told.startswith("streamdiff: --parallel 1x4 --decode head: 1x4, decoding on the first rank: ")
+    assert told.startswith("streamdiff: --parallel 1x4 --decode-rank head: 1x4, decoding on the first rank: ")
     assert "of 6 ways to use 4 x NVIDIA H100 SXM, linked by nvlink, estimated" in told
     assert chosen(4, "many").model.parallel == "4x1"
     assert chosen(2).model.parallel == "1x2"
     large = chosen(4, vae=None).model
-    assert (large.parallel, large.decode, large.ranks) == ("1x3", "own-rank", 4)  # three compute, one decodes
-    assert "--decode own-rank: 1x3, decoding on one more GPU" in capsys.readouterr().err
+    assert (large.parallel, large.decode_rank, large.ranks) == ("1x3", "dedicated", 4)  # three compute, one decodes
+    assert "--decode-rank dedicated: 1x3, decoding on one more GPU" in capsys.readouterr().err
     assert (one.name, one.vae) == ("self-forcing", "taew2_1")
 
 
 def test_what_is_said_by_the_user_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    assert chosen(4, decode="head", vae=None).model.decode == "head"
-    assert "--decode" not in capsys.readouterr().err
+    assert chosen(4, decode_rank="head", vae=None).model.decode_rank == "head"
+    assert "--decode-rank" not in capsys.readouterr().err
     assert with_best(config(stages=2), None, None) == config(stages=2)
 
 

@@ -31,7 +31,7 @@ def test_one_chunk_over_a_whole_clip_equals_diffusers(given: Given) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
 @pytest.mark.parametrize(("window", "sink"), [(0, 0), (9, 0), (9, 3), (8, 2)])
 def test_a_stream_equals_the_uncached_reference(given: Given, window: int, sink: int, kv_context: str) -> None:
     extra = ["--window", str(window), "--sink", str(sink), "--kv-context", kv_context]
@@ -148,7 +148,7 @@ def test_motion_is_that_of_pixels_where_the_file_says_it(given: Given, capsys: p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
 def test_an_averaged_sink_takes_in_what_leaves(given: Given, kv_context: str) -> None:
     parts = ["--window", "6", "--sink", "3", "--kv-context", kv_context]
     plain, whole = given.latents(*parts), given.latents(*parts, "--averaged-sink", "1")
@@ -199,7 +199,7 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--first-chunk-frames", "6", "--window", "5"], "must hold the first chunk, which has 6"),
         (["--first-chunk-frames", "6", "--first-chunk-steps", "1000,900,833,500"], "a model with both is not built"),
         (["--window", "3", "--sink", "3"], "must leave room for the chunk itself"),
-        (["--context-alone", "--kv-context", "matched"], "--context-alone is about the clean pass"),
+        (["--context-alone", "--kv-context", "same_step"], "--context-alone is about the clean pass"),
         (["--rope", "learned"], "--rope is learned, but must be absolute or relative"),
         (["--context-noise", "1001"], "--context-noise is 1001, but must be from 0 to 1000"),
         (["--stages", "4"], "3"),

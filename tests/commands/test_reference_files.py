@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamdiff.cli import main
-from streamdiff.models.model_loader import ModelLoader
+from streamdiff.models.loader import ModelLoader
 from tests.commands.conftest import CHUNK, CHUNKS, SIDE, STEPS, Given
 from tests.pipeline.float64_wan import PlainWan
 from tests.pipeline.plain_wan import PlainStream
@@ -52,7 +52,7 @@ def files_for(given: Given, shape: tuple[int, ...]) -> Files:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
 @pytest.mark.parametrize("shape", [(CHUNKS,), (CHUNKS, CHUNK), (CHUNKS, 3, CHUNK)])
 def test_levels_video_and_given_latents_from_files_equal_float64(
     given: Given, shape: tuple[int, ...], kv_context: str

@@ -33,7 +33,7 @@ def cases(given: Given) -> dict[str, list[str]]:
     return {
         "recache": [*WINDOW, "--prompt-switch", f"3:{other}:recache"],
         "staircase, reset": [*WINDOW, "--kv-context", "staircase", "--prompt-switch", f"4:{other}:reset", *said],
-        "matched": [*WINDOW, "--kv-context", "matched", "--adaptive-sink", "0.5", *said],
+        "same_step": [*WINDOW, "--kv-context", "same_step", "--adaptive-sink", "0.5", *said],
     }
 
 

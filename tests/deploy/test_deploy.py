@@ -204,7 +204,7 @@ def test_the_pod_s_command_port_and_probes_are_the_program_s() -> None:
 def test_an_engine_that_fails_ends_the_pod_and_no_session_ends_with_it() -> None:
     """They lie on the volume: after an update those handed over, after a crash those kept."""
     serve, container = _config().serve, _container()
-    assert serve.restarts == 0 and serve.keep_s is not None
+    assert serve.max_restarts == 0 and serve.keep_s is not None
     kept = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in ("cache", "state")}
     for folder in (serve.handover, serve.state_dir, next(e["value"] for e in container["env"] if e["name"] == "HOME")):
         assert any(f"{folder}/".startswith(f"{path}/") for path in kept)
@@ -270,7 +270,7 @@ def test_pods_of_a_fleet_are_the_one_server_s_with_a_name_each(tmp_path: Path) -
     path = tmp_path / "config.yaml"
     path.write_text(_fleet("ConfigMap")["data"]["config.yaml"], encoding="utf-8")
     config, single = load(path).serve, _config().serve
-    own = {"agent_port", "hosts", "trusted_proxies"}
+    own = {"agent_port", "hosts", "snapshot_key_file", "trusted_proxies"}
     assert config.model_dump(exclude=own) == single.model_dump(exclude=own)
     assert config.agent_port and config.media_ports
 

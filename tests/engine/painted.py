@@ -1,4 +1,4 @@
-"""A pipeline that paints instead of computing: the real interface, deterministic, no torch.
+"""A pipeline that paints instead of computing: what the engine calls of `StreamingPipeline`, deterministic, no torch.
 
 A stream that begins with a picture shows it for a chunk; otherwise the top left pixel of a picture is (frame
 number in the stream mod 256, seed mod 256, checksum of the text mod 256).
@@ -22,7 +22,7 @@ from streamdiff.config import PROMPT_POLICIES, ModelConfig
 from streamdiff.engine.messages import Pictures
 from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.models.interfaces import ParsedPrompt
+from streamdiff.models.spec import ParsedPrompt
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 from tests.engine.bare_pipeline import BarePipeline
@@ -89,8 +89,8 @@ class PaintedPipeline(BarePipeline):
         self.on_fault: Callable[[int, str], None]
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
-        if kv_context not in ("clean", "staircase", "matched"):
-            raise ValueError(f"kv_context is {kv_context!r}; it must be clean, staircase or matched")
+        if kv_context not in ("clean", "staircase", "same_step"):
+            raise ValueError(f"kv_context is {kv_context!r}; it must be clean, staircase or same_step")
         return CHUNK_FRAMES
 
     def open(
@@ -118,7 +118,7 @@ class PaintedPipeline(BarePipeline):
         return picture
 
     def check_switch(self, session: int, switch: str) -> None:
-        known = ("keep", "flush", "reset") if self.streams[session].kv_context == "matched" else PROMPT_POLICIES
+        known = ("keep", "flush", "reset") if self.streams[session].kv_context == "same_step" else PROMPT_POLICIES
         if switch not in known:
             raise RequestError("switch", f"the painter cannot {switch}")
 
@@ -233,7 +233,7 @@ class PaintedPipeline(BarePipeline):
         self.streams.clear()
         self.closed = True
 
-    def take_saved(self) -> list[tuple[int, object]]:
+    def take_done(self) -> list[tuple[int, object]]:
         return []
 
 

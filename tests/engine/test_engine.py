@@ -33,8 +33,8 @@ from streamdiff.engine.messages import (
     Shown,
     Shutdown,
 )
-from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import _load_runtime
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.engine.painted import CHUNK_FRAMES, INFO, PaintedPipeline, checksum
 from tests.small import save_model
 
@@ -43,7 +43,7 @@ RED, BLUE, GREEN = "a red circle moving right over a meadow", "a blue star movin
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamingPipeline]:
     """Of a small model, loaded as the product does."""
     folder = tmp_path_factory.mktemp("model")
     save_model(folder)
@@ -53,15 +53,15 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
 
 
 @pytest.fixture(params=["painted", pytest.param("real", marks=pytest.mark.slow)])
-def pipeline(request: pytest.FixtureRequest) -> Pipeline:
+def pipeline(request: pytest.FixtureRequest) -> StreamingPipeline:
     if request.param == "painted":
         return PaintedPipeline()
-    pipeline: Pipeline = request.getfixturevalue("real")
+    pipeline: StreamingPipeline = request.getfixturevalue("real")
     return pipeline
 
 
 @contextmanager
-def engines_on(pipeline: Pipeline) -> Iterator[Callable[[int], Engine]]:
+def engines_on(pipeline: StreamingPipeline) -> Iterator[Callable[[int], Engine]]:
     """Engines on `pipeline` with a lead of so many chunks; their sessions are closed afterwards."""
     engines: list[Engine] = []
 
@@ -75,13 +75,13 @@ def engines_on(pipeline: Pipeline) -> Iterator[Callable[[int], Engine]]:
 
 
 @pytest.fixture
-def start(pipeline: Pipeline) -> Iterator[Callable[[int], Engine]]:
+def start(pipeline: StreamingPipeline) -> Iterator[Callable[[int], Engine]]:
     with engines_on(pipeline) as start:
         yield start
 
 
 @pytest.fixture
-def start_real(real: Pipeline) -> Iterator[Callable[[int], Engine]]:
+def start_real(real: StreamingPipeline) -> Iterator[Callable[[int], Engine]]:
     with engines_on(real) as start:
         yield start
 
@@ -289,7 +289,7 @@ def test_a_slot_used_again_gives_a_stream_of_its_own(start: Start) -> None:
 
 def test_every_kv_context_and_step_count_runs(start: Start) -> None:
     engine = start(2)
-    for kv_context in ("clean", "staircase", "matched"):
+    for kv_context in ("clean", "staircase", "same_step"):
         for steps in (2, 4):
             ask(engine, Open("a", RED, steps=steps, kv_context=kv_context), Opened)
             run(engine, until=chunks(2, engine))
@@ -343,14 +343,14 @@ def test_the_painter_gets_what_was_asked_and_nothing_twice() -> None:
     pipeline.info = replace(INFO, steps=2, kv_context="staircase")
     engine = Engine(pipeline, CHUNK_FRAMES)
     engine.handle(Open("a", "red", 4))
-    engine.handle(Open("b", "blue", 4, 4, "matched"))
+    engine.handle(Open("b", "blue", 4, 4, "same_step"))
     for text in ("green", "blue", "red"):
         engine.handle(SetPrompt("a", text))
     engine.step()
     engine.step()
     assert pipeline.calls == [
         ("open", 0, "red", 2, "staircase"),
-        ("open", 1, "blue", 4, "matched"),
+        ("open", 1, "blue", 4, "same_step"),
         ("set_conditioning", 0, "red", 3, "keep"),
     ]
     assert "session 'a' at chunk 0" in engine.describe()
@@ -414,12 +414,12 @@ def test_switches_make_different_pictures(start_real: Start) -> None:
     assert not np.array_equal(seen["flush"], seen["recache"])
 
 
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
 def test_a_session_tells_which_switches_it_can_have(start: Start, kv_context: str) -> None:
     engine = start(2)
     opened = ask(engine, Open("a", RED, kv_context=kv_context), Opened)
     assert isinstance(opened, Opened)
-    assert set(opened.switches) == {*PROMPT_POLICIES} - ({*RECACHES} if kv_context == "matched" else set())
+    assert set(opened.switches) == {*PROMPT_POLICIES} - ({*RECACHES} if kv_context == "same_step" else set())
     for switch in PROMPT_POLICIES:
         answer = engine.handle(SetPrompt("a", BLUE, "r", switch))
         assert isinstance(answer[0], Accepted if switch in opened.switches else Refused)
@@ -427,7 +427,7 @@ def test_a_session_tells_which_switches_it_can_have(start: Start, kv_context: st
 
 def test_a_switch_that_cannot_be_is_refused_and_the_stream_goes_on(start: Start) -> None:
     engine = start(2)
-    engine.handle(Open("a", RED, kv_context="matched"))
+    engine.handle(Open("a", RED, kv_context="same_step"))
     for switch in ("recache", "explode"):
         [refused] = engine.handle(SetPrompt("a", BLUE, "r", switch))
         assert isinstance(refused, Refused)
@@ -463,7 +463,7 @@ def test_the_engine_says_what_a_chunk_costs(start_real: Start) -> None:
 # ---- steps ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
 def test_steps_change_from_a_chunk_on_and_the_frames_before_it_stay(start: Start, kv_context: str) -> None:
     """A staircase of more steps needs a longer lead than was asked for, and gets it: it does not stand still."""
     engine = start(2)

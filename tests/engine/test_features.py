@@ -33,8 +33,8 @@ from streamdiff.engine.messages import (
     Shown,
     Swapped,
 )
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
-from streamdiff.models.checkpoint.tensor_contract import MOTION, NORMALISED
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
+from streamdiff.models.headers import MOTION, NORMALISED
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -45,7 +45,7 @@ MODEL, DEEP = (small_model(4, layers=layers, sink=2, window=8) for layers in (2,
 SPEC = MODEL.spec
 FRAMES = SPEC.chunk_frames
 CHUNKS = 4
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 
 
 def embeds(text: str) -> bytes:
@@ -78,7 +78,7 @@ class Place:
         ring = RingExecutor(model, CPU, max_rows, wait_s=0.0) if stages == 1 else LocalRing(model, CPU, stages)
         for stage in (ring.stage, *(worker.stage for worker in getattr(ring, "others", ()))):
             stage.swaps = SwapStore(CPU, None, None)
-        encoder = PictureEncoder(lambda: small_encoder(4), SPEC)
+        encoder = ImageEncoder(lambda: small_encoder(4), SPEC)
         self.pipeline = StreamingPipeline(model, CPU, ring=ring, pictures=encoder)
         self.engine = Engine(self.pipeline, 2 * FRAMES)
         self.shown: dict[str, list[np.ndarray]] = {}
@@ -155,7 +155,7 @@ def test_a_prompts_embeddings_show_what_the_prompt_shows_and_no_text_is_encoded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "same_step"])
 def test_a_pictures_latents_begin_the_stream_as_the_picture_does(place: Place, kv_context: str) -> None:
     latents = place.pipeline.encode_picture(pixels(1)[0])
     file = save({"latents": latents}, NORMALISED)
@@ -201,7 +201,7 @@ def test_a_videos_latents_are_followed_as_the_video_itself_is(place: Place) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["staircase", "same_step"])
 def test_behind_the_videos_end_chunks_start_from_noise_and_a_reset_begins_it_again(
     place: Place, kv_context: str
 ) -> None:
@@ -365,7 +365,7 @@ def test_they_share_forwards_with_other_sessions(place: Place) -> None:
                 shared.play(kind, COMPARED)
         for kind, frames in wanted.items():
             assert np.abs(np.stack(shared.shown[kind][: COMPARED * FRAMES]).astype(int) - frames).max() <= 1, kind
-        rows = shared.pipeline.forwards().rows
+        rows = shared.pipeline.figures.forwards().rows
         assert sum(count for number, count in rows.items() if number > 1) > 10, rows
     finally:
         shared.engine.close()
@@ -384,5 +384,5 @@ def test_what_cannot_be_together_or_does_not_fit_is_refused_by_name(place: Place
     ):
         [refused] = place.ask(opened)
         assert isinstance(refused, Refused) and refused.field == field and words in refused.reason, refused
-        assert not place.engine._slots
+        assert not place.engine._sessions
     assert place.alone(Open("a", RED)).size

@@ -70,7 +70,7 @@ def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 ARGUMENTS = ("--prompt", PROMPT, "--seed", "3", "--steps", "2", "--seconds", str(FRAMES / 40), "--output", "out")
 
 
-LAST, OWN_RANK = ("--decode", "last"), ("--decode", "own-rank")
+LAST, DEDICATED = ("--decode-rank", "last"), ("--decode-rank", "dedicated")
 SOAK = pytest.mark.soak
 
 
@@ -80,7 +80,7 @@ SOAK = pytest.mark.soak
         (3, LAST),
         pytest.param(4, (), marks=SOAK),
         pytest.param(2, LAST, marks=SOAK),
-        pytest.param(2, OWN_RANK, marks=SOAK),
+        pytest.param(2, DEDICATED, marks=SOAK),
     ],
     ids=["three, the last decodes", "four", "two, the last decodes", "two, one decodes"],
 )

@@ -29,7 +29,7 @@ from tests.free_ports import free_port
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_FROM = (2, 30)
 VARIABLES = ("NCCL_", "TORCH_NCCL_", "CUDA_")
-KV_CONTEXTS = ("clean", "staircase", "matched")
+KV_CONTEXTS = ("clean", "staircase", "same_step")
 PARTS = {"order": 2, "connect": None, "links": 2, "steady": 2, "ring": None}
 """Programs of `nccl_rank.py` and how many ranks play them; None: as many as there are stages."""
 LIMIT_S = 60.0

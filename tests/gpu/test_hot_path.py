@@ -14,9 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from streamdiff.models.autoencoder.normalisation import Normalisation
-from streamdiff.models.autoencoder.picture_decoder import Layout, PictureDecoder, VideoDecoder, rgb24, yuv420p
-from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
+from streamdiff.models.autoencoder.picture_decoder import (
+    Layout,
+    Normalisation,
+    PictureDecoder,
+    VideoDecoder,
+    rgb24,
+    yuv420p,
+)
+from streamdiff.models.autoencoder.taehv import TaehvDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.models.model import Model
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
@@ -35,7 +41,7 @@ pytestmark = [
 ]
 TOLERANCE = 1e-3
 """Of latents in float32: kernels of a GPU add in another order, and chunks see each other."""
-ORDERS = {"clean": Order(RED, 5, 4, "clean"), "matched": Order(WHITE, 6, 4, "matched")}
+ORDERS = {"clean": Order(RED, 5, 4, "clean"), "same_step": Order(WHITE, 6, 4, "same_step")}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +68,7 @@ def test_graphs_make_the_plain_stream_and_are_never_made_again(model: Model, kv_
     graphs.stage.compile(PreallocatedCaches(1, 4, kv_context))
     assert graphs.stage.compiled is not None and graphs.stage.compiled._graph_cache is not None
     captured = set(graphs.stage.compiled._graph_cache.graphs)
-    assert len(captured) == (4 if kv_context == "matched" else 1), "of a full window, by cache"
+    assert len(captured) == (4 if kv_context == "same_step" else 1), "of a full window, by cache"
     with torch.compiler.set_stance("fail_on_recompile"):
         got = play(graphs, model, order, CHUNKS_LONG)[0]
     expected = play(plain, model, order, CHUNKS_LONG)[0]

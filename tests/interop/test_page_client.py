@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import Response
 
 from streamdiff.config import IceServer
-from streamdiff.server.routes.whep import with_links
+from streamdiff.server.routes.webrtc import with_links
 
 pytestmark = [pytest.mark.interop, pytest.mark.node]
 

@@ -32,7 +32,7 @@ from tests.pipeline.processes import run_ranks
 from tests.small import BLUE, CPU, RED, small_model
 
 LEG, WARM_LEGS = 100, 5
-KV_CONTEXTS = ("clean", "staircase", "matched")
+KV_CONTEXTS = ("clean", "staircase", "same_step")
 MARK = 2**20  # no session has this number
 LEAVE_S = 60.0
 SLACK = {

@@ -94,7 +94,7 @@ class PlainStream:
 
     def _seen_at(self, chunk: int, step: int, other: int) -> int:
         """The step at which an earlier chunk is seen."""
-        if self.kv_context == "matched":
+        if self.kv_context == "same_step":
             return step
         if self.kv_context == "clean" or other < len(self.given):
             return self.steps

@@ -62,12 +62,12 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 THREE = {
     0: Order(RED, 5, 4, "clean", switch="recache"),
     1: Order(WHITE, 6, 4, "staircase", switch="recache"),
-    2: Order(RED, 7, 4, "matched"),
+    2: Order(RED, 7, 4, "same_step"),
 }
 OTHER_STEPS = {
     3: Order(RED, 8, 4, "clean", 5, then_steps=2),
     4: Order(WHITE, 9, 4, "staircase", 5, then_steps=2),
     5: Order(RED, 10, 2, "staircase", 6, then_steps=4),
-    6: Order(WHITE, 11, 4, "matched", 5, then_steps=2),
-    7: Order(RED, 12, 2, "matched", 5, then_steps=4),
+    6: Order(WHITE, 11, 4, "same_step", 5, then_steps=2),
+    7: Order(RED, 12, 2, "same_step", 5, then_steps=4),
 }

@@ -40,7 +40,7 @@ def sees(
 ) -> list[Sight]:
     """What `row` attends to, oldest first, itself last. The first chunk has `extra` more steps: it is seen when it has
     as many steps before it as another chunk would. With `then` = (chunk, steps) chunks from that one on have so many
-    steps: they see those before it finished, or in `matched` at the step whose noise was nearest."""
+    steps: they see those before it finished, or in `same_step` at the step whose noise was nearest."""
     chunk, step = row
     together = model.spec.first_chunks
     if chunk < together:
@@ -51,16 +51,16 @@ def sees(
         old, new = (sampling.schedule(count, model.spec.shift) for count in (before, steps))
         nearest = min(range(before), key=lambda s: abs(old[s] - new[min(step, steps - 1)]))
         return [
-            ((c, nearest if kv_context == "matched" else before), frames) if c < then[0] else ((c, seen), frames)
+            ((c, nearest if kv_context == "same_step" else before), frames) if c < then[0] else ((c, seen), frames)
             for (c, seen), frames in sees(model, row, steps, kv_context, extra)
         ]
     at: dict[str, Callable[[int], int]] = {
         "clean": lambda distance: steps,
         "staircase": lambda distance: min(step + distance, steps),
-        "matched": lambda distance: step,
+        "same_step": lambda distance: step,
     }
     if together > 1:  # whole before another begins, and seen as its last pass left it
-        whole = steps - 1 if kv_context == "matched" else steps
+        whole = steps - 1 if kv_context == "same_step" else steps
         return [
             ((c, step if c == chunk else whole if c < together else at[kv_context](chunk - c)), frames)
             for c, frames in window(model, chunk, kv_context)

@@ -21,7 +21,7 @@ from tests.small import small_model
 CHUNKS, CHUNK, STEPS, GIVEN = 4, 2, 3, 2
 TIMESTEPS = (900.0, 700.0, 300.0)
 CONTEXT_NOISE = 100.0
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 BY_CHUNK, BY_FRAME, EVERY_STEP, CONTINUED, ALL = "by chunk", "by frame", "every step", "continued", "all"
 NAMES = tuple(f"{kv_context}: {what}" for kv_context in CONTEXTS for what in (
     BY_CHUNK, BY_FRAME, EVERY_STEP, CONTINUED, ALL

@@ -28,7 +28,7 @@ def small() -> Model:
 
 def contexts() -> dict[int, str]:
     """KV context by session."""
-    return {name: ("clean", "staircase", "matched")[name % 4 % 3] for name in range(12)}
+    return {name: ("clean", "staircase", "same_step")[name % 4 % 3] for name in range(12)}
 
 
 def main(rank: int, stages: int, port: int, out: str) -> None:

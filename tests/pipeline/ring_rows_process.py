@@ -20,7 +20,7 @@ from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.playing import Order, play
 from tests.small import BLUE, CPU, RED, WHITE
 
-CONTEXTS = ("clean", "clean", "staircase", "matched")
+CONTEXTS = ("clean", "clean", "staircase", "same_step")
 ORDERS = {
     name: Order((RED, BLUE, WHITE)[name % 3], name, 2 + 2 * (name % 2), CONTEXTS[name % 4], 1 + name % 3)
     for name in range(10)

@@ -25,7 +25,7 @@ SAVED_AT, CHUNKS = 2, 5
 
 
 def opened(pipeline: StreamingPipeline, session: int = 0) -> None:
-    pipeline.open(session, pipeline.text.encode(RED), seed=3, epoch=5, steps=4, kv_context="matched")
+    pipeline.open(session, pipeline.text.encode(RED), seed=3, epoch=5, steps=4, kv_context="same_step")
 
 
 def play(pipeline: StreamingPipeline, pictures: list[np.ndarray], chunks: float, session: int = 0) -> None:
@@ -48,7 +48,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     use_rendezvous()
-    config = ModelConfig(parallel=f"{stages}x{shares}", decode=decode, device="cpu", threads=1)
+    config = ModelConfig(parallel=f"{stages}x{shares}", decode_rank=decode, device="cpu", threads=1)
     if rank:
         worker_main.run_worker(config)
         return
@@ -59,11 +59,11 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     while micro_steps_in_flight(pipeline) < (2 if stages > 1 else 0):
         pipeline.set_frame_credit(0, 6 * pipeline.info.chunk_frames)  # without it the ring runs empty
         first += shown(pipeline.step())
-    snapshot, frames = pipeline.save(0)
+    snapshot, frames = pipeline.saving.save(0)
     snapshot.write(folder / "ring")
     first += shown(frames)
     saved_at = len(first)
-    came = pipeline.load(1, Snapshot.read(folder / "alone"))
+    came = pipeline.saving.load(1, Snapshot.read(folder / "alone"))
     first, second = first + shown(came), second + shown(came, 1)
     while min(len(first), len(second)) < CHUNKS * pipeline.info.chunk_frames:
         for session in (0, 1):

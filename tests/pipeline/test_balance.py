@@ -49,8 +49,8 @@ def test_a_head_that_decodes_gets_fewer_blocks(monkeypatch: pytest.MonkeyPatch) 
     assert agree(ModelConfig(stages=2), [*busy]) == {((0, 2), (2, 6))}
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert agree(ModelConfig(stages=2), [*busy]) == {((0, 3), (3, 6))}, "a core is left for decoding"
-    assert agree(ModelConfig(stages=2, decode="last"), [*busy]) == {((0, 4), (4, 6))}
-    assert agree(ModelConfig(stages=2, decode="own-rank"), [*busy]) == {((0, 3), (3, 6))}
+    assert agree(ModelConfig(stages=2, decode_rank="last"), [*busy]) == {((0, 4), (4, 6))}
+    assert agree(ModelConfig(stages=2, decode_rank="dedicated"), [*busy]) == {((0, 3), (3, 6))}
 
 
 def test_a_disturbed_rank_does_not_count() -> None:
@@ -67,7 +67,7 @@ def test_a_profile_is_used_instead(tmp_path: Path) -> None:
         plan_load(ModelConfig(stages=2, profile=str(tmp_path / "gone.json")), CPU)
 
 
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
 def test_measuring_takes_what_each_rank_does(kv_context: str) -> None:
     model = small_model()
     head = measure(model.part(0, 1), model.decoder, CPU, (0, 2), kv_context)
@@ -91,7 +91,7 @@ def test_what_rows_cost_is_measured_on_the_stage_itself_and_leaves_nothing_open(
     assert len(costs) == 6 and costs == sorted(costs) and costs[0] > 0
     assert set(asked) == {1, 2, 4, 6} and not stage.sessions
     asked.clear()
-    assert len(row_costs(stage, 6, steps=4, kv_context="matched", memory=RankMemory(0))) == 6
+    assert len(row_costs(stage, 6, steps=4, kv_context="same_step", memory=RankMemory(0))) == 6
     assert set(asked) == {1}, "there is room for no more"
 
 

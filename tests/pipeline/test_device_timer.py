@@ -16,7 +16,7 @@ from streamdiff.pipeline.decode.decode_worker import LocalDecoding
 from streamdiff.pipeline.device_timer import BusyTime, DeviceTimer, HostEvent
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.load.capacity import Capacity
+from streamdiff.server.load import Capacity
 from tests.pipeline.device import Device
 from tests.small import CPU, RED, small_model
 
@@ -128,7 +128,7 @@ def test_one_figure_the_device_s_is_what_metrics_show_and_capacity_counts_with()
         runtime.set_frame_credit(0, CHUNK)
         chunks += sum(frames.last for frames in runtime.step(0.1))
     runtime.close()
-    work_s, (busy_s,) = runtime.work_s(), runtime.busy_s()
+    work_s, (busy_s,) = runtime.figures.work_s(), runtime.figures.busy_s()
     assert work_s is not None and work_s == pytest.approx(15 + MODEL.spec.chunk_latents, abs=7)
     assert busy_s == pytest.approx(3 * work_s, abs=12)
     capacity = Capacity(CHUNK, 4, 0.9, work_s)
@@ -153,7 +153,9 @@ class StuckEvent(HostEvent):
 @pytest.fixture
 def stuck() -> Iterator[StreamingPipeline]:
     StuckEvent._left = 31  # the last one of them begins a work
-    runtime = StreamingPipeline(MODEL, CPU, ring=RingExecutor(MODEL, CPU, timer=DeviceTimer(StuckEvent)), hang_s=0.01)
+    runtime = StreamingPipeline(
+        MODEL, CPU, ring=RingExecutor(MODEL, CPU, timer=DeviceTimer(StuckEvent)), watchdog_s=0.01
+    )
     yield runtime
     runtime.close()
 

@@ -14,7 +14,7 @@ from streamdiff.pipeline.runner.sampler import StreamInputs
 from tests.pipeline.playing import THREE, play, same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 MODEL = small_model(1, layers=4, sink=2)
 
 

@@ -19,7 +19,7 @@ from tests.pipeline.reference import Reference
 from tests.small import BLUE, CPU, RED, small_model
 
 CHUNKS, SEED = 7, 11
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 
 
 def beginning_with(first: int, *, chunk: int = 1, window: int = 5, sink: int = 0, rope: str = "relative") -> Model:
@@ -133,7 +133,7 @@ class Recached(Reference):
 
 def test_all_passes_of_those_made_together_enter_before_the_next_chunk() -> None:
     scheduler = StreamBatchScheduler(stages=4, chunk_frames=4, first_chunks=2)
-    scheduler.open(0, steps=3, kv_context="matched", epoch=0)
+    scheduler.open(0, steps=3, kv_context="same_step", epoch=0)
     scheduler.set_frame_credit(0, 7)
     assert not scheduler.has_work, "there is room for one of them"
     scheduler.set_frame_credit(0, 100)
@@ -145,7 +145,7 @@ def test_all_passes_of_those_made_together_enter_before_the_next_chunk() -> None
             scheduler.returned(row)
     assert scheduler.next_chunk(0) > 2
     scheduler = StreamBatchScheduler(stages=4, chunk_frames=4, first_chunks=2)
-    scheduler.open(0, steps=1, kv_context="matched", epoch=0)
+    scheduler.open(0, steps=1, kv_context="same_step", epoch=0)
     scheduler.set_frame_credit(0, 100)
     assert [[row.chunk for row in scheduler.next()] for _ in range(3)] == [[0, 1], [2], [3]]
 

@@ -113,7 +113,7 @@ def stream(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kv_context",
-    [pytest.param(context, marks=[pytest.mark.soak] if context == "matched" else []) for context in KV_CONTEXTS],
+    [pytest.param(context, marks=[pytest.mark.soak] if context == "same_step" else []) for context in KV_CONTEXTS],
 )
 def test_no_micro_step_waits_for_the_device(kv_context: str) -> None:
     with ring_on_cuda() as (ring, waits):

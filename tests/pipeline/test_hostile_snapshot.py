@@ -19,19 +19,18 @@ from safetensors.torch import load, save
 
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, Event, FrameBatch, Open, Opened, Refused, SetPrompt, Shown
-from streamdiff.engine.snapshot_header import read_saved_session
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.snapshot.file import Snapshot
-from streamdiff.pipeline.snapshot.header import MAX_HEADER_BYTES
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.snapshot_header import FORMAT, MAX_HEADER_BYTES, read_saved_session
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 PLAIN = small_model(4, layers=2, sink=2)
 ADAPTIVE = replace(PLAIN, spec=replace(PLAIN.spec, adaptive_sink=0.97, rope="absolute"))
 CHUNK = PLAIN.spec.chunk_frames
-CASES = {"staircase": PLAIN, "matched": ADAPTIVE}
+CASES = {"staircase": PLAIN, "same_step": ADAPTIVE}
 STRUCTURE = ("fields", "class", "order", "tensor")
 CHANGES_EACH = 3
 """Of each value; the whole list over several values of a kind."""
@@ -118,7 +117,7 @@ def parts(data: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def whole(header: Any, tensors: dict[str, torch.Tensor]) -> bytes:
     text = header if isinstance(header, str) else json.dumps(header)
-    return save(tensors, {"kind": "streamdiff session", "format": "1", "header": text})
+    return save(tensors, {"kind": "streamdiff session", "format": str(FORMAT), "header": text})
 
 
 def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -11,13 +11,13 @@ from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 CHUNKS = 5
 MODEL = small_model(3, sink=2)
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 
 
 ORDERS = {
     0: Order(RED, 5, 4, "clean"),
     1: Order(BLUE, 6, 2, "staircase"),
-    2: Order(WHITE, 5, 4, "matched"),
+    2: Order(WHITE, 5, 4, "same_step"),
 }
 
 

@@ -50,8 +50,8 @@ CUT = [
     ("clean", 3, 5, 1),
     ("staircase", 2, 5, 0),
     ("staircase", 2, 6, 1),
-    ("matched", 3, 8, 2),
-    ("matched", 2, 5, 2),
+    ("same_step", 3, 8, 2),
+    ("same_step", 2, 5, 2),
 ]
 """Windows and sinks that are no whole chunks: KV context; latent frames of a chunk, of the window, of the sink."""
 
@@ -63,7 +63,7 @@ CUT = [
     [
         ("clean", 4),
         ("staircase", 4),
-        ("matched", 2),
+        ("same_step", 2),
         *(pytest.param(context, 2, marks=pytest.mark.soak) for context in ("clean", "staircase")),
     ],
 )
@@ -168,7 +168,7 @@ def test_the_contexts_are_different_streams() -> None:
     text = lambda chunk: RED  # noqa: E731
     streams = [
         Reference(model, text, seed=11, steps=2, kv_context=context).chunks(3)[2]
-        for context in ("clean", "staircase", "matched")
+        for context in ("clean", "staircase", "same_step")
     ]
     for i, j in ((0, 1), (0, 2), (1, 2)):
         assert (streams[i] - streams[j]).abs().max() > 1e-2

@@ -68,14 +68,14 @@ def flat(chunks: int, kv_context: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kv_context", ["clean", *(pytest.param(more, marks=pytest.mark.soak) for more in ("staircase", "matched"))]
+    "kv_context", ["clean", *(pytest.param(more, marks=pytest.mark.soak) for more in ("staircase", "same_step"))]
 )
 def test_memory_files_and_lists_are_flat(kv_context: str, capfd: pytest.CaptureFixture[str]) -> None:
     flat(400, kv_context)
     assert capfd.readouterr() == ("", ""), "calm: no micro-step prints a line"
 
 
-@pytest.mark.parametrize("kv_context", ["clean", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "same_step"])
 def test_noise_that_no_clean_pass_takes_does_not_stay(kv_context: str) -> None:
     model = small_model(6, layers=1)
     model = replace(model, spec=replace(model.spec, context_sigma=0.1))
@@ -107,8 +107,8 @@ def test_the_decoding_side_is_flat_too() -> None:
 
     play(40)
     gc.collect()
-    assert isinstance(runtime._decoding, LocalDecoding)
-    stream, memories = runtime._streams[0], runtime._decoding._memories._memories
+    assert isinstance(runtime.decoding, LocalDecoding)
+    stream, memories = runtime.streams[0], runtime.decoding._memories._memories
     size, memory, files = walk.nbytes(memories[stream.number]), PROCESS.memory_info().rss, PROCESS.num_fds()
     play(120)
     gc.collect()
@@ -121,6 +121,6 @@ def test_the_decoding_side_is_flat_too() -> None:
         runtime.reset(0, model.text.encode(RED), seed=epoch, epoch=epoch)
         play(2)
     runtime.close_session(0)
-    runtime._decoding._pool.submit(int).result()  # what was asked for before this has been done
+    runtime.decoding._pool.submit(int).result()  # what was asked for before this has been done
     assert not memories, "a stream that ended is forgotten"
     runtime.close()

@@ -52,7 +52,7 @@ def test_a_rank_binds_its_device_before_anything_else(
 ) -> None:
     monkeypatch.setattr(load_plan, "plan_load", stop)
     with pytest.raises(FirstStep):
-        begin(ModelConfig(stages=4, decode="own-rank", link="gloo"))
+        begin(ModelConfig(stages=4, decode_rank="dedicated", link="gloo"))
     assert devices.bound == [("MainThread", torch.device("cuda", 3))]
 
 
@@ -94,12 +94,12 @@ def test_a_thread_that_decodes_beside_a_stage_is_bound_too(devices: Devices, mon
 @pytest.mark.parametrize(
     ("stages", "decode", "here", "picked"),
     [
-        (4, "own-rank", 5, "nccl"),  # the fifth rank only decodes, and is at no edge
+        (4, "dedicated", 5, "nccl"),  # the fifth rank only decodes, and is at no edge
         (4, "head", 4, "nccl"),
         (5, "head", 5, "gloo"),
-        (5, "own-rank", 6, "gloo"),
-        (7, "own-rank", 4, "nccl"),  # two machines of four
-        (9, "own-rank", 5, "gloo"),  # on the first of two machines two stages share a device
+        (5, "dedicated", 6, "gloo"),
+        (7, "dedicated", 4, "nccl"),  # two machines of four
+        (9, "dedicated", 5, "gloo"),  # on the first of two machines two stages share a device
     ],
 )
 def test_nccl_between_as_many_stages_as_there_are_devices(
@@ -107,4 +107,4 @@ def test_nccl_between_as_many_stages_as_there_are_devices(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert link_of(ModelConfig(stages=stages, decode=decode), CUDA) == picked
+    assert link_of(ModelConfig(stages=stages, decode_rank=decode), CUDA) == picked

@@ -120,10 +120,10 @@ def test_flush_keeps_the_sink_and_nothing_else() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["keep", "recache", "recache-causal", "flush"])
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
 def test_any_number_of_stages_gives_the_same(policy: str, kv_context: str) -> None:
     model = small_model(3, layers=3, sink=2)
-    if policy in RECACHES and kv_context == "matched":
+    if policy in RECACHES and kv_context == "same_step":
         with pytest.raises(ValueError, match=f"{policy} needs a KV context with a clean pass"):
             streamed(model, policy, 5, kv_context)
         return
@@ -133,9 +133,9 @@ def test_any_number_of_stages_gives_the_same(policy: str, kv_context: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_context", "kept"), [("clean", [0, 17, 18, 19]), ("matched", [])])
+@pytest.mark.parametrize(("kv_context", "kept"), [("clean", [0, 17, 18, 19]), ("same_step", [])])
 def test_only_what_the_next_chunk_may_see_is_kept(kv_context: str, kept: list[int]) -> None:
-    """Of `matched`, which has no clean pass, nothing is."""
+    """Of `same_step`, which has no clean pass, nothing is."""
     model = small_model(1, sink=2)
     ring = RingExecutor(model, CPU)
     ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context=kv_context)

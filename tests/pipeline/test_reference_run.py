@@ -58,7 +58,7 @@ def test_noise_from_tensors_is_used_instead_of_the_seed(model: Model, plain: Ref
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
 def test_noise_is_scaled_where_it_is_drawn_and_not_where_it_is_given(
     model: Model, plain: ReferenceRun, kv_context: str, stages: int
 ) -> None:
@@ -81,7 +81,7 @@ def test_noise_is_scaled_where_it_is_drawn_and_not_where_it_is_given(
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize(
     ("policy", "kv_context"),
-    [("keep", "clean"), ("keep", "staircase"), ("keep", "matched"), ("recache", "clean"), ("recache", "staircase")],
+    [("keep", "clean"), ("keep", "staircase"), ("keep", "same_step"), ("recache", "clean"), ("recache", "staircase")],
 )
 def test_a_prompt_that_comes_over_chunks_is_a_switch_at_each(
     model: Model, plain: ReferenceRun, policy: str, kv_context: str, stages: int
@@ -141,8 +141,8 @@ def test_beyond_the_given_noise_the_seed_goes_on(model: Model, plain: ReferenceR
     [
         pytest.param(policy, context, marks=[] if context == "clean" or policy == "flush" else pytest.mark.soak)
         for policy in PROMPT_POLICIES
-        for context in ("clean", "staircase", "matched")
-        if policy not in RECACHES or context != "matched"  # refused, see below
+        for context in ("clean", "staircase", "same_step")
+        if policy not in RECACHES or context != "same_step"  # refused, see below
     ],
 )
 def test_any_number_of_stages_gives_the_same(model: Model, plain: ReferenceRun, policy: str, kv_context: str) -> None:
@@ -154,7 +154,7 @@ def test_any_number_of_stages_gives_the_same(model: Model, plain: ReferenceRun, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
 def test_a_first_chunk_with_a_schedule_of_its_own(plain: ReferenceRun, kv_context: str) -> None:
     """Four steps and two, against the reference, from tensors, on three stages, and after a reset again."""
     model = small_model(3, layers=3, sink=2)
@@ -175,7 +175,7 @@ def test_a_first_chunk_with_a_schedule_of_its_own(plain: ReferenceRun, kv_contex
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
 def test_windows_that_cut_chunks_are_the_same_on_any_number_of_stages(plain: ReferenceRun, kv_context: str) -> None:
     model = small_model(3, layers=3, window=6, sink=1, chunk=3)
     switches = (PromptSwitch(2, model.text.encode(BLUE), "flush"), PromptSwitch(4, model.text.encode(RED), "keep"))
@@ -214,8 +214,8 @@ def test_own_timesteps_and_sigmas_are_used(model: Model, plain: ReferenceRun) ->
         ([(0, "keep")], "clean", "at chunk 0, but must be after chunk 0"),
         ([(7, "keep")], "clean", "at chunk 7, but must be after chunk 0 and before chunk 7, the end"),
         ([(3, "keep"), (3, "keep")], "clean", "at chunk 3, but must be after chunk 3"),
-        ([(3, "recache")], "matched", "recache needs a KV context with a clean pass"),
-        ([(3, "recache-causal")], "matched", "recache-causal needs a KV context with a clean pass"),
+        ([(3, "recache")], "same_step", "recache needs a KV context with a clean pass"),
+        ([(3, "recache-causal")], "same_step", "recache-causal needs a KV context with a clean pass"),
     ],
 )
 def test_switches_that_cannot_be_are_refused(

@@ -20,7 +20,7 @@ from tests.pipeline.processes import run_ranks
 from tests.small import CPU, RED, small_model
 
 MODEL = small_model(1, layers=6, sink=2)
-CONTEXTS = {0: "clean", 1: "clean", 2: "staircase", 3: "matched"}
+CONTEXTS = {0: "clean", 1: "clean", 2: "staircase", 3: "same_step"}
 SLOW = pytest.mark.slow
 LIMIT_S = 900.0  # ends what hangs
 

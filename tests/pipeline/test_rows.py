@@ -45,7 +45,7 @@ def test_sessions_in_shared_forwards_equal_each_alone(
 def test_a_session_alone_is_bit_identical_whatever_max_rows(alone: dict[int, list[torch.Tensor]]) -> None:
     torch.set_num_threads(1)
     model = load_model(EMBEDDED_WEIGHTS, CPU)
-    for name in (0, 3):  # clean and matched: one row at a time on one stage
+    for name in (0, 3):  # clean and same_step: one row at a time on one stage
         ring = RingExecutor(model, CPU, max_rows=8)
         assert same(play(ring, model, {name: ORDERS[name]}, CHUNKS)[name], alone[name])
         assert set(ring.scheduler.counts.rows) == {1}

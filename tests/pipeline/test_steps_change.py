@@ -135,7 +135,7 @@ def test_steps_that_no_chunk_was_made_in_leave_nothing() -> None:
     """Where every step has a cache: fewer, carried out, and back again before a chunk could be admitted."""
     model = small_model(1)
     ring = RingExecutor(model, CPU)
-    ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="matched")
+    ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="same_step")
     done: dict[int, torch.Tensor] = {}
     for limit, steps in ((3, 2), (3, 4), (CHUNKS, 0)):
         while ring.scheduler.next_chunk(0) < limit or ring.has_work:
@@ -143,7 +143,7 @@ def test_steps_that_no_chunk_was_made_in_leave_nothing() -> None:
             done |= {row.chunk: latents for row, latents in ring.step()[1]}
         if steps:
             ring.set_steps(0, steps, steps)  # any epochs that grow
-    unchanged = plain(model, Order(RED, 5, 4, "matched"))
+    unchanged = plain(model, Order(RED, 5, 4, "same_step"))
     assert same([done[chunk] for chunk in range(CHUNKS)], unchanged)
 
 

@@ -64,7 +64,7 @@ def cosine(one: Tensor, other: Tensor) -> float:
 
 
 class Published:
-    """A stream in KV context `matched`: a step sees what the same step of earlier frames left."""
+    """A stream in KV context `same_step`: a step sees what the same step of earlier frames left."""
 
     def __init__(self, model: Model, run: ReferenceRun, plain: PlainWan) -> None:
         self.spec, self.run, self.plain = model.spec, run, plain
@@ -145,7 +145,7 @@ def run_of(model: Model, steps: int = len(TIMESTEPS)) -> ReferenceRun:
     initial = torch.randn(CHUNKS, *model.spec.chunk_shape, generator=generator)
     renoise = torch.randn(CHUNKS, steps - 1, *model.spec.chunk_shape, generator=generator)
     schedule = sampling.from_timesteps(TIMESTEPS)
-    return ReferenceRun(model.text.encode(RED), CHUNKS, schedule, "matched", initial=initial, renoise=renoise)
+    return ReferenceRun(model.text.encode(RED), CHUNKS, schedule, "same_step", initial=initial, renoise=renoise)
 
 
 def played(model: Model, run: ReferenceRun, stages: int = 1) -> Tensor:

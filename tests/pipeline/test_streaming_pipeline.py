@@ -34,7 +34,7 @@ from tests.small import (
 
 MODEL = small_model(4)
 CHUNK = MODEL.spec.chunk_frames
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 
 
 @pytest.fixture
@@ -333,7 +333,7 @@ def test_a_server_may_have_yuv420_of_the_same_pictures(tmp_path: Path) -> None:
     made = []
     for config in (
         model,
-        Config(model=model, serve=ServeConfig(scale=1)).served_model(),
+        Config(model=model, serve=ServeConfig(upscale=1)).served_model(),
         ServedModel(**{**dict(model), "pictures": "yuv420"}),
     ):
         runtime = build_pipeline(config)
@@ -378,16 +378,16 @@ def test_a_background_chunk_is_decoded_only_when_no_other_waits(
         submitted.append(f"{kinds[stream]} {chunk}")
         held.append((stream, chunk, latents))
 
-    decode = runtime._decoding.submit
-    monkeypatch.setattr(runtime._decoding, "submit", submit)
+    decode = runtime.decoding.submit
+    monkeypatch.setattr(runtime.decoding, "submit", submit)
     runtime.open(0, runtime.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="clean", background=True)
-    kinds[runtime._streams[0].number] = "job"
+    kinds[runtime.streams[0].number] = "job"
     runtime.set_frame_credit(0, 3 * CHUNK)
     while runtime.ring.has_work:
         runtime.step()
     assert submitted == ["job 0"], "its other chunks wait, though they are finished"
     open_session(runtime, 1)
-    kinds[runtime._streams[1].number] = "live"
+    kinds[runtime.streams[1].number] = "live"
     runtime.set_frame_credit(1, CHUNK)
     while runtime.ring.has_work:
         runtime.step()

@@ -23,8 +23,9 @@ PACKAGE = (
     ("saved_stream",),
     ("api",),
     ("server",),
-    ("engine", "model_options"),
+    ("engine",),
     ("pipeline",),
+    ("snapshot_header",),
     ("models",),
     ("session_state",),
     ("video",),
@@ -33,7 +34,6 @@ PACKAGE = (
     ("errors", "clock", "version", "child_process", "heavy_import"),
 )
 SERVER = (
-    ("web_process",),
     ("main",),
     ("app",),
     ("routes",),
@@ -42,7 +42,7 @@ SERVER = (
     ("http_server", "webrtc"),
     ("middleware", "sessions"),
     ("load", "media", "peers"),
-    ("auth", "logging_setup", "metrics", "problem", "rate_limit", "tls"),
+    ("auth", "logging_setup", "metrics", "problem", "rate_limit"),
 )
 PIPELINE = (
     ("build",),
@@ -62,17 +62,17 @@ PIPELINE = (
     ("device_timer", "output", "scheduler"),
 )
 MODELS = (
-    ("model_loader", "text_loader"),
+    ("loader",),
     ("download", "tiny"),
     ("model",),
     ("autoencoder",),
     ("resolve",),
-    ("defaults", "random_weights", "recognition", "text_encoder"),
-    ("transformer",),
-    ("checkpoint", "interfaces"),
+    ("text_encoder", "transformer"),
+    ("checkpoint", "tensor_file"),
+    ("hub", "headers"),
     ("catalogue",),
     ("spec",),
-    ("sampling",),
+    ("sampling", "weight_files"),
 )
 FLOORS = {
     "streamdiff": PACKAGE,
@@ -105,12 +105,10 @@ TORCH_FREE = (
     "streamdiff.engine.process.fetching",
     "streamdiff.engine.process.ipc",
     "streamdiff.engine.session",
-    "streamdiff.engine.snapshot_header",
-    "streamdiff.models.catalogue.entries",
-    "streamdiff.models.defaults",
-    "streamdiff.models.recognition",
+    "streamdiff.snapshot_header",
+    "streamdiff.models.catalogue",
     "streamdiff.models.download",
-    "streamdiff.models.checkpoint.safetensors_header",
+    "streamdiff.models.headers",
     "streamdiff.models.resolve",
     "streamdiff.models.sampling",
     "streamdiff.models.transformer.tensor_names",

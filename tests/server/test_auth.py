@@ -12,6 +12,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.server.auth import Role, Tokens, read_tokens, role_of
 
 VIEW, CONTROL, OWN_VIEW, OWN_CONTROL = (f"{name}-token-of-some-length" for name in ("v", "c", "ov", "oc"))
+OWN = Tokens(OWN_VIEW, OWN_CONTROL)
 NOBODY, VIEWER, CONTROLLER = Role
 
 
@@ -20,19 +21,11 @@ NOBODY, VIEWER, CONTROLLER = Role
     [
         # no token, view, control, the session's view, the session's control, a wrong one, an empty one
         (Tokens(), None, (CONTROLLER, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY)),
-        (Tokens(), Tokens(OWN_VIEW, OWN_CONTROL), (VIEWER, NOBODY, NOBODY, VIEWER, CONTROLLER, NOBODY, NOBODY)),
+        (Tokens(), OWN, (VIEWER, NOBODY, NOBODY, VIEWER, CONTROLLER, NOBODY, NOBODY)),
         (Tokens(None, CONTROL), None, (VIEWER, NOBODY, CONTROLLER, NOBODY, NOBODY, NOBODY, NOBODY)),
-        (
-            Tokens(None, CONTROL),
-            Tokens(OWN_VIEW, OWN_CONTROL),
-            (NOBODY, NOBODY, CONTROLLER, VIEWER, CONTROLLER, NOBODY, NOBODY),
-        ),
+        (Tokens(None, CONTROL), OWN, (NOBODY, NOBODY, CONTROLLER, VIEWER, CONTROLLER, NOBODY, NOBODY)),
         (Tokens(VIEW, CONTROL), None, (NOBODY, VIEWER, CONTROLLER, NOBODY, NOBODY, NOBODY, NOBODY)),
-        (
-            Tokens(VIEW, CONTROL),
-            Tokens(OWN_VIEW, OWN_CONTROL),
-            (NOBODY, VIEWER, CONTROLLER, VIEWER, CONTROLLER, NOBODY, NOBODY),
-        ),
+        (Tokens(VIEW, CONTROL), OWN, (NOBODY, VIEWER, CONTROLLER, VIEWER, CONTROLLER, NOBODY, NOBODY)),
     ],
 )
 def test_what_each_token_is_good_for(server: Tokens, session: Tokens | None, roles: tuple[Role, ...]) -> None:
@@ -50,25 +43,17 @@ def test_tokens_are_read_from_files_and_not_printed(tmp_path: Path) -> None:
     assert read_tokens(ServeConfig()) == Tokens()
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("short", "5 characters"),
-        ("", "0 characters"),
-        ("two words of some length", "one line"),
-        ("two-lines-of\nsome-length", "one line"),
-        ("ü" * 20, "one line"),
-        ("\udcff" * 20, "no text"),
-        (base64.b64encode(b"\xff" * 32).decode(), r"'/' '=' in it, .* openssl rand -hex 32"),
-        ("a(token)with-odd-signs", r"'\(' '\)' in it"),
-        ("a\ttoken-with-a-tab-in-it", r"'\\t' in it"),
-    ],
-)
-def test_a_token_that_cannot_be_used(tmp_path: Path, content: str, says: str) -> None:
+UNUSABLE = ["short", "", "two words of some length", "two-lines-of\nsome-length", "ü" * 20, "\udcff" * 20]
+UNUSABLE += [base64.b64encode(b"\xff" * 32).decode(), "a(token)with-odd-signs", "a\ttoken-with-a-tab-in-it"]
+
+
+@pytest.mark.parametrize("content", UNUSABLE)
+def test_a_token_that_cannot_be_used(tmp_path: Path, content: str) -> None:
     path = tmp_path / "token"
     path.write_text(content, encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(ConfigError, match=says) as caught:
+    with pytest.raises(ConfigError) as caught:
         read_tokens(ServeConfig(control_token_file=str(path)))
+    assert caught.value.field == "serve.control_token_file"
     assert str(path) in str(caught.value) and (not content or content not in str(caught.value))
 
 
@@ -79,10 +64,10 @@ def test_what_is_a_subprotocol_s_token_is_one_here(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_and_a_view_token_alone(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        read_tokens(ServeConfig(control_token_file=str(tmp_path / "nothing")))
-    with pytest.raises(ConfigError, match="Set both"):
-        read_tokens(ServeConfig(view_token_file=str(tmp_path / "nothing")))
+    for name in ("control_token_file", "view_token_file"):
+        with pytest.raises(ConfigError) as caught:
+            read_tokens(ServeConfig(**{name: str(tmp_path / "nothing")}))
+        assert caught.value.field == f"serve.{name}"
 
 
 def test_fresh_tokens_are_long_and_all_different() -> None:

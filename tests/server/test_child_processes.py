@@ -95,7 +95,7 @@ def children(process: subprocess.Popen[str]) -> dict[str, str]:
 
 def settings(*outputs: str) -> ServeConfig:
     turn = IceServer(url="turn:127.0.0.1", username="somebody", credential=CREDENTIAL)
-    return ServeConfig(port=0, open_browser=False, spare=False, outputs=list(outputs), ice_servers=[turn])
+    return ServeConfig(port=0, open_browser=False, warm_standby=False, outputs=list(outputs), ice_servers=[turn])
 
 
 def test_an_engine_and_a_writer_show_nothing_and_import_nothing_foreign(mark: Path) -> None:
@@ -115,6 +115,6 @@ def test_an_engine_and_a_writer_show_nothing_and_import_nothing_foreign(mark: Pa
 def test_the_web_server_of_an_engine_shows_nothing_and_imports_nothing_foreign(mark: Path) -> None:
     with program(HOST, mark, settings()) as (process, _):
         shown = children(process)
-    assert set(shown) == {"streamdiff.server.web_process"}
-    assert CREDENTIAL not in shown["streamdiff.server.web_process"]
+    assert set(shown) == {"streamdiff.server.main"}
+    assert CREDENTIAL not in shown["streamdiff.server.main"]
     assert not mark.exists(), "a module of the current folder was run"

@@ -204,16 +204,18 @@ def test_one_address_holds_half_of_the_viewers_places_at_most_also_without_ever_
     run_scene(scene, Config(serve=ServeConfig(max_viewers=4, **BEHIND_A_PROXY)))
 
 
-def test_one_address_holds_half_of_the_control_sockets_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_address_holds_half_of_the_control_sockets_at_most_and_all_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(app_state, "MAX_SOCKETS", 4)
 
     async def scene(site: Site) -> None:
-        addresses = ("192.0.2.1", "192.0.2.1", "192.0.2.1", "192.0.2.2")
+        addresses = ("192.0.2.1", "192.0.2.1", "192.0.2.1", "192.0.2.2", "192.0.2.3", "192.0.2.4")
         opened = [await SocketClient.connect(site.base, CONTROL, headers=seen_from(each)) for each in addresses]
-        assert [each.status for each in opened] == [101, 101, 429, 101]
-        assert opened[2].problem["code"] == "address"
+        assert [each.status for each in opened] == [101, 101, 429, 101, 101, 503]
+        assert (opened[2].problem["code"], opened[5].problem["code"]) == ("address", "sockets")
         await opened[0].close()
-        await site.until(lambda: site.state.sockets.count == 2)
+        await site.until(lambda: site.state.sockets.count == 3)
         again = await SocketClient.connect(site.base, CONTROL, headers=seen_from("192.0.2.1"))
         assert again.status == 101
         await asyncio.gather(*(each.close() for each in (*opened, again)))

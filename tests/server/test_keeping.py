@@ -19,7 +19,7 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import SetPrompt
 from streamdiff.errors import RequestError
-from streamdiff.server.sessions.session_files import SessionFolder
+from streamdiff.server.sessions.keeper import SavedFolder
 from tests.server.conftest import open_site
 from tests.server.scripted import Painter, Text
 from tests.server.test_restart import (
@@ -342,7 +342,7 @@ def test_a_file_that_cannot_be_removed_ends_nothing_else(
     def read_only(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    folder = SessionFolder(tmp_path, "serve.state_dir")
+    folder = SavedFolder(tmp_path, "serve.state_dir")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", read_only)
         folder.remove("s-1")

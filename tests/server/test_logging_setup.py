@@ -13,11 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 
 from streamdiff.config import ServeConfig
 from streamdiff.server import logging_setup
+from tests.server.conftest import bearer
 from tests.server.test_main import start
+from tests.server.test_restart import watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
@@ -39,24 +40,18 @@ def _first_with_url(process: subprocess.Popen[str]) -> tuple[str, list[dict[str,
 
 async def _play(url: str, frames: int, prompts: list[str]) -> dict[str, Any]:
     """Open a session, watch so many frames of it with new prompts on the way, and leave; returns the session."""
-    pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
-    receiver = pc.addTransceiver("video", direction="recvonly").receiver
-    await pc.setLocalDescription(await pc.createOffer())
     async with httpx.AsyncClient(base_url=url, timeout=20) as http:
         session: dict[str, Any] = (await http.post("/api/sessions", json={"prompt": "blue secret"})).json()
-        key = {"Authorization": f"Bearer {session['control_token']}"}
-        answer = await http.post(
-            session["whep"], content=pc.localDescription.sdp, headers={"Content-Type": "application/sdp"}
-        )
-        await pc.setRemoteDescription(RTCSessionDescription(answer.text, "answer"))
-        for number in range(frames):
-            await receiver.track.recv()
-            if prompts and number % 10 == 0:
-                await http.patch(f"/api/sessions/{session['id']}", json={"prompt": prompts.pop()}, headers=key)
-        await http.delete(answer.headers["location"])
-        await http.delete(f"/api/sessions/{session['id']}", headers=key)
-    await pc.close()
-    return session | {"viewer": answer.headers["location"].rpartition("/")[2]}
+        path, key = f"/api/sessions/{session['id']}", bearer(session["control_token"])
+        async with watching(http, session["id"]) as viewer:
+            while len(viewer.frames) < frames:
+                await viewer.until_frame(lambda pts, colour: True)
+                if prompts:
+                    await http.patch(path, json={"prompt": prompts.pop()}, headers=key)
+            await http.patch(path, json={"prompt": "red secret", "oops": 1}, headers=key)
+            await http.delete(viewer.location)
+        await http.delete(path, headers=key)
+    return session | {"viewer": viewer.location.rpartition("/")[2]}
 
 
 @pytest.mark.parametrize("asked", [False, True])

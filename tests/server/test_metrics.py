@@ -9,13 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Failed
 from streamdiff.server.metrics import CounterDelta
-from streamdiff.server.sessions.engine_status import EngineStatus
 from tests.server.conftest import Peer, Site, open_site, run_scene
 from tests.server.scripted import CHUNK_FRAMES, Painter
 
@@ -70,6 +68,8 @@ def test_what_a_viewer_and_a_prompt_move() -> None:
         assert live is not None
         for name in ("frames_made_total", "frames_shown_total"):
             assert after[f'streamdiff_{name}{{session="default"}}'] >= 20
+        assert after['streamdiff_encode_seconds_count{codec="h264"}'] >= 20
+        assert after['streamdiff_key_frames_total{codec="h264"}'] >= 1
         made = after['streamdiff_frames_made_total{session="default"}']
         assert after['streamdiff_chunk_seconds_count{session="default"}'] == made / CHUNK_FRAMES
         # The painter is at work for 0.02 s in each chunk.
@@ -241,27 +241,3 @@ def test_room_is_unknown_before_anything_was_measured() -> None:
 def test_a_total_that_falls_began_afresh() -> None:
     delta = CounterDelta()
     assert [delta.increase(total) for total in (3, 3, 5, 1, 4)] == [3, 0, 2, 1, 3]
-
-
-def test_figures_are_for_those_who_may_watch(tmp_path: Any) -> None:
-    files = {name: tmp_path / name for name in ("view", "control")}
-    for name, path in files.items():
-        path.write_text(f"a-{name}-token-of-some-length")
-    serve = ServeConfig(view_token_file=str(files["view"]), control_token_file=str(files["control"]))
-
-    async def scene(site: Site) -> None:
-        async def status(token: str | None) -> int:
-            headers = {"Authorization": f"Bearer {token}"} if token else {}
-            answer: httpx.Response = await site.http.get("/metrics", headers=headers)
-            return answer.status_code
-
-        assert [await status(token) for token in (None, "a-view-token-of-some-length")] == [401, 200]
-        await site.until(lambda: site.state.manager.sessions[0].opened)
-        ready: httpx.Response = await site.http.get("/readyz")
-        assert ready.status_code == 200, "probes carry no token"
-        site.state.manager.engine = EngineStatus("failed", "of a secret")
-        ready = await site.http.get("/readyz")
-        assert (ready.status_code, "secret" in ready.text) == (503, False)
-        site.state.manager.engine = EngineStatus()
-
-    run_scene(scene, Config(serve=serve))

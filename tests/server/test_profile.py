@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`serve` with both outputs in one, and its address; ended as by Ctrl-C. No spare takes the engine's time."""
-    (folder / "alone.yaml").write_text("serve: {spare: false}")
+    (folder / "alone.yaml").write_text("serve: {warm_standby: false}")
     command = [sys.executable, "-m", "streamdiff", "serve", "--no-browser", "--port", "0", *options]
     command += ["--config", str(folder / "alone.yaml")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -10,19 +10,13 @@ from streamdiff.server.problem import Problem
 from streamdiff.server.rate_limit import RATE_WINDOW_S, Rate, TokenBucket
 
 
-def test_a_steady_stream_has_its_rate_and_an_ended_one_none() -> None:
-    rate = Rate()
-    for number in range(400):
-        rate.add(1, number / 40)
-    assert rate.per_s(399 / 40) == pytest.approx(40, abs=0.5)
-    assert rate.per_s(399 / 40 + RATE_WINDOW_S) == 0
-
-
-def test_bursts_count_as_what_they_hold() -> None:
-    rate = Rate()
-    for number in range(20):
-        rate.add(12, number * 0.3)
-    assert rate.per_s(19 * 0.3) == pytest.approx(40, rel=0.2)
+@pytest.mark.parametrize(("count", "period_s"), [(1, 1 / 40), (12, 0.3)])
+def test_a_steady_stream_has_its_rate_also_in_bursts_and_an_ended_one_none(count: int, period_s: float) -> None:
+    rate, end_s = Rate(), 10.0
+    for number in range(round(end_s / period_s) + 1):
+        rate.add(count, number * period_s)
+    assert rate.per_s(end_s) == pytest.approx(40, rel=0.2)
+    assert rate.per_s(end_s + RATE_WINDOW_S) == 0
 
 
 def test_a_bucket_lets_a_burst_through_and_then_the_rate() -> None:

@@ -165,7 +165,7 @@ async def watching(http: httpx.AsyncClient, session: str = "default") -> AsyncIt
     answer = await http.post(f"/whep/{session}", content=pc.localDescription.sdp, headers=headers)
     assert answer.status_code == 201, answer.text
     await pc.setRemoteDescription(RTCSessionDescription(answer.text, "answer"))
-    viewer.track = receiver.track
+    viewer.track, viewer.location = receiver.track, answer.headers["location"]
     reading = asyncio.create_task(viewer.read())
     try:
         yield viewer
@@ -309,7 +309,7 @@ def test_an_engine_that_fails_again_and_again_is_given_up_and_the_server_says_so
     finally:
         code = server.close()
     assert code == 1
-    assert "serve.restarts" in server.complaints and "/readyz answers 503" in server.complaints
+    assert "serve.max_restarts" in server.complaints and "/readyz answers 503" in server.complaints
     assert "Traceback" in server.complaints, "the engine's own"
 
 

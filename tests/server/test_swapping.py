@@ -28,7 +28,7 @@ def serve(tmp_path: Path, play: int = PLAY, **settings: Any) -> Server:
         yaml.safe_dump(
             {
                 "model": {"memory_gb": play * SESSION_GB, "steps": 2},
-                "serve": {"grace_s": 0.2, "spare": False, "load": 10.0, **settings},
+                "serve": {"pause_after_s": 0.2, "warm_standby": False, "max_utilization": 10.0, **settings},
             }
         )
     )

@@ -19,8 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server import http_server, main
-from streamdiff.server.http_server import HttpServer
-from streamdiff.server.tls import Certificate
+from streamdiff.server.http_server import Certificate, HttpServer
 from tests.server.test_main import REAL, printed_address, start
 
 pytestmark = pytest.mark.slow
@@ -121,15 +120,16 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, capfd: pytest.Captu
     other, locked = write_pair(tmp_path / "other"), write_pair(tmp_path / "locked", b"secret")
     text = tmp_path / "text"
     text.write_text("no certificate")
-    for pair, said in (
-        ((str(tmp_path / "none"), key), "serve.tls_cert: .*none does not exist"),
-        ((cert, str(tmp_path / "none")), "serve.tls_key: .*none does not exist"),
-        ((cert, other[1]), "another certificate"),
-        ((str(text), key), "no PEM file"),
-        (locked, "password"),
+    for pair, field in (
+        ((str(tmp_path / "none"), key), "serve.tls_cert"),
+        ((cert, str(tmp_path / "none")), "serve.tls_key"),
+        ((cert, other[1]), "serve.tls_cert"),
+        ((str(text), key), "serve.tls_cert"),
+        (locked, "serve.tls_cert"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError) as caught:
             Certificate(*pair)
+        assert caught.value.field == field, pair
     assert main.run(Config(serve=ServeConfig(port=0, tls_cert=str(text), tls_key=key))) == 2
     assert "serve.tls_cert" in capfd.readouterr().err
 

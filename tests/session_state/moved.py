@@ -31,7 +31,7 @@ CHUNKS, CHANGE_AT = 6, 3
 ORDERS = {
     0: Order(RED, 5, 4, "clean", CHANGE_AT, switch="recache"),
     1: Order(WHITE, 6, 4, "staircase", CHANGE_AT, then_steps=2),
-    2: Order(RED, 7, 4, "matched", CHANGE_AT),
+    2: Order(RED, 7, 4, "same_step", CHANGE_AT),
 }
 LEAVE_S = 60.0
 
@@ -131,7 +131,7 @@ def play(ring: RingExecutor, model: Model, moved: bool) -> Streams:
     for name, order in ORDERS.items():
         ring.open(
             name, model.text.encode(order.text), seed=order.seed, epoch=0, steps=order.steps,
-            kv_context=order.kv_context, given=StreamInputs(source=source if order.kv_context == "matched" else None),
+            kv_context=order.kv_context, given=StreamInputs(source=source if order.kv_context == "same_step" else None),
         )  # fmt: skip
     while any(len(latents) < CHUNKS for latents in made.latents.values()):
         for name, order in ORDERS.items():

@@ -9,7 +9,7 @@ from tests.small import BLUE, RED, WHITE, small_model
 from training.judges.rollout import rollout
 
 MODEL = small_model(5)
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 
 
 @pytest.mark.slow

@@ -222,7 +222,7 @@ def test_what_hides_for_one_chunk_of_a_look_is_read() -> None:
 
 
 def test_contexts_without_a_bar_are_reported_without_one() -> None:
-    assert tiny_figures.bars_met("matched", {}, {}) == {}
+    assert tiny_figures.bars_met("same_step", {}, {}) == {}
 
 
 def test_what_no_scene_shows_is_held_to_no_bar() -> None:

@@ -15,7 +15,7 @@ from training.judges.world_judge import judge, shares
 from training.world.render import render
 from training.world.tracks import Streams, Track, join
 
-WITHOUT_BAR = ("matched",)
+WITHOUT_BAR = ("same_step",)
 BARS = {"color": 0.98, "place": 0.98, "motion": 0.95, "shape": 0.92, "camera": 0.90}
 BOTH_BAR, CHANGE_BAR, DRIFT_BAR = 0.85, 0.95, 0.02
 TOGETHER = 2

@@ -44,7 +44,7 @@ RUN_UP = 2
 """Chunks decoded before what is judged: the decoder remembers frames, so it needs them to be in its stride."""
 DECODE_STREAMS = 8
 SHEET_STREAMS = 8
-CONTEXTS = ("clean", "staircase", "matched")
+CONTEXTS = ("clean", "staircase", "same_step")
 PLAIN = ModelConfig()
 COLUMNS = ("color", "shape", "motion", "size", "speed", "place", "hour", "weather", "camera", "both", "all")
 """What the printed table shows."""

@@ -27,7 +27,7 @@ from streamdiff.engine.messages import Event, Failed, Ready, Shutdown
 from streamdiff.engine.process import private_folder, standby
 from streamdiff.engine.process.ipc import EXIT_CONFIG, EngineClient
 from streamdiff.errors import ConfigError, EngineFailure
-from streamdiff.models.defaults import may_compile
+from streamdiff.models.resolve import may_compile
 
 output_log = logging.getLogger("streamdiff.engine.output")
 """Output of the engine process where the log is JSON; otherwise it is copied to our standard error."""
@@ -122,7 +122,7 @@ class EngineProcess(EngineHandle):
         self._ipc: EngineClient | None = None
         self._watching: asyncio.Task[int] | None = None
         self._silence_watch: asyncio.Task[None] | None = None
-        self._hang_s = config.model.hang_s + (0.0 if config.model.ranks == 1 else _RANKS_HANG_S)
+        self._watchdog_s = config.model.watchdog_s + (0.0 if config.model.ranks == 1 else _RANKS_HANG_S)
         self._hung = False
         self._stopping = False
         self._start_pipe: int | None = None
@@ -240,15 +240,14 @@ class EngineProcess(EngineHandle):
 
     def _end_reason(self, code: int) -> str:
         if self._hung:
-            more = "a machine so slow needs a larger model.hang_s"
-            return (
-                f"the engine hung: it said nothing for {self._hang_s:g} s, and was ended ({more}){self._last_output()}"
-            )
+            more = "a machine so slow needs a larger model.watchdog_s"
+            silent = f"it said nothing for {self._watchdog_s:g} s, and was ended ({more})"
+            return f"the engine hung: {silent}{self._last_output()}"
         return f"the engine ended {name_exit(code)}{self._last_output()}"
 
     async def _kill_when_silent(self, process: Process, ipc: EngineClient) -> None:
-        """Kill the engine once no message has come from it for `hang_s`."""
-        await _until_silent(self._hang_s, lambda: ipc.heard)
+        """Kill the engine once no message has come from it for `watchdog_s`."""
+        await _until_silent(self._watchdog_s, lambda: ipc.heard)
         self._hung = True
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             process.kill()

@@ -30,7 +30,7 @@ def host(config: Config, tap: EventHook = lambda engine, event: None) -> int:
         stop = Stop(Path(folder))
         stop.listen()
         web = subprocess.Popen(
-            [sys.executable, "-m", "streamdiff.server.web_process", "--address", folder],
+            [sys.executable, "-m", "streamdiff.server.main", "--address", folder],
             env=child_process.environment(),
             stdin=subprocess.PIPE,
             start_new_session=True,  # a launcher signals whole sessions; the web process ends when this one lets it

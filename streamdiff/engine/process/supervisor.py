@@ -185,7 +185,7 @@ class EngineSupervisor:
             return reason
         return (
             f"the engine failed again after {most} restarts within {window_s:g} s, and is not started any more "
-            f"(serve.restarts, serve.restart_window_s); start the server again when this is mended: {reason}"
+            f"(serve.max_restarts, serve.restart_window_s); start the server again when this is mended: {reason}"
         )
 
 

@@ -82,20 +82,21 @@ class RankLoop(ABC):
 
 class HealthMonitor:
     """Sends one rank's heartbeats and checks the next rank's. `on_fault` is called from its thread, once, with the
-    fault; `hang_s` is how long a forward may take, on the host and on the device, and how long a rank may be silent."""
+    fault; `watchdog_s` is how long a forward may take, on the host and on the device, and how long a rank may be
+    silent."""
 
     def __init__(
-        self, context: RankContext, workers: Sequence[RankLoop], on_fault: Callable[[str], None], hang_s: float
+        self, context: RankContext, workers: Sequence[RankLoop], on_fault: Callable[[str], None], watchdog_s: float
     ) -> None:
         """`workers` are the loops of this rank, at least one; they have one timer, that of the rank's device."""
-        self._context, self._workers, self._on_fault, self._hang_s = context, workers, on_fault, hang_s
+        self._context, self._workers, self._on_fault, self._watchdog_s = context, workers, on_fault, watchdog_s
         self._timer = workers[0].timer
         self._ended = threading.Event()
         self._number = 0
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Begin. The next rank must begin within `hang_s` too."""
+        """Begin. The next rank must begin within `watchdog_s` too."""
         self._send_heartbeat()
         self._thread.start()
 
@@ -152,8 +153,8 @@ class HealthMonitor:
 
     def _run(self) -> None:
         # Of ranks that wait for each other in a forward, the one that says nothing is found first.
-        own = [(each, _Stillness((2 if each.awaits_others else 1) * self._hang_s)) for each in self._workers]
-        other = _Stillness(self._hang_s)
+        own = [(each, _Stillness((2 if each.awaits_others else 1) * self._watchdog_s)) for each in self._workers]
+        other = _Stillness(self._watchdog_s)
         parent = os.getppid()
         after = (self._context.rank + 1) % self._context.ranks
         try:
@@ -161,12 +162,12 @@ class HealthMonitor:
                 self._send_heartbeat()
                 for worker, still in own:
                     if still.lasts((worker.done, worker.now is None), worker.now is not None):
-                        self.report(f"rank {self._context.rank} hangs: {self._hang_s:g} s {worker.where()}")
-                if (stuck := self._timer.stuck(clock.monotonic_s(), self._hang_s)) is not None:
+                        self.report(f"rank {self._context.rank} hangs: {self._watchdog_s:g} s {worker.where()}")
+                if (stuck := self._timer.stuck(clock.monotonic_s(), self._watchdog_s)) is not None:
                     self.report(f"rank {self._context.rank} hangs: {stuck}")
                 beat = self.last_heartbeat(after)
                 if beat is not None and other.lasts(beat.number, not beat.ended):
-                    self.report(f"rank {after} hangs: silent for {self._hang_s:g} s {beat.where}")
+                    self.report(f"rank {after} hangs: silent for {self._watchdog_s:g} s {beat.where}")
                     _kill(beat)
                 fault = self.fault() if os.getppid() == parent else "the launcher of the ranks is gone"
                 if fault is not None:

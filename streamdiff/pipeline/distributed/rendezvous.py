@@ -147,8 +147,8 @@ logger = logging.getLogger(__name__)
 
 PHASES = {"weights": 240.0, "communicators": 120.0, "first transfers": 120.0, "graphs": 1800.0, "ready": float("inf")}
 """What comes after the rendezvous, in order, and how many seconds a rank may spend there without getting on. A single
-graph of a large model takes minutes. The warm-up follows, which `model.hang_s` bounds. All end before whoever waits for
-the engine process (`engine.process.engine_process`) loses patience, who knows no rank."""
+graph of a large model takes minutes. The warm-up follows, which `model.watchdog_s` bounds. All end before whoever
+waits for the engine process (`engine.process.engine_process`) loses patience, who knows no rank."""
 LOOK_S = 0.5
 
 

@@ -39,7 +39,7 @@ class KVCache:
     """One session's caches on one stage, allocated once and written in place.
 
     key and value are `[caches, layers, slots, tokens, H, d]`: one cache for the contexts `clean` and `staircase`, one
-    per step for `matched`; `layers` are the stage's own blocks, `tokens` those of a chunk. Keys are
+    per step for `same_step`; `layers` are the stage's own blocks, `tokens` those of a chunk. Keys are
     rotated; those of the slots that the sink is in are kept un-rotated too, in sink_key, as the sink's place moves
     (none in an adaptive ring, where it does not). queue is int64 `[caches, layers, n]`, which slot of an adaptive ring
     is next (see `geometry.queue_length`; n is 0 elsewhere). sink_at is, by cache, the position that the sink's keys are

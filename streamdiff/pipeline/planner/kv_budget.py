@@ -178,6 +178,6 @@ def _host_share(config: ModelConfig, sharers: int) -> float:
     where what is kept of each session lies in memory too."""
     free = host_memory()[0] / sharers
     if isinstance(config, ServedModel):
-        free -= _SPARE_BYTES * config.spare
+        free -= _SPARE_BYTES * config.warm_standby
         free /= 2 if config.keep_s is not None and config.state_dir is None else 1
     return max(0.0, free)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from streamdiff.models.catalogue.schema import CatalogueEntry
+from streamdiff.models.catalogue import CatalogueEntry
 from streamdiff.pipeline.planner.model_sizes import BFLOAT16, ModelSizes, entry_sizes
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.stage_layout import Blocks, Layout, Workload
@@ -97,7 +97,7 @@ def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) 
     of a full forward. The ranks that share a stage follow one another; the first of them has what one rank has alone.
     """
     last, found = load.stages - 1, list[Memory]()
-    home = {"last": last * load.shares, "own-rank": load.stages * load.shares}.get(layout.decode, 0)
+    home = {"last": last * load.shares, "dedicated": load.stages * load.shares}.get(layout.decode, 0)
     decoder = _decoder(sizes, load, storage)
     values = storage.value_bytes
     for rank in range(load.stages * load.shares):

@@ -118,13 +118,13 @@ def _splits(count: int, sizes: ModelSizes, decode: str) -> Iterator[tuple[int, i
     left then, a GPU stays idle."""
     for shares in possible_shares(sizes):
         fits = count % shares == 0 and count // shares <= sizes.blocks
-        if fits and decode != "own-rank":
+        if fits and decode != "dedicated":
             yield count // shares, shares, decode
-    if decode == "own-rank" or (decode == "auto" and sizes.decoder.flops):
+    if decode == "dedicated" or (decode == "auto" and sizes.decoder.flops):
         for shares in possible_shares(sizes):
             stages, idle = divmod(count - 1, shares)
             if idle <= 1 and 1 <= stages <= sizes.blocks:
-                yield stages, shares, "own-rank"
+                yield stages, shares, "dedicated"
 
 
 def _case(machine: Machine, sizes: ModelSizes, load: Workload, storage: Storage, decode: str, chunks: int) -> Case:

@@ -197,7 +197,7 @@ class _Ring:
             steps, first, context = stream.steps, stream.first_steps, stream.kv_context
             self.scheduler.open(number, steps=steps, first_steps=first, kv_context=context, epoch=0)
             least = min_ahead_frames(context, steps=steps, stages=self.stages, chunk_frames=1)
-            # One more is being decoded: without it a decode of half a forward costs `matched` 6 % of its throughput.
+            # One more is being decoded: without it a decode of half a forward costs `same_step` 6 % of its throughput.
             self.max_ahead.append(least + 1)
         self.agenda = Agenda()
         self.stage = [Server(self.agenda) for _ in range(self.stages)]

@@ -15,7 +15,7 @@ from streamdiff.pipeline.scheduler.step import PER_STEP
 
 Blocks = tuple[tuple[int, int], ...]
 """(first, last) of each stage's run of blocks, last exclusive."""
-PLACES = ("head", "last", "own-rank", "own-stream")
+PLACES = ("head", "last", "dedicated", "own-stream")
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,11 @@ class ReturnedRows:
 
 
 def _follows(row: MicroStep, message: StageMessage, kv_context: str) -> bool:
-    """Whether a message that entered after `row` concerns its session; in `matched` steps have caches of their own, and
-    only the same step, counted from the last, matters."""
+    """Whether a message that entered after `row` concerns its session; in `same_step` steps have caches of their own,
+    and only the same step, counted from the last, matters."""
     if message.update is not None:
         return message.update.session == row.session
     theirs = [each for each in message.rows if each.session == row.session]
-    if kv_context == "matched":
+    if kv_context == "same_step":
         theirs = [each for each in theirs if each.steps - each.step == row.steps - row.step]
     return bool(theirs)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.attention_backend import AttendParts, AttentionShape, merge_attention_states
 from streamdiff.models.transformer.varlen_attention import AttendPaged, try_paged
-from streamdiff.models.transformer.wan import BlockWeights, KeyValue, Tokens, block_modulation, concat_rows
+from streamdiff.models.transformer.wan import BlockWeights, KeyValue, TokenStates, block_modulation, concat_rows
 from streamdiff.pipeline.kv_cache.attention import (
     AttentionMetadata,
     PooledRow,
@@ -331,7 +331,7 @@ def compiled(stage: ModelRunner, keeps_unrotated: bool) -> CompiledParts:
         hidden = after(weights, hidden, modulation, texts, mixed)
         if not stage.last:
             return (hidden,)
-        tokens = Tokens(hidden, time)
+        tokens = TokenStates(hidden, time)
         return (denoiser.output_layer(tokens, stage.grid) if stage.group is None else denoiser.output(tokens),)
 
     return CompiledParts(one_graph(begin), one_graph(between), one_graph(end))

@@ -17,15 +17,21 @@ from torch import Tensor
 
 from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
-from streamdiff.models.transformer.wan import KeyValue, SelfAttention, Tokens, concat_rows
-from streamdiff.models.transformer.weights_digest import weights_digest
+from streamdiff.models.transformer.wan import KeyValue, SelfAttention, TokenStates, concat_rows
+from streamdiff.models.transformer.weights import weights_digest
 from streamdiff.pipeline.device_timer import DeviceTimer, StreamTimer
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 from streamdiff.pipeline.distributed.heartbeat import RankLoop
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
-from streamdiff.pipeline.distributed.stage_saving import StageSaving, readiness, swapped
-from streamdiff.pipeline.distributed.state_exchange import LocalExchange, StateExchange, stage_key
+from streamdiff.pipeline.distributed.state_exchange import (
+    LocalExchange,
+    StageSaving,
+    StateExchange,
+    readiness,
+    stage_key,
+    swapped,
+)
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
 from streamdiff.pipeline.kv_cache.cache import CachePool, CacheSizes, KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
@@ -52,12 +58,12 @@ class RunnerSession:
     geometry: CacheGeometry = field(metadata=KEPT)
     state: KVCache = field(metadata=BY_LAYER)
     steps: int = field(metadata=KEPT)
-    matched: bool = field(metadata=KEPT)
-    """Whether each step has a cache of its own: `matched`."""
+    same_step: bool = field(metadata=KEPT)
+    """Whether each step has a cache of its own: `same_step`."""
     cached_steps: int = field(metadata=KEPT)
-    """If `matched`: the step count that the caches are laid out for."""
+    """If `same_step`: the step count that the caches are laid out for."""
     newest: int = field(default=-1, metadata=STATE)
-    """The newest chunk that has written; read only if not `matched`."""
+    """The newest chunk that has written; read only if not `same_step`."""
     text: dict[int, list[KeyValue]] = field(default_factory=dict, metadata=BY_LAYER)
     visible_from_chunk: dict[int, int] = field(default_factory=dict, metadata=STATE)
 
@@ -263,7 +269,7 @@ class ModelRunner:
     def _fit_caches(self, session: RunnerSession) -> None:
         """Where each step has a cache: after a change of step count, give each step the cache of the old step with the
         nearest timestep. Runs on the first row that needs it. Mutates: session."""
-        if session.matched and session.cached_steps != session.steps:
+        if session.same_step and session.cached_steps != session.steps:
             before, now = self.spec.schedule(session.cached_steps), self.spec.schedule(session.steps)
             session.cached_steps = 0  # what fails half way is not begun again: there is no schedule of 0 steps
             session.state.rearrange(nearest_steps(before, now))
@@ -275,11 +281,11 @@ class ModelRunner:
         keeps it copies it. Mutates: the rows' caches.
 
         Args:
-            given: on the first stage latents `[R, C, F, h, w]` and the time embedding `[R, F, D]`, else `Tokens`.
+            given: on the first stage latents `[R, C, F, h, w]` and the time embedding `[R, F, D]`, else `TokenStates`.
 
         Returns:
             On the last stage the flow `[R, C, F, h, w]` alone, and where ranks share it that on the first of them only;
-            else `Tokens`. Where ranks share the stage, hidden states are this rank's tokens only.
+            else `TokenStates`. Where ranks share the stage, hidden states are this rank's tokens only.
         """
         metadata: list[AttentionMetadata] = []
         for index, row in enumerate(rows):
@@ -297,16 +303,16 @@ class ModelRunner:
                 self._share(row)
         return done
 
-    def enter(self, given: Tensors) -> Tokens:
-        """The stage's input as `Tokens` for its first block."""
+    def enter(self, given: Tensors) -> TokenStates:
+        """The stage's input as `TokenStates` for its first block."""
         first, time = given
         if not self.first:
-            return Tokens(first, time)
+            return TokenStates(first, time)
         hidden = self.denoiser.patches(first, self._folded)
-        return Tokens(hidden if self.group is None else self.group.own_tokens(hidden), time)
+        return TokenStates(hidden if self.group is None else self.group.own_tokens(hidden), time)
 
-    def leave(self, tokens: Tokens) -> Tensors:
-        """The stage's output from its last block's `Tokens`."""
+    def leave(self, tokens: TokenStates) -> Tensors:
+        """The stage's output from its last block's `TokenStates`."""
         if not self.last:
             return tuple(tokens)
         if self.group is None:
@@ -397,12 +403,12 @@ class ModelRunner:
         """What was made together is seen by every step as its last one left it (StreamDiffusionV2's start: it runs
         through all steps on one cache, which is copied then). Mutates: the row's caches."""
         session = self.sessions[row.session]
-        if session.matched and row.last:
+        if session.same_step and row.last:
             session.state.share(self._cache(session, row), session.geometry.slot(row.chunk))
 
     def _cache(self, session: RunnerSession, row: MicroStep) -> int:
         """A first chunk may have more steps: those before the others' first write where that one will."""
-        return min(max(0, row.step - (row.steps - session.steps)), session.steps - 1) if session.matched else 0
+        return min(max(0, row.step - (row.steps - session.steps)), session.steps - 1) if session.same_step else 0
 
     def _row_metadata(self, row: MicroStep, later: int, before: Sequence[AttentionMetadata]) -> AttentionMetadata:
         """Attention metadata of a row, which sees so many `later` ones of its forward. Mutates: its session."""
@@ -410,11 +416,11 @@ class ModelRunner:
         self._fit_caches(session)
         cache = self._cache(session, row)
         # Where there is a clean pass, only what that writes stays.
-        adapt = self.spec.adaptive_sink if session.matched or row.clean else None
+        adapt = self.spec.adaptive_sink if session.same_step or row.clean else None
         if session.geometry.adaptive and row.chunk < self.spec.first_chunks > 1:
             adapt = None  # published: chunks that are made together are not compared with the sink
         # A chunk leaves when the one that takes its slot first writes there.
-        fold = self.spec.averaged_sink if session.matched or row.chunk > session.newest else None
+        fold = self.spec.averaged_sink if session.same_step or row.chunk > session.newest else None
         session.newest = max(session.newest, row.chunk)
         visible_from = session.visible_from_chunk[row.epoch]
         if row.recaches:

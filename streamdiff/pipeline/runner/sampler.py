@@ -205,7 +205,7 @@ class SamplerSession:
     """Timesteps and noise levels that go before those of schedule and source."""
     given_latents: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
     """By chunk: finished latents `[C, F, h, w]` that the stream goes on from. With a clean pass they leave when that
-    has been entered; in `matched` every step has them as its x0."""
+    has been entered; in `same_step` every step has them as its x0."""
     live: LiveLatents | None = field(default=None, metadata=DERIVED)
     """Video that comes in while the stream runs. Whoever goes on from a snapshot feeds it anew."""
     video: GivenVideo | None = field(default=None, metadata=DERIVED)

@@ -2,7 +2,7 @@
 
 Pure logic: no torch, no clock, no I/O. Events in (`open`, `returned`, `set_frame_credit`, ...), decisions out (`next`).
 The rules are in docs/design.md, section 4; what a micro-step attends to follows from them, never from timing. New
-chunks of `matched` sessions are paced, see `timetable_tick`; `ScheduledSession` has one session's rules.
+chunks of `same_step` sessions are paced, see `timetable_tick`; `ScheduledSession` has one session's rules.
 
 **A first chunk with more steps.** Steps are numbered from the end: the last step and the clean pass have the same
 number in every chunk. A longer first chunk begins at a negative step, so rules compare steps equally far from the end.
@@ -103,7 +103,7 @@ class ScheduledSession:
 
     @property
     def passes(self) -> int:
-        """Micro-steps of one chunk, from step 0 on; `matched` needs no clean pass."""
+        """Micro-steps of one chunk, from step 0 on; `same_step` needs no clean pass."""
         return self.steps if self.kv_context in PER_STEP else self.steps + 1
 
     def extra(self, chunk: int) -> int:
@@ -265,7 +265,7 @@ class StreamBatchScheduler:
     something to hand out gets a row in one of the next `(PATIENCE + 1) * N` forwards, where N such are open, whatever
     their frame credits are.
 
-    A row that is ready is held back by paced admission alone, which concerns new chunks of `matched`
+    A row that is ready is held back by paced admission alone, which concerns new chunks of `same_step`
     sessions, and by its forward being full or of another kind (`differing_field`).
 
     Args:
@@ -425,7 +425,7 @@ class StreamBatchScheduler:
         Without `background` none of a background session. Rows are spread over the `slots` of the ring (`RowLimit`);
         None: a forward takes all that it can.
 
-        Within a session: oldest chunk first, `matched` by timetable. A chunk gives at most one row, as
+        Within a session: oldest chunk first, `same_step` by timetable. A chunk gives at most one row, as
         its next step needs this one's result. No row has a `differing_field` from the first.
         """
         rows: list[MicroStep] = []

@@ -127,7 +127,7 @@ def unpack(record: Sequence[int], max_rows: int) -> tuple[int, list[MicroStep]]:
 # ---- what each KV context needs --------------------------------------------------------------------------------------
 
 KV_CONTEXTS: tuple[str, ...] = get_args(KVContext)
-PER_STEP = ("matched",)
+PER_STEP = ("same_step",)
 """Those with a cache for each step."""
 
 
@@ -154,7 +154,7 @@ def most_steps(steps: int, known: Sequence[int]) -> int:
 
 
 def cache_count(kv_context: str, *, steps: int) -> int:
-    """Caches of one session: `matched` keeps one per step."""
+    """Caches of one session: `same_step` keeps one per step."""
     return steps if kv_context in PER_STEP else 1
 
 
@@ -162,7 +162,7 @@ def spare_slots(kv_context: str, *, steps: int) -> int:
     """Slots, in chunks, that a cache has beyond the window, for newer chunks in flight.
 
     Only a staircase's newcomers write into the cache that older chunks still read, so it needs one for each of them,
-    in-flight limit less one. A cache of `matched` holds one step, which chunks pass in order. So no cache
+    in-flight limit less one. A cache of `same_step` holds one step, which chunks pass in order. So no cache
     depends on the number of stages, and on any number the same keys are summed in the same order.
     """
     return in_flight_limit(kv_context, steps=steps, stages=1) - 1 if kv_context == "staircase" else 0

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import save, save_file
 from torch import Tensor
 
 from streamdiff.atomic_write import check_parent, temporary_sibling
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, TensorEntry
+from streamdiff.models.headers import LENGTH_BYTES, TensorEntry
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.runner.init_latents import GivenVideo
-from streamdiff.pipeline.snapshot.header import FORMAT, KIND, MAX_HEADER_BYTES, SnapshotHeader, read_entries
 from streamdiff.session_state.walk import META, described
+from streamdiff.snapshot_header import (
+    FORMAT,
+    KIND,
+    MAX_HEADER_BYTES,
+    SnapshotHeader,
+    packed_header,
+    read_entries,
+)
 from streamdiff.version import __version__
 
 _PICTURES, _START, _EMBEDS, _VIDEO, _LEVELS = "pictures", "start", "prompt_embeds", "video", "video_levels"
@@ -32,12 +39,9 @@ LOOSE = (_PICTURES, _START, _EMBEDS, _VIDEO, _LEVELS)
 _MOST, _MOST_NUMBERS = 2**31, 2**40
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
-
-
-def _check_header(start: bytes) -> None:
-    """Raises ConfigError where a file that begins so has a header that `read_entries` refuses."""
-    if (length := int.from_bytes(start, "little")) > MAX_HEADER_BYTES:
-        raise ConfigError(f"the snapshot's header has {length:,} bytes; it can have at most {MAX_HEADER_BYTES:,}")
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_PIECE_BYTES = 1 << 20
+"""Written and digested at a time: it is in the processor's cache the second time."""
 
 
 class FileTensors(Mapping[str, Tensor]):
@@ -178,18 +182,42 @@ class Snapshot(SnapshotHeader):
         check_parent(path)
         with temporary_sibling(path) as temporary:
             try:
-                save_file(dict(self.tensors), temporary, self._metadata())
-                with temporary.open("rb") as file:
-                    _check_header(file.read(LENGTH_BYTES))
+                with temporary.open("wb") as file:
+                    self._write_to(file)
                 temporary.replace(path)
-            except (OSError, SafetensorError) as error:
+            except OSError as error:
                 raise ConfigError(f"{path} cannot be written: {error}") from error
 
     def to_bytes(self) -> bytes:
         """What `write` writes. Raises ConfigError for a header that no reader takes."""
-        data = save(dict(self.tensors), self._metadata())
-        _check_header(data[:LENGTH_BYTES])
-        return data
+        file = BytesIO()
+        self._write_to(file)
+        return file.getvalue()
+
+    def _write_to(self, file: BinaryIO) -> None:
+        """Write the tensors and count their digests in one pass, then the header, which has the digests, before them.
+        safetensors' own writer has the header first."""
+        # Larger numbers first, so that each tensor lies at a multiple of its numbers' size.
+        tensors = sorted(self.tensors.items(), key=lambda named: (-named[1].element_size(), named[0]))
+        begin, entries = 0, {}
+        for name, tensor in tensors:
+            offsets = [begin, begin := begin + tensor.nbytes]
+            entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        digests = dict.fromkeys(self.tensors, hashlib.sha256().hexdigest())
+        header = packed_header({"__metadata__": self._metadata(digests), **entries})
+        if len(header) - LENGTH_BYTES > MAX_HEADER_BYTES:
+            raise ConfigError(
+                f"the snapshot's header has {len(header):,} bytes; it can have at most {MAX_HEADER_BYTES:,}"
+            )
+        file.write(header)
+        for name, tensor in tensors:
+            digest, content = hashlib.sha256(), tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+            for at in range(0, len(content), _PIECE_BYTES):
+                file.write(content[at : at + _PIECE_BYTES])
+                digest.update(content[at : at + _PIECE_BYTES])
+            digests[name] = digest.hexdigest()
+        file.seek(0)
+        file.write(packed_header({"__metadata__": self._metadata(digests), **entries}))
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, name: str = "the snapshot") -> Snapshot:
@@ -198,9 +226,10 @@ class Snapshot(SnapshotHeader):
         header, entries = read_entries(data, name)
         return cls(**vars(header), tensors=FileTensors(data, entries))
 
-    def _metadata(self) -> dict[str, str]:
+    def _metadata(self, digests: Mapping[str, str]) -> dict[str, str]:
+        """`digests`: SHA-256 of each tensor's bytes, in hexadecimal."""
         parts = {"model": self.model, "session": self.session, "trees": self.trees, "about": self.about}
-        header = json.dumps({"streamdiff": __version__, **parts})
+        header = json.dumps({"streamdiff": __version__, **parts, "digests": digests})
         return {"kind": KIND, "format": str(FORMAT), "header": header}
 
     @classmethod

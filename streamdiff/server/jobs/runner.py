@@ -11,8 +11,11 @@ import contextlib
 import logging
 import math
 import os
+import queue
 import sqlite3
-from collections.abc import Awaitable, Callable
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +23,9 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from av.error import FFmpegError
+from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.atomic_write import NO_ROOM
@@ -30,12 +35,12 @@ from streamdiff.engine.features import Features
 from streamdiff.engine.messages import Command, Event, Pictures, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
-from streamdiff.server.jobs.job import ATTEMPTS, Job, VideoRequest
-from streamdiff.server.jobs.store import JobStore
-from streamdiff.server.jobs.video_file import VideoFile, encoding_threads
-from streamdiff.server.load.capacity import Unavailable
+from streamdiff.server.jobs.store import ATTEMPTS, Job, JobStore, Order, VideoRequest, sync
+from streamdiff.server.load import Unavailable
 from streamdiff.server.logging_setup import log_fields
+from streamdiff.server.media.encoder import Picture, as_rgb
 from streamdiff.server.metrics import Metrics
+from streamdiff.video.writer import write_video
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +53,56 @@ DISK_RETRY_S = 10.0
 TELL_S = 60.0
 """How often the log says that the disk has no room."""
 LONGEST_HOUSEKEEPING_S = 60.0
+NICENESS = 10
+"""How much less of the CPU an encoder gets than the server's other threads, where they compete (Linux)."""
 
 _T = TypeVar("_T")
+
+
+class EncodingAborted(StreamdiffError):
+    """A video is not wanted any more."""
+
+
+def _yield_to_others() -> None:
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+class VideoFile:
+    """One video. `put` and `abort` from any thread; `write` on a thread of its own, once."""
+
+    def __init__(self, path: Path, fps: float, frames: int, encoded: Callable[[int], object]) -> None:
+        """`frames` are expected; `encoded` is called on the writing thread with the number of frames encoded so far."""
+        self._path, self._fps, self._frames, self._encoded = path, fps, frames, encoded
+        self._pictures: queue.SimpleQueue[Picture | None] = queue.SimpleQueue()
+
+    def put(self, pictures: NDArray[np.uint8]) -> None:
+        """The next pictures, uint8 `[n, *P]`, P as in `streamdiff.video.pixel_format`. Never waits: whoever makes them
+        is told by `encoded` how many may come."""
+        for picture in pictures:
+            self._pictures.put(picture)
+
+    def abort(self) -> None:
+        """Let `write` end without a file."""
+        self._pictures.put(None)
+
+    def write(self) -> None:
+        """Encode until all frames have come; the file has its name when it is complete and on the disk.
+
+        Raises:
+            EncodingAborted: `abort` came first.
+            OSError, FFmpegError: it cannot be written.
+        """
+        write_video(self._path, self._rgb(), self._fps, private=True)
+        sync(self._path)
+
+    def _rgb(self) -> Iterator[NDArray[np.uint8]]:
+        for number in range(self._frames):
+            picture = self._pictures.get()
+            if picture is None:
+                raise EncodingAborted("the video was given up")
+            yield as_rgb(picture)
+            self._encoded(number + 1)
 
 
 class _RequeueJob(Exception):
@@ -93,7 +146,7 @@ class JobRunner:
         self._store, self._config, self._send, self._ready, self._metrics = store, config, send, ready, metrics
         self._at_once = at_once
         self._disk = ThreadPoolExecutor(1, "jobs")
-        self._encoders = encoding_threads(at_once)
+        self._encoders = ThreadPoolExecutor(at_once, "job-encoder", initializer=_yield_to_others)
         self._runs: dict[asyncio.Task[None], _Run] = {}
         self._numbers = count()  # so that no frame of a job's earlier session is taken for one of its next
         self._wake = asyncio.Event()
@@ -119,23 +172,21 @@ class JobRunner:
         Raises:
             Unavailable: the queue or the disk is full. KeyReused: that request was another one.
         """
-        job = await self._changed(self._submit, request, owner, owner_share, picture, features, key)
+
+        def add() -> Job:
+            if key is not None and (known := self._store.of_key(*key)) is not None:
+                return known
+            self._check_room(owner, owner_share)
+            return self._store.add(request, owner, clock.wall_s(), picture, features, key)
+
+        job = await self._changed(add)
         logger.info("Job %s waits: %d frames.", job.id, request.frames, extra=log_fields(job=job.id))
         self._wake.set()
         return job
 
-    def _submit(
-        self,
-        request: VideoRequest,
-        owner: str,
-        owner_share: int,
-        picture: Pictures | None,
-        features: Features,
-        key: tuple[str, str] | None,
-    ) -> Job:
-        if key is not None and (known := self._store.of_key(*key)) is not None:
-            return known
-        serve, now_s = self._config, clock.wall_s()
+    def _check_room(self, owner: str, owner_share: int) -> None:
+        """Raises Unavailable where the queue, the owner's share of it, or the disk is full."""
+        serve = self._config
         if self._store.count() >= serve.jobs_queue:
             raise Unavailable("queue", f"All {serve.jobs_queue} places are taken (serve.jobs_queue).", 10)
         if self._store.count(owner) >= owner_share:
@@ -146,19 +197,18 @@ class JobRunner:
         used_gb = self._store.used_bytes() / 1e9
         if used_gb >= serve.jobs_disk_gb:
             soonest_s = self._store.next_expiry_s()
-            wait_s = 60 if soonest_s is None else round(min(max(soonest_s - now_s, 1), 3600))
+            wait_s = 60 if soonest_s is None else round(min(max(soonest_s - clock.wall_s(), 1), 3600))
             raise Unavailable(
                 "disk", f"The videos kept here take {used_gb:.2f} GB of {serve.jobs_disk_gb:g} (serve.jobs_disk_gb). "
                 "DELETE some, or wait until they expire.", wait_s,
             )  # fmt: skip
-        return self._store.add(request, owner, now_s, picture, features, key)
 
     async def get(self, id: str) -> Job | None:
         return await self._stored(self._store.get, id)
 
-    async def page(self, *, after: str | None, limit: int, order: str) -> list[Job] | None:
+    async def page(self, *, after: str | None, limit: int, order: Order) -> list[Job] | None:
         """See `JobStore.page`."""
-        return await self._stored(partial(self._store.page, after=after, limit=limit, order=order))  # type: ignore[arg-type]
+        return await self._stored(partial(self._store.page, after=after, limit=limit, order=order))
 
     async def delete(self, id: str) -> bool:
         """Delete a job and its file, and stop making it; False if there is none. Raises Unavailable."""

@@ -1,4 +1,4 @@
-"""Jobs in an SQLite database beside their files, in one folder that one server uses at a time.
+"""Video jobs in an SQLite database beside their files, in one folder that one server uses at a time.
 
 A file is complete when it has its name, and a job is `completed` only after that, so a server that is killed at any
 moment leaves no half video: `recover` has what was running begin again. Methods block; `JobRunner` calls them on a
@@ -8,7 +8,6 @@ thread of their own.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -17,31 +16,77 @@ import secrets
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from streamdiff.atomic_write import check_room, open_private
 from streamdiff.engine.features import NAMES, NOTHING, Features
-from streamdiff.engine.messages import Pictures
+from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures
 from streamdiff.errors import ConfigError, StreamdiffError
-from streamdiff.server.jobs.job import ATTEMPTS, ENDED, Job, VideoRequest
 
 logger = logging.getLogger(__name__)
+
+Status = Literal["queued", "in_progress", "completed", "failed"]
+ENDED: tuple[Status, ...] = ("completed", "failed")
+ATTEMPTS = 3
+"""After so many that ended with the engine, the server or the disk's last room a job is taken to be the reason."""
+
+
+@dataclass(frozen=True)
+class VideoRequest:
+    """Parameters of a video. `frames` at `fps` per second, of `width` x `height` pixels. `image`: whether it begins
+    with the picture that the store keeps with it; `features`: names of the feature files there, see `Features`."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # as the store reads one
+
+    model: str
+    prompt: str
+    seed: int
+    steps: int
+    frames: int
+    fps: float
+    width: int
+    height: int
+    image: bool = False
+    features: tuple[str, ...] = ()
+    strength: float = DEFAULT_STRENGTH
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request and where it stands. Times are in seconds since the Unix epoch; None: not yet.
+
+    `attempts`: how often it was begun and did not end, the current time included. `error` says why it failed.
+    `inference_s`: seconds from the opening of its session to its last frame; `peak_memory_mb`: MiB of the engine
+    meanwhile, at most.
+    """
+
+    id: str
+    request: VideoRequest
+    status: Status
+    created_s: float
+    attempts: int = 0
+    started_s: float | None = None
+    ended_s: float | None = None
+    expires_s: float | None = None
+    error: str = ""
+    inference_s: float | None = None
+    peak_memory_mb: float | None = None
+
 
 Order = Literal["asc", "desc"]
 DATABASE, SUFFIX, PICTURE_SUFFIX, FEATURES_SUFFIX = "jobs.sqlite3", ".mp4", ".png", ".safetensors"
 VERSION = 1
-_FIELDS = {each.name for each in fields(VideoRequest)}
+_REQUEST = TypeAdapter(VideoRequest)
 _UNREADABLE = VideoRequest("unknown", "", 0, 1, 1, 1.0, 1, 1)
 """What is shown of a request that cannot be read."""
 _UNFINISHED = r"\.streamdiff-[0-9a-f]{12}\.part"
 _OF_A_JOB = r"video_([a-z0-9]+_)?[0-9a-f]{32}(\.\w+)?\.(mp4|png|safetensors)"
-_ADDED = ("request_key TEXT", "request_digest TEXT", "inference_s REAL", "peak_memory_mb REAL")
-"""Columns that folders of earlier versions lack; earlier versions leave them alone."""
 LONGEST_DOWN_S = 3600.0
 """What the time between two servers counts for at most, as nobody saw it pass."""
 LOCKED_S = 0.5
@@ -59,7 +104,11 @@ CREATE TABLE IF NOT EXISTS jobs (
     ended_s REAL,
     expires_s REAL,
     error TEXT NOT NULL DEFAULT '',
-    bytes INTEGER NOT NULL DEFAULT 0
+    bytes INTEGER NOT NULL DEFAULT 0,
+    request_key TEXT UNIQUE,
+    request_digest TEXT,
+    inference_s REAL,
+    peak_memory_mb REAL
 );
 CREATE INDEX IF NOT EXISTS jobs_status ON jobs (status, number);
 CREATE TABLE IF NOT EXISTS clock (id INTEGER PRIMARY KEY CHECK (id = 1), wall_s REAL NOT NULL);
@@ -97,19 +146,17 @@ class JobStore:
             with self._transaction():
                 (found,) = self._database.execute("PRAGMA user_version").fetchone()
             if found not in (0, VERSION):
-                raise ConfigError(f"serve.jobs_dir: {self.folder} is of version {found}, and this program of {VERSION}")
+                why = f"serve.jobs_dir: {self.folder} is of version {found}, and this program of {VERSION}"
+                raise ConfigError(why, field="serve.jobs_dir")
             self._database.executescript(_SCHEMA)
-            found_columns = {name for _, name, *_ in self._select("PRAGMA table_info(jobs)")}
-            for column in _ADDED:
-                if column.split()[0] not in found_columns:
-                    self._database.execute(f"ALTER TABLE jobs ADD COLUMN {column}")
-            self._database.execute("CREATE UNIQUE INDEX IF NOT EXISTS jobs_request_key ON jobs (request_key)")
             self._database.execute(f"PRAGMA user_version = {VERSION}")
         except OSError as error:
-            raise ConfigError(f"serve.jobs_dir: {folder} cannot be used: {error.strerror}") from error
+            why = f"serve.jobs_dir: {folder} cannot be used: {error.strerror}"
+            raise ConfigError(why, field="serve.jobs_dir") from error
         except sqlite3.Error as error:
             why = "another server uses it" if "locked" in str(error) else str(error)
-            raise ConfigError(f"serve.jobs_dir: {folder} cannot be used: {why}; name another folder") from error
+            why = f"serve.jobs_dir: {folder} cannot be used: {why}; name another folder"
+            raise ConfigError(why, field="serve.jobs_dir") from error
 
     def close(self) -> None:
         self._database.close()
@@ -143,7 +190,7 @@ class JobStore:
 
     def recover(self, expires_s: float = math.inf) -> int:
         """Requeue jobs that were in progress when the last server ended, and completed jobs whose file is missing;
-        remove files that were not finished. Jobs with fields unknown here, of a later version, have failed, as have
+        remove files that were not finished. Jobs that cannot be read, of another version, have failed, as have
         those during which servers ended ATTEMPTS times; they are kept until `expires_s`. Returns the number of queued
         jobs."""
         with self._transaction():
@@ -164,8 +211,6 @@ class JobStore:
                 self.fail(id, f"the server ended {ATTEMPTS} times while this was made", created_s, expires_s)
             if _request_of(text) is _UNREADABLE:
                 self.fail(id, "this version of streamdiff cannot read what was asked for", created_s, expires_s)
-            elif unknown := sorted(json.loads(text).keys() - _FIELDS):
-                self.fail(id, f"this version of streamdiff does not know {', '.join(unknown)}", created_s, expires_s)
         for name in found:
             if re.fullmatch(_UNFINISHED, name):
                 (self.folder / name).unlink(missing_ok=True)
@@ -209,7 +254,14 @@ class JobStore:
                 "INSERT INTO jobs (id, request, status, created_s, owner, bytes, request_key, request_digest) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    *(job.id, json.dumps(asdict(request)), job.status, now_s, owner, self._given_bytes(job.id)),
+                    *(
+                        job.id,
+                        _REQUEST.dump_json(request).decode(),
+                        job.status,
+                        now_s,
+                        owner,
+                        self._given_bytes(job.id),
+                    ),
                     *(key or (None, None)),
                 ),
             )
@@ -375,9 +427,8 @@ class JobStore:
 
 def _request_of(text: str) -> VideoRequest:
     try:
-        said = {name: value for name, value in json.loads(text).items() if name in _FIELDS}
-        return VideoRequest(**said | {"features": tuple(said.get("features", ()))})
-    except (ValueError, TypeError, AttributeError):  # of another version, or damaged
+        return _REQUEST.validate_json(text)
+    except ValidationError:  # of another version, or damaged
         return _UNREADABLE
 
 

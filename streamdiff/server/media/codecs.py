@@ -57,7 +57,7 @@ class Format:
         if (self.width * self.scale) % 2 or (self.height * self.scale) % 2:
             raise ConfigError(
                 f"A picture of {self.width * self.scale}x{self.height * self.scale} cannot be encoded: "
-                "both sides must be even. Choose an even serve.scale."
+                "both sides must be even. Choose an even serve.upscale."
             )
 
 

@@ -1,4 +1,5 @@
 """Fan-out of encoded packets: one encoder per codec in use, started for its first receiver and stopped with its last.
+Its bit rate follows the receivers' bandwidth estimates.
 
 Knows nothing about peer connections or sessions. Lives on the event loop; packets come from encoder threads.
 """
@@ -6,23 +7,68 @@ Knows nothing about peer connections or sessions. Lives on the event loop; packe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from streamdiff import clock
-from streamdiff.server.media.bitrate import BitrateController
 from streamdiff.server.media.codecs import Codec, Format
-from streamdiff.server.media.encoder import EncoderThread
+from streamdiff.server.media.encoder import EncodedFrame, EncoderThread
 from streamdiff.server.media.pacer import Pacer
-from streamdiff.server.media.packets import EncodedFrame
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.rate_limit import Rate
+
+FLOOR = 0.4
+"""The rate never falls below this share of the configured one, which is also the highest."""
+SETTLE_S = 4.0
+"""Between changes: each begins with a key frame, and estimates need a while to follow."""
+HEADROOM = 0.85
+RISE = 1.25
+CLEARLY_MORE = 1.2
+SMALLEST = 0.05
+"""Smaller changes, as a share of the configured rate, are not made."""
+FRESH_S = 10.0
+"""An older estimate (REMB) is ignored."""
+TRIAL_S = 6.0
+"""A viewer's first estimates grow from a guess, whatever its line can carry."""
+
+
+class BitrateController:
+    """The bit rate of one encoder. Sans-IO."""
+
+    def __init__(self, configured_bps: int) -> None:
+        self._highest = configured_bps
+        self._changed_s = float("-inf")
+        self.rate_bps = configured_bps
+
+    def decide(self, estimates_bps: Sequence[int], sent_bps: float, now_s: float) -> int | None:
+        """The new rate in bit/s, or None to leave it.
+
+        An estimate is bounded by what a viewer receives, and a simple picture takes fewer bits than allowed: so what
+        counts is whether the line carries what is *sent*. Mutates: self.
+        """
+        if not estimates_bps or now_s - self._changed_s < SETTLE_S:
+            return None
+        line_bps = statistics.median_low(estimates_bps)
+        if line_bps < sent_bps:
+            target = min(HEADROOM * line_bps, self.rate_bps)
+        elif line_bps > CLEARLY_MORE * sent_bps:
+            target = RISE * self.rate_bps
+        else:
+            return None
+        rate_bps = int(min(max(target, FLOOR * self._highest), self._highest))
+        if abs(rate_bps - self.rate_bps) < SMALLEST * self._highest:
+            return None
+        self._changed_s = now_s
+        self.rate_bps = rate_bps
+        return rate_bps
+
 
 ADAPT_INTERVAL_S = 1.0
 """Between decisions on the bit rate."""
 
 
-class Receiver(Protocol):
+class PacketReceiver(Protocol):
     """Takes the packets: a viewer's track, or an output."""
 
     def put(self, encoded: EncodedFrame) -> None:
@@ -36,7 +82,7 @@ class _Stream:
     """The encoder of one codec, the receivers of its packets, and counts of what was sent."""
 
     def __init__(self, encoder: EncoderThread, fmt: Format) -> None:
-        self.receivers: set[Receiver] = set()
+        self.receivers: set[PacketReceiver] = set()
         self.bits = Rate()
         self.encoder, self.dropped = encoder, CounterDelta()
         self.bitrate = BitrateController(fmt.bitrate_bps)
@@ -68,7 +114,7 @@ class Fanout:
         """Pictures that the running encoders did not encode."""
         return sum(stream.encoder.dropped for stream in self._streams.values())
 
-    def attach(self, codec: Codec, receiver: Receiver) -> None:
+    def attach(self, codec: Codec, receiver: PacketReceiver) -> None:
         """Send `receiver` the stream, beginning with a key frame. Mutates: self."""
         if codec in self._streams:
             self._streams[codec].receivers.add(receiver)
@@ -80,7 +126,7 @@ class Fanout:
         self._streams[codec].receivers.add(receiver)
         self._set_encoders()
 
-    def detach(self, codec: Codec, receiver: Receiver) -> None:
+    def detach(self, codec: Codec, receiver: PacketReceiver) -> None:
         """Forget `receiver`. Mutates: self."""
         stream = self._streams.get(codec)
         if stream is None:

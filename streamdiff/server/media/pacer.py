@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.server.media.encoder import EncoderThread
-from streamdiff.server.media.playout import MEDIA_CLOCK_HZ, PlayoutBuffer, PlayoutSlot, Progress
+from streamdiff.server.media.playout import MEDIA_CLOCK_HZ, PlayoutBuffer, PlayoutProgress, PlayoutSlot
 
 REPEAT_S = 0.2
 """While the engine makes nothing, the last picture is sent again this often, so that connections stay alive."""
@@ -68,10 +68,10 @@ class Pacer:
     """
 
     def __init__(
-        self, fps: float, start_frames: int, on_shown: Callable[[PlayoutSlot], object], grace_s: float = 0.0
+        self, fps: float, start_frames: int, on_shown: Callable[[PlayoutSlot], object], pause_after_s: float = 0.0
     ) -> None:
-        """`grace_s`: how long the stream plays on when the last viewer has left."""
-        self._grace_s = grace_s
+        """`pause_after_s`: how long the stream plays on when the last viewer has left."""
+        self._pause_after_s = pause_after_s
         self._until_s = float("-inf")  # so long it plays with nobody watching
         self._on_shown = on_shown
         self._playout = PlayoutBuffer(fps, start_frames=start_frames)
@@ -111,7 +111,7 @@ class Pacer:
         """Set the encoders that get the pictures. With none, after the grace time, time stands still."""
         with self._changed:
             if self._encoders and not encoders:
-                self._until_s = clock.monotonic_s() + self._grace_s
+                self._until_s = clock.monotonic_s() + self._pause_after_s
             self._encoders = encoders
             self._hold()
 
@@ -132,7 +132,7 @@ class Pacer:
         with self._changed:
             self._changed.notify()
 
-    def progress(self) -> Progress:
+    def progress(self) -> PlayoutProgress:
         """The counters, as they are now."""
         with self._changed:
             return self._playout.progress

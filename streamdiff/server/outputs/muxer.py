@@ -2,9 +2,9 @@
 address.
 
 A process of its own per output, since FFmpeg may wait for the other side for as long as it likes, and PyAV holds the
-interpreter's lock while it connects. Standard input: one JSON line (`Header`), then records of `RECORD` and a payload,
-until it ends. Standard output: a byte for each packet that was taken. Exit: 0 everything written, 1 with a line on
-standard error that says why not.
+interpreter's lock while it connects. Standard input: one JSON line (`MuxerHeader`), then records of `RECORD` and a
+payload, until it ends. Standard output: a byte for each packet that was taken. Exit: 0 everything written, 1 with a
+line on standard error that says why not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIME_BASE = Fraction(1, 90_000)
 
 
 @dataclass(frozen=True)
-class Header:
+class MuxerHeader:
     """Where packets go, in which container, and what they are; `options` are FFmpeg's, of the container."""
 
     url: str
@@ -54,7 +54,7 @@ def write(source: BinaryIO, reports: BinaryIO) -> None:
     Raises:
         FFmpegError, OSError: the target cannot be opened or written any more.
     """
-    header = Header(**json.loads(source.readline()))
+    header = MuxerHeader(**json.loads(source.readline()))
     if "://" in header.url:
         return _write(source, reports, header)
     open_private(Path(header.url)).close()
@@ -89,7 +89,7 @@ def _plays(path: str) -> bool:
         return False
 
 
-def _write(source: BinaryIO, reports: BinaryIO, header: Header) -> None:
+def _write(source: BinaryIO, reports: BinaryIO, header: MuxerHeader) -> None:
     zero = None
     with av.open(header.url, "w", format=header.container, container_options=header.options) as container:
         rate = Fraction(header.fps).limit_denominator(1001)

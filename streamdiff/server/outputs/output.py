@@ -9,24 +9,155 @@ import asyncio
 import contextlib
 import errno
 import logging
+import re
+import secrets
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 from typing import Literal
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import av
+from av.error import FFmpegError, ProtocolNotFoundError
 
-from streamdiff import child_process, clock
+from streamdiff import atomic_write, child_process, clock
 from streamdiff.atomic_write import check_room
+from streamdiff.errors import ConfigError, RequestError
+from streamdiff.server.media.codecs import Codec
+from streamdiff.server.media.encoder import EncodedFrame, PacketQueue
 from streamdiff.server.media.fanout import Fanout
-from streamdiff.server.media.packets import EncodedFrame, PacketQueue
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.outputs.muxer import RECORD, Header
-from streamdiff.server.outputs.target import Target
+from streamdiff.server.outputs.muxer import RECORD, MuxerHeader
 from streamdiff.server.outputs.whip import Publication, WhipError
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.webrtc.ice_servers import IceServers
+from streamdiff.server.webrtc.ice import IceServers
+
+# Short pieces, written at once: they can be played although the recording was cut off.
+_MP4 = {"movflags": "empty_moov+default_base_moof", "frag_duration": "1000000", "flush_packets": "1"}
+_WEBM = {"live": "1", "cluster_time_limit": "1000", "flush_packets": "1"}
+_FILES: dict[str, tuple[str, Codec, dict[str, str]]] = {".mp4": ("mp4", "h264", _MP4), ".webm": ("webm", "vp8", _WEBM)}
+_STREAMS = {
+    **{"rtmp": "flv", "rtmps": "flv", "srt": "mpegts", "udp": "mpegts", "tcp": "mpegts"},
+    **{"whip+https": "whip", "whip+http": "whip"},
+}
+_WITH_PORT = ("srt", "udp", "tcp")
+"""Schemes without a usual port."""
+_HOST = re.compile(r"[^\s\"'<>\\^`{|}]*")
+_KNOWN = "a file that ends in .mp4 or .webm, or an address that begins with " + ", ".join(
+    f"{scheme}://" for scheme in _STREAMS
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One destination. `name` may be shown: of an address it is scheme and host only, as the path may be a secret."""
+
+    url: str
+    name: str
+    container: str
+    codec: Codec
+    options: dict[str, str]
+    is_file: bool
+
+    def attempt(self, number: int) -> str:
+        """Where the attempt `number`, from 0, writes: a recording that broke off is kept, and the next has its own."""
+        if not self.is_file or number == 0:
+            return self.url
+        path, number = Path(self.url), number + 1
+        while (other := path.with_stem(f"{path.stem}-{number}")).exists():  # somebody's own
+            number += 1
+        return str(other)
+
+
+def parse_target(text: str) -> Target:
+    """Parse one target.
+
+    Raises:
+        ConfigError: it names nothing that can be written here; says what can.
+    """
+    if "://" in text:
+        parts = _address(text)
+        text = f"{parts.scheme}://{text.strip().partition('://')[2]}"  # in small letters, as FFmpeg knows it
+        if parts.scheme not in _STREAMS:
+            raise ConfigError(f"the output {parts.scheme[:20]}://... is of no known kind; use {_KNOWN}")
+        if not parts.hostname:
+            raise ConfigError(f"the output {parts.scheme}://... names no host")
+        if parts.port is None and parts.scheme in _WITH_PORT:
+            raise ConfigError(f"the output at {parts.hostname} names no port; write {parts.scheme}://HOST:PORT")
+        if _STREAMS[parts.scheme] == "whip" and parts.password is not None:
+            raise ConfigError(
+                f"an output at {parts.hostname} has a name and a password; WHIP takes a token: TOKEN@host"
+            )
+        if not (token := unquote(parts.username or "")).isascii() or not token.isprintable():
+            raise ConfigError(f"the token of an output at {parts.hostname} has characters that no HTTP header can have")
+        _check_protocol(parts.scheme)
+        host = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
+        return Target(text, f"{parts.scheme}://{host}", _STREAMS[parts.scheme], "h264", {}, False)
+    path = Path(text).absolute()
+    if path.suffix.lower() not in _FILES:
+        raise ConfigError(f"the output {text[:60]!r} is of no known kind; use {_KNOWN}")
+    atomic_write.check_parent(path)
+    if path.exists():
+        raise ConfigError(f"the output {text[:60]!r} exists, and a recording never replaces one; choose another name")
+    container, codec, options = _FILES[path.suffix.lower()]
+    return Target(str(path), path.name, container, codec, options, True)
+
+
+def _address(text: str) -> SplitResult:
+    """The parts of an address. Raises ConfigError for a host or port that can never be."""
+    try:
+        parts = urlsplit(text)
+        if parts.port != 0 and _HOST.fullmatch(parts.hostname or ""):  # or its ValueError
+            return parts
+    except ValueError:
+        pass
+    shown = text.partition("://")[2].partition("/")[0].rpartition("@")[2]
+    raise ConfigError(f"an output names the host and port {shown[:60]!r}, which can never be; write HOST:PORT")
+
+
+def read_targets(path: str | None) -> list[str]:
+    """The targets in `serve.outputs_file`, one a line; none without a file. Raises ConfigError."""
+    if path is None:
+        return []
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"serve.outputs_file: {path} cannot be read: {why}") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def parse_targets(texts: Sequence[str]) -> list[Target]:
+    """Parse all targets; each gets a unique name.
+
+    Raises:
+        ConfigError: see `parse_target`; or the same file twice.
+    """
+    found: list[Target] = []
+    for text in texts:
+        target = parse_target(text)
+        if target.is_file and target.url in {each.url for each in found}:
+            raise ConfigError(f"the output {text[:60]!r} is named twice")
+        alike = sum(each.name.split(" #")[0] == target.name for each in found)
+        found.append(replace(target, name=f"{target.name} #{alike + 1}") if alike else target)
+    return found
+
+
+def _check_protocol(scheme: str) -> None:
+    """Raise ConfigError for a protocol that FFmpeg was built without. Opening port 0 shows that without connecting."""
+    if scheme not in ("srt", "rtmps"):
+        return
+    try:
+        av.open(f"{scheme}://127.0.0.1:0", format=_STREAMS[scheme], timeout=1).close()
+    except ProtocolNotFoundError:
+        raise ConfigError(
+            f"{scheme}:// cannot be written: the installed PyAV was built without it. "
+            f"Use rtmp:// or udp://, or a PyAV that was built with {scheme.upper()} (pip install --no-binary av av)."
+        ) from None
+    except (FFmpegError, OSError):
+        return
+
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +294,7 @@ class Output:
             fmt, target = session.playback.format, self.target
             size, options = (fmt.width * fmt.scale, fmt.height * fmt.scale), dict(target.options)
             where = (target.attempt(attempt), target.container, target.codec)
-            process.stdin.write(Header(*where, *size, fmt.fps, options).line())
+            process.stdin.write(MuxerHeader(*where, *size, fmt.fps, options).line())
             await self._feed(process, session)
         except av.FFmpegError as error:
             reason = f"its encoder failed: {error}"
@@ -257,3 +388,122 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
+
+
+MAX_PER_SESSION, MAX_OUTPUTS = 4, 32
+"""Each takes a process, or a peer connection."""
+
+
+class AllowedTargets:
+    """`serve.output_targets`: folders, and addresses below which everything is allowed."""
+
+    def __init__(self, allowed: Sequence[str]) -> None:
+        """
+        Raises:
+            ConfigError: a folder that is none, or an address of an unknown kind.
+        """
+        self._addresses = [text for text in allowed if "://" in text]
+        for text in self._addresses:
+            parse_target(text)
+        self._folders = [Path(text).expanduser() for text in allowed if "://" not in text]
+        for folder in self._folders:
+            if not folder.is_dir():
+                raise ConfigError(f"serve.output_targets: {folder} is no folder; create it first")
+
+    def allows(self, address: str) -> bool:
+        """Whether an address is on the list, or below one that is."""
+        return any(_is_below(address, allowed) for allowed in self._addresses)
+
+    def parse(self, text: str) -> Target:
+        """An allowed target: an address, or the name of a file, which goes into the first folder.
+
+        Raises:
+            RequestError: another one, or one that cannot be written; says what is allowed.
+        """
+        if "://" in text:
+            if not self.allows(text):
+                raise RequestError("target", "the address is not among those this server allows (serve.output_targets)")
+        elif not self._folders:
+            raise RequestError("target", "this server allows no files; give an address that it allows")
+        elif PurePath(text).name != text or "\\" in text or not text.isprintable():
+            raise RequestError("target", "a file has a name without a folder, as show.mp4; the server chooses where")
+        try:
+            return parse_target(text if "://" in text else str(self._folders[0] / text))
+        except (ConfigError, ValueError, OSError) as error:  # the last of a name that is too long
+            # Of files the error says where on the server they are kept.
+            of_file = f"{text[:60]!r} cannot be written: a recording ends in .mp4 or .webm, and has a new name"
+            raise RequestError("target", str(error) if "://" in text else of_file) from error
+
+
+def _is_below(text: str, allowed: str) -> bool:
+    """Whether an address lies below another: same scheme, host, port and query, and a path that goes on from its own.
+    Who sends may be named in it (`TOKEN@`)."""
+    try:
+        wanted, base = urlsplit(text), urlsplit(allowed)
+        alike = all(getattr(wanted, name) == getattr(base, name) for name in ("scheme", "hostname", "port", "query"))
+    except ValueError:
+        return False
+    # Python and FFmpeg read some odd addresses differently: the host has to be the allowed one to the letter.
+    alike = alike and _host_text(wanted.netloc) == _host_text(base.netloc)
+    if not alike or wanted.fragment or not text.isprintable() or set(wanted.path) & {" ", "%", "\\"}:
+        return False  # FFmpeg takes options after a space
+    return ".." not in wanted.path.split("/") and f"{wanted.path}/".startswith(f"{base.path.rstrip('/')}/")
+
+
+def _host_text(netloc: str) -> str:
+    return netloc.rpartition("@")[2].lower()
+
+
+class AddedOutputs:
+    """The outputs of all sessions but those of the configuration. Lives on the event loop."""
+
+    def __init__(self, allowed: AllowedTargets, metrics: Metrics, ice_servers: IceServers) -> None:
+        self._allowed, self._metrics, self._ice_servers = allowed, metrics, ice_servers
+        self._outputs: dict[tuple[str, str], Output] = {}  # by the session's id and their own
+
+    async def add(self, session: LiveSession, text: str) -> tuple[str, OutputStatus]:
+        """Send a session to a target too; returns the output's id and its state.
+
+        Raises:
+            RequestError: a target that is not allowed or cannot be written, or too many outputs.
+        """
+        target = await asyncio.to_thread(self._allowed.parse, text)  # which may try a protocol
+        if session.closed:
+            raise RequestError("session", "the session has ended")
+        if len(self.of(session)) >= MAX_PER_SESSION or len(self._outputs) >= MAX_OUTPUTS:
+            limits = f"a session has {MAX_PER_SESSION} outputs at most, and the server {MAX_OUTPUTS}"
+            raise RequestError("target", f"{limits}; end one first")
+        if target.is_file and any(output.target.url == target.url for output in self._outputs.values()):
+            raise RequestError("target", f"{text} is being written; choose another name")
+        id = secrets.token_urlsafe(6)
+        named = replace(target, name=f"{target.name} {id}")
+        output = Output(named, lambda: session, self._metrics, self._allowed.allows, self._ice_servers)
+        self._outputs[session.id, id] = output
+        return id, output.status
+
+    def of(self, session: LiveSession) -> dict[str, OutputStatus]:
+        """The states of a session's outputs, by id."""
+        return {id: output.status for (session_id, id), output in self._outputs.items() if session_id == session.id}
+
+    async def remove(self, session: LiveSession, id: str) -> bool:
+        """End an output; False if there is none of that id."""
+        if (output := self._outputs.get((session.id, id))) is None:
+            return False
+        await self._end(output)  # until then it counts: it still has its process
+        self._outputs.pop((session.id, id), None)
+        return True
+
+    async def end_session(self, session: LiveSession) -> None:
+        """End the outputs of a session that ends."""
+        ending = [self._outputs.pop((session.id, id)) for id in self.of(session)]
+        await asyncio.gather(*map(self._end, ending))
+
+    async def stop(self) -> None:
+        """End all outputs: what came so far is written."""
+        ending = list(self._outputs.values())
+        self._outputs.clear()
+        await asyncio.gather(*map(self._end, ending))
+
+    async def _end(self, output: Output) -> None:
+        await output.stop()
+        self._metrics.forget_output(output.status.name)

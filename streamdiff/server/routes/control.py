@@ -1,4 +1,4 @@
-"""State and control of one session over HTTP, and the frame on show as a JPEG."""
+"""State and control of one session, over HTTP and a WebSocket, and the frame on show as a JPEG."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import json
 import random
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from streamdiff.errors import EngineFailure
-from streamdiff.server.app_state import AppState
-from streamdiff.server.problem import Problem, Responses, media_type, problem_responses, read_body
-from streamdiff.server.routes.dependencies import BINARY, JSON, Controlled, State, Watched, answer, body, needs
-from streamdiff.server.routes.websocket import control_socket
+from streamdiff.server.app_state import SOCKET_PROTOCOL, AppState, state_of
+from streamdiff.server.metrics import Metrics
+from streamdiff.server.peers import address_of
+from streamdiff.server.problem import Problem, respond
+from streamdiff.server.routes.bodies import JSON, media_type, read_bytes
+from streamdiff.server.routes.dependencies import BINARY, Controlled, State, Watched, answer, body_of, operation
+from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
 from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlError, ControlMessage, message_schema, parse
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import Receipt, SessionEnded
@@ -29,13 +33,12 @@ STAGGER_S = 0.0004
 """Seconds for each reader of events, over which they are written: twice what it takes."""
 QUIET_S = 15.0
 """After so long without an event a comment goes out, so that proxies keep the connection."""
-_NOT_SHOWN = problem_responses(401, 404, 410)
-_NO_FRAME = problem_responses(s503="No frame has been made yet; Retry-After: when to ask again")
-_LATER: Responses = {202: {"description": "The engine has it and carries it out later (receipt `asked`)"}}
-_REFUSED = problem_responses(400, 401, 403, 404, 409, 410, 413, 415, 422, 429, 503, 504)
+SEND_LIMIT_S = 10.0
+"""How long one message may take to leave."""
+End = Literal["gone", "slow", "session_ended"]
+_LATER = answer("The engine has it and carries it out later (receipt `asked`)", status=202)
 _numbers = itertools.count(1)
 router = APIRouter(tags=["control"])
-router.add_api_websocket_route("/api/sessions/{session}/control", control_socket)
 
 
 @router.get("/api/sessions/{session}/events", include_in_schema=False)  # as the WebSocket: it does not end
@@ -72,7 +75,7 @@ async def _events(session: LiveSession) -> AsyncIterator[str]:
         session.subscribers.leave(name)
 
 
-@router.get("/api/state", summary="Everything that a page needs to draw itself", responses=_NOT_SHOWN, **needs("watch"))
+@router.get("/api/state", summary="Everything that a page needs to draw itself", **operation("watch", 404, 410))
 async def show_state(request: Request, state: State, live: Watched) -> Response:
     manager, may_control = state.manager, state.may_control(request, live)
     engine = manager.engine
@@ -93,14 +96,14 @@ async def show_state(request: Request, state: State, live: Watched) -> Response:
 
 
 @router.post(
-    "/api/control", summary="Say one control message", responses=_LATER | _REFUSED,
-    **needs("steer", **body(JSON, message_schema())),
+    "/api/control", summary="Say one control message",
+    **operation("steer", 404, 409, 410, 503, 504, body=body_of(JSON, message_schema()), answers=_LATER),
 )  # fmt: skip
 async def control(request: Request, state: State, live: Controlled) -> Response:
     if media_type(request) != JSON:
         raise Problem(415, "A control message is application/json.")
     try:
-        message = parse(await read_body(request, MAX_BODY_BYTES))
+        message = parse(await read_bytes(request, MAX_BODY_BYTES))
     except ControlError as error:
         raise _refused(state, error) from error
     if message.type == "get":
@@ -111,7 +114,7 @@ async def control(request: Request, state: State, live: Controlled) -> Response:
 
 @router.get(
     "/frame.jpg", summary="The frame on show", response_class=Response,
-    responses=answer("A JPEG file", "image/jpeg", BINARY) | _NOT_SHOWN | _NO_FRAME, **needs("watch"),
+    **operation("watch", 404, 410, 503, answers=answer("A JPEG file", "image/jpeg", BINARY)),
 )  # fmt: skip
 async def frame(live: Watched) -> Response:
     jpeg = await live.playback.snapshot.jpeg()
@@ -167,3 +170,86 @@ def _refused(state: AppState, error: ControlError) -> Problem:
     headers = {"Retry-After": str(waits[error.code])} if error.code in waits else {}
     status = 503 if error.code in waits else known.get(error.code, 422)
     return Problem(status, str(error), headers, code=error.code, field=error.field, id=error.id)
+
+
+# ---- the WebSocket ------------------------------------------------------------------------------------------------
+
+
+@router.websocket("/api/sessions/{session}/control")
+async def control_socket(socket: WebSocket) -> None:
+    """Serve the control WebSocket of a session. It is refused with a problem document before it is accepted."""
+    state = state_of(socket)
+    address = address_of(socket)
+    try:
+        if (refusal := state.sockets.refusal(address)) is not None:
+            raise refusal
+        session = state.running_session(socket)
+        may_control = state.may_control(socket, session)
+    except Problem as problem:
+        state.metrics.sockets_refused.labels(problem.code).inc()
+        await socket.send_denial_response(respond(problem))
+        return
+    state.sockets.take(address)
+    try:
+        offered = socket.scope["subprotocols"]
+        await socket.accept(SOCKET_PROTOCOL if SOCKET_PROTOCOL in offered else None)
+        end = await WebSocketConnection(socket, session, state.metrics, may_control).run()
+        if end == "session_ended":
+            await socket.close(1000, "the session has ended")
+    finally:
+        state.sockets.release(address)
+
+
+class WebSocketConnection(ControlConnection):
+    """Control messages over an accepted WebSocket. A peer that does not read is disconnected after a bound."""
+
+    def __init__(self, socket: WebSocket, session: LiveSession, metrics: Metrics, may_control: bool) -> None:
+        self._socket = socket
+        self._outbox: asyncio.Queue[str] = asyncio.Queue()
+        self._outbox_bytes = 0
+        self._overflow: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self._ended = False
+        super().__init__(f"ws-{next(_numbers)}", session, metrics, may_control)
+
+    async def run(self) -> End:
+        """Receive and send until one side ends; says why."""
+        tasks = (self._overflow, asyncio.create_task(self._write()), asyncio.create_task(self._read()))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            end = next(task for task in tasks if task.done()).result()
+        finally:
+            self.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._metrics.sockets_ended.labels(end).inc()
+        return end
+
+    def send(self, message: dict[str, Any]) -> None:
+        super().send(message)
+        self._ended = self._ended or message["type"] == "session_ended"
+
+    def send_text(self, text: str) -> None:
+        self._outbox.put_nowait(text)
+        self._outbox_bytes += len(text)
+        if self._outbox_bytes > MAX_BUFFERED_BYTES and not self._overflow.done():
+            self._overflow.set_result("slow")
+
+    async def _read(self) -> End:
+        while (message := await self._socket.receive())["type"] != "websocket.disconnect":
+            text = message.get("text")
+            self.on_message(message["bytes"] if text is None else text)
+        return "gone"
+
+    async def _write(self) -> End:
+        while not (self._ended and self._outbox.empty()):
+            text = await self._outbox.get()
+            try:
+                async with asyncio.timeout(SEND_LIMIT_S):
+                    await self._socket.send_text(text)
+            except TimeoutError:
+                return "slow"
+            except (WebSocketDisconnect, RuntimeError):
+                return "gone"
+            self._outbox_bytes -= len(text)
+        return "session_ended"

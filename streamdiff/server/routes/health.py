@@ -14,13 +14,10 @@ from pydantic import BaseModel, Field
 from streamdiff.config import ServeConfig
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
-from streamdiff.server.problem import Problem, problem_responses
-from streamdiff.server.routes.dependencies import State, answer, needs, open_to_all
+from streamdiff.server.problem import Problem
+from streamdiff.server.routes.dependencies import State, answer, operation
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
 from streamdiff.server.sessions.state import STALLED_S
-
-_WRONG_TOKEN = problem_responses(401)
-_NOT_READY = problem_responses(s503="`code` says why, to those who may watch; Retry-After: when to ask again")
 
 
 class Health(BaseModel):
@@ -43,19 +40,15 @@ class Readiness(BaseModel):
 router = APIRouter(tags=["health"])
 
 
-@router.get("/healthz", summary="Whether the web process lives", **open_to_all())
+@router.get("/healthz", summary="Whether the web process lives", **operation(None))
 async def healthz() -> Health:
     return Health()
 
 
 @router.get(
-    "/health", summary="The same as /readyz, as vLLM calls it", responses=_NOT_READY | _WRONG_TOKEN,
-    **needs("steer", optional=True),
+    "/health", summary="The same as /readyz, as vLLM calls it", **operation("steer", 503, optional=True)
 )  # fmt: skip
-@router.get(
-    "/readyz", summary="Whether viewers can be sent here", responses=_NOT_READY | _WRONG_TOKEN,
-    **needs("steer", optional=True),
-)  # fmt: skip
+@router.get("/readyz", summary="Whether viewers can be sent here", **operation("steer", 503, optional=True))
 async def readyz(request: Request, state: State) -> Readiness:
     """Answered without a token too, as probes have none. With a token that may watch it says what is wrong, with one
     that may steer in the engine's own words."""
@@ -71,7 +64,7 @@ async def readyz(request: Request, state: State) -> Readiness:
 
 @router.get(
     "/metrics", summary="Figures for Prometheus", response_class=Response,
-    responses=answer("Prometheus' text format", "text/plain") | _WRONG_TOKEN, **needs("watch"),
+    **operation("watch", answers=answer("Prometheus' text format", "text/plain")),
 )  # fmt: skip
 async def metrics(request: Request, state: State) -> Response:
     state.require(request, Role.VIEWER)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 
 from streamdiff.config import KVContext, PromptPolicy
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures, Ready
 from streamdiff.server.problem import Problem
-from streamdiff.server.routes.forms import MAX_JSON_BYTES
+from streamdiff.server.routes.bodies import MAX_JSON_BYTES
 from streamdiff.server.sessions import control
 from streamdiff.server.sessions.control import Body, Fps, Prompt, Seed, Steps, Strength
 from streamdiff.video.picture import Fit
@@ -223,14 +223,14 @@ class Receipts(BaseModel):
     session: SessionInfo
 
 
-def read(model: type[BodyT], body: bytes | Mapping[str, str]) -> BodyT:
-    """The body as a `model`, of JSON or of a form's fields; an empty one means all defaults.
+def read(model: type[BodyT], given: Any, *, is_form: bool = False) -> BodyT:
+    """A JSON value, or a form's texts, as a `model`.
 
     Raises:
-        Problem: 400 for what is no JSON, 422 with the first field at fault and all of them in `errors`.
+        Problem: 422 with the first field at fault and all of them in `errors`.
     """
-    is_form = isinstance(body, Mapping)
-    given = body if isinstance(body, Mapping) else _object(body)
+    if not isinstance(given, dict):
+        raise Problem(422, "The body is JSON, but no object with fields.", code="invalid")
     _check_known(model, given)
     try:
         return model.model_validate(given, strict=False if is_form else None)
@@ -245,17 +245,6 @@ def read(model: type[BodyT], body: bytes | Mapping[str, str]) -> BodyT:
     raise Problem(422, detail, code="invalid", field=first["field"][:40], errors=errors[:20])
 
 
-def _object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body; an empty one is an object without fields. Raises Problem: 400, 422."""
-    try:
-        given = from_json(body or b"{}")
-    except ValueError as error:
-        raise Problem(400, f"The body is not JSON: {str(error)[:120]}.", code="bad_json") from error
-    if not isinstance(given, dict):
-        raise Problem(422, "The body is JSON, but no object with fields.", code="invalid")
-    return given
-
-
 def _check_known(model: type[BaseModel], fields: Mapping[str, object]) -> None:
     """Raises Problem 422 for fields that there are not. Pydantic would write of each of a million that it is wrong."""
     if unknown := [name for name in fields if name not in model.model_fields]:
@@ -264,11 +253,16 @@ def _check_known(model: type[BaseModel], fields: Mapping[str, object]) -> None:
         raise Problem(422, detail, code="invalid", field=unknown[0][:40], errors=errors)
 
 
+def is_size_of(size: str, ready: Ready) -> bool:
+    """Whether a `Size` is the engine's."""
+    return size.lower().replace("*", "x") == f"{ready.width}x{ready.height}"
+
+
 def check_new(wanted: NewSession, ready: Ready) -> None:
     """Raises Problem 422 for a size or steps that the engine does not have."""
-    size = f"{ready.width}x{ready.height}"
-    if wanted.size is not None and wanted.size.lower().replace("*", "x") != size:
-        raise Problem(422, f"`size` is {wanted.size[:20]!r}; this engine makes {size}.", code="invalid", field="size")
+    if wanted.size is not None and not is_size_of(wanted.size, ready):
+        why = f"`size` is {wanted.size[:20]!r}; this engine makes {ready.width}x{ready.height}."
+        raise Problem(422, why, code="invalid", field="size")
     _check_steps(wanted.steps, ready)
 
 

@@ -1,45 +1,59 @@
-"""`/api/sessions`: open, list, show, change, pause, reset and end sessions."""
+"""`/api/sessions`: open, list, show, change, pause, reset and end sessions, and send them on to allowed targets."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.features import NOTHING, Features
-from streamdiff.engine.messages import Pictures, Ready
+from streamdiff.engine.messages import Pictures
 from streamdiff.errors import RequestError
 from streamdiff.server.app_state import AppState, count_refusals, state_of
 from streamdiff.server.auth import Role
-from streamdiff.server.load.capacity import Unavailable
-from streamdiff.server.problem import Problem, Responses, media_type, problem_responses, read_body
-from streamdiff.server.routes import forms, schemas
+from streamdiff.server.load import Unavailable
+from streamdiff.server.problem import Problem
+from streamdiff.server.routes import schemas
+from streamdiff.server.routes.bodies import (
+    JSON,
+    SNAPSHOT,
+    Files,
+    feature_files,
+    given_features,
+    given_picture,
+    read_fields,
+    read_json,
+)
 from streamdiff.server.routes.control import carry_out, check, status_of
-from streamdiff.server.routes.dependencies import BINARY, JSON, Controlled, State, Watched, needs
+from streamdiff.server.routes.dependencies import (
+    FEATURES,
+    Controlled,
+    Responses,
+    State,
+    Watched,
+    body_of,
+    json_or_form,
+    operation,
+    problems,
+)
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.routes.snapshots import given_snapshot, place_for_upload
 from streamdiff.server.sessions import control as messages
-from streamdiff.server.sessions.control import ControlMessage
+from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.session_spec import SessionSpec, resumed
 
-_PROBLEMS = problem_responses(401, 403, 404, 410, 422, 429)
-_BAD_BODY, _CHANGED = problem_responses(400, 413, 415), problem_responses(400, 409, 413, 415)
-_NO_ENGINE = problem_responses(503, 504)
 _LATER: Responses = {
     202: {
         "description": "The engine has it and carries it out later (receipt `asked`). GET shows what holds by then",
         "model": Receipts,
     }
 }
-_UNAVAILABLE = problem_responses(
-    s503="No place: `code` is time, memory, draining, restarting or engine; Retry-After: when to ask again"
-)
 _OF_READY = ("chunk_frames", "sessions_fit", "sessions_away", "native_fps", "text_shape", "chunk_shape", "first_chunks")
 """Fields of `Ready` that the capacity has under the same name."""
 _SENT = "a file"
@@ -47,24 +61,17 @@ _SENT = "a file"
 WithImageT = TypeVar("WithImageT", schemas.NewSession, schemas.SessionChange)
 
 
-_SNAPSHOT = {
-    "description": "a file of GET /api/sessions/{id}/snapshot, to go on from; without seed, kv_context, image",
-    **BINARY,
-}
+_SNAPSHOT = "a file of GET /api/sessions/{id}/snapshot, to go on from; without seed, kv_context, image"
+_PICTURE = "the picture itself"
+
+_NEW = json_or_form(
+    schemas.NewSession.model_json_schema(), {"image": _PICTURE, SNAPSHOT: _SNAPSHOT} | FEATURES, required=False
+)
+_CHANGE = json_or_form(schemas.SessionChange.model_json_schema(), {"image": _PICTURE})
+router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=problems(401, 403, 404, 410, 422, 429))
 
 
-def _bodies(model: type[BaseModel], *, required: bool = True, **files: dict[str, Any]) -> dict[str, Any]:
-    """The body of an operation, as JSON or as a form, where the picture and other `files` may be files."""
-    schema = model.model_json_schema()
-    file = {"description": "the picture itself", **BINARY}
-    form = schema | {"properties": schema["properties"] | {"image": file} | files}
-    return {"requestBody": {"required": required, "content": {JSON: {"schema": schema}, forms.FORM: {"schema": form}}}}
-
-
-router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEMS)
-
-
-@router.get("", summary="All that the caller may watch", **needs("watch"))
+@router.get("", summary="All that the caller may watch", **operation("watch"))
 async def list_sessions(request: Request, state: State) -> schemas.SessionList:
     state.require(request, Role.VIEWER)
     sessions = [_info_of(request, session) for session in state.watchable(request)]
@@ -73,8 +80,7 @@ async def list_sessions(request: Request, state: State) -> schemas.SessionList:
 
 @router.post(
     "", status_code=201, response_model=schemas.OpenedSession, summary="Open a session",
-    responses=_BAD_BODY | _UNAVAILABLE,
-    **needs("steer", **_bodies(schemas.NewSession, required=False, snapshot=_SNAPSHOT, **forms.FEATURE_FILES)),
+    **operation("steer", 503, body=_NEW),
 )  # fmt: skip
 async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
@@ -91,17 +97,15 @@ async def open_session(request: Request, state: State) -> Response:
 async def _open(request: Request, state: AppState) -> LiveSession:
     """The session that a request asks for. Raises Problem."""
     ready = state.manager.ready
-    large = {"snapshot": state.config.serve.max_snapshot_mb << 20}
-    fields = await _form(request, ("image", "snapshot"), ready, large)
-    snapshot = _snapshot(fields)
-    files = forms.take_features(fields)
-    wanted, picture = await _read(request, schemas.NewSession, ready, fields)
+    files = {"image": 0, SNAPSHOT: state.config.serve.max_snapshot_mb << 20, **feature_files(ready)}
+    wanted, picture, sent = await _read(request, schemas.NewSession, state, files)
     schemas.check_new(wanted, ready)
     prompt = wanted.prompt is not None
-    given = await forms.given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
+    given = await given_features(sent, wanted.strength, ready, prompt=prompt, image=picture is not None)
     spec = _spec(wanted, picture, state.config, given)
-    if snapshot is not None:
-        spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, state.config, given)
+    if (snapshot := sent.get(SNAPSHOT)) is not None:
+        key = None if state.config.serve.trust_snapshots else state.snapshot_key
+        spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, state.config, given, key)
     try:
         return await state.manager.open(spec, snapshot)
     except Unavailable as error:
@@ -110,24 +114,22 @@ async def _open(request: Request, state: AppState) -> LiveSession:
         raise Problem(422, str(error), code="refused", field=error.field) from error
 
 
-@router.get("/{session}", summary="One session", **needs("watch"))
+@router.get("/{session}", summary="One session", **operation("watch"))
 async def show_session(request: Request, live: Watched) -> SessionInfo:
     return _info_of(request, live)
 
 
 @router.patch(
-    "/{session}", summary="Change it while it plays", responses=_CHANGED | _LATER | _NO_ENGINE,
-    **needs("steer", **_bodies(schemas.SessionChange)),
+    "/{session}", summary="Change it while it plays",
+    **operation("steer", 409, 503, 504, body=_CHANGE, answers=_LATER),
 )  # fmt: skip
 async def change_session(request: Request, response: Response, state: State, live: Controlled) -> Receipts:
-    ready = state.manager.ready
-    fields = await _form(request, ("image",))
-    change, picture = await _read(request, schemas.SessionChange, ready, fields)
-    messages = schemas.messages_of(change, ready, picture)
+    change, picture, _ = await _read(request, schemas.SessionChange, state, {"image": 0})
+    messages = schemas.messages_of(change, state.manager.ready, picture)
     return await _carry_out_all(request, live, messages, response)
 
 
-@router.delete("/{session}", summary="End it", **needs("steer"))
+@router.delete("/{session}", summary="End it", **operation("steer"))
 async def end_session(request: Request, state: State, session: str) -> schemas.EndedSession:
     state.limit(request)
     if state.manager.end_reason(session) is None:
@@ -137,7 +139,7 @@ async def end_session(request: Request, state: State, session: str) -> schemas.E
 
 
 @router.delete(
-    "/{session}/input", status_code=204, summary="End the video that feeds it, whoever sends it", **needs("steer")
+    "/{session}/input", status_code=204, summary="End the video that feeds it, whoever sends it", **operation("steer")
 )  # fmt: skip
 async def end_input(state: State, live: Controlled) -> Response:
     if not await state.end_input(live):
@@ -145,17 +147,17 @@ async def end_input(state: State, live: Controlled) -> Response:
     return Response(status_code=204)
 
 
-@router.post("/{session}/pause", summary="Hold it", responses=_LATER | _NO_ENGINE, **needs("steer"))
+@router.post("/{session}/pause", summary="Hold it", **operation("steer", 503, 504, answers=_LATER))
 async def pause_session(request: Request, response: Response, live: Controlled) -> Receipts:
     return await _carry_out_all(request, live, [messages.PauseMessage(type="pause")], response)
 
 
-@router.post("/{session}/resume", summary="Let it go on", responses=_LATER | _NO_ENGINE, **needs("steer"))
+@router.post("/{session}/resume", summary="Let it go on", **operation("steer", 503, 504, answers=_LATER))
 async def resume_session(request: Request, response: Response, live: Controlled) -> Receipts:
     return await _carry_out_all(request, live, [messages.ResumeMessage(type="resume")], response)
 
 
-@router.post("/{session}/reset", summary="Begin afresh", responses=_LATER | _NO_ENGINE, **needs("steer"))
+@router.post("/{session}/reset", summary="Begin afresh", **operation("steer", 503, 504, answers=_LATER))
 async def reset_session(request: Request, response: Response, live: Controlled) -> Receipts:
     return await _carry_out_all(request, live, [messages.ResetMessage(type="reset")], response)
 
@@ -176,57 +178,34 @@ def _spec(
     )
 
 
-def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, defaults: Config, given: Features) -> SessionSpec:
+def _spec_of_saved(
+    snapshot: bytes, wanted: schemas.NewSession, defaults: Config, given: Features, key: bytes | None
+) -> SessionSpec:
     """A session that goes on from a file, with what it is to have instead. Raises Problem: 413, 422."""
     limit = defaults.serve.max_snapshot_mb
     if len(snapshot) > limit << 20:
         raise Problem(
             413, f"`snapshot` is larger than serve.max_snapshot_mb, {limit} MiB.", code="too_large", field="snapshot"
         )
-    saved = given_snapshot(snapshot, wanted)
+    saved = given_snapshot(snapshot, wanted, key)
     if given.names:
         why = f"`{given.names[0]}`: a session that goes on from a snapshot has what was saved with it; leave it out."
-        raise _invalid(given.names[0], why, "invalid")
+        raise Problem(422, why, code="invalid", field=given.names[0])
     return resumed(_spec(wanted, None, defaults), saved, wanted.prompt, wanted.steps)
 
 
-def _snapshot(fields: forms.Fields | None) -> bytes | None:
-    """The file that a session is to go on from. Raises Problem 422 where it is no file. Mutates: fields."""
-    given = (fields or {}).pop("snapshot", None)
-    if isinstance(given, str):
-        raise _invalid("snapshot", "`snapshot` is a text; it must be a file of the form.", "invalid")
-    return given
-
-
-async def _form(
-    request: Request, files: tuple[str, ...], features_for: Ready | None = None, large: dict[str, int] | None = None
-) -> forms.Fields | None:
-    """The fields of a body that is a form, see `read_form`; None: it is none."""
-    kind = media_type(request)
-    return await forms.read_form(request, kind, files, _invalid, features_for, large) if kind == forms.FORM else None
-
-
 async def _read(
-    request: Request, model: type[WithImageT], ready: Ready, fields: forms.Fields | None
-) -> tuple[WithImageT, Pictures | None]:
-    """The body, JSON or the fields of a form, and the picture in it, fitted to the engine's size."""
-    kind = media_type(request)
-    if fields is not None:
-        file = fields.pop("image") if isinstance(fields.get("image"), bytes) else None
-        texts = {name: value for name, value in fields.items() if isinstance(value, str)}
-        read = schemas.read(model, texts if file is None else texts | {"image": _SENT})
-    else:
-        given, file = await read_body(request, forms.MAX_JSON_BYTES), None
-        if given and kind != JSON:
-            raise Problem(415, f"The body is {JSON} or {forms.FORM}.")
-        # Which may be large: a picture as base64 is in it.
-        read = await asyncio.to_thread(schemas.read, model, given)
-    image = read.image if file is None else file
-    return read, await forms.given_picture(image, ready, read.fit, status=422, field="image")
-
-
-def _invalid(name: str, why: str, code: str) -> Problem:
-    return Problem(422, why, code=code, field=name[:40])
+    request: Request, model: type[WithImageT], state: AppState, files: dict[str, int]
+) -> tuple[WithImageT, Pictures | None, Files]:
+    """The body, JSON or a form with these `files`, the picture in it, fitted to the engine's size, and other files."""
+    given, sent = await read_fields(request, 422, files, state.manager.ready)
+    others = sent or {}
+    if (file := others.pop("image", None)) is not None:
+        given["image"] = _SENT
+    wanted = schemas.read(model, given, is_form=sent is not None)
+    image = wanted.image if file is None else file
+    picture = await given_picture(image, state.manager.ready, wanted.fit, status=422, field="image")
+    return wanted, picture, others
 
 
 def _info_of(request: Request, session: LiveSession) -> SessionInfo:
@@ -277,3 +256,33 @@ async def _carry_out_all(
         raise Problem(410, "The session has ended.", code="ended")
     response.status_code = status_of(receipts)
     return Receipts(receipts=[receipt.message() for receipt in receipts], session=_info_of(request, session))
+
+
+# ---- outputs ------------------------------------------------------------------------------------------------------
+
+
+@router.get("/{session}/outputs", summary="Where it is sent", **operation("steer", 503))
+async def list_outputs(state: State, live: Controlled) -> schemas.OutputList:
+    found = state.session_outputs.of(live)
+    return schemas.OutputList(outputs=[schemas.OutputInfo(id=id, **asdict(status)) for id, status in found.items()])
+
+
+@router.post(
+    "/{session}/outputs", status_code=201, response_model=schemas.OutputInfo, summary="Record it, or send it on",
+    **operation("steer", 503, body=body_of(JSON, schemas.NewOutput.model_json_schema())),
+)  # fmt: skip
+async def add_output(request: Request, state: State, live: Controlled) -> Response:
+    wanted = schemas.read(schemas.NewOutput, await read_json(request, MAX_BODY_BYTES))
+    try:
+        id, status = await state.session_outputs.add(live, wanted.target)
+    except RequestError as error:
+        raise Problem(422, f"{error}.", code="refused", field=error.field) from error
+    made = schemas.OutputInfo(id=id, **asdict(status))
+    return JSONResponse(made.model_dump(), 201, {"Location": f"/api/sessions/{live.id}/outputs/{id}"})
+
+
+@router.delete("/{session}/outputs/{id}", status_code=204, summary="Send it there no more", **operation("steer", 503))
+async def remove_output(state: State, live: Controlled, id: str) -> Response:
+    if not await state.session_outputs.remove(live, id):
+        raise Problem(404, "There is no such output.", code="unknown")
+    return Response(status_code=204)

@@ -12,15 +12,15 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from streamdiff.engine.messages import Data
-from streamdiff.engine.snapshot_header import SavedSession, read_saved_session
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.app_state import AppState
-from streamdiff.server.problem import Problem, media_type, problem_responses
-from streamdiff.server.routes.dependencies import BINARY, Controlled, State, answer, needs
-from streamdiff.server.routes.forms import FORM, MAX_FORM_BYTES
+from streamdiff.server.problem import Problem
+from streamdiff.server.routes.bodies import FORM, MAX_FORM_BYTES, media_type
+from streamdiff.server.routes.dependencies import BINARY, Controlled, State, answer, operation, problems
 from streamdiff.server.routes.schemas import NewSession
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import SessionEnded
+from streamdiff.snapshot_header import SavedSession, check_signature, read_saved_session, signed
 
 OCTETS = "application/octet-stream"
 SAVE_TIMEOUT_S = 60.0
@@ -30,42 +30,39 @@ _PIECE = 1 << 18
 Headers = dict[str, str]
 _FIXED = ("seed", "kv_context", "image")
 """What a snapshot has, and a session that goes on from it cannot begin with."""
-_PROBLEMS = problem_responses(
-    401, 403, 404, 410, 429, 503, 504, s409="The session cannot be saved now; `detail` says why"
-)
-
 logger = logging.getLogger(__name__)
-router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=_PROBLEMS)
+router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=problems(404, 409, 410, 503, 504))
 
 
 @router.get(
     "/{session}/snapshot", summary="The session as one file, from which another goes on",
-    response_class=Response, responses=answer("A safetensors file; Content-Length: its bytes", OCTETS, BINARY),
-    **needs("steer"),
+    response_class=Response,
+    **operation("steer", answers=answer("A safetensors file; Content-Length: its bytes", OCTETS, BINARY)),
 )  # fmt: skip
 async def save_session(state: State, live: Controlled) -> Response:
     _refuse_if_busy(state)
     async with contextlib.AsyncExitStack() as held:
         await held.enter_async_context(state.snapshots)
-        data = await _taken(state, live)
+        header, rest = signed(await _taken(state, live), state.snapshot_key)
         sending = held.pop_all()
 
-    async def pieces() -> AsyncIterator[memoryview]:
-        view = memoryview(data)
-        for begin in range(0, len(view), _PIECE):
-            yield view[begin : begin + _PIECE]
+    async def pieces() -> AsyncIterator[bytes | memoryview]:
+        yield header
+        for begin in range(0, len(rest), _PIECE):
+            yield rest[begin : begin + _PIECE]
 
-    return _Sending(pieces(), sending, _headers(live, data))
+    return _Sending(pieces(), sending, _headers(live, len(header) + len(rest)))
 
 
 @router.head(
     "/{session}/snapshot", summary="How large the session's file would be now",
-    response_class=Response, responses=answer("Content-Length: its bytes"), **needs("steer"),
+    response_class=Response, **operation("steer", answers=answer("Content-Length: its bytes")),
 )  # fmt: skip
 async def size_of_snapshot(state: State, live: Controlled) -> Response:
     _refuse_if_busy(state)
     async with state.snapshots:
-        return Response(headers=_headers(live, await _taken(state, live)), media_type=OCTETS)
+        header, rest = signed(await _taken(state, live), state.snapshot_key)
+        return Response(headers=_headers(live, len(header) + len(rest)), media_type=OCTETS)
 
 
 @contextlib.asynccontextmanager
@@ -87,9 +84,9 @@ def _refuse_if_busy(state: AppState) -> None:
         raise Problem(503, "Other snapshots are being sent; ask again.", {"Retry-After": "1"}, code="busy")
 
 
-def _headers(live: LiveSession, data: Data) -> Headers:
+def _headers(live: LiveSession, size: int) -> Headers:
     return {
-        "Content-Length": str(len(data)),
+        "Content-Length": str(size),
         "Content-Disposition": f'attachment; filename="{live.id}.safetensors"',
         "Cache-Control": "no-store",
     }
@@ -114,7 +111,9 @@ async def _taken(state: AppState, live: LiveSession) -> Data:
 class _Sending(StreamingResponse):
     """Gives back its place when it is sent, or the caller has gone or takes nothing."""
 
-    def __init__(self, content: AsyncIterator[memoryview], place: contextlib.AsyncExitStack, headers: Headers) -> None:
+    def __init__(
+        self, content: AsyncIterator[bytes | memoryview], place: contextlib.AsyncExitStack, headers: Headers
+    ) -> None:
         super().__init__(content, headers=headers, media_type=OCTETS)
         self._place = place
 
@@ -130,11 +129,12 @@ class _Sending(StreamingResponse):
                 logger.info("A snapshot was given up: nothing of it was taken for %g s.", SEND_LIMIT_S)
 
 
-def given_snapshot(data: Data, wanted: NewSession) -> SavedSession:
-    """What the file that a session is to go on from says.
+def given_snapshot(data: Data, wanted: NewSession, key: bytes | None) -> SavedSession:
+    """The session in a file that was sent, signed with `key` (None: trusted without). Reads all of it: on a thread.
 
     Raises:
-        Problem: 422 for what is no snapshot, or a field that such a session cannot have.
+        Problem: 422 for what is no snapshot, or has no signature or another one, or a field that such a session cannot
+            have.
     """
     for name in _FIXED:
         if name in wanted.model_fields_set and getattr(wanted, name) is not None:
@@ -143,6 +143,9 @@ def given_snapshot(data: Data, wanted: NewSession) -> SavedSession:
                 code="invalid", field=name,
             )  # fmt: skip
     try:
-        return read_saved_session(data)
+        saved = read_saved_session(data)
+        if key is not None:
+            check_signature(data, key)
+        return saved
     except ConfigError as error:
-        raise Problem(422, f"`snapshot`: {error}", code="refused", field="snapshot") from error
+        raise Problem(422, f"`snapshot`: {error}", code=error.code or "refused", field="snapshot") from error

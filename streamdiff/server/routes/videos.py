@@ -1,67 +1,398 @@
-"""`/v1/videos` and `/v1/models`: videos as jobs, in the words that clients of OpenAI's video API speak."""
+"""`/v1/videos` and `/v1/models`: videos as jobs, in the words that clients of OpenAI's video API speak. No field that
+would change the video is ever ignored."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from typing import Annotated, Literal
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamdiff.engine.features import NAMES
+from streamdiff.engine.messages import DEFAULT_STRENGTH, Ready
+from streamdiff.engine.validation import MAX_SEED
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
-from streamdiff.server.jobs.job import Job
 from streamdiff.server.jobs.runner import JobRunner
-from streamdiff.server.jobs.store import KeyReused
-from streamdiff.server.load.capacity import Unavailable
+from streamdiff.server.jobs.store import Job, KeyReused, VideoRequest
+from streamdiff.server.load import Unavailable
 from streamdiff.server.peers import address_of, share_of
-from streamdiff.server.problem import Problem, openai_problem_responses
-from streamdiff.server.routes import video_schemas as schemas
-from streamdiff.server.routes.dependencies import BINARY, JSON, State, answer, needs
-from streamdiff.server.routes.forms import FEATURE_FILES, FORM, given_features, given_picture
-from streamdiff.server.routes.video_schemas import Video, video_of
+from streamdiff.server.problem import Problem
+from streamdiff.server.routes.bodies import (
+    FORM,
+    JSON,
+    MAX_JSON_BYTES,
+    URLENCODED,
+    Files,
+    feature_files,
+    given_features,
+    given_picture,
+    read_fields,
+)
+from streamdiff.server.routes.dependencies import BINARY, FEATURES, State, answer, json_or_form, operation, problems
+from streamdiff.server.routes.schemas import Size, is_size_of
+from streamdiff.server.sessions.control import Fps, Prompt, Steps, Strength, steps_refusal
+from streamdiff.video.picture import Fit
 
 POLL_S = 0.5
 """How soon it makes sense to look again."""
 RETRY_S = 2
 MP4 = "video/mp4"
-
+DEFAULT_SECONDS = 4.0
+PICTURE = "input_reference"
+REFERENCES = ("image_reference", "reference_url", "video_reference")
+UNUSED = ("user", "metadata")
+"""Fields that clients send and that change no video."""
+MAX_KEY_CHARACTERS = 255
 _NAMED = re.compile(r"video_([a-z0-9]{1,32})_")
 """An id of a server with a name."""
-_PROBLEMS = openai_problem_responses(
-    s401="This takes a token, as API key",
-    s403="The token is good for watching only, or the page is of another origin",
-    s404="No such video, or this server makes none (serve.jobs_dir)",
-)
-_NO_ROOM = "The server's disk takes nothing; Retry-After: when to ask again"
-_NOT_CREATED = openai_problem_responses(
-    s400="A field is wrong, or would be ignored; `param` names it",
-    s404="No such model, or this server makes no videos (serve.jobs_dir)",
-    s409="Another request had this `Idempotency-Key`",
-    s413="The body is too large",
-    s415="The body is neither JSON nor a form",
-    s422="`prompt_embeds`, `image_latents` or `video_latents` are not such as the model takes; `param` names them",
-    s429="The queue or the disk is full, or too many requests; Retry-After: when to go on",
-    s507=_NO_ROOM,
-)
-_BAD_QUERY = openai_problem_responses(s400="A query parameter is wrong; `param` names it")
+
+_Side = Annotated[int, Field(ge=1, le=99_999)]
+_NESTED = re.compile(r"([a-z_]{1,40})\[([^\]]{0,40})\].*", re.DOTALL)
+"""A field of an object, as clients write it into a form: `input_reference[image_url]`."""
+_ADDRESS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"image_url": {"type": "string", "description": "a data: URL of base64"}},
+    "required": ["image_url"],
+}
+
+
+def _as_clients_write(schema: dict[str, Any]) -> None:
+    """Numbers may be text, what is empty counts as left out, and a picture may be an object. Mutates: schema."""
+    for name, field in schema["properties"].items():
+        kinds = field.get("anyOf", ())
+        if any(kind.get("type") in ("integer", "number") for kind in kinds):
+            kinds.append({"type": "string"})
+        elif kinds and name != "prompt":
+            kinds.append({"const": ""})
+    schema["properties"][PICTURE]["anyOf"].append(_ADDRESS)
+    schema["additionalProperties"] = {"enum": [None, ""]}
+
+
+class NewVideo(BaseModel):
+    """A video to make; what is left out is the server's choice. `extra_body`, an object, is read as more fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_as_clients_write)
+
+    prompt: Prompt | None = Field(None, description="what to show; needed, unless `prompt_embeds` come instead")
+    model: str | None = Field(None, max_length=200, description="the one that /v1/models lists")
+    seconds: (
+        Annotated[float, Field(gt=0, le=86_400)] | Annotated[str, Field(pattern=r"^[0-9]{1,5}(\.[0-9]{1,3})?$")] | None
+    ) = Field(None, description=f"length, default {DEFAULT_SECONDS:g}")
+    size: Size | None = Field(None, description="WIDTHxHEIGHT; an engine has one")
+    width: _Side | None = None
+    height: _Side | None = None
+    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = Field(
+        None, description="default, or -1: any; the answer has it"
+    )
+    fps: Fps | None = Field(None, description="default: the model's own")
+    num_frames: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(None, description="length in frames")
+    num_inference_steps: Steps | None = None
+    input_reference: Annotated[str, Field(max_length=MAX_JSON_BYTES)] | None = Field(
+        None,
+        description="a picture that it begins with: a file of a form, or base64; JPEG, PNG, WebP or AVIF, no address",
+    )
+    fit: Fit | None = Field(None, description="how a picture of other proportions is fitted; default cover")
+    strength: Strength | None = Field(
+        None, description=f"noise mixed into `video_latents`, which are a file of a form; default {DEFAULT_STRENGTH}"
+    )
+    n: Annotated[int, Field(ge=1, le=1)] | None = Field(None, description="videos: one for a request")
+    user: Any = Field(None, description="has no effect")
+    metadata: Any = Field(None, description="has no effect")
+
+
+class VideoError(BaseModel):
+    """Why a video could not be made."""
+
+    code: str
+    message: str
+
+
+class Video(BaseModel):
+    """A video that is asked for, made, or kept."""
+
+    id: str
+    object: Literal["video"] = "video"
+    model: str
+    prompt: str
+    status: Literal["queued", "in_progress", "completed", "failed"]
+    progress: int = Field(description="per cent of the frames that are encoded")
+    created_at: int
+    started_at: int | None
+    completed_at: int | None
+    expires_at: int | None = Field(description="when it and its file are forgotten")
+    seconds: str
+    size: str
+    fps: float
+    num_frames: int
+    num_inference_steps: int
+    seed: int
+    inference_time_s: float | None = Field(description="seconds from its beginning to its last frame")
+    peak_memory_mb: float | None = Field(
+        description="MiB that the engine took meanwhile, at most: of the first rank's GPU, or without one in all"
+    )
+    error: VideoError | None
+    remixed_from_video_id: None = None
+
+
+class VideoList(BaseModel):
+    """Videos, in the order asked for."""
+
+    object: Literal["list"] = "list"
+    data: list[Video]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    server: str | None = Field(description="the one whose videos these are (serve.name); others have their own")
+
+
+class DeletedVideo(BaseModel):
+    """A video that is no more."""
+
+    id: str
+    object: Literal["video.deleted"] = "video.deleted"
+    deleted: Literal[True] = True
+
+
+class ServedModel(BaseModel):
+    """The model that is loaded."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["streamdiff"] = "streamdiff"
+
+
+class ModelList(BaseModel):
+    """All models of this server: one."""
+
+    object: Literal["list"] = "list"
+    data: list[ServedModel]
+
+
+# ---- what is asked for --------------------------------------------------------------------------------------------
+
+
+def _fault(name: str, why: str, code: str = "invalid") -> Problem:
+    return Problem(400, why, code=code, field=name[:40])
+
+
+async def read_new_video(request: Request, ready: Ready) -> tuple[NewVideo, bytes | str | None, Files]:
+    """The body of a request, JSON or a form, the picture in it, a file's bytes or base64, and files of features.
+
+    Raises:
+        Problem: 400 naming the field, 413, 415; 422 for features that the model does not take.
+    """
+    takes = {PICTURE: 0, **feature_files(ready)}
+    given, sent = await read_fields(request, 400, takes, ready, required=True, forms=(FORM, URLENCODED))
+    files = sent or {}
+    if not isinstance(given, dict):
+        raise Problem(400, "The body is JSON, but no object: give fields, such as `prompt`.", code="bad_json")
+    fields = _flat(given if sent is None else _nested(given))
+    wanted = _validated(fields, embeds="prompt_embeds" in files)
+    picture = files.pop(PICTURE, None)
+    if picture is not None and wanted.input_reference is not None:
+        raise _fault(PICTURE, f"`{PICTURE}` stands in the form and in `extra_body`; one would be ignored.")
+    if picture is None and wanted.input_reference is None and wanted.fit is not None:
+        raise _fault("fit", f"`fit` says how `{PICTURE}` is fitted; give both.")
+    return wanted, wanted.input_reference if picture is None else picture, files
+
+
+def _nested(form: Mapping[str, str]) -> dict[str, Any]:
+    """A form's texts, with objects where their names say so."""
+    fields: dict[str, Any] = {}
+    for name, value in form.items():
+        found = _NESTED.fullmatch(name)
+        if found is None:
+            fields[name] = value
+        elif isinstance(inner := fields.setdefault(found[1], {}), dict):
+            inner[found[2]] = value
+        else:
+            why = f"`{found[1]}` is given twice, as `{found[1]}` and as `{name[:40]}`; give it once."
+            raise _fault(found[1], why)
+    return fields
+
+
+def _from_text(name: str, given: Any, why: str) -> Any:
+    """A field that is an object, or one as JSON. Raises Problem 400, which says `why`, for a text that is no JSON."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise _fault(name, why) from error
+
+
+def _flat(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields with those of `extra_body` among them. Mutates: fields.
+
+    Raises:
+        Problem: 400 for an `extra_body` that is no object, or that says again what a field says.
+    """
+    extra = _from_text("extra_body", fields.pop("extra_body", None), "`extra_body` is not JSON.")
+    if extra is None:
+        return fields
+    if not isinstance(extra, dict):
+        raise _fault("extra_body", "`extra_body` is no object: give fields in it.")
+    if twice := sorted(extra.keys() & fields.keys()):
+        raise _fault(twice[0], f"`{twice[0][:40]}` stands in the body and in `extra_body`; one would be ignored.")
+    return fields | extra
+
+
+def _validated(given: Mapping[str, Any], *, embeds: bool) -> NewVideo:
+    """The fields that are not empty; of a request with `embeds`, which stand for the prompt, without one. Raises
+    Problem 400."""
+    fields = {name: value for name, value in given.items() if value is not None and value != ""}
+    for name in fields:
+        if name in REFERENCES:
+            why = f"`{name}` cannot be used: a video begins with a picture, `{PICTURE}`, or none."
+            raise _fault(name, why, "unsupported")
+    if PICTURE in fields:
+        fields[PICTURE] = _reference(fields[PICTURE])
+    if not embeds and "prompt" not in fields:
+        raise _fault("prompt", "`prompt` is missing.")
+    for name, value in fields.items():
+        if name not in NewVideo.model_fields:  # before pydantic writes of each one that it is wrong
+            known = ", ".join(NewVideo.model_fields)
+            why = f"`{name[:40]}` would be ignored, so it is refused. What can be said: {known}."
+            raise _fault(name, why, "unsupported")
+        if isinstance(value, bool) and name not in UNUSED:  # not 1 or 0
+            raise _fault(name, f"`{name}` is {json.dumps(value)}; it must be a number or a text.")
+    try:
+        return NewVideo.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    name = str(first["loc"][0])[:40] if first["loc"] else ""
+    raise _fault(name, f"`{name}`: {first['msg']}.")
+
+
+def _reference(given: Any) -> Any:
+    """What `input_reference` is as base64, given as that or as an object, also one as JSON."""
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        why = f'`{PICTURE}` is no JSON; give base64, or {{"image_url": "data:..."}}.'
+        given = _from_text(PICTURE, given, why)
+    if not isinstance(given, dict):
+        return given
+    said = {name: value for name, value in given.items() if value is not None and value != ""}
+    if said.keys() != {"image_url"} or not isinstance(said["image_url"], str):
+        names = ", ".join(sorted(said))[:80] or "nothing"
+        why = f"`{PICTURE}` has {names}; as an object it has `image_url` alone, a data: URL of base64."
+        raise _fault(PICTURE, why, "unsupported")
+    return said["image_url"]
+
+
+def check_model(name: str, ready: Ready, configured: str) -> None:
+    """Raises Problem 404 for a name that is neither the model's own nor the one that it was `configured` by."""
+    if name not in (ready.model, configured):
+        why = f"There is no model {name[:80]!r} here; /v1/models lists {ready.model!r}."
+        raise Problem(404, why, code="model_not_found", field="model")
+
+
+def resolve(wanted: NewVideo, ready: Ready, limit_s: float, configured: str) -> VideoRequest:
+    """All that a video needs, for an engine, see `check_model`. No longer than `limit_s` at the model's own rate.
+
+    Raises:
+        Problem: 400 naming the field that the engine cannot do, 404 for another model.
+    """
+    if wanted.model is not None:
+        check_model(wanted.model, ready, configured)
+    size = f"{ready.width}x{ready.height}"
+    if wanted.size is not None and not is_size_of(wanted.size, ready):
+        raise _fault("size", f"`size` is {wanted.size!r}; this engine makes {size}.")
+    for name, value, own in (("width", wanted.width, ready.width), ("height", wanted.height, ready.height)):
+        if value is not None and value != own:
+            raise _fault(name, f"`{name}` is {value}; this engine makes {size}.")
+    steps = ready.steps if wanted.num_inference_steps is None else wanted.num_inference_steps
+    if wanted.num_inference_steps is not None and (why := steps_refusal(steps, ready)):
+        raise _fault("num_inference_steps", why.replace("`steps`", "`num_inference_steps`"))
+    fps = ready.native_fps if wanted.fps is None else wanted.fps
+    frames = _frames(wanted, fps)
+    if frames > (most := round(limit_s * ready.native_fps)):
+        name = "seconds" if wanted.num_frames is None else "num_frames"
+        raise _fault(name, f"That is {frames:,} frames; this server makes {most:,} at most (serve.jobs_seconds).")
+    seed = secrets.randbelow(MAX_SEED + 1) if wanted.seed is None or wanted.seed < 0 else wanted.seed
+    return VideoRequest(ready.model, wanted.prompt or "", seed, steps, frames, fps, ready.width, ready.height)
+
+
+def idempotency(request: Request, caller: str, wanted: NewVideo, *parts: bytes | str | None) -> tuple[str, str] | None:
+    """What a store knows a request with an `Idempotency-Key` by, and the rest of it: digests of the key of this caller,
+    and of its fields and files. None: it has no key. Raises Problem 400 for one that is too long, or not ASCII."""
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    if not (0 < len(key) <= MAX_KEY_CHARACTERS and key.isascii() and key.isprintable()):
+        why = f"`Idempotency-Key` has {len(key)} characters; it must be 1 to {MAX_KEY_CHARACTERS}, of printable ASCII."
+        raise _fault("Idempotency-Key", why)
+    # A form says 4 as text, and has the picture as a file.
+    same = wanted if wanted.seconds is None else wanted.model_copy(update={"seconds": float(wanted.seconds)})
+    fields = same.model_dump_json(exclude_defaults=True, exclude={PICTURE, *UNUSED}).encode()
+    return _digest(caller, key), _digest(fields, *parts)
+
+
+def _digest(*parts: bytes | str | None) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(hashlib.sha256(part.encode() if isinstance(part, str) else part or b"").digest())
+    return whole.hexdigest()
+
+
+def _frames(wanted: NewVideo, fps: float) -> int:
+    seconds = None if wanted.seconds is None else float(wanted.seconds)
+    if seconds is not None and seconds <= 0:
+        raise _fault("seconds", "`seconds` is 0; it must be above 0.")
+    if wanted.num_frames is None:
+        return max(1, round((DEFAULT_SECONDS if seconds is None else seconds) * fps))
+    if seconds is not None and abs(wanted.num_frames - seconds * fps) >= max(1.0, fps):
+        raise _fault(
+            "seconds",
+            f"`seconds` is {seconds:g}, but {wanted.num_frames} frames at {fps:g} per second are "
+            f"{wanted.num_frames / fps:g} s; leave one of them out.",
+        )
+    return wanted.num_frames
+
+
+def video_of(job: Job, progress: int) -> Video:
+    """A job as the API shows it."""
+    request = job.request
+    times_s = (job.started_s, job.ended_s, job.expires_s)
+    started, ended, expires = (None if time_s is None else int(time_s) for time_s in times_s)
+    return Video(
+        id=job.id,
+        model=request.model,
+        prompt=request.prompt,
+        status=job.status,
+        progress=progress,
+        created_at=int(job.created_s),
+        started_at=started,
+        completed_at=ended,
+        expires_at=expires,
+        seconds=f"{request.frames / request.fps:g}",
+        size=f"{request.width}x{request.height}",
+        fps=request.fps,
+        num_frames=request.frames,
+        num_inference_steps=request.steps,
+        seed=request.seed,
+        inference_time_s=job.inference_s,
+        peak_memory_mb=job.peak_memory_mb,
+        error=VideoError(code="failed", message=job.error) if job.status == "failed" else None,
+    )
+
+
+# ---- routes -------------------------------------------------------------------------------------------------------
+
 _CONTENT = (
     answer("The video; Range is heeded", MP4, BINARY)
     | answer("A part of it", MP4, BINARY, 206)
     | answer("No such part of it", "text/plain", status=416)
-    | openai_problem_responses(
-        s400="Another `variant` than `video`",
-        s404="No such video, or it is being made: then Retry-After says when to ask again",
-        s422="It could not be made",
-    )
 )
-_FIELDS = schemas.NewVideo.model_json_schema()
-_NEW_VIDEO = {
-    JSON: {"schema": _FIELDS | {"required": ["prompt"]}},
-    FORM: {"schema": _FIELDS | {"properties": _FIELDS["properties"] | FEATURE_FILES}},
-}
-router = APIRouter(prefix="/v1", tags=["videos"], responses=_PROBLEMS)
+_FIELDS = NewVideo.model_json_schema()
+_NEW_VIDEO = json_or_form(_FIELDS, FEATURES)
+_NEW_VIDEO["content"][JSON] = {"schema": _FIELDS | {"required": ["prompt"]}}
+router = APIRouter(prefix="/v1", tags=["videos"], responses=problems(401, 403, 404))
 
 
 def _runner(state: AppState) -> JobRunner:
@@ -107,19 +438,16 @@ Found = Annotated[Job, Depends(_visible_job)]
 """The job that the path names, for a request that may look at it."""
 
 
-@router.post(
-    "/videos", summary="Have a video made", responses=_NOT_CREATED,
-    **needs("steer", requestBody={"required": True, "content": _NEW_VIDEO}),
-)  # fmt: skip
+@router.post("/videos", summary="Have a video made", **operation("steer", 409, 507, body=_NEW_VIDEO))
 async def create_video(request: Request, state: State, jobs: Changeable) -> Video:
     serve, ready = state.config.serve, state.manager.ready
-    wanted, image, files = await schemas.read_new_video(request, ready)
-    made = schemas.resolve(wanted, ready, serve.jobs_seconds, state.config.model.name)
+    wanted, image, files = await read_new_video(request, ready)
+    made = resolve(wanted, ready, serve.jobs_seconds, state.config.model.name)
     picture = await given_picture(image, ready, wanted.fit, status=400, field="input_reference")
     prompt, share = wanted.prompt is not None, share_of(serve.jobs_queue, serve.address_share)
     given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
     sent = [None if picture is None else picture.tobytes(), *(files.get(name) for name in NAMES)]
-    key = schemas.idempotency(request, state.caller(request), wanted, *sent)
+    key = idempotency(request, state.caller(request), wanted, *sent)
     try:
         job = await jobs.submit(made, address_of(request), share, picture, given, key)
     except KeyReused as error:
@@ -129,14 +457,14 @@ async def create_video(request: Request, state: State, jobs: Changeable) -> Vide
     return video_of(job, jobs.progress(job))
 
 
-@router.get("/videos", summary="Videos asked for, and kept", responses=_BAD_QUERY, **needs("watch"))
+@router.get("/videos", summary="Videos asked for, and kept", **operation("watch", 400))
 async def list_videos(
     state: State,
     jobs: Visible,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
-) -> schemas.VideoList:
+) -> VideoList:
     name = state.config.serve.name
     found = await jobs.page(after=after, limit=limit + 1, order=order)
     if found is None:
@@ -144,7 +472,7 @@ async def list_videos(
     data = [video_of(job, jobs.progress(job)) for job in found[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     more = len(found) > limit
-    return schemas.VideoList(data=data, first_id=first, last_id=last, has_more=more, server=name)
+    return VideoList(data=data, first_id=first, last_id=last, has_more=more, server=name)
 
 
 def _unknown_start(after: str, name: str | None) -> Problem:
@@ -158,15 +486,15 @@ def _unknown_start(after: str, name: str | None) -> Problem:
     return Problem(400, why, code=code, field="after")
 
 
-@router.get("/videos/{id}", summary="How far one is", **needs("watch"))
+@router.get("/videos/{id}", summary="How far one is", **operation("watch"))
 async def show_video(response: Response, jobs: Visible, job: Found) -> Video:
     response.headers["openai-poll-after-ms"] = str(round(POLL_S * 1000))
     return video_of(job, jobs.progress(job))
 
 
 @router.get(
-    "/videos/{id}/content", summary="The video itself", response_class=FileResponse, responses=_CONTENT,
-    **needs("watch"),
+    "/videos/{id}/content", summary="The video itself", response_class=FileResponse,
+    **operation("watch", 400, 422, answers=_CONTENT),
 )  # fmt: skip
 async def video_content(jobs: Visible, job: Found, variant: str = "video") -> Response:
     if variant != "video":
@@ -183,27 +511,24 @@ async def video_content(jobs: Visible, job: Found, variant: str = "video") -> Re
     return FileResponse(path, media_type=MP4, filename=path.name, stat_result=status)
 
 
-@router.delete(
-    "/videos/{id}", summary="Forget one; if it is being made, that ends",
-    responses=openai_problem_responses(s429="Too many requests", s507=_NO_ROOM), **needs("steer"),
-)  # fmt: skip
-async def delete_video(jobs: Changeable, id: str) -> schemas.DeletedVideo:
+@router.delete("/videos/{id}", summary="Forget one; if it is being made, that ends", **operation("steer", 507))
+async def delete_video(jobs: Changeable, id: str) -> DeletedVideo:
     try:
         if not await jobs.delete(id):
             raise _unknown(id)
     except Unavailable as error:
         raise _unavailable(error) from error
-    return schemas.DeletedVideo(id=id)
+    return DeletedVideo(id=id)
 
 
-@router.get("/models", summary="The model that is loaded", **needs("watch"))
-async def list_models(request: Request, state: State) -> schemas.ModelList:
+@router.get("/models", summary="The model that is loaded", **operation("watch"))
+async def list_models(request: Request, state: State) -> ModelList:
     state.require_for_jobs(request, Role.VIEWER)
-    return schemas.ModelList(data=[schemas.ServedModel(id=state.manager.ready.model, created=state.started_s)])
+    return ModelList(data=[ServedModel(id=state.manager.ready.model, created=state.started_s)])
 
 
-@router.get("/models/{id:path}", summary="The same, by its name", **needs("watch"))
-async def show_model(request: Request, state: State, id: str) -> schemas.ServedModel:
+@router.get("/models/{id:path}", summary="The same, by its name", **operation("watch"))
+async def show_model(request: Request, state: State, id: str) -> ServedModel:
     state.require_for_jobs(request, Role.VIEWER)
-    schemas.check_model(id, state.manager.ready, state.config.model.name)
-    return schemas.ServedModel(id=id, created=state.started_s)
+    check_model(id, state.manager.ready, state.config.model.name)
+    return ServedModel(id=id, created=state.started_s)

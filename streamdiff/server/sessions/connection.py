@@ -1,6 +1,6 @@
 """The control protocol with one peer: messages in, checked and rate-limited; state, receipts and statistics out.
 
-Base of the data channel (`webrtc.data_channel`) and the WebSocket (`routes.websocket`).
+Base of the data channel (`webrtc.data_channel`) and the WebSocket (`routes.control`).
 """
 
 from __future__ import annotations

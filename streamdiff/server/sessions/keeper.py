@@ -1,29 +1,38 @@
-"""Keeps a snapshot of each session that plays, from which it goes on when its engine or its server has failed; and
-hands sessions over to the next server. Decision 0014."""
+"""Saved sessions: a snapshot of each that plays, from which it resumes when its engine or its server has failed, and
+the files by which sessions are handed over to the next server. Decision 0014.
+
+A file holds what the web process knows of a session, as a line of JSON, and a snapshot of the engine's part. It is
+written beside its name and moved there, so that it is whole or not there, and only its user can read it: it holds the
+session's tokens.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import logging
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from streamdiff import clock
+from streamdiff.atomic_write import lock_of, open_private, temporary_sibling
 from streamdiff.config import ServeConfig
-from streamdiff.engine.messages import Data, Pictures, Ready
-from streamdiff.engine.snapshot_header import read_saved_session
-from streamdiff.errors import EngineFailure, RequestError
+from streamdiff.engine.features import Features
+from streamdiff.engine.messages import DEFAULT_STRENGTH, Data, Ready
+from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.sessions.receipts import SessionEnded
-from streamdiff.server.sessions.session_files import FoundSession, SessionFolder, SessionRecord
 from streamdiff.server.sessions.session_spec import SessionSpec
+from streamdiff.snapshot_header import read_saved_session
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +41,148 @@ _ENCODING_S = 0.2
 """After which a session whose prompt was being encoded is asked for again."""
 _LOOK_S = 1.0
 """How often the keeper looks for sessions that have come or gone."""
+_END, _REFUSED, _PART = ".session", ".refused", ".part"
+_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_MAX_RECORD_BYTES = 128 * 1024 * 1024
+
+
+class SavedRecord(BaseModel):
+    """A session as the web process knows it; see `LiveSession` and `SessionSpec`. `age_s`: seconds since its opening.
+    `epoch` is the last one, `made_frames` the number of the next frame. `image`: the bytes of its picture `[1, H, W,
+    3]`. The last four: see `Features`."""
+
+    model_config = ConfigDict(frozen=True, strict=True, ser_json_bytes="base64", val_json_bytes="base64")
+
+    id: str
+    view_token: str | None
+    control_token: str | None
+    prompt: str
+    text: str
+    seed: int
+    fps: float
+    steps: int
+    kv_context: str
+    adaptive: bool
+    image: bytes | None
+    paused: bool
+    rev: int
+    epoch: int
+    made_frames: int
+    age_s: float
+    prompt_embeds: bytes | None = None
+    image_latents: bytes | None = None
+    video_latents: bytes | None = None
+    strength: float = DEFAULT_STRENGTH
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A session's file: its record, and the content of its snapshot's file; empty: there is none, as no engine could
+    save it."""
+
+    record: SavedRecord
+    snapshot: bytes
+    folder: SavedFolder
+
+
+class SavedFolder:
+    """The sessions in one folder."""
+
+    def __init__(self, path: Path, setting: str) -> None:
+        """Make the folder if it is not there. Raises ConfigError, which calls it by its `setting`."""
+        self.path = path
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{setting}: {path} cannot be made: {error.strerror or error}") from error
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(f"{setting}: {path} cannot be written to; choose another")
+        self._setting = setting
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[SavedFolder]:
+        """Context manager: keep other servers out, which would open the same sessions and remove each other's files.
+        Raises ConfigError where one has the folder."""
+        try:
+            lock = lock_of(self.path)
+        except OSError as error:  # of file systems that have none, as some that several machines share
+            logger.warning("%s: %s cannot be locked, let one server alone use it: %s", self._setting, self.path, error)
+            yield self
+            return
+        if lock is None:
+            raise ConfigError(
+                f"{self._setting}: {self.path} cannot be used: another server has it, or it is both serve.handover and "
+                "serve.state_dir; name another folder"
+            )
+        try:
+            yield self
+        finally:
+            os.close(lock)
+
+    def write(self, record: SavedRecord, snapshot: Data) -> None:
+        """Keep a session, instead of what was kept of it before. Raises OSError."""
+        target = self._of(record.id)
+        with temporary_sibling(target) as temporary:
+            with open_private(temporary) as file:
+                file.write(record.model_dump_json().encode() + b"\n")
+                file.write(snapshot)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+
+    def snapshot(self, id: str) -> bytes | None:
+        """The snapshot that is kept of a session; None: none."""
+        found = self._read(self._of(id))
+        return None if found is None else found.snapshot
+
+    def find(self) -> Iterator[SavedFile]:
+        """All sessions; what cannot be read is set aside. What a process left unfinished is removed."""
+        for part in self.path.glob(f".streamdiff-*{_PART}"):
+            part.unlink(missing_ok=True)
+        for path in sorted(self.path.glob(f"*{_END}")):
+            found = self._read(path)
+            if found is not None:
+                yield found
+
+    def remove(self, id: str) -> None:
+        """Keep a session no longer. A file that cannot be removed stays, and the log says so."""
+        try:
+            self._of(id).unlink(missing_ok=True)
+        except OSError as error:
+            logger.error("What was kept of session %s cannot be removed: %s", id, error, extra=log_fields(session=id))
+
+    def set_aside(self, id: str, why: str) -> None:
+        """Keep the file of a session that cannot be opened under another name, and say so."""
+        self._set_aside(self._of(id), why)
+
+    def _set_aside(self, path: Path, why: str) -> None:
+        aside = path.with_name(path.name + _REFUSED)
+        try:
+            path.replace(aside)
+        except OSError as error:
+            why, aside = f"{why}; it cannot be renamed: {error}", path
+        name = path.name.removesuffix(_END)
+        logger.error("Session %s is not opened again, %s stays: %s", name, aside, why, extra=log_fields(session=name))
+
+    def _of(self, id: str) -> Path:
+        assert _ID.fullmatch(id), f"{id!r} is no name of a file"
+        return self.path / f"{id}{_END}"
+
+    def _read(self, path: Path) -> SavedFile | None:
+        """None for what is not there, or cannot be read, which is set aside."""
+        try:
+            with path.open("rb") as file:
+                line = file.readline(_MAX_RECORD_BYTES)
+                snapshot = file.read()
+            record = SavedRecord.model_validate_json(line)
+            if record.id != path.name.removesuffix(_END) or not _ID.fullmatch(record.id):
+                raise ValueError(f"it is the file of session {record.id[:64]!r}")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError, ValueError) as error:
+            self._set_aside(path, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            return None
+        return SavedFile(record, snapshot, self)
 
 
 @dataclass
@@ -44,15 +195,15 @@ class _Kept:
     resets: int
 
 
-class SessionKeeper:
+class Keeper:
     """The snapshots of one server. `folders` are `serve.handover` and `serve.state_dir`, see `open_folders`."""
 
-    def __init__(self, serve: ServeConfig, folders: Sequence[SessionFolder | None]) -> None:
+    def __init__(self, serve: ServeConfig, folders: Sequence[SavedFolder | None]) -> None:
         self.handover, self._folder = folders
         self._keep_s = serve.keep_s
         self._kept: dict[str, _Kept] = {}
         self._next_s: dict[str, float] = {}  # when a session is kept again
-        self._found: dict[str, FoundSession] = {}  # not opened yet
+        self._found: dict[str, SavedFile] = {}  # not opened yet
         self._unable: set[str] = set()  # said already
         self._keeping = asyncio.Lock()
 
@@ -171,7 +322,7 @@ class SessionKeeper:
 
     # ---- from one server to the next ----------------------------------------------------------------------------
 
-    def take_up(self, found: FoundSession, session: LiveSession, serve: ServeConfig) -> None:
+    def take_up(self, found: SavedFile, session: LiveSession, serve: ServeConfig) -> None:
         """Restore a new session's tokens, age and state from its file's record. Mutates: self, session."""
         record, now_s = found.record, clock.monotonic_s()
         self._found[record.id] = found
@@ -230,41 +381,45 @@ async def _saved(session: LiveSession) -> Data | None:
 
 
 @contextlib.contextmanager
-def open_folders(serve: ServeConfig) -> Iterator[list[SessionFolder | None]]:
+def open_folders(serve: ServeConfig) -> Iterator[list[SavedFolder | None]]:
     """Context manager: the folders of `serve.handover` and, where sessions are kept, `serve.state_dir`, which no other
     server may use meanwhile. Raises ConfigError."""
     kept = serve.state_dir if serve.keep_s is not None else None
     with contextlib.ExitStack() as held:
         yield [
-            None if path is None else held.enter_context(SessionFolder(Path(path).expanduser(), f"serve.{name}").held())
+            None if path is None else held.enter_context(SavedFolder(Path(path).expanduser(), f"serve.{name}").held())
             for name, path in (("handover", serve.handover), ("state_dir", kept))
         ]
 
 
-def find_sessions(folders: Sequence[SessionFolder | None]) -> list[FoundSession]:
+def find_sessions(folders: Sequence[SavedFolder | None]) -> list[SavedFile]:
     """The sessions that a server before this one has left, those that it handed over first. Blocking."""
-    found: dict[str, FoundSession] = {}
+    found: dict[str, SavedFile] = {}
     for folder in folders:
         for each in folder.find() if folder is not None else ():
             found.setdefault(each.record.id, each)
     return list(found.values())
 
 
-def spec_of(record: SessionRecord, ready: Ready) -> SessionSpec:
+def spec_of(record: SavedRecord, ready: Ready) -> SessionSpec:
     """How a session of a folder is opened."""
-    data = record.picture()
-    picture: Pictures | None = None
+    data, picture = record.image, None
     if data is not None and len(data) == ready.height * ready.width * 3:
         picture = np.frombuffer(data, np.uint8).reshape(1, ready.height, ready.width, 3)
+    features = Features(record.prompt_embeds, record.image_latents, record.video_latents, record.strength)
     start = record.prompt, record.seed, record.fps, record.steps, record.kv_context
-    return SessionSpec(*start, picture, record.given(), record.adaptive)
+    return SessionSpec(*start, picture, features, record.adaptive)
 
 
-def record_of(session: LiveSession) -> SessionRecord:
+def record_of(session: LiveSession) -> SavedRecord:
     """The record of a session, for the next server."""
     tokens, now_s = session.tokens or Tokens(), clock.monotonic_s()
     demand = session.demand(now_s)
-    return SessionRecord(
+    features: dict[str, Any] = {
+        name: bytes(value) if isinstance(value, memoryview) else value
+        for name, value in session.features.fields().items()
+    }
+    return SavedRecord(
         id=session.id,
         view_token=tokens.view,
         control_token=tokens.control,
@@ -275,12 +430,19 @@ def record_of(session: LiveSession) -> SessionRecord:
         steps=demand.steps,
         adaptive=demand.adaptive,
         kv_context=session.kv_context,
-        image=None if session.image is None else base64.b64encode(session.image.tobytes()).decode("ascii"),
+        image=None if session.image is None else session.image.tobytes(),
         paused=session.paused,
         rev=session.rev,
         epoch=session.epoch,
         made_frames=session.playback.made_frames,
         age_s=now_s - session.lifetime.opened_s,
-        features=session.features.encoded,
-        strength=session.features.strength,
+        **features,
     )
+
+
+def read_snapshot(path: str) -> bytes:
+    """A saved session's file. Raises ConfigError where it cannot be read."""
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"session.snapshot: {path} cannot be read: {error.strerror or error}") from None

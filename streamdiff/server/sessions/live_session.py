@@ -17,8 +17,7 @@ from streamdiff.engine import messages
 from streamdiff.engine.messages import Command, Data, FrameBatch, Ready
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
-from streamdiff.server.load.capacity import Lifetime
-from streamdiff.server.load.load_policy import LoadLimit, SessionDemand
+from streamdiff.server.load import Lifetime, LoadLimit, SessionDemand
 from streamdiff.server.logging_setup import log_fields, prompt_log
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.sessions import control
@@ -68,7 +67,7 @@ class LiveSession(SessionState):
         self._latest_shown_epoch = 0
         self._send, self._may_play = send, may_play
         self._default_prompt = config.session.prompt
-        self._log_prompts, self._grace_s = config.serve.log_prompts, config.serve.grace_s
+        self._log_prompts, self._pause_after_s = config.serve.log_prompts, config.serve.pause_after_s
         self.subscribers = Subscribers(self._count_receipt)
         self.snapshots = SnapshotRequests(id, send)
         self._requests = RequestTracker()
@@ -100,12 +99,12 @@ class LiveSession(SessionState):
         return self.watched or not self.idle or now_s < self.reserved_until_s
 
     async def tell_active(self) -> None:
-        """Send `SetActive` where it has changed: active unless idle, to be swapped out if idle for `serve.grace_s`.
-        Does nothing before the engine has opened the session."""
+        """Send `SetActive` where it has changed: active unless idle, to be swapped out if idle for
+        `serve.pause_after_s`. Does nothing before the engine has opened the session."""
         now_s, active = clock.monotonic_s(), not self.idle
         self.lifetime.watch(self.watched, now_s)
         since_s = self.lifetime.idle_since_s
-        wanted = active, not active and (since_s is None or now_s - since_s >= self._grace_s)
+        wanted = active, not active and (since_s is None or now_s - since_s >= self._pause_after_s)
         if self.opened and wanted != self._last_active:
             self._last_active = wanted
             await self._send(messages.SetActive(self.id, *wanted))

@@ -4,20 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import math
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from io import BytesIO
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Command, FrameBatch, Ready, SetMaxAhead, Shown
 from streamdiff.errors import EngineFailure
 from streamdiff.server.media.codecs import H264_CHOICES, Format
+from streamdiff.server.media.encoder import as_rgb
 from streamdiff.server.media.fanout import Fanout
-from streamdiff.server.media.lead import PlayoutLead
 from streamdiff.server.media.pacer import Pacer
-from streamdiff.server.media.playout import PlayoutSlot
-from streamdiff.server.media.snapshot import Snapshot
+from streamdiff.server.media.playout import PlayoutLead, PlayoutSlot
 from streamdiff.server.metrics import Metrics
+
+QUALITY = 92
+
+
+class FrameJpeg:
+    """Encodes the frame on show once, on a thread, however many ask for it. Lives on the event loop."""
+
+    def __init__(self, picture: Callable[[], NDArray[np.uint8] | None]) -> None:
+        """`picture` returns the frame on show, uint8 as in `streamdiff.video.pixel_format`: the same array until the
+        next frame is shown."""
+        self._picture = picture
+        # Weak: a frame keeps the memory of its whole chunk.
+        self._encoded: weakref.ref[NDArray[np.uint8]] | None = None
+        self._jpeg: asyncio.Task[bytes] | None = None
+
+    async def jpeg(self) -> bytes | None:
+        """The JPEG file, or None before the first frame. Mutates: self."""
+        picture = self._picture()
+        if picture is None:
+            return None
+        if self._jpeg is None or self._encoded is None or self._encoded() is not picture:
+            self._encoded = weakref.ref(picture)
+            self._jpeg = asyncio.create_task(asyncio.to_thread(_encode, picture), name="snapshot")
+        return await asyncio.shield(self._jpeg)  # one caller that leaves does not take it from the others
+
+
+def _encode(picture: NDArray[np.uint8]) -> bytes:
+    file = BytesIO()
+    Image.fromarray(as_rgb(picture)).save(file, "JPEG", quality=QUALITY)
+    return file.getvalue()
+
 
 SKIP_EVERY_S = 0.5
 """Least seconds between two skips of frames for a new prompt. Without it, a viewer who sends prompts continuously would
@@ -47,18 +83,18 @@ class Playback:
         news, the latest only; `on_watched` is called when the first viewer has come or the last has gone, and may be
         at other times."""
         self._session, self._on_shown, self._send, self._on_watched = session, on_shown, send, on_watched
-        self._chunk_frames, self._most_ahead_s = ready.chunk_frames, config.playback.lead_s
+        self._chunk_frames, self._most_ahead_s = ready.chunk_frames, config.playback.max_ahead_s
         self.lead = PlayoutLead(ready.chunk_frames / fps, self._most_ahead_s)
         self.fps = fps
         """Frames shown per second; under load fewer than `format` says."""
         h264 = H264_CHOICES[config.serve.encoder][-1]
-        self.format = Format(ready.width, ready.height, fps, config.serve.scale, config.serve.bitrate, h264)
+        self.format = Format(ready.width, ready.height, fps, config.serve.upscale, config.serve.bitrate, h264)
         take = asyncio.get_running_loop().call_soon_threadsafe
-        self.pacer = Pacer(fps, ready.chunk_frames, lambda slot: take(self._shown, slot), config.serve.grace_s)
+        self.pacer = Pacer(fps, ready.chunk_frames, lambda slot: take(self._shown, slot), config.serve.pause_after_s)
         self.progressed = asyncio.Event()
         """Wakes the progress report."""
         self.fanout = Fanout(self.format, self.pacer, metrics, self.progressed.set)
-        self.snapshot = Snapshot(self.pacer.picture)
+        self.snapshot = FrameJpeg(self.pacer.picture)
         self._made_s = clock.monotonic_s()
         self.made_frames = 0
         self._chunk, self._dry = (-1, -1), 0

@@ -12,8 +12,7 @@ from streamdiff.config import SessionConfig
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Command, InputFrames, InputUsed, Ready, SetInput
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.logging_setup import log_fields
-from streamdiff.server.media import file_input
-from streamdiff.server.media.video_input import Frames, VideoInput
+from streamdiff.server.media.video_input import Frames, VideoInput, play
 from streamdiff.server.sessions.control import ControlError, StrengthMessage
 from streamdiff.server.sessions.receipts import Receipt, SessionEnded
 
@@ -160,7 +159,7 @@ class FileFeed:
         """
         video_input = self._input.take("file")
         self._playing = playing = asyncio.create_task(
-            file_input.play(
+            play(
                 self._path, loop=self._then == "loop", push=video_input.push, wanted=self._input.wanted
             ), name="input-file",
         )  # fmt: skip

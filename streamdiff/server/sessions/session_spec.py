@@ -7,10 +7,10 @@ from typing import Any
 
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import Pictures
-from streamdiff.engine.snapshot_header import SavedSession
-from streamdiff.server.load.load_policy import LoadLimit, SessionDemand
+from streamdiff.server.load import LoadLimit, SessionDemand
 from streamdiff.server.sessions.control import AdaptiveMessage, ControlMessage, FpsMessage, StepsMessage
 from streamdiff.server.sessions.receipts import LOAD
+from streamdiff.snapshot_header import SavedSession
 
 
 @dataclass(frozen=True)

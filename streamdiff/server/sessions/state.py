@@ -8,7 +8,7 @@ from typing import Any
 from streamdiff import clock
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.engine.messages import Ready
-from streamdiff.server.load.load_policy import UNLIMITED, SessionDemand
+from streamdiff.server.load import UNLIMITED, SessionDemand
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.rate_limit import Rate
 from streamdiff.server.sessions.engine_status import EngineStatus

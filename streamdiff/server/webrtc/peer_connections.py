@@ -20,8 +20,8 @@ from streamdiff import clock
 from streamdiff.server.peers import RETRY_AFTER_S, PerAddressLimiter, SlotPool
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.webrtc import aiortc_compat, sdp, udp_ports
-from streamdiff.server.webrtc.ice_servers import IceServers
+from streamdiff.server.webrtc import aiortc_compat, sdp
+from streamdiff.server.webrtc.ice import IceServers, ports_are_in_use
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ async def answered(offer: sdp.Offer, answering: Awaitable[str], purpose: str) ->
         raise Problem(422, message, code="offer") from error
     if "\na=candidate:" not in answer:
         headers = {"Retry-After": str(RETRY_AFTER_S)}
-        if udp_ports.are_in_use():
+        if ports_are_in_use():
             message = f"No UDP port is free for {purpose}: those of serve.udp_ports are in use."
             raise Problem(503, message, headers, code="ports")
         logger.error("No UDP socket could be opened for %s: are there too many open files (ulimit -n)?", purpose)

@@ -1,4 +1,4 @@
-"""Viewers over WHEP: from an offer to a running connection, and to its end.
+"""Viewers over WHEP: from an offer to a running connection, its control messages, and its end.
 
 Knows nothing about prompts or the engine; HTTP enters only as statuses of `Problem`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +19,49 @@ from streamdiff.server.media.codecs import Codec
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.peers import PerAddressLimiter, SlotPool
 from streamdiff.server.problem import Problem
+from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.webrtc import aiortc_compat
-from streamdiff.server.webrtc.data_channel import DataChannelConnection
-from streamdiff.server.webrtc.ice_servers import IceServers
+from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.peer_connections import CLOSE_S, Peer, Peers, answered, checked_offer
 from streamdiff.server.webrtc.sender import VideoSender
+
+
+class DataChannelConnection(ControlConnection):
+    """Control messages over a data channel. Messages to a viewer that does not read are left out."""
+
+    def __init__(
+        self,
+        channel: RTCDataChannel,
+        viewer: str,
+        session: LiveSession,
+        metrics: Metrics,
+        network: Callable[[], str],
+        may_control: bool = True,
+    ) -> None:
+        """See `ControlConnection`."""
+        self._channel = channel
+        super().__init__(viewer, session, metrics, may_control, network)
+        self._closed = False
+        channel.on("message", self.on_message)
+        channel.on("close", self.close)
+
+    @property
+    def open(self) -> bool:
+        """Whether the viewer can still use it: neither side has begun to close it."""
+        return self._channel.readyState in ("connecting", "open")
+
+    def send_text(self, text: str) -> None:
+        if self._channel.readyState == "open" and self._channel.bufferedAmount < MAX_BUFFERED_BYTES:
+            self._channel.send(text)
+
+    def close(self) -> None:
+        """Stop. Does nothing a second time: the viewer, by the same name, may have opened another one by then."""
+        if not self._closed:
+            self._closed = True
+            super().close()
+
 
 logger = logging.getLogger(__name__)
 

@@ -105,7 +105,7 @@ async def test_ranks_stream_and_end_together(folder: Path, stages: int, spare: b
 
 async def test_a_rank_that_only_decodes_sends_pictures_and_ends_with_the_head(folder: Path) -> None:
     """Latents go to it and pictures come back, in its prompt's colours. The head dies: so do stages and decoder."""
-    model = ModelConfig(stages=2, kv_context="staircase", decode="own-rank")
+    model = ModelConfig(stages=2, kv_context="staircase", decode_rank="dedicated")
     async with ring(folder, model) as (supervisor, client, processes):
         await client.send(Open("one", "a red circle at night"))
         async with asyncio.timeout(LIMIT_S):
@@ -143,8 +143,8 @@ async def test_a_rank_that_fails_is_named(
         stages, rank = 3, 2  # a rank that is neither its neighbour nor the head takes part
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULT_RANK", str(rank))
-    hang_s = 6.0 if fault in ("hang", "device", "stop") else 60.0
-    model = ModelConfig(stages=stages, kv_context="staircase", hang_s=hang_s)
+    watchdog_s = 6.0 if fault in ("hang", "device", "stop") else 60.0
+    model = ModelConfig(stages=stages, kv_context="staircase", watchdog_s=watchdog_s)
     async with ring(folder, model, "tests.engine.faulty") as (_, client, _):
         await client.send(Open("one", "a red circle moving left"))
         reason = await watch(client, 1000)
@@ -160,7 +160,7 @@ async def test_an_engine_of_one_rank_whose_device_is_stuck_says_so_and_ends(
     monkeypatch.setenv("FAULT", "device")
     monkeypatch.setenv("FAULT_RANK", "0")
     supervisor = EngineProcess(
-        Config(model=ModelConfig(hang_s=6.0)), start_limit_s=LIMIT_S, module="tests.engine.faulty"
+        Config(model=ModelConfig(watchdog_s=6.0)), start_limit_s=LIMIT_S, module="tests.engine.faulty"
     )
     client = await supervisor.start()
     try:

@@ -34,7 +34,7 @@ def config() -> Config:
     """A ring's, with the secrets that a configuration may hold."""
     turn = IceServer(url="turn:127.0.0.1", username="somebody", credential=CREDENTIAL)
     serve = ServeConfig(outputs=[f"rtmp://127.0.0.1/live/{STREAM_KEY}"], ice_servers=[turn])
-    return Config(model=ModelConfig(stages=STAGES, decode="own-rank", kv_context="staircase"), serve=serve)
+    return Config(model=ModelConfig(stages=STAGES, decode_rank="dedicated", kv_context="staircase"), serve=serve)
 
 
 @asynccontextmanager

@@ -42,17 +42,17 @@ class NoSpare(EngineProcess):
 class Kept:
     """A supervisor of engines that paint, and all its events as they come."""
 
-    def __init__(self, most: int = 3, hang_s: float = LIMIT_S, spare: bool = False) -> None:
+    def __init__(self, most: int = 3, watchdog_s: float = LIMIT_S, spare: bool = False) -> None:
         self.model = "painted"
         self.made: list[EngineProcess] = []
         self.no_spare: OSError | None = None
         """Why no further spare can be started."""
-        self._hang_s = hang_s
+        self._watchdog_s = watchdog_s
         self.supervisor = EngineSupervisor(self._make, RestartPolicy(most, window_s=600.0, wait_s=0.01), spare=spare)
         self.events = self.supervisor.events()
 
     def _make(self) -> EngineProcess:
-        config = Config(model=ModelConfig(name=self.model, hang_s=self._hang_s))
+        config = Config(model=ModelConfig(name=self.model, watchdog_s=self._watchdog_s))
         kind = EngineProcess if self.no_spare is None else partial(NoSpare, self.no_spare)
         self.made.append(kind(config, start_limit_s=LIMIT_S, module="tests.engine.painted"))
         return self.made[-1]
@@ -67,8 +67,8 @@ class Kept:
 
 
 @asynccontextmanager
-async def kept(most: int = 3, hang_s: float = LIMIT_S, spare: bool = False) -> AsyncIterator[Kept]:
-    run = Kept(most, hang_s, spare)
+async def kept(most: int = 3, watchdog_s: float = LIMIT_S, spare: bool = False) -> AsyncIterator[Kept]:
+    run = Kept(most, watchdog_s, spare)
     await run.supervisor.start()
     try:
         yield run
@@ -116,7 +116,7 @@ async def test_a_killed_engine_is_followed_by_another_that_takes_the_session_up(
     ],
 )
 async def test_an_engine_that_raises_leaves_or_hangs_is_followed_by_another(prompt: str, words: str) -> None:
-    async with kept(hang_s=3.0) as run:
+    async with kept(watchdog_s=3.0) as run:
         await run.supervisor.send(Open("a", prompt))
         restarting = await run.until(Restarting)
         assert isinstance(restarting, Restarting)
@@ -127,7 +127,7 @@ async def test_an_engine_that_raises_leaves_or_hangs_is_followed_by_another(prom
 
 
 async def test_an_idle_engine_does_not_count_as_one_that_hangs() -> None:
-    async with kept(hang_s=3.0) as run:
+    async with kept(watchdog_s=3.0) as run:
         waiting = asyncio.create_task(run.until(Restarting))
         await asyncio.wait({waiting}, timeout=6.0)
         assert not waiting.done()
@@ -144,7 +144,7 @@ async def test_an_engine_that_cannot_start_again_is_tried_until_the_bound_and_th
         last = reasons[-1]
         assert isinstance(last, Failed)
         assert "failed again after 2 restarts within 600 s" in last.reason
-        assert "serve.restarts" in last.reason and "the weights are sour" in last.reason
+        assert "serve.max_restarts" in last.reason and "the weights are sour" in last.reason
         assert run.supervisor.gave_up
         assert await anext(run.events, None) is None, "nothing comes after it"
         assert len(run.made) == 3

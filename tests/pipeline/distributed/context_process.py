@@ -24,7 +24,7 @@ from tests.small import CPU, RED, WHITE, small_model
 LEAVE_S = 60.0  # on a busy machine
 LIKENESS = 0.97
 ORDERS = THREE | {4: Order(RED, 9, 4, "clean", switch="recache-causal")}
-ADAPTIVE = {5: Order(RED, 5, 4, "clean"), 6: Order(WHITE, 6, 4, "matched")}
+ADAPTIVE = {5: Order(RED, 5, 4, "clean"), 6: Order(WHITE, 6, 4, "same_step")}
 """Those of a model whose sink takes chunks in."""
 
 

@@ -50,7 +50,7 @@ def script(ring: RingExecutor, model: Model, chunks: int, at_rest: Callable[[], 
     run_until(ring, {0: quarter}, made)
     at_rest()
     ring.set_text(0, 1, model.text.encode(BLUE))
-    ring.open(1, model.text.encode(WHITE), seed=6, epoch=0, steps=2, kv_context="matched")
+    ring.open(1, model.text.encode(WHITE), seed=6, epoch=0, steps=2, kv_context="same_step")
     run_until(ring, {0: 2 * quarter, 1: quarter}, made)
     at_rest()
     ring.set_text(1, 1, model.text.encode(RED))

@@ -38,7 +38,7 @@ def work(number: int, wire: MessageLayout = SMALL) -> StageMessage:
         return StageMessage(
             MessageKind.TEXT,
             (),
-            SessionUpdate(number, 1, 2, 3, "matched"),
+            SessionUpdate(number, 1, 2, 3, "same_step"),
             (torch.randn(wire.text[0], generator=generator),),
         )
     count = number % ROWS + 1

@@ -108,7 +108,7 @@ def rank_main(rank: int, port: int, where: str, output: int, arrivals: tuple[int
         break_rank(where, arrivals[0])
     else:
         topology.warm_up = say_first(arrivals[1], topology.warm_up)
-    config = ModelConfig(name=str(model), stages=RANKS, device="cpu", hang_s=HANG_S)
+    config = ModelConfig(name=str(model), stages=RANKS, device="cpu", watchdog_s=HANG_S)
     try:
         worker_main.run_worker(config) if rank else build.build_pipeline(config)
     except Exception:

@@ -84,7 +84,7 @@ def test_the_sink_of_the_comparison_takes_chunks_in() -> None:
 
 def test_a_rank_keeps_its_share_of_the_heads_and_that_is_counted() -> None:
     model, sizes = load_model(WEIGHTS, CPU), read_sizes("tiny")
-    for kv_context in ("clean", "staircase", "matched"):
+    for kv_context in ("clean", "staircase", "same_step"):
         group = ContextGroup((0, 1), 1, None, model.spec.chunk_latents)
         stage = ModelRunner(model, CPU, group=group)
         stage.open(0, steps=4, kv_context=kv_context)

@@ -77,7 +77,7 @@ def test_weights_and_settings_are_among_the_facts(tmp_path: Path) -> None:
         (2, {"stages": 4}, r"stages is 4, but torchrun started 2 ranks; start 4"),
         (
             4,
-            {"stages": 4, "decode": "own-rank"},
+            {"stages": 4, "decode_rank": "dedicated"},
             r"stages is 4 and decoding has a rank of its own, but torchrun started 4 ranks; start 5",
         ),
         (2, {"parallel": "2x2"}, r"parallel is 2x2, but torchrun started 2 ranks; start 4"),

@@ -12,8 +12,8 @@ import torch
 from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue import entries
-from streamdiff.models.model_loader import ModelLoader
+from streamdiff.models import catalogue
+from streamdiff.models.loader import ModelLoader
 from streamdiff.pipeline import load_plan, rank_loader
 from streamdiff.pipeline.load_plan import plan_load, plan_rank
 from streamdiff.pipeline.planner import fit
@@ -108,7 +108,7 @@ def test_offload_makes_14b_fit_where_8_bits_do_not() -> None:
 @pytest.mark.parametrize(("rank", "fits"), [(0, False), (1, True), (2, False)])
 def test_each_rank_of_a_ring_is_asked_for_its_own(rank: int, fits: bool) -> None:
     """Two stages of 14B, and a rank that decodes with Wan's large decoder, under the same limit."""
-    config = ModelConfig(**LARGE, stages=2, decode="own-rank", device_memory_gb={0: 20.0, 1: 40.0, 2: 5.0}[rank])
+    config = ModelConfig(**LARGE, stages=2, decode_rank="dedicated", device_memory_gb={0: 20.0, 1: 40.0, 2: 5.0}[rank])
     loader = plan_load(config, GPU)
     runs = split_evenly(loader.sizes.blocks, 2)
     if fits:
@@ -163,7 +163,7 @@ def test_the_command_line_says_it_in_a_line(capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize("limit", [10**9, 6 * 10**9, 12 * 10**9])
 def test_every_published_model_has_options(limit: int) -> None:
     """With the sinks, windows and first chunks of all of them."""
-    for entry in entries.listed():
+    for entry in catalogue.listed():
         if entry.weights is None or entry.context is None:
             continue
         sizes, kv_context = entry_sizes(entry), entry.context.default

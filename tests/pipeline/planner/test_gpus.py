@@ -59,19 +59,19 @@ def test_sessions_share_a_gpu() -> None:
 
 
 def test_a_ring_gains_in_contexts_that_fill_it() -> None:
-    """One session of clean waits for itself; staircase and matched keep four stages busy."""
+    """One session of clean waits for itself; staircase and same_step keep four stages busy."""
     one, four = rates(planned("h100", vae="taew2_1")), rates(planned("h100", vae="taew2_1", stages=4))
     assert four["clean"] < 1.3 * one["clean"]
-    assert four["staircase"] > 3 * one["staircase"] and four["matched"] > 3 * one["matched"]
+    assert four["staircase"] > 3 * one["staircase"] and four["same_step"] > 3 * one["same_step"]
 
 
 def test_the_contexts_that_reach_the_target_are_named() -> None:
     outcome = planned("h100", vae="taew2_1", stages=4, fps=100.0)
     assert outcome.gpu is not None
-    assert outcome.gpu.forecast.reaching(1) == ("staircase", "matched")
+    assert outcome.gpu.forecast.reaching(1) == ("staircase", "same_step")
     text = "\n".join(as_text(outcome))
     assert "the target is 100 frames/s of each session" in text
-    assert "1 session reaches it in: staircase, matched" in text
+    assert "1 session reaches it in: staircase, same_step" in text
     assert "to expect of 4 x NVIDIA H100 SXM: an estimate, not a measurement" in text
     assert "trained for it" in text
 

@@ -29,15 +29,15 @@ SIZES = read_sizes("tiny")
 
 
 def test_sessions_fit_until_one_rank_is_full() -> None:
-    need = 4 * SIZES.cache_values(2, steps=4, kv_context="matched")
+    need = 4 * SIZES.cache_values(2, steps=4, kv_context="same_step")
     budget = KVCacheBudget(SIZES, [RankMemory(10 * need), RankMemory(3 * need - 1)], [1, 2], 4)
     for session in range(2):
-        budget.take(session, budget.need(steps=4, kv_context="matched"))
+        budget.take(session, budget.need(steps=4, kv_context="same_step"))
     with pytest.raises(ValueError, match=r"on rank 1, where .* \(2 sessions open\).*model\.memory_gb"):
-        budget.need(steps=4, kv_context="matched")
+        budget.need(steps=4, kv_context="same_step")
     assert budget.need(steps=4, kv_context="clean")[1] < need, "a smaller one still fits"
     budget.give_back(0)
-    assert budget.need(steps=4, kv_context="matched")[1] == need
+    assert budget.need(steps=4, kv_context="same_step")[1] == need
 
 
 def test_caches_that_wait_for_sessions_are_nobody_elses() -> None:
@@ -56,8 +56,8 @@ def test_caches_that_wait_for_sessions_are_nobody_elses() -> None:
 
     assert opened("staircase") == 2
     assert opened("clean") == memory.free // (kind + 1)
-    assert opened("matched") == 0, "which would fit if nothing waited"
-    assert KVCacheBudget(SIZES, [memory], [1], 4).need(steps=4, kv_context="matched")
+    assert opened("same_step") == 0, "which would fit if nothing waited"
+    assert KVCacheBudget(SIZES, [memory], [1], 4).need(steps=4, kv_context="same_step")
 
 
 def test_where_there_is_room_for_one_session_it_may_come() -> None:
@@ -84,10 +84,14 @@ def test_everything_that_lies_in_host_memory_counts(monkeypatch: pytest.MonkeyPa
         away = host_bytes(model, sharers)
         return sharers * (free_bytes(model, CPU, sharers, 0, away) + away)
 
-    plain, spare = taken(ServeConfig(spare=False)), taken(ServeConfig())
+    plain, spare = taken(ServeConfig(warm_standby=False)), taken(ServeConfig())
     assert plain == 750_000_000 and spare < 0.75 * plain
-    assert taken(ServeConfig(spare=False, keep_s=5)) == plain // 2 == taken(ServeConfig(spare=False, keep_s=5), 2)
-    assert taken(ServeConfig(spare=False, keep_s=5, state_dir="state")) == plain
+    assert (
+        taken(ServeConfig(warm_standby=False, keep_s=5))
+        == plain // 2
+        == taken(ServeConfig(warm_standby=False, keep_s=5), 2)
+    )
+    assert taken(ServeConfig(warm_standby=False, keep_s=5, state_dir="state")) == plain
     assert taken(ServeConfig(), sharers=4) == 0, "four spare engines leave nothing"
 
 
@@ -116,7 +120,7 @@ def test_the_runtime_asks_before_it_opens() -> None:
 def test_what_is_counted_is_what_is_allocated() -> None:
     runtime = build_pipeline(ModelConfig())
     text = runtime.text.encode(runtime.text.examples[0])
-    for session, kv_context in enumerate(("clean", "staircase", "matched")):
+    for session, kv_context in enumerate(("clean", "staircase", "same_step")):
         runtime.open(session, text, seed=0, epoch=1, steps=4, kv_context=kv_context)
         runtime.step()
         kept = runtime.ring.stage.sessions[session]
@@ -146,7 +150,7 @@ def test_sessions_have_what_a_limit_of_the_device_leaves() -> None:
     session = demand.total(0) - demand.without_sessions(0)
     limit = demand.without_sessions(0) + 3 * session + session // 2
     runtime = build_pipeline(ModelConfig(device_memory_gb=limit / 1e9))
-    assert runtime.sessions_fit() == 3
+    assert runtime.figures.sessions_fit() == 3
     runtime.close()
 
 

@@ -82,8 +82,8 @@ def test_the_slower_link_costs_more() -> None:
 def test_every_split_that_the_model_allows_is_there() -> None:
     found = compared(4, sizes())
     assert {place for place in cases(found)} == {
-        ("1x4", "head"), ("2x2", "head"), ("4x1", "head"), ("1x3", "own-rank"), ("3x1", "own-rank"),
-        ("1x2", "own-rank"),  # one GPU idle
+        ("1x4", "head"), ("2x2", "head"), ("4x1", "head"), ("1x3", "dedicated"), ("3x1", "dedicated"),
+        ("1x2", "dedicated"),  # one GPU idle
     }  # fmt: skip
     assert {case.parallel for case in compared(8, sizes(), decode="last").cases} == {"8x1", "4x2", "2x4"}  # 12 heads
     assert {case.parallel for case in compared(5, sizes(LARGE), decode="last").cases} == {"5x1", "1x5"}  # 40
@@ -104,7 +104,7 @@ def test_sharing_is_best_for_one_stream_and_stages_for_several() -> None:
 @pytest.mark.slow
 def test_a_large_decoder_gets_a_gpu_of_its_own_where_that_is_faster() -> None:
     found = compared(4, sizes(vae=None), sessions=4)
-    whole, apart = cases(found)["1x4", "head"], cases(found)["1x3", "own-rank"]
+    whole, apart = cases(found)["1x4", "head"], cases(found)["1x3", "dedicated"]
     assert whole.alone.frames_per_s < apart.alone.frames_per_s
     assert found.for_one is apart and max(apart.rank_bytes[:3]) < apart.rank_bytes[0] + 1
 
@@ -178,7 +178,7 @@ def row(title: str, name: str, vae: str | None, count: int) -> str:
 
 
 def split(case: Case) -> str:
-    words = {"own-rank": " and one that decodes"}
+    words = {"dedicated": " and one that decodes"}
     return f"`{case.parallel}`" + words.get(case.decode, "")
 
 

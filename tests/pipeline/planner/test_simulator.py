@@ -133,12 +133,12 @@ def test_every_chunk_is_denoised_then_decoded_and_the_ring_is_never_overfull(set
 
 
 def test_the_same_setup_gives_the_same_run() -> None:
-    setup = Setup(((0.1, 0.15), (0.3, 0.31)), (Stream(3, "matched"), Stream(2, "clean")), (0.01, 0.02), 0.05, 1, 2)
+    setup = Setup(((0.1, 0.15), (0.3, 0.31)), (Stream(3, "same_step"), Stream(2, "clean")), (0.01, 0.02), 0.05, 1, 2)
     assert simulate(setup) == simulate(setup)
 
 
 @pytest.mark.parametrize(
-    ("kv_context", "sessions", "ideal"), [("matched", 1, 1.0), ("clean", 4, 4 / 5), ("staircase", 1, 4 / 5)]
+    ("kv_context", "sessions", "ideal"), [("same_step", 1, 1.0), ("clean", 4, 4 / 5), ("staircase", 1, 4 / 5)]
 )
 def test_four_equal_stages_reach_the_designs_throughput_and_latency(
     kv_context: str, sessions: int, ideal: float
@@ -153,7 +153,7 @@ def test_four_equal_stages_reach_the_designs_throughput_and_latency(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_context", "sessions"), [("matched", 1), ("clean", 1), ("clean", 4), ("staircase", 1)])
+@pytest.mark.parametrize(("kv_context", "sessions"), [("same_step", 1), ("clean", 1), ("clean", 4), ("staircase", 1)])
 def test_a_first_chunk_with_more_steps_is_later_and_costs_nothing_afterwards(kv_context: str, sessions: int) -> None:
     def figures(first_steps: int | None) -> tuple[float, float]:
         streams = (Stream(2, kv_context, first_steps=first_steps),) * sessions
@@ -165,16 +165,16 @@ def test_a_first_chunk_with_more_steps_is_later_and_costs_nothing_afterwards(kv_
     assert late == pytest.approx(plain, rel=0.01)
 
 
-@pytest.mark.parametrize(("kv_context", "sessions"), [("matched", 1), ("clean", 1), ("clean", 4), ("staircase", 1)])
+@pytest.mark.parametrize(("kv_context", "sessions"), [("same_step", 1), ("clean", 1), ("clean", 4), ("staircase", 1)])
 def test_chunks_finish_evenly(kv_context: str, sessions: int) -> None:
-    """The longest gap is at most 1.5 times the mean; greedy admission of `matched` has 3.25."""
+    """The longest gap is at most 1.5 times the mean; greedy admission of `same_step` has 3.25."""
     for gaps in simulate(equal(kv_context, stages=4, steps=4, sessions=sessions)).figures.gaps:
         assert gaps.longest_s <= 1.5 * gaps.mean_s
 
 
 @pytest.mark.parametrize(("stages", "steps"), [(1, 4), (2, 4), (3, 4), (2, 2), (4, 2), (4, 1)])
-def test_matched_is_ideal_and_even_for_other_sizes(stages: int, steps: int) -> None:
-    figures = simulate(equal("matched", stages=stages, steps=steps)).figures
+def test_same_step_is_ideal_and_even_for_other_sizes(stages: int, steps: int) -> None:
+    figures = simulate(equal("same_step", stages=stages, steps=steps)).figures
     assert figures.chunks_per_s == pytest.approx(stages / steps, rel=0.03)
     assert figures.latency_s == pytest.approx(steps, rel=0.1)
     assert figures.gaps[0].longest_s <= 1.5 * figures.gaps[0].mean_s
@@ -235,7 +235,7 @@ def test_rows_that_share_a_forward_take_its_time_together() -> None:
 @pytest.mark.parametrize("decode_s", [0.0, 0.5, 0.9])
 def test_decoding_beside_the_ring_does_not_hold_it_back(decode_s: float) -> None:
     """The default lead allows for the chunk that is being decoded."""
-    figures = simulate(Setup(((0.25,),) * 4, (Stream(4, "matched"),), decode_s=decode_s)).figures
+    figures = simulate(Setup(((0.25,),) * 4, (Stream(4, "same_step"),), decode_s=decode_s)).figures
     assert figures.chunks_per_s == pytest.approx(1, rel=0.03)
     assert figures.latency_s >= 4 + decode_s - CLOSE
 

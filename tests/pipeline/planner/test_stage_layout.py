@@ -32,7 +32,7 @@ from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import KV_CONTEXTS
 from streamdiff.session_state import walk
 
-MATCHED = ModelConfig(kv_context="matched")
+SAME_STEP = ModelConfig(kv_context="same_step")
 QUARTERS = "0.25,0.25,0.25,0.25"
 
 
@@ -58,12 +58,12 @@ def costs(blocks: int, *, embed: float = 0.0, head: float = 0.0, decode: float =
 
 def test_decode_goes_where_it_costs_least_and_blocks_make_room_for_it() -> None:
     """12 blocks, 4 ranks, a decode of 8 s once in 4 forwards: 2 s per forward, as much as two blocks."""
-    load = Workload(4, 1, 4, "matched", 1)
+    load = Workload(4, 1, 4, "same_step", 1)
     busy_head = choose_layout(costs(12, embed=2.0, decode=8.0), load)
     assert (busy_head.decode, busy_head.slowest_s) == ("last", 4.0)
     busy_last = choose_layout(costs(12, head=2.0, decode=8.0), load)
     assert (busy_last.decode, decode_stage(busy_last.decode, 4), busy_last.slowest_s) == ("head", 0, 4.0)
-    alone = choose_layout(costs(12, decode=8.0), load, "own-rank")
+    alone = choose_layout(costs(12, decode=8.0), load, "dedicated")
     assert (decode_stage(alone.decode, 4), alone.slowest_s) == (None, 3.0)
     assert alone.blocks == ((0, 3), (3, 6), (6, 9), (9, 12))
     on_last = choose_layout(costs(10, decode=8.0), load, "last")
@@ -121,8 +121,8 @@ def test_the_estimate_counts_the_operations_of_the_real_model(sizes: ModelSizes,
     """With a slow processor and infinitely fast memory, seconds are operations."""
     spec, denoiser = model.spec, model.denoiser
     slow = Ceilings(tflops=1e-9, gbps=1e30)
-    found = estimate(sizes, slow, kv_context="matched", max_rows=1, value_bytes=4)
-    past = torch.zeros(1, sizes.tokens * sizes.spec.window_chunks("matched"), denoiser.heads, denoiser.head_dim)
+    found = estimate(sizes, slow, kv_context="same_step", max_rows=1, value_bytes=4)
+    past = torch.zeros(1, sizes.tokens * sizes.spec.window_chunks("same_step"), denoiser.heads, denoiser.head_dim)
     text = denoiser.text(torch.zeros(1, sizes.text_tokens, sizes.text_dim))
     state = denoiser.embed(torch.zeros(1, *spec.chunk_shape), torch.zeros(1, spec.chunk_latents))
     modulation = denoiser.modulation(state.time)
@@ -138,19 +138,19 @@ def test_the_estimate_counts_the_operations_of_the_real_model(sizes: ModelSizes,
 
 def test_memory_holds_everything_once_and_where_it_lives(sizes: ModelSizes) -> None:
     model = sizes.embed_values + sizes.output_values + sizes.blocks * sizes.block_values
-    for place, home in (("head", 0), ("own-stream", 0), ("last", 3), ("own-rank", 4)):
-        load = Workload(4, 2, 4, "matched", 3)
+    for place, home in (("head", 0), ("own-stream", 0), ("last", 3), ("dedicated", 4)):
+        load = Workload(4, 2, 4, "same_step", 3)
         rows = memory(sizes, choose_layout(costs(sizes.blocks), load, place), load, Storage(2))
-        assert [row.rank for row in rows] == list(range(5 if place == "own-rank" else 4))
+        assert [row.rank for row in rows] == list(range(5 if place == "dedicated" else 4))
         assert [row.rank for row in rows if "decode" in row.role] == [home]
         stored = model + 4 * sizes.shared_values + sizes.text_values + sizes.decoder.weights
         assert sum(row.weights for row in rows) == 2 * stored
-        caches = 2 * 2 * sizes.cache_values(sizes.blocks, steps=4, kv_context="matched")
+        caches = 2 * 2 * sizes.cache_values(sizes.blocks, steps=4, kv_context="same_step")
         assert sum(row.caches for row in rows) == caches
         assert [row.decoding for row in rows if row.decoding] == [2 * 2 * sizes.decoder.remembered]
         assert rows[home].decoding
     layout = choose_layout(costs(sizes.blocks), load, "head")
-    one_row = memory(sizes, layout, Workload(4, 1, 4, "matched", 1), Storage(2))
+    one_row = memory(sizes, layout, Workload(4, 1, 4, "same_step", 1), Storage(2))
     assert [row.activations * 3 for row in one_row] == [row.activations for row in rows[:4]]
 
 
@@ -188,7 +188,7 @@ def test_a_profile_is_read_row_by_row(sizes: ModelSizes, tmp_path: Path) -> None
     assert found.block_s == (*[(0.1, 0.2)] * 3, (0.2, 0.4), (0.3, 0.6), (0.4, 0.8)), "more rows in proportion"
     assert (found.embed_s, found.head_s) == ((0.05, 0.1), (0.01, 0.015))
     assert (found.decode_s, found.link_s, found.flow_s) == (0.2, 0, 0)
-    plan = make(MATCHED, PlanJob(stages=2, profile=tmp_path / "p.json", decode="own-stream"))
+    plan = make(SAME_STEP, PlanJob(stages=2, profile=tmp_path / "p.json", decode="own-stream"))
     assert plan.layout.blocks == ((0, 4), (4, 6))
     assert [times[0] for times in plan.layout.stage_s] == pytest.approx([0.55, 0.71])
 
@@ -268,12 +268,12 @@ def test_another_folder_is_read_and_its_faults_are_told(tmp_path: Path, sizes: M
 
 
 def test_the_plan_says_what_was_asked_for() -> None:
-    outcome = make(MATCHED, PlanJob(stage_times=QUARTERS, decode_time=0.0, sessions=1))
+    outcome = make(SAME_STEP, PlanJob(stage_times=QUARTERS, decode_time=0.0, sessions=1))
     text = "\n".join(as_text(outcome))
-    assert "tiny: 4 stages, 1 session, KV context matched, 4 steps" in text
+    assert "tiny: 4 stages, 1 session, KV context same_step, 4 steps" in text
     assert "times: stage times given by hand" in text
     assert "latency      4 s" in text and "first chunk  after 4 s" in text
-    assert "an estimate from FLOPs and bytes at 400 TFLOP/s" in "\n".join(as_text(make(MATCHED, PlanJob())))
+    assert "an estimate from FLOPs and bytes at 400 TFLOP/s" in "\n".join(as_text(make(SAME_STEP, PlanJob())))
 
 
 def test_a_shorter_window_is_planned_with() -> None:
@@ -299,7 +299,7 @@ def test_a_step_that_may_be_left_out_is_planned_with_and_without() -> None:
 
 
 def test_json_holds_the_whole_plan_and_is_json() -> None:
-    outcome = make(MATCHED, PlanJob(stage_times=QUARTERS, decode="own-rank", decode_time=0.5))
+    outcome = make(SAME_STEP, PlanJob(stage_times=QUARTERS, decode="dedicated", decode_time=0.5))
     tree = json.loads(json.dumps(as_tree(outcome), allow_nan=False))
     assert [rank["blocks"] for rank in tree["ranks"]] == [[0, 2], [2, 4], [4, 5], [5, 6], []]
     assert tree["ranks"][4]["role"] == ["decode"]
@@ -318,7 +318,7 @@ def test_a_trace_has_a_track_per_stage_and_one_for_decoding(
 ) -> None:
     path = tmp_path / "trace.json"
     job = PlanJob(stage_times=QUARTERS, decode=decode, decode_time=0.1, trace=path, chunks=8)
-    assert plan_report.run(MATCHED, job) == 0
+    assert plan_report.run(SAME_STEP, job) == 0
     assert "throughput" in capsys.readouterr().out
     events = json.loads(path.read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -344,14 +344,14 @@ def test_rows_that_share_a_forward_are_one_event() -> None:
 @pytest.mark.slow
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
-    plan_report.run(MATCHED, PlanJob(stage_times=QUARTERS, decode_time=0.1, plot=path, chunks=8))
+    plan_report.run(SAME_STEP, PlanJob(stage_times=QUARTERS, decode_time=0.1, plot=path, chunks=8))
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plot_without_matplotlib_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'streamdiff\[plot\]'"):
-        make(MATCHED, PlanJob(plot=tmp_path / "plan.png"))
+        make(SAME_STEP, PlanJob(plot=tmp_path / "plan.png"))
 
 
 # ---- what cannot be planned ------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(tmp_path: Path, monkeypatc
         (PlanJob(gbps=float("nan")), "--gbps is nan"),
         (PlanJob(link_time=-1), "--link-time is -1"),
         (PlanJob(decode_time=float("inf")), "--decode-time is inf"),
-        (PlanJob(decode="roof"), "--decode is 'roof', but must be one of auto, head, last, own-rank, own-stream"),
+        (PlanJob(decode="roof"), "--decode-rank is 'roof', but must be one of auto, head, last, dedicated, own-stream"),
         (PlanJob(dtype="int8"), "--dtype is 'int8'"),
         (PlanJob(trace=Path("nowhere/t.json")), "lies in nowhere, which is no folder"),
         (PlanJob(trace=Path(".")), "is a folder"),
@@ -391,7 +391,7 @@ def test_what_cannot_be_planned_is_told_before_anything_is_computed(
 
     monkeypatch.setattr(plan_report, "simulate", never)
     with pytest.raises(ConfigError) as caught:
-        make(MATCHED, job)
+        make(SAME_STEP, job)
     assert words in str(caught.value)
 
 

@@ -84,9 +84,9 @@ SIZES = [ONE, (3, 4, 2), (2, 12, 2), FOUR]
     ("kv_context", "sizes"),
     [
         ("clean", [ONE, FOUR]),
-        ("matched", [FOUR]),
+        ("same_step", [FOUR]),
         ("staircase", [FOUR]),
-        *(pytest.param(context, SIZES, marks=pytest.mark.soak) for context in ("clean", "matched", "staircase")),
+        *(pytest.param(context, SIZES, marks=pytest.mark.soak) for context in ("clean", "same_step", "staircase")),
     ],
 )
 def test_neither_blocks_nor_the_window_make_more_graphs(kv_context: str, sizes: list[tuple[int, int, int]]) -> None:
@@ -198,7 +198,7 @@ def switched(ring: RingExecutor, policy: str, chunks: int = 8) -> list[torch.Ten
 
 def test_what_no_graph_was_made_for_runs_the_plain_path(ring: LocalRing) -> None:
     """Three sessions of other kinds at once, whose caches have other sizes."""
-    orders = {0: Order(RED, 5, 4, "matched"), 1: Order(WHITE, 6, 4, "staircase"), 2: Order(RED, 7, 2, "clean")}
+    orders = {0: Order(RED, 5, 4, "same_step"), 1: Order(WHITE, 6, 4, "staircase"), 2: Order(RED, 7, 2, "clean")}
     with nothing_compiled():
         got = play(ring, MODEL, orders)
     expected = play(LocalRing(MODEL, CPU, 2), MODEL, orders)
@@ -215,11 +215,11 @@ def test_a_chosen_attention_kernel_is_in_the_graph_too(backend: str) -> None:
     part.denoiser.attention = "math"
     plain, compiled = ModelRunner(part, CPU, 1, 2), ModelRunner(part, CPU, 1, 2)
     with compiled_by(backend):
-        compiled.compile(PreallocatedCaches(1, 4, "matched"))
+        compiled.compile(PreallocatedCaches(1, 4, "same_step"))
     given = tokens(1)
     results = []
     for stage in (plain, compiled):
-        stage.open(0, steps=4, kv_context="matched")
+        stage.open(0, steps=4, kv_context="same_step")
         stage.set_text(0, 0, MODEL.text.encode(RED), 0)
         with nothing_compiled():
             results += [stage.forward([MicroStep(0, 5, step, 4, 0)], given)[0] for step in range(4)]
@@ -229,9 +229,9 @@ def test_a_chosen_attention_kernel_is_in_the_graph_too(backend: str) -> None:
 @pytest.mark.parametrize(
     ("kv_context", "window", "sink", "dtype"),
     [
-        ("matched", 6, 2, torch.bfloat16),
+        ("same_step", 6, 2, torch.bfloat16),
         ("staircase", 8, 0, torch.float32),
-        pytest.param("matched", 6, 2, torch.float32, marks=pytest.mark.soak),
+        pytest.param("same_step", 6, 2, torch.float32, marks=pytest.mark.soak),
         pytest.param("staircase", 8, 0, torch.bfloat16, marks=pytest.mark.soak),
     ],
 )
@@ -311,7 +311,7 @@ def test_averaged_sinks_and_windows_that_cut_chunks_have_graphs_too(
 
 
 @pytest.mark.parametrize("backend", FINDING)
-@pytest.mark.parametrize("kv_context", ["clean", pytest.param("matched", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kv_context", ["clean", pytest.param("same_step", marks=pytest.mark.soak)])
 def test_after_chunks_that_are_made_together_graphs_run(kv_context: str, backend: str) -> None:
     model = replace(MODEL, spec=replace(MODEL.spec, first_chunks=2))
     ring = RingExecutor(model, CPU)

@@ -28,8 +28,8 @@ from streamdiff.pipeline.runner.compiled_stage import Key
 from streamdiff.pipeline.runner.graphs import Graph, GraphCache, Inputs, Run, Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.session_state import host_copies, walk
-from streamdiff.session_state.host_copies import HostCopies, HostCopy
+from streamdiff.session_state import swap_store, walk
+from streamdiff.session_state.swap_store import HostCopies, HostCopy
 from tests.pipeline.playing import Order, play
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -189,9 +189,9 @@ def test_two_sessions_at_once_are_both_captured_and_make_the_plain_streams(keep:
     ("kv_context", "stages"),
     [
         ("clean", 1),
-        ("matched", 1),
+        ("same_step", 1),
         ("staircase", 2),
-        *(pytest.param(*more, marks=pytest.mark.soak) for more in (("clean", 2), ("matched", 2), ("staircase", 1))),
+        *(pytest.param(*more, marks=pytest.mark.soak) for more in (("clean", 2), ("same_step", 2), ("staircase", 1))),
     ],
 )
 def test_rows_of_any_sessions_have_one_graph_for_each_number_of_them(
@@ -248,7 +248,7 @@ def test_rows_that_attend_at_once_see_their_own_sessions_alone(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_sessions_beyond_the_pool_and_of_other_kinds_make_the_plain_streams() -> None:
-    orders = {name: Order(RED, name, 4, "clean") for name in range(3)} | {3: Order(WHITE, 3, 4, "matched")}
+    orders = {name: Order(RED, name, 4, "clean") for name in range(3)} | {3: Order(WHITE, 3, 4, "same_step")}
     ring = compiled(MODEL, max_rows=2)
     learned = graphs_of(ring.stage)
     got, expected = play(ring, MODEL, orders), play(RingExecutor(MODEL, CPU), MODEL, orders)
@@ -279,7 +279,7 @@ def test_a_session_whose_caches_are_the_pools_is_saved_and_swapped_as_any(
     piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its layers lie apart in memory, and are copied one by one where they are large."""
-    monkeypatch.setattr(host_copies, "_PIECE", piece)
+    monkeypatch.setattr(swap_store, "_PIECE", piece)
     stage = compiled(MODEL, sessions=3).stage
     for session in (0, 1):
         stage.open(session, steps=4, kv_context="clean")

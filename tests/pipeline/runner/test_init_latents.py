@@ -99,7 +99,7 @@ def test_motion_noise_is_told_less_than_is_mixed_in(model: Model, plain: Referen
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "matched"])
+@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
 def test_any_number_of_stages_gives_the_same(model: Model, plain: ReferenceRun, video: Tensor, kv_context: str) -> None:
     """Also where a staircase begins chunks beyond the input's end."""
     script = replace(plain, video=video, strength=0.8, motion_noise=True, kv_context=kv_context)

@@ -61,7 +61,7 @@ class Log:
 
     @property
     def paced(self) -> bool:
-        return self.kv_context == "matched"
+        return self.kv_context == "same_step"
 
     @property
     def flight(self) -> list[int]:
@@ -129,7 +129,7 @@ class Log:
         return sorted(ready, key=lambda row: self.stands(*row)) if self.paced else ready
 
     def stands(self, chunk: int, step: int) -> int:
-        """Tick of a micro-step in the timetable of a `matched` session."""
+        """Tick of a micro-step in the timetable of a `same_step` session."""
         rounds, place = divmod(chunk, self.stages)
         starts = timetable(self.stages, self.steps, self.stages)
         return (rounds * self.steps + step) * self.stages + starts[place]

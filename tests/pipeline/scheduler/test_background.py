@@ -122,7 +122,7 @@ class Ring:
         return [(tick, rows) for tick, rows in self.entered if rows[0].session < FIRST_JOB]
 
 
-contexts = st.sampled_from(("clean", "staircase", "matched"))
+contexts = st.sampled_from(("clean", "staircase", "same_step"))
 changes = st.tuples(st.integers(0, TICKS), st.sampled_from(("pause", "resume", "reset", "close")))
 lives = st.builds(
     Live,

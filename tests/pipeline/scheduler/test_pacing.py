@@ -47,9 +47,9 @@ def gaps(ticks: list[int]) -> list[int]:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("steps", range(1, 7))
 @pytest.mark.parametrize("stages", range(1, 9))
-def test_matched_is_even_full_and_as_fast_as_one_device(stages: int, steps: int, ahead: bool) -> None:
+def test_same_step_is_even_full_and_as_fast_as_one_device(stages: int, steps: int, ahead: bool) -> None:
     """From the first chunk on: nothing is left out as a warm-up but for the latency."""
-    ring = ring_of("matched", stages, steps, ahead=ahead)
+    ring = ring_of("same_step", stages, steps, ahead=ahead)
     rounds = 8
     play(ring, rounds * stages + 1)
     finished, unit = ring.finished[0], stages
@@ -64,7 +64,7 @@ def test_matched_is_even_full_and_as_fast_as_one_device(stages: int, steps: int,
 
 def test_the_reference_ring_has_gaps_of_five_quarters() -> None:
     """P = S = 4, in ticks of a quarter unit; greedy admission has 1, 1, 1 and 13."""
-    ring = ring_of("matched", 4, 4)
+    ring = ring_of("same_step", 4, 4)
     play(ring, 13)
     assert ring.finished[0][0] == 16
     assert gaps(ring.finished[0]) == [5, 5, 5, 1] * 3
@@ -76,7 +76,7 @@ def test_the_reference_ring_has_gaps_of_five_quarters() -> None:
 def test_it_is_even_again_after_room_was_missing_or_a_pause(
     stages: int, steps: int, begin: int, length: int, pause: bool
 ) -> None:
-    ring = ring_of("matched", stages, steps)
+    ring = ring_of("same_step", stages, steps)
     play(ring, (begin + length) // steps + 16 * stages, (begin, begin + length), pause=pause)
     settled = [tick for tick in ring.finished[0] if tick >= begin + length + 2 * stages * steps][: 10 * stages + 1]
     assert len(settled) == 10 * stages + 1
@@ -88,7 +88,7 @@ def test_it_is_even_again_after_room_was_missing_or_a_pause(
 
 
 def test_after_a_reset_the_first_chunks_are_those_of_a_fresh_session() -> None:
-    ring, fresh = ring_of("matched", 4, 3), ring_of("matched", 4, 3)
+    ring, fresh = ring_of("same_step", 4, 3), ring_of("same_step", 4, 3)
     play(fresh, 12)
     play(ring, 7)
     while ring.judge.ring:
@@ -102,7 +102,7 @@ def test_after_a_reset_the_first_chunks_are_those_of_a_fresh_session() -> None:
 def test_a_chunk_that_nothing_in_flight_stands_before_is_admitted_at_once() -> None:
     """One chunk of room at a time: each enters the moment there is room, wherever the timetable would have it."""
     judge = Judge(4, 1)
-    judge.open(0, 4, "matched")
+    judge.open(0, 4, "same_step")
     for chunk in range(9):
         assert judge.forward() == []
         judge.set_frame_credit(0, FRAMES)
@@ -137,8 +137,8 @@ def test_staircase_and_clean_space_themselves(
         assert sessions * stages * (len(settled) - 1) / (settled[-1] - settled[0]) == pytest.approx(rate, rel=0.03)
 
 
-def test_several_matched_sessions_share_the_ring_and_each_stays_even() -> None:
-    ring = ring_of("matched", 4, 4, sessions=3)
+def test_several_same_step_sessions_share_the_ring_and_each_stays_even() -> None:
+    ring = ring_of("same_step", 4, 4, sessions=3)
     play(ring, 40)
     for finished in ring.finished.values():
         settled = finished[8:40]
@@ -152,7 +152,7 @@ def test_several_matched_sessions_share_the_ring_and_each_stays_even() -> None:
 @settings(max_examples=25)
 def test_unequal_stages_run_at_the_pace_of_the_slowest(ticks: list[int], steps: int) -> None:
     judge = Judge(len(ticks), 1)
-    judge.open(0, steps, "matched")
+    judge.open(0, steps, "same_step")
     ring = VirtualRing(judge, ticks)
     play(ring, 16 * len(ticks))
     finished = ring.finished[0][6 * len(ticks) :]

@@ -14,7 +14,7 @@ from streamdiff.pipeline.scheduler.scheduler import ScheduledSession, StreamBatc
 from streamdiff.pipeline.scheduler.step import KV_CONTEXTS, MicroStep, differing_field, shared_fields
 
 OTHER = {
-    "kv_context": "matched", "background": True, "paused": True, "rerun_as_one": True, "draining": True,
+    "kv_context": "same_step", "background": True, "paused": True, "rerun_as_one": True, "draining": True,
     "stale": False, "chunks": [None], "rerun": [1],
 }  # fmt: skip
 """Of a field that is no number: a value other than `session` has."""
@@ -116,9 +116,9 @@ def test_nobody_is_worse_off(
     ("stages", "steps", "sessions", "kv_context", "max_rows", "marginal"),
     [
         (6, 2, 9, "staircase", 6, 0.9),  # forwards of two rows and of one in turns: 0.96 of the chunks
-        (3, 1, 12, "matched", 5, 0.9),  # five of twelve: the next round ends a forward later, gaps of 1.15
-        (1, 2, 13, "matched", 6, 1.0),  # nothing to gain, and numbers that do not divide: 1.15
-        (6, 4, 2, "matched", 8, 0.25),  # nothing is shared, only the order was another one: 1.11
+        (3, 1, 12, "same_step", 5, 0.9),  # five of twelve: the next round ends a forward later, gaps of 1.15
+        (1, 2, 13, "same_step", 6, 1.0),  # nothing to gain, and numbers that do not divide: 1.15
+        (6, 4, 2, "same_step", 8, 0.25),  # nothing is shared, only the order was another one: 1.11
     ],
 )
 def test_rings_that_were_once_worse_off(

@@ -182,7 +182,7 @@ def test_results_of_a_stream_that_is_gone_are_ignored() -> None:
 
 def test_bad_values_are_refused_with_what_is_allowed() -> None:
     scheduler = StreamBatchScheduler(stages=1, chunk_frames=FRAMES)
-    with pytest.raises(ValueError, match="'foggy'; it can be clean, staircase, matched"):
+    with pytest.raises(ValueError, match="'foggy'; it can be clean, staircase, same_step"):
         scheduler.open(0, steps=4, kv_context="foggy", epoch=0)
     scheduler.open(0, steps=4, kv_context="clean", epoch=0)
     with pytest.raises(ValueError, match="session 0 is open already"):
@@ -260,7 +260,7 @@ def test_who_has_a_row_in_the_forward_already_waits_less_than_who_has_none() -> 
     """Session 0 has the most room until its first row has used some up; then both have the same."""
     judge = Judge(4, 3)
     for session, chunks in ((0, 3), (1, 2)):
-        judge.open(session, 1, "matched")
+        judge.open(session, 1, "same_step")
         judge.set_frame_credit(session, chunks * FRAMES)
     assert [row.session for row in judge.forward()] == [0, 1, 0]
 
@@ -300,7 +300,7 @@ def test_rows_that_are_not_compatible_take_another_forward(monkeypatch: pytest.M
 
 def test_a_row_of_an_epoch_that_is_gone_is_not_taken_for_a_new_one() -> None:
     scheduler = StreamBatchScheduler(stages=1, chunk_frames=FRAMES)
-    scheduler.open(0, steps=2, kv_context="matched", epoch=5)
+    scheduler.open(0, steps=2, kv_context="same_step", epoch=5)
     scheduler.set_frame_credit(0, FRAMES)
     assert scheduler.next() == [MicroStep(0, 0, 0, 2, 5)]
     for stale in (

@@ -14,7 +14,7 @@ import torch
 from streamdiff import api
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.jobs import video_file
+from streamdiff.server.jobs import runner
 from streamdiff.video.writer import Frame, write_video
 from tests.server.conftest import open_site
 from tests.server.jobs.test_videos import ended, pictures_of
@@ -39,12 +39,12 @@ def test_a_job_beside_a_live_session_is_the_video_that_generate_makes(
         encoded.extend(frames)
         write_video(path, encoded, fps, **options)
 
-    monkeypatch.setattr(video_file, "write_video", noted)
+    monkeypatch.setattr(runner, "write_video", noted)
 
     async def main() -> bytes:
         pipeline = StreamingPipeline(MODEL, CPU)
         config = Config(
-            serve=ServeConfig(jobs_dir=str(tmp_path / "jobs"), scale=4),
+            serve=ServeConfig(jobs_dir=str(tmp_path / "jobs"), upscale=4),
             playback=PlaybackConfig(fps=MODEL.spec.native_fps),
         )
         try:

@@ -12,8 +12,7 @@ from streamdiff.pipeline.planner.simulator import PER_SECOND, Agenda, Server
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep, min_ahead_frames
-from streamdiff.server.load.capacity import Capacity
-from streamdiff.server.load.load_policy import UNLIMITED, LoadLimit, LoadPolicy, SessionDemand
+from streamdiff.server.load import UNLIMITED, Capacity, LoadLimit, LoadPolicy, SessionDemand
 
 LOOK_S = 1.0
 """How often the policy is asked where no chunk is finished."""

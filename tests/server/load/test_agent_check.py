@@ -9,7 +9,7 @@ import pytest
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
-from streamdiff.server.load.agent_check import serve_agent
+from streamdiff.server.load import serve_agent
 from streamdiff.server.sessions.engine_status import EngineStatus
 from tests.server.conftest import Site, run_scene
 
@@ -47,7 +47,7 @@ def test_a_balancer_hears_of_the_room_and_of_none_where_nobody_is_let_in() -> No
         with pytest.raises(OSError):
             await asked()
 
-    run_scene(scene, Config(serve=ServeConfig(load=3.0)))
+    run_scene(scene, Config(serve=ServeConfig(max_utilization=3.0)))
 
 
 def test_ids_carry_the_server_s_name_and_those_of_an_earlier_run_have_ended() -> None:

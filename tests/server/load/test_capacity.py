@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.server.load.capacity import FRESH_S, Capacity, Lifetime
+from streamdiff.server.load import FRESH_S, Capacity, Lifetime
 
 
 def test_a_share_is_work_over_playing_time() -> None:

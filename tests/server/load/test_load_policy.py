@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.server.load.load_policy import (
+from streamdiff.server.load import (
     FULL_S,
     HOLD_S,
     SETTLE_S,

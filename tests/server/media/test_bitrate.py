@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.server.media.bitrate import FLOOR, SETTLE_S, BitrateController
+from streamdiff.server.media.fanout import FLOOR, SETTLE_S, BitrateController
 
 
 def test_it_falls_when_lines_carry_less_than_is_sent_and_comes_back() -> None:

@@ -18,12 +18,12 @@ from streamdiff.server.media.codecs import Codec, Format
 from streamdiff.server.media.encoder import (
     KEY_INTERVAL_S,
     REOPEN_S,
+    EncodedFrame,
     EncoderThread,
     KeyframeLimiter,
-    PictureEncoder,
+    VideoEncoder,
     as_rgb,
 )
-from streamdiff.server.media.packets import EncodedFrame
 from streamdiff.video.pixel_format import shape_of
 
 CODECS: tuple[Codec, ...] = ("h264", "vp8")
@@ -41,7 +41,7 @@ def _flat(colour: tuple[int, int, int], size: int = 64) -> np.ndarray:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("scale", [1, 2, 3])
 def test_a_packet_for_every_picture_in_the_right_colour_and_size(codec: Codec, scale: int) -> None:
-    encoder, decoder = PictureEncoder(codec, Format(64, 64, 40.0, scale)), _decoder(codec)
+    encoder, decoder = VideoEncoder(codec, Format(64, 64, 40.0, scale)), _decoder(codec)
     for number, colour in enumerate(COLOURS * 2):
         [encoded] = encoder.encode(_flat(colour), number * 2250, key=number == 0)
         assert encoded.pts == number * 2250
@@ -55,7 +55,7 @@ def test_a_packet_for_every_picture_in_the_right_colour_and_size(codec: Codec, s
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_key_frame_can_be_decoded_alone(codec: Codec) -> None:
-    encoder = PictureEncoder(codec, Format(64, 64, 40.0))
+    encoder = VideoEncoder(codec, Format(64, 64, 40.0))
     for number in range(7):
         [encoded] = encoder.encode(_flat(COLOURS[number % 6]), number * 2250, key=number in (0, 6))
     [frame] = _decoder(codec).decode(encoded.packet)
@@ -66,14 +66,14 @@ def test_a_key_frame_can_be_decoded_alone(codec: Codec) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_bit_rate_is_kept_on_noise(codec: Codec) -> None:
     noise = np.random.default_rng(0).integers(100, 160, (30, 128, 128, 3)).astype(np.uint8)
-    encoder = PictureEncoder(codec, Format(128, 128, 40.0, 2, 1_000_000))
+    encoder = VideoEncoder(codec, Format(128, 128, 40.0, 2, 1_000_000))
     sizes = [encoder.encode(noise[n % 30], n * 2250, n == 0)[0].packet.size for n in range(160)]
     assert sum(sizes[40:]) * 8 / 3.0 < 2_000_000
 
 
 def test_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="opened for"):
-        PictureEncoder("h264", Format(64, 64, 40.0)).encode(_flat((0, 0, 0), 32), 0, True)
+        VideoEncoder("h264", Format(64, 64, 40.0)).encode(_flat((0, 0, 0), 32), 0, True)
 
 
 def test_wishes_for_key_frames_are_brought_together() -> None:
@@ -155,7 +155,7 @@ class _Works:
         self.threads: list[str] = []
         self.opens, self.encodes = True, True
         self.now_s = 100.0
-        open_context, encode = encoder.open_context, PictureEncoder.encode
+        open_context, encode = encoder.open_context, VideoEncoder.encode
 
         def opened(codec: Codec, fmt: Format) -> av.VideoCodecContext:
             self.threads.append(threading.current_thread().name)
@@ -163,13 +163,13 @@ class _Works:
                 raise av.FFmpegError(12, "Cannot allocate memory")
             return open_context(codec, fmt)
 
-        def encoded(self_: PictureEncoder, picture: np.ndarray, pts: int, key: bool) -> list[EncodedFrame]:
+        def encoded(self_: VideoEncoder, picture: np.ndarray, pts: int, key: bool) -> list[EncodedFrame]:
             if not self.encodes:
                 raise av.FFmpegError(5, "Input/output error")
             return encode(self_, picture, pts, key)
 
         monkeypatch.setattr(encoder, "open_context", opened)
-        monkeypatch.setattr(PictureEncoder, "encode", encoded)
+        monkeypatch.setattr(VideoEncoder, "encode", encoded)
         monkeypatch.setattr(clock, "monotonic_s", lambda: self.now_s)
 
 
@@ -298,7 +298,7 @@ def _planes(picture: np.ndarray) -> np.ndarray:
 
 
 def test_yuv420_made_on_the_device_is_that_of_libswscale() -> None:
-    """As `PictureEncoder` has it made of RGB, for H.264; over all colours, and at edges too."""
+    """As `VideoEncoder` has it made of RGB, for H.264; over all colours, and at edges too."""
     levels = np.linspace(0, 255, 16).astype(np.uint8)
     cube = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), -1).reshape(64, 64, 3)
     for picture in (_smooth(), cube, cube.repeat(2, 0).repeat(2, 1)):
@@ -313,7 +313,7 @@ def test_yuv420_made_on_the_device_is_that_of_libswscale() -> None:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("scale", [1, 2])
 def test_yuv420_comes_out_in_the_right_colours(codec: Codec, scale: int) -> None:
-    encoder, decoder = PictureEncoder(codec, Format(64, 48, 40.0, scale)), _decoder(codec)
+    encoder, decoder = VideoEncoder(codec, Format(64, 48, 40.0, scale)), _decoder(codec)
     matrix = "ITU709" if codec == "h264" else "ITU601"
     for number, colour in enumerate(COLOURS * 2):
         picture = np.full((48, 64, 3), colour, np.uint8)
@@ -327,7 +327,7 @@ def test_yuv420_comes_out_in_the_right_colours(codec: Codec, scale: int) -> None
 def test_h264_of_either_kind_of_picture_is_the_same_picture() -> None:
     shown = []
     for picture in (_smooth(), _planes(_smooth())):
-        encoder, decoder = PictureEncoder("h264", Format(64, 48, 40.0, 1, 8_000_000)), _decoder("h264")
+        encoder, decoder = VideoEncoder("h264", Format(64, 48, 40.0, 1, 8_000_000)), _decoder("h264")
         for number in range(4):
             [encoded] = encoder.encode(picture, number * 2250, key=number == 0)
             [frame] = decoder.decode(encoded.packet)
@@ -345,4 +345,4 @@ def test_a_picture_of_either_kind_can_be_had_as_rgb() -> None:
 @pytest.mark.parametrize("shape", [(64, 64), (48, 64, 4), (48, 63), (0, 64, 3), (64,)])
 def test_what_is_no_picture_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"a picture is of shape|opened for"):
-        PictureEncoder("h264", Format(64, 64, 40.0)).encode(np.zeros(shape, np.uint8), 0, True)
+        VideoEncoder("h264", Format(64, 64, 40.0)).encode(np.zeros(shape, np.uint8), 0, True)

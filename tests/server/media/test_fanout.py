@@ -12,9 +12,9 @@ import pytest
 from streamdiff import clock
 from streamdiff.server.media import encoder
 from streamdiff.server.media.codecs import Codec, Format
+from streamdiff.server.media.encoder import EncodedFrame
 from streamdiff.server.media.fanout import Fanout
 from streamdiff.server.media.pacer import Pacer
-from streamdiff.server.media.packets import EncodedFrame
 from streamdiff.server.metrics import Metrics
 from tests.server.media.test_pacer import _pictures
 

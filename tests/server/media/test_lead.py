@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from streamdiff.server.media.lead import MARGIN_S, STEP_S, PlayoutLead
+from streamdiff.server.media.playout import MARGIN_S, STEP_S, PlayoutLead
 
 CHUNK_S, LIMIT_S = 0.2, 0.6
 

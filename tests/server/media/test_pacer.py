@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamdiff.server.media.codecs import Format
-from streamdiff.server.media.encoder import EncoderThread
+from streamdiff.server.media.encoder import EncodedFrame, EncoderThread
 from streamdiff.server.media.pacer import Pacer, RtpClock
-from streamdiff.server.media.packets import EncodedFrame
 from streamdiff.server.media.playout import PlayoutSlot
 
 

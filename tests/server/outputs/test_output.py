@@ -16,7 +16,7 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server.outputs import output as outputs
-from streamdiff.server.outputs import target as targets
+from streamdiff.server.outputs.output import parse_target, parse_targets, read_targets
 from streamdiff.video.reader import open_clip
 from tests.free_ports import free_port
 from tests.full_disk import fill
@@ -250,7 +250,7 @@ def test_a_recording_waits_on_a_full_disk_and_goes_on_in_a_new_file(
 )
 def test_what_cannot_be_written_is_refused_at_once(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        targets.parse(text)
+        parse_target(text)
 
 
 @pytest.mark.parametrize(
@@ -258,22 +258,22 @@ def test_what_cannot_be_written_is_refused_at_once(text: str, words: str) -> Non
 )
 def test_schemes_are_written_in_capitals_and_with_blanks_around_them_too(text: str) -> None:
     scheme, rest = text.strip().split("://")
-    assert targets.parse(text).url == f"{scheme.lower()}://{rest}"
+    assert parse_target(text).url == f"{scheme.lower()}://{rest}"
 
 
 def test_outputs_come_from_a_file_that_is_not_shown(tmp_path: Path) -> None:
     file, show = tmp_path / "outputs", tmp_path / "show.mp4"
     file.write_text(f"\ufeff{show}\n\n  rtmp://host.example/live/key1\r\n")
-    assert [target.name for target in targets.parse_all(targets.read_file(str(file)))] == [
+    assert [target.name for target in parse_targets(read_targets(str(file)))] == [
         "show.mp4",
         "rtmp://host.example",
     ]
     file.write_text("ftp://host.example/live/key1\n")
     with pytest.raises(ConfigError, match="no known kind") as caught:
-        targets.parse_all(targets.read_file(str(file)))
+        parse_targets(read_targets(str(file)))
     assert "key1" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"serve\.outputs_file: .*none cannot be read"):
-        targets.read_file(str(tmp_path / "none"))
+        read_targets(str(tmp_path / "none"))
 
     async def main(config: ServeConfig) -> None:
         async with open_site(Config(serve=config)) as site:
@@ -287,13 +287,13 @@ def test_outputs_come_from_a_file_that_is_not_shown(tmp_path: Path) -> None:
 def test_a_recording_never_replaces_a_file(tmp_path: Path) -> None:
     (tmp_path / "show.mp4").write_text("precious")
     with pytest.raises(ConfigError, match="exists"):
-        targets.parse(str(tmp_path / "show.mp4"))
+        parse_target(str(tmp_path / "show.mp4"))
     (tmp_path / "tell-2.mp4").write_text("precious")
-    recording = targets.parse(str(tmp_path / "tell.mp4"))
+    recording = parse_target(str(tmp_path / "tell.mp4"))
     assert [Path(recording.attempt(number)).name for number in range(3)] == ["tell.mp4", "tell-3.mp4", "tell-3.mp4"]
     with pytest.raises(ConfigError, match="twice"):
-        targets.parse_all([str(tmp_path / "a.mp4")] * 2)
-    two = targets.parse_all(["rtmp://host.example/live/key1", "rtmp://host.example/live/key2"])
+        parse_targets([str(tmp_path / "a.mp4")] * 2)
+    two = parse_targets(["rtmp://host.example/live/key1", "rtmp://host.example/live/key2"])
     assert [target.name for target in two] == ["rtmp://host.example", "rtmp://host.example #2"]
 
 
@@ -302,6 +302,6 @@ def test_srt_is_taken_or_refused_as_this_pyav_has_it() -> None:
         av.open("srt://127.0.0.1:0", format="mpegts").close()
     except av.error.ProtocolNotFoundError:
         with pytest.raises(ConfigError, match="built without it"):
-            targets.parse("srt://127.0.0.1:9000")
+            parse_target("srt://127.0.0.1:9000")
     except OSError:
-        assert targets.parse("srt://127.0.0.1:9000").container == "mpegts"
+        assert parse_target("srt://127.0.0.1:9000").container == "mpegts"

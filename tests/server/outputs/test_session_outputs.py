@@ -9,8 +9,7 @@ import pytest
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.server.outputs.output import Output
-from streamdiff.server.outputs.session_outputs import AllowedTargets
+from streamdiff.server.outputs.output import AllowedTargets, Output
 from streamdiff.video.reader import open_clip
 from tests.free_ports import free_port
 from tests.server.conftest import Site, bearer, run_scene

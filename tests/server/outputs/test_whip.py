@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
-from streamdiff.server.outputs import output, target, whip
+from streamdiff.server.outputs import output, whip
 from tests.server.conftest import Site, open_site, run_scene
 from tests.server.scripted import COLOURS, SIZE
 
@@ -252,5 +252,5 @@ def test_nobody_there_is_told() -> None:
 )
 def test_an_address_that_says_no_server_or_too_much_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:
-        target.parse(text)
+        output.parse_target(text)
     assert "secret" not in str(error.value)

@@ -21,8 +21,7 @@ from streamdiff.engine.features import NAMES, Features, check_file
 from streamdiff.engine.messages import Open, Ready
 from streamdiff.errors import RequestError
 from streamdiff.server.jobs.store import JobStore
-from streamdiff.server.sessions.keeper import record_of, spec_of
-from streamdiff.server.sessions.session_files import SessionFolder
+from streamdiff.server.sessions.keeper import SavedFolder, record_of, spec_of
 from streamdiff.server.sessions.session_spec import SessionSpec
 from tests.server.conftest import Site, bearer, open_site
 from tests.server.jobs.test_videos import ended, is_colour, making, pictures_of
@@ -152,7 +151,7 @@ def test_the_next_server_has_them(tmp_path: Path) -> None:
         session = (await site.http.post("/api/sessions", files=files(prompt_embeds=EMBEDS, video_latents=VIDEO))).json()
         live = site.state.manager.get(session["id"])
         assert live is not None
-        folder = SessionFolder(tmp_path, "handover")
+        folder = SavedFolder(tmp_path, "handover")
         folder.write(record_of(live), b"snapshot")
         [found] = folder.find()
         assert spec_of(found.record, site.client.ready).features == live.features
@@ -307,7 +306,7 @@ def test_a_video_is_made_of_them(tmp_path: Path) -> None:
 
 
 def test_a_job_has_them_after_the_server_was_started_again(tmp_path: Path) -> None:
-    from streamdiff.server.jobs.job import VideoRequest
+    from streamdiff.server.jobs.store import VideoRequest
 
     given = Features(EMBEDS, video_latents=VIDEO, strength=0.25)
     store = JobStore(tmp_path)

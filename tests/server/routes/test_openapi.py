@@ -15,8 +15,8 @@ from streamdiff.engine.messages import Failed, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.server.app import create_app
 from streamdiff.server.routes import control, snapshots
-from streamdiff.server.routes.dependencies import JSON
-from streamdiff.server.routes.whep import SDP_TYPE, TRICKLE_TYPE
+from streamdiff.server.routes.bodies import JSON
+from streamdiff.server.routes.webrtc import SDP_TYPE, TRICKLE_TYPE
 from streamdiff.server.sessions import manager
 from streamdiff.server.sessions.live_session import OPENING
 from tests.server.conftest import Site, bearer, run_scene
@@ -31,7 +31,7 @@ def _locked(folder: Path) -> Config:
     (folder / "c").write_text(CONTROL)
     files = {"view_token_file": str(folder / "v"), "control_token_file": str(folder / "c")}
     # There is enough room, for 503 is a server error to schemathesis; and sessions that it opens do not stay.
-    return Config(serve=ServeConfig(**files, load=10.0, idle_s=1.0, jobs_dir=str(folder / "jobs")))
+    return Config(serve=ServeConfig(**files, max_utilization=10.0, idle_s=1.0, jobs_dir=str(folder / "jobs")))
 
 
 def _operations(described: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:

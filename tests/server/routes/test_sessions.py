@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import threading
 from collections.abc import Awaitable, Callable
@@ -11,16 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
-from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
+from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Close, Closed, Open, SetMaxAhead, Shown
-from streamdiff.engine.process.main import _load_runtime
 from streamdiff.errors import NOT_FINITE
 from streamdiff.server.routes import schemas
 from streamdiff.server.sessions import manager
-from streamdiff.server.sessions.control import message_schema
 from tests.server.conftest import Peer, Site, bearer, open_site
 from tests.server.scripted import CHUNK_FRAMES, INFO, Painter
 from tests.server.webrtc.test_viewers import _colour, _is, _until_colour
@@ -72,29 +68,6 @@ def test_each_frame_reaches_its_own_session_s_viewers_only() -> None:
         assert _is(_colour(await peers["red"].frame()), "red")
 
     _run(scene)
-
-
-def test_the_real_engine_shows_two_sessions_each_its_own_prompt() -> None:
-    """The embedded model: at night it is dark, over a meadow it is not."""
-
-    async def main() -> None:
-        runtime = _load_runtime(ModelConfig())
-        config = Config(
-            session=SessionConfig(prompt="a red circle moving right over a meadow"),
-            serve=ServeConfig(load=10.0, idle_s=None),
-            playback=PlaybackConfig(fps=2.0),
-        )
-        async with open_site(config, runtime) as site:  # type: ignore[arg-type]
-            night = await _open(site, prompt="a blue star moving up at night", fps=2)
-            dark, light = await _watch(site, night["id"]), await site.watch()
-            for _ in range(4):
-                pictures = [(await peer.frame()).to_ndarray(format="rgb24") for peer in (dark, light)]
-                assert np.median(pictures[0]) + 30 < np.median(pictures[1])
-            capacity = (await site.http.get("/api/sessions")).json()["capacity"]
-            assert capacity["work_s"] > 0 and capacity["share"] > 0 and capacity["sessions_fit"] > 1
-        runtime.close()
-
-    asyncio.run(main())
 
 
 def test_a_session_is_shown_listed_and_ended() -> None:
@@ -149,11 +122,11 @@ def test_pause_resume_and_reset() -> None:
 
 def test_the_state_tells_which_switches_a_session_can_have() -> None:
     async def scene(site: Site) -> None:
-        matched = await _open(site, prompt="green", kv_context="matched")
-        state = (await site.http.get("/api/state", params={"session": matched["id"]})).json()["state"]
-        assert (state["session"], state["switches"]) == (matched["id"], ["keep", "flush", "reset"])
-        path, change = f"/api/sessions/{matched['id']}", {"steps": 2, "prompt": "blue", "switch": "recache"}
-        refused = await site.http.patch(path, json=change, headers=matched["headers"])
+        same_step = await _open(site, prompt="green", kv_context="same_step")
+        state = (await site.http.get("/api/state", params={"session": same_step["id"]})).json()["state"]
+        assert (state["session"], state["switches"]) == (same_step["id"], ["keep", "flush", "reset"])
+        path, change = f"/api/sessions/{same_step['id']}", {"steps": 2, "prompt": "blue", "switch": "recache"}
+        refused = await site.http.patch(path, json=change, headers=same_step["headers"])
         assert (refused.status_code, refused.json()["field"]) == (422, "switch")
         assert (await site.http.get(path)).json()["steps"] == 4, "and the rest of the request is not carried out"
         default = (await site.http.get("/api/state")).json()["state"]
@@ -164,7 +137,7 @@ def test_the_state_tells_which_switches_a_session_can_have() -> None:
 
 def test_a_prompt_that_does_not_say_does_to_the_past_what_the_model_was_made_for() -> None:
     async def scene(site: Site) -> None:
-        for kv_context, own in (("clean", "recache"), ("matched", "keep")):  # which cannot be in the other
+        for kv_context, own in (("clean", "recache"), ("same_step", "keep")):  # which cannot be in the other
             opened = await _open(site, prompt="green", kv_context=kv_context)
             state = (await site.http.get("/api/state", params={"session": opened["id"]})).json()["state"]
             assert state["switches"][0] == own
@@ -208,39 +181,24 @@ def test_what_a_change_may_hold() -> None:
     _run(scene, painter)
 
 
+# What the models refuse is compared with the description in `test_schemas`.
 BAD_NEW = [
     (b"{", 400, ""),
     (b"\xff\xfe", 400, ""),
     (b"[]", 422, ""),
     (b'{"promt": "red"}', 422, "promt"),
-    (b'{"prompt": ""}', 422, "prompt"),
-    (b'{"prompt": " \\n"}', 422, "prompt"),
-    (b'{"prompt": 5}', 422, "prompt"),
     (b'{"prompt": "a\\u0000b"}', 422, "prompt"),
-    (b'{"prompt": "' + b"x" * 2001 + b'"}', 422, "prompt"),
-    (b'{"seed": -1}', 422, "seed"),
     (b'{"seed": "7"}', 422, "seed"),
-    (b'{"seed": 0.5}', 422, "seed"),
     (b'{"size": "64x64"}', 422, "size"),
     (b'{"steps": 3}', 422, "steps"),
-    (b'{"steps": 0}', 422, "steps"),
-    (b'{"kv_context": "dirty"}', 422, "kv_context"),
-    (b'{"fps": 0}', 422, "fps"),
     (b'{"fps": NaN}', 422, "fps"),
-    (b'{"fps": 1000}', 422, "fps"),
     (b'{"prompt": "' + b"x" * 15_000_000 + b'"}', 413, ""),
 ]
 BAD_CHANGE = [
-    (b"{}", 422, ""),
     (b"", 422, ""),
     (b'{"switch": "flush"}', 422, "switch"),
-    (b'{"prompt": "red", "switch": "explode"}', 422, "switch"),
     (b'{"steps": 3}', 422, "steps"),
-    (b'{"steps": 0}', 422, "steps"),
-    (b'{"steps": 2.0}', 422, "steps"),
-    (b'{"steps": "2"}', 422, "steps"),
     (b'{"steps": 2, "prompt": ""}', 422, "prompt"),
-    (b'{"prompt": "red", "strength": 1}', 422, "strength"),
     (b'{"if_rev": -1, "prompt": "red"}', 422, "if_rev"),
 ]
 
@@ -382,17 +340,6 @@ def test_a_session_that_does_not_fit_in_memory_is_refused_with_the_reason() -> N
     _run(scene, Painter(chunk_s=0.01, fits=2))
 
 
-def test_faster_playback_needs_room_too() -> None:
-    async def scene(site: Site) -> None:
-        await (await site.watch()).frame()
-        slow = await _open(site, fps=4)
-        response = await site.http.patch(f"/api/sessions/{slow['id']}", json={"fps": 120}, headers=slow["headers"])
-        assert (response.status_code, response.json()["code"], response.json()["field"]) == (503, "no_capacity", "fps")
-        assert (await site.http.get(f"/api/sessions/{slow['id']}")).json()["fps"] == 4.0
-
-    _run(scene, Painter(chunk_s=0.1))  # the default session takes half of the time
-
-
 def test_steps_change_while_it_plays_and_what_holds_is_told() -> None:
     async def scene(site: Site) -> None:
         opened = await _open(site, prompt="green")
@@ -435,14 +382,15 @@ async def _until_corner(peer: Peer, *, white: bool) -> None:
     raise AssertionError(f"the corner never became {'white' if white else 'coloured'}")
 
 
-def test_more_steps_need_room_too() -> None:
+def test_more_steps_and_faster_playback_need_room_too() -> None:
     async def scene(site: Site) -> None:
         await (await site.watch()).frame()
         few = await _open(site, steps=2, fps=40)
         path = f"/api/sessions/{few['id']}"
-        response = await site.http.patch(path, json={"steps": 4}, headers=few["headers"])
-        answer = response.json()
-        assert (response.status_code, answer["code"], answer["field"]) == (503, "no_capacity", "steps")
+        for field, value in {"steps": 4, "fps": 120}.items():
+            response = await site.http.patch(path, json={field: value}, headers=few["headers"])
+            answer = response.json()
+            assert (response.status_code, answer["code"], answer["field"]) == (503, "no_capacity", field)
         both = await site.http.patch(path, json={"fps": 39, "steps": 4}, headers=few["headers"])
         assert (both.status_code, both.json()["field"]) == (503, "steps")
         now = (await site.http.get(path)).json()
@@ -542,52 +490,11 @@ def test_a_session_without_viewers_stops_and_goes_on_when_somebody_joins() -> No
         await second.frame()
         await site.until(lambda: live.stats()["frame"] > stopped + CHUNK_FRAMES)
 
-    _run(scene, grace_s=0.3)
+    _run(scene, pause_after_s=0.3)
 
 
 def _reports(site: Site) -> list[Shown]:
     return [command for command in site.client.sent if isinstance(command, Shown)]
-
-
-def test_the_description_of_the_api_names_every_address() -> None:
-    async def scene(site: Site) -> None:
-        described = (await site.http.get("/api/openapi.json")).json()
-        assert {"get", "post"} <= set(described["paths"]["/api/sessions"])
-        assert {"get", "patch", "delete"} <= set(described["paths"]["/api/sessions/{session}"])
-        for act in ("pause", "resume", "reset"):
-            assert "post" in described["paths"][f"/api/sessions/{{session}}/{act}"]
-        body = described["paths"]["/api/sessions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        asked = {"prompt", "seed", "size", "steps", "kv_context", "fps", "adaptive", "image", "fit", "strength"}
-        assert set(body["properties"]) == asked
-        change = described["paths"]["/api/sessions/{session}"]["patch"]["requestBody"]["content"]["application/json"]
-        assert set(change["schema"]["properties"]) == {
-            "if_rev",
-            "strength",
-            "adaptive",
-            "fps",
-            "steps",
-            "prompt",
-            "switch",
-            "seed",
-            "image",
-            "fit",
-        }
-        answers = described["paths"]["/api/sessions"]["post"]["responses"]
-        assert set(answers) >= {"201", "400", "401", "403", "413", "415", "422", "429", "503"}
-        watch = described["paths"]["/whep/{session}"]["post"]
-        assert [each["name"] for each in watch["parameters"]] == ["session", "codec", "client"]
-        assert list(watch["requestBody"]["content"]) == ["application/sdp"]
-        assert set(watch["responses"]) >= {"201", "400", "401", "404", "410", "413", "415", "422", "429", "503"}
-        viewer = described["paths"]["/whep/{session}/{id}"]
-        assert {"204", "404", "429"} <= set(viewer["patch"]["responses"])
-        assert {"200", "404", "429"} <= set(viewer["delete"]["responses"])
-        control = described["paths"]["/api/control"]["post"]
-        # The framework leaves out `"default": null`.
-        said = json.dumps(message_schema())
-        same = json.loads(said, object_hook=lambda each: {key: each[key] for key in each if each[key] is not None})
-        assert control["requestBody"]["content"]["application/json"]["schema"] == same
-
-    _run(scene)
 
 
 def test_a_body_of_very_many_unknown_fields_is_refused_by_its_first(monkeypatch: pytest.MonkeyPatch) -> None:

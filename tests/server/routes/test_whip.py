@@ -23,12 +23,12 @@ from aiortc.codecs import get_decoder
 from streamdiff import clock
 from streamdiff.config import Config, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.webrtc import aiortc_compat, feeders, peer_connections, receiver
+from streamdiff.server.webrtc import aiortc_compat, feeders, peer_connections
 from streamdiff.server.webrtc.aiortc_compat import HELD_FRAMES, RECEIVE_WINDOW_BYTES
-from streamdiff.server.webrtc.receiver import with_start_bitrate
+from streamdiff.server.webrtc.feeders import with_start_bitrate
 from tests.server.conftest import Site, bearer, open_site
 from tests.small import CPU, RED, small_encoder, small_model
 
@@ -103,9 +103,9 @@ def run(scene: Callable[[Site], Awaitable[None]], config: Config | None = None) 
     """Play it on a server whose model encodes video."""
 
     async def main() -> None:
-        pictures = PictureEncoder(lambda: small_encoder(4), MODEL.spec)
+        pictures = ImageEncoder(lambda: small_encoder(4), MODEL.spec)
         pipeline: Any = StreamingPipeline(MODEL, CPU, ring=LocalRing(MODEL, CPU, 2), pictures=pictures)
-        async with open_site(config or Config(playback=PlaybackConfig(lead_s=1.0)), pipeline) as site:
+        async with open_site(config or Config(playback=PlaybackConfig(max_ahead_s=1.0)), pipeline) as site:
             await scene(site)
 
     asyncio.run(main())
@@ -293,7 +293,7 @@ class Garbage(VideoStreamTrack):
 def test_video_that_cannot_be_decoded_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(receiver, "UNDECODABLE_S", 0.5)
+    monkeypatch.setattr(feeders, "UNDECODABLE_S", 0.5)
 
     async def scene(site: Site) -> None:
         await (await site.watch()).frame()
@@ -302,7 +302,7 @@ def test_video_that_cannot_be_decoded_is_given_up(
             await site.until(lambda: feeder.video_input is not feeder.session.input.video_input)
             assert (await state(site))["input"] is None
         await site.until(lambda: not site.state.feeders._peers)
-        monkeypatch.setattr(receiver, "UNDECODABLE_S", 60.0)  # a busy machine takes long to decode the first
+        monkeypatch.setattr(feeders, "UNDECODABLE_S", 60.0)  # a busy machine takes long to decode the first
         async with sending(site, Colour((9, 9, 9))):
             await used(site)
 
@@ -330,7 +330,7 @@ def test_an_input_is_ended_by_whoever_may_steer(tmp_path: Path) -> None:
         stream.width, stream.height = 64, 48
         container.mux([*stream.encode(av.VideoFrame(64, 48, "yuv420p")), *stream.encode()])
     session = SessionConfig(input=str(path), input_end="loop")
-    run(scene, Config(session=session, playback=PlaybackConfig(lead_s=1.0)))
+    run(scene, Config(session=session, playback=PlaybackConfig(max_ahead_s=1.0)))
 
 
 def test_when_a_camera_stops_the_picture_holds_and_goes_on_with_it() -> None:

@@ -11,7 +11,7 @@ import pytest
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
 from streamdiff.engine.messages import Open
 from streamdiff.engine.process.supervisor import Restarting
-from streamdiff.server.load import load_policy
+from streamdiff.server import load
 from tests.server.conftest import Peer, Site, bearer, open_site
 from tests.server.scripted import Painter
 
@@ -30,8 +30,8 @@ def _run(scene: Any, painter: Painter, fps: float = 40.0, **serve: Any) -> None:
 @pytest.fixture
 def measured_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what chunks cost counts, however busy this machine is; what was given up comes back at once."""
-    monkeypatch.setattr(load_policy, "LATE", float("-inf"))
-    monkeypatch.setattr(load_policy, "HOLD_S", 0.2)
+    monkeypatch.setattr(load, "LATE", float("-inf"))
+    monkeypatch.setattr(load, "HOLD_S", 0.2)
 
 
 async def _open(site: Site, **body: Any) -> httpx.Response:
@@ -117,7 +117,7 @@ def test_then_frame_rate_is_lost_and_only_then_is_somebody_refused() -> None:
         await site.until(lambda: pacer.progress().shown > shown + 5)  # it plays on
 
     # Of the time: 1, in fewer steps 0.6, at half the frame rate 0.3.
-    _run(scene, Painter(chunk_s=0.2), adaptive=True, load=0.95)
+    _run(scene, Painter(chunk_s=0.2), adaptive=True, max_utilization=0.95)
 
 
 def test_chunks_that_come_late_are_noticed_whatever_was_measured() -> None:

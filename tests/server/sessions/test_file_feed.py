@@ -15,8 +15,8 @@ from streamdiff.cli.main import main
 from streamdiff.config import Config, PlaybackConfig, SessionConfig
 from streamdiff.engine.messages import InputFrames, SetInput
 from streamdiff.errors import ConfigError, EngineFailure
-from streamdiff.server.media import file_input
-from streamdiff.server.media.file_input import check_video, play
+from streamdiff.server.media import video_input
+from streamdiff.server.media.video_input import check_video, play
 from streamdiff.server.sessions.control import ControlError
 from streamdiff.server.sessions.receipts import Receipt, SessionEnded
 from streamdiff.server.sessions.session_input import FileFeed
@@ -44,7 +44,7 @@ def video(path: Path, frames: int, fps: int = 50, size: tuple[int, int] = (320, 
 
 
 def with_file(path: str, **session: Any) -> Config:
-    return Config(playback=PlaybackConfig(lead_s=1.0), session=SessionConfig(input=path, **session))
+    return Config(playback=PlaybackConfig(max_ahead_s=1.0), session=SessionConfig(input=path, **session))
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +147,7 @@ def test_what_is_no_video_is_said_before_anything_is_loaded(tmp_path: Path, monk
         with pytest.raises(ConfigError, match=words):
             check_video(str(path))
     check_video(str(tmp_path / "c.mp4"))
-    monkeypatch.setattr(file_input, "MAX_PIXELS", 4)
+    monkeypatch.setattr(video_input, "MAX_PIXELS", 4)
     with pytest.raises(ConfigError, match="at most 3840 x 2160"):
         check_video(str(tmp_path / "c.mp4"))
 
@@ -179,8 +179,8 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr("streamdiff.server.media.file_input.asyncio.sleep", sleep)
-    monkeypatch.setattr("streamdiff.server.media.file_input.clock.monotonic_s", lambda: now[0])
+    monkeypatch.setattr("streamdiff.server.media.video_input.asyncio.sleep", sleep)
+    monkeypatch.setattr("streamdiff.server.media.video_input.clock.monotonic_s", lambda: now[0])
     return now
 
 
@@ -216,7 +216,7 @@ def test_a_loop_waits_for_a_file_that_is_away(tmp_path: Path, monkeypatch: pytes
     data, waited, sleep = path.read_bytes(), list[float](), asyncio.sleep
 
     async def pause(seconds: float) -> None:
-        if seconds == file_input._AGAIN_S:
+        if seconds == video_input._AGAIN_S:
             waited.append(seconds)
             path.write_bytes(data[: 40 * len(waited)] if len(waited) < 3 else data)  # it is being copied
         await sleep(0)
@@ -227,7 +227,7 @@ def test_a_loop_waits_for_a_file_that_is_away(tmp_path: Path, monkeypatch: pytes
         if len(came) == 6:
             raise InterruptedError
 
-    monkeypatch.setattr("streamdiff.server.media.file_input.asyncio.sleep", pause)
+    monkeypatch.setattr("streamdiff.server.media.video_input.asyncio.sleep", pause)
     with pytest.raises(InterruptedError):
         asyncio.run(play(str(path), loop=True, push=push, wanted=lambda: True))
     assert len(waited) == 3

@@ -21,7 +21,7 @@ LEAD_S = 4.0
 
 def run(scene: Callable[[Site, LiveSession], Awaitable[None]], skip_to_prompt: bool = True) -> None:
     async def main() -> None:
-        config = Config(playback=PlaybackConfig(lead_s=LEAD_S, skip_to_prompt=skip_to_prompt))
+        config = Config(playback=PlaybackConfig(max_ahead_s=LEAD_S, skip_to_prompt=skip_to_prompt))
         async with open_site(config, Painter(chunk_s=0.001)) as site:
             session = site.state.manager.get("default")
             assert session is not None

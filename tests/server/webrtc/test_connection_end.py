@@ -17,7 +17,7 @@ from aiortc import RTCConfiguration, RTCPeerConnection
 from streamdiff.server.peers import SlotPool
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.webrtc import viewers
-from streamdiff.server.webrtc.ice_servers import IceServers
+from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.peer_connections import Peer, Peers
 from streamdiff.server.webrtc.viewers import Viewer, Viewers
 from tests.server.conftest import Site, run_scene

@@ -10,8 +10,8 @@ from aiortc.mediastreams import MediaStreamError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.server.media.packets import EncodedFrame, PacketQueue
-from streamdiff.server.webrtc.track import ViewerTrack
+from streamdiff.server.media.encoder import EncodedFrame, PacketQueue
+from streamdiff.server.webrtc.sender import ViewerTrack
 
 
 def _encoded(number: int, key: bool = False) -> EncodedFrame:

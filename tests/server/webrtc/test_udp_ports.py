@@ -13,7 +13,7 @@ import httpx
 import pytest
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 
-from streamdiff.server.webrtc.udp_ports import UdpPortLoop
+from streamdiff.server.webrtc.ice import UdpPortLoop
 from tests.server.conftest import LIMIT_S, Site, open_site
 from tests.server.test_main import printed_address, start
 

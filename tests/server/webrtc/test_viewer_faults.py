@@ -28,10 +28,10 @@ from streamdiff.config import Config, IceServer, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server.media import encoder
 from streamdiff.server.media.codecs import Codec, Format
-from streamdiff.server.media.packets import QUEUE_PACKETS
+from streamdiff.server.media.encoder import QUEUE_PACKETS
 from streamdiff.server.problem import Problem
 from streamdiff.server.webrtc import peer_connections, sender, viewers
-from streamdiff.server.webrtc.ice_servers import REST_S, IceServers
+from streamdiff.server.webrtc.ice import REST_S, IceServers
 from tests.server.conftest import Peer, Site, in_slots, run_scene
 from tests.server.webrtc.test_sdp import UNUSABLE, as_jsep
 

@@ -1,1 +1,0 @@
-"""Load of the engine: its capacity, admission, and the policy that lowers steps or frame rate of sessions above it."""

@@ -21,10 +21,8 @@ from streamdiff.models.sampling import TIMESTEPS, Schedule
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents
-from streamdiff.pipeline.runner.noise import Noise, SeededNoise, TensorNoise
-from streamdiff.pipeline.runner.sampler import StreamInputs
-from streamdiff.pipeline.runner.step_levels import StepLevels
-from streamdiff.pipeline.scheduler.kv_context import PER_STEP
+from streamdiff.pipeline.runner.sampler import Noise, SeededNoise, StepLevels, StreamInputs, TensorNoise
+from streamdiff.pipeline.scheduler.step import PER_STEP
 
 MIXED = ("keep", *RECACHES)
 """Policies of a prompt that may come little by little: the others forget what was before it."""

@@ -33,8 +33,8 @@ from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, folder_sizes, sizes_from
 from streamdiff.pipeline.planner.partition import check_ranks, split_evenly
 from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
-from streamdiff.pipeline.runner.torch_compile import compile_fault, one_graph
-from streamdiff.pipeline.scheduler.kv_context import sessions_to_fill
+from streamdiff.pipeline.runner.graphs import compile_fault, one_graph
+from streamdiff.pipeline.scheduler.step import sessions_to_fill
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.version import __version__
 from streamdiff.video.pixel_format import PictureKind

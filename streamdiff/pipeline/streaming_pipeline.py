@@ -20,8 +20,7 @@ from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
-from streamdiff.pipeline.decode.decode_worker import LocalDecoding
-from streamdiff.pipeline.decode.decoding import Decoding, Piece
+from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.executor import RingExecutor
@@ -30,7 +29,7 @@ from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.row_faults import OnFault, Streak, fail_all, fault_key
 from streamdiff.pipeline.runner.init_latents import LOWEST, GivenVideo, motion_levels
 from streamdiff.pipeline.runner.sampler import Finished, StreamInputs
-from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
+from streamdiff.pipeline.scheduler.step import min_ahead_frames
 from streamdiff.pipeline.snapshot.saving import RingSaving
 from streamdiff.pipeline.snapshot.swapping import RingSwapping
 from streamdiff.pipeline.throughput import PipelineFigures

@@ -220,9 +220,9 @@ def test_no_imports_go_in_a_circle() -> None:
         ("streamdiff.server.app", "def late():\n    import torch.nn"),
         ("streamdiff.server.media.pacer", "from streamdiff.server.sessions import manager"),
         ("streamdiff.server.problem", "from streamdiff.server.metrics import Metrics"),
-        ("streamdiff.pipeline.runner.worker", "import asyncio"),
+        ("streamdiff.pipeline.runner.model_runner", "import asyncio"),
         ("streamdiff.pipeline.kv_cache.cache", "from asyncio import Queue"),
-        ("streamdiff.pipeline.kv_cache.cache", "from streamdiff.pipeline.runner.worker import Worker"),
+        ("streamdiff.pipeline.kv_cache.cache", "from streamdiff.pipeline.runner.model_runner import Worker"),
         ("streamdiff.models.transformer.rope", "from streamdiff.models.autoencoder import taehv"),
     ],
 )

@@ -125,7 +125,7 @@ def _sizes(config: Config) -> model_sizes.ModelSizes:
 
 def settled(config: Config) -> Defaults:
     """The model configuration with defaults filled in for the device of this machine."""
-    from streamdiff.pipeline.runner.torch_compile import compile_fault
+    from streamdiff.pipeline.runner.graphs import compile_fault
 
     device, _ = _computes_in(config)
     try:

@@ -14,7 +14,7 @@ from streamdiff.pipeline.planner.gpus import Gpu
 from streamdiff.pipeline.planner.memory import Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+from streamdiff.pipeline.scheduler.step import KV_CONTEXTS
 
 
 @dataclass(frozen=True)

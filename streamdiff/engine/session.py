@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.session_state import typed
-from streamdiff.session_state.fields import DERIVED, KEPT, STATE, fields_of, session_state
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, check_plain, fields_of, session_state
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -125,7 +124,7 @@ class Session:
             RequestError: its fields are not those of this version, or of other types.
         """
         try:
-            typed.check_plain(saved, Session, "about.session")
+            check_plain(saved, Session, "about.session")
         except ConfigError as error:
             raise RequestError("snapshot", str(error)) from error
         if len(saved["text"]) > _MAX_TEXT:

@@ -222,7 +222,7 @@ def test_a_reset_after_it_begins_with_the_picture_of_before() -> None:
         pass
     data = one.save("a")[0].to_bytes()
     other.handle(Open("a", "", snapshot=data))
-    assert torch.equal(other._sessions[0].start, one._sessions[0].start)
+    assert torch.equal(other._sessions["a"].start, one._sessions["a"].start)
     assert np.array_equal(first_frames(one), first_frames(other))
 
 

@@ -17,7 +17,7 @@ from streamdiff.models.headers import stored_values
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import ModelSpec, parse_size, with_size
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
-from streamdiff.pipeline.scheduler.kv_context import cache_count, most_steps, spare_slots
+from streamdiff.pipeline.scheduler.step import cache_count, most_steps, spare_slots
 
 
 @dataclass(frozen=True)

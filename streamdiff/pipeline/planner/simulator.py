@@ -16,10 +16,9 @@ from itertools import pairwise
 from statistics import linear_regression
 
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
-from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.scheduler.step import MicroStep, min_ahead_frames
 
 # Time inside is whole picoseconds: what happens together in exact arithmetic happens together here, whatever floats do.
 PER_SECOND = 10**12

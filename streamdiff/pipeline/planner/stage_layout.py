@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from streamdiff.pipeline.planner.costs import Costs
 from streamdiff.pipeline.planner.partition import split_blocks
-from streamdiff.pipeline.scheduler.kv_context import PER_STEP
+from streamdiff.pipeline.scheduler.step import PER_STEP
 
 Blocks = tuple[tuple[int, int], ...]
 """(first, last) of each stage's run of blocks, last exclusive."""

@@ -29,7 +29,7 @@ from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_sizes
 from streamdiff.pipeline.planner.simulator import Setup, Stream, simulate
 from streamdiff.pipeline.planner.stage_layout import Workload, choose_layout, decode_stage
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+from streamdiff.pipeline.scheduler.step import KV_CONTEXTS
 from streamdiff.session_state import walk
 
 SAME_STEP = ModelConfig(kv_context="same_step")

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any, Literal
 
 from streamdiff import clock
-from streamdiff.config import PROMPT_POLICIES, Config
+from streamdiff.config import Config
+from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine import messages
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import Command, Data, FrameBatch, Pictures, Ready

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from benchmarks import report
 from streamdiff import clock
+from streamdiff.core import MicroStep
 from streamdiff.models.model import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.distributed.link import Receiver
@@ -33,7 +34,6 @@ from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simula
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.runner.worker import Worker
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.topology import StageTopology, connect
 
 CPU = torch.device("cpu")

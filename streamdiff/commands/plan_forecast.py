@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from streamdiff.commands.models import aligned, counted
 from streamdiff.config import ModelConfig
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.models import catalogue
 from streamdiff.pipeline.planner import fit, gpus
 from streamdiff.pipeline.planner.forecast import Expected, Forecast, Question, costs_on, forecast, offload_words
@@ -14,7 +15,6 @@ from streamdiff.pipeline.planner.gpus import Gpu
 from streamdiff.pipeline.planner.memory import Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from streamdiff.commands import reference_model
 from streamdiff.commands.reference_model import Found, ReferenceJob
 from streamdiff.commands.reference_ring import head_of_ranks
 from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, check_together, run_reference
-from streamdiff.config import PROMPT_POLICIES
+from streamdiff.core import PROMPT_POLICIES
 from streamdiff.errors import ConfigError
 from streamdiff.models import tensor_file
 from streamdiff.models.autoencoder.autoencoder import load_decoder

@@ -14,7 +14,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from streamdiff.config import RECACHES
+from streamdiff.core import PER_STEP, RECACHES
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import TIMESTEPS, Schedule
@@ -23,7 +23,6 @@ from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, Init
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise, TensorNoise
 from streamdiff.pipeline.runner.sampler import StreamInputs
 from streamdiff.pipeline.runner.step_levels import StepLevels
-from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 
 MIXED = ("keep", *RECACHES)
 """Policies of a prompt that may come little by little: the others forget what was before it."""
@@ -34,7 +33,7 @@ _WAIT_S = 1.0  # for ranks that are other processes, between two looks whether a
 @dataclass(frozen=True)
 class PromptSwitch:
     """A change of prompt that chunk `chunk` is the first to see; `embeddings` `[T, text_dim]`, `policy` one of
-    `config.PROMPT_POLICIES` (`reset` starts a fresh stream there)."""
+    `core.PROMPT_POLICIES` (`reset` starts a fresh stream there)."""
 
     chunk: int
     embeddings: Tensor

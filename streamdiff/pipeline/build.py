@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from streamdiff.config import ModelConfig
+from streamdiff.core import in_flight_limit
 from streamdiff.device import own_device
 from streamdiff.errors import EngineFailure
 from streamdiff.models.model import Model
@@ -16,7 +17,6 @@ from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, RankMemory
 from streamdiff.pipeline.profiler import CHUNKS, Profiler, check_folder, check_traced
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.worker_group import WorkerGroup
 from streamdiff.pipeline.worker_main import start_progress

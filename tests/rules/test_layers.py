@@ -27,10 +27,12 @@ PACKAGE = (
     ("pipeline",),
     ("snapshot_header",),
     ("models",),
+    ("config_file",),
+    ("config",),
+    ("core",),
     ("session_state",),
     ("video",),
-    ("config_file",),
-    ("config", "device", "atomic_write"),
+    ("device", "atomic_write"),
     ("errors", "clock", "version", "child_process", "heavy_import"),
 )
 SERVER = (
@@ -59,7 +61,7 @@ PIPELINE = (
     ("row_faults",),
     ("distributed",),
     ("kv_cache", "planner"),
-    ("device_timer", "output", "scheduler"),
+    ("device_timer", "scheduler"),
 )
 MODELS = (
     ("loader",),
@@ -100,6 +102,7 @@ TORCH_FREE = (
     "streamdiff.cli.main",
     "streamdiff.commands.models",
     "streamdiff.commands.plan",
+    "streamdiff.core",
     "streamdiff.engine.messages",
     "streamdiff.engine.process.engine_process",
     "streamdiff.engine.process.fetching",

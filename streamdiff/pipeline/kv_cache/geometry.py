@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from streamdiff.core import most_steps, spare_slots
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.scheduler.kv_context import most_steps, spare_slots
 from streamdiff.session_state.fields import session_value
 
 

@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from streamdiff.core import PER_STEP
 from streamdiff.pipeline.planner.costs import Costs
 from streamdiff.pipeline.planner.partition import split_blocks
-from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 
 Blocks = tuple[tuple[int, int], ...]
 """(first, last) of each stage's run of blocks, last exclusive."""

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from streamdiff.core import PER_STEP, MicroStep
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.attention_backend import AttendParts, AttentionShape, merge_attention_states
 from streamdiff.models.transformer.varlen_attention import AttendPaged, try_paged
@@ -44,8 +45,6 @@ from streamdiff.pipeline.runner.compiled_parts import CompiledParts, compiled, c
 from streamdiff.pipeline.runner.cuda_graphs import GraphKey, Inputs, RowInputs, Run, Texts, graph_cache_on
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.runner.torch_compile import one_graph
-from streamdiff.pipeline.scheduler.kv_context import PER_STEP
-from streamdiff.pipeline.scheduler.step import MicroStep
 
 logger = logging.getLogger(__name__)
 

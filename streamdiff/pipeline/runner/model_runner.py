@@ -13,6 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from streamdiff.core import PER_STEP, MicroStep, cache_count, most_steps
 from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.wan import KeyValue
@@ -34,8 +35,6 @@ from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
 from streamdiff.pipeline.row_faults import StageGuard
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_layers, forward_variants
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
-from streamdiff.pipeline.scheduler.kv_context import PER_STEP, cache_count, most_steps
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state import walk
 from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, reset, session_state
 from streamdiff.session_state.swap_store import SwapStore

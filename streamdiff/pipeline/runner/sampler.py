@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from streamdiff.config import PROMPT_POLICIES, RECACHES
+from streamdiff.core import PER_STEP, PROMPT_POLICIES, RECACHES, MicroStep
 from streamdiff.errors import RequestError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
@@ -22,8 +22,6 @@ from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.runner.init_latents import ChunkLevels, GivenVideo, InitLatents, LiveLatents, levels_of
 from streamdiff.pipeline.runner.noise import Noise, PrefetchedNoise, SeededNoise
 from streamdiff.pipeline.runner.step_levels import StepLevels
-from streamdiff.pipeline.scheduler.kv_context import PER_STEP
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state, session_value
 
 

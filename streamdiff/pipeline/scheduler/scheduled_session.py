@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 
-from streamdiff.pipeline.scheduler.kv_context import PER_STEP
-from streamdiff.pipeline.scheduler.step import PER_ROW, SHARED, MicroStep
+from streamdiff.core import PER_ROW, PER_STEP, SHARED, MicroStep
 from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
 
 RERUN = -1

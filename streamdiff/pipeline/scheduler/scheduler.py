@@ -28,10 +28,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from streamdiff.pipeline.scheduler.kv_context import PER_STEP, in_flight_limit
+from streamdiff.core import PER_STEP, MicroStep, differing_field, in_flight_limit
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts, RingSlots, RowLimit, RowsNow
 from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
-from streamdiff.pipeline.scheduler.step import MicroStep, differing_field
 from streamdiff.session_state.fields import reset
 
 PATIENCE = 4

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamdiff import clock
-from streamdiff.config import PROMPT_POLICIES
+from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine.messages import Ready
 from streamdiff.server.load import UNLIMITED, SessionDemand
 from streamdiff.server.metrics import CounterDelta, Metrics

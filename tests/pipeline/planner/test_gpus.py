@@ -10,9 +10,9 @@ import pytest
 from streamdiff.cli import main
 from streamdiff.commands.plan import Outcome, PlanJob, as_text, as_tree, make
 from streamdiff.config import ModelConfig
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner import gpus
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from tests.rules.source import ROOT
 
 # Frames per second of Wan 1.3B at 832x480 in 4 steps that others have published for one GPU: who, on what, with which

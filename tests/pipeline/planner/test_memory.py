@@ -9,6 +9,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from streamdiff.config import ModelConfig
+from streamdiff.core import MicroStep
 from streamdiff.models import catalogue
 from streamdiff.models.model import StageModel
 from streamdiff.models.spec import with_size
@@ -19,7 +20,6 @@ from streamdiff.pipeline.planner.memory import Storage, memory, offloaded_bytes,
 from streamdiff.pipeline.planner.model_sizes import entry_sizes, read_sizes, sizes_from
 from streamdiff.pipeline.planner.stage_layout import Layout, Workload
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.peak_memory import peak_bytes
 
 

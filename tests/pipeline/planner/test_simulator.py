@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner.simulator import Run, Setup, Span, Stream, simulate
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 ROOT = Path(__file__).resolve().parents[3]
 CLOSE = 1e-9

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from streamdiff.cli import main
 from streamdiff.commands import plan as plan_report
 from streamdiff.commands.plan import PlanJob, as_text, as_tree, make
-from streamdiff.config import KVContext, ModelConfig
+from streamdiff.config import ModelConfig
+from streamdiff.core import KV_CONTEXTS, KVContext
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.tiny import model as tiny
@@ -29,7 +30,6 @@ from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_sizes
 from streamdiff.pipeline.planner.simulator import Setup, Stream, simulate
 from streamdiff.pipeline.planner.stage_layout import Workload, choose_layout, decode_stage
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from streamdiff.session_state import walk
 
 SAME_STEP = ModelConfig(kv_context="same_step")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from streamdiff.core import MicroStep
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
@@ -21,7 +22,6 @@ from streamdiff.pipeline.runner.compiled_stage import CompiledStage, Texts
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.runner.torch_compile import keep_compiled_code
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.compiling import BACKENDS, FINDING, FOUND, TRACED, compiled_by
 from tests.pipeline.playing import Order, play
 from tests.pipeline.processes import ROOT

@@ -128,8 +128,10 @@ def test_the_estimate_counts_the_operations_of_the_real_model(sizes: ModelSizes,
     modulation = denoiser.modulation(state.time)
     with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as counter:
-            mix = lambda q, k, v: attend(q, past, past)  # noqa: E731
-            denoiser.run_block(denoiser.weights(0), state.hidden, modulation, text[0], mix, attend)
+            weights = denoiser.weights(0)
+            query, _, _ = denoiser.before_attention(weights, state.hidden, modulation)
+            mixed = attend(query, past, past)
+            denoiser.after_attention(weights, state.hidden, modulation, text[0], mixed, attend)
         with FlopCounterMode(display=False) as decoding:
             model.decoder.decode(torch.zeros(1, *spec.chunk_shape), model.decoder.new_memory())
     assert found.block_s[0][0] * 1e3 == pytest.approx(counter.get_total_flops(), rel=1e-6)

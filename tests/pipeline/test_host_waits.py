@@ -21,7 +21,7 @@ from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.sampler import StreamInputs
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+from streamdiff.pipeline.scheduler.step import KV_CONTEXTS
 
 CHUNKS = 6  # windows of four
 FROM_VIDEO = 2

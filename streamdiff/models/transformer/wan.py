@@ -355,6 +355,11 @@ class WanDenoiser:
         return _gated(hidden, narrow(gelu(widen.proj(normal))), ff_gate)
 
 
+def concat_rows(texts: Sequence[KeyValue]) -> KeyValue:
+    """Concatenate one layer's text keys and values of several rows; those of one row are returned without a copy."""
+    return texts[0] if len(texts) == 1 else KeyValue(*(torch.cat(parts) for parts in zip(*texts, strict=True)))
+
+
 def _row_by_row(layer: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """`layer` of `rows` `[R, ...]`, on a CPU of one after the other: there a convolution, and a product with few
     tokens, sum in another order when there are more rows, and a row's result must not depend on the rows beside it."""

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.model import StageModel
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
-from streamdiff.pipeline.scheduler.step import MicroStep, pack, record_length, unpack
+from streamdiff.pipeline.scheduler.step import KV_CONTEXTS, MicroStep, pack, record_length, unpack
 
 _ALIGN = 64
 

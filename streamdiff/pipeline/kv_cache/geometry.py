@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.scheduler.kv_context import most_steps, spare_slots
+from streamdiff.pipeline.scheduler.step import most_steps, spare_slots
 from streamdiff.session_state.fields import session_value
 
 

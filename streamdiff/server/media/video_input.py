@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.errors import ConfigError
-from streamdiff.video.reader import upright
+from streamdiff.video.files import upright
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server.outputs import output as outputs
 from streamdiff.server.outputs.output import parse_target, parse_targets, read_targets
-from streamdiff.video.reader import open_clip
+from streamdiff.video.files import open_clip
 from tests.free_ports import free_port
 from tests.full_disk import fill
 from tests.server.conftest import Site, in_slots, open_site

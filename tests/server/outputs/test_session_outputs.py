@@ -10,7 +10,7 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.server.outputs.output import AllowedTargets, Output
-from streamdiff.video.reader import open_clip
+from streamdiff.video.files import open_clip
 from tests.free_ports import free_port
 from tests.server.conftest import Site, bearer, run_scene
 from tests.server.outputs.test_output import _is_received, _receive

@@ -23,7 +23,7 @@ from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.server.app_state import MAX_SNAPSHOTS
-from streamdiff.server.routes import snapshots
+from streamdiff.server.routes import sessions
 from streamdiff.snapshot_header import read_saved_session
 from tests.server.conftest import Site, bearer, open_site
 from tests.server.routes.test_pictures import png
@@ -176,8 +176,8 @@ def test_what_does_not_fit_is_refused_by_name_and_others_play_on() -> None:
 
 
 def test_who_takes_nothing_of_a_file_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "SEND_LIMIT_S", 2.0)
-    monkeypatch.setattr(snapshots, "_taken", as_large_as(64 << 20))
+    monkeypatch.setattr(sessions, "SEND_LIMIT_S", 2.0)
+    monkeypatch.setattr(sessions, "_taken", as_large_as(64 << 20))
 
     async def main() -> None:
         async with open_site(Config(playback=LEAD), pipeline(1)) as site:

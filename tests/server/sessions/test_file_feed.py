@@ -20,7 +20,7 @@ from streamdiff.server.media.video_input import check_video, play
 from streamdiff.server.sessions.control import ControlError
 from streamdiff.server.sessions.receipts import Receipt, StreamEnded
 from streamdiff.server.sessions.video_source import FileFeed
-from streamdiff.video.reader import open_clip
+from streamdiff.video.files import open_clip
 from tests.server.conftest import Site, bearer, open_site
 from tests.server.routes.test_whip import Colour, run, sending, state, used
 from tests.server.scripted import Painter

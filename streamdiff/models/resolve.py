@@ -23,7 +23,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub
 from streamdiff.models.catalogue import CatalogueEntry, Files, small_autoencoder
 from streamdiff.models.headers import parse_header
-from streamdiff.models.spec import Lora
+from streamdiff.models.spec import Lora, parse_lora
 from streamdiff.models.transformer.tensor_names import block_count, recognise, translate
 from streamdiff.models.weight_files import INDEX, PICKLES, SAFETENSORS, read_object, weights_file
 

@@ -170,7 +170,7 @@ def _attention(
 
 def _settled(config: Config) -> Defaults:
     """The model configuration with defaults filled in for the device of this machine."""
-    from streamdiff.pipeline.runner.torch_compile import compile_fault
+    from streamdiff.pipeline.runner.graphs import compile_fault
 
     device, _ = _computes_in(config)
     try:

@@ -12,6 +12,7 @@ from streamdiff.atomic_write import check_parent, exit_on_sigterm
 from streamdiff.commands import plan_report
 from streamdiff.commands.plan_report import Forecast, Plan
 from streamdiff.config import ModelConfig
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue
 from streamdiff.models.spec import choose_steps
@@ -21,7 +22,6 @@ from streamdiff.pipeline.planner.forecast import Comparison, GpuRing, ring_setup
 from streamdiff.pipeline.planner.memory import Demand, Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, sizes_with_window
 from streamdiff.pipeline.planner.partition import PLACES, Layout, Workload
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 DTYPES = {name: size for size, name in forecast.DTYPES.items()}
 CHUNKS = 100

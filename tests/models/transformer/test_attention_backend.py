@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from streamdiff.config import ModelConfig
+from streamdiff.core import MicroStep
 from streamdiff.errors import ConfigError
 from streamdiff.models.transformer import attention_backend
-from streamdiff.models.transformer.wan import KeyValue, attend
+from streamdiff.models.transformer.wan import KeyValue, SelfAttention, attend
 from streamdiff.pipeline.kv_cache.attention import RollingAttention
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.small import CPU, small_model
 
 HERE = ("auto", "sdpa", "flash")  # on every CPU
@@ -91,9 +91,10 @@ def test_a_choice_in_force_changes_no_flag_that_another_thread_meets(name: str) 
     def ask(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with ThreadPoolExecutor(1) as other:
             met.append(other.submit(flags).result())
-        return RollingAttention.__call__(stage.attention, layer, query, key, value)
+        return own[-1](layer, query, key, value)
 
-    stage.attention.on = lambda rows: (RollingAttention.on(stage.attention, rows), ask)[1]  # type: ignore[assignment]
+    own: list[SelfAttention] = []
+    stage.attention.on = lambda rows: (own.append(RollingAttention.on(stage.attention, rows)), ask)[1]  # type: ignore
     given = torch.zeros(1, *model.spec.chunk_shape), torch.zeros(1, model.spec.chunk_latents, model.denoiser.width)
     stage.forward([MicroStep(0, 0, 0, 4, 0)], given)
     assert met == [before] * len(model.denoiser.blocks)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import open_checkpoint
-from streamdiff.models.transformer.weights import Lora, parse_lora
+from streamdiff.models.spec import Lora, parse_lora
 from tests.models.layouts import Counting, State, flow, load, original, original_name, save, small_state
 from tests.small import small_transformer
 

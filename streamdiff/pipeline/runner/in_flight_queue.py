@@ -52,19 +52,30 @@ class InFlightQueue:
 
     def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
         """The next message that may enter, or None; never waits. Mutates: self, scheduler, sampler."""
-        if len(self.in_ring) >= self.limit:
+        taken = len(self.in_ring)
+        if taken >= self.limit:
             return None
-        message = self.queued.popleft() if self.queued else self._next_message()
-        if message is None:
+        if self.queued:
+            message = self.queued.popleft()
+        elif self.stopping or self.held_s() > 0:
             return None
+        else:
+            rows = self.scheduler.next(background=taken < self.scheduler.stages, slots=self._slots())
+            if not rows or (message := self._forward_of(rows)) is None:
+                return None
         self.in_ring.append(message if message.kind is MessageKind.ROWS else message.bare)
         self._streams.append([self.sampler.sessions.get(row.session) for row in message.rows])
         return message
 
-    def _next_message(self) -> StageMessage | None:
-        """What the scheduler hands out, with its inputs; None: nothing. Mutates: self, scheduler, sampler."""
-        if self.stopping or self.held_s() > 0 or not (rows := self._next_rows()):
+    def _slots(self) -> RingSlots | None:
+        """What the ring can still take; None: a forward takes one row anyway."""
+        if self.scheduler.max_rows <= 1:
             return None
+        live = sum(not self.scheduler.is_background(each.rows) for each in self.in_ring)
+        return RingSlots(self.limit - len(self.in_ring), self.limit - live, self.limit)
+
+    def _forward_of(self, rows: list[MicroStep]) -> StageMessage | None:
+        """Those of the scheduler's rows that have inputs, with these; None: none has. Mutates: self, sampler."""
         self._held_since_s = None
         with self._timed.work(StageMessage(MessageKind.ROWS, tuple(rows))):
             rows, tensors = self._inputs(rows)
@@ -102,13 +113,6 @@ class InFlightQueue:
         now_s = clock.monotonic_s()
         self._held_since_s = now_s if self._held_since_s is None else self._held_since_s
         return max(0.0, self._held_since_s + self.wait_s - now_s)
-
-    def _next_rows(self) -> list[MicroStep]:
-        taken, slots = len(self.in_ring), None
-        if self.scheduler.max_rows > 1:
-            live = sum(not self.scheduler.is_background(each.rows) for each in self.in_ring)
-            slots = RingSlots(self.limit - taken, self.limit - live, self.limit)
-        return self.scheduler.next(background=taken < self.scheduler.stages, slots=slots)
 
     def notify(self, call: Callable[[], None]) -> None:
         """Does nothing: no other rank sends to this queue."""

@@ -41,8 +41,9 @@ SERVER = (
     ("jobs", "outputs"),
     ("http_server", "webrtc"),
     ("middleware", "sessions"),
-    ("load", "media", "peers"),
-    ("auth", "logging_setup", "metrics", "problem", "rate_limit"),
+    ("load", "media"),
+    ("peers",),
+    ("auth", "logging_setup", "metrics", "problem"),
 )
 PIPELINE = (
     ("build",),
@@ -133,7 +134,7 @@ TORCH_FREE = (
 
 
 def part(name: str, folder: str) -> str | None:
-    """`routes` of `streamdiff.server.routes.whep` in `streamdiff.server`; None where `name` is not inside `folder`."""
+    """`app` of `streamdiff.server.app` in `streamdiff.server`; None where `name` is not inside `folder`."""
     return name[len(folder) + 1 :].split(".")[0] if name.startswith(f"{folder}.") else None
 
 

@@ -10,7 +10,7 @@ from streamdiff.config import PROMPT_POLICIES
 from streamdiff.engine.messages import Ready
 from streamdiff.server.load import UNLIMITED, SessionDemand
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.rate_limit import Rate
+from streamdiff.server.peers import Rate
 from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.playback import Playback
 from streamdiff.server.sessions.receipts import LOAD, Receipt, RequestTracker

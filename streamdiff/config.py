@@ -1,11 +1,18 @@
-"""The configuration tree: frozen, validated once, loaded from YAML. Knows nothing about what its values do."""
+"""Every setting, once: a frozen tree, validated once. Knows nothing about what its values do.
+
+Names, types, limits and docstrings of the fields make the keys of YAML files (`config_file`), the command line
+(`cli.options`), the keyword arguments of `streamdiff.open`, and the table of docs/settings.md (tools/settings.py).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from ipaddress import ip_network
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from streamdiff.core import KVContext
 
 EMBEDDED = "tiny"
 """The model that comes with the package."""
@@ -27,12 +34,21 @@ RENAMED = {
 }
 """Settings, flags and values by the names that they had; what has one is refused with its new name."""
 
-KVContext = Literal["clean", "staircase", "same_step"]
-PromptPolicy = Literal["keep", "recache", "recache-causal", "flush", "reset"]
-"""What a new prompt does to the past: all of it stays as it was cached; it is cached again under the new prompt, in one
-forward or chunk by chunk; only the oldest chunks that always stay (the sink) are kept; or the stream begins afresh."""
-RECACHES = ("recache", "recache-causal")
-PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
+
+@dataclass(frozen=True)
+class Flag:
+    """Marks a field that can be typed on the command line; another one is in files only."""
+
+    name: str = ""
+    """Default: that of the field, as --max-viewers. Two with a space between are switches, one for each value."""
+    metavar: str = ""
+    """What its value is called in the help; default: by the field's type."""
+    group: str = ""
+    """Heading under which --help lists it; without one, --help-all does."""
+
+
+MODEL, STREAM, GPUS, SERVER, ACCESS = "model", "stream", "device and GPUs", "server", "who may"
+
 # What a browser sends as Origin, or * for every page there is; a DNS name, as in a Host header but without the port.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
@@ -53,7 +69,9 @@ Attention = Literal["auto", "sdpa", "flash", "cudnn", "fa3", "fa4", "sage"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def _switch(value: object) -> object:
@@ -69,69 +87,72 @@ def _tuple(value: object) -> object:
 class ModelConfig(_Section):
     """Which weights run, where, and how."""
 
-    name: str = EMBEDDED
+    name: Annotated[str, Flag("--model", "NAME", MODEL)] = EMBEDDED
     """`tiny`, a name of `streamdiff models`, a hub id (OWNER/NAME), or a path."""
-    weights: str | None = None
-    """The transformer's checkpoint; without `name` the model is recognised by it."""
-    lora: str | None = None
-    """FILE or FILE:SCALE, merged into the weights; instead of the published one."""
-    vae: str | None = None
-    """The autoencoder: a folder, a file or a name such as taew2_1."""
-    text_encoder: str | None = None
+    weights: Annotated[str | None, Flag(metavar="FILE")] = None
+    """The transformer's weights, in any published layout; without a name the model is recognised by them."""
+    lora: Annotated[str | None, Flag(metavar="FILE[:SCALE]")] = None
+    """A LoRA that is merged into the weights; in place of the published one."""
+    vae: Annotated[str | None, Flag(metavar="PATH")] = None
+    """The autoencoder: a folder, a file or a name; taew2_1 is small; default: the model's own."""
+    text_encoder: Annotated[str | None, Flag(metavar="PATH")] = None
     """A folder in diffusers' or original Wan's layout with encoder and tokenizer, or Wan's .pth."""
-    preset: Literal["default", "plain", "fast"] = "default"
-    """Of what is left open below. plain: no graphs, torch's own attention; fast: less work, other pictures."""
-    text_device: Literal["cpu", "cuda"] | None = None
+    preset: Annotated[Literal["default", "plain", "fast"], Flag("--plain --fast", group=MODEL)] = "default"
+    """What is left open otherwise. plain: no graphs, torch's own attention; fast: also what changes pictures a little,
+    the small autoencoder and the fewest steps that the model has; default: neither."""
+    text_device: Annotated[Literal["cpu", "cuda"] | None, Flag()] = None
     """Where a large text encoder runs; default: cuda where it takes a third of what is free, or less."""
     keep_text_encoder: bool = True
     """Keep its weights in memory, or read them again for every text."""
     keep_embeddings: bool = True
     """Keep prompts' embeddings of a large text encoder on disk too, in the user's cache folder."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the transformer. auto: bfloat16 on cuda, float32 on cpu."""
-    attention: Attention = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Flag()] = "auto"
+    """Of the transformer's numbers. auto: bfloat16 on cuda, float32 on cpu."""
+    attention: Annotated[Attention, Flag(metavar="KERNEL")] = "auto"
     """Attention kernel, tried out at the start. auto: on cuda the fastest of a trial; else sdpa, torch's choice."""
-    quantize: Literal["none", "auto", "fp8", "int8"] = "none"
+    quantize: Annotated[Literal["none", "auto", "fp8", "int8"], Flag()] = "none"
     """The blocks' linear layers in 8 bits: fp8 on recent NVIDIA GPUs, int8 anywhere; auto: fp8 where it is faster."""
-    offload: Literal["none", "blocks"] = "none"
-    """blocks: they lie in pinned host memory and are copied to the device one ahead; slower, for cards too small."""
-    compile: Annotated[Literal["auto", "off", "on"], BeforeValidator(_switch)] = "auto"
+    offload: Annotated[Literal["none", "blocks"], Flag()] = "none"
+    """blocks: the transformer's blocks lie in pinned host memory and are copied to the device one
+    ahead; slow, for cards that are too small."""
+    compile: Annotated[Literal["auto", "off", "on"], BeforeValidator(_switch), Flag()] = "auto"
     """Run compiled graphs of transformer and decoder; made at the first start, then kept on disk. auto: on cuda."""
-    size: str | None = None
-    """WIDTHxHEIGHT of the picture; default: the model's own."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    size: Annotated[str | None, Flag(metavar="WxH", group=MODEL)] = None
+    """Of the picture in pixels; default: the model's own."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], Flag(group=GPUS)] = "auto"
     """Where the model runs. auto: cuda where there is one, else cpu."""
-    threads: int = Field(1, ge=1, le=64)
+    threads: Annotated[int, Flag()] = Field(1, ge=1, le=64)
     """CPU threads of the transformer; decoding has one of its own."""
-    steps: int | None = Field(None, ge=1, le=50)
-    """Denoise steps per chunk, of those the model has; default: what it was made for."""
+    steps: Annotated[int | None, Flag(group=MODEL)] = Field(None, ge=1, le=50)
+    """Denoise steps per chunk, of those the model has (`tiny`: 4, 2); default: what it was made for."""
     timesteps: Annotated[tuple[float, ...] | None, BeforeValidator(_tuple)] = None
     """The timestep of each denoise step, from 1000 to 0, of a model that the catalogue does not know."""
-    chunk_latents: int | None = Field(None, ge=1)
+    chunk_latents: Annotated[int | None, Flag("--chunk-frames")] = Field(None, ge=1)
     """Latent frames of a chunk, of a model that the catalogue does not know."""
-    kv_context: KVContext = "clean"
-    """What a chunk sees of earlier chunks (docs/design.md)."""
-    window: int | None = Field(None, ge=1)
-    """Latent frames a chunk can see, sink and itself included; default: the model's own."""
-    sink: int | None = Field(None, ge=0)
-    """First latent frames that stay in sight; default: the model's own."""
-    rope: Literal["absolute", "relative"] | None = None
-    """Positions from the stream's beginning, or the sink next to the window; default: the model's."""
-    stages: int = Field(1, ge=1, le=64)
-    """Ranks over which the transformer's blocks are split."""
-    parallel: Parallel | None = None
-    """PxC: P stages, each of which C ranks share, as 2x2; default: stages x 1."""
-    decode_rank: Literal["head", "last", "dedicated"] = "head"
-    """Which rank of a ring decodes."""
+    kv_context: Annotated[KVContext, Flag(group=GPUS)] = "clean"
+    """What a chunk sees of earlier ones; staircase lets one stream use several GPUs; default: what the model was made
+    for."""
+    window: Annotated[int | None, Flag()] = Field(None, ge=1)
+    """Latent frames that a chunk can see, sink and itself included; default: the model's own."""
+    sink: Annotated[int | None, Flag()] = Field(None, ge=0)
+    """First latent frames of a stream that stay in sight; default: the model's own."""
+    rope: Annotated[Literal["absolute", "relative"] | None, Flag()] = None
+    """Positions count from the stream's beginning, or the sink stands next to the window; default: the model's own."""
+    stages: Annotated[int, Flag(group=GPUS)] = Field(1, ge=1, le=64)
+    """Ranks, started here, over which the transformer's blocks are split."""
+    parallel: Annotated[Parallel | None, Flag(metavar="PxC")] = None
+    """P stages, each of which C ranks share, as 2x2; default: stages x 1."""
+    decode_rank: Annotated[Literal["head", "last", "dedicated"], Flag()] = "head"
+    """Which rank of a ring decodes; dedicated: one more, for that alone."""
     link: Literal["auto", "gloo", "nccl"] = "auto"
     """What moves tensors between ranks. gloo: through host memory, over TCP; auto: nccl between GPUs, else gloo."""
     watchdog_s: float = Field(60.0, ge=1)
     """Seconds without a heartbeat of a rank, or with its device at one forward, after which it counts as hung."""
     profile: str | None = None
     """A JSON file of measured times to split the blocks by; default: measured at the start."""
-    trace: str | None = None
-    """A folder for a profiler's trace of some chunks; these run slower."""
-    trace_chunks: int | None = Field(None, ge=1, le=100)
+    trace: Annotated[str | None, Flag("--profile", "DIR")] = None
+    """Folder for a trace of some chunks by PyTorch's profiler, for ui.perfetto.dev."""
+    trace_chunks: Annotated[int | None, Flag("--profile-chunks")] = Field(None, ge=1, le=100)
     """Chunks that are traced; default: 4."""
     device_memory_gb: float | None = Field(None, gt=0)
     """Memory of its device that a rank may take, weights and all; default: what is free on cuda, no limit on cpu."""
@@ -189,11 +210,11 @@ class BatchingRule(_Section):
 class BatchingConfig(_Section):
     """Rows of several sessions in one forward (docs/batching.md)."""
 
-    mode: Annotated[Literal["off", "dynamic"], BeforeValidator(_switch)] = "off"
+    mode: Annotated[Literal["off", "dynamic"], BeforeValidator(_switch), Flag("--batching")] = "off"
     """dynamic: micro-steps of different sessions share a forward where the ring has more of them than places."""
-    max_rows: int | None = Field(None, ge=1, le=16)
+    max_rows: Annotated[int | None, Flag()] = Field(None, ge=1, le=16)
     """Most rows of a forward; default: 4."""
-    wait_ms: float = Field(0.0, ge=0, le=1000)
+    wait_ms: Annotated[float, Flag("--batching-wait-ms")] = Field(0.0, ge=0, le=1000)
     """How long a row that could enter may wait for others; 0: never."""
     rules: Annotated[tuple[BatchingRule, ...], BeforeValidator(_tuple)] = ()
     """The first that applies lowers both."""
@@ -225,27 +246,32 @@ class ServedModel(ModelConfig):
 class SessionConfig(_Section):
     """How the default session starts."""
 
-    prompt: str = Field("a red circle moving right over a meadow", min_length=1, max_length=2000)
-    seed: int = Field(0, ge=0, le=2**31 - 1)
-    image: str | None = None
-    """A JPEG, PNG, WebP or AVIF file: the picture that it begins with and goes on from."""
-    fit: Literal["cover", "contain"] = "cover"
+    prompt: Annotated[str, Flag(metavar="TEXT", group=STREAM)] = Field(
+        "a red circle moving right over a meadow", min_length=1, max_length=2000
+    )
+    """What to show."""
+    seed: Annotated[int, Flag()] = Field(0, ge=0, le=2**31 - 1)
+    """The same seed and prompts give the same video."""
+    image: Annotated[str | None, Flag(metavar="FILE", group=STREAM)] = None
+    """A picture (JPEG, PNG, WebP or AVIF) that the stream begins with."""
+    fit: Annotated[Literal["cover", "contain"], Flag()] = "cover"
     """How a picture of other proportions is fitted: filling the frame, or whole between black bars."""
-    snapshot: str | None = None
-    """Of `serve`: a saved session's file, which it goes on from; with its own prompt, unless `prompt` is set too."""
-    input: str | None = None
-    strength: float = Field(0.4, gt=0, le=1)
-    """Of `serve`: a video file that it follows, with noise of that level mixed in."""
-    input_end: Literal["text", "loop", "end"] = "text"
+    snapshot: Annotated[str | None, Flag("--from", "FILE")] = None
+    """Resume a saved session's file; with its own prompt, unless one is set."""
+    input: Annotated[str | None, Flag(metavar="FILE")] = None
+    """Of `serve`: a video file that the default session follows, at its own pace."""
+    strength: Annotated[float, Flag()] = Field(0.4, gt=0, le=1)
+    """Of `input`: level of the noise that is mixed into the video."""
+    input_end: Annotated[Literal["text", "loop", "end"], Flag()] = "text"
     """What is behind the file's end: the prompt alone, the file again, or nothing, as the session ends."""
 
 
 class PlaybackConfig(_Section):
     """Rate and buffering of the frames shown."""
 
-    fps: float = Field(40.0, ge=1, le=120)
-    """Frames shown per second."""
-    max_ahead_s: float = Field(0.9, gt=0, le=10)
+    fps: Annotated[float, Flag(group=STREAM)] = Field(40.0, ge=1, le=120)
+    """Frames shown per second; default: the model's own (`tiny`: 40)."""
+    max_ahead_s: Annotated[float, Flag()] = Field(0.9, gt=0, le=10)
     """Seconds of video made ahead of what is shown, at most."""
     skip_to_prompt: bool = True
     """Whether frames that wait to be shown are skipped when the first ones under a new prompt are there."""
@@ -279,25 +305,26 @@ class IceServer(_Section):
 class ServeConfig(_Section):
     """The web side."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on; anything but loopback opens the server to others."""
-    port: int = Field(8000, ge=0, le=65535)
+    host: Annotated[str, Flag(metavar="ADDRESS", group=SERVER)] = "127.0.0.1"
+    """Address to listen on; with another than loopback others reach the server."""
+    port: Annotated[int, Flag(group=SERVER)] = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 picks a free one."""
-    name: str | None = Field(None, pattern=r"^[a-z0-9]{1,32}$")
-    """This server's, among several behind one balancer: ids of its sessions and videos begin with it."""
+    name: Annotated[str | None, Flag("--server-name")] = Field(None, pattern=r"^[a-z0-9]{1,32}$")
+    """Of this server among several behind one balancer; ids of its sessions and videos begin with it."""
     agent_port: int | None = Field(None, ge=1, le=65535)
     """Port that tells a balancer how much room there is (HAProxy's agent check); null: none."""
-    hosts: list[HostName] = []
-    """Names, besides localhost and `host`, that users may call it by; addresses need not be named."""
-    codec: Literal["auto", "h264", "vp8"] = "auto"
+    hosts: Annotated[list[HostName], Flag("--allowed-host", "NAME", ACCESS)] = []
+    """A DNS name that users may call this server by, besides localhost and `host`."""
+    codec: Annotated[Literal["auto", "h264", "vp8"], Flag()] = "auto"
     """Of the video. auto: H.264, and VP8 for viewers without it."""
-    encoder: Literal["auto", "x264", "nvenc"] = "auto"
+    encoder: Annotated[Literal["auto", "x264", "nvenc"], Flag()] = "auto"
     """Of H.264, opened once at the start as a trial. auto: NVENC where it can be opened, else x264."""
-    upscale: int = Field(1, ge=1, le=8)
+    upscale: Annotated[int, Flag()] = Field(1, ge=1, le=8)
     """The picture is enlarged by this before encoding."""
-    bitrate: int | None = Field(None, ge=100_000, le=50_000_000)
+    bitrate: Annotated[int | None, Flag()] = Field(None, ge=100_000, le=50_000_000)
     """bit/s of the video; default: by size and fps."""
-    max_viewers: int = Field(32, ge=1, le=1000)
+    max_viewers: Annotated[int, Flag(group=SERVER)] = Field(32, ge=1, le=1000)
+    """Viewers at the same time, at most."""
     max_connections: int = Field(1000, ge=8, le=100_000)
     """Open HTTP connections, at most."""
     max_snapshot_mb: int = Field(1024, ge=1, le=65536)
@@ -305,13 +332,13 @@ class ServeConfig(_Section):
     snapshot_key_file: str | None = None
     """A file with the key that saved sessions are signed with, made where there is none; servers of a fleet share it.
     null: one in the user's state folder."""
-    trust_snapshots: bool = False
-    """Open saved sessions that are sent without a signature of this key."""
-    address_share: float = Field(0.5, gt=0, le=1)
+    trust_snapshots: Annotated[bool, Flag()] = False
+    """Open saved sessions that are sent without this server's signature."""
+    address_share: Annotated[float, Flag()] = Field(0.5, gt=0, le=1)
     """Of viewers' places, control WebSockets and connections, what one address may hold."""
     request_s: float = Field(10.0, gt=0)
     """Seconds within which a request's head, and then its body, has to arrive."""
-    trusted_proxies: list[Proxy] = []
+    trusted_proxies: Annotated[list[Proxy], Flag("--trusted-proxy", "ADDRESS")] = []
     """Addresses and networks whose X-Forwarded-For, -Proto and -Prefix are believed; they pass on Host as it is."""
     root_path: PathPrefix = ""
     """Path below which a proxy shows the server, as /ai; X-Forwarded-Prefix of a trusted proxy comes first."""
@@ -321,56 +348,59 @@ class ServeConfig(_Section):
     """Seconds after which a session that nobody watches ends; null: never."""
     lifetime_s: float | None = Field(3600.0, gt=0)
     """Seconds after which any session ends; null: never."""
-    host_memory_gb: float | None = Field(None, ge=0)
+    host_memory_gb: Annotated[float | None, Flag()] = Field(None, ge=0)
     """GB of host memory for swapped-out sessions of all ranks of a machine; 0: none. null: a quarter of the free."""
     max_utilization: float = Field(0.9, gt=0, le=10)
     """Share of the engine's time that sessions may ask for together."""
-    adaptive: bool = False
-    """Sessions that do not say: whether they give up steps, then frame rate, before anybody is refused."""
-    open_browser: bool = True
+    adaptive: Annotated[bool, Flag()] = False
+    """Under load, sessions that do not say otherwise give up steps, then frame rate, before anybody is refused."""
+    open_browser: Annotated[bool, Flag("--no-browser", group=SERVER)] = True
     """Open a browser where there is a display."""
-    outputs: list[str] = []
-    """Files and addresses that the default session is also sent to."""
+    outputs: Annotated[list[str], Flag("--output", "FILE|URL", STREAM)] = []
+    """Also send the default session to a .mp4 or .webm file, rtmp://, srt://, udp://, tcp://, whip+https://."""
     outputs_file: str | None = None
     """A file with more of them, one a line: addresses may hold stream keys."""
-    udp_ports: str | None = Field(None, pattern=r"^\d{1,5}-\d{1,5}$")
+    udp_ports: Annotated[str | None, Flag(metavar="LOW-HIGH")] = Field(None, pattern=r"^\d{1,5}-\d{1,5}$")
     """UDP ports for viewers' media, as 50000-50100; a viewer takes one per local address. null: any."""
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    """PEM files, the certificate with its chain and the key without a password: HTTPS. Read again when they change."""
+    tls_cert: Annotated[str | None, Flag(metavar="FILE")] = None
+    """PEM file of the certificate, with its chain, for HTTPS. Read again when it changes."""
+    tls_key: Annotated[str | None, Flag(metavar="FILE")] = None
+    """PEM file of its key, without a password."""
     output_targets: list[str] = []
     """Folders, and beginnings of addresses, to which whoever steers a session may send it over the API."""
     ice_servers: list[IceServer] = []
     """STUN and TURN servers; none are asked unless named here."""
     whep_url: str | None = Field(None, pattern=r'^https?://[^\s"<>;,]+$')
     """A media server's WHEP address, from which the page of who only watches plays the default session."""
-    insecure: bool = False
-    """Let others in without a token, where `host` is no loopback address."""
-    view_token_file: str | None = None
-    control_token_file: str | None = None
-    """Files with the token that lets one watch, and with that which lets one steer too."""
-    log_format: Literal["text", "json"] = "text"
+    insecure: Annotated[bool, Flag(group=ACCESS)] = False
+    """Let other machines in without a token."""
+    view_token_file: Annotated[str | None, Flag(metavar="FILE", group=ACCESS)] = None
+    """File with the token that is needed to watch."""
+    control_token_file: Annotated[str | None, Flag(metavar="FILE", group=ACCESS)] = None
+    """File with the token that is needed to steer."""
+    log_format: Annotated[Literal["text", "json"], Flag()] = "text"
     """json: one object per line, viewers that connect and leave included."""
     log_prompts: bool = False
     """Write prompts into the log."""
     drain_s: float = Field(0.0, ge=0)
     """Seconds for which viewers may stay after SIGTERM; no session is opened meanwhile."""
-    handover: str | None = None
+    handover: Annotated[str | None, Flag(metavar="FOLDER")] = None
     """Folder in which sessions are left at SIGTERM for the next server that has it: same ids, tokens and pictures."""
-    keep_s: float | None = Field(None, ge=0.1)
+    keep_s: Annotated[float | None, Flag()] = Field(None, ge=0.1)
     """Every so many seconds a session that plays is kept, and goes on from there when the engine fails; null: never."""
-    state_dir: str | None = None
+    state_dir: Annotated[str | None, Flag(metavar="FOLDER")] = None
     """Folder for sessions that are swapped out or kept; null: both lie in memory, and end with the server."""
     max_restarts: int = Field(5, ge=0, le=1000)
+    """How often an engine that fails is started again within a window; 0: the server ends."""
     restart_window_s: float = Field(300.0, gt=0)
-    """How often an engine that fails is started again within so many seconds; 0 times: the server ends."""
+    """Seconds of that window."""
     restart_wait_s: float = Field(0.5, ge=0)
     """Seconds before the second restart; then twice as long each time."""
     warm_standby: bool = True
     """Keep a second engine process on standby, torch imported, to take over when the first one fails."""
     cors_origins: list[Origin] = []
     """Origins of pages that may use the API."""
-    jobs_dir: str | None = None
+    jobs_dir: Annotated[str | None, Flag(metavar="FOLDER")] = None
     """Folder for the videos of /v1/videos; null: that API is off."""
     jobs_queue: int = Field(64, ge=1, le=10_000)
     """Jobs that wait or run, at most; one address may have `address_share` of them."""

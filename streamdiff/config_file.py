@@ -53,13 +53,8 @@ def load(
                 lines.append(f"{origin}: {key}: {problem['ctx']['error']}")
                 continue
             where = (names or {}).get(key, key) if key in overrides else f"{origin}: {key}"
-            lines.append(f"{where} {_explain(problem['type'], problem['loc'], problem['input'])}")
+            lines.append(f"{where} {explain(problem['type'], problem['loc'], problem['input'])}")
         raise ConfigError("\n".join(lines)) from None
-
-
-def describe(config: Config) -> str:
-    """The whole tree as YAML, so that a run can be repeated from its log."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False).rstrip()
 
 
 class _Loader(yaml.SafeLoader):
@@ -105,9 +100,9 @@ def _read(path: Path) -> dict[str, Any]:
     return {key: {} if value is None and key in Config.model_fields else value for key, value in tree.items()}
 
 
-def _explain(kind: str, location: tuple[int | str, ...], value: object) -> str:
+def explain(kind: str, location: tuple[int | str, ...], value: object) -> str:
     """What is wrong with the value at `location`, and what is allowed there."""
-    known = list(Config.model_fields) if len(location) == 1 else list(_section(str(location[0])).model_fields)
+    known = list(Config.model_fields) if len(location) == 1 else list(section_of(str(location[0])).model_fields)
     key = str(location[min(1, len(location) - 1)])  # what follows is a place in a list
     if (new := RENAMED.get(".".join(map(str, location)))) is not None:
         return f"is called {new} now"
@@ -121,11 +116,11 @@ def _explain(kind: str, location: tuple[int | str, ...], value: object) -> str:
     if kind == "string_unicode":
         return f"is {_show(value)}, but must be UTF-8 text (its bytes that are not are shown as \\udc80 to \\udcff)"
     if len(location) == 1:
-        inside = ", ".join(_section(key).model_fields)
+        inside = ", ".join(section_of(key).model_fields)
         return f"is {_show(value)}, but must be a section with keys among {inside}"
     if entry is BatchingRule and len(location) > 3:
-        return f"is {_show(value)}, but must be {_allowed(BatchingRule.model_fields[str(location[3])])}"
-    return f"is {_show(value)}, but must be {_allowed(_section(str(location[0])).model_fields[key])}"
+        return f"is {_show(value)}, but must be {allowed(BatchingRule.model_fields[str(location[3])])}"
+    return f"is {_show(value)}, but must be {allowed(section_of(str(location[0])).model_fields[key])}"
 
 
 def _suggest(key: str, location: tuple[int | str, ...], known: list[str]) -> str:
@@ -133,12 +128,13 @@ def _suggest(key: str, location: tuple[int | str, ...], known: list[str]) -> str
     if near:
         return f"did you mean {'.'.join([*map(str, location[:-1]), near[0]])}?"
     for name in Config.model_fields:  # the right key in the wrong place
-        if key in _section(name).model_fields:
+        if key in section_of(name).model_fields:
             return f"did you mean {name}.{key}?"
     return f"known here: {textwrap.shorten(', '.join(known), KNOWN_CHARACTERS, placeholder=' ...')}"
 
 
-def _section(name: str) -> type[BaseModel]:
+def section_of(name: str) -> type[BaseModel]:
+    """The model of a section of `Config`."""
     annotation = Config.model_fields[name].annotation
     assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
     return annotation
@@ -162,16 +158,21 @@ _TYPES: dict[Any, str] = {
 }
 
 
-def _allowed(field: FieldInfo) -> str:
+def kind_of(field: FieldInfo) -> tuple[Any, bool]:
+    """The type of a field's values, without None; and whether None is one."""
+    if get_origin(field.annotation) in (Union, types.UnionType):
+        (kind,) = (part for part in get_args(field.annotation) if part is not type(None))
+        return kind, True
+    return field.annotation, False
+
+
+def allowed(field: FieldInfo) -> str:
     """What a field takes, in words, from its type and limits."""
-    annotation, optional = field.annotation, False
-    if get_origin(annotation) in (Union, types.UnionType):
-        (annotation,) = (part for part in get_args(annotation) if part is not type(None))
-        optional = True
-    if get_origin(annotation) is Literal:
-        words = "one of " + ", ".join(str(choice) for choice in get_args(annotation))
+    kind, optional = kind_of(field)
+    if get_origin(kind) is Literal:
+        words = "one of " + ", ".join(str(choice) for choice in get_args(kind))
     else:
-        words = _TYPES.get(annotation, "a value")
+        words = _TYPES.get(kind, "a value")
     words += _limits(field)
     return words + (", or null for the default" if optional else "")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamdiff.config import RENAMED, Config
-from streamdiff.config_file import describe, load
+from streamdiff.config_file import load
 from streamdiff.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
@@ -157,11 +157,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "directory" in refusal(tmp_path)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00binary")
     assert "UTF-8" in refusal(tmp_path / "bytes.yaml")
-
-
-def test_the_description_is_a_file_that_gives_the_same(write) -> None:
-    config = load(None, {"playback.fps": 24.0, "serve.bitrate": 500_000})
-    assert load(write(describe(config))) == config
 
 
 values = st.recursive(

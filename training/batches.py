@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from streamdiff.models.autoencoder.taehv import TAEHV, Memory
-from streamdiff.models.tiny.scene import COLUMN, HOURS, THING_TABLES
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvMemory
+from streamdiff.models.tiny.scene import HOURS, THING_TABLES
 from training.autoencoder import encode_groups
 from training.keys import draw_controls
+from training.scene_rows import COLUMN
 from training.windows import CHUNK, CHUNKS, Windows
 from training.world.render_batch import draw_frames
 from training.world.scenes import draw_scenes, redraw, tidy
@@ -104,7 +105,7 @@ class TrackEncoder:
         """The last `count` frames, at most four, `[B, count, 3, H, W]` of `chunks` `[B, C, CHUNK, h, w]`, `at_once` of
         which are decoded together."""
         latents = chunks[:, :, -2:].transpose(1, 2) * self.std + self.mean
-        return torch.cat([self.autoencoder.decode(some, Memory())[:, -count:] for some in latents.split(at_once)])
+        return torch.cat([self.autoencoder.decode(some, TaehvMemory())[:, -count:] for some in latents.split(at_once)])
 
 
 class Pool:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-from streamdiff.cli import options, parser, reference_options
+from streamdiff.cli import job_options, options, parser
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 
 if TYPE_CHECKING:
@@ -140,14 +140,13 @@ def _check_settings(config: Config, file: Literal["input", "image"]) -> None:
 
 def _at_native_rate(config: Config) -> Config:
     """With the rate of a published model where none was asked for: faster is fast motion."""
-    from streamdiff.models import resolve
-    from streamdiff.models.catalogue import entries
+    from streamdiff.models import catalogue, resolve
 
     name = config.model.name
-    if "fps" in config.playback.model_fields_set or resolve.is_embedded(name) or entries.is_random(name):
+    if "fps" in config.playback.model_fields_set or resolve.is_embedded(name) or catalogue.is_random(name):
         return config
-    known = entries.entries()
-    entry = known.get(name, known[entries.USUAL])
+    known = catalogue.entries()
+    entry = known.get(name, known[catalogue.USUAL])
     playback = config.playback.model_copy(update={"fps": entry.native_fps})
     return config.model_copy(update={"playback": playback})
 
@@ -160,7 +159,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    if reference_options.is_requested(arguments):
+    if job_options.is_reference(arguments):
         return _reference(arguments, argv)
     if arguments.prompts is not None:
         return _generate_list(arguments, argv)
@@ -186,18 +185,18 @@ def _generate_list(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     ):
         if is_given:
             raise ConfigError(f"{flag} does not go with --prompts, whose lines are the prompts")
-    from streamdiff.commands import generate, prompt_list
+    from streamdiff.commands import generate
 
-    job = _job(prompt_list.PromptListJob, arguments)
+    job = _job(generate.PromptListJob, arguments)
     config = _config(arguments)
     _check_model(config)
     _check_settings(config, "image")
     generate.check_start(config.session)
-    run = partial(prompt_list.run, config, job)
+    run = partial(generate.run_list, config, job)
     # With nothing left to make no rank is needed.
-    if config.model.ranks == 1 or not prompt_list.pending(job):
+    if config.model.ranks == 1 or not generate.pending(job):
         return run()
-    return generate.run_as_ranks(config, partial(prompt_list.pending, job), run, argv)
+    return generate.run_as_ranks(config, partial(generate.pending, job), run, argv)
 
 
 def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
@@ -208,7 +207,6 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
         ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
         ("--resume", bool(arguments.resume), "it with --prompts instead of them"),
     ]
-    flags = {option.key: option.flag for option in options.GENERATE}
     for key, instead in (
         ("session.image", "--given-latents"),
         ("session.fit", "--given-latents"),
@@ -221,7 +219,7 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
         settings: BaseModel = getattr(config, section)
         differs = getattr(settings, name) != type(settings).model_fields[name].default
         is_typed = getattr(arguments, key, None) is not None
-        given.append((flags[key] if is_typed else key, is_typed or differs, instead))
+        given.append((options.SETTINGS[key].flag if is_typed else key, is_typed or differs, instead))
     for what, is_given, instead in given:
         if is_given:
             raise ConfigError(f"{what} does not go with the options that say everything by chunks; use {instead}")
@@ -239,10 +237,8 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             raise ConfigError(
                 f"model.{name} is {refused}, but options that say everything by chunks run the plain path; use {plain}"
             )
-    # Rank 0 decodes what is finished, in turns with the ring.
-    config = config.model_copy(update={"model": config.model.model_copy(update={"decode_rank": "head"})})
-    from streamdiff.commands import generate, reference, reference_ring
-    from streamdiff.commands.reference_model import ReferenceJob
+    from streamdiff.commands import generate, reference
+    from streamdiff.commands.jobs import ReferenceJob
 
     generate.check_start(config.session)
     job = _job(
@@ -259,7 +255,7 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if not job.processes:
         return reference.run(job)
     check, run = partial(reference.prepare, job), partial(reference.run, job)
-    return generate.run_as_ranks(config, check, run, argv, partial(reference_ring.follow, job))
+    return generate.run_as_ranks(config, check, run, argv, partial(reference.follow, job))
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -277,9 +273,11 @@ def _models(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     from streamdiff.commands import convert
+    from streamdiff.commands.jobs import DecodeJob, EncodeJob
 
-    job = _job(convert.ConvertJob, arguments)
-    return convert.decode(job) if arguments.command == "decode" else convert.encode(job)
+    if arguments.command == "decode":
+        return convert.decode(_job(DecodeJob, arguments))
+    return convert.encode(_job(EncodeJob, arguments))
 
 
 def _job(kind: type[_JobT], arguments: argparse.Namespace, **known: object) -> _JobT:
@@ -293,12 +291,12 @@ def _config(arguments: argparse.Namespace) -> Config:
     """The file given with --config, or the defaults, with the options laid over it."""
     from streamdiff.config_file import load
 
-    given = {option.key: getattr(arguments, option.key, None) for option in options.CONFIGURATION}
+    given = {key: getattr(arguments, key, None) for key in options.SETTINGS}
     overrides = {key: value for key, value in given.items() if value is not None}
     if isinstance(steps := overrides.get("model.steps"), tuple):
         del overrides["model.steps"]
         overrides["model.timesteps"] = steps
-    names = {option.key: option.flag for option in options.CONFIGURATION} | {"model.timesteps": "--steps"}
+    names = {key: option.flag for key, option in options.SETTINGS.items()} | {"model.timesteps": "--steps"}
     from streamdiff.models.resolve import completed
 
     config = load(arguments.config, overrides, names)
@@ -312,14 +310,14 @@ def _check_model(config: Config) -> None:
     Raises:
         ConfigError: something is missing, or there are more.
     """
-    from streamdiff.models.catalogue import entries
+    from streamdiff.models import catalogue
     from streamdiff.models.resolve import check_parts, is_embedded
 
     model = config.model
     check_parts(model)
     if model.stage_ranks == 1 or model.weights is not None:
         return
-    if is_embedded(model.name) or model.name in entries.entries():
+    if is_embedded(model.name) or model.name in catalogue.entries():
         from streamdiff.pipeline.planner.model_sizes import sizes_of
         from streamdiff.pipeline.planner.partition import check_ranks
 

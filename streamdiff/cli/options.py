@@ -1,4 +1,5 @@
-"""Options of the command line, and what the help of each command shows.
+"""Options of the command line: those of the configuration, made of its fields, those that commands have for themselves,
+and what the help of each command shows.
 
 Kept apart from `parser`, which puts them together, and `main`, which carries commands out.
 """
@@ -6,21 +7,26 @@ Kept apart from `parser`, which puts them together, and `main`, which carries co
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-import yaml
+from pydantic.fields import FieldInfo
+
+from streamdiff.config import GPUS, MODEL, SERVER, STREAM, Config, Flag
+from streamdiff.config_file import kind_of, section_of
 
 SWITCH = "store_true"
+GENERAL = "options"
 
 
 class Option(NamedTuple):
     """One option. `key` is the dotted key of the configuration that it overrides, or the field of the command's job
     that it sets; without one it sets the field with the flag's name. Not given, it is None: configuration and jobs have
-    the defaults.
+    the defaults. `flag` may be several names with spaces between.
 
-    `action` is one of argparse; with another than "store" and "append" the option takes no value.
+    `action` is one of argparse; with another than "store" and "append" the option takes no value. `group` is its
+    heading in the help; with `rare` it is in that of --help-all only.
     """
 
     flag: str
@@ -30,6 +36,8 @@ class Option(NamedTuple):
     key: str = ""
     action: str | type[argparse.Action] = "store"
     required: bool = False
+    group: str = GENERAL
+    rare: bool = False
 
     @property
     def name(self) -> str:
@@ -38,16 +46,22 @@ class Option(NamedTuple):
         return self.key or self.flag[2:].replace("-", "_")
 
 
-def add(parser: argparse._ActionsContainer, options: Sequence[Option]) -> None:
-    """Let `options` be typed. Mutates: parser."""
+def add(parser: argparse.ArgumentParser, options: Sequence[Option], *, everything: bool) -> None:
+    """Let `options` be typed; the help lists them by group, rare ones only with `everything`. Mutates: parser."""
+    groups: dict[str, argparse._ActionsContainer] = {GENERAL: parser}
     for each in options:
-        given = {"dest": each.name, "help": each.help, "action": each.action, "required": each.required}
+        shown = everything or not each.rare
+        if shown and each.group not in groups:
+            groups[each.group] = parser.add_argument_group(each.group)
+        about = each.help if shown else argparse.SUPPRESS
+        given = {"dest": each.name, "help": about, "action": each.action, "required": each.required}
         value = {"type": each.parse, "metavar": each.metavar} if each.action in ("store", "append") else {}
-        parser.add_argument(each.flag, default=None, **given, **value)  # type: ignore[arg-type]
+        place = groups[each.group] if shown else parser
+        place.add_argument(*each.flag.split(), default=None, **given, **value)  # type: ignore[arg-type]
 
 
-class Preset(argparse.Action):
-    """An option without a value: it sets the preset of its own name, and excludes the others."""
+class Named(argparse.Action):
+    """Switches of one setting: each sets the value of its own name, and excludes the others."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **given: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **given)
@@ -78,182 +92,77 @@ def parse_steps(text: str) -> int | tuple[float, ...]:
     return int(text) if text.strip().isdigit() else parse_numbers(text)
 
 
-def parse_list(path: str) -> list[object]:
-    """The list in a JSON or YAML file. Raises argparse.ArgumentTypeError."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise argparse.ArgumentTypeError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(found, list):
-        raise argparse.ArgumentTypeError(f"{path} must hold a list of rules, as JSON or YAML; see docs/batching.md")
-    return found
+# ---- of the configuration ----------------------------------------------------------------------------------------
+
+
+def fields() -> Iterator[tuple[str, FieldInfo, Flag | None]]:
+    """Dotted key, field, and how it can be typed, of every setting."""
+    for section in Config.model_fields:
+        for name, field in section_of(section).model_fields.items():
+            flag = next((each for each in field.metadata if isinstance(each, Flag)), None)
+            yield f"{section}.{name}", field, flag
+
+
+_REST = {"model": MODEL, "session": STREAM, "playback": STREAM, "batching": GPUS, "serve": SERVER}
+"""Heading of a section's options that only --help-all lists."""
+
+
+def _option(key: str, field: FieldInfo, flag: Flag) -> Option:
+    """How a setting is typed: by its type, and the marker on its field."""
+    name, (kind, _) = flag.name or "--" + key.split(".")[1].replace("_", "-"), kind_of(field)
+    choices = "|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
+    metavar = flag.metavar or choices or ("N" if kind in (int, float) else "NAME")
+    parse: Callable[[str], object] = kind if kind in (int, float) else str
+    action: str | type[argparse.Action] = "append" if get_origin(kind) is list else "store"
+    if kind is bool:
+        action = "store_false" if field.default else SWITCH
+    elif " " in name:
+        action = Named
+    return Option(
+        name, metavar, _help(field), parse, key, action, False, flag.group or _REST[key.split(".")[0]], not flag.group
+    )
+
+
+def _help(field: FieldInfo) -> str:
+    """The docstring, and the default where that does not say it. argparse wants percent signs doubled."""
+    about, value = " ".join((field.description or "").split()).rstrip("."), field.default
+    if value is True:
+        return f"do not {about[0].lower()}{about[1:]}"
+    is_plain = isinstance(value, str | int | float) and not isinstance(value, bool) and value != ""
+    return (f"{about} (default {value})" if is_plain and "default" not in about else about).replace("%", "%%")
+
+
+def _settings() -> dict[str, Option]:
+    options = {key: _option(key, field, flag) for key, field, flag in fields() if flag is not None}
+    options["model.steps"] = options["model.steps"]._replace(parse=parse_steps)
+    return options
+
+
+SETTINGS = _settings()
+"""Every option that sets a value of the configuration, by its key."""
+
+
+def settings(*keys: str) -> tuple[Option, ...]:
+    """Options by key, or of a whole section by its name."""
+    return tuple(option for key, option in SETTINGS.items() if key in keys or key.split(".")[0] in keys)
 
 
 # fmt: off
-# ---- of the configuration ----------------------------------------------------------------------------------------
-
-NAME = Option("--model", "NAME", "`tiny`, a name of `streamdiff models`, a hub id (OWNER/NAME), or a path", str,
-              "model.name")
-STEPS = Option("--steps", "N", "denoise steps per chunk (default: what the model was made for; `tiny` has 4, and 2)",
-               int, "model.steps")
-STEPS_OR_LIST = STEPS._replace(parse=parse_steps, help=STEPS.help + "; or the timesteps themselves, "
-                               "1000,937.5,833.33,625")
-KV_CONTEXT = Option("--kv-context", "POLICY", "what a chunk sees of earlier ones: clean, staircase, same_step "
-                    "(default: what the model was made for)", str, "model.kv_context")
-MODEL = (
-    NAME,
-    Option("--device", "DEVICE", "auto, cpu or cuda (default auto: cuda where there is one)", str, "model.device"),
-    Option("--threads", "N", "CPU threads of the transformer", int, "model.threads"),
-    KV_CONTEXT,
-    Option("--seed", "N", "the same seed and prompts give the same video (default 0)", int, "session.seed"),
-    Option("--fps", "N", "frames shown per second (default: the model's own; `tiny` has 40)", float, "playback.fps"),
-)
-QUANTIZE = Option("--quantize", "KIND", "none, fp8 or int8: the blocks' linear layers in 8 bits (needs torchao); auto: "
-                  "fp8 where it is faster", str, "model.quantize")
-PRESETS = (
-    Option("--plain", "", "none of the fast paths that CUDA has by default: no graphs, torch's own attention; what is "
-           "asked for by itself stays", key="model.preset", action=Preset),
-    Option("--fast", "", "also what changes pictures a little: the small autoencoder, the fewest steps that the model "
-           "has", key="model.preset", action=Preset),
-)
-OFFLOAD = Option("--offload", "KIND", "none, or blocks: they lie in host memory and are copied one ahead; slow, for "
-                 "small cards", str, "model.offload")
-VAE = Option("--vae", "PATH", "the autoencoder, or a name: taew2_1 is small (default: its own)", str, "model.vae")
-SIZE = Option("--size", "WxH", "of the picture in pixels (default: the model's own)", str, "model.size")
-EXAMINED_PARTS = (
-    Option("--weights", "FILE", "the transformer's weights, in any published layout", str, "model.weights"),
-    VAE,
-    Option("--text-encoder", "PATH", "a folder with encoder and tokenizer, or Wan's .pth", str, "model.text_encoder"),
-    Option("--dtype", "TYPE", "float32 or bfloat16 (default: float32 on a CPU, bfloat16 on CUDA)", str, "model.dtype"),
-    Option("--attention", "KERNEL", "one that `streamdiff doctor` lists, or auto: on CUDA the fastest, by trial", str,
-           "model.attention"),
-    QUANTIZE,
-    *PRESETS,
-)
-"""What `doctor` can say something about."""
-PARTS = (
-    *EXAMINED_PARTS,
-    OFFLOAD,
-    Option("--lora", "FILE[:SCALE]", "merge a LoRA into the weights", str, "model.lora"),
-    Option("--text-device", "DEVICE", "of a large text encoder: cpu, cuda (default: by room)", str,
-           "model.text_device"),
-    Option("--compile", "off|on", "run compiled graphs of transformer and decoder; made at the first start, then kept "
-           "on disk (default: on with CUDA)", str, "model.compile"),
-    SIZE,
-)
-TRACE = (
-    Option("--profile", "DIR", "trace some chunks with PyTorch's profiler, for ui.perfetto.dev", str, "model.trace"),
-    Option("--profile-chunks", "N", "chunks of that trace, 1 to 100 (default 4)", int, "model.trace_chunks"),
-)
-WINDOW = (
-    Option("--window", "N", "latent frames a chunk can see, sink and itself included (default: the model's own)", int,
-           "model.window"),
-    Option("--sink", "N", "latent frames of the beginning that stay in sight (default: the model's)", int,
-           "model.sink"),
-    Option("--rope", "KIND", "absolute or relative positions (default: the model's own)", str, "model.rope"),
-)
-"""What a chunk sees; of every session, as caches, memory and graphs are made for it at the start."""
-PROMPT = Option("--prompt", "TEXT", "what to show", str, "session.prompt")
-IMAGE = (
-    Option("--image", "FILE", "a picture that the stream begins with and goes on from", str, "session.image"),
-    Option("--fit", "KIND", "of a picture of other proportions: cover (default) or contain", str, "session.fit"),
-)
-INPUT = (
-    Option("--input", "FILE", "a video file that the stream follows, at its own pace", str, "session.input"),
-    Option("--input-end", "WHAT", "at the file's end: text (on from the prompt alone, default), loop, or end (the "
-           "session ends)", str, "session.input_end"),
-    Option("--strength", "S", "noise mixed into the video, above 0 to 1 (default 0.4)", float, "session.strength"),
-)
-ADDRESS = (
-    Option("--host", "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)", str, "serve.host"),
-    Option("--port", "N", "port to listen on (default 8000; 0 picks a free one)", int, "serve.port"),
-)
-STAGES = Option("--stages", "N", "ranks, started here, over which the model's blocks are split (default 1)", int,
-                "model.stages")
-BATCHING = (
-    Option("--batching", "MODE", "off, or dynamic: sessions share forwards where there are more of them than places in "
-           "the ring (default off)", str, "batching.mode"),
-    Option("--max-rows", "N", "most rows of a forward with --batching dynamic, 1 to 16 (default 4)", int,
-           "batching.max_rows"),
-    Option("--batching-wait-ms", "MS", "how long a row may wait for others (default 0: never)", float,
-           "batching.wait_ms"),
-    Option("--batching-rules", "FILE", "a JSON or YAML list of rules that lower both, see docs/batching.md", parse_list,
-           "batching.rules"),
-)
-PARALLEL = Option("--parallel", "PxC", "P stages, each shared by C ranks, as 1x2 (default: --stages x 1)", str,
-                  "model.parallel")
-DECODE = Option("--decode-rank", "PLACE", "rank of a ring that decodes: head (default), last, or dedicated (one more)",
-                str, "model.decode_rank")
-SERVE = (
-    Option("--chunk-frames", "N", "latent frames of a chunk, of a model that the catalogue does not know", int,
-           "model.chunk_latents"),
-    *WINDOW,
-    STAGES,
-    PARALLEL,
-    DECODE,
-    *BATCHING,
-    Option("--adaptive", "", "under load, sessions give up steps, then frame rate, before anybody is refused",
-           key="serve.adaptive", action=SWITCH),
-    Option("--codec", "CODEC", "auto, h264 or vp8 (default auto)", str, "serve.codec"),
-    Option("--encoder", "NAME", "of H.264: auto, x264 or nvenc (default auto: what opens)", str, "serve.encoder"),
-    Option("--upscale", "N", "enlarge before encoding (default 1: not)", int, "serve.upscale"),
-    Option("--bitrate", "BITS", "bit/s of the video (default: fits size and fps)", int, "serve.bitrate"),
-    Option("--jobs-dir", "FOLDER", "make videos for /v1/videos too, and keep them here", str, "serve.jobs_dir"),
-    Option("--max-ahead-s", "SECONDS", "video made ahead of what is shown, at most", float, "playback.max_ahead_s"),
-    Option("--output", "FILE|URL", "also send it to a .mp4 or .webm file, rtmp://, srt://, udp://, tcp://, "
-           "whip+https://; may be repeated", str, "serve.outputs", "append"),
-    Option("--allowed-host", "NAME", "a name that users call this machine by, besides localhost and --host; may be "
-           "repeated", str, "serve.hosts", "append"),
-    Option("--trusted-proxy", "ADDRESS", "a proxy, or network of them, whose X-Forwarded-For is believed; may be "
-           "repeated", str, "serve.trusted_proxies", "append"),
-    Option("--control-token-file", "FILE", "its token is needed to steer", str, "serve.control_token_file"),
-    Option("--view-token-file", "FILE", "its token is needed to watch", str, "serve.view_token_file"),
-    Option("--tls-cert", "FILE", "speak HTTPS with this certificate (PEM, with its chain)", str, "serve.tls_cert"),
-    Option("--tls-key", "FILE", "and this key", str, "serve.tls_key"),
-    Option("--from", "FILE", "go on from a saved session", str, "session.snapshot"),
-    Option("--trust-snapshots", "", "open saved sessions that are sent without this server's signature",
-           key="serve.trust_snapshots", action=SWITCH),
-    Option("--handover", "DIR", "leave sessions here at SIGTERM, for the next server that has the same folder", str,
-           "serve.handover"),
-    Option("--keep-s", "N", "every N seconds keep what plays; it goes on from there when the engine fails", float,
-           "serve.keep_s"),
-    Option("--server-name", "NAME", "of this server among several behind one balancer", str, "serve.name"),
-    Option("--udp-ports", "LOW-HIGH", "of viewers' media (default: any)", str, "serve.udp_ports"),
-    Option("--log-format", "KIND", "text, or json: one object a line on standard error", str, "serve.log_format"),
-    Option("--host-memory-gb", "GB", "host memory for sessions that nobody watches (default: a quarter of what is "
-           "free; 0: they keep the device's)", float, "serve.host_memory_gb"),
-    Option("--state-dir", "FOLDER", "for sessions beyond --host-memory-gb, and for what --keep-s saves, which a new "
-           "server resumes", str, "serve.state_dir"),
-    Option("--max-viewers", "N", "viewers at the same time, at most", int, "serve.max_viewers"),
-    Option("--address-share", "SHARE", "what one address may hold of viewers, connections, jobs (0.5)", float,
-           "serve.address_share"),
-    Option("--insecure", "", "let other machines in without a token", key="serve.insecure", action=SWITCH),
-    Option("--no-browser", "", "do not open a browser", key="serve.open_browser", action="store_false"),
-)
-GPUS = (
-    Option("--gpus", "N", "use so many GPUs as the planner finds best: stages, and ranks that share them", int),
-    Option("--for", "GOAL", "of --gpus: one stream (default), or many: as many as fit", key="goal"),
-)
-CONFIGURATION = (*ADDRESS, PROMPT, *IMAGE, *INPUT, STEPS_OR_LIST, *MODEL, *PARTS, *SERVE, *TRACE)
-"""Every option that sets a value of the configuration."""
-
 # ---- of the commands ----------------------------------------------------------------------------------------------
 
 JSON = Option("--json", "", "print as JSON", key="as_json", action=SWITCH)
 OVERWRITE = Option("--overwrite", "", "replace what exists (default: refuse)", action=SWITCH)
-CONFIG = Option("--config", "FILE", "a YAML file with the same settings, see configs/", Path)
+CONFIG = Option("--config", "FILE", "a YAML file with settings, see configs/ and docs/settings.md", Path)
+SERVE = (
+    CONFIG,
+    *settings(*Config.model_fields),
+    Option("--gpus", "N", "use so many GPUs as the planner finds best: stages, and ranks that share them", int,
+           group=GPUS),
+    Option("--for", "GOAL", "of --gpus: one stream (default), or many: as many as fit", key="goal", group=GPUS,
+           rare=True),
+)
 GENERATE = (
     CONFIG,
-    PROMPT,
-    *IMAGE,
-    STEPS_OR_LIST,
-    *MODEL,
-    *PARTS,
-    STAGES,
-    PARALLEL,
-    DECODE,
-    *TRACE,
     Option("--output", "FILE", ".mp4, .webm, or a folder for PNG frames", Path),
     OVERWRITE,
     Option("--seconds", "S", "length (default 10)", float),
@@ -262,17 +171,12 @@ GENERATE = (
     Option("--prompts", "FILE", "many videos by one engine, into the folder --output: a prompt a line, or .jsonl with "
            "prompt, seed, seconds, size, output (below the folder)", Path),
     Option("--resume", "", "with --prompts: skip the videos that are there", action=SWITCH),
+    *settings("model", "session.prompt", "session.seed", "session.image", "playback.fps"),
 )
 PLAN = (
     CONFIG,
-    NAME,
-    STEPS,
-    KV_CONTEXT,
-    QUANTIZE,
-    OFFLOAD,
-    VAE,
-    SIZE,
-    *WINDOW[:2],
+    *settings("model.name", "model.steps", "model.kv_context", "model.quantize", "model.offload", "model.vae",
+              "model.size", "model.window", "model.sink"),
     Option("--gpu", "NAME", "h100, h200, b200, 4090 or 5090: what to expect of it, estimated"),
     Option("--gpus", "N", "so many of --gpu: every P stages x C ranks that share each, and which is best", int),
     Option("--link", "KIND", "what GPUs are linked by: nvlink or pcie (default: the fastest that --gpu has)"),
@@ -280,22 +184,24 @@ PLAN = (
     Option("--stages", "N", "stages of the ring, one device each (default 4; 1 with --gpu)", int),
     Option("--sessions", "N", "sessions at the same time (default 1)", int),
     Option("--max-rows", "N", "micro-steps that may share a forward, at most (default 1)", int),
-    Option("--chunks", "N", "chunks to simulate per session (default 100)", int),
-    Option("--stage-times", "S,S,...", "seconds of each stage, for a forward of one row"),
-    Option("--profile", "FILE", "measured times as JSON, see below", Path),
-    Option("--tflops", "N", "10^12 operations per second that a device reaches (default 400)", float),
-    Option("--gbps", "N", "GB/s of memory that a device reaches (default 2,500)", float),
-    Option("--link-gbps", "N", "GB/s of a link between devices (default 25)", float),
-    Option("--link-time", "SECONDS", "of a message between stages, in place of what the times' source says", float),
-    Option("--decode-time", "SECONDS", "of a chunk's decode, in place of what the times' source says", float),
-    Option("--decode-rank", "PLACE", "where chunks are decoded: head, last, dedicated, own-stream "
-           "(default auto: head or last)", key="decode"),
+    Option("--decode-rank", "PLACE", "where chunks are decoded: head, last, dedicated, own-stream (default auto: head "
+           "or last)"),
     Option("--dtype", "TYPE", "float32 or bfloat16 (default float32; bfloat16 with --gpu)"),
+    Option("--chunks", "N", "chunks to simulate per session (default 100)", int, rare=True),
+    Option("--stage-times", "S,S,...", "seconds of each stage, for a forward of one row", rare=True),
+    Option("--profile", "FILE", "measured times as JSON, see below", Path),
+    Option("--tflops", "N", "10^12 operations per second that a device reaches (default 400)", float, rare=True),
+    Option("--gbps", "N", "GB/s of memory that a device reaches (default 2,500)", float, rare=True),
+    Option("--link-gbps", "N", "GB/s of a link between devices (default 25)", float, rare=True),
+    Option("--link-time", "SECONDS", "of a message between stages, in place of what the times' source says", float,
+           rare=True),
+    Option("--decode-time", "SECONDS", "of a chunk's decode, in place of what the times' source says", float,
+           rare=True),
     Option("--trace", "FILE", "write a Chrome/Perfetto trace", Path),
     Option("--plot", "FILE", "draw the first chunks as .png, .svg or .pdf", Path),
     JSON,
 )
-DOCTOR = (CONFIG, *ADDRESS, STEPS, *MODEL, *EXAMINED_PARTS)
+DOCTOR = (CONFIG, *settings("model", "session.seed", "playback.fps", "serve.host", "serve.port"))
 # fmt: on
 
 EXAMPLES = """examples:

@@ -6,7 +6,7 @@ import argparse
 import difflib
 from typing import NoReturn
 
-from streamdiff.cli import convert_options, options, reference_options
+from streamdiff.cli import job_options, options
 from streamdiff.cli.options import Option
 from streamdiff.errors import ConfigError
 from streamdiff.version import __version__
@@ -16,12 +16,12 @@ _COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
     "serve": (
         "show a live stream in the browser",
         options.SERVE_EXAMPLES,
-        (options.CONFIG, *options.GPUS, *options.CONFIGURATION),
+        options.SERVE,
     ),
-    "generate": ("make a video file", options.GENERATE_EXAMPLES + reference_options.EXAMPLES, options.GENERATE),
+    "generate": ("make a video file", options.GENERATE_EXAMPLES, (*options.GENERATE, *job_options.REFERENCE)),
     "plan": ("simulate the ring: throughput, latency, memory per rank", options.PLAN_EXAMPLES, options.PLAN),
-    "decode": ("latents in a file to a video", convert_options.DECODE_EXAMPLES, convert_options.DECODE),
-    "encode": ("a video to latents in a file", convert_options.ENCODE_EXAMPLES, convert_options.ENCODE),
+    "decode": ("latents in a file to a video", job_options.DECODE_EXAMPLES, job_options.DECODE),
+    "encode": ("a video to latents in a file", job_options.ENCODE_EXAMPLES, job_options.ENCODE),
     "doctor": ("say what was found here and what will be used", options.DOCTOR_EXAMPLES, options.DOCTOR),
     "models": ("list published models: files, licences, memory", options.MODELS_EXAMPLES, (options.JSON,)),
 }
@@ -58,8 +58,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def parsers() -> dict[str, Parser]:
-    """The whole command line's parser under "", and that of each command under its name."""
+class _HelpAll(argparse.Action):
+    """Print the help with every option, and end, as --help does with those that people use."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> NoReturn:
+        parsers(everything=True)[parser.prog.split()[-1]].print_help()
+        parser.exit()
+
+
+def parsers(*, everything: bool = False) -> dict[str, Parser]:
+    """The whole command line's parser under "", and that of each command under its name. Their help lists the options
+    that people use, or `everything`."""
     parser = Parser(
         prog="streamdiff",
         description="A prompt becomes live, steerable video.",
@@ -75,13 +84,16 @@ def parsers() -> dict[str, Parser]:
         made[name] = commands.add_parser(
             name,
             help=purpose,
+            usage=f"streamdiff {name}{' [NAME]' * (name == 'models')} [options]",
             description=f"{purpose[0].upper()}{purpose[1:]}.",
-            epilog=examples,
+            epilog=examples + (job_options.REFERENCE_EXAMPLES if everything and name == "generate" else ""),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        options.add(made[name], taken)
-    options.add(made["generate"].add_argument_group("to the letter (see the end)"), reference_options.OPTIONS)
+        if any(option.rare for option in taken):
+            made[name].add_argument("--help-all", action=_HelpAll, nargs=0, help="every option")
+        own = {option.flag for option in taken if not option.key.count(".")}
+        options.add(made[name], [o for o in taken if "." not in o.key or o.flag not in own], everything=everything)
     made["models"].add_argument("name", nargs="?", metavar="NAME", help="show all of this one")
     return {"": parser, **made}
 

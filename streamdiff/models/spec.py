@@ -1,13 +1,21 @@
-"""`ModelSpec`: the facts about a model that everything plans with, and its attention windows."""
+"""`ModelSpec`: the facts about a model that everything plans with, and its attention windows; and what the engine
+asks of a text encoder. Needs no torch.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.sampling import Schedule, embedded_schedule
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PICTURE_UNIT = 16
 """Pixels of a patch each way: of two latent pixels, each of eight pixels, in every Wan2.1 model."""
@@ -196,6 +204,32 @@ def _check_sink(spec: ModelSpec) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA file (or PEFT's folder) and how strongly it counts; 1 is as it was trained."""
+
+    path: Path
+    scale: float = 1.0
+
+
+def parse_lora(text: str) -> Lora:
+    """`FILE` or `FILE:SCALE`; the scale is 1 where it is left out, and may be negative.
+
+    Raises:
+        ConfigError: no file is named, or the scale is not a finite number.
+    """
+    name, colon, number = text.rpartition(":")
+    if not colon or Path(text).exists():
+        name, number = text, "1"
+    try:
+        scale = float(number)
+    except ValueError:
+        scale = math.nan
+    if not name or not math.isfinite(scale):
+        raise ConfigError(f"--lora is {text!r}; it must be FILE or FILE:SCALE with a finite number as SCALE")
+    return Lora(Path(name), scale)
+
+
 def parse_size(text: str) -> tuple[int, int]:
     """Width and height of `WIDTHxHEIGHT`, which a latent and a patch have to fit into.
 
@@ -206,3 +240,28 @@ def parse_size(text: str) -> tuple[int, int]:
     if match is None or any(int(side) % unit or int(side) < unit for side in match.groups()):
         raise ConfigError(f"--size is {text!r}; it must be WIDTHxHEIGHT, multiples of {unit}, such as 832x480")
     return int(match[1]), int(match[2])
+
+
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """How a model understood a prompt: `text` is what it is given, `notice` a remark for the user (or empty)."""
+
+    text: str
+    notice: str = ""
+
+
+class TextEncoder(Protocol):
+    """Prompt to conditioning. `slow` says that `encode` may take longer than a frame is shown: it is then called on a
+    thread of its own, while streams go on and `read` is called on theirs. `suggestions`: groups of short prompts that
+    change one thing each and leave the rest as it is; empty where `read` fills nothing in."""
+
+    examples: tuple[str, ...] = ()
+    suggestions: tuple[tuple[str, ...], ...] = ()
+    vocabulary: str = ""
+    slow: bool = False
+
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
+        """Understand a prompt; `previous` is the text in force, which fills what the new prompt leaves open."""
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings `[T, text_dim]` of a text that `read` returned; T is the model's fixed text length."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
-from streamdiff import config_file
 from streamdiff.cli import main
-from streamdiff.commands import prompt_list, reference
-from streamdiff.commands.reference_model import ReferenceJob
+from streamdiff.commands import generate, reference
+from streamdiff.commands.jobs import ReferenceJob
 from streamdiff.config import Config, SessionConfig
 from streamdiff.errors import ConfigError
 
@@ -59,7 +59,7 @@ def test_settings_of_a_file_that_would_be_ignored_are_refused(
     line: str, settings: str, words: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("streamdiff.api.load", lambda model: pytest.fail("loaded"))
+    monkeypatch.setattr("streamdiff.api.load_model", lambda model: pytest.fail("loaded"))
     Path("c.yaml").write_text(settings)
     Path("p.txt").write_text("x")
     assert main.main([*line.split(" "), "--config", "c.yaml"]) == 2
@@ -70,13 +70,13 @@ def test_settings_of_a_file_that_would_be_ignored_are_refused(
 
 def test_a_list_of_prompts_refuses_a_beginning_of_serve_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("x")
-    job = prompt_list.PromptListJob(tmp_path / "p.txt", tmp_path / "out")
+    job = generate.PromptListJob(tmp_path / "p.txt", tmp_path / "out")
     with pytest.raises(ConfigError, match=r"session\.input is 'v\.mp4', but is for `serve`"):
-        prompt_list.run(Config(session=SessionConfig(input="v.mp4")), job)
+        generate.run_list(Config(session=SessionConfig(input="v.mp4")), job)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_lists_the_defaults_may_be_used_by_chunks(tmp_path: Path, jobs: list[ReferenceJob]) -> None:
-    (tmp_path / "c.yaml").write_text(config_file.describe(Config()))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(Config().model_dump()))
     assert main.main([*BY_CHUNKS.split(" "), "--config", str(tmp_path / "c.yaml")]) == 0
     assert [job.chunks for job in jobs] == [2]

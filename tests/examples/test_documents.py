@@ -17,9 +17,9 @@ import pytest
 
 import streamdiff
 from streamdiff.cli.parser import parse
+from streamdiff.config import ModelConfig
 from streamdiff.config_file import load
 from streamdiff.errors import ConfigError
-from streamdiff.model_options import ModelOptions
 from tests.rules.source import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -115,13 +115,13 @@ def wrong_calls(code: str) -> list[str]:
 
 
 def takes(called: Callable[..., object], call: ast.Call, bound: bool) -> bool:
-    """Whether a function has the arguments of a call; what it does not name itself is one of `ModelOptions`."""
+    """Whether a function has the arguments of a call; what it does not name itself is a setting of the model."""
     signature, named = inspect.signature(called), {str(each.arg) for each in call.keywords}
     try:
         signature.bind(*[None] * (len(call.args) + bound), **dict.fromkeys(named))
     except TypeError:
         return False
-    return named <= {*signature.parameters, *ModelOptions.__annotations__}
+    return named <= {*signature.parameters, "model", *ModelConfig.model_fields}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,12 @@ def test_python_in_documents_calls_what_there_is(document: Path) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    ["session.promt('a star')", "session.prompt()", "session.video(strenght=0.4)", "streamdiff.opens('a star')"],
+    [
+        "session.set_promt('a star')",
+        "session.set_prompt()",
+        "session.video(strenght=0.4)",
+        "streamdiff.opens('a star')",
+    ],
 )
 def test_a_wrong_call_is_seen(body: str) -> None:
     assert wrong_calls(f"with streamdiff.open('a star', size='64x64') as session:\n    {body}")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from streamdiff.config import ModelConfig
-from streamdiff.models import defaults, resolve
-from streamdiff.models.defaults import Defaults, settle
+from streamdiff.models import resolve
+from streamdiff.models.resolve import Defaults, settle
 
 
 def settled(device: str, fault: str | None = None, **given: Any) -> Defaults:
@@ -93,11 +93,6 @@ def test_fast_takes_the_small_autoencoder_and_the_fewest_steps(name: str, vae: s
     assert settled("cpu", name=name).config.vae is None
 
 
-def test_fast_leaves_a_model_with_one_number_of_steps_alone() -> None:
-    found = settle(ModelConfig(preset="fast"), "cuda", (4,))
-    assert "steps: 4 (the model has no fewer than 4)" in map(str, found.choices)
-
-
 def test_what_fast_takes_is_fetched_before_the_start() -> None:
     config = resolve.completed(ModelConfig(name="self-forcing", preset="fast"))
     assert "taew2_1.safetensors" in {file for files in resolve.to_fetch(config) for file in files.files}
@@ -115,4 +110,4 @@ def test_what_fast_takes_is_fetched_before_the_start() -> None:
     ],
 )
 def test_who_waits_for_an_engine_knows_whether_it_may_compile(given: Any, expected: bool) -> None:
-    assert defaults.may_compile(ModelConfig.model_validate(given)) is expected
+    assert resolve.may_compile(ModelConfig.model_validate(given)) is expected

@@ -24,7 +24,7 @@ from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.snapshot_header import MAX_HEADER_BYTES, read_saved_session
+from streamdiff.snapshot_header import FORMAT, MAX_HEADER_BYTES, read_saved_session
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 PLAIN = small_model(4, layers=2, sink=2)
@@ -117,7 +117,7 @@ def parts(data: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def whole(header: Any, tensors: dict[str, torch.Tensor]) -> bytes:
     text = header if isinstance(header, str) else json.dumps(header)
-    return save(tensors, {"kind": "streamdiff session", "format": "1", "header": text})
+    return save(tensors, {"kind": "streamdiff session", "format": str(FORMAT), "header": text})
 
 
 def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from streamdiff.config import ModelConfig
+from streamdiff.core import Frames
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.build import load_pipeline
-from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.profiler import TRACE, Profiler
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import CPU, RED, save_model, small_model
@@ -102,8 +102,8 @@ def test_a_configuration_with_a_folder_is_traced(tmp_path: Path) -> None:
         load_pipeline(ModelConfig(name=name, trace=str(tmp_path / "new"), trace_chunks=3)),
     )
     try:
-        assert plain.hook is None
-        assert isinstance(traced.hook, Profiler) and traced.hook.folder.is_dir() and traced.hook.chunks == 3
+        assert plain.profiler is None
+        assert isinstance(traced.profiler, Profiler) and traced.profiler.folder.is_dir() and traced.profiler.chunks == 3
         assert traced.min_ahead_frames(steps=4, kv_context="clean") == plain.min_ahead_frames(
             steps=4, kv_context="clean"
         )

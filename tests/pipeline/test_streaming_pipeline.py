@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from streamdiff.config import Config, ModelConfig, ServeConfig, ServedModel
+from streamdiff.core import Frames
 from streamdiff.device import own_device
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
 from streamdiff.pipeline.build import build_pipeline
-from streamdiff.pipeline.output import Frames
-from streamdiff.pipeline.row_faults.errors import MOST_IN_A_ROW
+from streamdiff.pipeline.row_faults import MOST_IN_A_ROW
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import (
     AUTOENCODER,
@@ -277,7 +277,7 @@ def test_a_first_step_that_was_to_run_once_more_goes_with_its_stream(runtime: St
     runtime.set_frame_credit(0, CHUNK)
     spoil_first_steps(runtime)
     runtime.step()
-    assert runtime.ring.stage.sessions and list(runtime.ring._admission.queued), "it waits to run once more"
+    assert runtime.ring.stage.sessions and list(runtime.ring.queued), "it waits to run once more"
     text = runtime.text.encode(RED)
     if way == "close":
         runtime.close_session(0)
@@ -378,16 +378,16 @@ def test_a_background_chunk_is_decoded_only_when_no_other_waits(
         submitted.append(f"{kinds[stream]} {chunk}")
         held.append((stream, chunk, latents))
 
-    decode = runtime._decoding.submit
-    monkeypatch.setattr(runtime._decoding, "submit", submit)
+    decode = runtime.decoding.submit
+    monkeypatch.setattr(runtime.decoding, "submit", submit)
     runtime.open(0, runtime.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="clean", background=True)
-    kinds[runtime._streams[0].number] = "job"
+    kinds[runtime.streams[0].number] = "job"
     runtime.set_frame_credit(0, 3 * CHUNK)
     while runtime.ring.has_work:
         runtime.step()
     assert submitted == ["job 0"], "its other chunks wait, though they are finished"
     open_session(runtime, 1)
-    kinds[runtime._streams[1].number] = "live"
+    kinds[runtime.streams[1].number] = "live"
     runtime.set_frame_credit(1, CHUNK)
     while runtime.ring.has_work:
         runtime.step()

@@ -4,15 +4,23 @@ whole clip.
 
 Weights are held and never changed; a stream's memory is an argument. The first latent frame is one picture, each later
 one is `temporal` (4) pictures. All methods run without gradients.
+
+Files have diffusers' tensor names, or those of `Wan2.1_VAE.pth`, with the same shapes: two residual blocks a level in
+the encoder, three in the decoder. Wan2.2's is nested otherwise. The layout is recognised from the names, and without a
+configuration the architecture from the shapes.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from diffusers.models.autoencoders.autoencoder_kl_wan import (
     AutoencoderKLWan,
     WanCausalConv3d,
@@ -24,14 +32,20 @@ from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.memory_size import wan_values
-from streamdiff.models.autoencoder.normalisation import Normalisation, check_shape, split_whole
-from streamdiff.models.autoencoder.picture_decoder import DecoderState
+from streamdiff.models.autoencoder.picture_decoder import (
+    WAN_CHANNELS,
+    DecoderState,
+    Normalisation,
+    check_shape,
+    split_whole,
+)
+from streamdiff.models.weight_files import some
 from streamdiff.session_state.fields import STATE, session_state
 
 
 @session_state("wan-memory")
 @dataclass
-class Memory:
+class WanMemory:
     """A stream's state between calls: the inputs that causal convolutions look back on.
 
     `features`: one entry per causal convolution, in the order they run: None before its first call, then its last one
@@ -46,7 +60,7 @@ class Memory:
     pending: Tensor | None = field(default=None, metadata=STATE)
 
 
-class _Half:
+class _WanHalf:
     """Base of decoder and encoder: sizes, device, dtype and normalisation."""
 
     def __init__(self, autoencoder: AutoencoderKLWan, half: nn.Module) -> None:
@@ -61,15 +75,15 @@ class _Half:
         self.normalisation = Normalisation(config["latents_mean"], config["latents_std"], self.device)
         self._slots = sum(isinstance(module, WanCausalConv3d) for module in half.modules())
 
-    def new_memory(self) -> Memory:
-        return Memory()
+    def new_memory(self) -> WanMemory:
+        return WanMemory()
 
-    def _features(self, memory: Memory) -> list[Tensor | str | None]:
+    def _features(self, memory: WanMemory) -> list[Tensor | str | None]:
         """A copy to work on: a call that fails half-way leaves the stream as it was."""
         return list(memory.features) or [None] * self._slots
 
 
-def _check(what: str, piece: Tensor, channels: int, memory: Memory, spatial: int = 1) -> tuple[int, int, int]:
+def _check(what: str, piece: Tensor, channels: int, memory: WanMemory, spatial: int = 1) -> tuple[int, int, int]:
     """See `check_shape`; ValueError also where the stream began with another size."""
     size = check_shape(what, piece, channels, spatial)
     if memory.size not in (None, size):
@@ -104,7 +118,7 @@ def _double_frames(
     return pictures
 
 
-class WanDecoder(_Half):
+class WanDecoder(_WanHalf):
     """Latents to frames, a `VideoDecoder`."""
 
     def __init__(self, autoencoder: AutoencoderKLWan) -> None:
@@ -133,7 +147,7 @@ class WanDecoder(_Half):
         return self.dtype.itemsize * wan_values(self.autoencoder.config, height, width)
 
     @torch.inference_mode()
-    def decode_video(self, latents: Tensor, memory: Memory) -> Tensor:
+    def decode_video(self, latents: Tensor, memory: WanMemory) -> Tensor:
         """Normalised latents `[B, C, F, h, w]` to frames float32 `[B, 3, n, H, W]` in [-1, 1]. Mutates: memory.
 
         Raises:
@@ -143,7 +157,7 @@ class WanDecoder(_Half):
         return self.decode_raw(self.normalisation.undo(latents), memory).float()
 
     @torch.inference_mode()
-    def decode_raw(self, raw: Tensor, memory: Memory) -> Tensor:
+    def decode_raw(self, raw: Tensor, memory: WanMemory) -> Tensor:
         """As `decode_video`, for raw latents, in the weights' dtype: `AutoencoderKLWan.decode`, piece by piece.
 
         Raises:
@@ -156,7 +170,7 @@ class WanDecoder(_Half):
         self.remember(raw, memory, past)
         return torch.cat(parts, 2)
 
-    def past(self, latents: Tensor, memory: Memory) -> DecoderState:
+    def past(self, latents: Tensor, memory: WanMemory) -> DecoderState:
         """See `VideoDecoder`. A stream's first two latent frames meet three kinds: nothing, then one frame of each
         layer and a word where time is stretched, then two frames, from there on always."""
         _check("latents", latents, self.latent_channels, memory)
@@ -172,7 +186,7 @@ class WanDecoder(_Half):
         video, after = self._step(self.normalisation.undo(piece), past)
         return (video[0].float().transpose(0, 1) + 1) * 127.5, after
 
-    def remember(self, latents: Tensor, memory: Memory, past: DecoderState) -> int:
+    def remember(self, latents: Tensor, memory: WanMemory, past: DecoderState) -> int:
         memory.features, memory.size = list(past.values()), _check("latents", latents, self.latent_channels, memory)
         return 0
 
@@ -190,7 +204,7 @@ class WanDecoder(_Half):
         return video.clamp(-1, 1), after
 
 
-class WanEncoder(_Half):
+class WanEncoder(_WanHalf):
     """Frames to latents: the mean of the autoencoder's distribution, nothing is drawn.
 
     Frames may come in any numbers. One frame makes the first latent frame, `temporal` each later one; what does not
@@ -218,7 +232,7 @@ class WanEncoder(_Half):
             )
         return 1 + groups
 
-    def encode(self, video: Tensor, memory: Memory) -> Tensor:
+    def encode(self, video: Tensor, memory: WanMemory) -> Tensor:
         """Frames `[B, 3, n, H, W]` in [-1, 1], n at least 1, to normalised latents float32 `[B, C, F, h, w]`; F may be
         0. Mutates: memory.
 
@@ -230,7 +244,7 @@ class WanEncoder(_Half):
             return self.normalisation.apply(self.encode_raw(video, memory))
 
     @torch.inference_mode()
-    def encode_raw(self, video: Tensor, memory: Memory) -> Tensor:
+    def encode_raw(self, video: Tensor, memory: WanMemory) -> Tensor:
         """As `encode`, but raw latents in the weights' dtype: the mean of `AutoencoderKLWan.encode`, piece by piece."""
         size = batch, height, width = _check("frames", video, 3, memory, self.spatial)
         features, first = self._features(memory), 0 if memory.features else 1
@@ -249,7 +263,7 @@ class WanEncoder(_Half):
         memory.size, memory.pending = size, pending
         return raw
 
-    def finish(self, memory: Memory) -> Tensor | None:
+    def finish(self, memory: WanMemory) -> Tensor | None:
         """End an encoded stream; returns None, as no latent frame is pending.
 
         Raises:
@@ -259,3 +273,101 @@ class WanEncoder(_Half):
             left = memory.pending.shape[2]
             raise ConfigError(f"{left} frames are left over at the end, but {self.temporal} make a latent frame")
         return None
+
+
+Half = Literal["decoder", "encoder", "both"]
+WAN_CLASS = "AutoencoderKLWan"
+WAN_PREFIXES: dict[Half, tuple[str, ...]] = {
+    "decoder": ("decoder.", "post_quant_conv."),
+    "encoder": ("encoder.", "quant_conv."),
+    "both": ("",),
+}
+_BLOCKS = 2
+"""Residual blocks of a level, in every layout that this reads without a configuration."""
+
+
+def read_wan(
+    path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None
+) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """The tensors in diffusers' names, and the configuration: `config`, or what the shapes tell. `path` is for
+    messages.
+
+    Raises:
+        ConfigError: original names that are none of the layout; or sizes that neither a configuration nor the shapes
+            tell.
+    """
+    if is_original(tensors):
+        tensors = {target: tensors[name] for name, target in to_diffusers(tensors).items()}
+    return tensors, config or _config_of(path, tensors)
+
+
+def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The configuration of diffusers' class, inferred from the shapes of tensors with diffusers' names."""
+
+    def channels(name: str) -> int:
+        if name not in tensors:
+            raise ConfigError(
+                f"{path} has no tensor {name}, so its size is unknown; expected the names of Wan2.1_VAE.pth or of a "
+                "diffusers AutoencoderKLWan"
+            )
+        return tensors[name].shape[0]
+
+    base = channels("encoder.conv_in.weight")
+    latents = channels("post_quant_conv.weight")
+    if latents != WAN_CHANNELS:
+        raise ConfigError(
+            f"{path} has {latents} latent channels, but only for {WAN_CHANNELS} are mean and standard deviation "
+            "known; use a diffusers folder, whose config.json has latents_mean and latents_std"
+        )
+    step = _BLOCKS + 1
+    firsts = [index for index in range(0, 100, step) if f"encoder.down_blocks.{index}.conv1.weight" in tensors]
+    return {
+        "base_dim": base,
+        "decoder_base_dim": channels("decoder.norm_out.gamma"),
+        "z_dim": latents,
+        "dim_mult": [channels(f"encoder.down_blocks.{index}.conv1.weight") // base for index in firsts],
+        "num_res_blocks": _BLOCKS,
+        "temperal_downsample": [
+            f"encoder.down_blocks.{index + step - 1}.time_conv.weight" in tensors for index in firsts[:-1]
+        ],
+    }
+
+
+# ---- original names -------------------------------------------------------------------------------------------------
+
+_ORIGINAL = re.compile(r"(?:encoder\.downsamples|decoder\.upsamples|(?:encoder|decoder)\.(?:middle|head))\..*")
+_SHORTCUT = re.compile(r"decoder\.up_blocks\.(\d+)\.conv_shortcut\.(weight|bias)")
+_LEVEL = 4
+"""Modules of a decoder's level that are counted through: three residual blocks and what enlarges."""
+
+
+def is_original(names: Iterable[str]) -> bool:
+    """Whether any of the names is one of the original layout that diffusers does not have."""
+    return any(_ORIGINAL.fullmatch(name) for name in names)
+
+
+def to_diffusers(names: Iterable[str]) -> dict[str, str]:
+    """diffusers' name of each original name, by its own conversion, with the shortcuts that other widths have too.
+
+    Raises:
+        ConfigError: lists names that are none of the layout.
+    """
+    names = list(names)
+    try:
+        converted = convert_wan_vae_to_diffusers({name: name for name in names})  # type: ignore[no-untyped-call]
+    except (ValueError, IndexError):  # a number is expected in a name
+        converted = {}
+    found = {name: _SHORTCUT.sub(_in_level, target) for target, name in converted.items()}
+    # Left as they are, lost behind another one's name, or nested as Wan2.2's.
+    unknown = [name for name in names if found.get(name, name) == name or name.count("samples.") > 1]
+    if unknown:
+        raise ConfigError(
+            f"{len(unknown)} of {len(names)} tensor names are not those of Wan2.1_VAE.pth: {some(unknown)}; a Wan2.2 "
+            "autoencoder can be used as a diffusers folder"
+        )
+    return found
+
+
+def _in_level(shortcut: re.Match[str]) -> str:
+    level, place = divmod(int(shortcut[1]), _LEVEL)
+    return f"decoder.up_blocks.{level}.resnets.{place}.conv_shortcut.{shortcut[2]}"

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from streamdiff.config import EMBEDDED, ModelConfig
+from streamdiff.core import cache_count, most_steps, spare_slots
 from streamdiff.errors import ConfigError
+from streamdiff.models import catalogue
 from streamdiff.models.autoencoder.memory_size import NO_DECODER, DecoderSizes, TaehvConfig, wan_decoder
-from streamdiff.models.catalogue import entries
-from streamdiff.models.catalogue.schema import CatalogueEntry
-from streamdiff.models.checkpoint.safetensors_header import stored_values
+from streamdiff.models.catalogue import CatalogueEntry
+from streamdiff.models.headers import stored_values
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
-from streamdiff.models.spec import ModelSpec, parse_size, with_size
+from streamdiff.models.spec import ModelSpec, parse_size, with_size, with_window
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
-from streamdiff.pipeline.scheduler.kv_context import cache_count, most_steps, spare_slots
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,10 @@ class ModelSizes:
     def tokens(self) -> int:
         """Tokens of a chunk."""
         return prod(size // patch for size, patch in zip(self.spec.chunk_shape[1:], self.patch, strict=True))
+
+    def window_tokens(self, kv_context: str) -> int:
+        """Tokens that a chunk sees once its window is full, its own included."""
+        return self.tokens * self.spec.window(kv_context) // self.spec.chunk_latents
 
     @property
     def text_tokens(self) -> int:
@@ -181,12 +185,19 @@ def sizes_of(model: ModelConfig) -> ModelSizes:
     Raises:
         ConfigError: none of these; or a size that it cannot have.
     """
-    entry = entries.lookup(model.name)
+    entry = catalogue.lookup(model.name)
     if entry is None or entry.weights is None:
         if model.size is not None:
             raise ConfigError(f"the size of {model.name} is fixed; leave --size out")
         return read_sizes(model.name)
     return entry_sizes(entry, None if model.size is None else parse_size(model.size), model.vae)
+
+
+def sizes_with_window(model: ModelConfig) -> ModelSizes:
+    """`sizes_of`, with the window, sink and positions that the configuration asks for. Raises what that does, and
+    ConfigError where these do not go together."""
+    sizes = sizes_of(model)
+    return replace(sizes, spec=with_window(sizes.spec, model.window, model.sink, model.rope))
 
 
 def entry_sizes(entry: CatalogueEntry, size: tuple[int, int] | None = None, vae: str | None = None) -> ModelSizes:
@@ -197,8 +208,8 @@ def entry_sizes(entry: CatalogueEntry, size: tuple[int, int] | None = None, vae:
     """
     if entry.weights is None:
         return read_sizes(entry.name)
-    architecture = entries.transformer_arguments(entry)
-    spec = entries.make_spec(entry.name, entry, architecture)
+    architecture = catalogue.transformer_arguments(entry)
+    spec = catalogue.make_spec(entry.name, entry, architecture)
     if size is not None:
         spec = with_size(spec, *size)
     if entry.stream is None:
@@ -213,9 +224,9 @@ SMALL = "taew2_1"
 def decoder_sizes(spec: ModelSpec, own: str, vae: str | None = None) -> DecoderSizes:
     """The decoder that the configuration's `vae` means (None: the catalogue's autoencoder `own`), for pictures of
     `spec`. A file is a small one where its name says so, as the published ones' do; else it is Wan's, as `own` is."""
-    small = any(each.name == vae for known in entries.parts().autoencoders.values() for each in known.tiny)
-    config = entries.parts().autoencoders[own].config
-    if config is None or small or "tae" in Path(vae or "").name.removeprefix(entries.RANDOM):
+    small = any(each.name == vae for known in catalogue.parts().autoencoders.values() for each in known.tiny)
+    config = catalogue.parts().autoencoders[own].config
+    if config is None or small or "tae" in Path(vae or "").name.removeprefix(catalogue.RANDOM):
         found = TaehvConfig(spec.latent_channels).decoder(spec.latent_height, spec.latent_width)
     else:
         found = wan_decoder(config, spec.latent_height, spec.latent_width)

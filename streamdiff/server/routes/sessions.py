@@ -54,9 +54,8 @@ from streamdiff.server.routes.dependencies import (
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage
-from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.receipts import SessionEnded
-from streamdiff.server.sessions.session_spec import SessionSpec, resumed
+from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
+from streamdiff.server.sessions.receipts import StreamEnded
 from streamdiff.snapshot_header import check_signature, read_saved_session, signed
 
 logger = logging.getLogger(__name__)
@@ -184,9 +183,9 @@ async def reset_session(request: Request, response: Response, live: Controlled) 
 
 def _spec(
     wanted: schemas.NewSession, picture: Pictures | None, defaults: Config, given: Features = NOTHING
-) -> SessionSpec:
+) -> StreamSpec:
     default = "" if given.prompt_embeds is not None else defaults.session.prompt
-    return SessionSpec(
+    return StreamSpec(
         prompt=default if wanted.prompt is None else wanted.prompt,
         seed=wanted.seed,
         fps=defaults.playback.fps if wanted.fps is None else wanted.fps,
@@ -198,7 +197,7 @@ def _spec(
     )
 
 
-def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, given: Features, state: AppState) -> SessionSpec:
+def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, given: Features, state: AppState) -> StreamSpec:
     """A session that goes on from a file, with what it is to have instead. Reads all of the file: on a thread.
 
     Raises:
@@ -219,7 +218,7 @@ def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, given: Features,
             check_signature(snapshot, state.snapshot_key)
     except ConfigError as error:
         raise Problem(422, f"`snapshot`: {error}", code=error.code or "refused", field=SNAPSHOT) from error
-    return resumed(_spec(wanted, None, state.config), saved, wanted.prompt, wanted.steps)
+    return _spec(wanted, None, state.config).resumed(saved, wanted.prompt, wanted.steps)
 
 
 async def _read(
@@ -382,12 +381,12 @@ async def _taken(state: AppState, live: LiveSession) -> Data:
     if not live.opened:
         raise state.engine_problem(may_control=True, session=live)
     try:
-        return await live.snapshots.save(SAVE_TIMEOUT_S)
+        return await live.save(SAVE_TIMEOUT_S)
     except RequestError as error:
         raise Problem(409, str(error), code="refused", field=error.field) from error
     except EngineFailure as error:
         raise state.engine_problem(may_control=True, session=live) from error
-    except SessionEnded as error:
+    except StreamEnded as error:
         raise Problem(410, "The session has ended.", code="ended") from error
     except TimeoutError as error:
         raise Problem(504, "The engine saved nothing in time.", code="timeout") from error

@@ -126,8 +126,8 @@ TOLD = [
     ("a red star on the left", None, "“on the left”: I cannot choose where things are"),
     ("the camera follows", ONE, "it follows nothing"),
     ("add a heart", TWO, "I draw two things at most."),
-    ("do you know zorgblatts", ONE, "I did not find anything I can draw in that (“know”, “zorgblatts”)."),
-    ("a red zorgblatt", None, "I do not know “zorgblatt”; I know one or two things"),
+    ("do you know zorgblatts", ONE, "This small model can't draw that (“know”, “zorgblatts”)."),
+    ("a red zorgblatt", None, "This small model can't draw “zorgblatt”. It can draw one or two things"),
     ("bleu hart", None, "“bleu”: I read “blue”. “hart”: I read “heart”."),
 ]  # fmt: skip
 
@@ -161,4 +161,4 @@ def test_what_people_are_told(typed: str, before: str | None, told: str) -> None
 
 def test_common_words_are_not_taken_for_typing_mistakes() -> None:
     for word in ("know", "hand", "stand", "find", "good", "light", "start", "east", "glass", "take"):
-        assert not prompts.parse(word).pieces[0][0].misspelt, word
+        assert not prompts.read_words(word)[0].misspelt, word

@@ -8,8 +8,8 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor
 
 from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.elementwise import gelu
-from streamdiff.models.transformer.wan import KeyValue, Tokens, WanDenoiser, attend, position_planes
+from streamdiff.models.transformer.rope import gelu
+from streamdiff.models.transformer.wan import KeyValue, TokenStates, WanDenoiser, attend, position_planes
 from streamdiff.models.transformer.weights import kept_dtype
 from tests.small import LATENT_CHANNELS, small_transformer
 
@@ -69,7 +69,7 @@ def test_blocks_in_two_runs_equal_blocks_in_one() -> None:
     attention = Whole(2, 2, 2)
     whole = denoiser.run_blocks(tokens, text, attention)
     middle = denoiser.part(0, 1).run_blocks(tokens, text, attention)
-    parts = denoiser.part(1, 3).run_blocks(Tokens(*middle), text[1:], attention)
+    parts = denoiser.part(1, 3).run_blocks(TokenStates(*middle), text[1:], attention)
     assert torch.equal(parts.hidden, whole.hidden)
 
 
@@ -198,7 +198,9 @@ def test_a_block_in_few_kernels_is_the_block_as_it_is_written_in_diffusers(dtype
     text = KeyValue(*torch.randn(2, 2, 5, 2, 12, generator=generator).to(dtype))
     before = hidden.clone()
     (own,) = denoiser._modulation_of_blocks(modulation)
-    got = denoiser.run_block(denoiser.weights(0), hidden, own, text, attend, attend)
+    weights = denoiser.weights(0)
+    mixed = attend(*denoiser.before_attention(weights, hidden, own))
+    got = denoiser.after_attention(weights, hidden, own, text, mixed, attend)
 
     expected = as_written(denoiser.blocks[0], hidden, modulation, text)
     transformer.double()

@@ -18,7 +18,7 @@ from safetensors.torch import save
 
 from streamdiff.config import Config, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.messages import Event, FrameBatch, Shown
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -43,7 +43,7 @@ def one_thread() -> None:
 
 
 def pipeline(stages: int, model: Model = MODEL) -> Any:
-    pictures = PictureEncoder(lambda: small_encoder(4), model.spec)
+    pictures = ImageEncoder(lambda: small_encoder(4), model.spec)
     return StreamingPipeline(model, CPU, ring=LocalRing(model, CPU, stages), pictures=pictures)
 
 
@@ -213,7 +213,7 @@ def test_a_file_is_taken_from_servers_with_the_same_key_alone_unless_others_are_
         async with open_site(server("one"), pipeline(1)) as site:
             signed = await saved(site, "default", {})
             assert (tmp_path / "one").stat().st_mode & 0o777 == 0o600
-            unsigned = await site.state.manager.get("default").snapshots.save(60.0)
+            unsigned = await site.state.manager.get("default").save(60.0)
             assert (await opened(site, signed)).status_code == 201
             refused = [(await opened(site, data)).json() for data in (unsigned, signed[:-1] + b"\x55")]
             assert [(each["field"], each["code"]) for each in refused] == [

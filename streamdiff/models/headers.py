@@ -1,0 +1,373 @@
+"""Headers of safetensors files, and contracts of input files (embeddings, noise, latents, video).
+
+A header has names, dtypes, shapes and offsets, checked against the file's size; no tensor data is read. A contract says
+which names, dtypes and shapes are expected; `tensor_file` reads the data after the check. Every refusal says what was
+expected and what is there. Imports no torch: the planner and the web process use it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from io import BytesIO
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from streamdiff.errors import ConfigError
+
+ITEM_BYTES = {
+    **{"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
+    **{"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1},
+}
+"""Bytes of a number, by the names that safetensors gives to its kinds."""
+LENGTH_BYTES = 8
+"""Before the header stands its length: so many bytes, little-endian."""
+_MAX_HEADER_BYTES = 100_000_000  # what safetensors itself allows
+_MAX_DIMENSIONS = 16
+_HOW = "write it with safetensors.torch.save_file"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor: `dtype` by safetensors' name (`F32`, `BF16`), and its bytes, `begin` to `end`, after the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What the file at `path`, of `file_bytes` bytes in all, says of its tensors, by name."""
+
+    path: Path
+    file_bytes: int
+    entries: dict[str, TensorEntry]
+    metadata: dict[str, str]
+
+
+def parse_header(path: Path, max_bytes: int | None = None) -> TensorHeader:
+    """The header of a safetensors file whose tensors fill the rest of the file without gap or overlap. Of a file with
+    more than `max_bytes` bytes not even the header is read.
+
+    Raises:
+        ConfigError: it cannot be read, is another kind of file (a pickle is called one), is too large, or says what
+            cannot be.
+    """
+    try:
+        with path.open("rb") as file:
+            return parse_file(file, path.stat().st_size, path, max_bytes)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def stored_values(folder: Path) -> int:
+    """Numbers in the weight files (*.safetensors) of `folder`, from their headers alone; 0 without any.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    headers = map(parse_header, sorted(folder.glob("*.safetensors")))
+    return sum(prod(entry.shape) for header in headers for entry in header.entries.values())
+
+
+def parse_data(data: bytes | memoryview, name: str) -> TensorHeader:
+    """The same of a file's content; errors call it `name`."""
+    length = int.from_bytes(data[:LENGTH_BYTES], "little")
+    refused = length > min(len(data) - LENGTH_BYTES, _MAX_HEADER_BYTES)  # then nothing of it is copied
+    header = data[: LENGTH_BYTES + (0 if refused else length)]
+    return parse_file(BytesIO(header), len(data), Path(name))
+
+
+def parse_file(file: BinaryIO, file_bytes: int, path: Path, max_bytes: int | None = None) -> TensorHeader:
+    """The same of an open file of `file_bytes` bytes, from where it stands; errors call it `path`."""
+    start = file.read(LENGTH_BYTES)
+    length = int.from_bytes(start, "little")
+    if len(start) < LENGTH_BYTES or length > min(file_bytes - LENGTH_BYTES, _MAX_HEADER_BYTES):
+        raise _other_kind(path, start, file_bytes, length)
+    if max_bytes is not None and file_bytes > max_bytes:
+        raise ConfigError(f"{path}: expected at most {max_bytes:,} bytes, got {file_bytes:,}")
+    text = file.read(length)
+    try:
+        tree = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a safetensors file: its header is not JSON: {error}; {_HOW}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: not a safetensors file: its header holds no names; {_HOW}")
+    metadata = tree.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ConfigError(f"{path}: __metadata__ must hold texts by name, but is {json.dumps(metadata)[:60]}")
+    entries = {name: _entry(path, name, value) for name, value in tree.items()}
+    _check_layout(path, entries, file_bytes - LENGTH_BYTES - len(text))
+    return TensorHeader(path, file_bytes, entries, metadata)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a name that comes twice could be read in two ways."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:60]!r} stands in it twice")
+        found[name] = value
+    return found
+
+
+def _other_kind(path: Path, start: bytes, file_bytes: int, length: int) -> ConfigError:
+    """Why it is not safetensors. Only asked when the length is wrong: a good one may begin with the same bytes."""
+    if start.startswith(b"PK\x03\x04") or (start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")):
+        return ConfigError(
+            f"{path}: this is a pickle (as torch.save writes it), and those are not read, because reading one can run "
+            f"whatever is in it. Expected safetensors: {_HOW}"
+        )
+    if start.startswith(b"\x93NUMPY"):
+        return ConfigError(f"{path}: this is a NumPy array file; expected safetensors: {_HOW}")
+    return ConfigError(
+        f"{path}: not a safetensors file, or cut off: it has {file_bytes:,} bytes, but would begin with a header of "
+        f"{length:,}; {_HOW}"
+    )
+
+
+def _entry(path: Path, name: str, value: Any) -> TensorEntry:
+    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    offsets: Any = fields.get("data_offsets")
+    dtype: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    good = isinstance(dtype, str) and _counts(shape) and _counts(offsets) and len(offsets) == 2
+    if not good or offsets[0] > offsets[1]:
+        raise ConfigError(
+            f"{path}: {name}: expected dtype, shape and data_offsets (begin and end), but the header says "
+            f"{json.dumps(value)[:80]}"
+        )
+    entry = TensorEntry(dtype, tuple(shape), *offsets)
+    if entry.dtype in ITEM_BYTES and prod(entry.shape) * ITEM_BYTES[entry.dtype] != entry.end - entry.begin:
+        raise ConfigError(
+            f"{path}: {name}: {entry.dtype} {list(entry.shape)} takes {prod(entry.shape) * ITEM_BYTES[entry.dtype]:,} "
+            f"bytes, but the header declares {entry.end - entry.begin:,}"
+        )
+    return entry
+
+
+def _counts(value: Any) -> bool:
+    """Whether `value` is a list of sizes. Bounded, as whoever wrote the file has them multiplied and printed."""
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
+        return False
+    return all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def _check_layout(path: Path, entries: dict[str, TensorEntry], data_bytes: int) -> None:
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != end:
+            raise ConfigError(
+                f"{path}: {name}: its bytes begin at {entry.begin:,}, but those of the tensor before it end at {end:,}"
+            )
+        end = entry.end
+    if end != data_bytes:
+        raise ConfigError(f"{path}: the header declares {end:,} bytes of tensors, but {data_bytes:,} follow it")
+
+
+FLOATS = ("F32", "BF16", "F16", "F64")
+"""Dtypes of a file's tensors, by safetensors' names."""
+MAX_BYTES = 8 * 2**30
+"""Size limit of a file whose number of chunks is open."""
+MAX_VIDEO_BYTES = 64 * 2**30
+"""Size limit of a file of frames, which are much larger than their latents."""
+NORMALISED = {"normalised": "model"}
+"""What the header of a file with latents says of them: they are normalised as the model has them."""
+RAW = {"normalised": "no"}
+"""They are as the autoencoder's network gives them."""
+MOTION = "motion"
+"""Where that header says how video that was encoded moves: for each latent frame the largest root mean square
+difference, over pixels in [-1, 1], of one of its frames from the frame before."""
+_HEADER_BYTES = 2**20  # room for a header where a limit is computed from shapes
+
+
+@dataclass(frozen=True)
+class FreeDim:
+    """A dimension that a file may choose, `low` to `high` (None: without end); the same everywhere in one file."""
+
+    name: str
+    low: int = 1
+    high: int | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def range(self) -> str:
+        """As a remark in a message."""
+        return f"at least {self.low:,}" if self.high is None else f"{self.low:,} to {self.high:,}"
+
+
+Shape = tuple[int | FreeDim, ...]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a contract: any of `shapes`, any of `FLOATS`."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+    required: bool = True
+
+    def describe(self, bound: dict[str, int] | None = None) -> str:
+        """The shapes in words, free dimensions that are in `bound` as numbers."""
+        known = bound or {}
+        frees = {
+            size for shape in self.shapes for size in shape if isinstance(size, FreeDim) and size.name not in known
+        }
+        listed = " or ".join(f"[{', '.join(_size(size, known) for size in shape)}]" for shape in self.shapes)
+        ranges: dict[str, list[str]] = {}
+        for free in sorted(frees, key=lambda free: free.name):
+            ranges.setdefault(free.range, []).append(free.name)
+        remarks = "; ".join(f"{', '.join(names)} {each}" for each, names in ranges.items())
+        return f"{listed} ({remarks})" if remarks else listed
+
+
+@dataclass(frozen=True)
+class FileSpec:
+    """The tensors of one file: the required ones must all be there (companions), and no others. `what` names it."""
+
+    what: str
+    tensors: tuple[TensorSpec, ...]
+    max_bytes: int = MAX_BYTES
+
+    def describe(self) -> str:
+        """The tensors in words."""
+        return ", ".join(f"{wanted.name} {wanted.describe()}" for wanted in self.tensors)
+
+
+def prompt_embeds_contract(text_shape: tuple[int, int]) -> FileSpec:
+    """`prompt_embeds` `[L, D]` or `[1, L, D]`, with (most L, D) in `text_shape`: a prompt's embeddings, unpadded or
+    padded with zeros."""
+    length = FreeDim("L", 1, text_shape[0])
+    wanted = TensorSpec("prompt_embeds", ((length, text_shape[1]), (1, length, text_shape[1])))
+    return FileSpec("prompt embeddings", (wanted,), prod(text_shape) * ITEM_BYTES["F64"] + _HEADER_BYTES)
+
+
+def noise_contract(chunk_shape: Shape, *, steps: int, chunks: int = 1) -> FileSpec:
+    """`initial` `[chunks, C, f, h, w]`, what the first step of each chunk receives, and its companion `renoise`
+    `[chunks, steps-1, C, f, h, w]`, the noise of each later step; without later steps `renoise` may be left out.
+    `chunk_shape` is `[C, f, h, w]`; the file must hold at least `chunks` chunks."""
+    count = FreeDim("chunks", chunks)
+    initial = TensorSpec("initial", ((count, *chunk_shape),))
+    renoise = TensorSpec("renoise", ((count, steps - 1, *chunk_shape),), required=steps > 1)
+    return FileSpec("noise", (initial, renoise))
+
+
+def latents_contract(
+    chunk_shape: Shape, *, chunks: int = 1, whole: bool = False, max_bytes: int = MAX_BYTES
+) -> FileSpec:
+    """`latents` `[chunks, C, f, h, w]`, clean and normalised as the model has them; `chunk_shape` is `[C, f, h, w]`,
+    and the file must hold at least `chunks` chunks. With `whole` they may also be a clip `[C, F, h, w]`."""
+    shapes: tuple[Shape, ...] = ((FreeDim("chunks", chunks), *chunk_shape),)
+    if whole:
+        shapes = ((chunk_shape[0], FreeDim("F"), *chunk_shape[2:]), *shapes)
+    return FileSpec("clean latents", (TensorSpec("latents", shapes),), max_bytes)
+
+
+def image_latents_contract(chunk_shape: tuple[int, int, int, int], *, chunks: int) -> FileSpec:
+    """`latents` of the `chunks` chunks that a stream begins with, exactly: `[chunks, C, f, h, w]`, or as a clip
+    `[C, chunks * f, h, w]`; `chunk_shape` is `[C, f, h, w]`."""
+    channels, frames, *size = chunk_shape
+    wanted = TensorSpec("latents", ((chunks, *chunk_shape), (channels, chunks * frames, *size)))
+    return FileSpec("a picture's latents", (wanted,), chunks * prod(chunk_shape) * ITEM_BYTES["F64"] + _HEADER_BYTES)
+
+
+def video_latents_contract(chunk_shape: tuple[int, int, int, int], *, chunks: int, max_bytes: int) -> FileSpec:
+    """`latents` of at least `chunks` chunks that a stream follows: `[n, C, f, h, w]`, or a clip `[C, F, h, w]`."""
+    channels, frames, *size = chunk_shape
+    whole, clip = FreeDim("chunks", chunks), FreeDim("F", chunks * frames)
+    wanted = TensorSpec("latents", ((whole, *chunk_shape), (channels, clip, *size)))
+    return FileSpec("a video's latents", (wanted,), max_bytes)
+
+
+def video_contract() -> FileSpec:
+    """`video` `[3, F, H, W]`: red, green and blue of F frames, from -1 to 1, which is not checked here."""
+    return FileSpec("frames", (TensorSpec("video", ((3, FreeDim("F"), FreeDim("H"), FreeDim("W")),)),), MAX_VIDEO_BYTES)
+
+
+def check_contract(contract: FileSpec, header: TensorHeader) -> dict[str, int]:
+    """Compare a file's header with the contract; returns the free dimensions as the file has them.
+
+    Raises:
+        ConfigError: too large a file, missing or unknown tensors, or one of another rank, shape or dtype.
+    """
+    place = f"{header.path}: {contract.what}"
+    if header.file_bytes > contract.max_bytes:
+        raise ConfigError(f"{place}: expected at most {contract.max_bytes:,} bytes, got {header.file_bytes:,}")
+    known = {wanted.name for wanted in contract.tensors}
+    missing = [wanted for wanted in contract.tensors if wanted.required and wanted.name not in header.entries]
+    unknown = sorted(set(header.entries) - known)
+    if missing or unknown:
+        faults = [f"{wanted.name} is missing" for wanted in missing] + [f"{name} is unknown" for name in unknown[:3]]
+        held = ", ".join(sorted(header.entries)[:6]) or "nothing"
+        raise ConfigError(
+            f"{place}: {', '.join(faults)}; expected {contract.describe()}, got {held} ({len(header.entries)} in all)"
+        )
+    bound: dict[str, int] = {}
+    for wanted in contract.tensors:
+        if (entry := header.entries.get(wanted.name)) is not None:
+            _check_contract_tensor(place, wanted, entry, bound)
+    return bound
+
+
+def _check_contract_tensor(place: str, wanted: TensorSpec, entry: TensorEntry, bound: dict[str, int]) -> None:
+    """Mutates: bound, with the free dimensions of this tensor."""
+    if entry.dtype not in FLOATS:
+        raise ConfigError(f"{place}: {wanted.name}: expected dtype {' or '.join(FLOATS)}, got {entry.dtype}")
+    for shape in wanted.shapes:
+        if (found := _match(shape, entry.shape, bound)) is not None:
+            bound.update(found)
+            return
+    expected, ranks = wanted.describe(bound), {len(shape) for shape in wanted.shapes}
+    rank = "" if len(entry.shape) in ranks else f", which has {len(entry.shape)} dimensions"
+    raise ConfigError(f"{place}: {wanted.name}: expected shape {expected}, got {list(entry.shape)}{rank}")
+
+
+def _match(shape: Shape, actual: tuple[int, ...], bound: dict[str, int]) -> dict[str, int] | None:
+    """The free dimensions if `actual` fits `shape`, those in `bound` being given; None if it does not."""
+    if len(shape) != len(actual):
+        return None
+    found = dict(bound)
+    for want, size in zip(shape, actual, strict=True):
+        if isinstance(want, FreeDim):
+            if size < want.low or (want.high is not None and size > want.high):
+                return None
+            want = found.setdefault(want.name, size)
+        if want != size:
+            return None
+    return found
+
+
+def _size(size: int | FreeDim, bound: dict[str, int]) -> str:
+    return f"{size.name}={bound[size.name]}" if isinstance(size, FreeDim) and size.name in bound else str(size)
+
+
+def read_motion(header: TensorHeader) -> list[float] | None:
+    """How far the pixels of each latent frame of `latents` move, as the file's header says; None: it does not.
+
+    Raises:
+        ConfigError: it says it otherwise than MOTION has it.
+    """
+    if MOTION not in header.metadata:
+        return None
+    shape = header.entries["latents"].shape
+    frames = shape[1] if len(shape) == 4 else shape[0] * shape[2]
+    values = header.metadata[MOTION].split()
+    if len(values) != frames or not all(_is_difference(each) for each in values):
+        raise ConfigError(
+            f"{header.path}: `{MOTION}` in its header must be a number from 0 to 2 for each of its {frames} latent "
+            "frames"
+        )
+    return [float(each) for each in values]
+
+
+def _is_difference(text: str) -> bool:
+    """Whether it is a number from 0 to 2, the largest difference of pixels in [-1, 1]."""
+    try:
+        return 0 <= float(text) <= 2
+    except ValueError:
+        return False

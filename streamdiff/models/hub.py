@@ -1,0 +1,121 @@
+"""Files of published models: from the hub's cache, or over the network where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+
+from streamdiff.errors import ConfigError
+from streamdiff.models.catalogue import Files
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A published file of `size` bytes (None: not told), and whether it is `missing` in the cache."""
+
+    repo: str
+    name: str
+    size: int | None
+    missing: bool
+
+
+def remote(files: Files) -> list[Remote]:
+    """The files, patterns spelled out, as the hub has them; where there is no way to it, those in the cache.
+
+    Raises:
+        ConfigError: see `fetch`.
+    """
+    if not files.on_hub:
+        raise _elsewhere(files)
+    try:
+        if any("*" in name for name in files.files):
+            found: Any = huggingface_hub.snapshot_download(files.repo, allow_patterns=list(files.files), dry_run=True)
+        else:
+            found = [huggingface_hub.hf_hub_download(files.repo, name, dry_run=True) for name in files.files]
+    except _faults() as error:
+        if folder_on_disk(files) is not None:
+            return []
+        raise _no_way(files.repo, files.files, error) from None
+    return [Remote(files.repo, each.filename, each.file_size, each.will_download) for each in found]
+
+
+def fetch_file(repo: str, name: str, bar: type[Any] | None = None) -> Path:
+    """Where a file lies, fetched first if it is not in the cache; `bar` is made, like a `tqdm`, to tell how far it is.
+
+    Raises:
+        ConfigError: see `fetch`.
+    """
+    try:
+        return Path(huggingface_hub.hf_hub_download(repo, name, tqdm_class=bar))
+    except _faults() as error:
+        raise _no_way(repo, (name,), error) from None
+
+
+def fetch(files: Files) -> list[Path]:
+    """Where the files lie, fetched first if they are not in the cache (`HF_HOME`), with a progress bar.
+
+    Raises:
+        ConfigError: not on the hub, or there is no way to it; says what to put where by hand.
+    """
+    if not files.on_hub:
+        raise _elsewhere(files)
+    return [fetch_file(files.repo, name) for name in files.files]
+
+
+def fetch_folder(files: Files) -> Path:
+    """A folder with the files, which are patterns such as `text_encoder/*`; fetched first if they are not in the cache.
+
+    Raises:
+        ConfigError: see `fetch`.
+    """
+    try:
+        return Path(huggingface_hub.snapshot_download(files.repo, allow_patterns=list(files.files)))
+    except _faults() as error:
+        raise _no_way(files.repo, files.files, error) from None
+
+
+def folder_on_disk(files: Files) -> Path | None:
+    """That folder where all patterns match something in the cache, else None. Looks at folders only."""
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(files.repo, allow_patterns=list(files.files), local_files_only=True)
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return folder if all(any(folder.glob(pattern)) for pattern in files.files) else None
+
+
+def download_command(repo: str, names: Sequence[str]) -> str:
+    """What to type to fetch files, or patterns, of a repository."""
+    patterns = any("*" in name for name in names)
+    return f"hf download {repo} " + " ".join(f"--include '{name}'" if patterns else name for name in names)
+
+
+def _faults() -> tuple[type[Exception], ...]:
+    """Exceptions that the hub's client raises for a file that it cannot list or download."""
+    from huggingface_hub import errors
+
+    http: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
+    return (
+        *(errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.DryRunError, errors.FileMetadataError),
+        *(errors.HFValidationError, errors.OfflineModeIsEnabled, http, OSError),
+        *(RuntimeError, ImportError),  # of the library for large files; of a proxy that a package is missing for
+    )
+
+
+def _elsewhere(files: Files) -> ConfigError:
+    return ConfigError(f"{', '.join(files.files)} of {files.repo} cannot be fetched from here; give the file's path")
+
+
+def _no_way(repo: str, names: Sequence[str], error: Exception) -> ConfigError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return ConfigError(
+        f"{', '.join(names)} of {repo} is not in the hub's cache and cannot be fetched: {reason}. Fetch it elsewhere "
+        f"with `{download_command(repo, names)}` and copy the cache here (HF_HOME), or give the path"
+    )

@@ -1,0 +1,295 @@
+"""Loads the parts of a model that `models.resolve` has found, and reads its facts."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamdiff.config import ModelConfig
+from streamdiff.device import embedded_autoencoder_dtype, pick_device, pick_dtype
+from streamdiff.errors import ConfigError
+from streamdiff.models import catalogue, hub, sampling, text_encoder
+from streamdiff.models.autoencoder import autoencoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
+from streamdiff.models.catalogue import Files
+from streamdiff.models.resolve import ResolvedModel, resolve_model
+from streamdiff.models.spec import (
+    ModelSpec,
+    ParsedPrompt,
+    TextEncoder,
+    choose_steps,
+    parse_size,
+    with_size,
+    with_window,
+)
+from streamdiff.models.text_encoder import CachedText, EmbeddingCache, EmbeddingFolder, WanText
+from streamdiff.models.tiny.folder import FolderFacts, read_folder
+from streamdiff.models.tiny.model import TinyText
+from streamdiff.models.transformer import attention_backend
+from streamdiff.models.transformer.wan import WanDenoiser
+from streamdiff.models.transformer.weights import WanCheckpoint, drawn_transformer, load_transformer, open_transformer
+
+_FINGERPRINT_BYTES = 2**20  # of each file
+
+
+class Kernels(NamedTuple):
+    """Kernels of a transformer: attention (`models.transformer.attention_backend`), 8-bit layers (`quantization`)."""
+
+    attention: str
+    quantize: str
+
+
+class ModelLoader:
+    """Finds the model that `config` names, and loads its transformer on `device`.
+    `dtype` is that of the transformer's weights."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        container: str | None = None,
+        architecture: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`container` and `architecture`: see `ResolvedModel`."""
+        self.config, self.device, self._overrides = config, device, (container, architecture)
+        self.dtype, self._usual_dtype = pick_dtype(config.dtype, device), pick_dtype("auto", device)
+
+    @cached_property
+    def model(self) -> ResolvedModel:
+        """Where its parts lie. Fetches published files of the transformer that are not there. ConfigError as
+        `resolve_model`."""
+        return resolve_model(self.config, *self._overrides)
+
+    @property
+    def decoder_dtype(self) -> torch.dtype:
+        """Dtype of the autoencoder."""
+        return embedded_autoencoder_dtype(self.device) if self.model.embedded else self._usual_dtype
+
+    # ---- facts: headers and configurations are read, no weights ----------------------------------------------------
+
+    @cached_property
+    def checkpoint(self) -> WanCheckpoint:
+        """The transformer's file, or drawn weights.
+
+        Raises:
+            ConfigError: no Wan transformer, or files that cannot be read.
+        """
+        model, facts = self.model, self.folder_facts
+        if facts is not None and (self.config.weights, *self._overrides) == (None, None, None):
+            return open_transformer(facts.weights, config=facts.architecture)
+        if model.weights is not None:
+            return open_transformer(model.weights, model.container, model.architecture)
+        sizes = catalogue.transformer_arguments(catalogue.find(model.name))
+        return open_transformer(drawn_transformer(model.name, sizes, self.device, self.dtype))
+
+    @cached_property
+    def folder_facts(self) -> FolderFacts | None:
+        """Facts in the folder of an embedded kind of model; None for other models. ConfigError as `read_folder`."""
+        if not self.model.embedded:
+            return None
+        assert self.model.folder is not None
+        return read_folder(self.model.folder, self.model.name)
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The model's spec, from its folder or the catalogue; usual values for an unknown checkpoint.
+
+        Raises:
+            ConfigError: as `checkpoint`; or a size, where the model has one of its own.
+        """
+        facts = self.folder_facts
+        if facts is None:
+            spec = catalogue.make_spec(self.model.name, self.model.entry, self.checkpoint.architecture)
+            return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
+        if self.config.size is not None:
+            raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
+        return facts.spec
+
+    def live_spec(self) -> ModelSpec:
+        """The facts with which the model streams: what the configuration says goes before its own.
+
+        Raises:
+            ConfigError: a model that makes whole clips, or of which too little is said; one that does not have as many
+                steps as are asked for, a window that cannot be, or a clean pass that its KV context does not have.
+        """
+        model, config = self.model, self.config
+        unknown = model.entry is None and not model.embedded
+        if model.entry is not None and model.entry.stream is None:
+            raise ConfigError(
+                f"{config.name} makes whole clips, so it cannot run live; name a model that `streamdiff models` lists"
+            )
+        if not unknown and (config.timesteps is not None or config.chunk_latents is not None):
+            raise ConfigError(
+                f"the timesteps and the chunk of {config.name} are known; leave lists of --steps, and --chunk-frames, "
+                "out"
+            )
+        given = _given_stream(config) if unknown else {}
+        spec, overrides = replace(self.spec, **given), (config.window, config.sink, config.rope)
+        if overrides != (None, None, None):
+            if model.embedded:
+                raise ConfigError(
+                    f"{config.name} knows no past but that of the window it was trained with; leave --window, --sink "
+                    "and --rope out"
+                )
+            spec = with_window(spec, *overrides)
+        choose_steps(config.steps, spec.steps, spec.name)
+        return spec
+
+    def digest(self) -> str:
+        """Of all configuration files, and of the weights' names, sizes and beginnings."""
+        found = hashlib.sha256()
+        for path in sorted(self._files()):
+            found.update(path.name.encode() + str(path.stat().st_size).encode())
+            with path.open("rb") as file:
+                found.update(file.read(_FINGERPRINT_BYTES))
+        return found.hexdigest()[:16]
+
+    def _files(self) -> set[Path]:
+        """Every file that a part of the model is read from."""
+        model = self.model
+        vae = self.config.vae
+        vae_path = None if vae is None or vae.startswith(catalogue.RANDOM) else autoencoder.locate(vae)
+        roots = [model.folder, model.weights, model.text_encoder, vae_path, *(lora.path for lora in model.loras)]
+        found: set[Path] = set()
+        for root in roots:
+            if isinstance(root, Path):
+                found |= {path for path in root.rglob("*") if path.is_file()} if root.is_dir() else {root}
+        return found
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    def transformer(
+        self,
+        blocks: tuple[int, int] | None = None,
+        kernels: Kernels | None = None,
+        weights_on: torch.device | None = None,
+    ) -> WanDenoiser:
+        """Blocks `blocks` (first, last exclusive; all when None) of the transformer, and what goes with them, with
+        these `kernels`, None: as configured. Attention (`models.transformer.attention_backend`) is tried out first.
+        Weights lie on `weights_on`, None: on the device.
+        Mutates: torch's dispatch, where attention is one of `attention_backend.IMPLEMENTATIONS`.
+
+        Raises:
+            ConfigError: weights that do not fit, a model that is told more than latents and text, a kernel that cannot
+                run here or is wrong, or weights that cannot be quantised so here.
+        """
+        model, device, dtype, sizes = self.model, self.device, self.dtype, self.checkpoint.architecture
+        heads, head_dim = sizes["num_attention_heads"], sizes["attention_head_dim"]
+        attention, quantize = kernels or Kernels(self.config.attention, self.config.quantize)
+        attention_backend.probe(attention, device, dtype, heads, head_dim)
+        attention_backend.activate(attention)
+        weights = load_transformer(
+            self.checkpoint,
+            device=weights_on or device,
+            dtype=dtype,
+            blocks=blocks,
+            loras=model.loras,
+            quantize=quantize,
+        )
+        found: Any = weights.config
+        if found.image_dim is not None or found.added_kv_proj_dim is not None:
+            raise ConfigError(
+                f"{model.weights}: this is an image-to-video model, which is not supported: it takes the picture "
+                "through CLIP. Use a text-to-video model; a stream of one can begin with a picture too (--image)"
+            )
+        denoiser = WanDenoiser(weights, len(self.spec.controls))
+        if denoiser.extra_channels and not model.embedded:
+            raise ConfigError(
+                f"{model.weights} takes {denoiser.extra_channels} channels beside the latents', which nothing "
+                "gives it, as image-to-video models do; only text to video is supported, which can begin with a "
+                "picture too (--image)"
+            )
+        denoiser.attention = attention
+        return denoiser.fuse()
+
+    def picture_encoder(self, spec: ModelSpec) -> ImageEncoder:
+        """The encoder of start pictures for streams of `spec`. Reads no file before the first picture."""
+        load = autoencoder.load_encoder
+        return ImageEncoder(lambda: load(self.model.found_vae, self.device, self.decoder_dtype), spec)
+
+
+def _given_stream(config: ModelConfig) -> dict[str, Any]:
+    """Facts of how a model streams that the catalogue does not know.
+
+    Raises:
+        ConfigError: something is not said.
+    """
+    settings = (
+        ("--steps 1000,937.5,833.33,625 (the timesteps that it is told)", config.timesteps),
+        ("--chunk-frames N (latent frames of a chunk)", config.chunk_latents),
+        ("--window N", config.window),
+        ("--sink N (0: none)", config.sink),
+        ("--rope absolute, or relative", config.rope),
+    )
+    missing = [option for option, value in settings if value is None]
+    if missing or config.timesteps is None:
+        raise ConfigError(
+            f"how {config.name} streams is not in the catalogue, and not guessed: say {'; '.join(missing)}. Where it "
+            "is of the kind of a model that `streamdiff models` lists, give its files as parts of that one instead: "
+            "--model NAME --weights FILE"
+        )
+    schedule = sampling.published(config.timesteps)
+    return {"steps": (schedule.steps,), "schedules": (schedule,), "chunk_latents": config.chunk_latents}
+
+
+_CACHE_BYTES = 256 * 2**20  # some sixty prompts of 512 x 4096 in bfloat16
+
+
+def load_text_encoder(
+    model: ResolvedModel, config: ModelConfig, text_shape: tuple[int, int], device: torch.device
+) -> TextEncoder:
+    """The text encoder, which puts embeddings of `text_shape` on `device`. Where that of a large model runs: see
+    `WanText`. Its weights come with the first text. Embeddings of a large one are kept in the user's cache folder too
+    (`EmbeddingFolder`).
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if model.index is not None:
+        assert model.folder is not None
+        return TinyText.load(model.folder, device)
+    if (path := model.text_encoder) is None:
+        if model.name.startswith(catalogue.RANDOM):
+            return RandomText(text_shape, device)
+        raise ConfigError(
+            f"{model.name} comes without a text encoder; give a folder with encoder and tokenizer, in diffusers' or "
+            "original Wan's layout, as --text-encoder, or embeddings as --prompt-embeds"
+        )
+    if isinstance(path, Files):
+        path = hub.fetch_folder(path)
+    length, width = text_shape
+    encoder = WanText(path, length=length, width=width, output=device)
+    return CachedText(encoder, EmbeddingCache(_CACHE_BYTES), EmbeddingFolder())
+
+
+def awaited_bytes(text: TextEncoder, device: torch.device) -> int:
+    """Bytes that a text encoder's weights will take on `device` once the first text loads them."""
+    return text.encoder.awaited_bytes(device) if isinstance(text, CachedText) else 0
+
+
+class RandomText:
+    """A `TextEncoder` without an encoder: every text has embeddings of its own, drawn."""
+
+    examples: tuple[str, ...] = ("anything: weights are random, and the picture is noise",)
+    suggestions: tuple[tuple[str, ...], ...] = ()
+    vocabulary: str = "Any words. The weights are random, so the picture is noise; only speed and memory are real."
+    slow: bool = False
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self._shape, self._device = shape, device
+
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
+        return ParsedPrompt(prompt, "The weights are random: the picture is noise, only speed and memory are real.")
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings `[T, text_dim]`, float32, on the device."""
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(text.encode()))
+        return torch.randn(self._shape, generator=generator, device=self._device)

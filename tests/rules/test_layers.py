@@ -26,10 +26,12 @@ PACKAGE = (
     ("pipeline",),
     ("snapshot_header",),
     ("models",),
+    ("config_file",),
+    ("config",),
+    ("core",),
     ("session_state",),
     ("video",),
-    ("config_file",),
-    ("config", "device", "atomic_write"),
+    ("device", "atomic_write"),
     ("errors", "clock", "version", "child_process", "heavy_import"),
 )
 SERVER = (
@@ -58,7 +60,7 @@ PIPELINE = (
     ("row_faults",),
     ("distributed",),
     ("kv_cache", "planner"),
-    ("device_timer", "output", "scheduler"),
+    ("device_timer", "scheduler"),
 )
 MODELS = (
     ("loader",),
@@ -98,6 +100,7 @@ TORCH_FREE = (
     "streamdiff.cli.main",
     "streamdiff.commands.models",
     "streamdiff.commands.plan",
+    "streamdiff.core",
     "streamdiff.engine.messages",
     "streamdiff.engine.process.engine_process",
     "streamdiff.engine.process.fetching",

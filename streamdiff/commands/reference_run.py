@@ -14,7 +14,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from streamdiff.config import RECACHES
+from streamdiff.core import PER_STEP, RECACHES
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import TIMESTEPS, Schedule
@@ -22,7 +22,6 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents
 from streamdiff.pipeline.runner.sampler import Noise, SeededNoise, StepLevels, StreamInputs, TensorNoise
-from streamdiff.pipeline.scheduler.step import PER_STEP
 
 MIXED = ("keep", *RECACHES)
 """Policies of a prompt that may come little by little: the others forget what was before it."""

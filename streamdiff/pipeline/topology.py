@@ -27,7 +27,7 @@ from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.planner.batching import ALONE, Batching, rows_carried
+from streamdiff.pipeline.planner.partition import ALONE, Batching, rows_carried
 from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
 from streamdiff.video.pixel_format import PictureKind
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, local_ring, run_reference
-from streamdiff.config import PROMPT_POLICIES, RECACHES
+from streamdiff.core import PROMPT_POLICIES, RECACHES
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model

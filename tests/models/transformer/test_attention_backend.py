@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streamdiff.config import ModelConfig
+from streamdiff.core import MicroStep
 from streamdiff.errors import ConfigError
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.wan import KeyValue, SelfAttention, attend
 from streamdiff.pipeline.kv_cache.attention import RollingAttention
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.small import CPU, small_model
 
 HERE = ("auto", "sdpa", "flash")  # on every CPU

@@ -22,20 +22,12 @@ from streamdiff.models.model import Model, StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_layout, pictures_layout
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup, stage_group
-from streamdiff.pipeline.distributed.link import (
-    FanOutReceiver,
-    FanOutSender,
-    NoLink,
-    NoSender,
-    Receiver,
-    Sender,
-    ring_edges,
-)
+from streamdiff.pipeline.distributed.link import FanOutSender, NoLink, NoSender, Receiver, Sender, ring_edges
 from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.planner.batching import ALONE, Batching, rows_carried
+from streamdiff.pipeline.planner.partition import ALONE, Batching, rows_carried
 from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
 from streamdiff.video.pixel_format import PictureKind
 
@@ -221,13 +213,8 @@ def connect_head(
     group = share_stages(topology, model.spec, device)
     links = connect(model, topology, device, on_edge) if topology.stages * topology.shares > 1 else None
     stage = ModelRunner(model, device, topology.stage, topology.stages, group)
-    ring = RingExecutor(
-        model, device, topology.rows, stage=stage, links=links,
-        wait_s=topology.wait_s,
-    )  # fmt: skip
-    if links is not None and isinstance(links[0], FanOutSender):
-        ring.worker.receiver = FanOutReceiver(ring.worker.receiver, links[0].others)
-    return ring
+    others = links[0].others if links is not None and isinstance(links[0], FanOutSender) else ()
+    return RingExecutor(model, device, topology.rows, stage=stage, links=links, others=others, wait_s=topology.wait_s)
 
 
 def stage_worker(model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> Worker:

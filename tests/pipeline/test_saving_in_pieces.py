@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.core import MicroStep
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.decode import decoder_memories
 from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding, Piece, latents_layout, stream_key
@@ -25,7 +26,6 @@ from streamdiff.pipeline.distributed.message import MessageKind, Outcome, Sessio
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import walk
@@ -178,7 +178,7 @@ def test_a_session_that_is_being_copied_is_not_swapped_out() -> None:
     while not place.pipeline.saving.comes_to_rest(0):
         place.turn()
     ticket = place.pipeline.saving.begin(0, lambda snapshot: made.wait())
-    while place.pipeline.saving._savings[ticket].made is None:
+    while place.pipeline.saving.savings[ticket].made is None:
         place.turn()
     assert not place.pipeline.swapping.can_swap_out(0), "what its decoder remembers may still be copied"
     made.set()

@@ -20,17 +20,18 @@ PACKAGE = (
     ("__main__",),
     ("cli",),
     ("commands",),
-    ("saved_stream",),
     ("api",),
     ("server",),
     ("engine",),
     ("pipeline",),
     ("snapshot_header",),
     ("models",),
+    ("config_file",),
+    ("config",),
+    ("core",),
     ("session_state",),
     ("video",),
-    ("config_file",),
-    ("config", "device", "atomic_write"),
+    ("device", "atomic_write"),
     ("errors", "clock", "version", "child_process", "heavy_import"),
 )
 SERVER = (
@@ -41,8 +42,9 @@ SERVER = (
     ("jobs", "outputs"),
     ("http_server", "webrtc"),
     ("middleware", "sessions"),
-    ("load", "media", "peers"),
-    ("auth", "logging_setup", "metrics", "problem", "rate_limit"),
+    ("load", "media"),
+    ("peers",),
+    ("auth", "logging_setup", "metrics", "problem"),
 )
 PIPELINE = (
     ("build",),
@@ -59,7 +61,7 @@ PIPELINE = (
     ("row_faults",),
     ("distributed",),
     ("kv_cache", "planner"),
-    ("device_timer", "output", "scheduler"),
+    ("device_timer", "scheduler"),
 )
 MODELS = (
     ("loader",),
@@ -84,7 +86,6 @@ FLOORS = {
 # The package's own __init__ hands out the Python interface, without importing it before it is used.
 FREE = {
     ("streamdiff", "streamdiff.api"): "lazy: `streamdiff.stream` is `streamdiff.api.stream`",
-    ("streamdiff", "streamdiff.saved_stream"): "lazy: `streamdiff.load`",
 }
 
 # Folders that must not import a name.
@@ -100,6 +101,7 @@ TORCH_FREE = (
     "streamdiff.cli.main",
     "streamdiff.commands.models",
     "streamdiff.commands.plan",
+    "streamdiff.core",
     "streamdiff.engine.messages",
     "streamdiff.engine.process.engine_process",
     "streamdiff.engine.process.fetching",
@@ -113,25 +115,21 @@ TORCH_FREE = (
     "streamdiff.models.sampling",
     "streamdiff.models.transformer.tensor_names",
     "streamdiff.pipeline.planner.costs",
-    "streamdiff.pipeline.planner.fit",
     "streamdiff.pipeline.planner.forecast",
-    "streamdiff.pipeline.planner.gpus",
     "streamdiff.pipeline.planner.memory",
     "streamdiff.pipeline.planner.model_sizes",
+    "streamdiff.pipeline.planner.partition",
     "streamdiff.pipeline.planner.simulator",
-    "streamdiff.pipeline.planner.stage_layout",
-    "streamdiff.pipeline.planner.trace",
     "streamdiff.pipeline.throughput",
     "streamdiff.server.app",
     "streamdiff.server.main",
     "streamdiff.server.media.playout",
-    "streamdiff.video.reader",
-    "streamdiff.video.writer",
+    "streamdiff.video.files",
 )
 
 
 def part(name: str, folder: str) -> str | None:
-    """`routes` of `streamdiff.server.routes.whep` in `streamdiff.server`; None where `name` is not inside `folder`."""
+    """`app` of `streamdiff.server.app` in `streamdiff.server`; None where `name` is not inside `folder`."""
     return name[len(folder) + 1 :].split(".")[0] if name.startswith(f"{folder}.") else None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from streamdiff.core import most_steps, spare_slots
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.scheduler.step import most_steps, spare_slots
 from streamdiff.session_state.fields import session_value
 
 

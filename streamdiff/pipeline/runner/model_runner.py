@@ -15,6 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from streamdiff.core import PER_STEP, MicroStep, cache_count, most_steps
 from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.wan import KeyValue, SelfAttention, TokenStates, concat_rows
@@ -36,11 +37,9 @@ from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAtt
 from streamdiff.pipeline.kv_cache.cache import CachePool, CacheSizes, KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
-from streamdiff.pipeline.row_faults.errors import ROW_ERRORS
-from streamdiff.pipeline.row_faults.stage_guard import StageGuard
+from streamdiff.pipeline.row_faults import ROW_ERRORS, StageGuard
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage
 from streamdiff.pipeline.runner.graphs import Tensors
-from streamdiff.pipeline.scheduler.step import PER_STEP, MicroStep, cache_count, most_steps
 from streamdiff.session_state import walk
 from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, reset, session_state
 from streamdiff.session_state.swap_store import SwapStore
@@ -480,8 +479,13 @@ class Worker(RankLoop):
             return None
         message = self.receiver.receive(wait_s)
         if message is not None:
-            self.done += 1
-        if message is not None and (whole := self._assembled(message)) is not None:
+            self.execute(message)
+        return message
+
+    def execute(self, message: StageMessage) -> None:
+        """Execute a message, and send the result on, of a long forward the first row. Mutates: self, the stage."""
+        self.done += 1
+        if (whole := self._assembled(message)) is not None:
             self.now = whole
             if not (whole.is_long or whole.kind.is_answered):  # whose record tells what became of it
                 self.sender.announce(whole)
@@ -492,7 +496,6 @@ class Worker(RankLoop):
             first, *rest = result.as_sent[-1:] if last else result.as_sent
             self._rest.extend(rest)
             self.sender.send(first)
-        return message
 
     def _assembled(self, message: StageMessage) -> StageMessage | None:
         """The complete message that `message` is or completes; None while rows of it are missing. Mutates: self."""

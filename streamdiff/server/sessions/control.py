@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from streamdiff.config import PromptPolicy
+from streamdiff.core import PromptPolicy
 from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 
@@ -83,14 +83,14 @@ class PromptMessage(ChangeMessage):
 
 
 class ResetMessage(ChangeMessage):
-    """Begin afresh."""
+    """Start over."""
 
     type: Literal["reset"]
     seed: Seed | None = Field(None, description="left out: the session's")
 
 
 class PictureReset(ResetMessage):
-    """Begin afresh from a picture, or with None from none; over HTTP alone, as messages are small."""
+    """Start over from a picture, or with None from none; over HTTP alone, as messages are small."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 

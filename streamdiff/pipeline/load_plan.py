@@ -18,7 +18,7 @@ from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.core import sessions_to_fill
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
-from streamdiff.models.loader import Kernels, ModelLoader
+from streamdiff.models.loader import Kernels, ModelLoader, expected_bytes
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape

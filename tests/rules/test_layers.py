@@ -42,8 +42,9 @@ SERVER = (
     ("jobs", "outputs"),
     ("http_server", "webrtc"),
     ("middleware", "sessions"),
-    ("load", "media", "peers"),
-    ("auth", "logging_setup", "metrics", "problem", "rate_limit"),
+    ("load", "media"),
+    ("peers",),
+    ("auth", "logging_setup", "metrics", "problem"),
 )
 PIPELINE = (
     ("build",),
@@ -128,7 +129,7 @@ TORCH_FREE = (
 
 
 def part(name: str, folder: str) -> str | None:
-    """`routes` of `streamdiff.server.routes.whep` in `streamdiff.server`; None where `name` is not inside `folder`."""
+    """`app` of `streamdiff.server.app` in `streamdiff.server`; None where `name` is not inside `folder`."""
     return name[len(folder) + 1 :].split(".")[0] if name.startswith(f"{folder}.") else None
 
 

@@ -24,7 +24,7 @@ from streamdiff.server.auth import Tokens
 from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, ViewerDemand
 from streamdiff.server.logging_setup import log_fields, prompt_log
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.rate_limit import Rate
+from streamdiff.server.peers import Rate
 from streamdiff.server.sessions import control
 from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
 from streamdiff.server.sessions.playback import Playback

@@ -18,11 +18,10 @@ from streamdiff.core import PER_STEP, RECACHES
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import TIMESTEPS, Schedule
+from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents
-from streamdiff.pipeline.runner.noise import Noise, SeededNoise, TensorNoise
-from streamdiff.pipeline.runner.sampler import StreamInputs
-from streamdiff.pipeline.runner.step_levels import StepLevels
+from streamdiff.pipeline.runner.sampler import Noise, SeededNoise, StepLevels, StreamInputs, TensorNoise
 
 MIXED = ("keep", *RECACHES)
 """Policies of a prompt that may come little by little: the others forget what was before it."""
@@ -33,7 +32,7 @@ _WAIT_S = 1.0  # for ranks that are other processes, between two looks whether a
 @dataclass(frozen=True)
 class PromptSwitch:
     """A change of prompt that chunk `chunk` is the first to see; `embeddings` `[T, text_dim]`, `policy` one of
-    `core.PROMPT_POLICIES` (`reset` starts a fresh stream there)."""
+    `config.PROMPT_POLICIES` (`reset` starts a fresh stream there)."""
 
     chunk: int
     embeddings: Tensor
@@ -86,27 +85,31 @@ class ReferenceRun:
     def __post_init__(self) -> None:
         self._check_video()
         if self.mix < 1:
-            raise ConfigError(f"prompt mix is {self.mix}; it is a number of chunks, so at least 1")
+            raise ConfigError(f"prompt mix is {self.mix}; it is a number of chunks, so at least 1", field="prompt_mix")
         if self.given_chunks >= self.chunks:
             raise ConfigError(
                 f"chunks is {self.chunks}, and the first {self.given_chunks} are given, so there is none to make; "
-                "chunks are all of the stream, those that are given included"
+                "chunks are all of the stream, those that are given included",
+                field="chunks",
             )
         before = 0
         for switch in self.switches:
             if 0 < switch.chunk < self.given_chunks:
                 raise ConfigError(
                     f"a prompt switch is at chunk {switch.chunk}, but the first {self.given_chunks} are given; switch "
-                    f"at {self.given_chunks} or later"
+                    f"at {self.given_chunks} or later",
+                    field="prompt_switch",
                 )
             if not before < switch.chunk < self.chunks:
                 raise ConfigError(
                     f"a prompt switch is at chunk {switch.chunk}, but must be after chunk {before} and before chunk "
-                    f"{self.chunks}, the end; chunks count from 0"
+                    f"{self.chunks}, the end; chunks count from 0",
+                    field="prompt_switch",
                 )
             if switch.policy in RECACHES and self.kv_context in PER_STEP:
                 raise ConfigError(
-                    f"prompt switch {switch.policy} needs a KV context with a clean pass: clean or staircase"
+                    f"prompt switch {switch.policy} needs a KV context with a clean pass: clean or staircase",
+                    field="kv_context",
                 )
             if self.mix > 1:
                 self._check_mixed(switch)
@@ -116,24 +119,24 @@ class ReferenceRun:
     def given_chunks(self) -> int:
         return 0 if self.given_latents is None else len(self.given_latents)
 
-    def inputs_from(self, model: Model, first: int) -> StreamInputs:
+    def inputs_from(self, spec: ModelSpec, first: int) -> StreamInputs:
         """Noise and input of the stream that begins at chunk `first`: the noise is its own seed's, or what is given
         from there on; finished latents are given to the first stream alone."""
-        noise: Noise = SeededNoise(model.spec.chunk_shape, self.seed)
+        noise: Noise = SeededNoise(spec.chunk_shape, self.seed)
         if self.initial is not None:
             renoise = None if self.renoise is None else self.renoise[first:]
             noise = TensorNoise(self.initial[first:], renoise, self.schedule, noise)
         levels = None if self.levels is None else self.levels.starting_at(first)
-        return StreamInputs(noise, self._source(model, first), levels, self.given_latents if first == 0 else None)
+        return StreamInputs(noise, self._source(spec, first), levels, self.given_latents if first == 0 else None)
 
-    def _source(self, model: Model, first: int) -> InitLatents | None:
+    def _source(self, spec: ModelSpec, first: int) -> InitLatents | None:
         """The encoded input of the stream that begins at chunk `first`."""
         if self.video is None:
             return None
         video, strength = self.video[first:], self._strength
         if self.motion_noise:
             motion = None if self.motion is None else self.motion[first:]
-            return InitLatents.following_motion(video, strength, model.spec.first_chunks, motion)
+            return InitLatents.following_motion(video, strength, spec.first_chunks, motion)
         timestep = self.schedule.timesteps[0] if self.strength is None else TIMESTEPS * strength
         steady = InitLatents.steady(video, strength, timestep)
         return steady if self.noise_level is None else replace(steady, noise_level=self.noise_level[first:])
@@ -146,7 +149,9 @@ class ReferenceRun:
         if self.video is None:
             return
         if len(self.video) < self.chunks:
-            raise ConfigError(f"the input video has {len(self.video)} chunks, but {self.chunks} are to be made")
+            raise ConfigError(
+                f"the input video has {len(self.video)} chunks, but {self.chunks} are to be made", field="video_latents"
+            )
         if self.noise_level is not None:
             return
         least = self._strength - (REACH + TIMESTEP_OFFSET + 1 / TIMESTEPS if self.motion_noise else 0)
@@ -155,7 +160,8 @@ class ReferenceRun:
             motion = f", of which motion takes up to {REACH + TIMESTEP_OFFSET:g}" if self.motion_noise else ""
             raise ConfigError(
                 f"strength is {self._strength:g}{motion}; it must be at most 1, and above the noise level of the "
-                f"second step, {max(following, default=0):g}"
+                f"second step, {max(following, default=0):g}",
+                field="strength",
             )
 
     def _check_mixed(self, switch: PromptSwitch) -> None:
@@ -163,12 +169,14 @@ class ReferenceRun:
         if switch.policy not in MIXED:
             raise ConfigError(
                 f"prompt switch {switch.policy} forgets what was before it, so there is nothing to mix with; a "
-                f"prompt mix goes with {' or '.join(MIXED)}"
+                f"prompt mix goes with {' or '.join(MIXED)}",
+                field="prompt_mix",
             )
         if len(switch.embeddings) != len(self.embeddings):
             raise ConfigError(
                 f"prompt embeddings of {len(self.embeddings)} and of {len(switch.embeddings)} rows cannot be mixed; "
-                "pad them to the same number, as the model's text encoder does"
+                "pad them to the same number, as the model's text encoder does",
+                field="prompt_mix",
             )
 
     def _single(self) -> list[PromptSwitch]:
@@ -198,53 +206,53 @@ class ReferenceRun:
         ]
 
 
+def local_ring(model: Model, device: torch.device, stages: int = 1) -> RingExecutor:
+    """The ring of a whole model in this process, whose stages take turns."""
+    return RingExecutor(model, device) if stages == 1 else LocalRing(model, device, stages)
+
+
 def run_reference(
-    model: Model,
-    device: torch.device,
-    run: ReferenceRun,
-    *,
-    stages: int = 1,
-    ring: RingExecutor | None = None,
-    check: Callable[[], None] = lambda: None,
+    ring: RingExecutor, run: ReferenceRun, check: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[Tensor, bool]]:
-    """The latents `[C, F, h, w]` of each chunk, in order, and whether it is the first chunk of a stream. With several
-    stages they take turns in this process, unless there is a `ring` over processes; `check` is called between turns,
-    and ends the run by what it raises.
+    """The latents `[C, F, h, w]` of each chunk, in order, and whether it is the first chunk of a stream. `check` is
+    called between turns of a ring over processes, and ends the run by what it raises. Mutates: ring.
 
     Raises:
         ConfigError: see `check_together`.
         ValueError: an unknown KV context, or one that the schedule does not go with.
     """
-    check_together(run, model.spec.first_chunks)
-    if ring is None:
-        ring = RingExecutor(model, device) if stages == 1 else LocalRing(model, device, stages)
-    epochs = count(1)
+    spec, epochs = ring.sampler.spec, count(1)
+    check_together(run, spec.first_chunks)
     for begin, switches, end in run.segments:
-        inputs, known = run.inputs_from(model, begin.chunk), 0
+        inputs, length = run.inputs_from(spec, begin.chunk), end - begin.chunk
         if begin.chunk == 0:
-            ring.open(
-                _NAME,
-                begin.embeddings,
-                epoch=0,
-                steps=run.schedule,
-                kv_context=run.kv_context,
-                given=inputs,
-            )
-            known = ring.scheduler.next_chunk(_NAME)
+            ring.open(_NAME, begin.embeddings, epoch=0, steps=run.schedule, kv_context=run.kv_context, given=inputs)
         else:
             ring.reset(_NAME, begin.embeddings, epoch=next(epochs), given=inputs)
+        known = ring.scheduler.next_chunk(_NAME)
         for chunk in range(known):
             assert run.given_latents is not None
             yield run.given_latents[chunk], chunk == 0
-        if known == end - begin.chunk:
+        if known == length:
             continue
+        while not ring.scheduler.drained(_NAME):  # what is given is seen under the prompt that the stream begins with
+            check()
+            ring.step(_WAIT_S)
         due = {switch.chunk - begin.chunk: switch for switch in switches}
-        # Steps of a staircase wait for chunks that come after; those made for this alone are dropped.
-        most = end - begin.chunk if run.kv_context != "staircase" else None
-        for chunk, latents in _stream(ring, most, due, epochs, check):
-            yield latents, chunk == 0
-            if chunk == end - begin.chunk - 1:
-                break
+        done: dict[int, Tensor] = {}
+        for chunk in range(known, length):
+            while chunk not in done:
+                following = ring.scheduler.next_chunk(_NAME)
+                if (switch := due.pop(following, None)) is not None:
+                    ring.set_text(_NAME, next(epochs), switch.embeddings, switch.policy)
+                # Steps of a staircase wait for chunks that come after; those made for this alone are dropped.
+                wanted = following < length or run.kv_context == "staircase"
+                ring.scheduler.set_frame_credit(_NAME, spec.admitted_frames(following) if wanted else 0)
+                check()
+                rows, finished = ring.step(_WAIT_S)
+                assert rows or finished or ring.has_work, "the stream stands still"
+                done |= {row.chunk: latents for row, latents in finished}
+            yield done.pop(chunk), chunk == 0
 
 
 def check_together(run: ReferenceRun, count: int) -> None:
@@ -253,45 +261,20 @@ def check_together(run: ReferenceRun, count: int) -> None:
     if 0 < run.given_chunks < count:
         raise ConfigError(
             f"{run.given_chunks} chunks are given, but the first {count} are made together; give none, or at least "
-            f"{count}"
+            f"{count}",
+            field="given_latents",
         )
     for begin, switches, end in run.segments:
         if end - begin.chunk < count:
             raise ConfigError(
                 f"a stream from chunk {begin.chunk} to {end} has {end - begin.chunk} chunks, but the first {count} are "
-                f"made together; make at least {count}"
+                f"made together; make at least {count}",
+                field="chunks",
             )
         for switch in switches:
             if switch.chunk - begin.chunk < count:
                 raise ConfigError(
                     f"a prompt switch is at chunk {switch.chunk}, but the first {count} chunks from {begin.chunk} on "
-                    f"are made together; switch at {begin.chunk + count} or later"
+                    f"are made together; switch at {begin.chunk + count} or later",
+                    field="prompt_switch",
                 )
-
-
-def _stream(
-    ring: RingExecutor,
-    most: int | None,
-    due: dict[int, PromptSwitch],
-    epochs: Iterator[int],
-    check: Callable[[], None],
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield (chunk, latents) of one stream in order, from the first that is not finished. At most `most` chunks are
-    begun; `due`: prompt changes by the first chunk that sees them. Mutates: due."""
-    done: dict[int, Tensor] = {}
-    first = ring.scheduler.next_chunk(_NAME)
-    while not ring.scheduler.drained(_NAME):  # what is given is seen under the prompt that the stream begins with
-        check()
-        ring.step(_WAIT_S)
-    for chunk in count(first):
-        while chunk not in done:
-            following = ring.scheduler.next_chunk(_NAME)
-            if (switch := due.pop(following, None)) is not None:
-                ring.set_text(_NAME, next(epochs), switch.embeddings, switch.policy)
-            goes_on = most is None or following < most
-            ring.scheduler.set_frame_credit(_NAME, ring.sampler.spec.admitted_frames(following) if goes_on else 0)
-            check()
-            rows, finished = ring.step(_WAIT_S)
-            assert rows or finished or ring.has_work, "the stream stands still"
-            done |= {row.chunk: latents for row, latents in finished}
-        yield chunk, done.pop(chunk)

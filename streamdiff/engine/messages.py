@@ -311,7 +311,8 @@ class Measured:
     """Sent with every finished chunk. `chunk_compute_s`: seconds of work per chunk of the default number of steps, of
     late; `occupancy`: share of the time each rank was at work (empty with one rank); `busy_s`: seconds of work of each
     rank since its process began. `forwards`: their number since then with 1 row, 2 rows, and so on; `alone`: the
-    reasons why those of one row had no more (see `ForwardCounts`), and `alone_forwards`, how many had each. `encodings`: how many texts, pictures and pieces of video were encoded since its process began. `memory_bytes`: what
+    reasons why those of one row had no more (see `ForwardCounts`), and `alone_forwards`, how many had each.
+    `encodings`: how many texts, pictures and pieces of video were encoded since its process began. `memory_bytes`: what
     the first rank has taken of its GPU, or without one of the machine's memory."""
 
     chunk_compute_s: float

@@ -24,7 +24,7 @@ from streamdiff.models.transformer.wan import TokenStates
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.planner.costs import Costs, in_proportion
 from streamdiff.pipeline.planner.kv_budget import RankMemory
-from streamdiff.pipeline.planner.stage_layout import Blocks, Workload, choose_layout
+from streamdiff.pipeline.planner.partition import Blocks, Workload, choose_layout
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.session_state import walk
 

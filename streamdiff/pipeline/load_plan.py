@@ -24,17 +24,21 @@ from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.pipeline import balance
 from streamdiff.pipeline.distributed import rendezvous
-from streamdiff.pipeline.planner import fit
-from streamdiff.pipeline.planner.batching import Batching, batching_of, rows_carried
 from streamdiff.pipeline.planner.costs import read_profile
-from streamdiff.pipeline.planner.fit import Demand, Limits
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes, host_bytes
-from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage
+from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Demand, Limits, Storage, check_fit
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, folder_sizes, sizes_from
-from streamdiff.pipeline.planner.partition import check_ranks, split_evenly
-from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
-from streamdiff.pipeline.runner.torch_compile import compile_fault, one_graph
+from streamdiff.pipeline.planner.partition import (
+    Batching,
+    Blocks,
+    Workload,
+    batching_of,
+    check_ranks,
+    rows_carried,
+    split_evenly,
+)
+from streamdiff.pipeline.runner.graphs import compile_fault, one_graph
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.version import __version__
 from streamdiff.video.pixel_format import PictureKind
@@ -47,21 +51,25 @@ _GRAPH_SESSIONS = 8
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What all ranks agree on. `config` has no defaults left open but for what is tried out (`models.defaults`),
+    """What all ranks agree on. `config` has no defaults left open but for what is tried out (`models.resolve`),
     `models` says where each part lies, `sizes` has the model's facts with what the configuration changes, `steps` are
     the denoise steps of a session that does not name its own, `choices` says why settings are as they are, a line for
-    each, `channels_last` as of `Defaults`, `decode_latents` how many latent frames one call decodes, and `runs` first
-    and last block (exclusive) of each stage: by the profile's costs, or even shares."""
+    each, `notes` what a user should know, `channels_last` as of `Defaults`, `decode_latents` how many latent frames one
+    call decodes, and `runs` first and last block (exclusive) of each stage: by the profile's costs, or even shares.
+    With `reference` embeddings come in and latents out, so there is neither text encoder nor decoder; blocks stay in
+    even shares, and the autoencoder is in float32."""
 
     config: ModelConfig
     models: ModelLoader
     sizes: ModelSizes
     steps: int
     choices: tuple[str, ...]
+    notes: tuple[str, ...]
     cudnn_benchmark: bool
     channels_last: bool | None
     decode_latents: int
     runs: Blocks
+    reference: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -105,6 +113,7 @@ class LoadPlan:
             # A server has it in its configuration, its other ranks leave it out where it is off.
             "model.batching": str(self.batching),
             "model.steps": str(self.steps),
+            "spec": str(self.spec),
             "model.pictures": self.pixel_format if self.config.decode_rank_number else "rgb",
         }
 
@@ -172,7 +181,7 @@ def _ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankPlan(LoadPlan):
     """What the rank `rank` loads: its run of `runs`, to compute with `kernels` (None on a rank that only decodes).
     `limits` are its device's, from before anything was loaded."""
@@ -206,8 +215,8 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
         runs = split_evenly(sizes.blocks, config.stages)
     decode_latents = 1 if device.type == "cpu" else spec.chunk_latents
     return LoadPlan(
-        settled.config, models, sizes, steps, choices, settled.cudnn_benchmark, settled.channels_last, decode_latents,
-        runs,
+        settled.config, models, sizes, steps, choices, (models.model.note,), settled.cudnn_benchmark,
+        settled.channels_last, decode_latents, runs,
     )  # fmt: skip
 
 
@@ -222,7 +231,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
     kernels = None
     if limits := _device_limits(config, device):
         demand = plan.demand(plan.runs)
-        fit.check(demand, rank, limits)
+        check_fit(demand, rank, limits)
         if any(demand.total(rank) > limit for limit, _ in limits):
             plan = replace(plan, decode_latents=1)
             _tell(["decoder's call: a latent frame (a chunk takes more memory than there is)"], f"rank {rank}: ")
@@ -233,7 +242,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
         kernels, tried = try_kernels(config, plan.sizes, device, plan.models.dtype)
         _tell(map(str, tried), "" if context is None else f"rank {rank}: ")
     if rank == 0:
-        notes = [plan.models.model.note]
+        notes = list(plan.notes)
         if config.offload != "none":
             card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
             notes.append(offload_note(plan.demand(plan.runs), card, graphs=config.compile != "off"))
@@ -277,8 +286,7 @@ def try_kernels(
     the model's sizes and with a full window. Takes seconds then."""
     kernels, choices = Kernels(config.attention, config.quantize), list[resolve.Choice]()
     if kernels.attention == "auto":
-        window = sizes.tokens // sizes.spec.chunk_latents * sizes.spec.window(config.kv_context)
-        shape = AttentionShape(sizes.heads, sizes.head_dim, sizes.tokens, window)
+        shape = AttentionShape(sizes.heads, sizes.head_dim, sizes.tokens, sizes.window_tokens(config.kv_context))
         trial = attention_backend.try_attention(shape, device, dtype)
         choices.append(resolve.Choice("attention", trial.fastest, trial.reason))
         kernels = kernels._replace(attention=trial.fastest)

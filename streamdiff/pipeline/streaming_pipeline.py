@@ -21,8 +21,7 @@ from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
-from streamdiff.pipeline.decode.decode_worker import LocalDecoding
-from streamdiff.pipeline.decode.decoding import Decoding, Piece
+from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.executor import RingExecutor
@@ -66,6 +65,7 @@ class StreamingPipeline:
             ConfigError: steps that the model does not have.
         """
         spec = model.spec
+        assert model.text is not None, "a live stream takes texts"
         self.model, self.text = model, model.text
         self.profiler: Profiler | None = None
         """Traces some chunks, if there is one."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import av
 import pytest
 
-from streamdiff.cli import convert_options, main, options, parser
+from streamdiff.cli import job_options, main, options, parser
 from streamdiff.commands import doctor
 from streamdiff.errors import ConfigError
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
@@ -160,8 +160,8 @@ def test_every_example_in_the_help_parses() -> None:
         options.SERVE_EXAMPLES,
         options.GENERATE_EXAMPLES,
         options.PLAN_EXAMPLES,
-        convert_options.DECODE_EXAMPLES,
-        convert_options.ENCODE_EXAMPLES,
+        job_options.DECODE_EXAMPLES,
+        job_options.ENCODE_EXAMPLES,
         options.DOCTOR_EXAMPLES,
         options.MODELS_EXAMPLES,
     )
@@ -260,7 +260,7 @@ def test_doctor_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None
 def test_doctor_says_in_how_many_steps(asked: str, words: str) -> None:
     arguments = parser.parse(["doctor", *asked.split()])
     (found,) = doctor._look_at_steps(main._config(arguments))
-    assert re.search(words, f"{found.grade.value} {found.topic} {found.text}\n")
+    assert re.search(words, f"{found.grade} {found.topic} {found.text}\n")
 
 
 @pytest.mark.parametrize("option", ["weights", "lora", "vae", "text-encoder"])

@@ -153,7 +153,7 @@ def test_encode_notes_how_the_pixels_move(
 @pytest.mark.slow
 def test_an_autoencoder_that_knows_no_raw_latents_says_so(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(TAEHV(TaehvConfig()).state_dict(), "taew2_1.pth")
-    write_tensor(Path("raw.safetensors"), "latents", zeros(16, 2, 2, 3), RAW)
+    write_tensor(Path("raw.safetensors"), "latents", torch.zeros(16, 2, 2, 3), RAW)
     before = sorted(path.name for path in place.iterdir())
     for line in (
         "encode --vae taew2_1.pth --video video.safetensors --out out.safetensors --raw",
@@ -200,28 +200,20 @@ def test_the_embedded_model_there_and_back(place: Path, capsys: pytest.CaptureFi
 # ---- what is refused --------------------------------------------------------------------------------------------
 
 
-def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
 def write_bad_files() -> None:
-    nan = zeros(16, 2, 2, 2)
+    nan = torch.zeros(16, 2, 2, 2)
     nan[3, 1] = float("nan")
     torch.manual_seed(0)
     for name, tensors in {
-        "other": {"video": zeros(3, 5, 16, 16)},
-        "rank": {"latents": zeros(16, 2, 2)},
-        "none": {"latents": zeros(16, 0, 2, 2)},
-        "whole": {"latents": zeros(16, 2, 2, 2, dtype=torch.int32)},
+        "other": {"video": torch.zeros(3, 5, 16, 16)},
         "nan": {"latents": nan},
-        "four": {"latents": zeros(3, 4, 2, 2, 2)},
-        "bytes": {"video": zeros(3, 5, 16, 16) + 255},
-        "grey": {"video": zeros(1, 5, 16, 16)},
-        "even": {"video": zeros(3, 8, 16, 16)},
-        "odd": {"video": zeros(3, 5, 16, 20)},
+        "four": {"latents": torch.zeros(3, 4, 2, 2, 2)},
+        "bytes": {"video": torch.zeros(3, 5, 16, 16) + 255},
+        "grey": {"video": torch.zeros(1, 5, 16, 16)},
+        "even": {"video": torch.zeros(3, 8, 16, 16)},
+        "odd": {"video": torch.zeros(3, 5, 16, 20)},
     }.items():
         save_file(tensors, f"{name}.safetensors")
-    Path("text.safetensors").write_text("no tensors")
     Path("text.mp4").write_text("no video")
 
 
@@ -239,24 +231,17 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
             "nothing.safetensors does not exist; expected clean latents, a safetensors file: latents [C, F, h, w] or "
             "[chunks, C, f, h, w] (C, F, chunks, f, h, w at least 1)",
         ),
-        (f"{DECODE}text.safetensors", "text.safetensors: not a safetensors file, or cut off"),
         (f"{DECODE}other.safetensors", "latents is missing, video is unknown; expected latents [C, F, h, w] or"),
-        (f"{DECODE}rank.safetensors", "got [16, 2, 2], which has 3 dimensions"),
-        (f"{DECODE}none.safetensors", "latents: expected shape [C, F, h, w] or"),
-        (f"{DECODE}whole.safetensors", "latents: expected dtype F32 or BF16 or F16 or F64, got I32"),
         (f"{DECODE}nan.safetensors", "got nan at [3, 1, 0, 0] (4 of 128 are not finite)"),
         (f"{DECODE}four.safetensors", "`latents` has 4 channels, but vae.pth takes 16"),
         (f"{DECODE}latents.safetensors --chunk-frames 0", "--chunk-frames is 0, but must be 1 or more"),
         (f"{DECODE}latents.safetensors --fps 0", "--fps is 0, but must be at least 0.001 and at most 1000"),
-        (f"{DECODE}latents.safetensors --fps 0.0001", "--fps is 0.0001, but must be at least 0.001"),
         (
             f"{DECODE}latents.safetensors --dtype float8",
             "--dtype is float8, but must be auto, float32 or bfloat16",
         ),
         (f"{DECODE}latents.safetensors --device gpu", "--device is gpu, but must be auto, cpu or cuda"),
         (f"{DECODE}latents.safetensors --latent-space raw", "--latent-space is for TAEHV files"),
-        (f"{DECODE}latents.safetensors --seed 1", "unknown option --seed"),
-        ("decode --vae vae.pth --latents latents.safetensors --out out.avi", "unknown ending '.avi'"),
         ("decode --vae vae.pth --latents latents.safetensors --out no/out.safetensors", "does not exist; create it"),
         ("decode --vae vae.pth --latents latents.safetensors --out latents.safetensors", "which is what is read"),
         ("decode --vae no.pth --latents latents.safetensors --out out.mp4", "there is no autoencoder at no.pth"),
@@ -265,7 +250,6 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
             "text.mp4: a checkpoint ends in",
         ),
         (f"{ENCODE}nothing.mp4", "nothing.mp4 does not exist; expected a video file or a folder"),
-        (f"{ENCODE}text.mp4", "text.mp4 cannot be read as a video"),
         (f"{ENCODE}latents.safetensors", "video is missing, latents is unknown; expected video [3, F, H, W]"),
         (f"{ENCODE}bytes.safetensors", "`video` has values from 255 to 255; expected -1 to 1"),
         (f"{ENCODE}grey.safetensors", "expected shape [3, F, H, W] (F, H, W at least 1), got [1, 5, 16, 16]"),
@@ -303,58 +287,7 @@ def test_a_length_that_shows_only_at_the_end_leaves_nothing(place: Path, capsys:
     assert sorted(path.name for path in place.iterdir()) == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("out", ["out.mp4", "out.safetensors", "frames"])
-@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (OSError, 1)])
-def test_an_end_on_the_way_keeps_what_was_there(
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    out: str,
-    error: type[BaseException],
-    status: int,
-) -> None:
-    """In the middle of the clip, the network fails or the user has had enough."""
-    from streamdiff.models.autoencoder.picture_decoder import DecoderState
-    from streamdiff.models.autoencoder.wan import WanDecoder
-
-    if out != "frames":
-        Path(out).write_text("old")
-    plain, calls = WanDecoder._step, iter(range(100))
-
-    def failing(self: WanDecoder, raw: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
-        if next(calls) == 2:
-            raise error("on the way")
-        return plain(self, raw, past)
-
-    monkeypatch.setattr(WanDecoder, "_step", failing)
-    before = sorted(path.name for path in place.iterdir())
-    line = f"decode --vae vae.pth --latents latents.safetensors --out {out} --chunk-frames 1"
-    if out != "frames":
-        assert main.main(line.split()) == 2, "what exists is not replaced"
-    assert main.main([*line.split(), "--overwrite"]) == status
-    assert sorted(path.name for path in place.iterdir()) == before
-    assert out == "frames" or Path(out).read_text() == "old"
-    monkeypatch.undo()
-
-
-def test_the_file_can_be_read_by_others(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tensor_is_float32_whatever_the_network_computes_in(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "decode --vae vae.pth --latents latents.safetensors --out out.safetensors --dtype bfloat16")
     with safe_open(place / "out.safetensors", "np") as file:
-        assert file.get_tensor("video").dtype == np.float32, "whatever the network computes in"
-    (place / "plain").write_text("")
-    assert (place / "out.safetensors").stat().st_mode == (place / "plain").stat().st_mode
-
-
-def test_a_network_that_gives_no_numbers_writes_nothing(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from streamdiff.models.autoencoder.wan import WanDecoder
-
-    plain = WanDecoder.decode_raw
-    monkeypatch.setattr(WanDecoder, "decode_raw", lambda *args: plain(*args) * float("nan"))
-    assert (
-        main.main(["decode", "--vae", "vae.pth", "--latents", "latents.safetensors", "--out", "out.safetensors"]) == 1
-    )
-    assert "video[0]: expected finite values, got nan at [0, 0, 0]" in capsys.readouterr().err
-    assert not (place / "out.safetensors").exists()
+        assert file.get_tensor("video").dtype == np.float32

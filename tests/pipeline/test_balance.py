@@ -19,8 +19,8 @@ from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.planner.kv_budget import RankMemory
 from streamdiff.pipeline.planner.model_sizes import read_sizes
+from streamdiff.pipeline.runner.graphs import Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.stage_forward import Tensors
 from tests.small import CPU, small_model
 
 

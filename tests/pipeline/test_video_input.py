@@ -219,7 +219,7 @@ def test_when_it_ends_the_session_goes_on_from_its_text(pipeline: Fed) -> None:
         pipeline.turn()
     assert pipeline.usage().used <= 3 * FRAMES
     pipeline.set_input(0, 0.5, epoch=3)  # and another may come
-    assert (pipeline.usage().used, pipeline.figures().level) == (0, None), "it begins afresh"
+    assert (pipeline.usage().used, pipeline.usage().level) == (0, None), "it begins afresh"
     pipeline.video.feed(0, clip(1))
     while pipeline.usage().used == 0:
         pipeline.turn()
@@ -291,7 +291,7 @@ def test_what_cannot_be_is_refused(pipeline: Fed) -> None:
     without = StreamingPipeline(MODEL, CPU)
     try:
         with pytest.raises(RequestError, match="encodes no video"):
-            without.check_input(0.5)
+            without.video.check_input(0.5)
     finally:
         without.close()
     pipeline.video.feed(0, clip(1))  # to nobody

@@ -30,7 +30,6 @@ ALLOWED = {
     "streamdiff.models.transformer.attention_backend:_off": "tries a kernel out before the first chunk",
     "streamdiff.models.transformer.attention_backend:_formula": "what it is compared with",
     "streamdiff.models.tiny.model:tokens": "a prompt's, on the CPU",
-    "streamdiff.models.text_encoder:_beside": "on the thread that encodes text",
     "streamdiff.models.autoencoder.autoencoder:encode": "on the thread that encodes text, as a stream opens",
     "streamdiff.pipeline.video_input.feeding:_encode": "on the thread that encodes video, on a stream of its own",
     "streamdiff.pipeline.streaming_pipeline:features_of": "as a stream opens, of values on the CPU",
@@ -42,7 +41,7 @@ ALLOWED = {
     "streamdiff.pipeline.distributed.tcp:_accept_invitation": "once, in host memory",
     "streamdiff.pipeline.distributed.tcp:receive": "a record in host memory, where the kernel put it",
     "streamdiff.pipeline.row_faults:finite_rows": "of a ring in host memory: on a device nobody looks",
-    "streamdiff.pipeline.decode.host_copy:fetch": "on a decoding thread: here alone pictures leave the device",
+    "streamdiff.pipeline.decode.decoder_memories:fetch": "on a decoding thread: here alone pictures leave the device",
     "streamdiff.pipeline.decode.decode_worker:_decode": "pictures in host memory",
     "streamdiff.pipeline.decode.decode_worker:_receive": "pictures in host memory, where the kernel put them",
 }

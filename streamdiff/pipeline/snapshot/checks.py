@@ -22,9 +22,8 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
 from streamdiff.pipeline.runner.init_latents import ChunkLevels
 from streamdiff.pipeline.runner.model_runner import RunnerSession
-from streamdiff.pipeline.runner.noise import SeededNoise
-from streamdiff.pipeline.runner.sampler import PendingSteps, SamplerSession
-from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
+from streamdiff.pipeline.runner.sampler import PendingSteps, SamplerSession, SeededNoise
+from streamdiff.pipeline.scheduler.scheduler import ScheduledSession
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.session_state import walk
 from streamdiff.session_state.fields import LARGEST, STATE, check_tree, session_state, shown

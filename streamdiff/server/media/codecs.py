@@ -124,10 +124,16 @@ def fault(name: Library) -> str | None:
     return None if packets else "it made no packet"
 
 
-def choose_h264(wanted: str) -> Library | None:
-    """The library that makes H.264 for a value of `serve.encoder`; None when none of those can be opened
-    here."""
-    return next((name for name in H264_CHOICES[wanted] if fault(name) is None), None)
+def openable(encoder: str, wanted: str = "auto") -> dict[Codec, Library]:
+    """The codecs that can be encoded here, best first, and the library of each, found by opening them; for values of
+    `serve.encoder` and `serve.codec`, and nothing else is tried."""
+    tried: dict[Codec, tuple[Library, ...]] = {"h264": H264_CHOICES[encoder], "vp8": ("libvpx",)}
+    found: dict[Codec, Library] = {}
+    for codec, names in tried.items():
+        name = next((name for name in names if fault(name) is None), None) if wanted in ("auto", codec) else None
+        if name is not None:
+            found[codec] = name
+    return found
 
 
 def choose(wanted: str, encoder: str) -> tuple[tuple[Codec, ...], str]:
@@ -139,22 +145,13 @@ def choose(wanted: str, encoder: str) -> tuple[tuple[Codec, ...], str]:
     """
     if encoder == "nvenc" and wanted == "vp8":
         raise ConfigError("serve.encoder is 'nvenc', which does not make vp8. Choose another of the two.")
-    h264 = choose_h264(encoder) if wanted != "vp8" else None
-    if encoder == "nvenc" and h264 is None:
+    found = openable(encoder, wanted)
+    if encoder == "nvenc" and "h264" not in found:
         raise ConfigError(
             f"serve.encoder is 'nvenc', which cannot be opened here: {fault('h264_nvenc')}. "
             "Use auto or x264; data-centre GPUs such as the H100 have no video encoder."
         )
-    found: list[Codec] = ["h264"] if h264 is not None else []
-    if wanted != "h264" and fault("libvpx") is None:
-        found.append("vp8")
     if not found:
-        known = ", ".join(available()) or "none of h264 and vp8: install another build of PyAV (pip install av)"
+        known = ", ".join(openable("auto")) or "none of h264 and vp8: install another build of PyAV (pip install av)"
         raise ConfigError(f"serve.codec is {wanted!r}, which cannot be encoded here; what can: {known}.")
-    return tuple(found), "nvenc" if h264 == "h264_nvenc" else "x264"
-
-
-def available() -> tuple[Codec, ...]:
-    """The codecs that can be encoded here, best first; found by opening them."""
-    libraries: dict[Codec, bool] = {"h264": choose_h264("auto") is not None, "vp8": fault("libvpx") is None}
-    return tuple(codec for codec, opens in libraries.items() if opens)
+    return tuple(found), "nvenc" if found.get("h264") == "h264_nvenc" else "x264"

@@ -16,7 +16,7 @@ from streamdiff.server.media.codecs import Codec, Format
 from streamdiff.server.media.encoder import EncodedFrame, EncoderThread
 from streamdiff.server.media.pacer import Pacer
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.rate_limit import Rate
+from streamdiff.server.peers import Rate
 
 FLOOR = 0.4
 """The rate never falls below this share of the configured one, which is also the highest."""
@@ -31,6 +31,8 @@ FRESH_S = 10.0
 """An older estimate (REMB) is ignored."""
 TRIAL_S = 6.0
 """A viewer's first estimates grow from a guess, whatever its line can carry."""
+ADAPT_INTERVAL_S = 1.0
+"""Between decisions on the bit rate."""
 
 
 class BitrateController:
@@ -62,10 +64,6 @@ class BitrateController:
         self._changed_s = now_s
         self.rate_bps = rate_bps
         return rate_bps
-
-
-ADAPT_INTERVAL_S = 1.0
-"""Between decisions on the bit rate."""
 
 
 class PacketReceiver(Protocol):

@@ -19,9 +19,8 @@ from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, Step, 
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.build import build_pipeline
-from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding
-from streamdiff.pipeline.decode.decoding import Piece
-from streamdiff.pipeline.runner.torch_compile import one_graph
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
+from streamdiff.pipeline.runner.graphs import one_graph
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.compiling import BACKENDS, COMPILED, TRACED, compiled_by
 from tests.pipeline.test_streaming_pipeline import open_session, pictures

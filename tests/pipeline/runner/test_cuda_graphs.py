@@ -26,9 +26,8 @@ from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
 from streamdiff.pipeline.runner import compiled_stage
 from streamdiff.pipeline.runner.compiled_stage import Key
-from streamdiff.pipeline.runner.cuda_graphs import Graph, GraphCache, Inputs, Run
+from streamdiff.pipeline.runner.graphs import Graph, GraphCache, Inputs, Run, Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.session_state import swap_store, walk
 from streamdiff.session_state.swap_store import HostCopies, HostCopy
 from tests.pipeline.playing import Order, play

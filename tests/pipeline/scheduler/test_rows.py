@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from streamdiff.core import KV_CONTEXTS, MicroStep, differing_field, shared_fields
 from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
 from streamdiff.pipeline.scheduler.row_limit import RingSlots, RowLimit, RowsNow
-from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
-from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
+from streamdiff.pipeline.scheduler.scheduler import ScheduledSession, StreamBatchScheduler
 
 OTHER = {
     "kv_context": "same_step", "background": True, "paused": True, "rerun_as_one": True, "draining": True,
@@ -154,7 +153,7 @@ def test_two_rows_go_together_once_there_were_enough_for_every_place() -> None:
 
 @pytest.mark.parametrize("costs", [[1.0, 1.5], [1.0, 0.0, 1.0, 1.0]])
 def test_row_costs_that_cannot_be_are_refused(costs: list[float]) -> None:
-    with pytest.raises(ValueError, match="max_rows 4"):
+    with pytest.raises(ValueError):
         RowLimit(4, costs)
 
 

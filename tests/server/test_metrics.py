@@ -226,7 +226,7 @@ def test_an_engine_that_ended_is_down() -> None:
 
 def test_room_is_unknown_before_anything_was_measured() -> None:
     class Unmeasured(Painter):
-        def work_s(self) -> float | None:
+        def chunk_compute_s(self) -> float | None:
             return None
 
     async def scene(site: Site) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from benchmarks import report
 from streamdiff import clock
+from streamdiff.core import MicroStep
 from streamdiff.models.model import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.distributed.link import Receiver
@@ -32,7 +33,6 @@ from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
 from streamdiff.pipeline.runner.graphs import Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.topology import StageTopology, connect
 
 CPU = torch.device("cpu")

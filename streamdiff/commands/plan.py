@@ -12,6 +12,7 @@ from streamdiff.atomic_write import check_parent, exit_on_sigterm
 from streamdiff.commands import plan_report
 from streamdiff.commands.plan_report import Forecast, Plan
 from streamdiff.config import ModelConfig
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue
 from streamdiff.models.spec import choose_steps
@@ -30,7 +31,6 @@ from streamdiff.pipeline.planner.partition import (
     places,
     split_evenly,
 )
-from streamdiff.pipeline.scheduler.step import KV_CONTEXTS
 
 DTYPES = {name: size for size, name in forecast.DTYPES.items()}
 CHUNKS = 100

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from streamdiff.config import PROMPT_POLICIES, SessionConfig
-from streamdiff.pipeline.output import ModelInfo
+from streamdiff.config import SessionConfig
+from streamdiff.core import PROMPT_POLICIES, ModelInfo
 
 Pictures = NDArray[np.uint8]
 Data = bytes | memoryview

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamdiff.config import ModelConfig
+from streamdiff.core import in_flight_limit
 from streamdiff.device import own_device
 from streamdiff.errors import EngineFailure
 from streamdiff.models.model import Model
@@ -17,7 +18,6 @@ from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, RankMemory
 from streamdiff.pipeline.profiler import CHUNKS, Profiler, check_folder, check_traced
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import in_flight_limit
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.worker_group import WorkerGroup
 from streamdiff.pipeline.worker_main import start_progress

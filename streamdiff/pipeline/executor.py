@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
+from streamdiff.core import MicroStep
 from streamdiff.errors import RequestError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
@@ -27,7 +28,6 @@ from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, PendingSteps, SamplerSession, StreamInputs
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
-from streamdiff.pipeline.scheduler.step import MicroStep
 
 
 class RingExecutor:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from streamdiff.config import ModelConfig, ServedModel
+from streamdiff.core import sessions_to_fill
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
 from streamdiff.models.loader import Kernels, ModelLoader, expected_bytes
@@ -38,7 +39,6 @@ from streamdiff.pipeline.planner.partition import (
     split_evenly,
 )
 from streamdiff.pipeline.runner.graphs import compile_fault, one_graph
-from streamdiff.pipeline.scheduler.step import sessions_to_fill
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.version import __version__
 from streamdiff.video.pixel_format import PictureKind

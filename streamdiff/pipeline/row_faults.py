@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError
 
+from streamdiff.core import MicroStep
 from streamdiff.errors import NOT_FINITE, EngineFailure
 from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
-from streamdiff.pipeline.scheduler.step import MicroStep
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.runner.graphs import Tensors

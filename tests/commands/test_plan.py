@@ -14,10 +14,10 @@ from streamdiff.commands import plan as plan_command
 from streamdiff.commands.plan import PlanJob, make
 from streamdiff.commands.plan_report import as_text, as_tree
 from streamdiff.config import ModelConfig
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.errors import ConfigError
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.planner import simulator
-from streamdiff.pipeline.scheduler.step import KV_CONTEXTS
 from tests.rules.source import ROOT
 
 SAME_STEP = ModelConfig(kv_context="same_step")

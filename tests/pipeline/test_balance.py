@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
+from streamdiff.core import MicroStep
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.balance import Measured, assign_blocks, gather_costs, interpolate_costs, measure, row_costs
 from streamdiff.pipeline.distributed.rendezvous import RankContext
@@ -20,7 +21,6 @@ from streamdiff.pipeline.planner.kv_budget import RankMemory
 from streamdiff.pipeline.planner.model_sizes import read_sizes
 from streamdiff.pipeline.runner.graphs import Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.small import CPU, small_model
 
 

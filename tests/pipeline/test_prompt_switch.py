@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.config import RECACHES
+from streamdiff.core import RECACHES
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import KeyValue

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, local_ring, run_reference
+from streamdiff.core import MicroStep
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.plain_longlive import plain_stream
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 

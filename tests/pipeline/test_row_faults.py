@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from streamdiff.core import MicroStep
 from streamdiff.errors import EngineFailure
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.failing import CHUNKS, KINDS, ONCE, play_failing, spoil
 from tests.pipeline.playing import same
 from tests.pipeline.processes import run_ranks

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.core import MicroStep
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.decode import decoder_memories
 from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding, Piece, latents_layout, stream_key
@@ -25,7 +26,6 @@ from streamdiff.pipeline.distributed.message import MessageKind, Outcome, Sessio
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import walk

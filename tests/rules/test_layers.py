@@ -26,10 +26,12 @@ PACKAGE = (
     ("pipeline",),
     ("snapshot_header",),
     ("models",),
+    ("config_file",),
+    ("config",),
+    ("core",),
     ("session_state",),
     ("video",),
-    ("config_file",),
-    ("config", "device", "atomic_write"),
+    ("device", "atomic_write"),
     ("errors", "clock", "version", "child_process", "heavy_import"),
 )
 SERVER = (
@@ -40,8 +42,9 @@ SERVER = (
     ("jobs", "outputs"),
     ("http_server", "webrtc"),
     ("middleware", "sessions"),
-    ("load", "media", "peers"),
-    ("auth", "logging_setup", "metrics", "problem", "rate_limit"),
+    ("load", "media"),
+    ("peers",),
+    ("auth", "logging_setup", "metrics", "problem"),
 )
 PIPELINE = (
     ("build",),
@@ -58,7 +61,7 @@ PIPELINE = (
     ("row_faults",),
     ("distributed",),
     ("kv_cache", "planner"),
-    ("device_timer", "output", "scheduler"),
+    ("device_timer", "scheduler"),
 )
 MODELS = (
     ("loader",),
@@ -98,6 +101,7 @@ TORCH_FREE = (
     "streamdiff.cli.main",
     "streamdiff.commands.models",
     "streamdiff.commands.plan",
+    "streamdiff.core",
     "streamdiff.engine.messages",
     "streamdiff.engine.process.engine_process",
     "streamdiff.engine.process.fetching",
@@ -125,7 +129,7 @@ TORCH_FREE = (
 
 
 def part(name: str, folder: str) -> str | None:
-    """`routes` of `streamdiff.server.routes.whep` in `streamdiff.server`; None where `name` is not inside `folder`."""
+    """`app` of `streamdiff.server.app` in `streamdiff.server`; None where `name` is not inside `folder`."""
     return name[len(folder) + 1 :].split(".")[0] if name.startswith(f"{folder}.") else None
 
 

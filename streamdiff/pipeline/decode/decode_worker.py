@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from streamdiff.core import MicroStep
 from streamdiff.device import bind
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
@@ -37,7 +38,6 @@ from streamdiff.pipeline.distributed.message import (
 )
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange, send_state
 from streamdiff.pipeline.row_faults import ROW_ERRORS, check_own, describe
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.video.pixel_format import PictureKind, shape_of
 

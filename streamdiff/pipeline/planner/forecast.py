@@ -15,13 +15,13 @@ from typing import Literal
 
 import yaml
 
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner.costs import Ceilings, Costs, estimate
 from streamdiff.pipeline.planner.memory import Demand, Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 from streamdiff.pipeline.planner.partition import Layout, Workload, choose_layout, possible_shares
 from streamdiff.pipeline.planner.simulator import Setup, Stream, simulate
-from streamdiff.pipeline.scheduler.step import KV_CONTEXTS
 
 DTYPES = {4: "float32", 2: "bfloat16"}
 CONTEXT_BYTES = 600_000_000

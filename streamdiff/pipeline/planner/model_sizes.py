@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamdiff.config import EMBEDDED, ModelConfig
+from streamdiff.core import cache_count, most_steps, spare_slots
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue
 from streamdiff.models.autoencoder.memory_size import NO_DECODER, DecoderSizes, TaehvConfig, wan_decoder
@@ -17,7 +18,6 @@ from streamdiff.models.headers import stored_values
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import ModelSpec, parse_size, with_size, with_window
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
-from streamdiff.pipeline.scheduler.step import cache_count, most_steps, spare_slots
 
 
 @dataclass(frozen=True)

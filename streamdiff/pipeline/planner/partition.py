@@ -12,11 +12,11 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from streamdiff.config import BatchingRule, ModelConfig, ServedModel
+from streamdiff.core import PER_STEP
 from streamdiff.errors import ConfigError
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.planner.costs import Costs, row_gflop
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
-from streamdiff.pipeline.scheduler.step import PER_STEP
 
 Blocks = tuple[tuple[int, int], ...]
 """(first, last) of each stage's run of blocks, last exclusive."""

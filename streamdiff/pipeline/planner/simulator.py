@@ -21,10 +21,10 @@ from pathlib import Path
 from statistics import linear_regression
 
 from streamdiff.atomic_write import temporary_sibling
+from streamdiff.core import MicroStep, min_ahead_frames
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
-from streamdiff.pipeline.scheduler.step import MicroStep, min_ahead_frames
 
 # Time inside is whole picoseconds: what happens together in exact arithmetic happens together here, whatever floats do.
 PER_SECOND = 10**12

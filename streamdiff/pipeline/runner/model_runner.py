@@ -15,6 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from streamdiff.core import PER_STEP, MicroStep, cache_count, most_steps
 from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.wan import KeyValue, SelfAttention, TokenStates, concat_rows
@@ -39,7 +40,6 @@ from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
 from streamdiff.pipeline.row_faults import ROW_ERRORS, StageGuard
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage
 from streamdiff.pipeline.runner.graphs import Tensors
-from streamdiff.pipeline.scheduler.step import PER_STEP, MicroStep, cache_count, most_steps
 from streamdiff.session_state import walk
 from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, reset, session_state
 from streamdiff.session_state.swap_store import SwapStore

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from streamdiff.config import PROMPT_POLICIES, RECACHES
+from streamdiff.core import PER_STEP, PROMPT_POLICIES, RECACHES, MicroStep
 from streamdiff.errors import RequestError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.runner.init_latents import ChunkLevels, GivenVideo, InitLatents, LiveLatents, levels_of
-from streamdiff.pipeline.scheduler.step import PER_STEP, MicroStep
 from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state, session_value
 
 

@@ -30,8 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 
+from streamdiff.core import PER_ROW, PER_STEP, SHARED, MicroStep, differing_field, in_flight_limit
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts, RingSlots, RowLimit, RowsNow
-from streamdiff.pipeline.scheduler.step import PER_ROW, PER_STEP, SHARED, MicroStep, differing_field, in_flight_limit
 from streamdiff.session_state.fields import DERIVED, KEPT, STATE, reset, session_state
 
 RERUN = -1

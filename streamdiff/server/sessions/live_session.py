@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any, Literal
 
 from streamdiff import clock
-from streamdiff.config import PROMPT_POLICIES, Config
+from streamdiff.config import Config
+from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine import messages
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import Command, Data, FrameBatch, Pictures, Ready
@@ -23,7 +24,7 @@ from streamdiff.server.auth import Tokens
 from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, ViewerDemand
 from streamdiff.server.logging_setup import log_fields, prompt_log
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.rate_limit import Rate
+from streamdiff.server.peers import Rate
 from streamdiff.server.sessions import control
 from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
 from streamdiff.server.sessions.playback import Playback

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from streamdiff.config import KVContext
+from streamdiff.core import KV_CONTEXTS, KVContext
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.tiny import model as tiny
@@ -23,7 +23,6 @@ from streamdiff.pipeline.planner.memory import Demand, Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, read_sizes
 from streamdiff.pipeline.planner.partition import Workload, split_evenly
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import KV_CONTEXTS
 from streamdiff.session_state import walk
 
 

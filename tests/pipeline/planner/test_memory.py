@@ -14,6 +14,7 @@ from diffusers import WanTransformer3DModel
 
 from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
+from streamdiff.core import MicroStep
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue
 from streamdiff.models.loader import ModelLoader
@@ -28,7 +29,6 @@ from streamdiff.pipeline.planner.model_sizes import entry_sizes, read_sizes, siz
 from streamdiff.pipeline.planner.partition import Workload, split_evenly
 from streamdiff.pipeline.rank_loader import load_rank
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.peak_memory import peak_bytes
 from tests.small import CPU
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.pipeline.planner.simulator import (
     Job,
     Run,
@@ -25,7 +26,6 @@ from streamdiff.pipeline.planner.simulator import (
     write_plot,
     write_trace,
 )
-from streamdiff.pipeline.scheduler.step import KV_CONTEXTS
 
 CLOSE = 1e-9
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from streamdiff.core import MicroStep
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, Texts
 from streamdiff.pipeline.runner.graphs import Tensors, keep_compiled_code
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.compiling import BACKENDS, FINDING, FOUND, TRACED, compiled_by
 from tests.pipeline.playing import Order, play
 from tests.pipeline.processes import ROOT

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamdiff.core import MicroStep, min_ahead_frames
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
-from streamdiff.pipeline.scheduler.step import MicroStep, min_ahead_frames
 
 TICKS = 160
 FIRST_JOB = 100

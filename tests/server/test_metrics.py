@@ -206,7 +206,7 @@ def test_an_ended_session_leaves_no_figures() -> None:
             assert live is not None
             headers = {"Authorization": f"Bearer {session['control_token']}"}
             await site.http.delete(f"/api/sessions/{session['id']}", headers=headers)
-            live._take_shown(99, 0, 0)
+            live._on_shown(99, 0, 0)
             live.update_metrics()
             assert f'session="{session["id"]}"' not in (await site.http.get("/metrics")).text
 

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from streamdiff.cli import options, parser, reference_options
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
@@ -115,8 +115,6 @@ def _serve(arguments: argparse.Namespace) -> int:
         from streamdiff.video.picture import fit_picture
 
         fit_picture(config.session.image, 16, 16)  # what is wrong with it is said before anything is loaded
-    _check_settings(config, "image")
-    _check_settings(config, "input")
     if config.session.input is not None:
         from streamdiff.server.media.video_input import check_video
 
@@ -129,13 +127,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     from streamdiff.server import main as server
 
     return server.run(_at_native_rate(config))
-
-
-def _check_settings(config: Config, file: Literal["input", "image"]) -> None:
-    """Raises ConfigError for settings of a video file, or of a picture, where there is none."""
-    what, settings = {"input": ("a video file", {"input_end", "strength"}), "image": ("a picture", {"fit"})}[file]
-    if getattr(config.session, file) is None and (given := settings & config.session.model_fields_set):
-        raise ConfigError(f"session.{min(given)} is of {what}; name it too: --{file} FILE (session.{file})")
 
 
 def _at_native_rate(config: Config) -> Config:
@@ -168,7 +159,6 @@ def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         raise ConfigError("--resume goes with --prompts FILE: it skips the lines whose videos are there")
     config = _config(arguments)
     _check_model(config)
-    _check_settings(config, "image")
     from streamdiff.commands import generate
 
     generate.check_start(config.session)  # here too, before ranks are started
@@ -191,7 +181,6 @@ def _generate_list(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     job = _job(prompt_list.PromptListJob, arguments)
     config = _config(arguments)
     _check_model(config)
-    _check_settings(config, "image")
     generate.check_start(config.session)
     run = partial(prompt_list.run, config, job)
     # With nothing left to make no rank is needed.
@@ -210,11 +199,8 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
     ]
     for key, instead in (
         ("session.image", "--given-latents"),
-        ("session.fit", "--given-latents"),
-        ("session.strength", "--strength, with --video-latents"),
         ("model.decode_rank", "rank 0, which decodes there, or --seconds"),
         ("model.trace", "--seconds instead of them"),
-        ("model.trace_chunks", "--seconds instead of them"),
     ):
         section, name = key.split(".")
         settings: BaseModel = getattr(config, section)
@@ -294,10 +280,7 @@ def _config(arguments: argparse.Namespace) -> Config:
 
     given = {key: getattr(arguments, key, None) for key in options.SETTINGS}
     overrides = {key: value for key, value in given.items() if value is not None}
-    if isinstance(steps := overrides.get("model.steps"), tuple):
-        del overrides["model.steps"]
-        overrides["model.timesteps"] = steps
-    names = {key: option.flag for key, option in options.SETTINGS.items()} | {"model.timesteps": "--steps"}
+    names = {key: option.flag for key, option in options.SETTINGS.items()}
     from streamdiff.models.resolve import completed
 
     config = load(arguments.config, overrides, names)

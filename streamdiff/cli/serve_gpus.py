@@ -109,7 +109,7 @@ def _job(config: Config, gpu: Gpu, count: int) -> PlanJob:
     return PlanJob(
         gpu=gpu.name,
         gpus=count,
-        max_rows=1 if config.batching.mode == "off" else config.batching.most_rows,
+        max_rows=config.batching.max_rows,
         decode=model.decode_rank if _decides(model, "decode_rank") else "auto",
         dtype=None if model.dtype == "auto" else model.dtype,
     )

@@ -121,7 +121,7 @@ def _look_at_weights(config: Config) -> Iterator[Finding]:
 
 def _look_at_steps(config: Config) -> Iterator[Finding]:
     """Findings on the number of denoise steps per chunk, as far as it is known before the model is loaded."""
-    wanted, own = config.model.steps, "what the model was made for"
+    wanted, own = config.model.step_count, "what the model was made for"
     fast = config.model.preset == "fast" and wanted is None
     try:
         sizes = model_sizes.sizes_of(config.model)
@@ -159,10 +159,10 @@ def _of_published(what: str, files: Files) -> Finding:
 
 # ---- what is sent ----------------------------------------------------------------------------------------------
 
-# Title, library, and the value of serve.codec or serve.encoder that cannot do without it.
+# Title, library, and the value of serve.codec that cannot do without it.
 _ENCODERS: tuple[tuple[str, Library, str], ...] = (
-    ("H.264", "h264_nvenc", "nvenc"),
-    ("H.264", "libx264", "x264"),
+    ("H.264", "h264_nvenc", ""),
+    ("H.264", "libx264", ""),
     ("VP8", "libvpx", "vp8"),
 )
 
@@ -178,13 +178,12 @@ def _look_at_codecs(config: Config) -> Iterator[Finding]:
     library = ".".join(str(part) for part in av.library_versions.get("libavcodec", ()))
     yield Finding("pyav", Grade.GOOD, f"{av.__version__} with libavcodec {library}")
     faults = {encoder: codecs.fault(encoder) for _, encoder, _ in _ENCODERS}
-    wanted = {config.serve.codec, config.serve.encoder}
     for title, encoder, value in _ENCODERS:
         fault = faults[encoder]
         if fault is None:
             yield Finding("encoder", Grade.GOOD, f"{title} by {encoder} (one picture encoded)")
         else:
-            grade = Grade.BAD if value in wanted else Grade.NOTE
+            grade = Grade.BAD if value == config.serve.codec else Grade.NOTE
             yield Finding("encoder", grade, f"{title} by {encoder} cannot be opened: {fault}")
     if config.serve.codec == "h264" and faults["h264_nvenc"] and faults["libx264"]:
         yield Finding("encoder", Grade.BAD, "H.264 is asked for and cannot be encoded")
@@ -257,8 +256,7 @@ def _uses(config: Config, findings: list[Finding]) -> Iterator[tuple[str, str]]:
 def _codec_in_use(config: Config, findings: list[Finding]) -> str:
     good = [each.text for each in findings if each.topic == "encoder" and each.grade is Grade.GOOD]
     found = [text.split(" (")[0] for text in good]
-    unwanted = {"auto": "", "x264": "h264_nvenc", "nvenc": "libx264"}[config.serve.encoder]
-    h264 = [text for text in found if "H.264" in text and (not unwanted or unwanted not in text)][:1]
+    h264 = [text for text in found if "H.264" in text][:1]
     vp8 = [text for text in found if "VP8" in text]
     wanted = {"auto": h264 + vp8, "h264": h264, "vp8": vp8}[config.serve.codec]
     return " first, then ".join(wanted) or "none"

@@ -77,7 +77,7 @@ def run(config: Config, job: GenerateJob) -> int:
     check_start(config.session)
     output, start = check(job), config.session
     image = None if start.image is None else picture.read_bytes(start.image)
-    begin = partial(api.StreamSession, seed=start.seed, image=image, fit=start.fit)
+    begin = partial(api.StreamSession, seed=start.seed, image=image)
     with exit_on_sigterm(), begin(api.load(config.model), start.prompt) as session:
         fps = fps_of(config, session)
         total = max(1, round(job.seconds * fps))

@@ -162,7 +162,7 @@ def _settled(model: ModelConfig, job: PlanJob) -> tuple[ModelSizes, Workload, St
     dtype = job.dtype or ("bfloat16" if job.gpu else "float32")
     _check(replace(job, dtype=dtype))
     sizes = _as_asked(sizes_of(model), model)
-    steps = choose_steps(model.steps, sizes.spec.steps, sizes.spec.name)
+    steps = choose_steps(model.step_count, sizes.spec.steps, sizes.spec.name)
     load = Workload(job.stages, job.sessions, steps, model.kv_context, job.max_rows)
     quantize = "none" if model.quantize == "auto" else model.quantize  # which only a trial on the device tells
     storage = Storage(DTYPES[dtype], quantize, model.offload)

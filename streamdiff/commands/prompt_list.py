@@ -218,7 +218,7 @@ def _make(
     if video.line.size not in (None, size):
         raise RequestError("size", f"the size is {video.line.size}; this engine makes {size}")
     seed = start.seed if video.line.seed is None else video.line.seed
-    session.restart(video.line.prompt, seed=seed, image=start.image, fit=start.fit)
+    session.restart(video.line.prompt, seed=seed, image=start.image)
     if session.notice:
         bar.write(f"line {video.number}: {session.notice}", file=sys.stderr)
     write_video(video.output, frames(session, _frames_of(video, fps), bar, fps), fps)

@@ -205,7 +205,7 @@ def _schedule(job: ReferenceJob, resolved: ResolvedModel, spec: ModelSpec) -> Sc
         )
     if not spec.steps:
         raise ConfigError("--steps is missing: the timesteps the model is told, for example 1000,937.5,833.33,625")
-    return spec.schedule(choose_steps(job.model.steps, spec.steps, resolved.name))
+    return spec.schedule(choose_steps(job.model.step_count, spec.steps, resolved.name))
 
 
 def _given(job: ReferenceJob, steps: tuple[float, ...], sigmas: tuple[float, ...] | None) -> Schedule:

@@ -65,7 +65,7 @@ def settle(
     case = _Case(config, device == "cuda", steps, compile_fault)
     choices = [_device(case), _dtype(case), _vae(case), _steps(case)]
     settled: dict[str, object] = {}
-    if case.fast and config.steps is None and config.timesteps is None and steps:
+    if case.fast and config.steps is None and steps:
         settled["steps"] = min(steps)
     for setting, choose in (("attention", _attention), ("compile", _compile)):
         configured = str(getattr(config, setting))
@@ -113,8 +113,8 @@ def _vae(case: _Case) -> Choice:
 
 def _steps(case: _Case) -> Choice:
     config, steps = case.config, case.steps
-    if config.steps is not None or config.timesteps is not None:
-        return Choice("steps", str(config.steps or len(config.timesteps or ())), "as asked")
+    if config.steps is not None:
+        return Choice("steps", str(config.step_count or len(config.timesteps or ())), "as asked")
     if not steps:
         return Choice("steps", "the model's own", "nothing is known of others")
     if case.fast and min(steps) < steps[0]:

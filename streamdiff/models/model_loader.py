@@ -128,7 +128,7 @@ class ModelLoader:
                     "and --rope out"
                 )
             spec = with_window(spec, *overrides)
-        choose_steps(config.steps, spec.steps, spec.name)
+        choose_steps(config.step_count, spec.steps, spec.name)
         return spec
 
     def digest(self) -> str:

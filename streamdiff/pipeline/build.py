@@ -14,7 +14,7 @@ from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, RankMemory
-from streamdiff.pipeline.profiler import CHUNKS, Profiler, check_folder, check_traced
+from streamdiff.pipeline.profiler import Profiler, check_folder
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -41,13 +41,12 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
     loaded = rank_loader.load_rank(plan, context)
     model, decoder, memory = loaded.model, loaded.decoder, loaded.memory
     assert isinstance(model, Model), "this is rank 0"
-    batching = plan.batching
     if context is None:
         progress = StartProgress(None, 1)
-        ring = RingExecutor(model, device, batching.max_rows, wait_s=batching.wait_s)
+        ring = RingExecutor(model, device, plan.max_rows)
     else:
         context.send_memory(memory)
-        rank_topology = topology.StageTopology.of(config, 0, device, batching)
+        rank_topology = topology.StageTopology.of(config, 0, device, plan.max_rows)
         ring = topology.connect_head(model, rank_topology, device, progress.enter)
         progress.enter("graphs")
         if decoder is None:
@@ -60,14 +59,15 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
         workers = WorkerGroup(context, ring, config.watchdog_s, links)
         memories = context.receive_memories()
         progress.finish()
-    if batching.max_rows > 1:
+    if plan.max_rows > 1:
         _measure_rows(ring, model, plan, memory)
     blocks = [last - first for first, last in loaded.runs for _ in range(config.shares)]
     blocks += [0] * (config.ranks - config.stage_ranks)
     preallocated = plan.preallocated if device.type == "cuda" and config.shares == 1 else None  # shared: no pool
     budget = KVCacheBudget(plan.sizes, memories, blocks, model.denoiser.dtype.itemsize, preallocated, config.shares)
     pipeline = StreamingPipeline(
-        model, device, config.steps, config.kv_context, workers, budget, ring, plan.decode_latents, config.watchdog_s,
+        model, device, config.step_count, config.kv_context, workers, budget, ring, plan.decode_latents,
+        config.watchdog_s,
         plan.models.picture_encoder(model.spec),
     )  # fmt: skip
     try:
@@ -121,13 +121,12 @@ def load_pipeline(config: ModelConfig) -> StreamingPipeline:
     """`build_pipeline`, with a `Profiler` if the configuration asks for a trace.
 
     Raises:
-        ConfigError: as `build_pipeline`, `check_folder` and `check_traced`.
+        ConfigError: as `build_pipeline` and `check_folder`.
     """
-    if config.trace is None and config.trace_chunks is None:
+    if config.trace is None:
         return build_pipeline(config)
-    check_traced(config.trace, config.trace_chunks)
-    folder = Path(config.trace or "")
+    folder = Path(config.trace)
     check_folder(folder)
     pipeline = build_pipeline(config)
-    Profiler(pipeline, folder, config.trace_chunks or CHUNKS)
+    Profiler(pipeline, folder)
     return pipeline

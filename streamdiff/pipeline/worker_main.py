@@ -43,7 +43,7 @@ def run_worker(config: ModelConfig) -> None:
             "there is nothing to work for: the ring has one rank, which is rank 0; give --stages or --parallel "
             "(Python: stages, parallel), the same as on rank 0, under torchrun"
         )
-    rank_topology = topology.StageTopology.of(config, context.rank, device, plan.batching)
+    rank_topology = topology.StageTopology.of(config, context.rank, device, plan.max_rows)
     progress = start_progress(context, config)
     plan = load_plan.plan_rank(plan, context)
     loaded = rank_loader.load_rank(plan, context)

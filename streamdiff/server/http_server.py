@@ -43,6 +43,10 @@ BACKLOG = 512
 ACCEPTS = 8
 """Connections accepted in a turn of the loop: those above the limits are closed in the next ones."""
 FULL_AGAIN_S = 60.0
+REQUEST_S = 10.0
+"""Seconds within which a request's head, and then its body, has to arrive."""
+MAX_CONNECTIONS = 10_000
+"""Open at the same time, where there are file descriptors for so many."""
 """After which it is logged again that descriptors are used up."""
 Admission = Literal["served", "crowded", "refused"]
 logger = logging.getLogger(__name__)
@@ -276,8 +280,9 @@ class HttpServer(uvicorn.Server):
     It leaves signals alone: ours also cover the time before and after it runs.
     """
 
-    def __init__(self, app: ASGIApp, serve: ServeConfig) -> None:
-        """
+    def __init__(self, app: ASGIApp, serve: ServeConfig, max_connections: int | None = None) -> None:
+        """At most `max_connections` are open at once, else `MAX_CONNECTIONS`.
+
         Raises:
             ConfigError: a certificate that cannot be used.
         """
@@ -285,8 +290,8 @@ class HttpServer(uvicorn.Server):
         self._full_s = -FULL_AGAIN_S
         if serve.tls_cert is not None and serve.tls_key is not None:
             self._certificate = Certificate(serve.tls_cert, serve.tls_key)
-        connections = Connections(serve.max_connections, serve.address_share, serve.trusted_proxies)
-        protocol = partial(BoundedProtocol, connections=connections, limit_s=serve.request_s)
+        connections = Connections(max_connections or MAX_CONNECTIONS, serve.address_share, serve.trusted_proxies)
+        protocol = partial(BoundedProtocol, connections=connections, limit_s=REQUEST_S)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -306,7 +311,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.config.load()
-        self.config.loaded_app = _below_prefix(self.config.loaded_app, serve.root_path, connections.is_proxy)
+        self.config.loaded_app = _below_prefix(self.config.loaded_app, connections.is_proxy)
         self.config.ssl = None if self._certificate is None else self._certificate.context
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -325,7 +330,7 @@ class HttpServer(uvicorn.Server):
             self._full_s = clock.monotonic_s()
             logger.warning(
                 "Connections wait: all file descriptors are in use (%s). Raise the limit (ulimit -n, LimitNOFILE), or "
-                "lower serve.max_connections or serve.max_viewers.",
+                "lower serve.max_viewers.",
                 error.strerror,
             )
 
@@ -339,14 +344,14 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def _below_prefix(app: ASGIApp, root_path: str, is_proxy: Callable[[str], bool]) -> ASGIApp:
-    """`app` with the path prefix of each request in its scope, as ASGI has it: `root_path`, which `path` begins with,
-    whether the proxy has taken it off or not."""
+def _below_prefix(app: ASGIApp, is_proxy: Callable[[str], bool]) -> ASGIApp:
+    """`app` with the path prefix that a trusted proxy says in the request's scope, as ASGI has it: `root_path`, which
+    `path` begins with, whether the proxy has taken it off or not."""
 
     async def with_prefix(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
             client, path = scope.get("client"), scope["path"]
-            prefix = (_forwarded_prefix(scope["headers"]) if client and is_proxy(client[0]) else "") or root_path
+            prefix = _forwarded_prefix(scope["headers"]) if client and is_proxy(client[0]) else ""
             if prefix:
                 whole = path == prefix or path.startswith(f"{prefix}/")
                 scope.update(root_path=prefix, path=path if whole else prefix + path)

@@ -185,7 +185,7 @@ class EngineSupervisor:
             return reason
         return (
             f"the engine failed again after {most} restarts within {window_s:g} s, and is not started any more "
-            f"(serve.max_restarts, serve.restart_window_s); start the server again when this is mended: {reason}"
+            f"(serve.max_restarts); start the server again when this is mended: {reason}"
         )
 
 
@@ -212,8 +212,8 @@ class RestartPolicy:
     further one after twice as long, up to LONGEST_WAIT_S; what is older than the window is forgotten."""
 
     most: int
-    window_s: float
-    wait_s: float
+    window_s: float = 300.0
+    wait_s: float = 0.5
     _at_s: deque[float] = field(default_factory=deque)
 
     @property

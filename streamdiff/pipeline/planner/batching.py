@@ -1,9 +1,8 @@
-"""How many rows may share a forward of a model: the configuration's numbers, lowered by the first rule that applies."""
+"""How many rows may share a forward of a model: the configuration's number, lowered by the first rule that applies."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from streamdiff.config import BatchingRule, ModelConfig, ServedModel
 from streamdiff.models.spec import ModelSpec
@@ -11,29 +10,14 @@ from streamdiff.pipeline.planner.costs import row_gflop
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 
 
-class Batching(NamedTuple):
-    """Most rows of a forward, and the seconds for which a row that is ready may wait for others."""
-
-    max_rows: int = 1
-    wait_s: float = 0.0
-
-
-ALONE = Batching()
-"""Every row has a forward of its own."""
-
-
-def batching_of(config: ModelConfig, sizes: ModelSizes) -> Batching:
-    """That of a configuration and its model, the same on all ranks. Only a server's sessions share forwards, and with
-    mode `off` none do; a rule can lower what is configured, not raise it."""
-    if not isinstance(config, ServedModel) or config.batching.mode == "off":
-        return ALONE
-    max_rows, wait_ms = config.batching.most_rows, config.batching.wait_ms
+def max_rows_of(config: ModelConfig, sizes: ModelSizes) -> int:
+    """Most rows of a forward of a configuration and its model, the same on all ranks. Only a server's sessions share
+    forwards; a rule can lower what is configured, not raise it."""
+    if not isinstance(config, ServedModel):
+        return 1
     rule = next((rule for rule in config.batching.rules if _applies(rule, sizes, config.kv_context)), None)
-    if rule is not None and rule.max_rows is not None:
-        max_rows = min(max_rows, rule.max_rows)
-    if rule is not None and rule.wait_ms is not None:
-        wait_ms = min(wait_ms, rule.wait_ms)
-    return Batching(max_rows, wait_ms / 1000 if max_rows > 1 else 0.0)
+    lowered = None if rule is None else rule.max_rows
+    return config.batching.max_rows if lowered is None else min(config.batching.max_rows, lowered)
 
 
 def rows_carried(spec: ModelSpec, max_rows: int) -> int:

@@ -125,8 +125,6 @@ def remedies(demand: Demand, rank: int, free: int) -> Iterator[Remedy]:
     largest with which it fits, or the smallest there is."""
     storage, blocks = demand.storage, rank < len(demand.blocks) * demand.load.shares
     decodes = demand.memory()[rank].decode_work > 0
-    if rank == 0 and storage.text_bytes:
-        yield Remedy("--text-device cpu", replace(demand, storage=replace(storage, text_bytes=0)))
     if blocks and storage.quantize == "none" and storage.offload == "none":
         yield Remedy("--quantize int8", replace(demand, storage=replace(storage, quantize="int8")))
     if decodes and demand.changeable:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Literal
 
 import av
@@ -21,12 +22,8 @@ Library = Literal["libx264", "h264_nvenc", "libvpx"]
 TIME_BASE = Fraction(1, 90_000)
 PERIODIC_KEY_S = 10.0
 BITS_PER_PIXEL = 0.35
-H264_CHOICES: dict[str, tuple[Library, ...]] = {
-    "auto": ("h264_nvenc", "libx264"),
-    "x264": ("libx264",),
-    "nvenc": ("h264_nvenc",),
-}
-"""Values of `serve.encoder`, and the libraries that are tried for H.264, best first."""
+H264_LIBRARIES: tuple[Library, ...] = ("h264_nvenc", "libx264")
+"""What is tried for H.264, best first."""
 
 _MIN_BITRATE, _MAX_BITRATE = 1_000_000, 12_000_000
 _PROBE_SIDE = 256
@@ -106,6 +103,7 @@ def _options(name: Library, bitrate_bps: int) -> dict[str, str]:
             return latency | {"minrate": rate, "maxrate": rate, "qmin": "2", "qmax": "56"}
 
 
+@cache
 def fault(name: Library) -> str | None:
     """Why `name` cannot be used here, found by encoding one grey picture with it; None when it can.
 
@@ -124,37 +122,33 @@ def fault(name: Library) -> str | None:
     return None if packets else "it made no packet"
 
 
-def choose_h264(wanted: str) -> Library | None:
-    """The library that makes H.264 for a value of `serve.encoder`; None when none of those can be opened
-    here."""
-    return next((name for name in H264_CHOICES[wanted] if fault(name) is None), None)
+def choose_h264() -> Library | None:
+    """The library that makes H.264; None when none can be opened here."""
+    return next((name for name in H264_LIBRARIES if fault(name) is None), None)
 
 
-def choose(wanted: str, encoder: str) -> tuple[tuple[Codec, ...], str]:
-    """The codecs to offer, best first, for values of `serve.codec` and `serve.encoder`; and the H.264 encoder, x264
-    or nvenc.
+def library_of(wanted: str) -> Library:
+    """The library of H.264 for a value of `serve.codec`, where that is offered."""
+    return (choose_h264() if wanted != "vp8" else None) or "libx264"
+
+
+def choose(wanted: str) -> tuple[Codec, ...]:
+    """The codecs to offer, best first, for a value of `serve.codec`.
 
     Raises:
         ConfigError: what was asked for cannot be encoded here; says what can.
     """
-    if encoder == "nvenc" and wanted == "vp8":
-        raise ConfigError("serve.encoder is 'nvenc', which does not make vp8. Choose another of the two.")
-    h264 = choose_h264(encoder) if wanted != "vp8" else None
-    if encoder == "nvenc" and h264 is None:
-        raise ConfigError(
-            f"serve.encoder is 'nvenc', which cannot be opened here: {fault('h264_nvenc')}. "
-            "Use auto or x264; data-centre GPUs such as the H100 have no video encoder."
-        )
+    h264 = choose_h264() if wanted != "vp8" else None
     found: list[Codec] = ["h264"] if h264 is not None else []
     if wanted != "h264" and fault("libvpx") is None:
         found.append("vp8")
     if not found:
         known = ", ".join(available()) or "none of h264 and vp8: install another build of PyAV (pip install av)"
         raise ConfigError(f"serve.codec is {wanted!r}, which cannot be encoded here; what can: {known}.")
-    return tuple(found), "nvenc" if h264 == "h264_nvenc" else "x264"
+    return tuple(found)
 
 
 def available() -> tuple[Codec, ...]:
     """The codecs that can be encoded here, best first; found by opening them."""
-    libraries: dict[Codec, bool] = {"h264": choose_h264("auto") is not None, "vp8": fault("libvpx") is None}
+    libraries: dict[Codec, bool] = {"h264": choose_h264() is not None, "vp8": fault("libvpx") is None}
     return tuple(codec for codec, opens in libraries.items() if opens)

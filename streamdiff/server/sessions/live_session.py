@@ -18,7 +18,6 @@ from streamdiff.engine.messages import Command, Data, FrameBatch, Ready
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load import Lifetime, LoadLimit, SessionDemand
-from streamdiff.server.logging_setup import log_fields, prompt_log
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.sessions import control
 from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
@@ -67,7 +66,7 @@ class LiveSession(SessionState):
         self._latest_shown_epoch = 0
         self._send, self._may_play = send, may_play
         self._default_prompt = config.session.prompt
-        self._log_prompts, self._pause_after_s = config.serve.log_prompts, config.serve.pause_after_s
+        self._pause_after_s = config.serve.pause_after_s
         self.subscribers = Subscribers(self._count_receipt)
         self.snapshots = SnapshotRequests(id, send)
         self._requests = RequestTracker()
@@ -121,7 +120,6 @@ class LiveSession(SessionState):
         playback, self._last_active, self.asked_s = self.playback, None, clock.monotonic_s()
         self.steps = self._sent_steps = self.limit.steps_of(self._demand.steps)
         if self.epoch < 0:
-            self._log(self.prompt)
             self._opening_s = self.asked_s
         text = self.text or self.prompt  # as it was read last: words that said nothing then say nothing now
         if not text and snapshot is None and self.features.prompt_embeds is None:
@@ -144,10 +142,6 @@ class LiveSession(SessionState):
         """Send `Pause` or `Resume`, as a snapshot may have the other state."""
         with suppress(EngineFailure):  # the next engine is told
             await self._send(messages.Pause(self.id) if self.paused else messages.Resume(self.id))
-
-    def _log(self, prompt: str) -> None:
-        if self._log_prompts:
-            prompt_log.info("session %s: prompt %r", self.id, prompt, extra=log_fields(session=self.id))
 
     def engine_lost(self, engine: EngineStatus) -> None:
         """The engine has ended: refuse the requests that ended with it. The last picture stays; `ask_open` goes on.
@@ -261,7 +255,6 @@ class LiveSession(SessionState):
         self.rev += isinstance(message, control.ChangeMessage)
         match message:
             case control.PromptMessage(prompt=prompt, switch=switch):
-                self._log(prompt)
                 # Video is shown as it came in, or was given: frames that are skipped would be missing at its end.
                 follows = self.input.video_input is not None or self.features.video_latents is not None
                 skip = switch != "reset" and not follows and self.playback.may_skip()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -609,12 +609,12 @@ def test_the_text_encoder_may_be_original_wans_file(files: Files, tmp_path: Path
 def test_a_configuration_file_counts_on_the_exact_way_too(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stages, steps, and whether the text encoder stays in memory once the prompt is encoded."""
-    (tmp_path / "config.yaml").write_text("model: {stages: 2, keep_text_encoder: false}\n")
-    seen: list[tuple[bool, int]] = []
+    """Stages and steps."""
+    (tmp_path / "config.yaml").write_text("model: {stages: 2}\n")
+    seen: list[int] = []
 
     def watched(model: Model, *given: Any, stages: int, **more: Any) -> Iterator[tuple[torch.Tensor, bool]]:
-        seen.append((cast(Any, model.text).encoder.loaded, stages))
+        seen.append(stages)
         return run_reference(model, *given, stages=stages, **more)
 
     monkeypatch.setattr(reference, "run_reference", watched)
@@ -622,16 +622,8 @@ def test_a_configuration_file_counts_on_the_exact_way_too(
     for number, more in enumerate((["--config", str(tmp_path / "config.yaml")], ["--stages", "1"])):
         prompt = f"{PROMPT} {number}"  # a new one: what was encoded before is on disk
         assert main.main(["generate", "--model", "self-forcing", "--prompt", prompt, *files.flags, *parts, *more]) == 0
-    assert seen == [(False, 2), (True, 1)]
+    assert seen == [2, 1]
     (tmp_path / "config.yaml").write_text("model: {steps: 2}\n")
     asked = ["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts]
     assert main.main([*asked, "--config", str(tmp_path / "config.yaml")]) == main.USER_ERROR
     assert "--steps is 2; model self-forcing has 4" in capsys.readouterr().err
-
-
-def test_the_text_encoders_device_is_checked(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="--text-device is cuda, but torch sees no CUDA device"):
-        taken(files, text_device="cuda")
-    with pytest.raises(ConfigError, match=r"the text encoder of tiny is small .* leave --text-device out"):
-        streamdiff.open(PROMPT, text_device="cpu")

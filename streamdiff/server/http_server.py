@@ -44,7 +44,9 @@ ACCEPTS = 8
 """Connections accepted in a turn of the loop: those above the limits are closed in the next ones."""
 FULL_AGAIN_S = 60.0
 REQUEST_S = 10.0
-"""Seconds within which a request's head, and then its body, has to arrive."""
+"""Seconds within which a request's head, and then its body, has to arrive; of a larger body so many more that it may
+come at BODY_BYTES_PER_S."""
+BODY_BYTES_PER_S = 1_600_000
 MAX_CONNECTIONS = 10_000
 """Open at the same time, where there are file descriptors for so many."""
 """After which it is logged again that descriptors are used up."""
@@ -118,14 +120,15 @@ class BoundedWebSocket(WSProtocol):
 
 
 class BoundedProtocol(H11Protocol):
-    """One HTTP connection, closed when the head of a request, or then its body, takes longer than `limit_s` to arrive.
+    """One HTTP connection, closed when the head of a request, or then its body of up to `largest_bytes`, takes longer
+    than it may to arrive (REQUEST_S).
 
     uvicorn itself has no limit. `waiting`: whether it waits for (the rest of) a request.
     """
 
-    def __init__(self, *args: Any, connections: Connections, limit_s: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, connections: Connections, largest_bytes: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._connections, self._limit_s = connections, limit_s
+        self._connections, self._largest_bytes = connections, largest_bytes
         self._waits_for: object = None
         self._timer: asyncio.TimerHandle | None = None
         self._counted = False
@@ -201,7 +204,12 @@ class BoundedProtocol(H11Protocol):
         self._waits_for = waits_for
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(self._limit_s, self._expire) if waits_for is not None else None
+        limit_s = self._body_limit_s() if state is h11.SEND_BODY else REQUEST_S
+        self._timer = self.loop.call_later(limit_s, self._expire) if waits_for is not None else None
+
+    def _body_limit_s(self) -> float:
+        given = next((value for name, value in self.scope["headers"] if name == b"content-length"), b"0")
+        return max(REQUEST_S, min(int(given), self._largest_bytes) / BODY_BYTES_PER_S)
 
     def _expire(self) -> None:
         # Where the loop was busy, what has come meanwhile is in the socket still: one more turn of the loop reads it.
@@ -291,7 +299,7 @@ class HttpServer(uvicorn.Server):
         if serve.tls_cert is not None and serve.tls_key is not None:
             self._certificate = Certificate(serve.tls_cert, serve.tls_key)
         connections = Connections(max_connections or MAX_CONNECTIONS, serve.address_share, serve.trusted_proxies)
-        protocol = partial(BoundedProtocol, connections=connections, limit_s=REQUEST_S)
+        protocol = partial(BoundedProtocol, connections=connections, largest_bytes=serve.max_snapshot_mb << 20)
         super().__init__(
             uvicorn.Config(
                 app,

@@ -203,7 +203,7 @@ def _check_same_model(before: Ready, after: Ready) -> None:
         raise EngineFailure(f"the engine came back as another one: {', '.join(differs)}")
 
 
-LONGEST_WAIT_S = 30.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 
 
 @dataclass
@@ -213,7 +213,7 @@ class RestartPolicy:
 
     most: int
     window_s: float = 300.0
-    wait_s: float = 0.5
+    wait_s: float = field(default_factory=lambda: FIRST_WAIT_S)
     _at_s: deque[float] = field(default_factory=deque)
 
     @property

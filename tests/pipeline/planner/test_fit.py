@@ -127,13 +127,6 @@ def test_a_gpu_is_asked_what_it_has_free(monkeypatch: pytest.MonkeyPatch) -> Non
         load_rank(plan_rank(plan_load(ModelConfig(**SMALL), GPU)))
 
 
-def test_a_text_encoder_on_the_gpu_counts_before_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (22 * 10**9, 24 * 10**9))
-    monkeypatch.setattr(load_plan, "expected_bytes", lambda model: round(11.4e9))
-    text = refused(ModelConfig(**SMALL, text_device="cuda"))
-    assert "text encoder 11.4" in text and "--text-device cpu (13.8 GB)" in text
-
-
 def test_the_embedded_model_is_not_offered_what_it_cannot_have() -> None:
     text = refused(ModelConfig(device_memory_gb=0.01))
     assert "tiny does not fit" in text

@@ -62,10 +62,6 @@ PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
 
-PREFIX = r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*/?"
-"""A path prefix: plain segments, none of which begins with a dot."""
-PathPrefix = Annotated[str, Field(pattern=f"^{PREFIX}$"), AfterValidator(lambda value: value.rstrip("/"))]
-
 
 def _network(value: str) -> str:
     ip_network(value)  # or its ValueError

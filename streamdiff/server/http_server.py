@@ -24,7 +24,7 @@ from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 from wsproto.events import Ping
 
 from streamdiff import clock
-from streamdiff.config import PREFIX, ServeConfig
+from streamdiff.config import ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server.peers import group_of, parse_address, share_of
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES
@@ -47,6 +47,8 @@ REQUEST_S = 10.0
 """Seconds within which a request's head, and then its body, has to arrive; of a larger body so many more that it may
 come at BODY_BYTES_PER_S."""
 BODY_BYTES_PER_S = 1_600_000
+PREFIX = r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*/?"
+"""A path prefix: plain segments, none of which begins with a dot."""
 MAX_CONNECTIONS = 10_000
 """Open at the same time, where there are file descriptors for so many."""
 """After which it is logged again that descriptors are used up."""

@@ -28,7 +28,7 @@ from streamdiff.config import Config
 from streamdiff.device import pick_device
 from streamdiff.engine.process import private_folder
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue.entries import is_random
+from streamdiff.models.catalogue import is_random
 
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM
 _STOP_S = 15.0

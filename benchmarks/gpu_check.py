@@ -33,10 +33,10 @@ from benchmarks.stream_case import CONTEXTS, DECODERS
 from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
-from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
+from streamdiff.models.autoencoder.taehv import TaehvDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
-from streamdiff.models.model_loader import ModelLoader
-from streamdiff.models.transformer.wan import Tokens, WanDenoiser, attend
+from streamdiff.models.loader import ModelLoader
+from streamdiff.models.transformer.wan import TokenStates, WanDenoiser, attend
 from streamdiff.models.transformer.weights import kept_dtype
 from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.decode.captured_step import capture_on
@@ -200,7 +200,7 @@ def blocks_as_cpu(dtype_name: str, device: torch.device) -> str:
     text = torch.randn(1, 512, plain.text_width, generator=generator)
 
     def run(denoiser: WanDenoiser, kind: torch.dtype, where: torch.device) -> Tensor:
-        tokens = Tokens(hidden.to(where, kind), time.to(where, kind))
+        tokens = TokenStates(hidden.to(where, kind), time.to(where, kind))
         with torch.inference_mode():
             keys = denoiser.text(text.to(where, kind))
             return denoiser.run_blocks(tokens, keys, lambda layer, q, k, v: attend(q, k, v)).hidden

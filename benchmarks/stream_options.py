@@ -12,7 +12,7 @@ from benchmarks.stream_case import PRESETS, Amount, Case
 from streamdiff.config import ModelConfig
 from streamdiff.config_file import load
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue.entries import is_random
+from streamdiff.models.catalogue import is_random
 
 QUICK = Amount(openings=2, chunks=12, margin=1, prompts=2, rounds=2)
 """With CUDA graphs the engine runs ahead of the device for five chunks: fewer would count the filling of its queue."""

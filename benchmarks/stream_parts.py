@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.models.random_weights import RandomText
+from streamdiff.models.loader import RandomText
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.sampler import Finished

@@ -14,7 +14,7 @@ from concurrent import futures
 from itertools import count, islice
 from pathlib import Path
 from types import EllipsisType, TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,10 +46,12 @@ from streamdiff.engine.messages import (
     SetSteps,
     Shown,
 )
-from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 from streamdiff.heavy_import import heavy_import
 from streamdiff.video.picture import Image, fit_picture
+
+if TYPE_CHECKING:
+    from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 Frame = NDArray[np.uint8]
 """One picture: uint8 `[H, W, 3]`, RGB."""
@@ -71,7 +73,13 @@ class StreamSession:
     """
 
     def __init__(
-        self, pipeline: Pipeline, prompt: str | None, *, seed: int = 0, image: Image | None = None, fit: str = "cover"
+        self,
+        pipeline: StreamingPipeline,
+        prompt: str | None,
+        *,
+        seed: int = 0,
+        image: Image | None = None,
+        fit: str = "cover",
     ) -> None:
         """Take over `pipeline`, and close it at the end. With None nothing is made before `restart`. `image` and `fit`:
         see `streamdiff.open`.
@@ -330,7 +338,7 @@ class StreamSession:
             raise StreamdiffError(f"the stream failed and has ended: {self._failure}")
 
 
-def load(config: ModelConfig) -> Pipeline:
+def load(config: ModelConfig) -> StreamingPipeline:
     """The model, loaded and warm; what a `StreamSession` takes over."""
     with heavy_import():
         from streamdiff.pipeline.build import load_pipeline  # imports torch

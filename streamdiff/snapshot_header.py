@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from streamdiff.config import KVContext
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, TensorEntry, parse_data
+from streamdiff.models.headers import LENGTH_BYTES, TensorEntry, parse_data
 
 KIND, FORMAT = "streamdiff session", 2
 MAX_HEADER_BYTES = 1 << 20

@@ -12,14 +12,12 @@ from typing import NamedTuple
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
-from streamdiff.models.autoencoder.normalisation import Normalisation
-from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
-from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder, TaehvEncoder
+from streamdiff.models.autoencoder.picture_decoder import Normalisation, PictureDecoder
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig, TaehvDecoder, TaehvEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
+from streamdiff.models.tiny.model import TEXT_TOKENS, WIDTH, TinyText
 from streamdiff.models.tiny.scene import Scene
-from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, WIDTH, TinyText
 from streamdiff.models.transformer.wan import WanDenoiser
 from training import model_folder
 from training.world.render import render

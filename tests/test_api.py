@@ -14,7 +14,7 @@ import torch
 import streamdiff
 from streamdiff.api import StreamSession
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.engine.painted import CHUNK_FRAMES, SIZE, PaintedPipeline, checksum
 from tests.small import RED, small_encoder, small_model
@@ -106,7 +106,7 @@ def test_steps_change_while_it_plays_and_what_the_model_lacks_is_named() -> None
 
 def test_a_stream_follows_video_that_is_fed_as_much_as_there_is() -> None:
     model = small_model(4)
-    pictures = PictureEncoder(lambda: small_encoder(4), model.spec)
+    pictures = ImageEncoder(lambda: small_encoder(4), model.spec)
     with StreamSession(StreamingPipeline(model, torch.device("cpu"), pictures=pictures), RED) as session:
         before = len(list(itertools.islice(session, session.chunk_frames)))
         session.video(0.5)

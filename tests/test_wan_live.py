@@ -28,9 +28,8 @@ from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
+from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.model import Model
-from streamdiff.models.model_loader import ModelLoader
-from streamdiff.models.text_loader import load_text_encoder
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import build_pipeline
 from tests import fork_server

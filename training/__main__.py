@@ -25,10 +25,9 @@ import torch
 from streamdiff.device import pick_device
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_decoder
-from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
-from streamdiff.models.checkpoint.json_file import read_object
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvDecoder
 from streamdiff.models.tiny import model
+from streamdiff.models.weight_files import read_object
 from training import autoencoder as train_autoencoder
 from training import denoiser, loop
 from training.autoencoder import AUTOENCODER

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from streamdiff.models.autoencoder.taehv import TAEHV, MemBlock, Memory, TaehvConfig, TGrow, TPool
+from streamdiff.models.autoencoder.taehv import TAEHV, MemBlock, TaehvConfig, TaehvMemory, TGrow, TPool
 from streamdiff.models.tiny.scene import COLUMN
 from training import loop
 from training.world import weather
@@ -103,7 +103,7 @@ def encode_groups(model: TAEHV, frames: Tensor) -> Tensor:
     """
     batch = frames.shape[0]
     groups = frames.reshape(-1, model.config.temporal, *frames.shape[2:])
-    latents = model.encode(groups, Memory())
+    latents = model.encode(groups, TaehvMemory())
     return latents.view(batch, -1, *latents.shape[2:])
 
 
@@ -163,7 +163,7 @@ def loss_of(model: TAEHV, clips: Clips, generator: torch.Generator) -> tuple[Ten
     mean, std = latents.mean((0, 1, 3, 4)), latents.std((0, 1, 3, 4))
     level = 0.15 * torch.rand(latents.shape[0], 1, 1, 1, 1, generator=generator)
     noise = torch.randn(latents.shape, generator=generator) * level
-    decoded = model.decode(latents + noise.to(latents.device), Memory())
+    decoded = model.decode(latents + noise.to(latents.device), TaehvMemory())
     error = decoded - clips.frames
     motion = (error[:, 1:] - error[:, :-1]).abs() * clips.weight[:, 1:]
     loss = (clips.weight * (error.abs() + 4 * error.square())).mean() + 2.0 * motion.mean()

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from streamdiff.models.autoencoder.taehv import TAEHV, Memory
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvMemory
 from streamdiff.models.tiny.scene import COLUMN, HOURS, THING_TABLES
 from training.autoencoder import encode_groups
 from training.keys import draw_controls
@@ -104,7 +104,7 @@ class TrackEncoder:
         """The last `count` frames, at most four, `[B, count, 3, H, W]` of `chunks` `[B, C, CHUNK, h, w]`, `at_once` of
         which are decoded together."""
         latents = chunks[:, :, -2:].transpose(1, 2) * self.std + self.mean
-        return torch.cat([self.autoencoder.decode(some, Memory())[:, -count:] for some in latents.split(at_once)])
+        return torch.cat([self.autoencoder.decode(some, TaehvMemory())[:, -count:] for some in latents.split(at_once)])
 
 
 class Pool:

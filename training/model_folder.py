@@ -15,7 +15,7 @@ from transformers.models.umt5.configuration_umt5 import UMT5Config
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.tiny.text_encoder import PAD, TEXT_TOKENS, UNKNOWN, WIDTH, WORDS, TinyText
+from streamdiff.models.tiny.model import PAD, TEXT_TOKENS, UNKNOWN, WIDTH, WORDS, TinyText
 from streamdiff.models.transformer.weights import FILE
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.tiny import prompts
+from streamdiff.models.tiny.model import WIDTH, TinyText
 from streamdiff.models.tiny.scene import FIELD_SIZES, from_row
-from streamdiff.models.tiny.text_encoder import WIDTH, TinyText
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.attention_backend import Attend
-from streamdiff.models.transformer.wan import BlockWeights, KeyValue, Tokens, WanDenoiser, add_controls, attend
+from streamdiff.models.transformer.wan import BlockWeights, KeyValue, TokenStates, WanDenoiser, add_controls, attend
 from training.autoencoder import AUTOENCODER
 from training.model_folder import build_text
 from training.rows import Rows
@@ -128,7 +128,7 @@ class TrainedDenoiser(WanDenoiser):
         self._before = torch.compile(self._rotated, backend=backend)
         self._after = torch.compile(self.after_attention, backend=backend)
 
-    def run_rows(self, tokens: Tokens, text: Sequence[KeyValue], factors: Tensor, mix: Attend) -> Tokens:
+    def run_rows(self, tokens: TokenStates, text: Sequence[KeyValue], factors: Tensor, mix: Attend) -> TokenStates:
         """Run the blocks over whole windows: `mix` is their self-attention; factors as of `BlockCausal`."""
         modulation = self._modulation_of_blocks(self.modulation(tokens.time).float())
         hidden = tokens.hidden
@@ -139,7 +139,7 @@ class TrainedDenoiser(WanDenoiser):
             mixed = mix(query, key, value)
             _mark_rows_dynamic(mixed)
             hidden = self._after(weights, hidden, own, text[layer], mixed, _attend)
-        return Tokens(hidden, tokens.time)
+        return TokenStates(hidden, tokens.time)
 
     def _rotated(
         self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, factors: Tensor
@@ -217,7 +217,7 @@ class Network(nn.Module):
         text: list[KeyValue] = self.denoiser.text(self.text.embed(torch.cat([each.ids for each in forwards])))
         state = self.denoiser.embed(latents, timestep.expand(-1, frames))
         controls = torch.cat([each.controls for each in forwards])
-        state = Tokens(add_controls(state.hidden, controls, self.control.weight), state.time)
+        state = TokenStates(add_controls(state.hidden, controls, self.control.weight), state.time)
         parts = [BlockCausal(len(each.sigma), each.rows, frames) for each in forwards]
         counts = [part.count for part in parts]
         factors = torch.cat([part.factors(tokens, self.denoiser.head_dim, latents.device) for part in parts])

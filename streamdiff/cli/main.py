@@ -131,14 +131,13 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _at_native_rate(config: Config) -> Config:
     """With the rate of a published model where none was asked for: faster is fast motion."""
-    from streamdiff.models import resolve
-    from streamdiff.models.catalogue import entries
+    from streamdiff.models import catalogue, resolve
 
     name = config.model.name
-    if "fps" in config.playback.model_fields_set or resolve.is_embedded(name) or entries.is_random(name):
+    if "fps" in config.playback.model_fields_set or resolve.is_embedded(name) or catalogue.is_random(name):
         return config
-    known = entries.entries()
-    entry = known.get(name, known[entries.USUAL])
+    known = catalogue.entries()
+    entry = known.get(name, known[catalogue.USUAL])
     playback = config.playback.model_copy(update={"fps": entry.native_fps})
     return config.model_copy(update={"playback": playback})
 
@@ -294,14 +293,14 @@ def _check_model(config: Config) -> None:
     Raises:
         ConfigError: something is missing, or there are more.
     """
-    from streamdiff.models.catalogue import entries
+    from streamdiff.models import catalogue
     from streamdiff.models.resolve import check_parts, is_embedded
 
     model = config.model
     check_parts(model)
     if model.stage_ranks == 1 or model.weights is not None:
         return
-    if is_embedded(model.name) or model.name in entries.entries():
+    if is_embedded(model.name) or model.name in catalogue.entries():
         from streamdiff.pipeline.planner.model_sizes import sizes_of
         from streamdiff.pipeline.planner.partition import check_ranks
 

@@ -1,8 +1,8 @@
 """Latents to video and back, from file to file: what `streamdiff decode` and `streamdiff encode` do.
 
 Knows nothing about the command line, codecs or networks: `models/autoencoder/autoencoder.py` has the networks,
-`video/writer.py` and `video/reader.py` the videos, `models/checkpoint/tensor_file.py` and
-`models/checkpoint/tensor_contract.py` the tensors.
+`video/writer.py` and `video/reader.py` the videos, `models/tensor_file.py` and `models/headers.py`
+the tensors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tqdm import tqdm
 from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
+from streamdiff.models import tensor_file
 from streamdiff.models.autoencoder import autoencoder
-from streamdiff.models.autoencoder.autoencoder import VideoEncoder
+from streamdiff.models.autoencoder.autoencoder import FrameEncoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoDecoder
-from streamdiff.models.checkpoint import tensor_file
-from streamdiff.models.checkpoint.tensor_contract import MOTION, NORMALISED, RAW, FreeDim
+from streamdiff.models.headers import MOTION, NORMALISED, RAW, FreeDim
 from streamdiff.video import writer
 from streamdiff.video.reader import Clip, open_clip
 
@@ -219,7 +219,7 @@ class Motion:
         return " ".join(f"{max(self._differences[a:b]):.9g}" for a, b in zip(begins, ends, strict=True))
 
 
-def _encode(encoder: VideoEncoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]) -> Tensor:
+def _encode(encoder: FrameEncoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]) -> Tensor:
     """Normalised latents float32 `[C, F, h, w]` on the CPU. Mutates: bar."""
     memory, parts = encoder.new_memory(), []
     for piece in pieces:

@@ -19,11 +19,10 @@ from streamdiff.commands.doctor_compute import Finding, Grade
 from streamdiff.config import EMBEDDED, Config
 from streamdiff.device import host_memory
 from streamdiff.errors import ConfigError
-from streamdiff.models import resolve
-from streamdiff.models.catalogue import entries
-from streamdiff.models.catalogue.schema import Files
-from streamdiff.models.checkpoint.weight_files import PICKLES, SAFETENSORS
+from streamdiff.models import catalogue, resolve
+from streamdiff.models.catalogue import Files
 from streamdiff.models.spec import choose_steps
+from streamdiff.models.weight_files import PICKLES, SAFETENSORS
 from streamdiff.pipeline.planner import model_sizes
 from streamdiff.version import __version__
 
@@ -96,12 +95,12 @@ def _cpu_name() -> str:
 
 def _look_at_weights(config: Config) -> Iterator[Finding]:
     yield from _look_at_given(config)
-    entry = entries.entries().get(config.model.name)
+    entry = catalogue.entries().get(config.model.name)
     if entry is not None and entry.weights is not None:
         if config.model.weights is None:
             yield _of_published(entry.name, entry.weights)
         return
-    if entries.is_random(config.model.name):
+    if catalogue.is_random(config.model.name):
         yield Finding("model", Grade.NOTE, f"{config.model.name}: weights are drawn, pictures mean nothing")
         return
     folder = resolve.EMBEDDED_WEIGHTS if config.model.name == EMBEDDED else Path(config.model.name)
@@ -142,7 +141,7 @@ def _look_at_given(config: Config) -> Iterator[Finding]:
     given = {"weights": config.model.weights, "vae": config.model.vae, "text encoder": config.model.text_encoder}
     for part, path in given.items():
         if path is not None:
-            published = entries.autoencoders().get(path) if part == "vae" else None
+            published = catalogue.autoencoders().get(path) if part == "vae" else None
             if Path(path).exists():
                 yield Finding("model", Grade.GOOD, f"{part}: {path}")
             elif published is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from streamdiff.config import Config
 from streamdiff.errors import ConfigError
-from streamdiff.models.defaults import Defaults, settle
+from streamdiff.models.resolve import Defaults, settle
 from streamdiff.models.spec import with_window
 from streamdiff.pipeline.planner import model_sizes
 

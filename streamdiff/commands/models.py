@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamdiff.models.catalogue import entries as catalogue
-from streamdiff.models.catalogue.schema import CatalogueEntry, Files
-from streamdiff.models.checkpoint import hub
+from streamdiff.models import catalogue, hub
+from streamdiff.models.catalogue import CatalogueEntry, Files
 from streamdiff.pipeline.planner.memory import decoder_bytes, stage_memory
 from streamdiff.pipeline.planner.model_sizes import SMALL
 

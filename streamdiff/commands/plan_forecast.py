@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from streamdiff.commands.models import aligned, counted
 from streamdiff.config import ModelConfig
-from streamdiff.models.catalogue import entries
+from streamdiff.models import catalogue
 from streamdiff.pipeline.planner import fit, gpus
 from streamdiff.pipeline.planner.forecast import Expected, Forecast, Question, costs_on, forecast, offload_words
 from streamdiff.pipeline.planner.gpus import Gpu
@@ -49,7 +49,7 @@ def ask(
 
 def _misfit(gpu: Gpu, model: ModelConfig, question: Question, blocks: Blocks) -> str | None:
     """Why one session does not fit on one of the ranks."""
-    entry = entries.lookup(model.name)
+    entry = catalogue.lookup(model.name)
     published = entry is not None and entry.weights is not None
     own = entry.autoencoder if entry is not None else ""
     place = question.decode if question.decode in ("last", "dedicated") else "head"
@@ -61,7 +61,7 @@ def _misfit(gpu: Gpu, model: ModelConfig, question: Question, blocks: Blocks) ->
 
 def _quality(name: str) -> dict[str, str]:
     """By KV context, whether the model was trained for it, is known to work in it, or neither is known."""
-    entry = entries.entries().get(name)
+    entry = catalogue.entries().get(name)
     if entry is None or entry.context is None:
         return dict.fromkeys(KV_CONTEXTS, "not known")
     works, trained = entry.context.works, entry.context.trained

@@ -26,14 +26,13 @@ from streamdiff.commands.reference_ring import head_of_ranks
 from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, check_together, run_reference
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.errors import ConfigError
+from streamdiff.models import tensor_file
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.checkpoint import tensor_file
-from streamdiff.models.checkpoint.first_steps import read_first_steps
-from streamdiff.models.checkpoint.safetensors_header import parse_header
-from streamdiff.models.checkpoint.tensor_contract import NORMALISED, read_motion
+from streamdiff.models.headers import NORMALISED, parse_header, read_motion
 from streamdiff.models.model import Model
 from streamdiff.models.spec import ModelSpec
+from streamdiff.models.tensor_file import read_first_steps
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.init_latents import levels_of
 from streamdiff.pipeline.runner.step_levels import StepLevels

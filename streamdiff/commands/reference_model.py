@@ -12,20 +12,16 @@ from torch import Tensor
 from streamdiff.config import ModelConfig
 from streamdiff.device import own_device, pick_device
 from streamdiff.errors import ConfigError
-from streamdiff.models import sampling
+from streamdiff.models import sampling, tensor_file
 from streamdiff.models.autoencoder.autoencoder import FirstFrameReencoder
-from streamdiff.models.checkpoint import tensor_file
-from streamdiff.models.checkpoint.json_file import read_object
-from streamdiff.models.checkpoint.safetensors_header import parse_header
-from streamdiff.models.checkpoint.tensor_contract import MOTION
-from streamdiff.models.interfaces import TextEncoder
+from streamdiff.models.headers import MOTION, parse_header
+from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.model import Model
-from streamdiff.models.model_loader import ModelLoader
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.sampling import Schedule
-from streamdiff.models.spec import ModelSpec, choose_steps, with_window
-from streamdiff.models.text_loader import load_text_encoder
+from streamdiff.models.spec import ModelSpec, TextEncoder, choose_steps, with_window
 from streamdiff.models.transformer.wan import WanDenoiser
+from streamdiff.models.weight_files import read_object
 from streamdiff.pipeline.planner.model_sizes import sizes_from
 from streamdiff.pipeline.planner.partition import check_ranks
 from streamdiff.pipeline.runner import block_offload

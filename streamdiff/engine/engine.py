@@ -6,10 +6,12 @@ and in the user's own (`streamdiff.api`).
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent import futures
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from streamdiff.engine.messages import (
     Close,
@@ -17,6 +19,7 @@ from streamdiff.engine.messages import (
     Command,
     Event,
     InputFrames,
+    InputUsed,
     Measured,
     Open,
     Pause,
@@ -33,25 +36,67 @@ from streamdiff.engine.messages import (
     Shutdown,
     Swapped,
 )
-from streamdiff.engine.prompt_queue import NOTHING, Encoded, PendingRequest, Request, begins_with
-from streamdiff.engine.saving import SavingEngine
+from streamdiff.engine.prompt_queue import NOTHING, Encoded, PendingRequest, PromptQueue, Request, begins_with
+from streamdiff.engine.saving import SaveQueue
 from streamdiff.engine.session import Session, possible_switches
+from streamdiff.engine.swapping import Swapping
 from streamdiff.engine.validation import (
     SESSION_ERRORS,
     bad_value,
     check_begin,
     check_frames,
     check_open,
+    check_prompt,
+    closed_before,
+    encode_picture,
     expects_answer,
+    read_features,
     reason_of,
     refused,
 )
-from streamdiff.errors import RequestError
-from streamdiff.models.interfaces import ParsedPrompt
+from streamdiff.errors import ConfigError, EngineFailure, RequestError
+from streamdiff.models.spec import ParsedPrompt
+from streamdiff.pipeline.output import Frames
+from streamdiff.snapshot_header import read_saved_session
+
+if TYPE_CHECKING:
+    from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+
+_Given = TypeVar("_Given")
 
 
-class Engine(SavingEngine):
-    """Sessions by name, see `OpenSessions`: commands in, events out."""
+class Counted(Generic[_Given]):
+    """Wraps a function and counts its calls. Thread-safe."""
+
+    def __init__(self, call: Callable[[_Given], Any]) -> None:
+        self.calls = 0
+        self._call, self._lock = call, threading.Lock()
+
+    def __call__(self, given: _Given) -> Any:
+        with self._lock:
+            self.calls += 1
+        return self._call(given)
+
+
+class Engine:
+    """Sessions by name, each in a slot of a pipeline: commands in, events out."""
+
+    def __init__(self, pipeline: StreamingPipeline, max_ahead_frames: int) -> None:
+        """Args:
+        pipeline: its `info` says steps and KV context of a session that does not name its own.
+        max_ahead_frames: frames made beyond those shown, at most, per session; more where the pipeline needs it.
+        """
+        self._pipeline = pipeline
+        self._max_ahead_frames = max_ahead_frames
+        self._sessions: dict[str, Session] = {}
+        self._in_slot: dict[int, Session] = {}  # the same
+        # A slot's next session starts above all epochs of the one before: frames are never taken for its own.
+        self._next_epoch: dict[int, int] = {}
+        self._text, self._picture = Counted(pipeline.text.encode), Counted(partial(encode_picture, pipeline))
+        self._prompt_queue = PromptQueue(self._text, self._picture, partial(read_features, pipeline))
+        self._swapping = Swapping(pipeline)
+        self._saves = SaveQueue(pipeline, self._swapping, self._sessions)
+        pipeline.on_fault = self._note_failure
 
     def ready(self) -> Ready:
         """The `Ready` event: model, sizes, defaults and capacity of the pipeline."""
@@ -61,9 +106,9 @@ class Engine(SavingEngine):
             examples=tuple(text.examples),
             suggestions=text.suggestions,
             vocabulary=text.vocabulary,
-            work_s=pipeline.work_s(),
-            sessions_fit=pipeline.sessions_fit(),
-            sessions_away=pipeline.sessions_away(),
+            work_s=pipeline.figures.work_s(),
+            sessions_fit=pipeline.figures.sessions_fit(),
+            sessions_away=pipeline.figures.sessions_away(),
         )
 
     def handle(self, command: Command) -> list[Event]:
@@ -72,10 +117,12 @@ class Engine(SavingEngine):
             if isinstance(command, Open):
                 return self._open(command)
             if isinstance(command, Shutdown):
-                names = [*self._slots, *self._prompt_queue.opening()]
+                names = [*self._sessions, *self._prompt_queue.opening()]
                 return [event for name in names for event in self._close(name)]
             if isinstance(command, Save):
-                return self._save(command)
+                self._check_saved(command.session)
+                self._saves.ask(command)
+                return []
             return self._control(command)
         except RequestError as error:
             return [refused(command, error)]
@@ -83,46 +130,57 @@ class Engine(SavingEngine):
     def step(self, wait_s: float = 0.0) -> list[Event]:
         """Carry out queued requests that are ready, apply new prompts and steps, step the pipeline once, and end
         sessions that failed; returns all events. Where there is nothing to do but wait, waits up to `wait_s`."""
-        if self._prompt_queue and not self._pipeline.busy:
-            futures.wait(self._prompt_queue.encodings(), wait_s, futures.FIRST_COMPLETED)
-        events = self._swap() + self.settle() + self._turn_saves()
-        for slot, session in self._sessions.items():
-            try:
-                if not self._pipeline.is_away(slot):
-                    session.apply_pending()
-            except SESSION_ERRORS as error:
-                self._note_failure(slot, error)
-        finished = False
-        for made in self._pipeline.step(wait_s):
+        events = self._take_requests(wait_s)
+        if self._swapping.has_work:
+            events += self._swap()
+        if self._saves.has_work:
+            events += self._saves.advance()
+        self._apply_changes()
+        frames = self._pipeline.step(wait_s)
+        for made in frames:
             events += self._number(made)
-            finished = finished or made.last
-        events += self._begin_lost() + self._end_failed()
-        return events + (self._measured() if finished else [])
+        events += self._end_failed()
+        return events + (self._measured() if any(made.last for made in frames) else [])
+
+    def _take_requests(self, wait_s: float) -> list[Event]:
+        """Carry out queued requests whose parts are encoded; waits for one where there is nothing else to do."""
+        if not self._prompt_queue:
+            return []
+        if not self._pipeline.busy:
+            futures.wait(self._prompt_queue.encodings(), wait_s, futures.FIRST_COMPLETED)
+        return self.settle()
+
+    def _apply_changes(self) -> None:
+        """Give the pipeline the prompts, steps and inputs that were accepted. Mutates: the sessions."""
+        for session in self._sessions.values():
+            if session.changes and not self._pipeline.swapping.is_away(session.slot):
+                try:
+                    session.apply_pending()
+                except SESSION_ERRORS as error:
+                    self._note_failure(session.slot, error)
 
     def _measured(self) -> list[Event]:
         """The `Measured` event; empty before the first chunk."""
-        pipeline = self._pipeline
-        work_s, counts = pipeline.work_s(), pipeline.forwards()
+        figures = self._pipeline.figures
+        work_s, counts = figures.work_s(), figures.forwards()
         if work_s is None:
             return []
         forwards = tuple(counts.rows[rows] for rows in range(1, max(counts.rows, default=0) + 1))
-        encodings = self._text.calls, self._picture.calls, pipeline.video_encodings
+        encodings = self._text.calls, self._picture.calls, self._pipeline.video.encodings
         return [
             Measured(
-                work_s, tuple(pipeline.occupancy()), tuple(pipeline.busy_s()),
+                work_s, tuple(figures.occupancy()), tuple(figures.busy_s()),
                 forwards, tuple(counts.alone), tuple(counts.alone.values()), encodings,
-                pipeline.memory_bytes(),
+                self._pipeline.memory_bytes(),
             )
         ]  # fmt: skip
 
     def _swap(self) -> list[Event]:
-        """Swap sessions in and out; returns events of those whose location has changed."""
-        events = [event for pending in self._swapping.turn() for event in self._answer(pending)]
-        return events + [Swapped(self._sessions[slot].name, location) for slot, location in self._swapping.moved()]
-
-    def _begin_lost(self) -> list[Event]:
-        """Reset streams whose caches are lost."""
-        return [event for slot in self._pipeline.take_lost() for event in self._sessions[slot].reset(None, "")]
+        """Swap sessions in and out; returns events of those whose location has changed. Streams whose caches are lost
+        begin afresh."""
+        events = [event for pending in self._swapping.advance() for event in self._answer(pending)]
+        events += [Swapped(self._in_slot[slot].name, location) for slot, location in self._swapping.moved()]
+        return events + [event for slot in self._swapping.take_lost() for event in self._in_slot[slot].reset(None, "")]
 
     def settle(self) -> list[Event]:
         """Carry out the requests whose text, picture and features are encoded by now."""
@@ -136,21 +194,26 @@ class Engine(SavingEngine):
     def busy(self) -> bool:
         """Whether `step` has anything to do, or to wait for, before the next command."""
         changes = any(session.input_changes for session in self._sessions.values())
-        return self._pipeline.busy or bool(self._prompt_queue or self._saves or self._dropped_saves) or changes
+        return self._pipeline.busy or bool(self._prompt_queue) or self._saves.has_work or changes
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the EngineFailure that ends the pipeline, if there is one or comes within `wait_s`."""
         self._pipeline.check(wait_s)
 
     def occupancy(self) -> list[float]:
-        """See `Pipeline.occupancy`."""
-        return self._pipeline.occupancy()
+        """Share of the time since loading that each rank was at work; empty with one rank."""
+        return self._pipeline.figures.occupancy()
+
+    def describe(self) -> str:
+        """Where every session is, for an error message."""
+        sessions = self._sessions.values()
+        where = [f"session {each.name!r} at chunk {each.chunk + 1} (epoch {each.epoch})" for each in sessions]
+        return ", ".join(where) or "no session open"
 
     def close(self) -> None:
         """Free the pipeline and everything in it."""
-        self._slots.clear()
         self._sessions.clear()
-        self._texts.clear()
+        self._in_slot.clear()
         self._prompt_queue.close()
         self._pipeline.close()
 
@@ -169,11 +232,11 @@ class Engine(SavingEngine):
 
     def _open_now(self, command: Open, reading: ParsedPrompt, made: Encoded = NOTHING) -> list[Event]:
         if command.snapshot is not None:
-            events = self._go_on(command, reading, made.start)
+            events = self._resume(command, reading, made)
         else:
             events = self._begin(command, reading, made)
         if not command.active:
-            self._swapping.set_active(self._slots[command.session], SetActive(command.session, False))
+            self._swapping.set_active(self._sessions[command.session].slot, SetActive(command.session, False))
         return events
 
     def _begin(self, command: Open, reading: ParsedPrompt, made: Encoded) -> list[Event]:
@@ -182,10 +245,8 @@ class Engine(SavingEngine):
         try:
             session, events = self._swapping.retry_after_swap_out(lambda: self._start(slot, command, reading, made))
         except SESSION_ERRORS as error:
-            self._texts.pop(command.session, None)
             raise bad_value(error, "session") from error
-        self._slots[command.session] = slot
-        self._sessions[slot] = session
+        self._sessions[session.name] = self._in_slot[slot] = session
         return events
 
     def _start(self, slot: int, command: Open, reading: ParsedPrompt, made: Encoded) -> tuple[Session, list[Event]]:
@@ -195,7 +256,7 @@ class Engine(SavingEngine):
             command.session,
             self._pipeline,
             slot,
-            partial(self._encoded, command.session),
+            self._text,
             text=reading.text,
             seed=command.seed,
             kv_context=kv_context,
@@ -204,6 +265,7 @@ class Engine(SavingEngine):
             min_ahead_frames=self._min_ahead_frames(steps, kv_context),
             start=made.start,
             embeddings=made.conditioning if command.prompt_embeds is not None else None,
+            encoded=None if made.conditioning is None else (reading.text, made.conditioning),
         )
         session.renumber(session.epoch, command.made_frames, command.shown_frames)
         self._pipeline.open(
@@ -236,7 +298,7 @@ class Engine(SavingEngine):
             check_begin(command, self._pipeline.info)
         if isinstance(command, SetPrompt):
             if session is not None:
-                self._pipeline.check_switch(self._slots[command.session], command.switch)
+                self._pipeline.check_switch(session.slot, command.switch)
             previous = self._prompt_queue.latest_text(command.session) or (session.text if session else "") or None
             reading = self._read(command.prompt, previous)
             pending = PendingRequest(command, reading.text, reading.notice)
@@ -256,7 +318,7 @@ class Engine(SavingEngine):
         except RequestError:
             raise
         except SESSION_ERRORS as error:
-            self._note_failure(self._slots[pending.request.session], error)
+            self._note_failure(self._sessions[pending.request.session].slot, error)
             return self._end_failed()
 
     def _do(self, pending: PendingRequest) -> list[Event]:
@@ -267,7 +329,7 @@ class Engine(SavingEngine):
         session = self._find(request)
         if session is None:
             return []
-        slot = self._slots[request.session]
+        slot = session.slot
         if self._swapping.put_off(slot, pending):
             return []
         match request:
@@ -282,14 +344,14 @@ class Engine(SavingEngine):
                 min_ahead_frames = self._min_ahead_frames(request.steps, session.kv_context)
                 return session.set_steps(request.steps, min_ahead_frames, request.request)
             case SetInput():
-                self._pipeline.check_input(request.strength)
+                self._pipeline.video.check_input(request.strength)
                 return session.set_input(request.strength, request.request)
             case InputFrames():
                 check_frames(request, self._pipeline.info)
-                if not self._pipeline.is_away(slot):
+                if not self._pipeline.swapping.is_away(slot):
                     session.apply_pending()  # the input that they are for may be among it
-                    self._pipeline.check_input(None)
-                    self._pipeline.feed(slot, request.pictures)
+                    self._pipeline.video.check_input(None)
+                    self._pipeline.video.feed(slot, request.pictures)
             case Pause() | Resume():
                 session.set_paused(isinstance(request, Pause))
             case Reset():
@@ -305,12 +367,182 @@ class Engine(SavingEngine):
     def _end_failed(self) -> list[Event]:
         """End the sessions that have failed. Mutates: self."""
         events: list[Event] = []
-        reasons, self._failures = self._failures, {}
-        for slot, why in reasons.items():
-            if (session := self._sessions.get(slot)) is not None:
-                ended = self._close(session.name)
-                events += [replace(event, reason=why) if isinstance(event, Closed) else event for event in ended]
+        for session in [each for each in self._sessions.values() if each.failure]:
+            ended = self._close(session.name)
+            events += [replace(each, reason=session.failure) if isinstance(each, Closed) else each for each in ended]
         return events
+
+    def _note_failure(self, slot: int, why: str | Exception) -> None:
+        """A session has failed, and is to be ended; an EngineFailure is raised instead. Mutates: the session."""
+        if isinstance(why, EngineFailure):
+            raise why
+        if (session := self._in_slot.get(slot)) is not None and not session.failure:
+            session.failure = reason_of(why) if isinstance(why, Exception) else why
+
+    # ---- sessions ----------------------------------------------------------------------------------------------
+
+    def _find(self, command: Request | Close) -> Session | None:
+        """The session of a command; None for commands without an answer to a session that has ended."""
+        session = self._sessions.get(command.session)
+        if session is not None or isinstance(command, Shown | SetMaxAhead | SetActive | InputFrames):
+            return session
+        known = ", ".join(repr(name) for name in self._sessions) or "none"
+        raise RequestError("session", f"there is no session {command.session!r}; open ones: {known}")
+
+    def _check_unused(self, name: str) -> None:
+        """Raise RequestError if there is a session of that name, or one that waits to be opened."""
+        if name in self._sessions or name in self._prompt_queue:
+            raise RequestError("session", f"session {name!r} is open already; close it or use another id")
+
+    def _free_slot(self) -> int:
+        return next(slot for slot in range(len(self._sessions) + 1) if slot not in self._in_slot)
+
+    def _min_ahead_frames(self, steps: int, kv_context: str) -> int:
+        """Frames that a session must be allowed to be ahead. Raises RequestError for what the pipeline cannot run."""
+        try:
+            return self._pipeline.min_ahead_frames(steps=steps, kv_context=kv_context)
+        except ValueError as error:
+            raise bad_value(error, "kv_context") from error
+
+    def _read(self, prompt: str, previous: str | None) -> ParsedPrompt:
+        """Read a prompt; `previous`: the session's text before it, if any."""
+        check_prompt(prompt)
+        return self._pipeline.text.read(prompt, previous)
+
+    def _number(self, made: Frames) -> list[Event]:
+        """Decoded frames as events."""
+        session = self._in_slot.get(made.session)
+        if session is None:
+            return []
+        chunk_s = made.chunk_s if made.last else None
+        events = session.made(epoch=made.epoch, chunk=made.chunk, pictures=made.pictures, chunk_s=chunk_s)
+        figures = self._pipeline.video.input_figures(made.session) if made.last else None
+        if figures is not None:
+            events.append(InputUsed(session.name, figures.level, figures.used, figures.dropped, figures.fault))
+        return events
+
+    def _close(self, name: str) -> list[Event]:
+        """End a session, open or waiting to be, and refuse its requests that wait."""
+        opening = name in self._prompt_queue.opening()
+        if not opening:
+            self._find(Close(name))
+        session = self._sessions.pop(name, None)
+        dropped = [pending.request for pending in self._prompt_queue.drop(name) if expects_answer(pending)]
+        if session is None:
+            return [*map(closed_before, dropped), Closed(name)]
+        del self._in_slot[session.slot]
+        dropped += [pending.request for pending in self._swapping.forget(session.slot) if expects_answer(pending)]
+        self._next_epoch[session.slot] = session.epoch + 1
+        return [*map(closed_before, self._saves.forget(name)), *map(closed_before, dropped), *session.close()]
+
+    # ---- saved sessions ------------------------------------------------------------------------------------------
+
+    def save(self, name: str) -> tuple[Any, list[Event]]:
+        """A snapshot of a session, and what came before it was taken. Its `about` has the session's text, epoch and
+        frame numbers; prompts that have been accepted are in it.
+
+        Raises:
+            RequestError: no such session, or a prompt of it is being encoded.
+            ConfigError: its noise was given as tensors.
+        """
+        session = self._check_saved(name)
+        if self._pipeline.swapping.is_away(session.slot) and session.changes:
+            why = f"session {name!r} is swapped out with changes that are not applied; let it play, then save it"
+            raise RequestError("session", why)
+        session.apply_pending()
+        snapshot, frames = self._pipeline.saving.save(session.slot)
+        events = [event for made in frames for event in self._number(made)]
+        about = {"session": session.saved()}
+        return replace(snapshot, about=about).with_given(session.start, session.embeddings), events
+
+    def _check_saved(self, name: str) -> Session:
+        """A session that can be saved now. Raises RequestError."""
+        session = self._find(Close(name))
+        assert session is not None, "`_find` raises"
+        if name in self._prompt_queue:
+            why = f"a prompt of session {name!r} is being encoded; save it when it is accepted"
+            raise RequestError("session", why, "encoding")
+        return session
+
+    def load(self, name: str, snapshot: Any) -> list[Event]:
+        """Open session `name` as a snapshot has it; its frames go on being numbered.
+
+        Raises:
+            RequestError: the id is taken, or the snapshot does not fit; nothing is open then.
+        """
+        session, events = self._load(name, snapshot, self._max_ahead_frames)
+        return session.open("", possible_switches(self._pipeline, session.slot)) + events
+
+    def _load(self, name: str, snapshot: Any, max_ahead_frames: int) -> tuple[Session, list[Event]]:
+        """A session that goes on from a snapshot, with no frames allowed yet, and what others made meanwhile."""
+        self._check_unused(name)
+        saved, opened = snapshot.about.get("session"), snapshot.session
+        if not isinstance(saved, dict):
+            raise RequestError(
+                "snapshot", "the snapshot tells nothing of the engine's session; it was not saved by one"
+            )
+        slot = self._free_slot()
+        steps, kv_context, epoch = opened["steps"], opened["kv_context"], opened["epoch"]
+        session = Session(
+            name, self._pipeline, slot, self._text, text="", seed=0, kv_context=kv_context,
+            epoch=epoch, max_ahead_frames=max_ahead_frames,
+            min_ahead_frames=self._min_ahead_frames(steps, kv_context),
+        )  # fmt: skip
+        session.restore(saved)
+        start, embeddings = snapshot.given()
+        if not session.text and embeddings is None:
+            raise RequestError("snapshot", "about.session.text is empty in the snapshot, and it has no prompt_embeds")
+        frames = self._swapping.retry_after_swap_out(lambda: self._pipeline.saving.load(slot, snapshot))
+        session.start, session.embeddings = start, embeddings
+        self._sessions[name] = self._in_slot[slot] = session
+        return session, [event for made in frames for event in self._number(made)]
+
+    def _text_to_encode(self, session: Session | None) -> str:
+        """A session's text, if encoding is slow and nothing has encoded it yet, as after a snapshot; else empty."""
+        if session is None or session.embeddings is not None or session.name in self._prompt_queue:
+            return ""
+        encoded = session.encoded is not None and session.encoded[0] == session.text
+        return session.text if self._pipeline.text.slow and not encoded else ""
+
+    def _open_saved(self, command: Open) -> list[Event]:
+        """Open a session that goes on; first its new prompt and picture are encoded, if it has any."""
+        if command.background:
+            raise RequestError("snapshot", "a background session does not go on from a snapshot; open it without")
+        assert command.snapshot is not None
+        try:
+            saved = read_saved_session(command.snapshot)
+        except ConfigError as error:
+            raise RequestError("snapshot", str(error)) from error
+        reading = self._read(command.prompt, None) if command.prompt else ParsedPrompt(saved.text, "")
+        if command.image is not None or (reading.text != saved.text and self._pipeline.text.slow):
+            return self._wait(PendingRequest(command, reading.text, reading.notice))
+        return self._open_now(command, reading)
+
+    def _resume(self, command: Open, reading: ParsedPrompt, made: Encoded) -> list[Event]:
+        """Open a session that goes on from a snapshot, with what has been changed since."""
+        assert command.snapshot is not None
+        try:
+            snapshot = self._pipeline.saving.read_snapshot(command.snapshot)
+        except ConfigError as error:
+            raise RequestError("snapshot", str(error)) from error
+        ahead = self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames
+        session, events = self._load(command.session, snapshot, ahead)
+        new_text, new_steps = reading.text != session.text, command.steps not in (None, snapshot.steps)
+        session.start = session.start if made.start is None else made.start
+        session.renumber(command.epoch - new_text - new_steps, command.made_frames, command.shown_frames)
+        switches = possible_switches(self._pipeline, session.slot)
+        if made.conditioning is not None:
+            session.encoded = reading.text, made.conditioning
+        if new_text:
+            session.set_prompt(reading.text, reading.notice, "", next(each for each in switches if each != "reset"))
+        if new_steps and command.steps is not None:
+            try:
+                self._pipeline.check_steps(session.slot, command.steps)
+            except RequestError:
+                self._close(command.session)
+                raise
+            session.set_steps(command.steps, self._min_ahead_frames(command.steps, session.kv_context), "")
+        return events + session.open(reading.notice, switches)
 
     # ---- texts --------------------------------------------------------------------------------------------------
 
@@ -324,8 +556,9 @@ class Engine(SavingEngine):
         if error is not None and not isinstance(error, SESSION_ERRORS):
             raise error
         conditioning = pending.made.conditioning
-        if conditioning is not None and pending.text:
-            self._texts[pending.request.session] = pending.text, conditioning
+        session = self._sessions.get(pending.request.session)
+        if session is not None and conditioning is not None and pending.text:
+            session.encoded = pending.text, conditioning
         replaced = conditioning is None and error is None
         if isinstance(pending.request, SetPrompt) and pending.request.switch != "keep" and replaced:
             pending = replace(pending, request=replace(pending.request, switch="keep"))  # its text is not to be seen
@@ -336,6 +569,4 @@ class Engine(SavingEngine):
                 raise RequestError("prompt", f"the prompt could not be encoded: {reason_of(error)}")
             return self._carry_out(pending)
         except RequestError as refusal:
-            if pending.request.session not in self._slots:
-                self._texts.pop(pending.request.session, None)
             return [refused(pending.request, refusal)] if expects_answer(pending) else []

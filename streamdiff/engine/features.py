@@ -14,12 +14,15 @@ from numpy.typing import NDArray
 
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Data, Open
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, Header, parse_data, parse_file
-from streamdiff.models.checkpoint.tensor_contract import (
+from streamdiff.models.headers import (
+    LENGTH_BYTES,
     RAW,
     FileSpec,
-    check,
+    TensorHeader,
+    check_contract,
     image_latents_contract,
+    parse_data,
+    parse_file,
     prompt_embeds_contract,
     read_motion,
     video_latents_contract,
@@ -150,8 +153,8 @@ def _check_header_size(name: str, length: int, file_bytes: int) -> None:
         raise ConfigError(f"{name}: expected a header of at most {_MAX_HEADER_BYTES:,} bytes, got {length:,}")
 
 
-def _check(name: str, header: Header, wanted: FileSpec) -> None:
-    check(wanted, header)
+def _check(name: str, header: TensorHeader, wanted: FileSpec) -> None:
+    check_contract(wanted, header)
     if name == "prompt_embeds":
         return
     if header.metadata.items() >= RAW.items():
@@ -163,7 +166,7 @@ def _check(name: str, header: Header, wanted: FileSpec) -> None:
         read_motion(header)
 
 
-def _decoded(name: str, data: Data, info: ModelInfo) -> tuple[Floats, Header]:
+def _decoded(name: str, data: Data, info: ModelInfo) -> tuple[Floats, TensorHeader]:
     """The only tensor of a file, and its header."""
     try:
         wanted = contract(name, info)

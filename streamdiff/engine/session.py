@@ -14,17 +14,20 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.config import PROMPT_POLICIES
 from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
-from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.session_state import typed
-from streamdiff.session_state.fields import DERIVED, KEPT, STATE, fields_of, session_state
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, check_plain, fields_of, session_state
+
+if TYPE_CHECKING:
+    from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+else:
+    StreamingPipeline = Any  # types of a session's fields are read when it is restored, and torch is not imported here
 
 _MAX_TEXT = 10_000
 """Characters of a prompt as a model is given it: more than any that is accepted becomes."""
@@ -33,11 +36,11 @@ _MAX_TEXT = 10_000
 @session_state("session")
 @dataclass(eq=False)
 class Session:
-    """One stream, in slot `_slot` of `_pipeline`. Every method calls the pipeline as needed and returns the events."""
+    """One stream, in slot `slot` of `_pipeline`. Every method calls the pipeline as needed and returns the events."""
 
     name: str = field(metadata=DERIVED)
-    _pipeline: Pipeline = field(metadata=DERIVED)
-    _slot: int = field(metadata=DERIVED)
+    _pipeline: StreamingPipeline = field(metadata=DERIVED)
+    slot: int = field(metadata=DERIVED)
     _encode: Callable[[str], Any] = field(metadata=DERIVED)
     """A text's conditioning, as the pipeline takes it."""
     _: KW_ONLY
@@ -56,6 +59,11 @@ class Session:
     it among its tensors."""
     embeddings: Any = field(default=None, metadata=DERIVED)
     """Given instead of a text, which is "" as long as they hold. A snapshot has them as it has `start`."""
+    encoded: tuple[str, Any] | None = field(default=None, metadata=DERIVED)
+    """The text that was encoded last, and its conditioning; slow texts are encoded by the prompt queue, which has it
+    put here."""
+    failure: str = field(default="", init=False, metadata=DERIVED)
+    """Why it has failed, until the engine ends it."""
     chunk: int = field(default=-1, init=False, metadata=KEPT)
     """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
     _pending_switch: tuple[int, str] | None = field(default=None, init=False, metadata=KEPT)
@@ -92,7 +100,11 @@ class Session:
     @property
     def conditioning(self) -> Any:
         """Of its latest text, or what was given instead."""
-        return self._encode(self.text) if self.embeddings is None else self.embeddings
+        if self.embeddings is not None:
+            return self.embeddings
+        if self.encoded is None or self.encoded[0] != self.text:
+            self.encoded = self.text, self._encode(self.text)
+        return self.encoded[1]
 
     def open(self, notice: str = "", switches: tuple[str, ...] = PROMPT_POLICIES) -> list[Event]:
         """Begin: the pipeline has opened the stream with this session's text, seed and epoch; it can do `switches`."""
@@ -112,7 +124,7 @@ class Session:
             RequestError: its fields are not those of this version, or of other types.
         """
         try:
-            typed.check_plain(saved, Session, "about.session")
+            check_plain(saved, Session, "about.session")
         except ConfigError as error:
             raise RequestError("snapshot", str(error)) from error
         if len(saved["text"]) > _MAX_TEXT:
@@ -188,17 +200,17 @@ class Session:
         assert self._pending_switch is not None
         (epoch, policy), self._pending_switch = self._pending_switch, None
         conditioning = self.conditioning
-        self._pipeline.set_conditioning(self._slot, conditioning, epoch=epoch - self._epoch_shift, switch=policy)
+        self._pipeline.set_conditioning(self.slot, conditioning, epoch=epoch - self._epoch_shift, switch=policy)
 
     def _apply_steps(self) -> None:
         if self._pending_steps is not None:
             (epoch, steps), self._pending_steps = self._pending_steps, None
-            self._pipeline.set_steps(self._slot, steps, epoch=epoch - self._epoch_shift)
+            self._pipeline.set_steps(self.slot, steps, epoch=epoch - self._epoch_shift)
 
     def _apply_input(self) -> None:
         if self._pending_input is not None:
             (epoch, strength), self._pending_input = self._pending_input, None
-            self._pipeline.set_input(self._slot, strength, epoch=epoch - self._epoch_shift)
+            self._pipeline.set_input(self.slot, strength, epoch=epoch - self._epoch_shift)
 
     def reset(self, seed: int | None, request: str) -> list[Event]:
         """Restart the stream, with the latest prompt and steps, and from `start`. A paused stream stays paused.
@@ -214,8 +226,8 @@ class Session:
         self._apply_steps()
         self._apply_input()
         epoch, conditioning = self.epoch - self._epoch_shift, self.conditioning
-        self._pipeline.reset(self._slot, conditioning, seed=self.seed, epoch=epoch, start=self.start)
-        self._pipeline.set_paused(self._slot, self._paused)
+        self._pipeline.reset(self.slot, conditioning, seed=self.seed, epoch=epoch, start=self.start)
+        self._pipeline.set_paused(self.slot, self._paused)
         self._set_frame_credit()
         return [Accepted(self.name, request, self.epoch, self.text)]
 
@@ -223,7 +235,7 @@ class Session:
         """Pause or go on; saying it twice does nothing."""
         if paused != self._paused:
             self._paused = paused
-            self._pipeline.set_paused(self._slot, paused)
+            self._pipeline.set_paused(self.slot, paused)
 
     def set_max_ahead(self, frames: int) -> None:
         """Allow at most `frames` frames beyond those shown from now on."""
@@ -264,14 +276,14 @@ class Session:
 
     def close(self) -> list[Event]:
         """End the stream and free its slot."""
-        self._pipeline.close_session(self._slot)
+        self._pipeline.close_session(self.slot)
         return [Closed(self.name)]
 
     def _set_frame_credit(self) -> None:
-        self._pipeline.set_frame_credit(self._slot, max(0, self.frame_credit))
+        self._pipeline.set_frame_credit(self.slot, max(0, self.frame_credit))
 
 
-def possible_switches(pipeline: Pipeline, slot: int) -> tuple[str, ...]:
+def possible_switches(pipeline: StreamingPipeline, slot: int) -> tuple[str, ...]:
     """What a new prompt may do to the past of an open session, as the pipeline says; first what the model was made for,
     if that can be."""
     possible, own = [], pipeline.info.switch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamdiff.engine.features import check_together, decode, features_of
 from streamdiff.engine.messages import (
@@ -18,10 +18,12 @@ from streamdiff.engine.messages import (
     SetSteps,
     Shutdown,
 )
-from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.prompt_queue import Encoded, PendingRequest
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 from streamdiff.pipeline.output import ModelInfo
+
+if TYPE_CHECKING:
+    from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 SESSION_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
 """Errors of one session's text, picture or memory, which end that session only. Others are bugs and end the engine."""
@@ -74,20 +76,16 @@ def check_frames(command: InputFrames, info: ModelInfo) -> None:
         )
 
 
-def read_features(pipeline: Pipeline, command: Open) -> Encoded:
+def read_features(pipeline: StreamingPipeline, command: Open) -> Encoded:
     """What a session is to be opened with instead of a text, a picture or a video. Raises RequestError for features
     that the pipeline does not take; names them."""
     features = features_of(command)
     given = decode(features, pipeline.info)
-    rows, latents, video = given.prompt_embeds, given.image_latents, given.video_latents
-    return Encoded(
-        None if rows is None else pipeline.conditioning_of(rows),
-        None if latents is None else pipeline.start_of(latents),
-        None if video is None else pipeline.video_of(video, features.strength, given.motion),
-    )
+    parts = given.prompt_embeds, given.image_latents, given.video_latents
+    return Encoded(*pipeline.features_of(*parts, features.strength, given.motion))
 
 
-def encode_picture(pipeline: Pipeline, picture: Pictures) -> Any:
+def encode_picture(pipeline: StreamingPipeline, picture: Pictures) -> Any:
     """Raises RequestError for a picture that the pipeline cannot encode."""
     try:
         return pipeline.encode_picture(picture)

@@ -1,7 +1,7 @@
 """`python -m streamdiff.models.download`: downloads the files of a model that are not on disk, and reports progress.
 
 Reads the model's configuration as JSON, one line, from standard input, whose end ends the process. Writes JSON lines:
-an object with the fields of `Progress` now and then, and `{"error": ...}` where a file cannot be downloaded.
+an object with the fields of `DownloadProgress` now and then, and `{"error": ...}` where a file cannot be downloaded.
 Torch-free.
 """
 
@@ -22,10 +22,9 @@ from tqdm import tqdm
 from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models import resolve
-from streamdiff.models.catalogue.schema import Files
-from streamdiff.models.checkpoint import hub
-from streamdiff.models.checkpoint.hub import Remote
+from streamdiff.models import hub, resolve
+from streamdiff.models.catalogue import Files
+from streamdiff.models.hub import Remote
 
 EXIT_CONFIG = 2
 _REPORT_INTERVAL_S = 0.5
@@ -34,7 +33,7 @@ LEAVE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Progress:
+class DownloadProgress:
     """Progress of a download: `done` of `total` bytes of `file` in the repository `repo`, at `rate` bytes per second.
     `files` are missing, this one included, which have `missing` bytes in all. None: not known."""
 
@@ -53,7 +52,7 @@ class Progress:
         return f"fetching {self.file} of {self.repo}: {_bytes(self.done)}{size}{rate}; {left}"
 
 
-def download(needed: Sequence[Files], tell: Callable[[Progress], None]) -> None:
+def download(needed: Sequence[Files], tell: Callable[[DownloadProgress], None]) -> None:
     """Download those of the files `needed` that the hub's cache lacks, one after another. A transfer that is cut is
     resumed, as often as something comes in between.
 
@@ -66,7 +65,7 @@ def download(needed: Sequence[Files], tell: Callable[[Progress], None]) -> None:
         hub.fetch_file(file.repo, file.name, _bar(file, len(missing) - number, left, tell))
 
 
-def _bar(file: Remote, files: int, left: int, tell: Callable[[Progress], None]) -> type[tqdm[Any]]:
+def _bar(file: Remote, files: int, left: int, tell: Callable[[DownloadProgress], None]) -> type[tqdm[Any]]:
     """A tqdm class that reports progress to `tell` instead of drawing it."""
 
     class ReportingBar(tqdm):  # type: ignore[type-arg]
@@ -79,7 +78,7 @@ def _bar(file: Remote, files: int, left: int, tell: Callable[[Progress], None]) 
         def display(self, *given: Any, **options: Any) -> None:
             done = int(self.n)
             rate = self.format_dict["rate"]
-            tell(Progress(file.repo, file.name, done, file.size, rate, files, max(0, left - done)))
+            tell(DownloadProgress(file.repo, file.name, done, file.size, rate, files, max(0, left - done)))
 
     return ReportingBar
 

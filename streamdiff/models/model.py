@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from streamdiff.models.autoencoder.autoencoder import FirstFrameReencoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.interfaces import TextEncoder
-from streamdiff.models.spec import ModelSpec
+from streamdiff.models.spec import ModelSpec, TextEncoder
 from streamdiff.models.transformer.wan import WanDenoiser
 
 

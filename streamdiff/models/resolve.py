@@ -1,27 +1,33 @@
-"""A model by name, path or hub id: where each of its parts lies, and which have to be fetched first.
+"""A model by name, path or hub id: where each of its parts lies, which have to be fetched first, and which model of the
+catalogue a checkpoint is; and the settings that are left at their default, resolved by device and by the presets
+`plain` and `fast`, with the reason for each.
 
-Needs no torch, and reads no weights; `models.model_loader.ModelLoader` loads the parts of what is found here.
+Needs no torch, reads no weights, and opens no pickle: of a torch file only the texts in it are looked at.
+`models.loader.ModelLoader` loads the parts of what is found here.
 """
 
 from __future__ import annotations
 
+import pickle
+import pickletools
 import re
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models import recognition
-from streamdiff.models.catalogue import entries
-from streamdiff.models.catalogue.schema import CatalogueEntry, Files
-from streamdiff.models.checkpoint import hub
-from streamdiff.models.checkpoint.json_file import read_object
-from streamdiff.models.checkpoint.weight_files import PICKLES, SAFETENSORS
+from streamdiff.models import catalogue, hub
+from streamdiff.models.catalogue import CatalogueEntry, Files, small_autoencoder
+from streamdiff.models.headers import parse_header
+from streamdiff.models.transformer.tensor_names import block_count, recognise, translate
+from streamdiff.models.weight_files import INDEX, PICKLES, SAFETENSORS, read_object, weights_file
 
 if TYPE_CHECKING:
-    from streamdiff.models.transformer.lora import Lora
+    from streamdiff.models.transformer.weights import Lora
 
 EMBEDDED_WEIGHTS = Path(__file__).parent / "tiny" / "weights"
 _FILES = (SAFETENSORS, *PICKLES, ".json")
@@ -31,7 +37,7 @@ _FOLDERS = ("transformer", "vae", "text_encoder")
 @dataclass(frozen=True)
 class ResolvedModel:
     """Where a model's parts lie, those that a configuration names in place of the model's own included. `weights` (None
-    where they are drawn: `models.random_weights`), `container`, `architecture` (what shapes do not tell) and `loras`
+    where they are drawn: `catalogue.RANDOM`), `container`, `architecture` (what shapes do not tell) and `loras`
     are the transformer's. `folder` is one in diffusers' layout, `index` its `model_index.json` where it is of the
     embedded model's kind and says everything about itself. `vae` and `text_encoder` are published files where they are
     those that `entry`, what the catalogue knows, names: whoever loads them fetches them; None where there is none.
@@ -97,25 +103,25 @@ def resolve_model(
 ) -> ResolvedModel:
     """The model that a configuration names, its parts those that it names instead: `tiny`, a name of the catalogue, a
     folder in diffusers' layout or with weights, a file, or a repository of the hub in diffusers' layout; or one without
-    a file (`models.random_weights`). Its transformer is fetched if it is published, not there, and no part takes its
+    a file (`catalogue.RANDOM`). Its transformer is fetched if it is published, not there, and no part takes its
     place; of a repository everything that is needed is. `container` and `architecture`: see `ResolvedModel`.
 
     Raises:
         ConfigError: no such model, or a file that can neither be found nor fetched.
     """
-    from streamdiff.models.transformer.lora import Lora, parse_lora  # imports torch
+    from streamdiff.models.transformer.weights import Lora, parse_lora
 
     name, known = config.name, _find_known(config)
     loras: tuple[Lora, ...] = () if config.lora is None else (parse_lora(config.lora),)
-    if isinstance(known, CatalogueEntry) and name.startswith(entries.RANDOM):
-        found = ResolvedModel(name, None, vae=f"{entries.RANDOM}wan2.1", entry=known)
+    if isinstance(known, CatalogueEntry) and name.startswith(catalogue.RANDOM):
+        found = ResolvedModel(name, None, vae=f"{catalogue.RANDOM}wan2.1", entry=known)
     elif isinstance(known, CatalogueEntry):  # its container and its LoRA are those of weights that are given too
         assert known.weights is not None, "the embedded model is a folder"
         if known.lora is not None and not loras:  # a model is not itself without the LoRA that belongs to it
             loras = tuple(Lora(path, known.lora.scale) for path in hub.fetch(known.lora))
         weights = None if config.weights is not None else hub.fetch(known.weights)[0]
         published = known.weights.container if known.weights.container != "flat" else None
-        shared = entries.parts()
+        shared = catalogue.parts()
         vae, text = shared.autoencoders[known.autoencoder].weights, shared.text_encoders[known.text_encoder].weights
         found = ResolvedModel(name, weights, published, vae=vae, text_encoder=text, entry=known)
     else:
@@ -150,10 +156,10 @@ def to_fetch(config: ModelConfig) -> list[Files]:
     Raises:
         ConfigError: as `resolve_model`.
     """
-    small = None if Path(config.vae or "").exists() else entries.autoencoders().get(config.vae or "")
+    small = None if Path(config.vae or "").exists() else catalogue.autoencoders().get(config.vae or "")
     autoencoder = [] if small is None else [small]
-    entry, shared = _find_known(config), entries.parts()
-    if isinstance(entry, Path) or entries.is_random(config.name):
+    entry, shared = _find_known(config), catalogue.parts()
+    if isinstance(entry, Path) or catalogue.is_random(config.name):
         return autoencoder
     if isinstance(entry, Files):
         return [entry, *autoencoder]
@@ -168,14 +174,14 @@ def to_fetch(config: ModelConfig) -> list[Files]:
 
 def check_parts(config: ModelConfig) -> None:
     """Raises ConfigError for a given part that is neither there nor published. Uses no network."""
-    lora, published = config.lora or "", (EMBEDDED, *entries.autoencoders())
+    lora, published = config.lora or "", (EMBEDDED, *catalogue.autoencoders())
     for option, path, others in (
         ("--weights", config.weights, ()),
         ("--lora", config.lora, (lora.rpartition(":")[0],)),
         ("--vae", config.vae, ()),
         ("--text-encoder", config.text_encoder, ()),
     ):
-        is_name = option == "--vae" and (path in published or entries.is_random(path))
+        is_name = option == "--vae" and (path in published or catalogue.is_random(path))
         if path and not is_name and not any(Path(each).exists() for each in (path, *others) if each):
             raise ConfigError(f"{option} is {path}: no such file or folder")
 
@@ -188,9 +194,9 @@ def completed(config: ModelConfig) -> ModelConfig:
         ConfigError: the weights do not tell whose they are.
     """
     if config.weights is not None and "name" not in config.model_fields_set and Path(config.weights).exists():
-        config = config.model_copy(update={"name": recognition.entry_of(Path(config.weights)).name})
-    config = entries.with_own_context(config)
-    small = entries.small_autoencoder(config.name) if config.preset == "fast" and config.vae is None else None
+        config = config.model_copy(update={"name": entry_of(Path(config.weights)).name})
+    config = catalogue.with_own_context(config)
+    small = catalogue.small_autoencoder(config.name) if config.preset == "fast" and config.vae is None else None
     return config if small is None else config.model_copy(update={"vae": small})
 
 
@@ -216,7 +222,7 @@ def _find_known(config: ModelConfig) -> Path | Files | CatalogueEntry:
     are needed, or the catalogue's entry."""
     name = config.name
     path = EMBEDDED_WEIGHTS if name == EMBEDDED else Path(name)
-    if not name.startswith(entries.RANDOM):
+    if not name.startswith(catalogue.RANDOM):
         if path.is_dir() or path.is_file():
             return path
         if is_repository(name):
@@ -229,4 +235,221 @@ def _find_known(config: ModelConfig) -> Path | Files | CatalogueEntry:
                 f"--model is {name}: there is no such file or folder, and it is no repository of the hub (OWNER/NAME); "
                 "`streamdiff models` lists names"
             )
-    return entries.find(name)
+    return catalogue.find(name)
+
+
+_CONTAINERS = ("generator_ema", "generator")  # that entries of the catalogue name
+_MOST_BYTES = 64 * 2**20  # of the pickle in a torch file, which holds names and shapes alone
+
+
+def entry_of(weights: Path) -> CatalogueEntry:
+    """The model whose transformer this file holds; `weights` may be a folder with one.
+
+    Raises:
+        ConfigError: it is no Wan transformer, or could be that of several models, which are named, or of none; or which
+            file of a folder is meant cannot be told.
+    """
+    names = _names(weights_file(weights) if weights.is_dir() else weights)
+    layout = recognise(names)
+    if layout is None:
+        raise ConfigError(f"{weights}: holds no transformer of a kind that is known; say whose it is with --model NAME")
+    blocks = block_count(translate(names, layout).sources)
+    fitting = [entry for entry in catalogue.listed() if _fits(entry, names, blocks)]
+    named = _by_file_name(fitting, weights)
+    if len(named) == 1:
+        return named[0]
+    could = ", ".join(entry.name for entry in named) or "none of the catalogue's"
+    raise ConfigError(
+        f"{weights}: a transformer of {blocks} blocks, whose name does not tell which model it is: it could be "
+        f"{could}. Say which with --model NAME"
+    )
+
+
+def _fits(entry: CatalogueEntry, names: Sequence[str], blocks: int) -> bool:
+    """Whether the number of blocks and the container fit `entry`. A number that no catalogue architecture has is not
+    compared."""
+    sizes = catalogue.parts().architectures
+    if any(each.blocks == blocks for each in sizes.values()) and sizes[entry.architecture].blocks != blocks:
+        return False
+    container = None if entry.weights is None else entry.weights.container
+    held = {each for each in _CONTAINERS if any(name == each or name.startswith(f"{each}.") for name in names)}
+    return container is None or not held or container in held
+
+
+def _by_file_name(entries: Sequence[CatalogueEntry], weights: Path) -> list[CatalogueEntry]:
+    """The `entries` whose published file's path matches most trailing parts of `weights`; all where none matches."""
+    best: dict[int, list[CatalogueEntry]] = {0: list(entries)}
+    for entry in entries:
+        published = (*entry.weights.files, *entry.weights.others) if entry.weights is not None else ()
+        alike = max((_alike(Path(file), weights) for file in published), default=0)
+        if alike:
+            best.setdefault(alike, []).append(entry)
+    return best[max(best)]
+
+
+def _alike(one: Path, other: Path) -> int:
+    """How many parts at the end of two paths are the same, but for the file's ending."""
+    pairs = zip(reversed(one.with_suffix("").parts), reversed(other.with_suffix("").parts), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+# ---- names of tensors ----------------------------------------------------------------------------------------------
+
+
+def _names(path: Path) -> list[str]:
+    """Names of the tensors in a file; for a torch file, all strings of its pickle."""
+    if path.name.endswith(INDEX):
+        return list(read_object(path).get("weight_map", {}))
+    if path.suffix == SAFETENSORS:
+        return list(parse_header(path).entries)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = next(each for each in archive.infolist() if each.filename.endswith("data.pkl"))
+            data = archive.read(found) if found.file_size <= _MOST_BYTES else b""
+        return [given for _, given, _ in pickletools.genops(data) if isinstance(given, str)]
+    except (OSError, zipfile.BadZipFile, StopIteration, ValueError, pickle.UnpicklingError) as error:
+        raise ConfigError(
+            f"{path}: what it holds cannot be told ({error}); say whose it is with --model NAME"
+        ) from None
+
+
+_PLAIN = "--plain"
+
+
+class Choice(NamedTuple):
+    """A setting's value, and the reason for it."""
+
+    setting: str
+    value: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.value} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """`config` with all defaults resolved that device or preset decide (`auto` of attention and quantize stays: a trial
+    on the device decides it); torch's process-wide cuDNN flag; whether pictures lie in the decoder with the channels
+    last (None: as its network has it); and every choice with its reason, for the log."""
+
+    config: ModelConfig
+    cudnn_benchmark: bool
+    channels_last: bool | None
+    choices: tuple[Choice, ...]
+
+
+def settle(
+    config: ModelConfig, device: str, steps: Sequence[int], compile_fault: Callable[[], str | None] = lambda: None
+) -> Defaults:
+    """The defaults of `config`, which `models.resolve.completed` gave, on a `device`, `cpu` or `cuda`.
+
+    Args:
+        steps: the numbers of denoise steps that the model has, the one it was made for first.
+        compile_fault: says why nothing can be compiled here, None if it can.
+    """
+    cuda, plain, own = device == "cuda", config.preset == "plain", "as asked"
+    attention, compiled = _attention(config, cuda), _compile(config, cuda, compile_fault)
+    settled: dict[str, object] = {"attention": attention.value, "compile": compiled.value}
+    if config.preset == "fast" and config.steps is None and steps:
+        settled["steps"] = min(steps)
+    benchmark = cuda and not plain
+    found = f"torch sees {'a' if cuda else 'no'} CUDA device"
+    usual = ("bfloat16", "CUDA") if cuda else ("float32", "CPU")
+    choices = [
+        Choice("device", device, own if config.device != "auto" else found),
+        Choice("dtype", *(usual if config.dtype == "auto" else (config.dtype, own))),
+        _vae(config),
+        _steps(config, steps),
+        attention,
+        compiled,
+        Choice("cudnn.benchmark", "on", f"CUDA: convolutions are tried out once; {_PLAIN} switches it off")
+        if benchmark
+        else Choice("cudnn.benchmark", "off", _PLAIN if plain else "CPU"),
+        Choice("quantize", config.quantize, _QUANTIZE.get(config.quantize, own)),
+        *_decoding(cuda, plain),
+    ]
+    if compiled.value == "on" and cuda:
+        choices.append(Choice("decode", "a stream of its own", "of lower priority than the transformer's graphs"))
+    channels_last = False if plain else cuda or None
+    return Defaults(config.model_copy(update=settled), benchmark, channels_last, tuple(choices))
+
+
+def may_compile(config: ModelConfig) -> bool:
+    """Whether an engine with this configuration may compile graphs at its start, determined without importing torch."""
+    if config.compile != "auto":
+        return config.compile == "on"
+    found = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
+    return config.preset != "plain" and (config.device == "cuda" or (config.device == "auto" and found))
+
+
+# ---- one setting each ------------------------------------------------------------------------------------------------
+
+
+_QUANTIZE = {
+    "none": "8 bits change the picture; --quantize auto takes fp8 where it is faster",
+    "auto": "fp8 is tried at the model's sizes, and kept where it is faster",
+}
+
+
+def _vae(config: ModelConfig) -> Choice:
+    fast = config.preset == "fast"
+    if config.vae is not None:
+        small = fast and config.vae == small_autoencoder(config.name)
+        return Choice("vae", config.vae, "--fast: small, pictures a little softer" if small else "as asked")
+    return Choice("vae", "the model's own", "no smaller one is known" if fast else "--fast takes a small one")
+
+
+def _steps(config: ModelConfig, steps: Sequence[int]) -> Choice:
+    if config.steps is not None:
+        return Choice("steps", str(config.step_count or len(config.timesteps or ())), "as asked")
+    if not steps:
+        return Choice("steps", "the model's own", "nothing is known of others")
+    fewer = min(steps) < steps[0]
+    if fewer and config.preset == "fast":
+        return Choice("steps", str(min(steps)), f"--fast: of {' or '.join(map(str, steps))}")
+    return Choice("steps", str(steps[0]), f"{'--fast takes' if fewer else 'the model has no fewer than'} {min(steps)}")
+
+
+def _attention(config: ModelConfig, cuda: bool) -> Choice:
+    if config.attention != "auto":
+        return Choice("attention", config.attention, "as asked")
+    if config.preset == "plain":
+        return Choice("attention", "sdpa", f"{_PLAIN}: torch's own choice, no trial")
+    if cuda:
+        return Choice("attention", "auto", f"CUDA: the fastest of a trial; {_PLAIN} leaves it to torch")
+    return Choice("attention", "sdpa", "CPU: torch's own choice")
+
+
+def _compile(config: ModelConfig, cuda: bool, compile_fault: Callable[[], str | None]) -> Choice:
+    fault = None
+    if config.compile != "auto":
+        return Choice("compile", config.compile, "as asked")
+    if config.preset == "plain":
+        return Choice("compile", "off", _PLAIN)
+    if not cuda:
+        fault = "CPU: compiling takes long there"
+    elif config.attention == "sage":
+        fault = "attention sage is not torch's"
+    else:
+        fault = compile_fault()
+    if fault is not None:
+        return Choice("compile", "off", f"{fault}; --compile on asks for it")
+    return Choice("compile", "on", f"CUDA; {_PLAIN} switches it off")
+
+
+def _decoding(cuda: bool, plain: bool) -> tuple[Choice, ...]:
+    layout = "channels last", f"CUDA; {_PLAIN} switches it off"
+    if plain:
+        layout = "contiguous", _PLAIN
+    elif not cuda:
+        layout = "the decoder's own", "CPU: channels last, but for Wan's decoder"
+    call, pictures = ("a latent frame", "CPU: its pictures are early"), ("rgb", "CPU")
+    if cuda:
+        call = "a chunk", "CUDA; one latent frame where memory is short"
+        pictures = "yuv420 to a server's encoders, else rgb", "CUDA; rgb where serve.upscale is above 1"
+    return (
+        Choice("decoder's layout", *layout),
+        Choice("decoder's call", *call),
+        Choice("pictures", *pictures),
+    )

@@ -1,13 +1,19 @@
-"""`ModelSpec`: the facts about a model that everything plans with, and its attention windows."""
+"""`ModelSpec`: the facts about a model that everything plans with, and its attention windows; and what the engine
+asks of a text encoder. Needs no torch.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.sampling import Schedule, embedded_schedule
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PICTURE_UNIT = 16
 """Pixels of a patch each way: of two latent pixels, each of eight pixels, in every Wan2.1 model."""
@@ -206,3 +212,28 @@ def parse_size(text: str) -> tuple[int, int]:
     if match is None or any(int(side) % unit or int(side) < unit for side in match.groups()):
         raise ConfigError(f"--size is {text!r}; it must be WIDTHxHEIGHT, multiples of {unit}, such as 832x480")
     return int(match[1]), int(match[2])
+
+
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """How a model understood a prompt: `text` is what it is given, `notice` a remark for the user (or empty)."""
+
+    text: str
+    notice: str = ""
+
+
+class TextEncoder(Protocol):
+    """Prompt to conditioning. `slow` says that `encode` may take longer than a frame is shown: it is then called on a
+    thread of its own, while streams go on and `read` is called on theirs. `suggestions`: groups of short prompts that
+    change one thing each and leave the rest as it is; empty where `read` fills nothing in."""
+
+    examples: tuple[str, ...] = ()
+    suggestions: tuple[tuple[str, ...], ...] = ()
+    vocabulary: str = ""
+    slow: bool = False
+
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
+        """Understand a prompt; `previous` is the text in force, which fills what the new prompt leaves open."""
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings `[T, text_dim]` of a text that `read` returned; T is the model's fixed text length."""

@@ -19,7 +19,7 @@ from streamdiff import clock
 from streamdiff.config import ModelConfig
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.model import StageModel
-from streamdiff.models.transformer.wan import Tokens
+from streamdiff.models.transformer.wan import TokenStates
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.planner.costs import Costs, in_proportion
 from streamdiff.pipeline.planner.kv_budget import RankMemory
@@ -54,7 +54,9 @@ def measure(
     latents = torch.zeros(1, *spec.chunk_shape, device=device, dtype=denoiser.dtype)
     grid, frames = spec.chunk_shape[1:], spec.chunk_latents // denoiser.patch[0]
     shape = (denoiser.tokens(grid), denoiser.width)
-    tokens = Tokens(*(torch.zeros(1, *s, device=device, dtype=denoiser.dtype) for s in (shape, (frames, shape[1]))))
+    tokens = TokenStates(
+        *(torch.zeros(1, *s, device=device, dtype=denoiser.dtype) for s in (shape, (frames, shape[1])))
+    )
     row = MicroStep(0, spec.window_chunks(kv_context), 0, spec.steps[0], 0)
     timed: dict[str, Callable[[], object]] = {"block_s": lambda: stage.forward([row], tuple(tokens))}
     if rank == 0:

@@ -74,7 +74,7 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
         _warm_up(pipeline, config)
     except EngineFailure as error:
         raise EngineFailure(f"in the start's phase warm-up: {error}") from error
-    pipeline.occupancy()  # counts from here
+    pipeline.figures.occupancy()  # counts from here
     return pipeline
 
 
@@ -106,12 +106,12 @@ def _warm_up(pipeline: StreamingPipeline, config: ModelConfig) -> None:
     pipeline.open(0, conditioning, seed=0, epoch=0, steps=steps, kv_context=kv_context)
     for number in range(before + _MEASURED_CHUNKS):
         if number == before:
-            pipeline.measure_from_here()
+            pipeline.figures.measure_from_here()
         left = spec.first_chunks if number == 0 else 1
         pipeline.set_frame_credit(0, max(in_flight, left) * pipeline.info.chunk_frames)
         while left > 0:
             left -= sum(frames.last for frames in pipeline.step(wait_s=1.0))
-    pipeline.measure_to_here()
+    pipeline.figures.measure_to_here()
     pipeline.close_session(0)
     while pipeline.ring.has_work:  # newcomers of a staircase are still in it
         pipeline.step(wait_s=1.0)

@@ -16,10 +16,10 @@ import torch
 
 from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.errors import ConfigError
-from streamdiff.models import defaults
-from streamdiff.models.model_loader import Kernels, ModelLoader
+from streamdiff.models import resolve
+from streamdiff.models.loader import Kernels, ModelLoader
 from streamdiff.models.spec import ModelSpec
-from streamdiff.models.transformer import attention_trial, quantization
+from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.pipeline.distributed import rendezvous
 from streamdiff.pipeline.planner import fit
@@ -188,7 +188,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     """
     models = ModelLoader(config, device)
     spec = models.live_spec()
-    settled = defaults.settle(config, device.type, spec.steps, lambda: compile_fault(device))
+    settled = resolve.settle(config, device.type, spec.steps, lambda: compile_fault(device))
     choices = tuple(map(str, settled.choices))
     if (facts := models.folder_facts) is not None:
         sizes = folder_sizes(facts, spec)
@@ -266,22 +266,22 @@ def rank_facts(config: ModelConfig, models: ModelLoader) -> dict[str, str]:
 
 def try_kernels(
     config: ModelConfig, sizes: ModelSizes, device: torch.device, dtype: torch.dtype
-) -> tuple[Kernels, tuple[defaults.Choice, ...]]:
+) -> tuple[Kernels, tuple[resolve.Choice, ...]]:
     """What the transformer computes with, and what was found where `config` leaves that to a trial on the device, at
     the model's sizes and with a full window. Takes seconds then."""
-    kernels, choices = Kernels(config.attention, config.quantize), list[defaults.Choice]()
+    kernels, choices = Kernels(config.attention, config.quantize), list[resolve.Choice]()
     if kernels.attention == "auto":
         window = sizes.tokens // sizes.spec.chunk_latents * sizes.spec.window(config.kv_context)
         shape = AttentionShape(sizes.heads, sizes.head_dim, sizes.tokens, window)
-        trial = attention_trial.try_attention(shape, device, dtype)
-        choices.append(defaults.Choice("attention", trial.fastest, trial.reason))
+        trial = attention_backend.try_attention(shape, device, dtype)
+        choices.append(resolve.Choice("attention", trial.fastest, trial.reason))
         kernels = kernels._replace(attention=trial.fastest)
     if kernels.quantize == "auto":
         width, ffn = sizes.width, sizes.ffn_dim
         matrices = {(width, width): 6, (ffn, width): 1, (width, ffn): 1}  # text's are used once per prompt
         compiled = one_graph if config.compile == "on" else None
         quantize, reason = quantization.try_fp8(matrices, sizes.tokens, device, dtype, compiled)
-        choices.append(defaults.Choice("quantize", quantize, reason))
+        choices.append(resolve.Choice("quantize", quantize, reason))
         kernels = kernels._replace(quantize=quantize)
     if choices and device.type == "cuda":
         torch.cuda.empty_cache()  # what is free is counted later

@@ -76,12 +76,13 @@ class StreamChunk:
 @dataclass
 class StreamProgress:
     """One run of a session, from open or reset to the next reset. `number` is unique, so late pieces of an earlier run
-    are dropped; `ahead_frames` are admitted and not handed out yet, `decoding` counts chunks that are finished and not
-    handed out whole."""
+    are dropped; `ahead_frames` are admitted and not handed out yet, `frame_credit` is as `set_frame_credit` said, and
+    `decoding` counts chunks that are finished and not handed out whole."""
 
     number: int = field(metadata=DERIVED)
     session: int = field(metadata=DERIVED)
     background: bool = field(default=False, metadata=KEPT)
     decoding: int = field(default=0, metadata=DERIVED)
+    frame_credit: int = field(default=0, metadata=DERIVED)
     chunks: dict[int, StreamChunk] = field(default_factory=dict, metadata=STATE)
     ahead_frames: int = field(default=0, metadata=STATE)

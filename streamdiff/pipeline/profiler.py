@@ -44,10 +44,10 @@ def check_folder(folder: Path) -> None:
 
 
 class Profiler:
-    """Traces `chunks` chunks of a pipeline, whose `hook` it is, once a stream's window is full."""
+    """Traces `chunks` chunks of a pipeline, whose `profiler` it is, once a stream's window is full."""
 
     def __init__(self, pipeline: StreamingPipeline, folder: Path, chunks: int = CHUNKS) -> None:
-        """Raises ConfigError as `check_folder`. Mutates: the pipeline's `hook`."""
+        """Raises ConfigError as `check_folder`. Mutates: the pipeline's `profiler`."""
         check_folder(folder)
         self.folder, self.chunks = folder, chunks
         self._writing: threading.Thread | None = None
@@ -60,7 +60,7 @@ class Profiler:
             experimental_config=_ExperimentalConfig(profile_all_threads=True),  # decoding has a thread of its own
             acc_events=True,
         )
-        pipeline.hook = self
+        pipeline.profiler = self
 
     def after_step(self, frames: Sequence[Frames]) -> None:
         """Take a step of the profiler's schedule where a chunk is finished. Mutates: self."""

@@ -10,8 +10,8 @@ import torch
 from streamdiff.device import bind
 from streamdiff.models.autoencoder.autoencoder import FirstFrameReencoder, load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, rgb24, yuv420p
+from streamdiff.models.loader import awaited_bytes, load_text_encoder
 from streamdiff.models.model import Model, StageModel
-from streamdiff.models.text_loader import awaited_bytes, load_text_encoder
 from streamdiff.pipeline import balance
 from streamdiff.pipeline.decode.captured_step import capture_on
 from streamdiff.pipeline.distributed.rendezvous import RankContext

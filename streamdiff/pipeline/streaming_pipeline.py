@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamdiff import clock
 from streamdiff.errors import EngineFailure, RequestError
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import LocalDecoding
@@ -26,21 +26,21 @@ from streamdiff.pipeline.output import Frames, ModelInfo, StreamChunk, StreamPro
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.row_faults.errors import Streak, fault_key
 from streamdiff.pipeline.row_faults.returned import OnFault, fail_all
-from streamdiff.pipeline.runner.init_latents import GivenVideo
+from streamdiff.pipeline.runner.init_latents import LOWEST, GivenVideo, motion_levels
 from streamdiff.pipeline.runner.sampler import Finished, StreamInputs
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.pipeline.snapshot.sessions import SnapshotMixin
-from streamdiff.pipeline.throughput import ChunkCostMeter, PipelineFigures
-from streamdiff.pipeline.video_input.feeding import VideoInputMixin
-from streamdiff.pipeline.video_input.given import FeaturesMixin
+from streamdiff.pipeline.snapshot.saving import RingSaving
+from streamdiff.pipeline.snapshot.swapping import RingSwapping
+from streamdiff.pipeline.throughput import PipelineFigures
+from streamdiff.pipeline.video_input.feeding import VideoInputs
 from streamdiff.pipeline.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.profiler import Profiler
 
 
-class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineFigures):
+class StreamingPipeline:
     """Runs sessions, which have numbers; `step` is called repeatedly from one thread."""
 
     def __init__(
@@ -54,7 +54,7 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         ring: RingExecutor | None = None,
         at_once: int = 1,
         watchdog_s: float = 60.0,
-        pictures: PictureEncoder | None = None,
+        pictures: ImageEncoder | None = None,
     ) -> None:
         """`steps` and `kv_context` are those of a session that does not name its own (None: what the model was made
         for). `workers` are the other ranks of the ring; without them all blocks of `model` run here, on `ring` if that
@@ -65,36 +65,37 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         Raises:
             ConfigError: steps that the model does not have.
         """
-        super().__init__()
         spec = model.spec
         self.model, self.text = model, model.text
-        self.hook: Profiler | None = None
-        """Watches the steps."""
+        self.profiler: Profiler | None = None
+        """Traces some chunks, if there is one."""
         self.info = ModelInfo(
             spec.name, str(device), spec.width, spec.height, spec.native_fps, spec.chunk_frames,
             choose_steps(steps, spec.steps, spec.name), kv_context, spec.steps, spec.switch,
             spec.text_shape, spec.chunk_shape, spec.first_chunks,
         )  # fmt: skip
-        self._workers, self._budget, self._watchdog_s, self._pictures = workers, budget, watchdog_s, pictures
+        self.budget, self._workers, self._watchdog_s, self._pictures = budget, workers, watchdog_s, pictures
         self.ring = workers.ring if workers else ring or RingExecutor(model, device)
-        self._streams: dict[int, StreamProgress] = {}  # by session
+        self.streams: dict[int, StreamProgress] = {}  # by session
         self._numbers = count()
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
         self._pending = 0  # chunks that are decoding
         self._put_off: deque[tuple[int, int, Tensor]] = deque()  # background chunks that wait for an idle decoder
         self._given: deque[tuple[int, int, Tensor]] = deque()  # chunks that streams begin with, to be decoded
-        self._came: list[Frames] = []  # meanwhile, and nobody has had them
+        self.came: list[Frames] = []  # meanwhile, and nobody has had them
         self._finished_costs: list[float] = []  # of the chunks that this step finished
         self.on_fault: OnFault = fail_all
         """Called within `step` with a session that has failed and is to be closed, and why."""
-        self._failed: set[int] = set()
+        self.failed: set[int] = set()
         self._decoding_streak = Streak()
         self.ring.faults.on_fault = self._fail
-        self._decoding = self._decode_where(model, workers, device, at_once)
-        self.ring.notify(self._wake)
+        self.decoding = self._decode_where(model, workers, device, at_once)
+        self.ring.notify(self.wake)
         if workers is not None:
-            workers.start(self._wake)
-        self._meter = ChunkCostMeter(clock.monotonic_s(), self.busy_s())
+            workers.start(self.wake)
+        self.figures = PipelineFigures(self.info, self.ring, workers, budget)
+        self.swapping, self.saving = RingSwapping(self), RingSaving(self)
+        self.video = VideoInputs(pictures, spec, self.wake)
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         """Frames that must be allowed ahead of those shown, at least, for the ring to run."""
@@ -119,13 +120,13 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
             raise RequestError(
                 "steps", f"steps is {steps}; model {self.info.model} has {', '.join(map(str, self.model.spec.steps))}"
             )
-        need = self._budget.need(steps=steps, kv_context=kv_context) if self._budget is not None else []
+        need = self.budget.need(steps=steps, kv_context=kv_context) if self.budget is not None else []
         self.ring.open(
             session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context,
             background=background, given=StreamInputs(given_latents=start, video=video),
         )  # fmt: skip
-        if self._budget is not None:
-            self._budget.take(session, need)
+        if self.budget is not None:
+            self.budget.take(session, need)
         self._begin(session, background, epoch)
 
     def encode_picture(self, picture: NDArray[np.uint8]) -> Tensor:
@@ -138,6 +139,32 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         if self._pictures is None:
             raise RequestError("image", f"model {self.info.model} encodes no pictures; begin from a prompt alone")
         return self._pictures.encode(picture)
+
+    def features_of(
+        self,
+        embeddings: NDArray[np.float32] | None,
+        latents: NDArray[np.float32] | None,
+        video: NDArray[np.float32] | None,
+        strength: float,
+        motion: NDArray[np.float64] | None,
+    ) -> tuple[Tensor | None, Tensor | None, GivenVideo | None]:
+        """Conditioning, `start` and `video`, as `open` takes them, of features that were made elsewhere; from any
+        thread; their shapes have been checked.
+
+        `embeddings` are a prompt's, `[L, D]`; they are padded with zero rows as the text encoder pads them. `latents`
+        `[n, C, F, h, w]` are those of a stream's first chunks, and `video` those that chunks start from: the more it
+        moves, the less noise is mixed in, as live video has it. `motion` `[n]` is that of its pixels; None: that of
+        the latents counts.
+        """
+        spec, conditioning, given = self.model.spec, None, None
+        if embeddings is not None:
+            conditioning = torch.zeros(spec.text_shape)
+            conditioning[: len(embeddings)] = torch.from_numpy(np.array(embeddings))
+        if video is not None:
+            encoded, moves = torch.from_numpy(np.array(video)), None if motion is None else torch.from_numpy(motion)
+            levels = motion_levels(encoded, strength, spec.first_chunks, moves).clamp(LOWEST, 1)
+            given = GivenVideo(encoded, tuple(levels.tolist())).on(self.ring.sampler.device)
+        return conditioning, None if latents is None else torch.from_numpy(np.array(latents)), given
 
     def check_switch(self, session: int, switch: str) -> None:
         """Raises RequestError for a change of prompt that the session cannot have: an unknown one, or one of
@@ -152,11 +179,11 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
     def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int, start: Tensor | None = None) -> None:
         """Drop what is in flight and start afresh at chunk 0, or from `start`, see `open`; the frame credit is 0 until
         it is set again. Not of a session that `is_away`."""
-        self._forget_swapped(session)
-        self._forget_saving(session)
+        self.swapping.forget(session)
+        self.saving.forget(session)
         self.ring.scheduler.hold(session, False)
         self.ring.reset(session, conditioning, seed=seed, epoch=epoch, given=StreamInputs(given_latents=start))
-        self._begin(session, self._streams[session].background, epoch)
+        self._begin(session, self.streams[session].background, epoch)
 
     def check_steps(self, session: int, steps: int) -> None:
         """Raises RequestError for a number of steps that the session cannot go on in."""
@@ -175,17 +202,29 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
 
         A chunk is admitted when it fits whole.
         """
-        self._credits[session] = frames
+        self.streams[session].frame_credit = frames
+        self._limit_credit(session)
+
+    def _limit_credit(self, session: int) -> None:
+        """Let as many frames be admitted as may be ahead, and no more than there is input for. Mutates: scheduler."""
+        stream, ready = self.streams[session], self.video.frames_ready(session)
+        credit = stream.frame_credit - stream.ahead_frames
+        self.ring.scheduler.set_frame_credit(session, credit if ready is None else min(credit, ready))
+
+    def set_input(self, session: int, strength: float | None, *, epoch: int) -> None:
+        """As `VideoInputs.set_input`; chunks admitted from now on are of `epoch`."""
+        self.video.set_input(session, self.ring.sampler.sessions[session], strength)
+        self.ring.set_epoch(session, epoch)
         self._limit_credit(session)
 
     def close_session(self, session: int) -> None:
         """End a stream and free its state; no more frames of it come out."""
-        self._forget_swapped(session)
-        self._forget_saving(session)
-        self._forget_input(session)
+        self.swapping.forget(session)
+        self.saving.forget(session)
+        self.video.forget(session)
         self.ring.close(session)
-        if self._budget is not None:
-            self._budget.give_back(session)
+        if self.budget is not None:
+            self.budget.give_back(session)
         self._end(session)
 
     def step(self, wait_s: float = 0.0) -> list[Frames]:
@@ -195,42 +234,49 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
             EngineFailure: a rank of the ring is gone, failed or hangs; names it, with session and chunk.
         """
         frames = self._step(wait_s)
-        if self.hook is not None:
-            self.hook.after_step(frames)
+        if self.profiler is not None:
+            self.profiler.after_step(frames)
         return frames
 
     def _step(self, wait_s: float) -> list[Frames]:
-        if self._came:
-            came, self._came = self._came, []
+        if self.came:
+            came, self.came = self.came, []
             return came
         now_s = clock.monotonic_s()
-        self._turn_swaps()
-        self._turn_inputs()
+        if self.swapping.has_work:
+            self.swapping.advance()
+        if self.video.sessions:
+            self._take_video()
         rows, finished = self._turn()
-        copying = self._turn_saves()
+        copying = self.saving.has_work and self.saving.advance()
         for row in rows:
-            if row.step == 0 and row.chunk not in self._streams[row.session].chunks:  # else it runs once more
+            if row.step == 0 and row.chunk not in self.streams[row.session].chunks:  # else it runs once more
                 cost = (row.steps + 1) / (self.info.steps + 1)  # a pass per step, and the clean one
-                self._streams[row.session].chunks[row.chunk] = StreamChunk(row.epoch, cost, now_s)
-                self._streams[row.session].ahead_frames += self.info.chunk_frames
+                self.streams[row.session].chunks[row.chunk] = StreamChunk(row.epoch, cost, now_s)
+                self.streams[row.session].ahead_frames += self.info.chunk_frames
         while self._given:
             session, chunk, latents = self._given.popleft()
-            self._decode_next(self._streams[session], chunk, latents)
+            self._decode_next(self.streams[session], chunk, latents)
         for row, latents in finished:
-            self._decode_next(self._streams[row.session], row.chunk, latents)
+            self._decode_next(self.streams[row.session], row.chunk, latents)
         if self._put_off and not self._pending:  # one at a time, so that another's chunk waits for no more than that
             self._decode(*self._put_off.popleft())
         frames = self._collect(wait_s if not (rows or finished or copying) else 0.0)
         if self._finished_costs:
-            self._meter.finished(clock.monotonic_s(), self.busy_s(), self._finished_costs)
+            self.figures.finished(self._finished_costs)
             self._finished_costs = []
         return frames
 
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
-        waiting = self._given or self._put_off or self._came or self.coming or self.saving or self.encoding_video
+        waiting = self._given or self._put_off or self.came or self._others_busy
         return self.ring.has_work or self._pending > 0 or bool(waiting) or not self._ready.empty()
+
+    @property
+    def _others_busy(self) -> bool:
+        """Whether something will come of swapping, saving or encoding video."""
+        return self.swapping.coming or self.saving.has_work or self.video.encoding
 
     def memory_bytes(self) -> int:
         """Bytes that this process has taken of its GPU, or without one of the machine's memory."""
@@ -244,15 +290,21 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
 
     def close(self) -> None:
         """End decoding and the other ranks."""
-        if self.hook is not None:
-            self.hook.close()
+        if self.profiler is not None:
+            self.profiler.close()
         hung = self.ring.worker.timer.hung
-        self._end_inputs(abandon=hung)
-        self._end_saves()
-        self._decoding.close(abandon=hung)
+        self.video.close(abandon=hung)
+        self.saving.close()
+        self.decoding.close(abandon=hung)
         self.ring.stage.swaps.close()
         if self._workers is not None:
             self._workers.leave()
+
+    def _take_video(self) -> None:
+        """Let what was encoded of live videos be used. Mutates: self, sampler, scheduler."""
+        self.video.poll()
+        for session in self.video.sessions:
+            self._limit_credit(session)
 
     def _decode_next(self, stream: StreamProgress, chunk: int, latents: Tensor) -> None:
         """Have a stream's next chunk decoded, at once or when nobody else's is. Mutates: self, stream."""
@@ -264,7 +316,7 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
 
     def _decode(self, stream: int, chunk: int, latents: Tensor) -> None:
         self._pending += 1
-        self._decoding.submit(stream, chunk, latents)
+        self.decoding.submit(stream, chunk, latents)
 
     def _turn(self) -> tuple[list[MicroStep], list[Finished]]:
         if self._workers is None:  # in a ring each rank's monitor checks its device
@@ -277,26 +329,26 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         except LinkClosed as error:
             raise self._workers.broken(error) from error
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Wake a waiting `step`. From any thread."""
         self._ready.put(None)
 
     def _decode_where(self, model: Model, workers: WorkerGroup | None, device: torch.device, at_once: int) -> Decoding:
-        remote = workers.decoding(model.spec, self._deliver, self._wake) if workers is not None else None
+        remote = workers.decoding(model.spec, self._deliver, self.wake) if workers is not None else None
         if remote is not None:
             return remote
         if model.decoder is None:
             raise ValueError("a runtime that decodes needs a model with a decoder")
         timer, swaps = self.ring.worker.timer, self.ring.stage.swaps
-        return LocalDecoding(model.decoder, self._deliver, self._wake, device, at_once, timer, swaps)
+        return LocalDecoding(model.decoder, self._deliver, self.wake, device, at_once, timer, swaps)
 
     def _begin(self, session: int, background: bool, epoch: int) -> None:
         """A new stream of a session. What it is given with a clean pass alone never comes back finished, and is decoded
         from here. Mutates: self."""
         self._end(session)
-        self._failed.discard(session)
-        stream = self._streams[session] = StreamProgress(next(self._numbers), session, background)
-        self._begin_input(session)
+        self.failed.discard(session)
+        stream = self.streams[session] = StreamProgress(next(self._numbers), session, background)
+        self.video.begin_again(session, self.ring.sampler.sessions[session])
         given = self.ring.sampler.sessions[session].given_latents
         for chunk in range(self.ring.scheduler.next_chunk(session)):
             stream.chunks[chunk] = StreamChunk(epoch, 1 / (self.info.steps + 1))
@@ -304,10 +356,10 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
             self._given.append((session, chunk, given[chunk]))
 
     def _end(self, session: int) -> None:
-        if (stream := self._streams.pop(session, None)) is not None:
+        if (stream := self.streams.pop(session, None)) is not None:
             self._put_off = deque(each for each in self._put_off if each[0] != stream.number)
             self._given = deque(each for each in self._given if each[0] != session)
-            self._decoding.forget(stream.number)
+            self.decoding.forget(stream.number)
 
     def _deliver(self, piece: Piece) -> None:
         """Queue a decoded piece. From a decoder thread."""
@@ -317,7 +369,7 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
         """Everything decoded so far; waits up to `wait_s` while something is decoding or in the ring."""
         out: list[Frames] = []
         while True:
-            under_way = self._pending or self.ring.waiting or self.coming or self.encoding_video or self.saving
+            under_way = self._pending or self.ring.waiting or self._others_busy
             wait = wait_s if under_way and not out else 0.0
             if not out and (held_s := self.ring.held_s):  # nothing else would wake it
                 wait = min(wait_s, held_s)
@@ -334,7 +386,7 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
     def _frames(self, piece: Piece, ready_s: float) -> list[Frames]:
         """A decoded piece as frames, none if its stream has ended. Mutates: self."""
         self._pending -= piece.last
-        stream = next((each for each in self._streams.values() if each.number == piece.stream), None)
+        stream = next((each for each in self.streams.values() if each.number == piece.stream), None)
         if stream is None:
             return []
         if piece.fault:
@@ -354,21 +406,21 @@ class StreamingPipeline(SnapshotMixin, VideoInputMixin, FeaturesMixin, PipelineF
     def _decoding_failed(self, stream: StreamProgress, piece: Piece) -> None:
         """Fail the session of a chunk that could not be decoded, with the reason that a stage posted if there is one.
         Mutates: self."""
-        if stream.session not in self._failed:
+        if stream.session not in self.failed:
             name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
             why = self.ring.stage.exchange.pop_text(name) or piece.fault
             self._decoding_streak.record_failure(why)
             self._fail(stream.session, why)
 
     def _fail(self, session: int, why: str) -> None:
-        if session not in self._failed:
-            self._failed.add(session)
+        if session not in self.failed:
+            self.failed.add(session)
             self.on_fault(session, why)
 
     def _look(self) -> None:
         """Re-raise a decoding error on the caller's thread."""
         try:
-            self._decoding.check()
+            self.decoding.check()
         except LinkClosed as error:
             assert self._workers is not None
             raise self._workers.broken(error) from error

@@ -62,13 +62,13 @@ class ChunkCostMeter:
 
 
 class PipelineFigures:
-    """`StreamingPipeline`'s own figures."""
+    """What a pipeline says of itself: how busy its ranks are, what a chunk takes, how many sessions fit."""
 
-    info: ModelInfo
-    ring: RingExecutor
-    _workers: WorkerGroup | None
-    _budget: KVCacheBudget | None
-    _meter: ChunkCostMeter
+    def __init__(
+        self, info: ModelInfo, ring: RingExecutor, workers: WorkerGroup | None, budget: KVCacheBudget | None
+    ) -> None:
+        self._info, self._ring, self._workers, self._budget = info, ring, workers, budget
+        self._meter = ChunkCostMeter(clock.monotonic_s(), self.busy_s())
 
     def occupancy(self) -> list[float]:
         """Share of the time since loading that each rank was at work, its decoding included; empty with one rank."""
@@ -76,27 +76,31 @@ class PipelineFigures:
 
     def forwards(self) -> ForwardCounts:
         """Forwards that entered the ring, by their rows, and why rows went alone."""
-        return self.ring.scheduler.counts
+        return self._ring.scheduler.counts
 
     def busy_s(self) -> list[float]:
         """Seconds that each rank's device was at work since its process began, decoding included where it is done."""
-        return self._workers.busy_s() if self._workers is not None else [self.ring.worker.timer.busy_s]
+        return self._workers.busy_s() if self._workers is not None else [self._ring.worker.timer.busy_s]
 
     def work_s(self) -> float | None:
         """Seconds of work in a chunk in the default number of steps, as the latest ones tell: of the busiest rank."""
         return self._meter.work_s()
 
+    def finished(self, costs: Sequence[float]) -> None:
+        """Chunks were finished; `costs` as `ChunkCostMeter.finished` takes them. Mutates: self."""
+        self._meter.finished(clock.monotonic_s(), self.busy_s(), costs)
+
     def sessions_fit(self) -> int | None:
         """How many sessions of the default kind the memory for caches holds; None without a budget."""
         if self._budget is None:
             return None
-        return self._budget.fits(steps=self.info.steps, kv_context=self.info.kv_context)
+        return self._budget.fits(steps=self._info.steps, kv_context=self._info.kv_context)
 
     def sessions_away(self) -> int | None:
         """How many of them may be swapped out; None: as many as one likes, as there is a disk to write to."""
-        if self._budget is None or self.ring.stage.swaps.spills:
+        if self._budget is None or self._ring.stage.swaps.spills:
             return None
-        return self._budget.away_count(steps=self.info.steps, kv_context=self.info.kv_context)
+        return self._budget.away_count(steps=self._info.steps, kv_context=self._info.kv_context)
 
     def measure_from_here(self) -> None:
         """Restart the measurement, so that warm-up does not count. Mutates: self."""

@@ -27,7 +27,7 @@ from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.engine.messages import Ready
 from streamdiff.engine.process import private_folder
 from streamdiff.engine.process.engine_process import EngineHandle, EngineProcess
-from streamdiff.engine.process.fetching import Progress, fetch
+from streamdiff.engine.process.fetching import DownloadProgress, fetch
 from streamdiff.engine.process.parent_engine import ParentEngine
 from streamdiff.engine.process.supervisor import EngineSupervisor, RestartPolicy
 from streamdiff.errors import ConfigError, EngineFailure
@@ -55,7 +55,7 @@ FETCHED_PERCENT = 5
 GOODBYE_S = 0.3
 """Time for the message that the engine has ended to reach viewers, before connections are closed."""
 
-Fetch = Callable[[ModelConfig, Callable[[Progress], None]], Awaitable[None]]
+Fetch = Callable[[ModelConfig, Callable[[DownloadProgress], None]], Awaitable[None]]
 
 
 def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineProcess, fetch: Fetch = fetch) -> int:
@@ -203,7 +203,7 @@ async def _start_engine(config: Config, engine: EngineSupervisor, loading: Loadi
     """Fetch what the model needs, and start the engine; progress goes to the log and to `loading`. Mutates: loading."""
     logged: tuple[str, int] | None = None
 
-    def report(progress: Progress) -> None:
+    def report(progress: DownloadProgress) -> None:
         nonlocal logged
         # Which files these are is for those who may watch.
         named = str(progress) if config.serve.view_token_file is None else "fetching the model's files"
@@ -304,7 +304,7 @@ def _serve_parent() -> int:
     return run(config, supervise=lambda _: ParentEngine(address), fetch=_fetch_nothing)
 
 
-async def _fetch_nothing(config: ModelConfig, report: Callable[[Progress], None]) -> None:
+async def _fetch_nothing(config: ModelConfig, report: Callable[[DownloadProgress], None]) -> None:
     """The engine fetches what it needs by itself."""
 
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamdiff.cli import main
-from streamdiff.models.autoencoder.normalisation import WAN_MEAN, WAN_STD
+from streamdiff.models.autoencoder.picture_decoder import WAN_MEAN, WAN_STD
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
-from streamdiff.models.checkpoint.tensor_contract import RAW
-from streamdiff.models.checkpoint.tensor_file import write_tensor
+from streamdiff.models.headers import RAW
+from streamdiff.models.tensor_file import write_tensor
 from tests.small import bare_sky
 from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
 

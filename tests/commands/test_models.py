@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from streamdiff.cli import main
-from streamdiff.models.catalogue import entries
+from streamdiff.models import catalogue
 
 ROOT = Path(__file__).resolve().parents[2]
 BASES = {"wan2.1-t2v-1.3b", "wan2.1-t2v-14b"}
@@ -61,7 +61,7 @@ def test_the_list_has_every_model_that_streams_and_what_is_on_disk(tmp_path: Pat
     download(tmp_path, "krea/krea-realtime-video", "krea-realtime-video-14b.safetensors")
     download(tmp_path, "Efficient-Large-Model/LongLive-1.3B", "models/longlive_base.pt")
     found = rows(alone(tmp_path))
-    assert set(found) == set(entries.entries()) - BASES
+    assert set(found) == set(catalogue.entries()) - BASES
     states = {name: row["on disk"] for name, row in found.items()}
     assert states.pop("tiny") == "yes, embedded"
     assert states.pop("krea-realtime-14b") == "yes"
@@ -122,7 +122,7 @@ def test_the_json_list_holds_every_model_that_streams(capsys: pytest.CaptureFixt
     assert main.main(["models", "--json"]) == 0
     trees = {tree["name"]: tree for tree in json.loads(capsys.readouterr().out)}
     assert all("schedule" in tree for tree in trees.values())
-    assert set(trees) == set(entries.entries()) - BASES
+    assert set(trees) == set(catalogue.entries()) - BASES
     assert trees["tiny"]["embedded"] and not trees["self-forcing"]["embedded"]
 
 
@@ -136,14 +136,14 @@ def test_bases_without_pictures_are_not_offered_but_shown_to_who_asks(capsys: py
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", entries.entries())
+@pytest.mark.parametrize("name", catalogue.entries())
 def test_every_model_can_be_shown(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """What is not known is said to be unknown, never None."""
     assert main.main(["models", name]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{name}: ")
     assert "None" not in text
-    entry = entries.find(name)
+    entry = catalogue.find(name)
     assert all(source in text for source in entry.sources)
     assert ("licence unknown" in text.split("how it runs")[0]) == (entry.weights is not None)  # the tiny decoder's
     if entry.weights and entry.weights.container is None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamdiff.cli import main
-from streamdiff.models.model_loader import ModelLoader
+from streamdiff.models.loader import ModelLoader
 from tests.commands.conftest import CHUNK, CHUNKS, SIDE, STEPS, Given
 from tests.pipeline.float64_wan import PlainWan
 from tests.pipeline.plain_wan import PlainStream

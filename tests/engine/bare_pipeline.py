@@ -1,6 +1,8 @@
-"""What a pipeline answers that takes no video and swaps no session."""
+"""What a fake pipeline answers that takes no video and swaps no session."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from streamdiff.errors import RequestError
 from streamdiff.pipeline.output import ModelInfo
@@ -8,7 +10,14 @@ from streamdiff.pipeline.output import ModelInfo
 
 class BarePipeline:
     info: ModelInfo
-    video_encodings = 0
+    encodings = 0
+
+    @property
+    def swapping(self) -> Any:
+        """The fake is its own collaborators."""
+        return self
+
+    saving = video = figures = swapping
 
     def check_input(self, strength: float | None) -> None:
         raise RequestError("input", f"{self.info.model} takes no video; steer it by its prompt alone")

@@ -1,4 +1,4 @@
-"""A pipeline that paints instead of computing: the real interface, deterministic, no torch.
+"""A pipeline that paints instead of computing: what the engine calls of `StreamingPipeline`, deterministic, no torch.
 
 A stream that begins with a picture shows it for a chunk; otherwise the top left pixel of a picture is (frame
 number in the stream mod 256, seed mod 256, checksum of the text mod 256).
@@ -22,7 +22,7 @@ from streamdiff.config import PROMPT_POLICIES, ModelConfig
 from streamdiff.engine.messages import Pictures
 from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.models.interfaces import ParsedPrompt
+from streamdiff.models.spec import ParsedPrompt
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 from tests.engine.bare_pipeline import BarePipeline
@@ -233,7 +233,7 @@ class PaintedPipeline(BarePipeline):
         self.streams.clear()
         self.closed = True
 
-    def take_saved(self) -> list[tuple[int, object]]:
+    def take_done(self) -> list[tuple[int, object]]:
         return []
 
 

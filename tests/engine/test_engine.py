@@ -33,8 +33,8 @@ from streamdiff.engine.messages import (
     Shown,
     Shutdown,
 )
-from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import _load_runtime
+from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.engine.painted import CHUNK_FRAMES, INFO, PaintedPipeline, checksum
 from tests.small import save_model
 
@@ -43,7 +43,7 @@ RED, BLUE, GREEN = "a red circle moving right over a meadow", "a blue star movin
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamingPipeline]:
     """Of a small model, loaded as the product does."""
     folder = tmp_path_factory.mktemp("model")
     save_model(folder)
@@ -53,15 +53,15 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
 
 
 @pytest.fixture(params=["painted", pytest.param("real", marks=pytest.mark.slow)])
-def pipeline(request: pytest.FixtureRequest) -> Pipeline:
+def pipeline(request: pytest.FixtureRequest) -> StreamingPipeline:
     if request.param == "painted":
         return PaintedPipeline()
-    pipeline: Pipeline = request.getfixturevalue("real")
+    pipeline: StreamingPipeline = request.getfixturevalue("real")
     return pipeline
 
 
 @contextmanager
-def engines_on(pipeline: Pipeline) -> Iterator[Callable[[int], Engine]]:
+def engines_on(pipeline: StreamingPipeline) -> Iterator[Callable[[int], Engine]]:
     """Engines on `pipeline` with a lead of so many chunks; their sessions are closed afterwards."""
     engines: list[Engine] = []
 
@@ -75,13 +75,13 @@ def engines_on(pipeline: Pipeline) -> Iterator[Callable[[int], Engine]]:
 
 
 @pytest.fixture
-def start(pipeline: Pipeline) -> Iterator[Callable[[int], Engine]]:
+def start(pipeline: StreamingPipeline) -> Iterator[Callable[[int], Engine]]:
     with engines_on(pipeline) as start:
         yield start
 
 
 @pytest.fixture
-def start_real(real: Pipeline) -> Iterator[Callable[[int], Engine]]:
+def start_real(real: StreamingPipeline) -> Iterator[Callable[[int], Engine]]:
     with engines_on(real) as start:
         yield start
 

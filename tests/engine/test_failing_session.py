@@ -68,7 +68,7 @@ def test_an_error_of_a_session_s_text_ends_that_session(
     monkeypatch.setattr(pipeline.text, "encode", encode)
     engine = opened(pipeline, "one", "two")
     fails.set()
-    engine._texts.clear()
+    engine._sessions["one"].encoded = None
     events = engine.handle(command)
     if isinstance(command, SetPrompt):  # given to the pipeline with the next step
         events = until(engine, Closed)

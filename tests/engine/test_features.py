@@ -33,8 +33,8 @@ from streamdiff.engine.messages import (
     Shown,
     Swapped,
 )
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
-from streamdiff.models.checkpoint.tensor_contract import MOTION, NORMALISED
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
+from streamdiff.models.headers import MOTION, NORMALISED
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -78,7 +78,7 @@ class Place:
         ring = RingExecutor(model, CPU, max_rows, wait_s=0.0) if stages == 1 else LocalRing(model, CPU, stages)
         for stage in (ring.stage, *(worker.stage for worker in getattr(ring, "others", ()))):
             stage.swaps = SwapStore(CPU, None, None)
-        encoder = PictureEncoder(lambda: small_encoder(4), SPEC)
+        encoder = ImageEncoder(lambda: small_encoder(4), SPEC)
         self.pipeline = StreamingPipeline(model, CPU, ring=ring, pictures=encoder)
         self.engine = Engine(self.pipeline, 2 * FRAMES)
         self.shown: dict[str, list[np.ndarray]] = {}
@@ -365,7 +365,7 @@ def test_they_share_forwards_with_other_sessions(place: Place) -> None:
                 shared.play(kind, COMPARED)
         for kind, frames in wanted.items():
             assert np.abs(np.stack(shared.shown[kind][: COMPARED * FRAMES]).astype(int) - frames).max() <= 1, kind
-        rows = shared.pipeline.forwards().rows
+        rows = shared.pipeline.figures.forwards().rows
         assert sum(count for number, count in rows.items() if number > 1) > 10, rows
     finally:
         shared.engine.close()
@@ -384,5 +384,5 @@ def test_what_cannot_be_together_or_does_not_fit_is_refused_by_name(place: Place
     ):
         [refused] = place.ask(opened)
         assert isinstance(refused, Refused) and refused.field == field and words in refused.reason, refused
-        assert not place.engine._slots
+        assert not place.engine._sessions
     assert place.alone(Open("a", RED)).size

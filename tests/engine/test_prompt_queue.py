@@ -37,8 +37,7 @@ from streamdiff.engine.messages import (
 )
 from streamdiff.engine.process.main import _load_runtime
 from streamdiff.errors import RequestError, StreamdiffError
-from streamdiff.models.text_encoder.embedding_cache import CachedText, EmbeddingCache
-from streamdiff.models.text_encoder.wan import WanText
+from streamdiff.models.text_encoder import CachedText, EmbeddingCache, WanText
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline, PaintedText, checksum
 from tests.engine.test_engine import batches, chunks, pictures, run

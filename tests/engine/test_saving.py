@@ -35,7 +35,6 @@ from streamdiff.engine.messages import (
     Shown,
     Shutdown,
 )
-from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process.main import _load_runtime
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -46,7 +45,7 @@ CHUNK = 12
 
 
 @pytest.fixture(scope="module")
-def pipeline() -> Iterator[Pipeline]:
+def pipeline() -> Iterator[StreamingPipeline]:
     pipeline = _load_runtime(ModelConfig(steps=2))
     yield pipeline
     pipeline.close()
@@ -55,7 +54,7 @@ def pipeline() -> Iterator[Pipeline]:
 class Driven:
     """An engine, everything it said, and its frames by session and number."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: StreamingPipeline) -> None:
         self.engine = Engine(pipeline, 4 * CHUNK)
         self.events: list[Event] = []
         self.frames: dict[str, dict[int, np.ndarray]] = {}
@@ -86,7 +85,7 @@ class Driven:
 
 
 @pytest.fixture
-def driven(pipeline: Pipeline) -> Iterator[Driven]:
+def driven(pipeline: StreamingPipeline) -> Iterator[Driven]:
     """Its sessions are ended whatever happens: other tests have the pipeline next."""
     made = Driven(pipeline)
     yield made
@@ -189,20 +188,22 @@ def test_what_does_not_fit_is_refused_by_name_and_others_go_on(driven: Driven, t
 
 
 @pytest.mark.slow
-def test_a_session_that_is_closed_while_it_is_saved_leaves_nothing_behind(driven: Driven, pipeline: Pipeline) -> None:
+def test_a_session_that_is_closed_while_it_is_saved_leaves_nothing_behind(
+    driven: Driven, pipeline: StreamingPipeline
+) -> None:
     assert isinstance(pipeline, StreamingPipeline)
     driven.tell(Open("a", RED, 4))
     driven.frames_to("a", CHUNK)
     driven.tell(Save("a", "s1"))
-    driven.play("a", lambda: pipeline.saving)
-    [saving] = pipeline._savings.values()
+    driven.play("a", lambda: pipeline.saving.has_work)
+    [saving] = pipeline.saving._savings.values()
     driven.tell(Close("a"))
     refused = driven.last(Refused)
     assert isinstance(refused, Refused) and refused.request == "s1" and "was closed" in refused.reason
     while saving.made is None or not saving.made.done():
         driven.engine.step(0.01)
     driven.engine.step()
-    assert not pipeline.saving and not driven.engine.busy
+    assert not pipeline.saving.has_work and not driven.engine.busy
 
 
 def test_what_is_no_snapshot_says_nothing_of_a_session() -> None:
@@ -235,13 +236,13 @@ def test_a_session_is_saved_with_the_prompt_that_came_while_it_was_swapped_out(s
     until(lambda: any(isinstance(each, FrameBatch) for each in events))
     engine.handle(Pause("a"))
     engine.handle(SetActive("a", False, True))
-    until(lambda: pipeline.is_away(0))
+    until(lambda: pipeline.swapping.is_away(0))
     engine.handle(SetPrompt("a", BLUE, "prompt", "keep"))
     engine.handle(Save("a", "save"))
     until(lambda: any(isinstance(each, Saved | Refused) for each in events))
     [saved] = [each for each in events if isinstance(each, Saved | Refused)]
     assert isinstance(saved, Saved) and read_saved_session(saved.data).text == BLUE
-    until(lambda: pipeline.is_away(0))
+    until(lambda: pipeline.swapping.is_away(0))
     events.clear()
     engine.handle(SetActive("a", True))
     engine.handle(Resume("a"))

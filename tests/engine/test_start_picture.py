@@ -94,7 +94,7 @@ def test_resets_begin_with_the_picture_until_another_or_none_is_asked_for(engine
         assert len(frames) == CHUNK_FRAMES, f"{request} begins with another picture"
     ask(engine, Reset("a", None, "5", no_image=True))
     assert not any((frame == 99).all() for frame in first_frames(engine, "a", 4 * CHUNK_FRAMES)[CHUNK_FRAMES * 2 :])
-    assert engine._sessions[0].start is None
+    assert engine._in_slot[0].start is None
 
 
 def test_other_sessions_go_on_while_a_picture_is_encoded_and_its_own_requests_wait() -> None:

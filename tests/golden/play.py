@@ -130,7 +130,7 @@ def saved(case: str, stages: int, then: int, killed: bool) -> str:
         def save(latents: Latents) -> None:
             pipeline, changes = opened(case, stages, latents)
             play(pipeline.ring, partial(pipeline.step, 0.1), latents, changes, INTERRUPTED_AT)
-            pipeline.save(0)[0].write(file)
+            pipeline.saving.save(0)[0].write(file)
             if killed:
                 torch.save(latents[0], Path(folder) / "latents.pt")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -145,7 +145,7 @@ def saved(case: str, stages: int, then: int, killed: bool) -> str:
         else:
             save(latents)
         pipeline = started(then, latents)
-        pipeline.load(0, Snapshot.read(file))
+        pipeline.saving.load(0, Snapshot.read(file))
         play(pipeline.ring, partial(pipeline.step, 0.1), latents, {0: case.split("/")[1]})
         ended(pipeline)
     return digest(latents[0])
@@ -155,11 +155,11 @@ def swapped(case: str, stages: int) -> str:
     latents: Latents = defaultdict(dict)
     pipeline, changes = opened(case, stages, latents)
     play(pipeline.ring, partial(pipeline.step, 0.1), latents, changes, INTERRUPTED_AT)
-    pipeline.swap_out(0)
-    while pipeline.place(0) != "host":
+    pipeline.swapping.swap_out(0)
+    while pipeline.swapping.place(0) != "host":
         pipeline.step(0.01)
-    pipeline.swap_in(0)
-    while pipeline.is_away(0):
+    pipeline.swapping.swap_in(0)
+    while pipeline.swapping.is_away(0):
         pipeline.step(0.01)
     play(pipeline.ring, partial(pipeline.step, 0.1), latents, changes)
     ended(pipeline)

@@ -14,9 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from streamdiff.models.autoencoder.normalisation import Normalisation
-from streamdiff.models.autoencoder.picture_decoder import Layout, PictureDecoder, VideoDecoder, rgb24, yuv420p
-from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
+from streamdiff.models.autoencoder.picture_decoder import (
+    Layout,
+    Normalisation,
+    PictureDecoder,
+    VideoDecoder,
+    rgb24,
+    yuv420p,
+)
+from streamdiff.models.autoencoder.taehv import TaehvDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.models.model import Model
 from streamdiff.pipeline.decode.captured_step import capture_on

@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import save_file
 from torch import Tensor
 
-from streamdiff.models.checkpoint.checkpoint import Checkpoint
+from streamdiff.models.checkpoint import Checkpoint
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.wan import WanDenoiser, attend
 from streamdiff.models.transformer.weights import load_transformer, open_transformer

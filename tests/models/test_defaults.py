@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from streamdiff.config import ModelConfig
-from streamdiff.models import defaults, resolve
-from streamdiff.models.defaults import Defaults, settle
+from streamdiff.models import resolve
+from streamdiff.models.resolve import Defaults, settle
 
 
 def settled(device: str, fault: str | None = None, **given: Any) -> Defaults:
@@ -115,4 +115,4 @@ def test_what_fast_takes_is_fetched_before_the_start() -> None:
     ],
 )
 def test_who_waits_for_an_engine_knows_whether_it_may_compile(given: Any, expected: bool) -> None:
-    assert defaults.may_compile(ModelConfig.model_validate(given)) is expected
+    assert resolve.may_compile(ModelConfig.model_validate(given)) is expected

@@ -15,7 +15,7 @@ from streamdiff.api import model_config
 from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models import recognition, resolve
+from streamdiff.models import resolve
 from streamdiff.models.tiny.model import WEIGHTS
 from tests.pipeline.processes import ROOT
 
@@ -54,12 +54,12 @@ def write(path: Path, blocks: int = 30, *containers: str) -> Path:
 def test_a_published_file_is_known(
     tmp_path: Path, file: str, blocks: int, containers: tuple[str, ...], name: str
 ) -> None:
-    assert recognition.entry_of(write(tmp_path / file, blocks, *containers)).name == name
+    assert resolve.entry_of(write(tmp_path / file, blocks, *containers)).name == name
 
 
 def test_the_embedded_models_own_weights_are_known() -> None:
     for path in (WEIGHTS, WEIGHTS / "transformer"):
-        assert recognition.entry_of(path).name == "tiny"
+        assert resolve.entry_of(path).name == "tiny"
 
 
 def test_shards_are_known_by_their_index(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_shards_are_known_by_their_index(tmp_path: Path) -> None:
     index.parent.mkdir()
     index.write_text(json.dumps({"weight_map": names}))
     with pytest.raises(ConfigError, match=r"40 blocks.* could be .*krea-realtime-14b.*\. Say which with --model NAME"):
-        recognition.entry_of(tmp_path)
+        resolve.entry_of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -93,17 +93,17 @@ def test_a_file_that_could_be_several_is_asked_about(
     tmp_path: Path, file: str, blocks: int, containers: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        recognition.entry_of(write(tmp_path / file, blocks, *containers))
+        resolve.entry_of(write(tmp_path / file, blocks, *containers))
 
 
 def test_what_cannot_be_read_is_asked_about(tmp_path: Path) -> None:
     for name, content in {"a.pt": b"x", "b.safetensors": b"x", "c.pth": b"PK\x03\x04"}.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match=name):
-            recognition.entry_of(tmp_path / name)
+            resolve.entry_of(tmp_path / name)
     (folder := tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"empty: has no weights \(\.safetensors, "):
-        recognition.entry_of(folder)
+        resolve.entry_of(folder)
 
 
 def test_no_pickle_is_opened(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_no_pickle_is_opened(tmp_path: Path) -> None:
 
     tensors = {NAME.format(number): torch.zeros(1) for number in range(30)}
     torch.save({"generator_ema": tensors, "evil": Evil()}, tmp_path / "self_forcing_dmd.pt")
-    assert recognition.entry_of(tmp_path / "self_forcing_dmd.pt").name == "self-forcing"
+    assert resolve.entry_of(tmp_path / "self_forcing_dmd.pt").name == "self-forcing"
     assert not (tmp_path / "ran").exists()
 
 

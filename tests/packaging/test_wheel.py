@@ -79,7 +79,7 @@ def test_weights_and_page_are_inside(wheel: Path) -> None:
     assert weights == expected
     assert any(name.endswith(".safetensors") for name in weights)
     assert sum(weights.values()) <= 12e6
-    catalogue = {name for name in sizes if name.startswith("streamdiff/models/catalogue/data/")}
+    catalogue = {name for name in sizes if name.startswith("streamdiff/models/published/")}
     entries = ROOT / "streamdiff" / "models" / "catalogue" / "data"
     assert catalogue == {str(path.relative_to(ROOT)) for path in entries.glob("*.yaml")} and len(catalogue) > 15
     for page in ("index.html", "app.js", "style.css"):

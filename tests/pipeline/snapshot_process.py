@@ -59,11 +59,11 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     while micro_steps_in_flight(pipeline) < (2 if stages > 1 else 0):
         pipeline.set_frame_credit(0, 6 * pipeline.info.chunk_frames)  # without it the ring runs empty
         first += shown(pipeline.step())
-    snapshot, frames = pipeline.save(0)
+    snapshot, frames = pipeline.saving.save(0)
     snapshot.write(folder / "ring")
     first += shown(frames)
     saved_at = len(first)
-    came = pipeline.load(1, Snapshot.read(folder / "alone"))
+    came = pipeline.saving.load(1, Snapshot.read(folder / "alone"))
     first, second = first + shown(came), second + shown(came, 1)
     while min(len(first), len(second)) < CHUNKS * pipeline.info.chunk_frames:
         for session in (0, 1):

@@ -64,16 +64,18 @@ def out(shown: Shown, folder: Path, ranks: int) -> None:
     """Swap session 0 out, and let the other go on for a chunk, and until all parts of the first are where they are to
     be: one on each rank that runs a stage, and on each that decodes."""
     pipeline = shown.pipeline
-    pipeline.swap_out(0)
+    pipeline.swapping.swap_out(0)
     shown.play(len(shown.pictures[1]) // pipeline.info.chunk_frames + 1, 1)
-    while (folder / "disk").exists() and (len(on_disk(folder)) < ranks or pipeline.place(0) != "disk"):
+    while (folder / "disk").exists() and (len(on_disk(folder)) < ranks or pipeline.swapping.place(0) != "disk"):
         shown.step(1)
-    assert pipeline.is_away(0) and pipeline.place(0) == ("disk" if (folder / "disk").exists() else "host")
+    assert pipeline.swapping.is_away(0) and pipeline.swapping.place(0) == (
+        "disk" if (folder / "disk").exists() else "host"
+    )
 
 
 def back(shown: Shown) -> None:
-    shown.pipeline.swap_in(0)
-    while shown.pipeline.is_away(0):
+    shown.pipeline.swapping.swap_in(0)
+    while shown.pipeline.swapping.is_away(0):
         shown.step(1)
 
 
@@ -86,7 +88,7 @@ def damage_one(shown: Shown, folder: Path, parts: int) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     back(shown)
-    assert shown.pipeline.take_lost() == [0]
+    assert shown.pipeline.swapping.take_lost() == [0]
     shown.pictures[0].clear()
     shown.pipeline.reset(0, shown.pipeline.text.encode(RED), seed=3, epoch=6)
 

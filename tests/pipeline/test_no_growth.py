@@ -107,8 +107,8 @@ def test_the_decoding_side_is_flat_too() -> None:
 
     play(40)
     gc.collect()
-    assert isinstance(runtime._decoding, LocalDecoding)
-    stream, memories = runtime._streams[0], runtime._decoding._memories._memories
+    assert isinstance(runtime.decoding, LocalDecoding)
+    stream, memories = runtime.streams[0], runtime.decoding._memories._memories
     size, memory, files = walk.nbytes(memories[stream.number]), PROCESS.memory_info().rss, PROCESS.num_fds()
     play(120)
     gc.collect()
@@ -121,6 +121,6 @@ def test_the_decoding_side_is_flat_too() -> None:
         runtime.reset(0, model.text.encode(RED), seed=epoch, epoch=epoch)
         play(2)
     runtime.close_session(0)
-    runtime._decoding._pool.submit(int).result()  # what was asked for before this has been done
+    runtime.decoding._pool.submit(int).result()  # what was asked for before this has been done
     assert not memories, "a stream that ended is forgotten"
     runtime.close()

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
-from streamdiff.models.model_loader import Kernels
-from streamdiff.models.transformer import attention_trial, quantization
-from streamdiff.models.transformer.attention_backend import AttentionShape
-from streamdiff.models.transformer.attention_trial import Trial, Tried
+from streamdiff.models.loader import Kernels
+from streamdiff.models.transformer import attention_backend, quantization
+from streamdiff.models.transformer.attention_backend import AttentionShape, Trial, Tried
 from streamdiff.pipeline import balance
 from streamdiff.pipeline.balance import Measured
 from streamdiff.pipeline.distributed.rendezvous import RankContext
@@ -81,7 +80,7 @@ def test_attention_is_tried_at_the_model_s_sizes(
         asked.append(given)
         return Trial(expected, torch.bfloat16, (Tried("sdpa", 0.003), Tried("cudnn", 0.001)))
 
-    monkeypatch.setattr(attention_trial, "try_attention", trial)
+    monkeypatch.setattr(attention_backend, "try_attention", trial)
     config = ModelConfig.model_validate(given)
     sizes = model_sizes.sizes_of(config)
     kernels, told = try_kernels(config, sizes, CUDA, torch.bfloat16)
@@ -114,14 +113,14 @@ def test_what_was_taken_is_what_the_transformer_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The CPU's kernels, with times that are given; every choice is on standard error before weights are read."""
-    monkeypatch.setattr(attention_trial, "CANDIDATES", ("sdpa", "flash"))
+    monkeypatch.setattr(attention_backend, "CANDIDATES", ("sdpa", "flash"))
     times = iter((3.0, 1.0))
     trial = partial(
-        attention_trial.try_attention,
+        attention_backend.try_attention,
         candidates=("sdpa", "flash"),
         stopwatch=lambda call, device: (call(), next(times))[1],
     )
-    monkeypatch.setattr(attention_trial, "try_attention", trial)
+    monkeypatch.setattr(attention_backend, "try_attention", trial)
     caplog.set_level("INFO")
     plan = plan_load(ModelConfig(), CPU)
     plan = replace(plan, config=plan.config.model_copy(update={"attention": "auto"}))

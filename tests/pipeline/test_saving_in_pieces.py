@@ -20,7 +20,7 @@ from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding
 from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
 from streamdiff.pipeline.decode.decoding import Piece, stream_key
 from streamdiff.pipeline.device_timer import DeviceTimer
-from streamdiff.pipeline.distributed import stage_saving
+from streamdiff.pipeline.distributed import state_exchange
 from streamdiff.pipeline.distributed.local_link import LocalLink, NoSender
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
@@ -37,7 +37,7 @@ from tests.small import BLUE, CPU, RED, small_model
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(stage_saving, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(state_exchange, "_LEAST_BYTES", 1)
 
 
 class Saving:
@@ -49,10 +49,10 @@ class Saving:
         opened(self.pipeline, kv_context)
         self.streams = Streams(self.pipeline)
         self.streams.play(2, 0, 1)
-        while not self.pipeline.comes_to_rest(0):
+        while not self.pipeline.saving.comes_to_rest(0):
             self.turn()
         self.before = len(self.streams.pictures[0])
-        self.ticket = self.pipeline.begin_save(0)
+        self.ticket = self.pipeline.saving.begin(0)
         self.turns = self.made_by_the_other = 0
         saved: list[tuple[int, Any]] = []
         while not saved:
@@ -62,9 +62,9 @@ class Saving:
             self.made_by_the_other += held and self.other_is_at != at
             if self.turns == 2:
                 between(self.pipeline)
-            saved = self.pipeline.take_saved()
+            saved = self.pipeline.saving.take_done()
         [(ticket, self.saved)] = saved
-        assert ticket == self.ticket and self.pipeline.take_saved() == []
+        assert ticket == self.ticket and self.pipeline.saving.take_done() == []
 
     @property
     def other_is_at(self) -> tuple[int, list[int]]:
@@ -99,7 +99,7 @@ def test_it_is_copied_by_and_by_while_another_session_plays(kv_context: str, sta
     assert isinstance(place.saved, Snapshot)
     place.pipeline.close_session(0)
     streams.pictures[0] = list(alone(kv_context).shown(0)[: place.before])
-    streams.take(place.pipeline.load(0, place.saved))
+    streams.take(place.pipeline.saving.load(0, place.saved))
     streams.play(CHUNKS, 0)
     assert np.array_equal(streams.shown(0), alone(kv_context).shown(0))
     place.pipeline.close()
@@ -111,8 +111,8 @@ def test_a_stage_that_is_done_first_copies_its_part_once(monkeypatch: pytest.Mon
     opened(pipeline, "clean")
     streams = Streams(pipeline)
     streams.play(2, 0, 1)
-    most = max(stage_saving.chunk_bytes(stage.sessions[0].state) for stage in stages_of(pipeline))
-    monkeypatch.setattr(stage_saving, "_LEAST_BYTES", most)  # so that a stage with fewer blocks has fewer pieces
+    most = max(state_exchange.chunk_bytes(stage.sessions[0].state) for stage in stages_of(pipeline))
+    monkeypatch.setattr(state_exchange, "_LEAST_BYTES", most)  # so that a stage with fewer blocks has fewer pieces
     put, puts = pipeline.ring.stage.exchange.put, list[str]()
 
     def counted(name: str, state: State) -> None:
@@ -120,10 +120,10 @@ def test_a_stage_that_is_done_first_copies_its_part_once(monkeypatch: pytest.Mon
         put(name, state)
 
     monkeypatch.setattr(pipeline.ring.stage.exchange, "put", counted)
-    while not pipeline.comes_to_rest(0):
+    while not pipeline.saving.comes_to_rest(0):
         streams.take(pipeline.step(0.01))
-    ticket = pipeline.begin_save(0)
-    while not (saved := pipeline.take_saved()):
+    ticket = pipeline.saving.begin(0)
+    while not (saved := pipeline.saving.take_done()):
         streams.take(pipeline.step(0.01))
     assert saved[0][0] == ticket and isinstance(saved[0][1], Snapshot)
     assert len(puts) == len(set(puts)) == 2, "each stage's, once"
@@ -140,7 +140,7 @@ def test_a_prompt_that_comes_while_it_is_copied_is_not_in_it() -> None:
     place.pipeline.close_session(0)
     streams = place.streams
     streams.pictures[0] = list(alone("same_step").shown(0)[: place.before])
-    streams.take(place.pipeline.load(0, place.saved))
+    streams.take(place.pipeline.saving.load(0, place.saved))
     streams.play(CHUNKS, 0)
     place.pipeline.close()
     assert np.array_equal(streams.shown(0), alone("same_step").shown(0))
@@ -173,15 +173,15 @@ def test_what_ends_or_begins_afresh_while_it_is_copied_is_not_saved(
 
 def test_a_session_that_is_being_copied_is_not_swapped_out() -> None:
     may: list[bool] = []
-    place = Saving("clean", 1, lambda pipeline: may.append(pipeline.can_swap_out(0)))
-    assert may and not may[0] and place.pipeline.can_swap_out(0)
+    place = Saving("clean", 1, lambda pipeline: may.append(pipeline.swapping.can_swap_out(0)))
+    assert may and not may[0] and place.pipeline.swapping.can_swap_out(0)
     made = threading.Event()
-    while not place.pipeline.comes_to_rest(0):
+    while not place.pipeline.saving.comes_to_rest(0):
         place.turn()
-    ticket = place.pipeline.begin_save(0, lambda snapshot: made.wait())
-    while place.pipeline._savings[ticket].made is None:
+    ticket = place.pipeline.saving.begin(0, lambda snapshot: made.wait())
+    while place.pipeline.saving._savings[ticket].made is None:
         place.turn()
-    assert not place.pipeline.can_swap_out(0), "what its decoder remembers may still be copied"
+    assert not place.pipeline.swapping.can_swap_out(0), "what its decoder remembers may still be copied"
     made.set()
     place.pipeline.close()
 

@@ -15,7 +15,7 @@ from streamdiff.device import embedded_autoencoder_dtype
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import FrameBatch, Open, Reset
 from streamdiff.errors import ConfigError, RequestError
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.executor import LocalRing
@@ -61,7 +61,7 @@ def play(pipeline: StreamingPipeline, pictures: list[np.ndarray], count: int, se
 
 def saved(pipeline: StreamingPipeline, path: Path) -> list[np.ndarray]:
     """Write session 0 to `path`; pictures that came before it was taken."""
-    snapshot, frames = pipeline.save(0)
+    snapshot, frames = pipeline.saving.save(0)
     snapshot.write(path)
     return drawn(frames)
 
@@ -120,7 +120,7 @@ def test_a_stream_goes_on_from_its_file(kv_context: str, stages: int, then: int,
     other = started(then)
     other.open(1, other.text.encode(WHITE), seed=1, epoch=0, steps=4, kv_context="clean")
     other.set_frame_credit(1, 2 * CHUNK)
-    resumed = drawn(other.load(0, snapshot))
+    resumed = drawn(other.saving.load(0, snapshot))
     play(other, resumed, CHUNKS * CHUNK - before)
     other.close()
     assert np.array_equal(np.stack(resumed[: CHUNKS * CHUNK - before]), np.stack(expected[before : CHUNKS * CHUNK]))
@@ -147,7 +147,7 @@ def test_a_change_of_steps_and_a_prompt_that_wait_are_saved_too(tmp_path: Path) 
     pictures += saved(pipeline, tmp_path / "s")
     pipeline.close()
     other = started(1)
-    pictures += drawn(other.load(2, Snapshot.read(tmp_path / "s")), 2)
+    pictures += drawn(other.saving.load(2, Snapshot.read(tmp_path / "s")), 2)
     play(other, pictures, CHUNKS * CHUNK, 2)
     other.close()
     assert np.array_equal(np.stack(pictures[: CHUNKS * CHUNK]), np.stack(expected[: CHUNKS * CHUNK]))
@@ -178,7 +178,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snapshot]:
 def test_what_does_not_fit_is_refused_by_name(snapshot: Snapshot, model: Model, reason: str) -> None:
     pipeline = started(2, model)
     with pytest.raises(RequestError) as refusal:
-        pipeline.load(0, snapshot)
+        pipeline.saving.load(0, snapshot)
     assert refusal.value.field == "snapshot" and reason in str(refusal.value)
     pipeline.open(0, pipeline.text.encode(RED), seed=1, epoch=9, steps=4, kv_context="clean")
     play(pipeline, [], CHUNK)  # the slot is free, and the ring goes on
@@ -191,9 +191,9 @@ def test_tensors_of_another_size_are_refused_before_any_stage_has_them(snapshot:
     broken = replace(snapshot, tensors={**snapshot.tensors, name: snapshot.tensors[name][:, :, :1]})
     pipeline = started(2)
     with pytest.raises(RequestError, match=r"RunnerSession\.state\.value is float32 .* in the snapshot, but float32"):
-        pipeline.load(0, broken)
+        pipeline.saving.load(0, broken)
     play_after = list[np.ndarray]()
-    pipeline.load(0, snapshot)
+    pipeline.saving.load(0, snapshot)
     play(pipeline, play_after, CHUNK)
     pipeline.close()
 
@@ -204,7 +204,7 @@ def test_a_reset_after_it_begins_with_the_picture_of_before() -> None:
     picture = np.random.default_rng(2).integers(0, 256, (1, MODEL.spec.height, MODEL.spec.width, 3), np.uint8)
 
     def engine() -> Engine:
-        return Engine(StreamingPipeline(MODEL, CPU, pictures=PictureEncoder(lambda: half, MODEL.spec)), 2 * CHUNK)
+        return Engine(StreamingPipeline(MODEL, CPU, pictures=ImageEncoder(lambda: half, MODEL.spec)), 2 * CHUNK)
 
     def first_frames(engine: Engine) -> np.ndarray:
         """Of the stream after a reset."""
@@ -222,7 +222,7 @@ def test_a_reset_after_it_begins_with_the_picture_of_before() -> None:
         pass
     data = one.save("a")[0].to_bytes()
     other.handle(Open("a", "", snapshot=data))
-    assert torch.equal(other._sessions[0].start, one._sessions[0].start)
+    assert torch.equal(other._sessions["a"].start, one._sessions["a"].start)
     assert np.array_equal(first_frames(one), first_frames(other))
 
 
@@ -280,7 +280,7 @@ def test_between_one_process_and_a_ring_of_processes(tmp_path: Path, stages: int
     snapshot = Snapshot.read(tmp_path / "ring")
     caches = Snapshot.read(tmp_path / "alone").outline["stages.state.key"].shape
     assert snapshot.outline["stages.state.key"].shape == caches, "all heads are in it"
-    here: list[np.ndarray] = process.shown(pipeline.load(7, snapshot), 7)
+    here: list[np.ndarray] = process.shown(pipeline.saving.load(7, snapshot), 7)
     process.play(pipeline, here, process.CHUNKS - 2, 7)
     pipeline.close()
     begin = int(there["saved_at"])

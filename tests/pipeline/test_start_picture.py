@@ -12,7 +12,7 @@ from torch import Tensor
 
 from streamdiff.commands.reference_run import ReferenceRun, run_reference
 from streamdiff.errors import RequestError
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import CPU, RED, small_encoder, small_model
@@ -27,8 +27,8 @@ def pixels(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (SPEC.height, SPEC.width, 3), np.uint8)
 
 
-def encoder(model_seed: int = 4) -> PictureEncoder:
-    return PictureEncoder(lambda: small_encoder(model_seed), SPEC)
+def encoder(model_seed: int = 4) -> ImageEncoder:
+    return ImageEncoder(lambda: small_encoder(model_seed), SPEC)
 
 
 def latents(seed: int) -> Tensor:
@@ -77,7 +77,7 @@ def chunks_of(pipeline: Recording, session: int = 0, count: int = CHUNKS) -> lis
                 frames += len(piece.pictures)
                 finished += piece.last
     assert frames == count * SPEC.chunk_frames
-    return pipeline.decoded[pipeline._streams[session].number][:count]
+    return pipeline.decoded[pipeline.streams[session].number][:count]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -95,7 +95,7 @@ def test_the_picture_stands_still_in_the_latents_of_whole_chunks() -> None:
 
 
 def test_chunks_that_are_made_together_are_all_given() -> None:
-    both = PictureEncoder(encoder().load, replace(SPEC, first_chunks=2)).encode(pixels(1))
+    both = ImageEncoder(encoder().load, replace(SPEC, first_chunks=2)).encode(pixels(1))
     assert both.shape == (2, *SPEC.chunk_shape)
 
 
@@ -186,7 +186,7 @@ def test_sessions_with_and_without_pictures_interleaved_equal_each_alone(pipelin
         pipeline.close_session(session)
     for session, start in starts.items():
         begin(pipeline, start, session)
-    numbers = {session: pipeline._streams[session].number for session in starts}
+    numbers = {session: pipeline.streams[session].number for session in starts}
     while min(len(pipeline.decoded.get(number, [])) for number in numbers.values()) < CHUNKS:
         for session in starts:
             pipeline.set_frame_credit(session, 10 * SPEC.chunk_frames)

@@ -378,16 +378,16 @@ def test_a_background_chunk_is_decoded_only_when_no_other_waits(
         submitted.append(f"{kinds[stream]} {chunk}")
         held.append((stream, chunk, latents))
 
-    decode = runtime._decoding.submit
-    monkeypatch.setattr(runtime._decoding, "submit", submit)
+    decode = runtime.decoding.submit
+    monkeypatch.setattr(runtime.decoding, "submit", submit)
     runtime.open(0, runtime.text.encode(RED), seed=1, epoch=0, steps=4, kv_context="clean", background=True)
-    kinds[runtime._streams[0].number] = "job"
+    kinds[runtime.streams[0].number] = "job"
     runtime.set_frame_credit(0, 3 * CHUNK)
     while runtime.ring.has_work:
         runtime.step()
     assert submitted == ["job 0"], "its other chunks wait, though they are finished"
     open_session(runtime, 1)
-    kinds[runtime._streams[1].number] = "live"
+    kinds[runtime.streams[1].number] = "live"
     runtime.set_frame_credit(1, CHUNK)
     while runtime.ring.has_work:
         runtime.step()

@@ -96,16 +96,16 @@ def swap(streams: Streams, place: str) -> None:
     pipeline, stages = streams.pipeline, stages_of(streams.pipeline)
     for stage in stages:
         stage.swaps.host_bytes = None if place == "host" else 0
-    pipeline.swap_out(0)
+    pipeline.swapping.swap_out(0)
     shown = len(streams.pictures[1]) // CHUNK
     streams.play(shown + 1, 1)
     while {stage.swaps.location(name) for stage in stages for name in stage.swaps._kept} != {place} or any(
         0 in stage.sessions for stage in stages
     ):
         streams.take(pipeline.step(0.01))
-    assert pipeline.place(0) == place
-    pipeline.swap_in(0)
-    while pipeline.is_away(0):
+    assert pipeline.swapping.place(0) == place
+    pipeline.swapping.swap_in(0)
+    while pipeline.swapping.is_away(0):
         streams.take(pipeline.step(0.01))
 
 
@@ -118,7 +118,7 @@ def until_mid_chunk(streams: Streams) -> None:
 
 def until_at_rest(streams: Streams) -> None:
     streams.pipeline.set_frame_credit(0, 0)
-    while not streams.pipeline.at_rest(0):
+    while not streams.pipeline.swapping.at_rest(0):
         streams.take(streams.pipeline.step(0.01))
 
 
@@ -161,17 +161,17 @@ def test_a_damaged_file_is_told_and_only_that_stream_begins_afresh(tmp_path: Pat
     streams = Streams(pipeline)
     streams.play(2, 0, 1)
     until_mid_chunk(streams)
-    pipeline.swap_out(0)
-    while len(list(tmp_path.glob("swap/*/*.safetensors"))) < 3 or pipeline.place(0) != "disk":
+    pipeline.swapping.swap_out(0)
+    while len(list(tmp_path.glob("swap/*/*.safetensors"))) < 3 or pipeline.swapping.place(0) != "disk":
         streams.take(pipeline.step(0.01))
     file = next(tmp_path.glob("swap/*/*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    pipeline.swap_in(0)
-    while not (lost := pipeline.take_lost()):
+    pipeline.swapping.swap_in(0)
+    while not (lost := pipeline.swapping.take_lost()):
         streams.take(pipeline.step(0.01))
-    assert lost == [0] and pipeline.take_lost() == []
+    assert lost == [0] and pipeline.swapping.take_lost() == []
     streams.pictures[0].clear()
     pipeline.reset(0, pipeline.text.encode(RED), seed=3, epoch=6)
     streams.play(CHUNKS, 0, 1)
@@ -187,12 +187,12 @@ def test_a_snapshot_of_a_session_that_is_away_is_whole_and_its_end_leaves_nothin
     streams = Streams(pipeline)
     streams.play(2, 0, 1)
     until_at_rest(streams)
-    pipeline.swap_out(0)
-    snapshot, frames = pipeline.save(0)
+    pipeline.swapping.swap_out(0)
+    snapshot, frames = pipeline.saving.save(0)
     streams.take(frames)
-    assert pipeline.is_away(0), "it stays where it is"
+    assert pipeline.swapping.is_away(0), "it stays where it is"
     pipeline.close_session(0)
-    streams.take(pipeline.load(0, snapshot))
+    streams.take(pipeline.saving.load(0, snapshot))
     assert not any(stage.swaps._kept for stage in stages_of(pipeline))
     streams.play(CHUNKS, 0, 1)
     ended(pipeline)

@@ -53,7 +53,7 @@ def test_in_a_ring_the_busiest_rank_decides() -> None:
 @pytest.mark.slow
 def test_the_runtime_knows_after_warming_up_what_a_chunk_takes() -> None:
     runtime = build_pipeline(ModelConfig())
-    work_s, fits = runtime.work_s(), runtime.sessions_fit()
+    work_s, fits = runtime.figures.work_s(), runtime.figures.sessions_fit()
     assert work_s is not None and work_s > 0
     assert fits is not None and fits >= 1
     runtime.close()

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.errors import RequestError
-from streamdiff.models.autoencoder.autoencoder import VideoEncoder
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.output import InputFigures
@@ -42,13 +41,13 @@ def clip(chunks: int, seed: int = 0) -> np.ndarray:
 class Fed(StreamingPipeline):
     """Keeps the latents that go to the decoder, by session."""
 
-    def __init__(self, stages: int = 1, load: Callable[[], VideoEncoder] = lambda: small_encoder(4)) -> None:
+    def __init__(self, stages: int = 1, load: Callable[[], FrameEncoder] = lambda: small_encoder(4)) -> None:
         ring = LocalRing(MODEL, CPU, stages) if stages > 1 else None
-        super().__init__(MODEL, CPU, ring=ring, pictures=PictureEncoder(load, SPEC))
+        super().__init__(MODEL, CPU, ring=ring, pictures=ImageEncoder(load, SPEC))
         self.made: dict[int, list[Tensor]] = {}
 
     def _decode(self, stream: int, chunk: int, latents: Tensor) -> None:
-        session = next(each.session for each in self._streams.values() if each.number == stream)
+        session = next(each.session for each in self.streams.values() if each.number == stream)
         self.made.setdefault(session, []).append(latents.clone())
         super()._decode(stream, chunk, latents)
 
@@ -63,22 +62,22 @@ class Fed(StreamingPipeline):
 
     def settle(self) -> None:
         """Go on until nothing can be made from what was fed."""
-        while any(entry.calls for entry in self._inputs.values()) or self.busy:
+        while any(entry.calls for entry in self.video._inputs.values()) or self.busy:
             self.turn()
 
     def play(self, video: np.ndarray, count: int, piece: int = FRAMES) -> list[Tensor]:
         """The first `count` chunks, of `video` that comes as fast as it is used, in pieces of so many frames."""
         rest = video
         while len(self.made.get(0, [])) < count:
-            entry = self._inputs[0]
+            entry = self.video._inputs[0]
             if len(rest) and not entry.calls and not entry.latents.waiting:
-                self.feed(0, rest[:piece])
+                self.video.feed(0, rest[:piece])
                 rest = rest[piece:]
             self.turn()
         return self.made[0][:count]
 
     def figures(self) -> InputFigures:
-        figures = self.input_figures(0)
+        figures = self.video.input_figures(0)
         assert figures is not None
         return figures
 
@@ -139,7 +138,7 @@ def test_the_less_noise_the_nearer_to_the_video(pipeline: Fed) -> None:
     for session, strength in enumerate((0.01, 0.3, 0.6, 1.0)):
         pipeline.begin(session=session)
         pipeline.set_input(session, strength, epoch=1)
-        pipeline.feed(session, video)
+        pipeline.video.feed(session, video)
         while session not in pipeline.made:
             pipeline.turn(session)
         distances.append(float((pipeline.made[session][0] - wanted).abs().mean()))
@@ -152,13 +151,13 @@ def test_a_chunk_waits_for_its_video_and_goes_on_when_there_is_more(pipeline: Fe
     pipeline.set_input(0, 0.5, epoch=1)
     pipeline.settle()
     assert not pipeline.made and not pipeline.busy
-    pipeline.feed(0, clip(1)[:-1])
+    pipeline.video.feed(0, clip(1)[:-1])
     pipeline.settle()
     assert not pipeline.made, "a frame is missing"
-    pipeline.feed(0, clip(1)[-1:])
+    pipeline.video.feed(0, clip(1)[-1:])
     pipeline.settle()
     assert len(pipeline.made[0]) == 1
-    pipeline.feed(0, clip(1, 1))
+    pipeline.video.feed(0, clip(1, 1))
     pipeline.settle()
     assert len(pipeline.made[0]) == 2
     assert pipeline.figures().used == 2 * FRAMES
@@ -167,7 +166,7 @@ def test_a_chunk_waits_for_its_video_and_goes_on_when_there_is_more(pipeline: Fe
 def test_of_what_comes_too_fast_the_newest_is_used() -> None:
     held = threading.Event()
 
-    def load() -> VideoEncoder:
+    def load() -> FrameEncoder:
         assert held.wait(60)
         return small_encoder(4)
 
@@ -177,7 +176,7 @@ def test_of_what_comes_too_fast_the_newest_is_used() -> None:
         pipeline.set_input(0, 0.5, epoch=1)
         video = clip(9)
         for begin in range(0, len(video), 3):
-            pipeline.feed(0, video[begin : begin + 3])
+            pipeline.video.feed(0, video[begin : begin + 3])
         held.set()
         pipeline.settle()
         assert pipeline.figures().dropped == len(video) - MAX_UNENCODED * FRAMES
@@ -221,7 +220,7 @@ def test_when_it_ends_the_session_goes_on_from_its_text(pipeline: Fed) -> None:
     assert pipeline.figures().used <= 3 * FRAMES
     pipeline.set_input(0, 0.5, epoch=3)  # and another may come
     assert (pipeline.figures().used, pipeline.figures().level) == (0, None), "it begins afresh"
-    pipeline.feed(0, clip(1))
+    pipeline.video.feed(0, clip(1))
     while pipeline.figures().used == 0:
         pipeline.turn()
 
@@ -235,7 +234,7 @@ def test_a_reset_goes_on_with_the_video(pipeline: Fed) -> None:
     pipeline.play(clip(3, 1), 1)
     used = pipeline.figures().used
     pipeline.settle()
-    pipeline.feed(0, clip(1, 2))
+    pipeline.video.feed(0, clip(1, 2))
     pipeline.settle()
     assert pipeline.figures().used > used
 
@@ -255,7 +254,7 @@ def test_video_that_cannot_be_encoded_ends_the_input_alone() -> None:
     try:
         pipeline.begin()
         pipeline.set_input(0, 0.5, epoch=1)
-        pipeline.feed(0, clip(1))
+        pipeline.video.feed(0, clip(1))
         while len(pipeline.made.get(0, [])) < 2:
             pipeline.turn()
         assert pipeline.figures().fault == "no memory for it"
@@ -295,8 +294,8 @@ def test_what_cannot_be_is_refused(pipeline: Fed) -> None:
             without.check_input(0.5)
     finally:
         without.close()
-    pipeline.feed(0, clip(1))  # to nobody
-    assert pipeline.input_figures(0) is None
+    pipeline.video.feed(0, clip(1))  # to nobody
+    assert pipeline.video.input_figures(0) is None
 
 
 def test_changes_of_strength_leave_nothing_behind(pipeline: Fed) -> None:
@@ -335,13 +334,13 @@ def test_a_chunk_that_began_from_given_video_ends_so_when_another_input_comes(pi
 def test_a_snapshot_has_the_levels_of_a_chunk_that_began_from_video(pipeline: Fed, kv_context: str) -> None:
     pipeline.begin(kv_context)
     pipeline.set_input(0, 0.5, epoch=1)
-    pipeline.feed(0, clip(1))
+    pipeline.video.feed(0, clip(1))
     while not (chunks := pipeline.ring.scheduler.session(0).chunks) or chunks[0].entered < 1:
         pipeline.turn()
-    snapshot, _ = pipeline.save(0)
+    snapshot, _ = pipeline.saving.save(0)
     loaded = Fed()
     try:
-        loaded.load(0, snapshot)
+        loaded.saving.load(0, snapshot)
         for each in (pipeline, loaded):
             while not each.made.get(0):
                 each.turn()
@@ -350,6 +349,6 @@ def test_a_snapshot_has_the_levels_of_a_chunk_that_began_from_video(pipeline: Fe
         assert "0.5" in json.dumps(head)
         spoilt = json.loads(json.dumps(snapshot.trees).replace("500.0", "5000.0"))
         with pytest.raises(RequestError, match=r"video_levels\[0\]\.timesteps"):
-            loaded.load(1, replace(snapshot, trees=spoilt))
+            loaded.saving.load(1, replace(snapshot, trees=spoilt))
     finally:
         loaded.close()

@@ -19,25 +19,24 @@ UPLOADS = {"torch.tensor", "torch.as_tensor", "torch.from_numpy"}
 
 # Modules that are not part of a micro-step, by prefix, and functions that are where the device is meant to be left.
 COLD = {
-    "streamdiff.models.text_encoder.embedding_store": "writes files, on the thread that encodes texts",
+    "streamdiff.models.text_encoder": "writes files, on the thread that encodes texts",
     "streamdiff.models.tiny.weights": "files",
-    "streamdiff.models.checkpoint.first_steps": "files",
-    "streamdiff.models.checkpoint.tensor_file": "files",
+    "streamdiff.models.tensor_file": "files",
     "streamdiff.pipeline.balance": "measures before the first chunk",
-    "streamdiff.models.transformer.weights_digest": "for snapshots, once",
     "streamdiff.pipeline.snapshot": "files, and sessions that are held meanwhile",
 }
 ALLOWED = {
+    "streamdiff.models.transformer.weights:weights_digest": "for snapshots, once",
     "streamdiff.models.transformer.attention_backend:_off": "tries a kernel out before the first chunk",
     "streamdiff.models.transformer.attention_backend:_formula": "what it is compared with",
-    "streamdiff.models.tiny.text_encoder:tokens": "a prompt's, on the CPU",
-    "streamdiff.models.text_encoder.wan:_beside": "on the thread that encodes text",
-    "streamdiff.models.autoencoder.picture_encoder:encode": "on the thread that encodes text, as a stream opens",
+    "streamdiff.models.tiny.model:tokens": "a prompt's, on the CPU",
+    "streamdiff.models.text_encoder:_beside": "on the thread that encodes text",
+    "streamdiff.models.autoencoder.autoencoder:encode": "on the thread that encodes text, as a stream opens",
     "streamdiff.pipeline.video_input.feeding:_encode": "on the thread that encodes video, on a stream of its own",
-    "streamdiff.pipeline.video_input.given:video_of": "as a stream opens, of values on the CPU",
+    "streamdiff.pipeline.streaming_pipeline:features_of": "as a stream opens, of values on the CPU",
     "streamdiff.pipeline.distributed.cuda_streams:drain": "for the start and the end",
     "streamdiff.pipeline.distributed.cuda_streams:run": "on a thread that does nothing else",
-    "streamdiff.models.autoencoder.normalisation:__init__": "a decoder's constants",
+    "streamdiff.models.autoencoder.picture_decoder:__init__": "a decoder's constants",
     "streamdiff.pipeline.runner.sampler:_times": "a session's noise levels",
     "streamdiff.pipeline.distributed.tcp:__init__": "slots in host memory",
     "streamdiff.pipeline.distributed.tcp:_accept_invitation": "once, in host memory",

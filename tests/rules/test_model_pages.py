@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamdiff.cli import main, parser
-from streamdiff.models import resolve
-from streamdiff.models.catalogue import entries
-from streamdiff.models.checkpoint import hub
+from streamdiff.models import catalogue, hub, resolve
 from streamdiff.pipeline.planner.memory import stage_memory
 from tests.rules.source import ROOT
 
@@ -28,7 +26,7 @@ COMMANDS = [
 
 def named(text: str) -> set[str]:
     """Models of the catalogue that a text names."""
-    return {name for name in entries.entries() if re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)", text)}
+    return {name for name in catalogue.entries() if re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)", text)}
 
 
 def gigabytes(count: int) -> str:
@@ -36,9 +34,9 @@ def gigabytes(count: int) -> str:
 
 
 def test_every_model_has_its_page() -> None:
-    pages = {name: [page for page, text in PAGES.items() if name in named(text)] for name in entries.entries()}
+    pages = {name: [page for page, text in PAGES.items() if name in named(text)] for name in catalogue.entries()}
     assert {name: found for name, found in pages.items() if len(found) != 1} == {}
-    families = [{entries.find(name).family for name in named(text)} for text in PAGES.values()]
+    families = [{catalogue.find(name).family for name in named(text)} for text in PAGES.values()]
     assert all(len(family) == 1 for family in families), "a page is about one family"
 
 
@@ -52,7 +50,7 @@ def test_figures_are_those_that_are_computed(page: str) -> None:
     rows = re.findall(r"^\| `([\w.-]+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGES[page], re.MULTILINE)
     assert {row[0] for row in rows} == named(PAGES[page])
     for name, *figures in rows:
-        entry = entries.find(name)
+        entry = catalogue.find(name)
         cases = [(1, "none"), (2, "none"), (4, "none"), (1, "int8")]
         assert figures == [gigabytes(max(each.total for each in stage_memory(entry, *case))) for case in cases], name
 
@@ -60,7 +58,7 @@ def test_figures_are_those_that_are_computed(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_how_it_runs_is_what_the_catalogue_says(page: str) -> None:
     for name in named(PAGES[page]):
-        entry = entries.find(name)
+        entry = catalogue.find(name)
         for files in filter(None, (entry.weights, entry.lora)):
             assert hub.download_command(files.repo, files.files) in PAGES[page].splitlines()
         if entry.weights is None or entry.stream is None or entry.context is None or entry.sampling is None:
@@ -80,7 +78,7 @@ def test_commands_can_be_typed(page: str, line: str) -> None:
     arguments = parser.parse(shlex.split(line, comments=True)[1:])
     name = getattr(arguments, "model.name", None) or getattr(arguments, "name", None)
     if name is not None and Path(name).suffix != ".safetensors" and not resolve.is_repository(name):
-        assert entries.find(name).name in (named(PAGES[page]) if page in PAGES else entries.entries())
+        assert catalogue.find(name).name in (named(PAGES[page]) if page in PAGES else catalogue.entries())
     if hasattr(arguments, "config"):
         main._config(arguments)
 

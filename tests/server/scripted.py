@@ -29,8 +29,8 @@ from streamdiff.engine.messages import Data
 from streamdiff.engine.process import main as engine_main
 from streamdiff.engine.process import private_folder
 from streamdiff.errors import RequestError
-from streamdiff.models.catalogue import entries
-from streamdiff.models.interfaces import ParsedPrompt
+from streamdiff.models import catalogue
+from streamdiff.models.spec import ParsedPrompt
 from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 from streamdiff.snapshot_header import FORMAT, KIND, read_header
@@ -165,16 +165,12 @@ class Painter(BarePipeline):
         self._streams[session] = _Stream(painted, epoch, seed=seed, kv_context=kv_context, steps=steps, start=start)
         self._streams[session].video = video or []
 
-    def conditioning_of(self, rows: NDArray[np.float32]) -> tuple[int, ...]:
-        return tuple(int(each) for each in rows[0])
-
-    def start_of(self, latents: NDArray[np.float32]) -> NDArray[np.uint8]:
-        return np.broadcast_to(latents[0, :, 0, 0, 0].astype(np.uint8), (1, SIZE, SIZE, 3))
-
-    def video_of(
-        self, latents: NDArray[np.float32], strength: float, motion: NDArray[np.float64] | None
-    ) -> list[tuple[int, ...]]:
-        return [tuple(int(each) for each in chunk[:, 0, 0, 0]) for chunk in latents]
+    def features_of(self, rows: Any, latents: Any, video: Any, strength: float, motion: Any) -> tuple[Any, Any, Any]:
+        colour = None if rows is None else tuple(int(each) for each in rows[0])
+        shape = 1, SIZE, SIZE, 3
+        start = None if latents is None else np.broadcast_to(latents[0, :, 0, 0, 0].astype(np.uint8), shape)
+        chunks = None if video is None else [tuple(int(each) for each in chunk[:, 0, 0, 0]) for chunk in video]
+        return colour, start, chunks
 
     def encode_picture(self, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return picture
@@ -223,11 +219,11 @@ class Painter(BarePipeline):
     def comes_to_rest(self, session: int) -> bool:
         return True
 
-    def begin_save(self, session: int, finish: Callable[[Painting], Any]) -> int:
+    def begin(self, session: int, finish: Callable[[Painting], Any]) -> int:
         self._saved = [(next(self._tickets), finish(self.save(session)[0]))]
         return self._saved[0][0]
 
-    def take_saved(self) -> list[tuple[int, Any]]:
+    def take_done(self) -> list[tuple[int, Any]]:
         saved, self._saved = self._saved, []
         return saved
 
@@ -305,7 +301,7 @@ class Painter(BarePipeline):
 
 
 def load(config: ModelConfig, painter: Painter) -> Any:
-    """The painter as the `Pipeline` of an engine that is asked to save, swap or feed nothing."""
+    """The painter as the pipeline of an engine that is asked to save, swap or feed nothing."""
     if "GATE" in os.environ:  # a FIFO: the engine starts when somebody writes to it
         Path(os.environ["GATE"]).read_bytes()
     return painter
@@ -383,7 +379,7 @@ def main() -> int:
         trusted_proxies=["127.0.0.1"] if arguments.server_name else [],
     )
     config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))
-    published = {} if arguments.name in entries.entries() else {"fetch": _nothing}
+    published = {} if arguments.name in catalogue.entries() else {"fetch": _nothing}
     return server.run(config, supervise=partial(EngineProcess, module="tests.server.scripted"), **published)
 
 

@@ -14,12 +14,12 @@ import torch
 
 from streamdiff.engine.session import Session
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder import taehv, taehv_codec, wan
+from streamdiff.models.autoencoder import taehv, wan
 from streamdiff.pipeline.runner.init_latents import ChunkLevels, InitLatents
 from streamdiff.pipeline.runner.noise import SeededNoise, TensorNoise
 from streamdiff.pipeline.runner.sampler import PendingSteps
 from streamdiff.pipeline.runner.step_levels import StepLevels
-from streamdiff.pipeline.snapshot.ring import head_state
+from streamdiff.pipeline.snapshot.saving import head_state
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import fields as declared
 from streamdiff.session_state import walk
@@ -47,14 +47,14 @@ def examples() -> dict[str, Any]:
     pipeline.set_frame_credit(0, 100)
     for _ in range(6):
         pipeline.step()
-    ring, decoding = pipeline.ring, taehv.Memory({3: torch.ones(1, 2, 2, 2)}, False)
+    ring, decoding = pipeline.ring, taehv.TaehvMemory({3: torch.ones(1, 2, 2, 2)}, False)
     schedule = model.spec.schedule(2)
     there = [
-        *(pipeline._streams[0], ring.scheduler._sessions[0], ring.sampler.sessions[0], ring.stage.sessions[0]),
+        *(pipeline.streams[0], ring.scheduler._sessions[0], ring.sampler.sessions[0], ring.stage.sessions[0]),
         *(
             decoding,
-            wan.Memory([None, "Rep", torch.ones(1, 2, 1, 2, 2)], (1, 2, 2)),
-            taehv_codec.EncodeMemory(decoding),
+            wan.WanMemory([None, "Rep", torch.ones(1, 2, 1, 2, 2)], (1, 2, 2)),
+            taehv.EncodeMemory(decoding),
         ),
         *(
             PendingSteps(1, schedule),
@@ -162,11 +162,11 @@ def test_a_new_field_is_reset_unless_it_is_kept(name: str) -> None:
 
 def test_what_is_held_twice_is_counted_and_saved_once() -> None:
     tensor = torch.ones(4)
-    memory = taehv.Memory({0: tensor, 1: tensor})
+    memory = taehv.TaehvMemory({0: tensor, 1: tensor})
     assert walk.nbytes(memory) == tensor.nbytes
     tensors, tree = walk.save(memory)
     assert len(tensors) == 1
-    for made in (walk.copy(memory), walk.load(taehv.Memory(), tensors, tree)):
+    for made in (walk.copy(memory), walk.load(taehv.TaehvMemory(), tensors, tree)):
         assert made.past[0] is made.past[1] is not tensor
 
 
@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"KVCache\.key is tensor 'state\.key', which the snapshot lacks"):
         walk.load(walk.copy(caches), {}, tree)
     with pytest.raises(ConfigError, match="is 'kv-cache' in the snapshot, but 'taehv-memory' here"):
-        walk.load(taehv.Memory(), tensors, tree)
+        walk.load(taehv.TaehvMemory(), tensors, tree)
     with pytest.raises(ConfigError, match="which this version does not know"):
         walk.load(walk.copy(caches), tensors, {**tree, "class": "later"})
     with pytest.raises(ConfigError, match="other fields in the snapshot than here: queue"):

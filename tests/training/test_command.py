@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import model
-from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, TinyText
+from streamdiff.models.tiny.model import TEXT_TOKENS, TinyText
 from tests.small import AUTOENCODER, CPU
 from training import __main__ as command
 from training import autoencoder as stage_one

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.tensor_file import write_tensor
+from streamdiff.models.tensor_file import write_tensor
 from streamdiff.video.writer import check_target, write_video
 from tests.full_disk import fill
 

@@ -20,8 +20,7 @@ from tqdm import tqdm
 from benchmarks import report
 from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.models.autoencoder.autoencoder import load_decoder
-from streamdiff.models.autoencoder.taehv import TAEHV, Memory
-from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
+from streamdiff.models.autoencoder.taehv import TAEHV, TaehvDecoder, TaehvMemory
 from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.tiny.prompts import canonical
 from streamdiff.models.tiny.scene import COLUMN, SIZES, Scene, from_row
@@ -72,7 +71,7 @@ def hidden(scene: Scene, track: Track) -> bool:
 @torch.inference_mode()
 def reconstruct(model: TAEHV, frames: Tensor) -> Tensor:
     """Encode and decode one chunk `[T, 3, SIZE, SIZE]` as a stream that begins with it."""
-    return model.decode(encode_groups(model, frames[None]), Memory())[0].clamp(0, 1)
+    return model.decode(encode_groups(model, frames[None]), TaehvMemory())[0].clamp(0, 1)
 
 
 def _strips(scene: Scene, frames: Tensor, shown: Tensor, verdict: Verdict) -> list[Strip]:

@@ -22,8 +22,7 @@ from tqdm import tqdm
 from benchmarks import report
 from streamdiff.device import pick_device
 from streamdiff.models.autoencoder.autoencoder import load_decoder
-from streamdiff.models.autoencoder.taehv import Memory
-from streamdiff.models.autoencoder.taehv_codec import TaehvDecoder
+from streamdiff.models.autoencoder.taehv import TaehvDecoder, TaehvMemory
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.tiny import model
 from streamdiff.models.tiny.scene import CAMERAS, Scene, from_row
@@ -151,7 +150,7 @@ def play(
 def frames_of(encode: TrackEncoder, before: Tensor, chunk: Tensor) -> Tensor:
     """The frames `[T, 3, SIZE, SIZE]` of one stream's `chunk` `[C, CHUNK, h, w]`, as decoded after the one before."""
     latents = torch.cat([before, chunk], 1).transpose(0, 1)[None] * encode.std + encode.mean
-    return encode.autoencoder.decode(latents, Memory())[0, -CHUNK_FRAMES:].clamp(0, 1).cpu()
+    return encode.autoencoder.decode(latents, TaehvMemory())[0, -CHUNK_FRAMES:].clamp(0, 1).cpu()
 
 
 def measure(

@@ -27,7 +27,7 @@ from streamdiff.engine.messages import Event, Failed, Ready, Shutdown
 from streamdiff.engine.process import private_folder, standby
 from streamdiff.engine.process.ipc import EXIT_CONFIG, EngineClient
 from streamdiff.errors import ConfigError, EngineFailure
-from streamdiff.models.defaults import may_compile
+from streamdiff.models.resolve import may_compile
 
 output_log = logging.getLogger("streamdiff.engine.output")
 """Output of the engine process where the log is JSON; otherwise it is copied to our standard error."""

@@ -18,12 +18,12 @@ from streamdiff.config import ModelConfig
 from streamdiff.engine.process.engine_process import name_exit
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models import resolve
-from streamdiff.models.download import LEAVE_S, Progress
+from streamdiff.models.download import LEAVE_S, DownloadProgress
 
-__all__ = ["Progress", "fetch"]
+__all__ = ["DownloadProgress", "fetch"]
 
 
-async def fetch(config: ModelConfig, tell: Callable[[Progress], None]) -> None:
+async def fetch(config: ModelConfig, tell: Callable[[DownloadProgress], None]) -> None:
     """Download missing files of a model, in a process of its own; `tell` is called with the progress several times a
     second. Starts nothing for a model without published files. Ends the process when cancelled.
 
@@ -48,7 +48,7 @@ async def fetch(config: ModelConfig, tell: Callable[[Progress], None]) -> None:
             report = json.loads(line)
             if "error" in report:
                 raise ConfigError(report["error"])
-            tell(Progress(**report))
+            tell(DownloadProgress(**report))
         if code := await process.wait():
             raise EngineFailure(f"the process that fetches the model's files ended {name_exit(code)}")
     finally:

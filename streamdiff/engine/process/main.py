@@ -20,17 +20,19 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from streamdiff import clock
 from streamdiff.config import Config, ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Alive, Event, Failed, Shutdown
-from streamdiff.engine.pipeline_api import Pipeline
 from streamdiff.engine.process import private_folder, standby
 from streamdiff.engine.process.ipc import EXIT_CONFIG, EngineServer
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.heavy_import import heavy_import
+
+if TYPE_CHECKING:
+    from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 # How long `step` may wait for a decode with nothing else to do: the most by which a command can be late then.
 _DECODE_WAIT_S = 0.01
@@ -95,7 +97,7 @@ class Stop:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _load_runtime(config: ModelConfig) -> Pipeline:
+def _load_runtime(config: ModelConfig) -> StreamingPipeline:
     with heavy_import():
         from streamdiff.pipeline.build import load_pipeline  # torch takes seconds to import
 
@@ -126,7 +128,7 @@ def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: EventHook) -> 
     engine.check(_FAILURE_GRACE_S)
 
 
-def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Pipeline] = _load_runtime) -> int:
+def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], StreamingPipeline] = _load_runtime) -> int:
     """Run the process; returns its exit code. `load` makes the pipeline."""
     parser = argparse.ArgumentParser(prog="python -m streamdiff.engine.process.main", description="the engine process")
     parser.add_argument("--address", type=Path, required=True, help="private folder: IPC socket, configuration")
@@ -163,7 +165,7 @@ def run(
     address: Path,
     stop: Stop,
     *,
-    load: Callable[[ModelConfig], Pipeline] = _load_runtime,
+    load: Callable[[ModelConfig], StreamingPipeline] = _load_runtime,
     tap: EventHook = lambda engine, event: None,
 ) -> int:
     """Run the engine loop on the IPC socket and configuration in folder `address`; returns the exit code.

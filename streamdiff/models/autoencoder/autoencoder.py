@@ -1,45 +1,55 @@
-"""Loads an autoencoder of any supported kind from a path or name, as a `VideoDecoder` and a `VideoEncoder`."""
+"""Loads an autoencoder of any supported kind from a path or name, as a `VideoDecoder` and a `FrameEncoder`; and the
+encoder of pictures that streams begin with.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from streamdiff.config import EMBEDDED
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder import wan_weights
-from streamdiff.models.autoencoder.normalisation import Normalisation
-from streamdiff.models.autoencoder.picture_decoder import VideoDecoder
-from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
-from streamdiff.models.autoencoder.taehv_codec import TAEHV_CLASS, TaehvDecoder, TaehvEncoder, is_taehv, read_taehv
-from streamdiff.models.autoencoder.wan import WanDecoder, WanEncoder
-from streamdiff.models.autoencoder.wan_weights import Half
-from streamdiff.models.catalogue import entries
-from streamdiff.models.catalogue.schema import Files
-from streamdiff.models.checkpoint import hub
-from streamdiff.models.checkpoint.checkpoint import read_tensors
-from streamdiff.models.checkpoint.json_file import read_object
-from streamdiff.models.checkpoint.module import load_module
-from streamdiff.models.random_weights import draw
+from streamdiff.models import catalogue, hub
+from streamdiff.models.autoencoder import wan
+from streamdiff.models.autoencoder.picture_decoder import Normalisation, VideoDecoder
+from streamdiff.models.autoencoder.taehv import (
+    TAEHV,
+    TAEHV_CLASS,
+    TaehvConfig,
+    TaehvDecoder,
+    TaehvEncoder,
+    is_taehv,
+    read_taehv,
+)
+from streamdiff.models.autoencoder.wan import Half, WanDecoder, WanEncoder
+from streamdiff.models.catalogue import Files
+from streamdiff.models.checkpoint import draw, load_module, read_tensors
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
+from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer.weights import FILE
+from streamdiff.models.weight_files import read_object
 
 WAN_FPS = 16.0
 Location = str | Path | Files
 """Where an autoencoder is: a path, a name, or published files; see `load_decoder`."""
 _RANDOM: dict[str, Callable[[], nn.Module]] = {
-    f"{entries.RANDOM}wan2.1": lambda: AutoencoderKLWan.from_config({}),
-    f"{entries.RANDOM}taew2_1": lambda: TAEHV(TaehvConfig()),
+    f"{catalogue.RANDOM}wan2.1": lambda: AutoencoderKLWan.from_config({}),
+    f"{catalogue.RANDOM}taew2_1": lambda: TAEHV(TaehvConfig()),
 }
 
 
-class VideoEncoder(Protocol):
+class FrameEncoder(Protocol):
     """Frames to latents, in any pieces: encoding a stream in pieces gives the latents of encoding it whole. Sizes and
     `normalisation` are as of `VideoDecoder`."""
 
@@ -90,7 +100,7 @@ def load_decoder(
 
 def load_encoder(
     path: Location, device: torch.device, dtype: torch.dtype = torch.float32, latent_space: str | None = None
-) -> VideoEncoder:
+) -> FrameEncoder:
     """The encoder half of the autoencoder at `path`; as `load_decoder`."""
     network, normalisation = _load(path, "encoder", device, dtype, latent_space)
     return TaehvEncoder(network, normalisation) if isinstance(network, TAEHV) else WanEncoder(network)
@@ -105,7 +115,7 @@ class FirstFrameReencoder:
     """
 
     decoder: VideoDecoder
-    encoder: VideoEncoder
+    encoder: FrameEncoder
 
     @classmethod
     def load(cls, path: Location, device: torch.device, dtype: torch.dtype = torch.float32) -> FirstFrameReencoder:
@@ -139,7 +149,7 @@ class FirstFrameReencoder:
         return torch.cat([first[0, :, :1].to(latents), latents[:, 1:]], 1)
 
 
-def normalisation(half: VideoDecoder | VideoEncoder, path: str | Path) -> Normalisation:
+def normalisation(half: VideoDecoder | FrameEncoder, path: str | Path) -> Normalisation:
     """Normalisation of latents (mean and deviation) of an encoder or decoder that was loaded from `path`.
 
     Raises:
@@ -168,10 +178,10 @@ def locate(path: Location) -> Path:
     """
     if isinstance(path, Files):
         return hub.fetch(path)[0]
-    if str(path).startswith(entries.RANDOM) and str(path) not in _RANDOM:
+    if str(path).startswith(catalogue.RANDOM) and str(path) not in _RANDOM:
         raise ConfigError(f"there is no autoencoder {path}; it can be {' or '.join(_RANDOM)}")
     given = EMBEDDED_WEIGHTS if str(path) == EMBEDDED else Path(path)
-    if not given.exists() and (files := entries.autoencoders().get(str(path))) is not None:
+    if not given.exists() and (files := catalogue.autoencoders().get(str(path))) is not None:
         return hub.fetch(files)[0]
     if given.is_dir() and not (given / "config.json").is_file() and (given / "vae").is_dir():
         return given / "vae"
@@ -186,7 +196,7 @@ def _load(
     if str(path) in _RANDOM:
         with torch.device("meta"):
             module = _RANDOM[str(path)]()
-        needed = ("",) if isinstance(module, TAEHV) else wan_weights.PREFIXES[half]
+        needed = ("",) if isinstance(module, TAEHV) else wan.WAN_PREFIXES[half]
         return build(place, draw(module, needed, device, dtype), None, half, "normalised", device, dtype)
     config, tensors = _read_config(place), read_tensors(place / FILE if place.is_dir() else place)
     if place.is_file() and is_taehv(tensors):
@@ -209,9 +219,9 @@ def build(
     the other one on the meta device, which says itself how latents are normalised (None).
 
     Args:
-        path: for messages, and see `taehv_codec.space_of`.
+        path: for messages, and see `taehv.space_of`.
         config: its `config.json`; None: read from names and shapes.
-        latent_space: of a TAEHV without `config`, see `taehv_codec.space_of`.
+        latent_space: of a TAEHV without `config`, see `taehv.space_of`.
 
     Raises:
         ConfigError: tensors missing, unexpected, misshapen or not finite, which are listed; or sizes, or a latent
@@ -223,10 +233,10 @@ def build(
         if half != "decoder" and not shape.has_encoder:
             raise ConfigError(f"{path} has a decoder alone, so it cannot encode; use a file with both halves")
     else:
-        tensors, config = wan_weights.read(path, tensors, config)
+        tensors, config = wan.read_wan(path, tensors, config)
     with torch.device("meta"):
         network: Any = TAEHV(shape) if taehv else AutoencoderKLWan.from_config(config)
-    load_module(network, path, tensors, device, dtype, ("",) if taehv else wan_weights.PREFIXES[half])
+    load_module(network, path, tensors, device, dtype, ("",) if taehv else wan.WAN_PREFIXES[half])
     if taehv:
         network.to(memory_format=torch.channels_last)
     return network, normalisation
@@ -236,7 +246,7 @@ def _read_config(place: Path) -> dict[str, Any] | None:
     """The configuration in a folder, or beside a file. None where that is another model's: the original repositories
     keep the transformer's beside the autoencoder."""
     if not place.exists():
-        names = ", ".join([EMBEDDED, *entries.autoencoders()])
+        names = ", ".join([EMBEDDED, *catalogue.autoencoders()])
         raise ConfigError(
             f"there is no autoencoder at {place}; it can be {names}, a folder with config.json and "
             f"{FILE}, or a .safetensors or .pth file"
@@ -244,9 +254,58 @@ def _read_config(place: Path) -> dict[str, Any] | None:
     path = (place if place.is_dir() else place.parent) / "config.json"
     stored = read_object(path) if path.is_file() else {}
     kind = stored.get("_class_name")
-    if kind in (wan_weights.CLASS, TAEHV_CLASS):
+    if kind in (wan.WAN_CLASS, TAEHV_CLASS):
         return stored
     if place.is_dir():
         held = f"_class_name {kind!r}" if stored else "nothing"
-        raise ConfigError(f"{path} says {held}; an autoencoder's says {wan_weights.CLASS} or {TAEHV_CLASS}")
+        raise ConfigError(f"{path} says {held}; an autoencoder's says {wan.WAN_CLASS} or {TAEHV_CLASS}")
     return None
+
+
+@dataclass(frozen=True)
+class ImageEncoder:
+    """`load` reads the encoder, when the first picture or video comes: most streams have none. For any thread."""
+
+    load: Callable[[], FrameEncoder]
+    spec: ModelSpec
+    _loading: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def encoder(self) -> FrameEncoder:
+        """The encoder, loaded at the first use. Raises the exceptions of `load`."""
+        with self._loading:
+            return self._loaded
+
+    @cached_property
+    def _loaded(self) -> FrameEncoder:
+        return self.load()
+
+    @torch.inference_mode()
+    def encode(self, picture: NDArray[np.uint8]) -> Tensor:
+        """Latents float32 `[n, C, F, h, w]` in host memory, of the n chunks that a stream begins with together (mostly
+        1), for RGB `picture` `[H, W, 3]` of the model's size.
+
+        The picture stands still in them: it is repeated over all their frames, 9 for a chunk of 3 latent frames of
+        Wan's, as in Krea's server (`release_server.py` of github.com/krea-ai/realtime-video). Waits for the device,
+        whose other streams go on.
+
+        Raises:
+            ConfigError: an autoencoder without an encoder, or files that cannot be read.
+        """
+        encoder, spec = self.encoder, self.spec
+        count = spec.first_chunks * spec.chunk_latents
+        still = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, None]
+        with beside_others(encoder.device):
+            video = still.to(encoder.device, torch.float32) / 127.5 - 1
+            frames = encoder.first_frames + (count - 1) * encoder.temporal
+            latents = encoder.encode(video.expand(-1, -1, frames, -1, -1), encoder.new_memory())[0].float().cpu()
+        return torch.stack(latents.split(spec.chunk_latents, 1))
+
+
+def beside_others(device: torch.device) -> AbstractContextManager[object]:
+    """Context of a separate CUDA stream, so that no forward of a live stream waits for the picture; none on a CPU."""
+    if device.type != "cuda":
+        return nullcontext()
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))  # which has copied the weights
+    return torch.cuda.stream(side)

@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
+
+from streamdiff.models.weight_files import Count
 
 _CAUSAL = (3, 27)
 """Sizes of kernels that see three frames."""
@@ -34,6 +38,8 @@ class DecoderSizes:
 
 
 NO_DECODER = DecoderSizes()
+_Blocks = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+_Strides = tuple[Count, Count, Count]
 
 
 class _Convolution(NamedTuple):
@@ -119,15 +125,15 @@ class TaehvConfig:
     A file may have the decoder alone, without an encoder.
     """
 
-    latent_channels: int = 16
-    patch_size: int = 1
-    decoder_widths: tuple[int, int, int, int] = (256, 128, 64, 64)
-    decoder_blocks: tuple[int, int, int] = (3, 3, 3)
-    decoder_space: tuple[int, int, int] = (2, 2, 2)
-    decoder_time: tuple[int, int, int] = (1, 2, 2)
-    encoder_widths: tuple[int, int, int, int] = (64, 64, 64, 64)
-    encoder_blocks: tuple[int, int, int] = (3, 3, 3)
-    frames_to_trim: int = 3
+    latent_channels: Count = 16
+    patch_size: Count = 1
+    decoder_widths: tuple[Count, Count, Count, Count] = (256, 128, 64, 64)
+    decoder_blocks: _Blocks = (3, 3, 3)
+    decoder_space: _Strides = (2, 2, 2)
+    decoder_time: _Strides = (1, 2, 2)
+    encoder_widths: tuple[Count, Count, Count, Count] = (64, 64, 64, 64)
+    encoder_blocks: _Blocks = (3, 3, 3)
+    frames_to_trim: Annotated[int, Field(ge=0)] = 3
     has_encoder: bool = True
 
     @property

@@ -4,13 +4,20 @@ whole clip.
 
 Weights are held and never changed; a stream's memory is an argument. The first latent frame is one picture, each later
 one is `temporal` (4) pictures. All methods run without gradients.
+
+Files have diffusers' tensor names, or those of `Wan2.1_VAE.pth`, with the same shapes: two residual blocks a level in
+the encoder, three in the decoder. Wan2.2's is nested otherwise. The layout is recognised from the names, and without a
+configuration the architecture from the shapes.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import (
@@ -24,14 +31,20 @@ from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.memory_size import wan_values
-from streamdiff.models.autoencoder.normalisation import Normalisation, check_shape, split_whole
-from streamdiff.models.autoencoder.picture_decoder import DecoderState
+from streamdiff.models.autoencoder.picture_decoder import (
+    WAN_CHANNELS,
+    DecoderState,
+    Normalisation,
+    check_shape,
+    split_whole,
+)
+from streamdiff.models.weight_files import some
 from streamdiff.session_state.fields import STATE, session_state
 
 
 @session_state("wan-memory")
 @dataclass
-class Memory:
+class WanMemory:
     """A stream's state between calls: the inputs that causal convolutions look back on.
 
     `features`: one entry per causal convolution, in the order they run: None before its first call, then its last one
@@ -46,7 +59,7 @@ class Memory:
     pending: Tensor | None = field(default=None, metadata=STATE)
 
 
-class _Half:
+class _WanHalf:
     """Base of decoder and encoder: sizes, device, dtype and normalisation."""
 
     def __init__(self, autoencoder: AutoencoderKLWan, half: nn.Module) -> None:
@@ -61,15 +74,15 @@ class _Half:
         self.normalisation = Normalisation(config["latents_mean"], config["latents_std"], self.device)
         self._slots = sum(isinstance(module, WanCausalConv3d) for module in half.modules())
 
-    def new_memory(self) -> Memory:
-        return Memory()
+    def new_memory(self) -> WanMemory:
+        return WanMemory()
 
-    def _features(self, memory: Memory) -> list[Tensor | str | None]:
+    def _features(self, memory: WanMemory) -> list[Tensor | str | None]:
         """A copy to work on: a call that fails half-way leaves the stream as it was."""
         return list(memory.features) or [None] * self._slots
 
 
-def _check(what: str, piece: Tensor, channels: int, memory: Memory, spatial: int = 1) -> tuple[int, int, int]:
+def _check(what: str, piece: Tensor, channels: int, memory: WanMemory, spatial: int = 1) -> tuple[int, int, int]:
     """See `check_shape`; ValueError also where the stream began with another size."""
     size = check_shape(what, piece, channels, spatial)
     if memory.size not in (None, size):
@@ -104,7 +117,7 @@ def _double_frames(
     return pictures
 
 
-class WanDecoder(_Half):
+class WanDecoder(_WanHalf):
     """Latents to frames, a `VideoDecoder`."""
 
     def __init__(self, autoencoder: AutoencoderKLWan) -> None:
@@ -133,7 +146,7 @@ class WanDecoder(_Half):
         return self.dtype.itemsize * wan_values(self.autoencoder.config, height, width)
 
     @torch.inference_mode()
-    def decode_video(self, latents: Tensor, memory: Memory) -> Tensor:
+    def decode_video(self, latents: Tensor, memory: WanMemory) -> Tensor:
         """Normalised latents `[B, C, F, h, w]` to frames float32 `[B, 3, n, H, W]` in [-1, 1]. Mutates: memory.
 
         Raises:
@@ -143,7 +156,7 @@ class WanDecoder(_Half):
         return self.decode_raw(self.normalisation.undo(latents), memory).float()
 
     @torch.inference_mode()
-    def decode_raw(self, raw: Tensor, memory: Memory) -> Tensor:
+    def decode_raw(self, raw: Tensor, memory: WanMemory) -> Tensor:
         """As `decode_video`, for raw latents, in the weights' dtype: `AutoencoderKLWan.decode`, piece by piece.
 
         Raises:
@@ -156,7 +169,7 @@ class WanDecoder(_Half):
         self.remember(raw, memory, past)
         return torch.cat(parts, 2)
 
-    def past(self, latents: Tensor, memory: Memory) -> DecoderState:
+    def past(self, latents: Tensor, memory: WanMemory) -> DecoderState:
         """See `VideoDecoder`. A stream's first two latent frames meet three kinds: nothing, then one frame of each
         layer and a word where time is stretched, then two frames, from there on always."""
         _check("latents", latents, self.latent_channels, memory)
@@ -172,7 +185,7 @@ class WanDecoder(_Half):
         video, after = self._step(self.normalisation.undo(piece), past)
         return (video[0].float().transpose(0, 1) + 1) * 127.5, after
 
-    def remember(self, latents: Tensor, memory: Memory, past: DecoderState) -> int:
+    def remember(self, latents: Tensor, memory: WanMemory, past: DecoderState) -> int:
         memory.features, memory.size = list(past.values()), _check("latents", latents, self.latent_channels, memory)
         return 0
 
@@ -190,7 +203,7 @@ class WanDecoder(_Half):
         return video.clamp(-1, 1), after
 
 
-class WanEncoder(_Half):
+class WanEncoder(_WanHalf):
     """Frames to latents: the mean of the autoencoder's distribution, nothing is drawn.
 
     Frames may come in any numbers. One frame makes the first latent frame, `temporal` each later one; what does not
@@ -218,7 +231,7 @@ class WanEncoder(_Half):
             )
         return 1 + groups
 
-    def encode(self, video: Tensor, memory: Memory) -> Tensor:
+    def encode(self, video: Tensor, memory: WanMemory) -> Tensor:
         """Frames `[B, 3, n, H, W]` in [-1, 1], n at least 1, to normalised latents float32 `[B, C, F, h, w]`; F may be
         0. Mutates: memory.
 
@@ -230,7 +243,7 @@ class WanEncoder(_Half):
             return self.normalisation.apply(self.encode_raw(video, memory))
 
     @torch.inference_mode()
-    def encode_raw(self, video: Tensor, memory: Memory) -> Tensor:
+    def encode_raw(self, video: Tensor, memory: WanMemory) -> Tensor:
         """As `encode`, but raw latents in the weights' dtype: the mean of `AutoencoderKLWan.encode`, piece by piece."""
         size = batch, height, width = _check("frames", video, 3, memory, self.spatial)
         features, first = self._features(memory), 0 if memory.features else 1
@@ -249,7 +262,7 @@ class WanEncoder(_Half):
         memory.size, memory.pending = size, pending
         return raw
 
-    def finish(self, memory: Memory) -> Tensor | None:
+    def finish(self, memory: WanMemory) -> Tensor | None:
         """End an encoded stream; returns None, as no latent frame is pending.
 
         Raises:
@@ -259,3 +272,142 @@ class WanEncoder(_Half):
             left = memory.pending.shape[2]
             raise ConfigError(f"{left} frames are left over at the end, but {self.temporal} make a latent frame")
         return None
+
+
+Half = Literal["decoder", "encoder", "both"]
+WAN_CLASS = "AutoencoderKLWan"
+WAN_PREFIXES: dict[Half, tuple[str, ...]] = {
+    "decoder": ("decoder.", "post_quant_conv."),
+    "encoder": ("encoder.", "quant_conv."),
+    "both": ("",),
+}
+_BLOCKS = 2
+"""Residual blocks of a level, in every layout that this reads without a configuration."""
+
+
+def read_wan(
+    path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None
+) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """The tensors in diffusers' names, and the configuration: `config`, or what the shapes tell. `path` is for
+    messages.
+
+    Raises:
+        ConfigError: original names that are none of the layout; or sizes that neither a configuration nor the shapes
+            tell.
+    """
+    if is_original(tensors):
+        tensors = {target: tensors[name] for name, target in to_diffusers(tensors).items()}
+    return tensors, config or _config_of(path, tensors)
+
+
+def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The configuration of diffusers' class, inferred from the shapes of tensors with diffusers' names."""
+
+    def channels(name: str) -> int:
+        if name not in tensors:
+            raise ConfigError(
+                f"{path} has no tensor {name}, so its size is unknown; expected the names of Wan2.1_VAE.pth or of a "
+                "diffusers AutoencoderKLWan"
+            )
+        return tensors[name].shape[0]
+
+    base = channels("encoder.conv_in.weight")
+    latents = channels("post_quant_conv.weight")
+    if latents != WAN_CHANNELS:
+        raise ConfigError(
+            f"{path} has {latents} latent channels, but only for {WAN_CHANNELS} are mean and standard deviation "
+            "known; use a diffusers folder, whose config.json has latents_mean and latents_std"
+        )
+    step = _BLOCKS + 1
+    firsts = [index for index in range(0, 100, step) if f"encoder.down_blocks.{index}.conv1.weight" in tensors]
+    return {
+        "base_dim": base,
+        "decoder_base_dim": channels("decoder.norm_out.gamma"),
+        "z_dim": latents,
+        "dim_mult": [channels(f"encoder.down_blocks.{index}.conv1.weight") // base for index in firsts],
+        "num_res_blocks": _BLOCKS,
+        "temperal_downsample": [
+            f"encoder.down_blocks.{index + step - 1}.time_conv.weight" in tensors for index in firsts[:-1]
+        ],
+    }
+
+
+# ---- original names -------------------------------------------------------------------------------------------------
+
+_LEAF = r"(?P<leaf>weight|bias)"
+_HALF = r"(?P<half>encoder|decoder)"
+_IN_BLOCK = {
+    "residual.0.gamma": "norm1.gamma",
+    "residual.2.weight": "conv1.weight",
+    "residual.2.bias": "conv1.bias",
+    "residual.3.gamma": "norm2.gamma",
+    "residual.6.weight": "conv2.weight",
+    "residual.6.bias": "conv2.bias",
+    "shortcut.weight": "conv_shortcut.weight",
+    "shortcut.bias": "conv_shortcut.bias",
+}
+_BLOCK = "(?P<block>" + "|".join(map(re.escape, _IN_BLOCK)) + ")"
+_RESAMPLE = r"(?P<resample>(?:resample\.1|time_conv)\.(?:weight|bias))"
+_ATTENTION = r"(?P<attention>norm\.gamma|(?:to_qkv|proj)\.(?:weight|bias))"
+# Decoder: three residual blocks and what enlarges, counted through.
+_LEVEL = 4
+
+_RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), target)
+    for pattern, target in (
+        (rf"conv1\.{_LEAF}", "quant_conv.{leaf}"),
+        (rf"conv2\.{_LEAF}", "post_quant_conv.{leaf}"),
+        (rf"{_HALF}\.conv1\.{_LEAF}", "{half}.conv_in.{leaf}"),
+        (rf"{_HALF}\.head\.0\.gamma", "{half}.norm_out.gamma"),
+        (rf"{_HALF}\.head\.2\.{_LEAF}", "{half}.conv_out.{leaf}"),
+        (rf"{_HALF}\.middle\.(?P<middle>[02])\.{_BLOCK}", "{half}.mid_block.resnets.{middle}.{block}"),
+        (rf"{_HALF}\.middle\.1\.{_ATTENTION}", "{half}.mid_block.attentions.0.{attention}"),
+        (rf"encoder\.downsamples\.(?P<index>\d+)\.{_BLOCK}", "encoder.down_blocks.{index}.{block}"),
+        (rf"encoder\.downsamples\.(?P<index>\d+)\.{_RESAMPLE}", "encoder.down_blocks.{index}.{resample}"),
+        (rf"decoder\.upsamples\.(?P<index>\d+)\.{_BLOCK}", "decoder.up_blocks.{level}.resnets.{place}.{block}"),
+        (rf"decoder\.upsamples\.(?P<index>\d+)\.{_RESAMPLE}", "decoder.up_blocks.{level}.upsamplers.0.{resample}"),
+    )
+)
+_ORIGINAL = re.compile(r"(?:encoder\.downsamples|decoder\.upsamples|(?:encoder|decoder)\.(?:middle|head))\..*")
+
+
+def is_original(names: Iterable[str]) -> bool:
+    """Whether any of the names is one of the original layout that diffusers does not have."""
+    return any(_ORIGINAL.fullmatch(name) for name in names)
+
+
+def to_diffusers(names: Iterable[str]) -> dict[str, str]:
+    """diffusers' name of each original name, in the same order.
+
+    Raises:
+        ConfigError: lists names that are none of the layout.
+    """
+    found = {name: _renamed(name) for name in names}
+    unknown = [name for name, target in found.items() if target is None]
+    if unknown:
+        raise ConfigError(
+            f"{len(unknown)} of {len(found)} tensor names are not those of Wan2.1_VAE.pth: {some(unknown)}; a Wan2.2 "
+            "autoencoder can be used as a diffusers folder"
+        )
+    return {name: target for name, target in found.items() if target is not None}
+
+
+def _renamed(name: str) -> str | None:
+    for pattern, target in _RULES:
+        if match := pattern.fullmatch(name):
+            return _filled(target, match.groupdict())
+    return None
+
+
+def _filled(target: str, parts: dict[str, str]) -> str | None:
+    """The target's name; None where a block stands in the place of what enlarges, or the other way round."""
+    if "block" in parts:
+        parts["block"] = _IN_BLOCK[parts["block"]]
+    if "middle" in parts:
+        parts["middle"] = str(int(parts["middle"]) // 2)
+    if "{level}" in target:
+        level, place = divmod(int(parts["index"]), _LEVEL)
+        if ("block" in parts) != (place < _LEVEL - 1):
+            return None
+        parts |= {"level": str(level), "place": str(place)}
+    return target.format(**parts)

@@ -1,30 +1,27 @@
 """The language of the embedded model: what a prompt changes in the picture, and the sentence that the model is given.
 
-Every prompt is turned into one sentence of a fixed form (`canonical`), the only one that the model is trained on. Pure
-text; knows nothing about tensors.
+A prompt's words are looked up in `words.txt`, plurals and typing mistakes included (`read_words`), sorted into what is
+said of things and of their setting (`parse`), and change the scene (`apply`). Every scene is one sentence of a fixed
+form (`canonical`), the only one that the model is trained on. Pure text; knows nothing about tensors.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
-from streamdiff.models.interfaces import ParsedPrompt
-from streamdiff.models.tiny.requests import DEFAULT, Group, Request, apply, parse
-from streamdiff.models.tiny.scene import (
-    COLOR_NAMES,
-    SETTING_TABLES,
-    SHAPES,
-    THING_TABLES,
-    Scene,
-    Thing,
-)
-from streamdiff.models.tiny.vocabulary import Word
+from streamdiff.models.spec import ParsedPrompt
+from streamdiff.models.tiny.scene import COLOR_NAMES, SETTING_TABLES, SHAPES, SPEEDS, THING_TABLES, Scene, Thing, plain
 
-MOTION_WORDS = {
-    "left": "moving left",
-    "right": "moving right",
-    "up": "moving up",
-    "down": "moving down",
+TABLE = Path(__file__).parent / "words.txt"
+DEFAULT = Scene()
+STARTS_OVER = 3
+"""A prompt that says so much of color, shape, motion and place, with an article, describes a new picture."""
+MOTION_WORDS = {way: f"moving {way}" for way in ("left", "right", "up", "down")} | {
     "still": "standing still",
     "bouncing": "bouncing",
     "spinning": "spinning",
@@ -83,21 +80,32 @@ _DRAWN = {
     "weather": {"clear": "clear weather", "rain": "rain", "snow": "snow", "wind": "wind"},
     "camera": {"still": "a still camera", "left": "the camera panning left", "right": "the camera panning right"},
 }
-"""How people are told what is drawn for a word that has only a nearest meaning."""
+"""How the notice names what is drawn for a word that has only a nearest meaning."""
+_OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
+_JOINERS = {"and", "with", "while", ",", "and another", "plus"}
+_REPLACING = {"replace", "exchange", "swap"}
+_ENDINGS = (("ies", "y"), ("ves", "f"), ("es", ""), ("s", ""))
+_MOST_WORDS = 200
+
+
+# ---- sentences -------------------------------------------------------------------------------------------------------
 
 
 def canonical(scene: Scene) -> str:
     """The sentence for `scene`. What a prompt means unless it says otherwise (large, by day, ...) is left out."""
-    things = " and ".join(_thing(thing) for thing in scene.things)
+    things = " and ".join(map(_thing_words, scene.things))
     where = PLACE_WORDS[scene.place] + HOUR_WORDS[scene.hour] + WEATHER_WORDS[scene.weather]
     return f"{things} {where}{CAMERA_WORDS[scene.camera]}"
 
 
-def _thing(thing: Thing) -> str:
+def _thing_words(thing: Thing) -> str:
     size = "small " if thing.size == "small" else ""
-    article = "an" if (size or thing.color)[0] in "aeiou" else "a"
     speed = "" if thing.motion == "still" else SPEED_WORDS[thing.speed]
-    return f"{article} {size}{thing.color} {thing.shape} {MOTION_WORDS[thing.motion]}{speed}"
+    return _with_article(f"{size}{thing.color} {thing.shape} {MOTION_WORDS[thing.motion]}{speed}")
+
+
+def _with_article(words: str) -> str:
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
 def known_words() -> list[str]:
@@ -123,55 +131,440 @@ def read(prompt: str, previous: str | None) -> ParsedPrompt:
     scene = apply(request, before)
     text = canonical(scene)
     remarks = _remarks(request, scene)
-    strange = list(dict.fromkeys(f"“{piece.typed[:24]}”" for piece, _ in request.pieces if not piece.known))
+    unknown = ", ".join(list(dict.fromkeys(f"“{word.typed[:24]}”" for word in request.words if not word.known))[:4])
     if request.empty:
-        named = f" ({', '.join(strange[:4])})" if strange else ""
-        nothing = "" if remarks else f"I did not find anything I can draw in that{named}. "
-        remark = " ".join(remarks) + " " if remarks else ""
-        return ParsedPrompt(text, f"{remark}{nothing}I know {VOCABULARY}. Showing “{text}”.")
-    shapes = sum(bool(piece.values("shape")) for piece, _ in request.pieces)
-    if shapes > 2 or (request.add and before.second):
-        remarks.append("I draw two things at most.")
-    if strange:
-        remarks.append(f"I do not know {', '.join(strange[:4])}; I know {VOCABULARY}.")
-    if " ".join(prompt.lower().split()) == text:
-        return ParsedPrompt(text)
-    remarks.append(f"Showing “{text}”.")
-    return ParsedPrompt(text, " ".join(remarks))
+        if not remarks:
+            remarks = [f"I did not find anything I can draw in that{unknown and f' ({unknown})'}."]
+        remarks.append(f"I know {VOCABULARY}.")
+    else:
+        if sum("shape" in word.says for word in request.words) > 2 or ("add" in request.wishes and before.second):
+            remarks.append("I draw two things at most.")
+        if unknown:
+            remarks.append(f"I do not know {unknown}; I know {VOCABULARY}.")
+        if " ".join(prompt.lower().split()) == text:
+            return ParsedPrompt(text)
+    return ParsedPrompt(text, " ".join([*remarks, f"Showing “{text}”."]))
 
 
 def _remarks(request: Request, scene: Scene) -> list[str]:
     """What was understood otherwise than typed, each word once, `MOST_REMARKS` at most."""
     remarks: dict[str, str] = {}
-    for piece, group in request.pieces:
-        word = piece.typed[:24]
-        if piece.misspelt:
-            remarks[word] = f"“{word}”: I read “{piece.entry}”."
-        for value in piece.values("cannot"):
-            remarks[word] = f"“{word}”: {CANNOT[value]}."
-        if piece.meaning and not piece.meaning.exact and (nearest := _nearest(piece, group, request, scene)):
-            remarks[word] = f"“{word}”: I draw {nearest}."
+    for group in request.spoken:
+        for word in group.words:
+            typed = word.typed[:24]
+            if word.misspelt:
+                remarks[typed] = f"“{typed}”: I read “{word.entry}”."
+            if "cannot" in word.says:
+                remarks[typed] = f"“{typed}”: {CANNOT[word.says['cannot']]}."
+            if not word.exact and (nearest := _nearest(word, group, request, scene)):
+                remarks[typed] = f"“{typed}”: I draw {nearest}."
     for color in request.uncolored:
         remarks[color] = f"“{color}”: only things have a color that can be chosen."
     return list(remarks.values())[:MOST_REMARKS]
 
 
-def _nearest(piece: Word, group: Group, request: Request, scene: Scene) -> str:
+def _nearest(word: Word, group: Group, request: Request, scene: Scene) -> str:
     """What is drawn for a word that has only a nearest meaning; empty where other words of the prompt decided."""
-    assert piece.meaning is not None
-    won = {
-        name: value
-        for name, value in piece.meaning.says
-        if (request.setting.get(name) if name in SETTING_TABLES else group.named.get(name)) == value
-        and name not in (request.certain if name in SETTING_TABLES else group.says)
-    }
+    thing_words, setting_words = (group.named, group.says), (request.setting, request.certain)
+    won = {}
+    for name, value in word.says.items():
+        named, exact = setting_words if name in SETTING_TABLES else thing_words
+        if named.get(name) == value and name not in exact:
+            won[name] = value
     if "shape" in won:
-        things = scene.things if group is request.groups[0] else scene.things[::-1]
+        things: Sequence[Thing] = scene.things if group is request.groups[0] else scene.things[::-1]
         alike = [thing for thing in things if thing.shape == won["shape"]]
-        named = [thing for thing in alike if thing.color == group.named.get("color", thing.color)]
-        for thing in [*named, *alike][:1]:
-            return f"{'an' if thing.color[0] in 'aeiou' else 'a'} {thing.color} {thing.shape}"
+        of_color = [thing for thing in alike if thing.color == group.named.get("color", thing.color)]
+        for thing in [*of_color, *alike][:1]:
+            return _with_article(f"{thing.color} {thing.shape}")
     return " and ".join(_DRAWN[name][value] if name in _DRAWN else value for name, value in won.items())
 
 
-assert {f.name for f in fields(Thing)} == set(THING_TABLES)
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Word:
+    """A piece of a prompt: its words as typed, and the entry of the table that was found (after plural and spelling)
+    with what it `says`, values by field; `exact` is False where that is only the nearest that can be drawn. Nothing is
+    said by a filler and by what is not known (`known` tells them apart). `many`: a plural."""
+
+    typed: str
+    entry: str
+    says: Mapping[str, str] = field(default_factory=dict)
+    exact: bool = False
+    known: bool = True
+    many: bool = False
+
+    @property
+    def misspelt(self) -> bool:
+        return self.known and not self.many and self.typed != self.entry
+
+
+class WordTable(NamedTuple):
+    """`words.txt`: what words and phrases (with single spaces) say, and whether exactly; `fillers`, words that may
+    stand in a prompt and say nothing of their own; words `apart`, which are no typing mistakes although they look like
+    it."""
+
+    meanings: dict[str, tuple[dict[str, str], bool]]
+    fillers: set[str]
+    apart: set[str]
+
+
+@cache
+def word_table() -> WordTable:
+    table = WordTable({}, set(), set())
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        meaning, _, words = line[1:].partition(":")
+        if line.startswith(("=", "~")):
+            says = dict(part.split() for part in meaning.split(","))
+            for word in words.split():
+                table.meanings[re.sub("[_-]", " ", word)] = says, line[0] == "="
+        elif line.startswith("-"):
+            table.apart.update(words.split())
+        elif line.startswith("."):
+            table.fillers.update(words.split())
+    return table
+
+
+def words_of(text: str) -> list[str]:
+    """Lower-case words of a text and commas; other punctuation, digits and symbols separate."""
+    return re.findall(r"[a-z]+|,", re.sub(r"['\u2019]s\b", "", text.lower()))
+
+
+def read_words(prompt: str) -> list[Word]:
+    """The prompt as pieces, longest phrases first."""
+    meanings, typed = word_table().meanings, words_of(prompt)[:_MOST_WORDS]
+    longest = max(entry.count(" ") for entry in meanings) + 1
+    found: list[Word] = []
+    while typed:
+        phrases = (" ".join(typed[:length]) for length in range(min(longest, len(typed)), 1, -1))
+        phrase = next((phrase for phrase in phrases if phrase in meanings), typed[0])
+        found.append(_word(phrase))
+        del typed[: phrase.count(" ") + 1]
+    return found
+
+
+def _word(typed: str) -> Word:
+    """What a single word, or a phrase of the table, says."""
+    meanings, fillers, _ = word_table()
+    if typed in meanings:
+        return Word(typed, typed, *meanings[typed])
+    if typed in fillers or len(typed) < 3:
+        return Word(typed, typed)
+    if (entry := singular(typed)) is not None:
+        return Word(typed, entry, *meanings[entry], many=True)
+    if (entry := spelt(typed)) is not None:
+        return Word(typed, entry, *meanings[entry])
+    return Word(typed, typed, known=False)
+
+
+def singular(word: str) -> str | None:
+    """The entry of which `word` is the plural."""
+    for ending, instead in _ENDINGS:
+        entry = word.removesuffix(ending) + instead
+        if word.endswith(ending) and len(word) >= len(ending) + 2 and entry in word_table().meanings:
+            return entry
+    return None
+
+
+@cache
+def spelt(word: str) -> str | None:
+    """The known single word that was probably meant: one edit away, or two in words of eight letters and more. Short
+    words are taken for no word of the table that has only a nearest meaning: too many are one edit away."""
+    meanings, _, apart = word_table()
+    if not 4 <= len(word) <= 20 or word in apart:
+        return None
+    most = 2 if len(word) >= 8 else 1
+    candidates = [
+        (distance(word, entry, most), not exact, entry)
+        for entry, (_, exact) in meanings.items()
+        if (exact or len(word) >= 6) and _looks_alike(word, entry, most)
+    ]
+    edits, _, best = min(candidates, default=(most + 1, True, ""))
+    return best if edits <= most else None
+
+
+def _looks_alike(word: str, entry: str, most: int) -> bool:
+    """Whether a word may be `most` edits from a single word of the table: those that begin otherwise are not meant."""
+    if " " in entry or len(entry) < 3 or abs(len(entry) - len(word)) > most:
+        return False
+    return entry[0] == word[0] or entry[1:2] == word[1:2]
+
+
+def distance(one: str, other: str, most: int) -> int:
+    """Edits (insert, delete, replace, swap neighbours) between two words; more than `most` may be said as most + 1."""
+    before, last = list(range(len(other) + 1)), list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        row = [i]
+        for j, b in enumerate(other, 1):
+            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        before, last = last, row
+        if min(row) > most:
+            return most + 1
+    return last[-1]
+
+
+# ---- what a prompt asks for ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """What a prompt says of one thing, in these `words`: fields of `Thing` (`says` by exact words, `implied` by near
+    ones), and how it speaks of it. `many`: in the plural."""
+
+    words: Sequence[Word]
+    says: dict[str, str] = field(default_factory=dict)
+    implied: dict[str, str] = field(default_factory=dict)
+    changes: list[str] = field(default_factory=list)
+    article: bool = False
+    two: bool = False
+    many: bool = False
+
+    @property
+    def says_anything(self) -> bool:
+        return bool(self.says or self.implied or self.changes or self.two)
+
+    @property
+    def named(self) -> dict[str, str]:
+        """What is said, exact words before near ones."""
+        return {**self.implied, **self.says}
+
+
+@dataclass
+class Request:
+    """A parsed prompt: `groups` of what is to be, of those `spoken` of; and what is said of the setting, whose fields
+    in `certain` were said exactly. `ends` are weathers that are to end; `uncolored` colors that were said of the
+    setting, which has none that can be chosen; `wishes` any of add, remove, one, both and edit; `target` what is said
+    of the thing that is to become another, as in "turn the circle into a heart"."""
+
+    spoken: list[Group] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    setting: dict[str, str] = field(default_factory=dict)
+    certain: set[str] = field(default_factory=set)
+    ends: set[str] = field(default_factory=set)
+    uncolored: list[str] = field(default_factory=list)
+    wishes: set[str] = field(default_factory=set)
+    target: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> list[Word]:
+        return [word for group in self.spoken for word in group.words]
+
+    @property
+    def empty(self) -> bool:
+        described = any(group.says_anything for group in self.groups) or self.setting or self.ends
+        return not (described or self.wishes & {"add", "remove", "one"})
+
+
+def parse(prompt: str) -> Request:
+    """Sort the prompt's words into what is said of things and of their setting."""
+    words = read_words(prompt)
+    request, uncolored, cut = Request(), _colors_of_setting(words), _cut(words)
+    for start, end in [(0, cut), (cut, len(words))][: 1 if cut == len(words) else 2]:
+        group = Group(words[start:end])
+        for index in range(start, end):
+            if index in uncolored:
+                request.uncolored.append(words[index].typed)
+            else:
+                _take(words[index], group, request)
+        request.spoken.append(group)
+    request.groups = list(request.spoken)
+    _find_target(request)
+    return request
+
+
+def _cut(words: list[Word]) -> int:
+    """Where the second thing begins to be spoken of, before the second shape's words; at the end where it is not."""
+    shapes = [index for index, word in enumerate(words) if "shape" in word.says]
+    if len(shapes) > 1:
+        between = range(shapes[0] + 1, shapes[1])
+        cuts = [index for index in between if words[index].entry in {*_JOINERS, "instead of"}]
+        begins = [i for i in between if words[i].entry in ("a", "an", "the") or "color" in words[i].says]
+        return cuts[-1] if cuts else (begins or [shapes[1]])[0]
+    colors = _exact_colors(words)
+    if len(shapes) == 1 and words[shapes[0]].many and len(colors) == 2 and colors[1] < shapes[0]:
+        return colors[1]  # "red and blue circles"
+    return len(words)
+
+
+def _exact_colors(words: Sequence[Word]) -> list[int]:
+    return [index for index, word in enumerate(words) if word.exact and "color" in word.says]
+
+
+def _colors_of_setting(words: list[Word]) -> set[int]:
+    """Which words are colors of a place, an hour or a weather: "a green meadow", "make the sky purple"."""
+
+    def setting(word: Word) -> bool:
+        # "blue in the rain" is a blue thing: only nouns have colors, not "in the rain"
+        only_setting = word.says and word.says.keys() <= SETTING_TABLES.keys()
+        return bool(only_setting) and word.entry.split()[0] not in word_table().fillers
+
+    about_things = any({"shape", "refer"} & word.says.keys() for word in words)
+    found = set()
+    for index in _exact_colors(words):
+        before, after = words[max(0, index - 1) : index], words[index + 1 : index + 3]
+        of_thing = len(after) == 2 and "shape" in after[1].says  # "a green desert flower"
+        if (any(map(setting, after[:1])) and not of_thing) or (any(map(setting, before)) and not about_things):
+            found.add(index)
+    return found
+
+
+def _take(word: Word, group: Group, request: Request) -> None:
+    """Mutates: group, request."""
+    group.article |= word.entry in ("a", "an")
+    for name, value in word.says.items():
+        if name in THING_TABLES:
+            (group.says if word.exact else group.implied).setdefault(name, value)
+            group.many |= name == "shape" and word.many
+        elif name in SETTING_TABLES:
+            if word.exact or name not in request.certain:
+                request.setting[name] = value  # the last word counts
+                request.certain |= {name} if word.exact else set()
+        elif name == "end":
+            request.ends.add(value)
+        elif name == "change":
+            group.changes.append(value)
+        elif value == "two":
+            group.two = True
+        elif name != "cannot":
+            request.wishes |= {value, "edit"} if name in ("refer", "edit") else {value}
+
+
+def _find_target(request: Request) -> None:
+    """Find out whether one half of the prompt only says which thing is meant. Mutates: request."""
+    groups, entries = request.groups, {word.entry for word in request.words}
+    if len(groups) == 2:
+        joined = groups[1].words[0].entry in _JOINERS
+        if "instead of" in entries:
+            kept, target = groups
+        elif "edit" in request.wishes and (not joined or entries & _REPLACING):
+            target, kept = groups
+        else:
+            return
+        request.target, request.groups = target.says, [kept]
+        request.wishes.add("edit")
+        return
+    [group], colors = groups, _exact_colors(groups[0].words)
+    if "edit" not in request.wishes or len(colors) != 2 or group.article:
+        return
+    between = group.words[colors[0] + 1 : colors[1]]
+    if any("shape" in word.says or word.entry in ("one", "thing") for word in between):  # "make the blue one red"
+        request.target = {name: value for name, value in group.says.items() if name in ("shape", "color")}
+        group.says.pop("shape", None)
+        group.says["color"] = group.words[colors[1]].says["color"]
+
+
+# ---- the scene after it ----------------------------------------------------------------------------------------------
+
+
+def apply(request: Request, before: Scene) -> Scene:
+    """The scene after a request, when `before` was shown. What it leaves open stays, unless it describes a new one."""
+    groups, wishes = [group for group in request.groups if group.says_anything], request.wishes
+    if "remove" in wishes:
+        return _removed(request, groups, before)
+    scene = _placed(DEFAULT if _describes(request, groups) else before, request.setting, request.ends)
+    if not groups:
+        if "add" in wishes:
+            return replace(scene, second=scene.second or _beside(scene.first))
+        return replace(scene, second=None) if "one" in wishes else scene
+    group, first = groups[0], scene.first
+    if len(groups) == 2:
+        scene = _both(groups, scene)
+    elif "add" in wishes:
+        scene = replace(scene, second=_changed(group, scene.second or _beside(first)))
+    elif group.two or (group.many and (scene.second or "both" not in wishes)):
+        first = _changed(group, first)
+        scene = replace(scene, first=first, second=_changed(group, scene.second or _beside(first)))
+    elif "one" in wishes or scene.second is None or (group.article and "edit" not in wishes and "shape" in group.named):
+        meant = ("one" in wishes and _owner(group.named, scene)) or first
+        scene = replace(scene, first=_changed(group, meant), second=None)
+    else:
+        scene = _edited(request, group, scene)
+    return plain(scene)
+
+
+def _describes(request: Request, groups: list[Group]) -> bool:
+    """Whether a prompt describes a picture of its own, rather than a change of the one that is shown."""
+    if not groups or request.wishes & {"edit", "add"} or not groups[0].article:
+        return False
+    named = groups[0].named
+    count = sum(name in named for name in ("color", "shape", "motion")) + ("place" in request.setting)
+    return "shape" in named and count >= STARTS_OVER
+
+
+def _placed(scene: Scene, setting: dict[str, str], ends: set[str]) -> Scene:
+    """`scene` with what `setting` says of place, hour, weather and camera, and without a weather that `ends`."""
+    scene = replace(scene, **setting)  # type: ignore[arg-type]
+    return replace(scene, weather="clear") if scene.weather in ends else scene
+
+
+def _both(groups: list[Group], scene: Scene) -> Scene:
+    """Both things changed, or given, whichever of them is spoken of first."""
+    if "shape" not in groups[0].named:  # "red and blue circles"
+        groups = [replace(groups[0], says={**groups[1].says, **groups[0].says}), groups[1]]
+    if scene.second:
+        first, second = (_owner(group.named, scene) for group in groups)
+        if (first is scene.second and second is not scene.second) or (
+            second is scene.first and first is not scene.first
+        ):
+            groups = groups[::-1]
+    thing = _changed(groups[0], scene.first)
+    return replace(scene, first=thing, second=_changed(groups[1], scene.second or _beside(thing)))
+
+
+def _owner(said: dict[str, str], scene: Scene) -> Thing | None:
+    """The one of the scene's two things that `said` describes by shape or color; None if that is not clear."""
+    if scene.second is None:
+        return None
+    for name in ("shape", "color"):
+        first, second = (getattr(thing, name) for thing in scene.things)
+        if first != second and said.get(name) in (first, second):
+            return scene.first if said[name] == first else scene.second
+    return None
+
+
+def _edited(request: Request, group: Group, scene: Scene) -> Scene:
+    """Change the thing that is meant, or both; `scene` has two."""
+    assert scene.second is not None
+    meant = request.target or {name: value for name, value in group.named.items() if name in ("color", "shape")}
+    if "both" in request.wishes or not meant:  # "faster" is for all that is there
+        return replace(scene, first=_changed(group, scene.first), second=_changed(group, scene.second))
+    if _owner(meant, scene) is scene.second:
+        return replace(scene, second=_changed(group, scene.second))
+    return replace(scene, first=_changed(group, scene.first))
+
+
+def _removed(request: Request, groups: list[Group], before: Scene) -> Scene:
+    """Without what is named: a weather, the camera's movement, the thing of that shape or color, or the second one."""
+    camera = {"camera": "still"} if "camera" in request.setting else {}
+    scene = _placed(before, camera, request.ends | {request.setting.get("weather", "")})
+    if request.ends or {"weather", "camera"} & request.setting.keys() or scene.second is None:
+        return scene
+    first_meant = bool(groups) and _owner(groups[0].named, scene) is scene.first
+    return replace(scene, first=scene.second if first_meant else scene.first, second=None)
+
+
+def _beside(thing: Thing) -> Thing:
+    """A second thing of which nothing is said: unlike the first in color and shape, and going the other way."""
+    color = COLOR_NAMES[(COLOR_NAMES.index(thing.color) + 4) % len(COLOR_NAMES)]
+    shape = SHAPES[(SHAPES.index(thing.shape) + 3) % len(SHAPES)]
+    return Thing(color, shape, _OPPOSITE.get(thing.motion, thing.motion))
+
+
+def _changed(group: Group, thing: Thing) -> Thing:
+    """`thing` with what the group says of it."""
+    named = group.named
+    if "reverse" in group.changes and "motion" not in group.says:
+        named.pop("motion", None)  # "move the other way"
+    thing = replace(thing, **named)
+    for change in group.changes:
+        if change == "reverse":
+            thing = replace(thing, motion=_OPPOSITE.get(thing.motion, thing.motion))
+        else:
+            rank = SPEEDS.index(thing.speed) + (1 if change == "faster" else -1)
+            thing = replace(thing, speed=SPEEDS[max(0, min(rank, len(SPEEDS) - 1))])
+    return thing

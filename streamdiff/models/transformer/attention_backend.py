@@ -1,9 +1,10 @@
-"""Which attention kernel runs, by name, and whether it can be trusted here.
+"""Which attention kernel runs, by name, whether it can be trusted here, and which is the fastest for a model.
 
 Names are torch's own kernels, and FlashAttention 3 and 4 and SageAttention, where they are installed. A kernel that is
 fast and wrong gives a picture of noise and no error (a published one does so on Hopper GPUs), so the chosen one
-computes a small case at the start and is compared with the plain formula. Which is the fastest for a model is found out
-in `attention_trial`.
+computes a small case at the start and is compared with the plain formula. `auto` of `model.attention` on CUDA is found
+by trial on the device: each candidate computes self-attention at the model's real sizes; one that cannot run, or whose
+numbers are wrong, is left out; the others are timed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,8 +21,9 @@ import torch.nn.attention as torch_attention
 import torch.nn.functional as F
 from torch import Tensor
 
+from streamdiff.device import seconds_per_call
 from streamdiff.errors import ConfigError
-from streamdiff.models.transformer.elementwise import multiply_add
+from streamdiff.models.transformer.rope import multiply_add
 
 KERNELS = ("math", "flash", "efficient", "cudnn")
 """torch's, in the order of its numbers; `sdpa` leaves the choice to torch."""
@@ -181,7 +183,7 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """Random queries `[1, L, H, d]`, keys and values `[1, K, H, d]`; `expected` is the formula's result in float64, on
     the CPU, for the `sampled` queries."""
 
@@ -192,7 +194,7 @@ class Case:
     expected: Tensor
 
     @classmethod
-    def of(cls, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Case:
+    def of(cls, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> AttentionCase:
         generator = torch.Generator().manual_seed(0)
         query, key, value = (
             torch.randn(1, tokens, shape.heads, shape.head_dim, generator=generator).to(device, dtype)
@@ -218,7 +220,7 @@ def probe(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_
     """
     if name not in NAMES:
         raise ConfigError(f"model.attention is {name!r}; it can be {', '.join(NAMES)}")
-    if (found := fault(name, Case.of(AttentionShape(heads, head_dim), device, dtype))) is None:
+    if (found := fault(name, AttentionCase.of(AttentionShape(heads, head_dim), device, dtype))) is None:
         return
     others = [other for other, bad in survey(device, dtype, heads, head_dim).items() if bad is None and other != name]
     case = f"{device}, {str(dtype).removeprefix('torch.')}, head width {head_dim}"
@@ -227,11 +229,11 @@ def probe(name: str, device: torch.device, dtype: torch.dtype, heads: int, head_
 
 def survey(device: torch.device, dtype: torch.dtype, heads: int, head_dim: int) -> dict[str, str | None]:
     """Every kernel: None where it runs here and its numbers are right, else why not."""
-    case = Case.of(AttentionShape(heads, head_dim), device, dtype)
+    case = AttentionCase.of(AttentionShape(heads, head_dim), device, dtype)
     return {name: fault(name, case) for name in NAMES}
 
 
-def fault(name: str, case: Case) -> str | None:
+def fault(name: str, case: AttentionCase) -> str | None:
     """What is wrong with a kernel here; None if nothing is. Over keys in two pieces it has to be right too."""
     if (reason := missing(name, case.query.device)) is not None:
         return reason
@@ -306,3 +308,74 @@ def _formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The formula, in float64 on the CPU."""
     q, k, v = (x.double().cpu().transpose(1, 2) for x in (query, key, value))
     return (torch.softmax(q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5, -1) @ v).transpose(1, 2)
+
+
+CANDIDATES = ("sdpa", "cudnn", "flash", "fa3", "fa4")
+"""The first is torch's own choice, which stays unless another is faster by `MARGIN`."""
+MARGIN = 0.03
+"""Share of the time: so that noise does not choose another kernel, with other roundings, at every start."""
+
+Stopwatch = Callable[[Callable[[], object], torch.device], float]
+"""Seconds that a call takes on a device, see `streamdiff.device.seconds_per_call`."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One candidate: the time of a call, or why it is left out."""
+
+    name: str
+    seconds: float | None
+    fault: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.fault}" if self.seconds is None else f"{self.name} {1000 * self.seconds:.3g} ms"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """All candidates of one shape, in the order in which they were tried."""
+
+    shape: AttentionShape
+    dtype: torch.dtype
+    tried: tuple[Tried, ...]
+
+    @property
+    def fastest(self) -> str:
+        """The candidate to use: the first, or one that is faster by `MARGIN`. `sdpa` where none could be timed."""
+        timed = {each.name: each.seconds for each in self.tried if each.seconds is not None}
+        if not timed:
+            return CANDIDATES[0]
+        best, usual = min(timed, key=timed.__getitem__), timed.get(CANDIDATES[0])
+        return best if usual is None or timed[best] < (1 - MARGIN) * usual else CANDIDATES[0]
+
+    @property
+    def reason(self) -> str:
+        """What was tried, for people."""
+        shape, dtype = self.shape, str(self.dtype).removeprefix("torch.")
+        sizes = f"{shape.queries:,} of {shape.keys:,} tokens, {shape.heads} heads of {shape.head_dim}, {dtype}"
+        timed = [str(each) for each in self.tried if each.seconds is not None]
+        left_out = [str(each) for each in self.tried if each.seconds is None]
+        reason = f"tried at {sizes}: {', '.join(timed) or 'none runs'}"
+        return reason + (f"; left out: {'; '.join(left_out)}" if left_out else "")
+
+
+def try_attention(
+    shape: AttentionShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    candidates: Sequence[str] = CANDIDATES,
+    stopwatch: Stopwatch = seconds_per_call,
+) -> Trial:
+    """Try `candidates` out. Takes seconds, and memory of the device for a layer's queries, keys and values. Leaves
+    torch's flash kernel as torch comes with it (`attention_backend.activate`)."""
+    case, tried = AttentionCase.of(shape, device, dtype), []
+    for name in candidates:
+        if (wrong := fault(name, case)) is not None:
+            tried.append(Tried(name, None, wrong))
+            continue
+        activate(name)
+        with torch.inference_mode():
+            seconds = stopwatch(partial(kernel(name), case.query, case.key, case.value), device)
+        activate("")
+        tried.append(Tried(name, seconds))
+    return Trial(shape, dtype, tuple(tried))

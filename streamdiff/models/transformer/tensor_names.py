@@ -14,7 +14,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Layout(Enum):
+class NameLayout(Enum):
     """Whose names a file uses; the value is for messages."""
 
     WAN = "original Wan"
@@ -70,14 +70,14 @@ _BLOCK: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("ffn.2", "ffn.net.2", _WEIGHT_AND_BIAS),
 )
 # Projections stored as one matrix, one above the other; in diffusers' names what is inside.
-_FUSED: dict[Layout, dict[str, tuple[str, ...]]] = {
-    Layout.WAN: {
+_FUSED: dict[NameLayout, dict[str, tuple[str, ...]]] = {
+    NameLayout.WAN: {
         "self_attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
         "self_attn.to_qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
         "cross_attn.kv": ("attn2.to_k", "attn2.to_v"),
         "cross_attn.to_kv": ("attn2.to_k", "attn2.to_v"),
     },
-    Layout.DIFFUSERS: {
+    NameLayout.DIFFUSERS: {
         "attn1.to_qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
         "attn2.to_kv": ("attn2.to_k", "attn2.to_v"),
         "attn2.to_added_kv": ("attn2.add_k_proj", "attn2.add_v_proj"),
@@ -88,15 +88,15 @@ _SKIPPED = re.compile(r"(^|\.)freqs(_cos|_sin)?$|(^|\.)norm_added_q\.weight$")
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
-def _tables(rows: Iterable[tuple[str, str, tuple[str, ...]]]) -> dict[Layout, dict[str, str]]:
+def _tables(rows: Iterable[tuple[str, str, tuple[str, ...]]]) -> dict[NameLayout, dict[str, str]]:
     """diffusers' name of each tensor, by the name in a layout."""
     spelled = {original + leaf: name + leaf for original, name, leaves in rows for leaf in leaves}
-    return {Layout.WAN: spelled, Layout.DIFFUSERS: {name: name for name in spelled.values()}}
+    return {NameLayout.WAN: spelled, NameLayout.DIFFUSERS: {name: name for name in spelled.values()}}
 
 
 _TOP_NAMES, _BLOCK_NAMES = _tables(_TOP), _tables(_BLOCK)
-_TOP_ORIGINAL = {new: old for old, new in _TOP_NAMES[Layout.WAN].items()}
-_BLOCK_ORIGINAL = {new: old for old, new in _BLOCK_NAMES[Layout.WAN].items()}
+_TOP_ORIGINAL = {new: old for old, new in _TOP_NAMES[NameLayout.WAN].items()}
+_BLOCK_ORIGINAL = {new: old for old, new in _BLOCK_NAMES[NameLayout.WAN].items()}
 
 
 class TensorLocation(NamedTuple):
@@ -112,14 +112,14 @@ class Names:
     """Mapping of a file's tensor names. `sources` leads from diffusers' names to stored ones; `unmatched` are stored
     names without a meaning, and `clashes` (diffusers' name, stored name, other stored name) tensors stored twice."""
 
-    layout: Layout
+    layout: NameLayout
     sources: dict[str, TensorLocation] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
     clashes: list[tuple[str, str, str]] = field(default_factory=list)
 
     def spell(self, name: str) -> str:
         """diffusers' name `name` as this file's layout would write it; one that the layout has not stays as it is."""
-        if self.layout is Layout.DIFFUSERS:
+        if self.layout is NameLayout.DIFFUSERS:
             return name
         if match := _IN_BLOCK.fullmatch(name):
             return f"blocks.{match[1]}.{_BLOCK_ORIGINAL.get(match[2], match[2])}"
@@ -139,16 +139,18 @@ def block_count(names: Iterable[str]) -> int:
     return max((int(match[1]) + 1 for name in names if (match := _IN_BLOCK.fullmatch(name))), default=0)
 
 
-def recognise(stored: Iterable[str]) -> Layout | None:
+def recognise(stored: Iterable[str]) -> NameLayout | None:
     """The layout that more of the names fit; None where none fits, as in a file of something else."""
-    found: Counter[Layout] = Counter()
+    found: Counter[NameLayout] = Counter()
     for name in map(bare, stored):
         # `patch_embedding` is called the same in both, and in other models too: it tells nothing.
-        found.update(layout for layout in Layout if not name.startswith("patch_embedding") and _targets(name, layout))
+        found.update(
+            layout for layout in NameLayout if not name.startswith("patch_embedding") and _targets(name, layout)
+        )
     return max(found, key=lambda layout: found[layout]) if found else None
 
 
-def translate(stored: Iterable[str], layout: Layout) -> Names:
+def translate(stored: Iterable[str], layout: NameLayout) -> Names:
     """Map stored names to diffusers' names. Names of the other layout are unmatched."""
     names = Names(layout)
     for name in stored:
@@ -165,7 +167,7 @@ def translate(stored: Iterable[str], layout: Layout) -> Names:
     return names
 
 
-def _targets(plain: str, layout: Layout) -> list[str]:
+def _targets(plain: str, layout: NameLayout) -> list[str]:
     """diffusers' names for a bare name: none if it is unknown, several for a fused tensor."""
     match = _IN_BLOCK.fullmatch(plain)
     if match is None:

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from streamdiff.device import seconds_per_call
-from streamdiff.models.transformer.attention_backend import REFUSALS, AttendParts, AttentionShape, formula_error
-from streamdiff.models.transformer.attention_trial import MARGIN, Stopwatch
+from streamdiff.models.transformer.attention_backend import (
+    MARGIN,
+    REFUSALS,
+    AttendParts,
+    AttentionShape,
+    Stopwatch,
+    formula_error,
+)
 
 AttendPaged = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Attention of rows `[R, L, H, d]` over frames of a pool, keys and values `[frames, tokens, H, d]`, of which each row

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.attention_backend import Attend, AttendParts, Merge, merge_attention_states
 from streamdiff.models.transformer.attention_backend import attend as attend
-from streamdiff.models.transformer.elementwise import gelu, multiply_add
+from streamdiff.models.transformer.rope import gelu, multiply_add
 from streamdiff.session_state.fields import session_value
 
 
@@ -43,7 +43,7 @@ class SelfAttention(Protocol):
         """All `[R, L, H, d]`, normalised but not rotated; returns the attention output of the same shape."""
 
 
-class Tokens(NamedTuple):
+class TokenStates(NamedTuple):
     """What travels from stage to stage: hidden states `[R, L, D]` and the time embedding `[R, F, D]`."""
 
     hidden: Tensor
@@ -187,7 +187,7 @@ class WanDenoiser:
         return self.heads * self.head_dim
 
     def tokens(self, grid: tuple[int, int, int]) -> int:
-        """Tokens of a chunk of (F, h, w) latent pixels."""
+        """TokenStates of a chunk of (F, h, w) latent pixels."""
         return prod(size // patch for size, patch in zip(grid, self.patch, strict=True))
 
     def text(self, embeddings: Tensor) -> list[KeyValue]:
@@ -200,10 +200,10 @@ class WanDenoiser:
             result.append(KeyValue(self._split(key), self._split(value)))
         return result
 
-    def embed(self, latents: Tensor, timestep: Tensor, controls: Tensor | None = None) -> Tokens:
+    def embed(self, latents: Tensor, timestep: Tensor, controls: Tensor | None = None) -> TokenStates:
         """Latents `[R, C, F, h, w]`, timesteps in [0, 1000] `[R, F]` and controls as in `patches` to tokens."""
         hidden = self.patches(latents, controls=controls)
-        return Tokens(hidden, self.time_embedding(timestep).type_as(hidden))
+        return TokenStates(hidden, self.time_embedding(timestep).type_as(hidden))
 
     def patches(
         self, latents: Tensor, folded: FoldedPatchEmbedding | None = None, controls: Tensor | None = None
@@ -262,14 +262,14 @@ class WanDenoiser:
         embedder = self.model.condition_embedder
         return cast(Tensor, _row_by_row(embedder.time_proj, embedder.act_fn(time)).unflatten(-1, (6, -1)))
 
-    def run_blocks(self, tokens: Tokens, text: Sequence[KeyValue], self_attention: SelfAttention) -> Tokens:
+    def run_blocks(self, tokens: TokenStates, text: Sequence[KeyValue], self_attention: SelfAttention) -> TokenStates:
         """Run the blocks. `text` holds one entry per block."""
         modulation = self._modulation_of_blocks(self.modulation(tokens.time).float())
         hidden, attend = tokens.hidden, self.attend
         for layer in range(len(self.blocks)):
             mix = partial(self_attention, layer)
             hidden = self.run_block(self.weights(layer), hidden, modulation[layer], text[layer], mix, attend)
-        return Tokens(hidden, tokens.time)
+        return TokenStates(hidden, tokens.time)
 
     @property
     def attend(self) -> Attend:
@@ -286,12 +286,12 @@ class WanDenoiser:
             return self.block_source.weights(layer)
         return BlockWeights(self.blocks[layer], self.fused[layer] if self.fused else None)
 
-    def output_layer(self, tokens: Tokens, grid: tuple[int, int, int]) -> Tensor:
-        """Tokens to the predicted flow `[R, C, F, h, w]`; `grid` is (F, h, w) in latent units."""
+    def output_layer(self, tokens: TokenStates, grid: tuple[int, int, int]) -> Tensor:
+        """TokenStates to the predicted flow `[R, C, F, h, w]`; `grid` is (F, h, w) in latent units."""
         return self.unpatch(self.output(tokens), grid)
 
-    def output(self, tokens: Tokens) -> Tensor:
-        """Tokens, or some of each latent frame, to the flow of each one's patch `[R, L, patch * C]`."""
+    def output(self, tokens: TokenStates) -> Tensor:
+        """TokenStates, or some of each latent frame, to the flow of each one's patch `[R, L, patch * C]`."""
         shift, scale = (self.model.scale_shift_table.unsqueeze(0) + tokens.time.unsqueeze(2)).unbind(2)
         normal = _modulate(self.model.norm_out(tokens.hidden.float()), shift, 1 + scale, tokens.hidden.dtype)
         flow: Tensor = self.model.proj_out(normal)

@@ -33,8 +33,7 @@ from streamdiff.pipeline.distributed.message import (
     SessionUpdate,
     StageMessage,
 )
-from streamdiff.pipeline.distributed.stage_saving import send_state
-from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange, send_state
 from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, check_own, describe
 from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.scheduler.step import MicroStep

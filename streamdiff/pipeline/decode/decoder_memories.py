@@ -14,11 +14,9 @@ from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, memory
 from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.message import Outcome
-from streamdiff.pipeline.distributed.stage_saving import readiness
-from streamdiff.pipeline.distributed.state_exchange import State
+from streamdiff.pipeline.distributed.state_exchange import State, readiness
 from streamdiff.session_state import walk
-from streamdiff.session_state.host_copies import HostCopy
-from streamdiff.session_state.swap_store import Lost, SwapStore
+from streamdiff.session_state.swap_store import HostCopy, Lost, SwapStore
 
 _PIECE = 1 << 24
 """Bytes of what is remembered that are copied between two decodes."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.json_file import read_object
+from streamdiff.models.weight_files import read_object
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 
 PROFILE_KEYS = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from streamdiff.models.catalogue.schema import CatalogueEntry
+from streamdiff.models.catalogue import CatalogueEntry
 from streamdiff.pipeline.planner.model_sizes import BFLOAT16, ModelSizes, entry_sizes
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.stage_layout import Blocks, Layout, Workload

@@ -10,10 +10,10 @@ from typing import Any
 
 from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
+from streamdiff.models import catalogue
 from streamdiff.models.autoencoder.memory_size import NO_DECODER, DecoderSizes, TaehvConfig, wan_decoder
-from streamdiff.models.catalogue import entries
-from streamdiff.models.catalogue.schema import CatalogueEntry
-from streamdiff.models.checkpoint.safetensors_header import stored_values
+from streamdiff.models.catalogue import CatalogueEntry
+from streamdiff.models.headers import stored_values
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.spec import ModelSpec, parse_size, with_size
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
@@ -181,7 +181,7 @@ def sizes_of(model: ModelConfig) -> ModelSizes:
     Raises:
         ConfigError: none of these; or a size that it cannot have.
     """
-    entry = entries.lookup(model.name)
+    entry = catalogue.lookup(model.name)
     if entry is None or entry.weights is None:
         if model.size is not None:
             raise ConfigError(f"the size of {model.name} is fixed; leave --size out")
@@ -197,8 +197,8 @@ def entry_sizes(entry: CatalogueEntry, size: tuple[int, int] | None = None, vae:
     """
     if entry.weights is None:
         return read_sizes(entry.name)
-    architecture = entries.transformer_arguments(entry)
-    spec = entries.make_spec(entry.name, entry, architecture)
+    architecture = catalogue.transformer_arguments(entry)
+    spec = catalogue.make_spec(entry.name, entry, architecture)
     if size is not None:
         spec = with_size(spec, *size)
     if entry.stream is None:
@@ -213,9 +213,9 @@ SMALL = "taew2_1"
 def decoder_sizes(spec: ModelSpec, own: str, vae: str | None = None) -> DecoderSizes:
     """The decoder that the configuration's `vae` means (None: the catalogue's autoencoder `own`), for pictures of
     `spec`. A file is a small one where its name says so, as the published ones' do; else it is Wan's, as `own` is."""
-    small = any(each.name == vae for known in entries.parts().autoencoders.values() for each in known.tiny)
-    config = entries.parts().autoencoders[own].config
-    if config is None or small or "tae" in Path(vae or "").name.removeprefix(entries.RANDOM):
+    small = any(each.name == vae for known in catalogue.parts().autoencoders.values() for each in known.tiny)
+    config = catalogue.parts().autoencoders[own].config
+    if config is None or small or "tae" in Path(vae or "").name.removeprefix(catalogue.RANDOM):
         found = TaehvConfig(spec.latent_channels).decoder(spec.latent_height, spec.latent_width)
     else:
         found = wan_decoder(config, spec.latent_height, spec.latent_width)

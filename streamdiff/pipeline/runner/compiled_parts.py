@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.wan import BlockWeights, KeyValue, Tokens, block_modulation
+from streamdiff.models.transformer.wan import BlockWeights, KeyValue, TokenStates, block_modulation
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.runner.torch_compile import one_graph
 
@@ -76,7 +76,7 @@ def compiled(forward: StageForward, keeps_unrotated: bool) -> CompiledParts:
         hidden = after(weights, hidden, modulation, texts, mixed)
         if not forward.last:
             return (hidden,)
-        tokens = Tokens(hidden, time)
+        tokens = TokenStates(hidden, time)
         return (denoiser.output_layer(tokens, forward.grid) if forward.group is None else denoiser.output(tokens),)
 
     return CompiledParts(one_graph(begin), one_graph(between), one_graph(end))

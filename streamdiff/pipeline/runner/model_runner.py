@@ -16,11 +16,17 @@ from torch import Tensor
 from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
 from streamdiff.models.transformer.wan import KeyValue
-from streamdiff.models.transformer.weights_digest import weights_digest
+from streamdiff.models.transformer.weights import weights_digest
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
-from streamdiff.pipeline.distributed.stage_saving import StageSaving, readiness, swapped
-from streamdiff.pipeline.distributed.state_exchange import LocalExchange, StateExchange, stage_key
+from streamdiff.pipeline.distributed.state_exchange import (
+    LocalExchange,
+    StageSaving,
+    StateExchange,
+    readiness,
+    stage_key,
+    swapped,
+)
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAttention
 from streamdiff.pipeline.kv_cache.cache import CachePool, CacheSizes, KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from streamdiff.models.transformer.wan import FoldedPatchEmbedding, KeyValue, SelfAttention, Tokens, WanDenoiser
+from streamdiff.models.transformer.wan import FoldedPatchEmbedding, KeyValue, SelfAttention, TokenStates, WanDenoiser
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 
 Tensors = tuple[Tensor, ...]
@@ -35,26 +35,26 @@ class StageForward:
         """Run it. `text` holds one entry per block.
 
         Args:
-            given: on the first stage latents `[R, C, F, h, w]` and the time embedding `[R, F, D]`, else `Tokens`.
+            given: on the first stage latents `[R, C, F, h, w]` and the time embedding `[R, F, D]`, else `TokenStates`.
 
         Returns:
             On the last stage the flow `[R, C, F, h, w]` alone, and where ranks share it that on the first of them only;
-            else `Tokens`.
+            else `TokenStates`.
         """
         if self.group is not None:
             attention = partial(shared_attention, self.group, attention)
         return self.leave(self.denoiser.run_blocks(self.enter(given), text, attention))
 
-    def enter(self, given: Tensors) -> Tokens:
-        """The stage's input as `Tokens` for its first block."""
+    def enter(self, given: Tensors) -> TokenStates:
+        """The stage's input as `TokenStates` for its first block."""
         first, time = given
         if not self.first:
-            return Tokens(first, time)
+            return TokenStates(first, time)
         hidden = self.denoiser.patches(first, self.folded)
-        return Tokens(hidden if self.group is None else self.group.own_tokens(hidden), time)
+        return TokenStates(hidden if self.group is None else self.group.own_tokens(hidden), time)
 
-    def leave(self, tokens: Tokens) -> Tensors:
-        """The stage's output from its last block's `Tokens`."""
+    def leave(self, tokens: TokenStates) -> Tensors:
+        """The stage's output from its last block's `TokenStates`."""
         if not self.last:
             return tuple(tokens)
         if self.group is None:

@@ -1,6 +1,6 @@
 """Validates a snapshot against the model and session that it is loaded into, before any rank gets a part of it.
 
-A snapshot may come from a stranger. What it says has to be of the declared types (`session_state.typed`); every number
+A snapshot may come from a stranger. What it says has to be of the declared types (`session_state.fields`); every number
 that counts or points at something is held against a session that has just been opened in the same way, and tensors
 against its sizes, without their content. So whatever is taken in can be run, and what a stranger makes up
 is at worst a stream that looks wrong.
@@ -27,8 +27,8 @@ from streamdiff.pipeline.runner.sampler import PendingSteps, SamplerSession
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP
 from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
 from streamdiff.pipeline.snapshot.file import Snapshot
-from streamdiff.session_state import typed, walk
-from streamdiff.session_state.fields import STATE, session_state
+from streamdiff.session_state import walk
+from streamdiff.session_state.fields import LARGEST, STATE, check_tree, session_state, shown
 
 _MOST = 2**40
 """Chunks, frames and epochs are numbered up to that; at 16 frames per second it lasts two thousand years."""
@@ -71,7 +71,7 @@ def check_session(snapshot: Snapshot, opened: Opened, loose: Iterable[str]) -> N
     if set(trees) != set(_TREES):
         raise ConfigError(f"trees are {', '.join(sorted(trees))} in the snapshot; they must be {', '.join(_TREES)}")
     dimensions = {name: tensor.ndim for name, tensor in shapes.items()}
-    named = {name for tree, kind in _TREES.items() for name in typed.check(trees[tree], kind, tree, dimensions)}
+    named = {name for tree, kind in _TREES.items() for name in check_tree(trees[tree], kind, tree, dimensions)}
     if over := sorted(set(shapes) - named - set(loose)):
         raise ConfigError(f"tensor {over[0]!r} is in the snapshot, but nothing in its header says what it is")
     head = walk.load(walk.to_device(opened.head, walk.META), shapes, trees["head"], walk.META)
@@ -229,7 +229,7 @@ def _check_stages(new: RunnerSession, opened: Opened, scheduled: ScheduledSessio
     _within(f"{where}.newest", new.newest, -1, scheduled.next_chunk - 1)
     for cache, position in new.state.sink_at.items():
         _within(f"{where}.state.sink_at", cache, 0, len(new.state.key) - 1)
-        _within(f"{where}.state.sink_at[{cache}]", position, 0, typed.LARGEST)
+        _within(f"{where}.state.sink_at[{cache}]", position, 0, LARGEST)
     epochs = {scheduled.epoch, *(chunk.epoch for chunk in scheduled.chunks)}
     here = set(new.text)
     _must(epochs <= here and max(here) == scheduled.epoch and min(here) >= 0, f"{where}.text", sorted(here),
@@ -338,8 +338,8 @@ def _within(where: str, value: float, low: float, high: float) -> None:
 
 def _must(holds: bool, where: str, value: object, allowed: str) -> None:
     if not holds:
-        raise ConfigError(f"{where} is {typed.shown(value)} in the snapshot; it must be {allowed}")
+        raise ConfigError(f"{where} is {shown(value)} in the snapshot; it must be {allowed}")
 
 
 def _unlike(where: str, theirs: object, ours: object) -> str:
-    return f"{where} is {typed.shown(theirs)} in the snapshot, but {typed.shown(ours)} here"
+    return f"{where} is {shown(theirs)} in the snapshot, but {shown(ours)} here"

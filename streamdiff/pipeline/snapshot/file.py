@@ -19,7 +19,7 @@ from torch import Tensor
 
 from streamdiff.atomic_write import check_parent, temporary_sibling
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.safetensors_header import LENGTH_BYTES, TensorEntry
+from streamdiff.models.headers import LENGTH_BYTES, TensorEntry
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.session_state.walk import META, described

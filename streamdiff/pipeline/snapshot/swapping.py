@@ -7,16 +7,16 @@ part. A session is held meanwhile, in mid-chunk or between chunks; the head's la
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import count
+from typing import TYPE_CHECKING
 
-from streamdiff.pipeline.decode.decoding import Decoding
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate
-from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.output import Frames, StreamProgress
-from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
-from streamdiff.pipeline.snapshot.ring import occupied
+from streamdiff.pipeline.output import Frames
+
+if TYPE_CHECKING:
+    from streamdiff.pipeline.executor import RingExecutor
+    from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 _COMING_WAIT_S = 0.01
 
@@ -34,49 +34,45 @@ class _Away:
     lost: bool = False
 
 
-class SwapMixin(ABC):
-    """`StreamingPipeline`'s methods that swap sessions out and in."""
+class RingSwapping:
+    """Swaps sessions of a pipeline out of device memory, and in again, on all ranks."""
 
-    ring: RingExecutor
-    _streams: dict[int, StreamProgress]
-    _decoding: Decoding
-    _budget: KVCacheBudget | None
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, pipeline: StreamingPipeline) -> None:
+        self._pipeline = pipeline
         self._away: dict[int, _Away] = {}
         self._lost: set[int] = set()
-        self._tickets = count()
-
-    @abstractmethod
-    def step(self, wait_s: float = 0.0) -> list[Frames]:
-        """Run at most one forward and hand out what is decoded."""
+        self.tickets = count()
+        """Numbers of what is asked of all stages."""
 
     def at_rest(self, session: int) -> bool:
         """Whether nothing of a session is under way, and nothing of it may enter as things are."""
         return (
-            not occupied(self.ring, session)
-            and not self._streams[session].decoding
-            and not self.ring.scheduler.may_enter(session)
+            not occupied(self._pipeline.ring, session)
+            and not self._pipeline.streams[session].decoding
+            and not self._pipeline.ring.scheduler.may_enter(session)
         )
 
     def can_swap_out(self, session: int, returning: int | None = None) -> bool:
         """Whether host memory or disk has room for an open session's device state on all ranks, counting the room that
         session `returning` frees by coming back."""
-        swaps = self.ring.stage.swaps
-        return session not in self._away and (
-            swaps.takes(0) if self._budget is None else self._budget.away_fits(session, swaps.spills, returning)
+        swaps = self._pipeline.ring.stage.swaps
+        if session in self._away or self._pipeline.saving.copies(session):
+            return False
+        return (
+            swaps.takes(0)
+            if self._pipeline.budget is None
+            else self._pipeline.budget.away_fits(session, swaps.spills, returning)
         )
 
     def swap_out(self, session: int) -> None:
         """Give a session's device memory back, of one that `can_swap_out`; it makes nothing until `swap_in`. What is in
         the ring comes back."""
         assert session not in self._away, f"session {session} is swapped out already, or not back yet"
-        away = self._away[session] = _Away(next(self._tickets))
-        self.ring.scheduler.hold(session, True)
-        self.ring.tell(MessageKind.SWAP_OUT, SessionUpdate(session))
-        if self._budget is not None:
-            self._budget.swap_out(session)
+        away = self._away[session] = _Away(next(self.tickets))
+        self._pipeline.ring.scheduler.hold(session, True)
+        self._pipeline.ring.tell(MessageKind.SWAP_OUT, SessionUpdate(session))
+        if self._pipeline.budget is not None:
+            self._pipeline.budget.swap_out(session)
         self._swap_decoder_out(session, away)
 
     def swap_in(self, session: int) -> None:
@@ -87,14 +83,14 @@ class SwapMixin(ABC):
         """
         away = self._away[session]
         if not away.coming:
-            if self._budget is not None:
-                self._budget.swap_in(session)
+            if self._pipeline.budget is not None:
+                self._pipeline.budget.swap_in(session)
             away.coming = True
             self._ask_in(session, away)
 
     def place(self, session: int) -> str:
         """Location of the head's part of an open session: `device`, `host` or `disk`."""
-        name, swaps = f"stage {session}", self.ring.stage.swaps
+        name, swaps = f"stage {session}", self._pipeline.ring.stage.swaps
         return "device" if session not in self._away else swaps.location(name) if name in swaps else "host"
 
     def is_away(self, session: int) -> bool:
@@ -104,6 +100,11 @@ class SwapMixin(ABC):
     def is_coming(self, session: int) -> bool:
         """Whether a session is on its way back."""
         return session in self._away and self._away[session].coming
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `advance` has anything to do: a session is swapped out, or on its way."""
+        return bool(self._away)
 
     @property
     def coming(self) -> bool:
@@ -116,9 +117,9 @@ class SwapMixin(ABC):
         lost, self._lost = sorted(self._lost), set()
         return lost
 
-    def _turn_swaps(self) -> None:
+    def advance(self) -> None:
         """Go on with what is on its way. Mutates: self, ring."""
-        for answer in self.ring.take_answers(MessageKind.SWAP_IN):
+        for answer in self._pipeline.ring.take_answers(MessageKind.SWAP_IN):
             away = self._away.get(answer.session)
             if away is not None and away.coming and away.ticket == answer.epoch:
                 away.asked, away.stages = False, answer.outcome
@@ -131,39 +132,48 @@ class SwapMixin(ABC):
             if away.stages is Outcome.NOT_YET and not away.asked:
                 self._ask_in(session, away)
             if away.decoder is Outcome.NOT_YET:
-                number = self._streams[session].number
-                away.decoder = self._decoding.swap_in(number) if away.decoder_out else Outcome.DONE
+                number = self._pipeline.streams[session].number
+                away.decoder = self._pipeline.decoding.swap_in(number) if away.decoder_out else Outcome.DONE
             if Outcome.NOT_YET not in (away.stages, away.decoder):
                 del self._away[session]
                 if away.lost or away.decoder is Outcome.LOST:
                     self._lost.add(session)
                 else:
-                    self.ring.scheduler.hold(session, False)
+                    self._pipeline.ring.scheduler.hold(session, False)
 
     def _ask_in(self, session: int, away: _Away) -> None:
         """Mutates: ring, away."""
-        sampler = self.ring.sampler.sessions[session]
+        sampler = self._pipeline.ring.sampler.sessions[session]
         steps, kv_context = sampler.schedule.steps, sampler.kv_context
-        self.ring.tell(
+        self._pipeline.ring.tell(
             MessageKind.SWAP_IN, SessionUpdate(session, away.ticket, steps=steps, kv_context=kv_context)
         )  # fmt: skip
         away.asked = True
 
     def _swap_decoder_out(self, session: int, away: _Away) -> None:
         """What the decoder remembers goes when all that it is to decode of the session has come. Mutates: away."""
-        stream = self._streams[session]
-        if not away.decoder_out and not stream.decoding and not occupied(self.ring, session):
+        stream = self._pipeline.streams[session]
+        if not away.decoder_out and not stream.decoding and not occupied(self._pipeline.ring, session):
             away.decoder_out = True
-            self._decoding.swap_out(stream.number)
+            self._pipeline.decoding.swap_out(stream.number)
 
-    def _come_back(self, session: int) -> list[Frames]:
+    def await_return(self, session: int) -> list[Frames]:
         """Go on until a session that is on its way is back; frames that came meanwhile."""
         frames: list[Frames] = []
         while self.is_coming(session):
-            frames += self.step(_COMING_WAIT_S)
+            frames += self._pipeline.step(_COMING_WAIT_S)
         return frames
 
-    def _forget_swapped(self, session: int) -> None:
+    def forget(self, session: int) -> None:
         """The session begins afresh, or ends. Mutates: self."""
         self._away.pop(session, None)
         self._lost.discard(session)
+
+
+def occupied(ring: RingExecutor, session: int) -> bool:
+    """Whether something of a session, the present one or one before it, is in the ring or about to enter."""
+    return any(
+        session in {row.session for row in message.rows}
+        or (message.update is not None and message.update.session == session)
+        for message in ring.messages
+    )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamdiff.errors import RequestError, StreamdiffError
-from streamdiff.models.autoencoder.autoencoder import VideoEncoder
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder, beside_others
-from streamdiff.models.model import Model
-from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.output import InputFigures, ModelInfo, StreamProgress
+from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder, beside_others
+from streamdiff.models.spec import ModelSpec
+from streamdiff.pipeline.output import InputFigures
 from streamdiff.pipeline.runner.init_latents import MAX_WAITING, LiveLatents
+from streamdiff.pipeline.runner.sampler import SamplerSession
 
 MAX_UNENCODED = 2
 _FAULTS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
@@ -58,39 +57,35 @@ class _Input:
     last: Tensor | None = None
 
 
-class VideoInputMixin(ABC):
-    """`StreamingPipeline`'s methods that give sessions the frames or latents of an input video."""
+class VideoInputs:
+    """The live video of a pipeline's sessions, by session."""
 
-    model: Model
-    info: ModelInfo
-    ring: RingExecutor
-    _streams: dict[int, StreamProgress]
-    _pictures: PictureEncoder | None
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, pictures: ImageEncoder | None, spec: ModelSpec, wake: Callable[[], None]) -> None:
+        """`pictures` has the encoder, None: the model encodes no video. `wake` is called, from the encoder's thread,
+        when `poll` has something to do."""
+        self._pictures, self._spec, self._wake = pictures, spec, wake
         self._inputs: dict[int, _Input] = {}
-        self._credits: dict[int, int] = {}  # by session, as `set_frame_credit` said
         self._encoded: queue.SimpleQueue[tuple[_Input, _Encoded]] = queue.SimpleQueue()
         self._encoding = ThreadPoolExecutor(1, "video-encoder")
-        self.video_encodings = 0
+        self.encodings = 0
         """Pieces of video that were encoded."""
 
-    @abstractmethod
-    def _wake(self) -> None:
-        """Wake a waiting `step`. From any thread."""
+    @property
+    def sessions(self) -> Collection[int]:
+        """Those that have, or had, an input."""
+        return self._inputs.keys()
 
     def check_input(self, strength: float | None) -> None:
         """Raises what `set_input` would."""
         if strength is not None and not 0 < strength <= 1:
             raise RequestError("strength", f"strength is {strength}; it must be above 0 and at most 1")
         if self._pictures is None:
-            raise RequestError("input", f"model {self.info.model} encodes no video; steer it by its prompt alone")
+            raise RequestError("input", f"model {self._spec.name} encodes no video; steer it by its prompt alone")
 
-    def set_input(self, session: int, strength: float | None, *, epoch: int) -> None:
+    def set_input(self, session: int, state: SamplerSession, strength: float | None) -> None:
         """From the next admitted chunk on, start from the video that `feed` brings, with noise of level `strength`
         mixed in, less where it moves; or change the strength (see `LiveLatents`). With None the input ends: what was
-        fed is used, as far as it fills chunks, and then the session goes on from its text alone.
+        fed is used, as far as it fills chunks, and then the session goes on from its text alone. Mutates: self, state.
 
         Raises:
             RequestError: `strength` is not above 0 and at most 1, or the model encodes no video.
@@ -100,17 +95,14 @@ class VideoInputMixin(ABC):
         if strength is None:
             if entry is not None:
                 entry.ended = True
-        else:
-            state = self.ring.sampler.sessions[session]
-            state.video = None  # which it was opened with
-            if state.live is None:
-                state.live = LiveLatents(strength, max(MAX_WAITING, self.model.spec.first_chunks))
-            if entry is None or entry.ended:
-                self._inputs[session] = _Input(state.live)
-                state.live.begin_video()
-            state.live.strength = strength
-        self.ring.set_epoch(session, epoch)
-        self._limit_credit(session)
+            return
+        state.video = None  # which it was opened with
+        if state.live is None:
+            state.live = LiveLatents(strength, max(MAX_WAITING, self._spec.first_chunks))
+        if entry is None or entry.ended:
+            self._inputs[session] = _Input(state.live)
+            state.live.begin_video()
+        state.live.strength = strength
 
     def feed(self, session: int, frames: NDArray[np.uint8]) -> None:
         """The next frames of a session's input, RGB `[n, H, W, 3]` of the model's size, at the rate at which it is
@@ -120,7 +112,7 @@ class VideoInputMixin(ABC):
             return
         with entry.lock:
             entry.frames.extend(frames)
-            over = max(0, len(entry.frames) - MAX_UNENCODED * self.info.chunk_frames)
+            over = max(0, len(entry.frames) - MAX_UNENCODED * self._spec.chunk_frames)
             for _ in range(over):
                 entry.frames.popleft()
         entry.dropped += over
@@ -132,16 +124,16 @@ class VideoInputMixin(ABC):
         entry = self._inputs.get(session)
         if entry is None:
             return None
-        live, frames = entry.latents, self.info.chunk_frames
+        live, frames = entry.latents, self._spec.chunk_frames
         return InputFigures(live.level, live.used * frames, entry.dropped + live.dropped * frames, entry.fault)
 
     @property
-    def encoding_video(self) -> bool:
+    def encoding(self) -> bool:
         """Whether frames are being encoded."""
         return any(entry.calls for entry in self._inputs.values())
 
-    def _turn_inputs(self) -> None:
-        """Give the head what was encoded. Mutates: self, sampler."""
+    def poll(self) -> None:
+        """Give the sampler what was encoded. Mutates: self, the sampler's sessions."""
         while not self._encoded.empty():
             entry, encoded = self._encoded.get_nowait()
             entry.calls -= 1
@@ -150,33 +142,29 @@ class VideoInputMixin(ABC):
             if any(entry is each for each in self._inputs.values()):  # not of one that another has followed
                 for latents, motion in encoded.chunks:
                     entry.latents.add(latents, motion)
-        for session in self._inputs:
-            self._limit_credit(session)
 
-    def _limit_credit(self, session: int) -> None:
-        """Let as many frames be admitted as may be ahead, and no more than there is input for. Mutates: scheduler."""
-        credit, entry = self._credits[session] - self._streams[session].ahead_frames, self._inputs.get(session)
-        if entry is not None and (not entry.ended or entry.calls):
-            credit = min(credit, len(entry.latents.waiting) * self.info.chunk_frames)
-        self.ring.scheduler.set_frame_credit(session, credit)
+    def frames_ready(self, session: int) -> int | None:
+        """Frames for which a session has input; None: it needs none."""
+        entry = self._inputs.get(session)
+        if entry is None or (entry.ended and not entry.calls):
+            return None
+        return len(entry.latents.waiting) * self._spec.chunk_frames
 
-    def _begin_input(self, session: int) -> None:
-        """The session begins, or begins afresh, and goes on being fed if it was. Mutates: self, sampler."""
-        self._credits[session] = 0
+    def begin_again(self, session: int, state: SamplerSession) -> None:
+        """The session's stream begins, or begins afresh, and goes on being fed if it was. Mutates: self, state."""
         if (entry := self._inputs.get(session)) is not None:
             entry.latents.begin_again()
-            self.ring.sampler.sessions[session].live = entry.latents
+            state.live = entry.latents
 
-    def _forget_input(self, session: int) -> None:
+    def forget(self, session: int) -> None:
         """The session ends. Mutates: self."""
         if (entry := self._inputs.pop(session, None)) is not None:
             entry.ended = True
-        self._credits.pop(session, None)
 
-    def _end_inputs(self, abandon: bool) -> None:
+    def close(self, abandon: bool) -> None:
         """End the encoder's thread, or `abandon` it, as a device that hangs never lets it end. Mutates: self."""
         for session in list(self._inputs):
-            self._forget_input(session)
+            self.forget(session)
         self._encoding.shutdown(wait=not abandon, cancel_futures=True)
 
     # ---- on the encoder's thread --------------------------------------------------------------------------------
@@ -196,11 +184,11 @@ class VideoInputMixin(ABC):
         self._wake()
 
     @torch.inference_mode()
-    def _encode(self, entry: _Input, encoder: VideoEncoder, piece: NDArray[np.uint8]) -> tuple[Tensor, float] | None:
+    def _encode(self, entry: _Input, encoder: FrameEncoder, piece: NDArray[np.uint8]) -> tuple[Tensor, float] | None:
         """One piece of video; a chunk when that has made it whole. Mutates: entry."""
         if entry.memory is None:
             entry.memory = encoder.new_memory()
-        self.video_encodings += 1
+        self.encodings += 1
         cuda = encoder.device.type == "cuda"
         with beside_others(encoder.device):
             video = torch.from_numpy(piece).to(encoder.device).permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -208,14 +196,14 @@ class VideoInputMixin(ABC):
             entry.motion = max(entry.motion, _largest_step(video, entry.last))
             entry.last = video[-1]
         entry.parts.append(latents)
-        if sum(each.shape[1] for each in entry.parts) < self.model.spec.chunk_latents:
+        if sum(each.shape[1] for each in entry.parts) < self._spec.chunk_latents:
             return None
         whole, motion = torch.cat(entry.parts, 1), entry.motion
         entry.parts, entry.motion = [], 0.0
         return whole.pin_memory() if cuda else whole, motion
 
 
-def _next_piece(entry: _Input, encoder: VideoEncoder) -> NDArray[np.uint8] | None:
+def _next_piece(entry: _Input, encoder: FrameEncoder) -> NDArray[np.uint8] | None:
     """The frames `[n, H, W, 3]` of the next latent frame, where they are there: so the encoder's calls are the same
     whatever pieces the frames come in. Mutates: entry."""
     frames = encoder.first_frames if entry.memory is None else encoder.temporal

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from streamdiff.config import ModelConfig
-from streamdiff.engine.process.fetching import Progress, fetch
+from streamdiff.engine.process.fetching import DownloadProgress, fetch
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue import entries
+from streamdiff.models import catalogue
 from tests.hub_server import Hub, running
 
 LIMIT_S = 60.0
@@ -59,7 +59,7 @@ def fetched(home: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 async def test_everything_that_is_missing_is_fetched_and_told(hub: Hub, tmp_path: Path) -> None:
-    told: list[Progress] = []
+    told: list[DownloadProgress] = []
     async with asyncio.timeout(LIMIT_S):
         await fetch(ModelConfig(name="self-forcing"), told.append)
     contents = {name: data for some in hub.files.values() for name, data in some.items()}
@@ -126,7 +126,7 @@ async def test_what_cannot_be_had_is_told_with_the_way_out(hub: Hub, name: str, 
 FETCH_FOLDER = """
 from streamdiff.models.catalogue import entries
 from streamdiff.models.checkpoint import hub
-hub.fetch_folder(entries.parts().text_encoders[entries.find("self-forcing").text_encoder].weights)
+hub.fetch_folder(catalogue.parts().text_encoders[catalogue.find("self-forcing").text_encoder].weights)
 """
 
 
@@ -162,8 +162,8 @@ async def test_a_cancelled_download_leaves_no_process_and_nothing_half(hub: Hub,
 
 def test_every_published_part_is_on_the_hub() -> None:
     """Else a model by name could not be fetched."""
-    shared = entries.parts()
-    for entry in entries.listed():
+    shared = catalogue.parts()
+    for entry in catalogue.listed():
         needed = [entry.weights, entry.lora, shared.text_encoders[entry.text_encoder].weights]
         assert all(files.on_hub for files in needed if files is not None)
-    assert all(files.on_hub for files in entries.autoencoders().values())
+    assert all(files.on_hub for files in catalogue.autoencoders().values())

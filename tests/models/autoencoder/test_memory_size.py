@@ -9,11 +9,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from streamdiff.models import catalogue
 from streamdiff.models.autoencoder.memory_size import wan_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoDecoder
 from streamdiff.models.autoencoder.taehv import TaehvConfig
 from streamdiff.models.autoencoder.wan import WanDecoder
-from streamdiff.models.catalogue import entries
 from streamdiff.pipeline.planner.memory import stage_memory
 from streamdiff.pipeline.planner.model_sizes import entry_sizes
 from streamdiff.session_state import walk
@@ -111,7 +111,7 @@ def test_a_call_takes_the_memory_that_is_counted(kind: str, latents: int) -> Non
 
 def test_the_published_one_is_counted_at_its_own_size() -> None:
     """3.78 GB in float32 at 480x832, half of it in bfloat16, on the stage that decodes."""
-    entry = entries.find("self-forcing")
+    entry = catalogue.find("self-forcing")
     assert 4 * entry_sizes(entry).decoder.remembered == pytest.approx(3.777e9, rel=1e-3)
     first, *others = stage_memory(entry, 4)
     assert first.decoding == 2 * entry_sizes(entry).decoder.remembered

@@ -13,11 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamdiff.models.interfaces import ParsedPrompt
-from streamdiff.models.text_encoder.embedding_cache import CachedText, EmbeddingCache
-from streamdiff.models.text_encoder.embedding_store import TextKey
-from streamdiff.models.tiny.model import WEIGHTS
-from streamdiff.models.tiny.text_encoder import TinyText
+from streamdiff.models.spec import ParsedPrompt
+from streamdiff.models.text_encoder import CachedText, EmbeddingCache, TextKey
+from streamdiff.models.tiny.model import WEIGHTS, TinyText
 
 ITEM_BYTES = 4
 
@@ -68,13 +66,6 @@ def test_every_part_of_the_key_counts() -> None:
     for size, each in enumerate(keys, start=1):
         cache.get(each, make(size))
     assert [len(cache.get(each, make(99))) for each in keys] == [1, 2, 3, 4, 5]
-
-
-def test_an_entry_larger_than_the_bound_is_handed_out_and_drops_nothing() -> None:
-    cache = EmbeddingCache(10 * ITEM_BYTES)
-    cache.get(key("small"), make(4))
-    assert len(cache.get(key("large"), make(11))) == 11
-    assert sizes(cache) == {"small": 4}
 
 
 def test_a_view_counts_with_all_the_memory_it_keeps() -> None:
@@ -170,18 +161,6 @@ def test_an_error_goes_to_all_who_wait_and_the_next_one_tries_again() -> None:
     assert [str(answer) for answer in answers] == ["no ink"] * 3 and gate.calls == 1
     assert not sizes(cache)
     assert len(cache.get(key("same"), make(4))) == 4
-
-
-def test_what_was_not_kept_is_still_shared_with_those_who_wait() -> None:
-    (cache, lock), gate = counted(0), Gate()
-    answers: list[object] = []
-    threads = ask(cache, gate, answers, 2)
-    assert gate.begun.wait(30)
-    wait_until_asked(lock, 2)
-    gate.go.set()
-    for thread in threads:
-        thread.join()
-    assert gate.calls == 1 and answers[0] is answers[1]
 
 
 def test_it_goes_around_a_text_encoder() -> None:

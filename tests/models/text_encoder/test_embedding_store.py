@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from streamdiff.config import ModelConfig
-from streamdiff.models.catalogue import entries
+from streamdiff.models import catalogue, text_encoder
+from streamdiff.models.loader import load_text_encoder
 from streamdiff.models.resolve import ResolvedModel
-from streamdiff.models.text_encoder import wan_files
-from streamdiff.models.text_encoder.embedding_store import EmbeddingFolder, TextKey
-from streamdiff.models.text_encoder.wan_files import choose_device, find
-from streamdiff.models.text_loader import load_text_encoder
+from streamdiff.models.text_encoder import EmbeddingFolder, TextKey, choose_device, find_text_files
 from tests.models.text_encoder import umt5
 
 PROMPT = "a red fox trots"
@@ -38,18 +36,18 @@ def test_a_restart_asks_the_encoder_nothing(tmp_path: Path, monkeypatch: pytest.
     """The text encoder of a model by name, loaded afresh; a checkpoint that has changed is asked again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     loads = 0
-    load = wan_files.load_encoder
+    load = text_encoder.load_encoder
 
     def counted(*given: Any) -> Any:
         nonlocal loads
         loads += 1
         return load(*given)
 
-    monkeypatch.setattr(wan_files, "load_encoder", counted)
-    entry = entries.find("self-forcing")
-    architecture = {**entries.transformer_arguments(entry), "text_dim": umt5.WIDTH}
+    monkeypatch.setattr(text_encoder, "load_encoder", counted)
+    entry = catalogue.find("self-forcing")
+    architecture = {**catalogue.transformer_arguments(entry), "text_dim": umt5.WIDTH}
     model = ResolvedModel(entry.name, tmp_path / "none", text_encoder=tmp_path / "text", entry=entry)
-    spec = entries.make_spec(entry.name, entry, architecture)
+    spec = catalogue.make_spec(entry.name, entry, architecture)
 
     def encode() -> Tensor:
         config = ModelConfig(name=entry.name)
@@ -69,8 +67,8 @@ def test_a_gpu_with_room_for_it_runs_the_text_encoder(
     encoder = umt5.write(tmp_path)
     size = 2 * sum(parameter.numel() for parameter in encoder.parameters())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (round(share * size), 10**12))
-    assert choose_device(find(tmp_path), torch.device("cuda")) == torch.device(home)
-    assert choose_device(find(tmp_path), torch.device("cpu")) == torch.device("cpu")
+    assert choose_device(find_text_files(tmp_path), torch.device("cuda")) == torch.device(home)
+    assert choose_device(find_text_files(tmp_path), torch.device("cpu")) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.models.tiny import prompts, vocabulary
+from streamdiff.models.tiny import prompts
+from streamdiff.models.tiny.model import TEXT_TOKENS, UNKNOWN
 from streamdiff.models.tiny.scene import SETTING_TABLES, THING_TABLES, Scene, Thing, plain
-from streamdiff.models.tiny.text_encoder import TEXT_TOKENS, UNKNOWN
 from training.model_folder import build_text
 from training.world.scenes import random_scene
 
 TEXT = build_text()
+MEANINGS = prompts.word_table().meanings
 scenes = st.integers(0, 100_000).map(lambda seed: random_scene(random.Random(seed)))
 TWO = Scene(Thing(), Thing("blue", "star", "down"), place="sea")
 
@@ -138,7 +139,7 @@ def test_nothing_known_at_all_keeps_the_picture_and_says_what_is_known(prompt: s
 
 @pytest.mark.parametrize("plural", ["hearts", "boxes", "berries", "leaves", "skies"])
 def test_plurals_are_known(plural: str) -> None:
-    assert vocabulary.read_words(plural)[0].meaning is not None
+    assert prompts.read_words(plural)[0].says
 
 
 @pytest.mark.parametrize(
@@ -146,29 +147,30 @@ def test_plurals_are_known(plural: str) -> None:
     [("cirlce", "circle"), ("strar", "star"), ("bouncng", "bouncing"), ("purpel", "purple"), ("meaddow", "meadow")],
 )
 def test_typing_mistakes_are_understood(typed: str, meant: str) -> None:
-    word = vocabulary.read_words(typed)[0]
+    word = prompts.read_words(typed)[0]
     assert word.entry == meant and word.misspelt
 
 
 @pytest.mark.parametrize(("one", "other", "edits"), [("a", "a", 0), ("nigth", "night", 1), ("kitten", "sitting", 3)])
 def test_the_distance_of_words_counts_edits(one: str, other: str, edits: int) -> None:
-    assert vocabulary.distance(one, other, 5) == vocabulary.distance(other, one, 5) == edits
-    assert vocabulary.distance(one, other, max(0, edits - 1)) > edits - 1
+    assert prompts.distance(one, other, 5) == prompts.distance(other, one, 5) == edits
+    assert prompts.distance(one, other, max(0, edits - 1)) > edits - 1
 
 
 def test_the_table_is_small_and_says_only_what_there_is() -> None:
-    assert vocabulary.TABLE.stat().st_size < 300_000
+    assert prompts.TABLE.stat().st_size < 300_000
     tables = {**THING_TABLES, **SETTING_TABLES}
-    for entry, meaning in vocabulary.table().items():
-        for name, value in meaning.says:
+    for entry, (says, _) in MEANINGS.items():
+        for name, value in says.items():
             assert name not in tables or value in tables[name], entry
-    assert len(vocabulary.table()) > 800
+    lines = [line for line in prompts.TABLE.read_text("utf-8").splitlines() if line.startswith(("=", "~"))]
+    assert sum(len(line.partition(":")[2].split()) for line in lines) == len(MEANINGS) > 800, "a word is there twice"
 
 
 @given(
     st.one_of(
         st.text(max_size=200),
-        st.lists(st.sampled_from([*sorted(vocabulary.table()), "zorg", "🔥", ","]), max_size=30).map(" ".join),
+        st.lists(st.sampled_from([*sorted(MEANINGS), "zorg", "🔥", ","]), max_size=30).map(" ".join),
     ),
     st.one_of(st.none(), st.text(max_size=40), scenes.map(prompts.canonical)),
 )

@@ -161,4 +161,4 @@ def test_what_people_are_told(typed: str, before: str | None, told: str) -> None
 
 def test_common_words_are_not_taken_for_typing_mistakes() -> None:
     for word in ("know", "hand", "stand", "find", "good", "light", "start", "east", "glass", "take"):
-        assert not prompts.parse(word).pieces[0][0].misspelt, word
+        assert not prompts.read_words(word)[0].misspelt, word

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from streamdiff.models.tiny import prompts
-from streamdiff.models.tiny.text_encoder import PAD, TEXT_TOKENS, UNKNOWN, WIDTH
+from streamdiff.models.tiny.model import PAD, TEXT_TOKENS, UNKNOWN, WIDTH
 from tests.small import BLUE, RED, small_text
 from training.model_folder import build_tokenizer
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.checkpoint import open_checkpoint
-from streamdiff.models.transformer.lora import Lora, open_lora, parse_lora
+from streamdiff.models.checkpoint import open_checkpoint
+from streamdiff.models.transformer.weights import Lora, parse_lora
 from tests.models.layouts import Counting, State, flow, load, original, original_name, save, small_state
 from tests.small import small_transformer
 
@@ -158,9 +158,9 @@ def test_a_stage_reads_only_the_pairs_of_its_blocks(
         counting.append(Counting(open_checkpoint(*args, **options)))  # type: ignore[arg-type]
         return counting[-1]
 
-    monkeypatch.setattr("streamdiff.models.transformer.lora.open_checkpoint", remember)
+    monkeypatch.setattr("streamdiff.models.transformer.weights.open_checkpoint", remember)
     model = load(base, loras=[Lora(path)], blocks=(1, 2))
-    assert sorted(counting[0].reads) == sorted(name for name in peft(factors()) if ".blocks.1." in name)
+    assert sorted(counting[-1].reads) == sorted(name for name in peft(factors()) if ".blocks.1." in name)
     name = "attn1.to_q.weight"
     torch.testing.assert_close(model.blocks[0].get_parameter(name), merged(factors(), 1.0)[f"blocks.1.{name}"])
 
@@ -168,94 +168,49 @@ def test_a_stage_reads_only_the_pairs_of_its_blocks(
 # ---- what does not fit ---------------------------------------------------------------------------------------------
 
 
-def refused(tmp_path: Path, base: Path, state: State, **metadata: str) -> str:
-    """What is said about a LoRA that is not used."""
-    save_file({k: t.contiguous() for k, t in state.items()}, tmp_path / "lora.safetensors", metadata or None)
+def pair(module: str, rows: int = 24, columns: int = 24, rank: int = RANK, up_rank: int = RANK) -> State:
+    return {f"{module}.lora_A.weight": torch.ones(rank, columns), f"{module}.lora_B.weight": torch.ones(rows, up_rank)}
+
+
+OWN = "blocks.1.self_attn.q"
+MISFITS: dict[str, tuple[State, str]] = {
+    "no such block": (peft(factors()) | pair("blocks.9.self_attn.q"), "(2): blocks.9.self_attn.q.lora_A"),
+    "no such module": (peft(factors()) | pair("blocks.0.self_attn.qq"), "(2): blocks.0.self_attn.qq.lora_A"),
+    "no factor": (pair(OWN) | {"blocks.0.norm3.diff_b": torch.ones(24)}, "(1): blocks.0.norm3.diff_b"),
+    "half a pair": ({k: t for k, t in pair(OWN).items() if "lora_A" in k}, f"(1): {OWN}.lora_A.weight"),
+    "rows": (pair(OWN, rows=25), "blocks.1.attn1.to_q.weight is 24 x 24, but [25, 3] x [3, 24] is to be added"),
+    "columns": (pair(OWN, columns=23), "but [24, 3] x [3, 23] is to be added"),
+    "two ranks": (pair(OWN, up_rank=4), "[24, 4] x [3, 24] is to be added"),
+    "two adapters": (
+        {f"{OWN}.lora_{half}.{which}.weight": torch.ones(RANK, RANK) for half in "AB" for which in "xy"},
+        f"names of a second adapter (2): {OWN}.lora_A.y.weight, ",
+    ),
+    "not finite": ({k: t / 0 for k, t in pair(OWN).items()}, "the change of blocks.1.attn1.to_q.weight is not finite"),
+    "an alpha of many numbers": (pair(OWN) | {f"{OWN}.alpha": torch.ones(2)}, f"{OWN}.alpha is not a single number"),
+    "a model": (original(small_state()), "not a LoRA of a Wan transformer"),
+    "another program's": (pair("lora_unet_blocks_0_self_attn_q"), "not a LoRA of a Wan transformer"),
+}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_what_does_not_fit_is_named(kind: str, tmp_path: Path, base: Path) -> None:
+    state, told = MISFITS[kind]
+    path = save(tmp_path / "lora.safetensors", state)
+    with pytest.raises(ConfigError) as caught:
+        load(base, loras=[Lora(path)])
+    assert told in str(caught.value) and "lora.safetensors" in str(caught.value)
+    if kind == "no such block":  # whichever blocks a stage has
+        with pytest.raises(ConfigError):
+            load(base, loras=[Lora(path)], blocks=(1, 2))
+
+
+@pytest.mark.parametrize("settings", [{"alpha_pattern": {"q": 3}}, {"use_dora": True}, {"lora_alpha": "3"}])
+def test_variants_that_are_not_plain_are_refused(settings: dict[str, object], tmp_path: Path, base: Path) -> None:
+    text = json.dumps({f"transformer.{key}": value for key, value in settings.items()})
+    save_file(pair(OWN), tmp_path / "lora.safetensors", {"lora_adapter_metadata": text})
     with pytest.raises(ConfigError) as caught:
         load(base, loras=[Lora(tmp_path / "lora.safetensors")])
-    assert "lora.safetensors" in str(caught.value)
-    return str(caught.value)
-
-
-def pair(module: str, rows: int = 24, columns: int = 24, rank: int = RANK) -> State:
-    return {f"{module}.lora_A.weight": torch.ones(rank, columns), f"{module}.lora_B.weight": torch.ones(rows, rank)}
-
-
-def test_names_that_match_nothing_are_counted_and_named(tmp_path: Path, base: Path) -> None:
-    strange = pair("blocks.9.self_attn.q") | pair("blocks.0.self_attn.qq") | {"blocks.0.norm3.diff_b": torch.ones(24)}
-    told = refused(tmp_path, base, peft(factors()) | strange)
-    assert "names that match nothing in the model (3): blocks.0.norm3.diff_b, blocks.0.self_attn.qq.lora_A" in told
-    assert "blocks.9.self_attn.q.lora_A" in told and "Nothing was loaded" in told
-
-
-def test_a_stage_refuses_what_matches_no_stage(tmp_path: Path, base: Path) -> None:
-    path = save(tmp_path / "lora.safetensors", pair("blocks.0.self_attn.q") | pair("blocks.9.self_attn.q"))
-    with pytest.raises(ConfigError, match=r"match nothing in the model \(1\): blocks\.9\.self_attn\.q\.lora"):
-        load(base, loras=[Lora(path)], blocks=(1, 2))
-
-
-def test_half_a_pair(tmp_path: Path, base: Path) -> None:
-    state = pair("blocks.0.self_attn.q")
-    del state["blocks.0.self_attn.q.lora_B.weight"]
-    told = refused(tmp_path, base, state | pair("blocks.0.self_attn.k"))
-    assert "factors without their other half (1): blocks.0.self_attn.q.lora_A.weight" in told
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "told"),
-    [
-        (25, 24, "blocks.1.attn1.to_q.weight is 24 x 24, but [25, 3] x [3, 24] is to be added"),
-        (24, 23, "blocks.1.attn1.to_q.weight is 24 x 24, but [24, 3] x [3, 23] is to be added"),
-    ],
-)
-def test_factors_that_do_not_fit(rows: int, columns: int, told: str, tmp_path: Path, base: Path) -> None:
-    assert told in refused(tmp_path, base, pair("blocks.1.self_attn.q", rows, columns))
-
-
-def test_factors_of_two_ranks(tmp_path: Path, base: Path) -> None:
-    state = pair("blocks.1.self_attn.q") | {"blocks.1.self_attn.q.lora_B.weight": torch.ones(24, 4)}
-    assert "[24, 4] x [3, 24] is to be added" in refused(tmp_path, base, state)
-
-
-def test_two_adapters_in_one_file(tmp_path: Path, base: Path) -> None:
-    both = {
-        f"blocks.1.self_attn.q.lora_{half}.{which}.weight": torch.ones(RANK, RANK) for half in "AB" for which in "xy"
-    }
-    assert "names of a second adapter (2): blocks.1.self_attn.q.lora_A.y.weight, " in refused(tmp_path, base, both)
-
-
-def test_a_change_that_is_not_finite(tmp_path: Path, base: Path) -> None:
-    state = pair("blocks.1.self_attn.q")
-    state["blocks.1.self_attn.q.lora_A.weight"][0, 0] = float("nan")
-    assert "the change of blocks.1.attn1.to_q.weight is not finite" in refused(tmp_path, base, state)
-
-
-def test_a_file_that_is_no_lora(tmp_path: Path, base: Path) -> None:
-    assert "not a LoRA of a Wan transformer" in refused(tmp_path, base, original(small_state()))
-    assert "not a LoRA of a Wan transformer" in refused(tmp_path, base, pair("lora_unet_blocks_0_self_attn_q"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"transformer.alpha_pattern": {"q": 3}}, "alpha_pattern is {'q': 3}, which is not supported"),
-        ({"transformer.use_dora": True}, "use_dora is True, which is not supported"),
-        ({"transformer.lora_alpha": "3"}, "lora_alpha is '3', but must be a number"),
-    ],
-)
-def test_variants_that_are_not_plain(settings: dict[str, object], told: str, tmp_path: Path, base: Path) -> None:
-    text = json.dumps(settings)
-    assert told in refused(tmp_path, base, pair("blocks.1.self_attn.q"), lora_adapter_metadata=text)
-
-
-def test_an_alpha_of_many_numbers(tmp_path: Path, base: Path) -> None:
-    state = pair("blocks.1.self_attn.q") | {"blocks.1.self_attn.q.alpha": torch.ones(2)}
-    assert "blocks.1.self_attn.q.alpha is not a single number" in refused(tmp_path, base, state)
-
-
-def test_a_lora_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file or folder"):
-        open_lora(Lora(tmp_path / "none.safetensors"), {})
+    assert next(iter(settings)) in str(caught.value)
 
 
 # ---- FILE[:SCALE] --------------------------------------------------------------------------------------------------
@@ -276,7 +231,7 @@ def test_a_lora_on_the_command_line(text: str, expected: Lora) -> None:
 
 @pytest.mark.parametrize("text", ["", ":1", "lora.pt:", "lora.pt:much", "lora.pt:nan", "lora.pt:inf"])
 def test_a_lora_that_cannot_be(text: str) -> None:
-    with pytest.raises(ConfigError, match="must be FILE or FILE:SCALE with a finite number as SCALE"):
+    with pytest.raises(ConfigError):
         parse_lora(text)
 
 

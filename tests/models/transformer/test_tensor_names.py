@@ -7,7 +7,7 @@ import torch
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
 from streamdiff.models.transformer.tensor_names import (
-    Layout,
+    NameLayout,
     Names,
     TensorLocation,
     bare,
@@ -27,9 +27,9 @@ def test_every_tensor_of_the_published_sizes_is_known_in_both_layouts(size: str)
     assert len(tensors) == SIZES[size][1]
     stored = {original_name(name): name for name in tensors}
     assert len(stored) == len(tensors)
-    assert recognise(stored) is Layout.WAN
-    assert recognise(tensors) is Layout.DIFFUSERS
-    for names, layout in ((stored, Layout.WAN), (dict(zip(tensors, tensors, strict=True)), Layout.DIFFUSERS)):
+    assert recognise(stored) is NameLayout.WAN
+    assert recognise(tensors) is NameLayout.DIFFUSERS
+    for names, layout in ((stored, NameLayout.WAN), (dict(zip(tensors, tensors, strict=True)), NameLayout.DIFFUSERS)):
         found = translate(names, layout)
         assert not found.unmatched and not found.clashes
         assert found.sources == {name: TensorLocation(spelled) for spelled, name in names.items()}
@@ -40,12 +40,12 @@ def test_every_tensor_of_the_published_sizes_is_known_in_both_layouts(size: str)
 def test_diffusers_own_conversion_agrees() -> None:
     stored = {original_name(name): name for name in published("14B image") if not name.endswith("pos_embed")}
     converted = convert_wan_transformer_to_diffusers({spelled: torch.empty(1) for spelled in stored})
-    assert set(translate(stored, Layout.WAN).sources) == set(converted)
+    assert set(translate(stored, NameLayout.WAN).sources) == set(converted)
 
 
 def test_names_as_they_are_in_the_published_files() -> None:
     stored = [*ORIGINAL_TOP, *(f"blocks.{i}.{name}" for i in range(30) for name in ORIGINAL_BLOCK)]
-    found = translate(stored, recognise(stored) or Layout.DIFFUSERS)
+    found = translate(stored, recognise(stored) or NameLayout.DIFFUSERS)
     assert set(found.sources) == set(published("1.3B"))
     assert set(stored) == set(wan_1_3b())
     tensors = published("1.3B")
@@ -57,7 +57,7 @@ def test_names_as_they_are_in_the_published_files() -> None:
 
 
 def test_the_image_keys_of_cross_attention_are_not_its_keys() -> None:
-    sources = translate(["blocks.0.cross_attn.k_img.weight", "blocks.0.cross_attn.k.weight"], Layout.WAN).sources
+    sources = translate(["blocks.0.cross_attn.k_img.weight", "blocks.0.cross_attn.k.weight"], NameLayout.WAN).sources
     assert sources["blocks.0.attn2.add_k_proj.weight"].name == "blocks.0.cross_attn.k_img.weight"
     assert sources["blocks.0.attn2.to_k.weight"].name == "blocks.0.cross_attn.k.weight"
 
@@ -77,8 +77,8 @@ def test_the_image_keys_of_cross_attention_are_not_its_keys() -> None:
 )
 def test_prefixes_and_wrappers_are_dropped(name: str) -> None:
     assert bare(name) == PLAIN
-    assert recognise([name]) is Layout.WAN
-    assert translate([name], Layout.WAN).sources == {"blocks.3.attn1.to_q.weight": TensorLocation(name)}
+    assert recognise([name]) is NameLayout.WAN
+    assert translate([name], NameLayout.WAN).sources == {"blocks.3.attn1.to_q.weight": TensorLocation(name)}
 
 
 def test_an_owner_inside_a_name_stays() -> None:
@@ -89,20 +89,20 @@ def test_an_owner_inside_a_name_stays() -> None:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("blocks.0.norm3.weight", Layout.DIFFUSERS),
-        ("blocks.0.norm2.weight", Layout.WAN),
-        ("blocks.0.attn1.to_q.weight", Layout.WAN),
-        ("blocks.0.modulation", Layout.DIFFUSERS),
-        ("vace_blocks.0.self_attn.q.weight", Layout.WAN),
-        ("vace_blocks.0.proj_out.weight", Layout.DIFFUSERS),
-        ("blocks.0.self_attn.q.scale_weight", Layout.WAN),
-        ("blocks.0.self_attn.norm_q.bias", Layout.WAN),
-        ("blocks.x.self_attn.q.weight", Layout.WAN),
-        ("critic.blocks.0.self_attn.q.weight", Layout.WAN),
-        ("head.modulation.weight", Layout.WAN),
+        ("blocks.0.norm3.weight", NameLayout.DIFFUSERS),
+        ("blocks.0.norm2.weight", NameLayout.WAN),
+        ("blocks.0.attn1.to_q.weight", NameLayout.WAN),
+        ("blocks.0.modulation", NameLayout.DIFFUSERS),
+        ("vace_blocks.0.self_attn.q.weight", NameLayout.WAN),
+        ("vace_blocks.0.proj_out.weight", NameLayout.DIFFUSERS),
+        ("blocks.0.self_attn.q.scale_weight", NameLayout.WAN),
+        ("blocks.0.self_attn.norm_q.bias", NameLayout.WAN),
+        ("blocks.x.self_attn.q.weight", NameLayout.WAN),
+        ("critic.blocks.0.self_attn.q.weight", NameLayout.WAN),
+        ("head.modulation.weight", NameLayout.WAN),
     ],
 )
-def test_what_is_not_known_is_reported(name: str, layout: Layout) -> None:
+def test_what_is_not_known_is_reported(name: str, layout: NameLayout) -> None:
     found = translate([name], layout)
     assert found.unmatched == [name]
     assert not found.sources
@@ -110,20 +110,20 @@ def test_what_is_not_known_is_reported(name: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize("name", ["freqs", "model.freqs", "rope.freqs_cos", "blocks.0.attn2.norm_added_q.weight"])
 def test_tables_that_anybody_can_compute_are_passed_over(name: str) -> None:
-    found = translate([name], Layout.DIFFUSERS)
+    found = translate([name], NameLayout.DIFFUSERS)
     assert not found.unmatched and not found.sources
 
 
 @pytest.mark.parametrize(
     ("name", "layout", "inside"),
     [
-        ("blocks.1.self_attn.qkv.weight", Layout.WAN, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
-        ("blocks.1.self_attn.to_qkv.weight", Layout.WAN, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
-        ("blocks.1.attn1.to_qkv.weight", Layout.DIFFUSERS, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
-        ("blocks.1.attn2.to_kv.weight", Layout.DIFFUSERS, ("attn2.to_k", "attn2.to_v")),
+        ("blocks.1.self_attn.qkv.weight", NameLayout.WAN, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
+        ("blocks.1.self_attn.to_qkv.weight", NameLayout.WAN, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
+        ("blocks.1.attn1.to_qkv.weight", NameLayout.DIFFUSERS, ("attn1.to_q", "attn1.to_k", "attn1.to_v")),
+        ("blocks.1.attn2.to_kv.weight", NameLayout.DIFFUSERS, ("attn2.to_k", "attn2.to_v")),
     ],
 )
-def test_fused_projections_are_known_by_their_parts(name: str, layout: Layout, inside: tuple[str, ...]) -> None:
+def test_fused_projections_are_known_by_their_parts(name: str, layout: NameLayout, inside: tuple[str, ...]) -> None:
     found = translate([name], layout)
     expected = {f"blocks.1.{part}.weight": TensorLocation(name, i, len(inside)) for i, part in enumerate(inside)}
     assert found.sources == expected
@@ -132,7 +132,7 @@ def test_fused_projections_are_known_by_their_parts(name: str, layout: Layout, i
 
 def test_a_tensor_that_is_there_twice_is_reported() -> None:
     stored = ["generator.blocks.0.ffn.0.bias", "generator_ema.blocks.0.ffn.0.bias"]
-    assert translate(stored, Layout.WAN).clashes == [("blocks.0.ffn.net.0.proj.bias", *stored)]
+    assert translate(stored, NameLayout.WAN).clashes == [("blocks.0.ffn.net.0.proj.bias", *stored)]
 
 
 @pytest.mark.parametrize(
@@ -150,4 +150,4 @@ def test_other_models_are_not_recognised(names: list[str]) -> None:
 
 
 def test_a_name_that_wan_has_not_stays() -> None:
-    assert Names(Layout.WAN).spell("blocks.0.strange.weight") == "blocks.0.strange.weight"
+    assert Names(NameLayout.WAN).spell("blocks.0.strange.weight") == "blocks.0.strange.weight"

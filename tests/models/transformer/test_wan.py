@@ -8,8 +8,8 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor
 
 from streamdiff.models.transformer import rope
-from streamdiff.models.transformer.elementwise import gelu
-from streamdiff.models.transformer.wan import KeyValue, Tokens, WanDenoiser, attend, position_planes
+from streamdiff.models.transformer.rope import gelu
+from streamdiff.models.transformer.wan import KeyValue, TokenStates, WanDenoiser, attend, position_planes
 from streamdiff.models.transformer.weights import kept_dtype
 from tests.small import LATENT_CHANNELS, small_transformer
 
@@ -69,7 +69,7 @@ def test_blocks_in_two_runs_equal_blocks_in_one() -> None:
     attention = Whole(2, 2, 2)
     whole = denoiser.run_blocks(tokens, text, attention)
     middle = denoiser.part(0, 1).run_blocks(tokens, text, attention)
-    parts = denoiser.part(1, 3).run_blocks(Tokens(*middle), text[1:], attention)
+    parts = denoiser.part(1, 3).run_blocks(TokenStates(*middle), text[1:], attention)
     assert torch.equal(parts.hidden, whole.hidden)
 
 

@@ -12,8 +12,8 @@ import torch
 from streamdiff.cli import main, parser
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue import entries
-from streamdiff.models.model_loader import ModelLoader
+from streamdiff.models import catalogue
+from streamdiff.models.loader import ModelLoader
 from streamdiff.pipeline import load_plan, rank_loader
 from streamdiff.pipeline.load_plan import plan_load, plan_rank
 from streamdiff.pipeline.planner import fit
@@ -156,7 +156,7 @@ def test_the_command_line_says_it_in_a_line(capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize("limit", [10**9, 6 * 10**9, 12 * 10**9])
 def test_every_published_model_has_options(limit: int) -> None:
     """With the sinks, windows and first chunks of all of them."""
-    for entry in entries.listed():
+    for entry in catalogue.listed():
         if entry.weights is None or entry.context is None:
             continue
         sizes, kv_context = entry_sizes(entry), entry.context.default

@@ -9,7 +9,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from streamdiff.config import ModelConfig
-from streamdiff.models.catalogue import entries
+from streamdiff.models import catalogue
 from streamdiff.models.model import StageModel
 from streamdiff.models.spec import with_size
 from streamdiff.models.transformer.wan import WanDenoiser
@@ -26,7 +26,7 @@ from tests.peak_memory import peak_bytes
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("wan2.1-t2v-1.3b", 1.419e9), ("wan2.1-t2v-14b", 14.288e9)])
 def test_weights_are_counted_as_diffusers_has_them(name: str, count: float) -> None:
-    sizes = entry_sizes(entries.find(name))
+    sizes = entry_sizes(catalogue.find(name))
     with torch.device("meta"):
         model = WanTransformer3DModel(
             num_attention_heads=sizes.heads,
@@ -40,14 +40,14 @@ def test_weights_are_counted_as_diffusers_has_them(name: str, count: float) -> N
         )
     theirs = sum(parameter.numel() for parameter in model.parameters())
     assert theirs == pytest.approx(count, rel=5e-4)
-    (stage,) = stage_memory(entries.find(name), 1)
+    (stage,) = stage_memory(catalogue.find(name), 1)
     assert stage.weights == 2 * theirs
 
 
 @pytest.mark.parametrize(("name", "per_latent"), [("self-forcing", 0.288e9), ("krea-realtime-14b", 1.28e9)])
 def test_a_latent_frame_of_cache_has_the_published_size(name: str, per_latent: float) -> None:
     """bfloat16, 480x832; the text's keys and values apart."""
-    entry = entries.find(name)
+    entry = catalogue.find(name)
     sizes = entry_sizes(entry)
     (stage,) = stage_memory(entry, 1)
     assert entry.stream
@@ -57,7 +57,7 @@ def test_a_latent_frame_of_cache_has_the_published_size(name: str, per_latent: f
 
 
 def test_same_step_keeps_a_cache_per_step() -> None:
-    entry = entries.find("streamdiffusionv2-1.3b")
+    entry = catalogue.find("streamdiffusionv2-1.3b")
     (stage,) = stage_memory(entry, 1)
     sizes = entry_sizes(entry)
     text = 2 * 2 * sizes.blocks * sizes.width * sizes.text_tokens
@@ -69,7 +69,7 @@ def test_same_step_keeps_a_cache_per_step() -> None:
 
 
 def test_stages_share_weights_and_caches() -> None:
-    entry = entries.find("longlive-1.3b")
+    entry = catalogue.find("longlive-1.3b")
     whole = stage_memory(entry, 1)[0]
     parts = stage_memory(entry, 4)
     assert len(parts) == 4
@@ -78,16 +78,16 @@ def test_stages_share_weights_and_caches() -> None:
 
 
 def test_a_model_of_whole_clips_has_no_caches() -> None:
-    assert [stage.caches for stage in stage_memory(entries.find("wan2.1-t2v-14b"), 2)] == [0, 0]
+    assert [stage.caches for stage in stage_memory(catalogue.find("wan2.1-t2v-14b"), 2)] == [0, 0]
 
 
 def test_the_embedded_models_facts_are_its_folders() -> None:
-    assert entry_sizes(entries.find("tiny")) == read_sizes("tiny")
+    assert entry_sizes(catalogue.find("tiny")) == read_sizes("tiny")
 
 
 def test_a_checkpoint_says_what_the_catalogue_says() -> None:
     """Of LongLive's architecture and stream, before anything is there and from the shapes of tensors."""
-    told = entry_sizes(entries.find("longlive-1.3b"))
+    told = entry_sizes(catalogue.find("longlive-1.3b"))
     read = plan_load(ModelConfig(name="random:wan2.1-1.3b"), torch.device("cpu")).sizes
     assert read == replace(told, spec=read.spec), "the decoder's sizes too"
     own = {name: getattr(read.spec, name) for name in ("name", "shift", "rope", "schedules")}
@@ -95,7 +95,7 @@ def test_a_checkpoint_says_what_the_catalogue_says() -> None:
 
 
 def test_another_picture_has_other_tokens() -> None:
-    entry = entries.find("self-forcing")
+    entry = catalogue.find("self-forcing")
     assert entry_sizes(entry, (512, 512)).tokens == 3 * 1024
 
 
@@ -120,7 +120,7 @@ def test_a_forward_takes_the_memory_that_is_counted(ffn: float) -> None:
     network = WanTransformer3DModel(**architecture).eval().requires_grad_(False)
     for name, weight in network.named_parameters():
         weight.data = weight.data.to(kept_dtype(name, torch.bfloat16))
-    spec = with_size(entries.make_spec("small", entries.find("longlive-1.3b"), architecture), 256, 256)
+    spec = with_size(catalogue.make_spec("small", catalogue.find("longlive-1.3b"), architecture), 256, 256)
     runner = ModelRunner(StageModel(spec, WanDenoiser(network).fuse()), torch.device("cpu"))
     runner.open(0, steps=4, kv_context="clean")
     runner.set_text(0, 0, torch.zeros(spec.text_shape), 0)
@@ -138,7 +138,7 @@ def test_a_forward_takes_the_memory_that_is_counted(ffn: float) -> None:
 
 
 def test_offloaded_blocks_leave_two_of_them_on_the_device() -> None:
-    sizes, load = entry_sizes(entries.find("wan2.1-t2v-14b")), Workload(1, 0, 4, "clean", 1)
+    sizes, load = entry_sizes(catalogue.find("wan2.1-t2v-14b")), Workload(1, 0, 4, "clean", 1)
     layout = Layout(((0, 40),), (), "head", 0.0)
     whole, offloaded = (memory(sizes, layout, load, Storage(2, offload=each))[0] for each in ("none", "blocks"))
     assert whole.weights - offloaded.weights == 38 * 2 * sizes.block_values

@@ -29,8 +29,8 @@ from streamdiff.pipeline.runner.cuda_graphs import Graph, GraphCache, Inputs, Ru
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.stage_forward import Tensors
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.session_state import host_copies, walk
-from streamdiff.session_state.host_copies import HostCopies, HostCopy
+from streamdiff.session_state import swap_store, walk
+from streamdiff.session_state.swap_store import HostCopies, HostCopy
 from tests.pipeline.playing import Order, play
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -280,7 +280,7 @@ def test_a_session_whose_caches_are_the_pools_is_saved_and_swapped_as_any(
     piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its layers lie apart in memory, and are copied one by one where they are large."""
-    monkeypatch.setattr(host_copies, "_PIECE", piece)
+    monkeypatch.setattr(swap_store, "_PIECE", piece)
     stage = compiled(MODEL, sessions=3).stage
     for session in (0, 1):
         stage.open(session, steps=4, kv_context="clean")

@@ -18,7 +18,7 @@ from safetensors.torch import save
 
 from streamdiff.config import Config, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.messages import Event, FrameBatch, Shown
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -43,7 +43,7 @@ def one_thread() -> None:
 
 
 def pipeline(stages: int, model: Model = MODEL) -> Any:
-    pictures = PictureEncoder(lambda: small_encoder(4), model.spec)
+    pictures = ImageEncoder(lambda: small_encoder(4), model.spec)
     return StreamingPipeline(model, CPU, ring=LocalRing(model, CPU, stages), pictures=pictures)
 
 

@@ -23,7 +23,7 @@ from aiortc.codecs import get_decoder
 from streamdiff import clock
 from streamdiff.config import Config, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.server.webrtc import aiortc_compat, feeders, peer_connections
@@ -103,7 +103,7 @@ def run(scene: Callable[[Site], Awaitable[None]], config: Config | None = None) 
     """Play it on a server whose model encodes video."""
 
     async def main() -> None:
-        pictures = PictureEncoder(lambda: small_encoder(4), MODEL.spec)
+        pictures = ImageEncoder(lambda: small_encoder(4), MODEL.spec)
         pipeline: Any = StreamingPipeline(MODEL, CPU, ring=LocalRing(MODEL, CPU, 2), pictures=pictures)
         async with open_site(config or Config(playback=PlaybackConfig(max_ahead_s=1.0)), pipeline) as site:
             await scene(site)

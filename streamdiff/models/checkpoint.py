@@ -1,25 +1,29 @@
 """Opens model checkpoints in any layout (safetensors, sharded safetensors, torch files): shapes and dtypes, and single
-tensors on demand, memory-mapped. Files of inputs and results are read by `tensor_file`.
+tensors on demand, memory-mapped; and loads tensors into modules. Files of inputs and results are read by `tensor_file`.
 
 A returned tensor is a view of the mapped file until it is copied or cast, so it must not be written to, and the file
-must not be changed in place while it is in use (replacing it by another is fine).
+must not be changed in place while it is in use (replacing it by another is fine). A torch file is a pickle, which can
+run code when it is opened; it is opened with torch's `weights_only`, and one that needs more than that is refused.
 """
 
 from __future__ import annotations
 
+import pickle
+import re
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.checkpoint.json_file import read_object
-from streamdiff.models.checkpoint.torch_file import pointer_hint, unpickle
-from streamdiff.models.checkpoint.weight_files import INDEX, PICKLES, SAFETENSORS, USUAL_STEMS, weights_file
+from streamdiff.models.weight_files import INDEX, PICKLES, SAFETENSORS, USUAL_STEMS, read_object, some, weights_file
 
 CONTAINERS = ("generator_ema", "generator", "model", "state_dict", "module")
 """Names of what holds the tensors in a file, the preferred first. Which one is right is a fact of the file that its
@@ -206,3 +210,131 @@ def _has_tensors(tree: Mapping[Any, object]) -> bool:
 
 def _no_container(path: Path, wanted: str, found: Sequence[str]) -> ConfigError:
     return ConfigError(f"{path}: has no container {wanted!r}; there is {', '.join(found)}")
+
+
+_OLD_START = b"\x80\x02"
+# What torch's reader raises, as it does not look whether a pickle is whole before it uses it.
+_DAMAGED = (
+    *(RuntimeError, EOFError, OSError, ValueError, LookupError),
+    *(AssertionError, AttributeError, TypeError, struct.error),
+)
+
+
+def unpickle(path: Path, *, old: bool = False) -> object:
+    """What a torch file holds, its tensors mapped into memory.
+
+    Args:
+        old: take a file from before torch 1.6 too, which cannot be mapped; all of it is then read.
+
+    Raises:
+        ConfigError: it cannot be read, or `weights_only` refuses it.
+    """
+    if hint := pointer_hint(path):
+        raise ConfigError(f"{path}: not a torch file{hint}")
+    try:
+        mapped = not (old and _is_old(path))
+        tree: object = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"(?:GLOBAL|class|function)\s+([\w.]+\.[\w.]+)", str(error))
+        what = f" ({found[1]})" if found else ""
+        raise ConfigError(
+            f"{path}: holds more than tensors{what}. A pickle can run code when it is opened, so it is opened with "
+            "weights_only=True, and torch refuses this one; take a safetensors file, or save the tensors alone"
+        ) from None
+    except _DAMAGED as error:
+        if "_use_new_zipfile_serialization" in str(error):
+            raise ConfigError(
+                f"{path}: not a torch file, or one from before torch 1.6, which cannot be mapped into memory; load and "
+                "save it anew with torch.save, or take a safetensors file"
+            ) from None
+        raise ConfigError(f"{path}: not a readable torch file: {_reason(error)}") from None
+    return tree
+
+
+def _is_old(path: Path) -> bool:
+    """Whether it begins as torch's files did before they were zip archives: with a pickle."""
+    with path.open("rb") as file:
+        return file.read(len(_OLD_START)) == _OLD_START
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what torch says, which can be nothing, or a bare number."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
+
+
+def pointer_hint(path: Path) -> str:
+    """What to say about a file of a few bytes that stands for a large one."""
+    if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
+        return " (it is a Git LFS pointer: the weights themselves were not downloaded; `git lfs pull` does it)"
+    return ""
+
+
+def check_fit(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
+    """Check that `found` has exactly the tensors `wanted`, in their shapes.
+
+    Raises:
+        ConfigError: lists how many are missing, unexpected and misshapen, the first few by name.
+    """
+    missing = [name for name in wanted if name not in found]
+    unexpected = [name for name in found if name not in wanted]
+    misshapen = [
+        f"{name} {list(found[name].shape)} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name].shape != shape
+    ]
+    faults = [
+        f"{len(names)} {what} ({some(names)})"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
+        if names
+    ]
+    if faults:
+        raise ConfigError(f"{path}: of {len(wanted)} tensors expected, {len(found)} found: {'; '.join(faults)}")
+
+
+def load_module(
+    module: nn.Module,
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    wanted: tuple[str, ...] = ("",),
+) -> None:
+    """Give a module on the meta device those of its `tensors` whose names begin with one of `wanted`, for inference.
+    `path` is for messages. Mutates: module.
+
+    Raises:
+        ConfigError: lists tensors that are missing, unexpected or misshapen (`check_fit`); and those wanted that hold
+            NaN or infinity, or are no floating-point numbers.
+    """
+    check_fit(path, tensors, {name: tensor.shape for name, tensor in module.state_dict().items()})
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith(wanted)}
+    bad = [name for name, tensor in found.items() if not (tensor.is_floating_point() and tensor.isfinite().all())]
+    if bad:
+        raise ConfigError(f"{path}: {len(bad)} tensors hold NaN, infinity or no floating-point numbers: {some(bad)}")
+    module.load_state_dict({name: each.to(device, dtype) for name, each in found.items()}, strict=False, assign=True)
+    module.eval().requires_grad_(False)
+
+
+# ---- random weights ------------------------------------------------------------------------------------------------
+
+
+def draw(module: nn.Module, wanted: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights for `module`, drawn on `device` where their names begin with one of `wanted`; the others as they are in
+    it."""
+    return {
+        name: drawn(name, each.shape, device, dtype) if name.startswith(wanted) else each
+        for name, each in module.state_dict().items()
+    }
+
+
+def drawn(name: str, shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A random tensor in place of a checkpoint's: matrices and convolutions keep the scale of their input, norms are 1,
+    biases 0."""
+    tensor = torch.empty(shape, device=device, dtype=dtype)
+    if name.endswith("bias"):
+        return tensor.zero_()
+    if len(shape) < 2 or name.endswith("gamma"):
+        return tensor.fill_(1)
+    fan_in = shape[-1] if name.endswith("scale_shift_table") else prod(shape[1:])
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return tensor.normal_(0.0, fan_in**-0.5, generator=generator)

@@ -10,7 +10,7 @@ from typing import Any
 import huggingface_hub
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.catalogue.schema import Files
+from streamdiff.models.catalogue import Files
 
 
 @dataclass(frozen=True)

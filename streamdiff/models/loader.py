@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -10,20 +11,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from streamdiff.config import ModelConfig
 from streamdiff.device import embedded_autoencoder_dtype, pick_dtype
 from streamdiff.errors import ConfigError
-from streamdiff.models import random_weights, sampling
+from streamdiff.models import catalogue, hub, sampling
 from streamdiff.models.autoencoder import autoencoder
-from streamdiff.models.autoencoder.picture_encoder import PictureEncoder
-from streamdiff.models.catalogue import entries
+from streamdiff.models.autoencoder.autoencoder import ImageEncoder
+from streamdiff.models.catalogue import Files
 from streamdiff.models.resolve import ResolvedModel, resolve_model
-from streamdiff.models.spec import ModelSpec, choose_steps, parse_size, with_size, with_window
+from streamdiff.models.spec import (
+    ModelSpec,
+    ParsedPrompt,
+    TextEncoder,
+    choose_steps,
+    parse_size,
+    with_size,
+    with_window,
+)
+from streamdiff.models.text_encoder import CachedText, EmbeddingCache, EmbeddingFolder, WanText
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
+from streamdiff.models.tiny.model import TinyText
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.wan import WanDenoiser
-from streamdiff.models.transformer.weights import WanCheckpoint, load_transformer, open_transformer
+from streamdiff.models.transformer.weights import WanCheckpoint, drawn_transformer, load_transformer, open_transformer
 
 _FINGERPRINT_BYTES = 2**20  # of each file
 
@@ -75,8 +87,8 @@ class ModelLoader:
             return open_transformer(facts.weights, config=facts.architecture)
         if model.weights is not None:
             return open_transformer(model.weights, model.container, model.architecture)
-        sizes = entries.transformer_arguments(entries.find(model.name))
-        return open_transformer(random_weights.transformer(model.name, sizes, self.device, self.dtype))
+        sizes = catalogue.transformer_arguments(catalogue.find(model.name))
+        return open_transformer(drawn_transformer(model.name, sizes, self.device, self.dtype))
 
     @cached_property
     def folder_facts(self) -> FolderFacts | None:
@@ -95,7 +107,7 @@ class ModelLoader:
         """
         facts = self.folder_facts
         if facts is None:
-            spec = entries.make_spec(self.model.name, self.model.entry, self.checkpoint.architecture)
+            spec = catalogue.make_spec(self.model.name, self.model.entry, self.checkpoint.architecture)
             return spec if self.config.size is None else with_size(spec, *parse_size(self.config.size))
         if self.config.size is not None:
             raise ConfigError(f"the size of {self.model.name} is fixed; leave --size out")
@@ -144,7 +156,7 @@ class ModelLoader:
         """Every file that a part of the model is read from."""
         model = self.model
         vae = self.config.vae
-        vae_path = None if vae is None or vae.startswith(entries.RANDOM) else autoencoder.locate(vae)
+        vae_path = None if vae is None or vae.startswith(catalogue.RANDOM) else autoencoder.locate(vae)
         roots = [model.folder, model.weights, model.text_encoder, vae_path, *(lora.path for lora in model.loras)]
         found: set[Path] = set()
         for root in roots:
@@ -198,10 +210,10 @@ class ModelLoader:
         denoiser.attention = attention
         return denoiser.fuse()
 
-    def picture_encoder(self, spec: ModelSpec) -> PictureEncoder:
+    def picture_encoder(self, spec: ModelSpec) -> ImageEncoder:
         """The encoder of start pictures for streams of `spec`. Reads no file before the first picture."""
         load = autoencoder.load_encoder
-        return PictureEncoder(lambda: load(self.model.found_vae, self.device, self.decoder_dtype), spec)
+        return ImageEncoder(lambda: load(self.model.found_vae, self.device, self.decoder_dtype), spec)
 
 
 def _given_stream(config: ModelConfig) -> dict[str, Any]:
@@ -226,3 +238,58 @@ def _given_stream(config: ModelConfig) -> dict[str, Any]:
         )
     schedule = sampling.published(config.timesteps)
     return {"steps": (schedule.steps,), "schedules": (schedule,), "chunk_latents": config.chunk_latents}
+
+
+_CACHE_BYTES = 256 * 2**20  # some sixty prompts of 512 x 4096 in bfloat16
+
+
+def load_text_encoder(
+    model: ResolvedModel, config: ModelConfig, text_shape: tuple[int, int], device: torch.device
+) -> TextEncoder:
+    """The text encoder, which puts embeddings of `text_shape` on `device`. Where that of a large model runs: see
+    `WanText`. Its weights come with the first text. Embeddings of a large one are kept in the user's cache folder too
+    (`EmbeddingFolder`).
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if model.index is not None:
+        assert model.folder is not None
+        return TinyText.load(model.folder, device)
+    if (path := model.text_encoder) is None:
+        if model.name.startswith(catalogue.RANDOM):
+            return RandomText(text_shape, device)
+        raise ConfigError(
+            f"{model.name} comes without a text encoder; give a folder with encoder and tokenizer, in diffusers' or "
+            "original Wan's layout, as --text-encoder, or embeddings as --prompt-embeds"
+        )
+    if isinstance(path, Files):
+        path = hub.fetch_folder(path)
+    length, width = text_shape
+    encoder = WanText(path, length=length, width=width, output=device)
+    return CachedText(encoder, EmbeddingCache(_CACHE_BYTES), EmbeddingFolder())
+
+
+def awaited_bytes(text: TextEncoder, device: torch.device) -> int:
+    """Bytes that a text encoder's weights will take on `device` once the first text loads them."""
+    return text.encoder.awaited_bytes(device) if isinstance(text, CachedText) else 0
+
+
+class RandomText:
+    """A `TextEncoder` without an encoder: every text has embeddings of its own, drawn."""
+
+    examples: tuple[str, ...] = ("anything: weights are random, and the picture is noise",)
+    suggestions: tuple[tuple[str, ...], ...] = ()
+    vocabulary: str = "Any words. The weights are random, so the picture is noise; only speed and memory are real."
+    slow: bool = False
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self._shape, self._device = shape, device
+
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
+        return ParsedPrompt(prompt, "The weights are random: the picture is noise, only speed and memory are real.")
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings `[T, text_dim]`, float32, on the device."""
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(text.encode()))
+        return torch.randn(self._shape, generator=generator, device=self._device)

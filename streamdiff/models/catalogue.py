@@ -1,0 +1,475 @@
+"""The catalogue: what is known of every published model, so that a name is all a user has to give, and its `ModelSpec`.
+
+One YAML file per model in `published/`, and `parts.yaml` with what models share: architectures, autoencoders, text
+encoders. Every file is validated when it is read; an unknown key is an error. `None` means not known: nobody
+published it, or nobody has read it. It never stands for a default. Needs no torch.
+
+Sizes of chunk, window and sink are in latent frames; a window counts the sink and the chunk itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from streamdiff.config import KVContext, ModelConfig, PromptPolicy
+from streamdiff.errors import ConfigError
+from streamdiff.models.sampling import Schedule, published
+from streamdiff.models.spec import ModelSpec
+from streamdiff.models.weight_files import problems
+
+Rope = Literal["absolute", "relative"]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Architecture(_Entry):
+    """Sizes of a transformer in diffusers' Wan layout."""
+
+    width: int = Field(ge=1, description="model width D, heads * head_dim")
+    ffn_dim: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    blocks: int = Field(ge=1)
+    in_channels: int = Field(ge=1)
+    out_channels: int = Field(ge=1)
+    freq_dim: int = Field(ge=1)
+    patch: tuple[int, int, int] = (1, 2, 2)
+
+    def arguments(self, text_dim: int) -> dict[str, Any]:
+        """Arguments of diffusers' `WanTransformer3DModel`, for texts of this width."""
+        return {
+            "patch_size": self.patch,
+            "num_attention_heads": self.heads,
+            "attention_head_dim": self.width // self.heads,
+            "in_channels": self.in_channels,
+            "out_channels": self.out_channels,
+            "text_dim": text_dim,
+            "freq_dim": self.freq_dim,
+            "ffn_dim": self.ffn_dim,
+            "num_layers": self.blocks,
+            "cross_attn_norm": True,
+        }
+
+
+class Files(_Entry):
+    """Files of one repository. `repo` is a hub id, or the address of a repository elsewhere (then it has a slash more);
+    `licence` is that of the files, not of any code."""
+
+    repo: str
+    files: tuple[str, ...] = Field(min_length=1)
+    licence: str | None
+    licence_note: str | None = None
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether `repo` is a hub id."""
+        return self.repo.count("/") == 1
+
+
+class Weights(Files):
+    """Transformer weights. `container` is the top-level key that holds the tensors, `flat` where they lie at the top
+    themselves, None where nobody has said (the loader then looks). `others` are files of the same repository for other
+    uses, by name."""
+
+    container: str | None
+    others: dict[str, str] = {}
+
+
+class PublishedLora(Files):
+    """An adapter on top of the weights, in PEFT's layout; `alpha / rank` is its scale."""
+
+    container: str | None
+    rank: int = Field(ge=1)
+    alpha: float = Field(gt=0)
+
+    @property
+    def scale(self) -> float:
+        """Factor on B @ A."""
+        return self.alpha / self.rank
+
+
+class TinyDecoder(Files):
+    """A small one for the same latents. `latents` says in which space it wants them: `model`, as the transformer
+    makes them, or `vae`, after mean and deviation are put back. The wrong one gives washed-out colour and no error."""
+
+    name: str
+    latents: Literal["model", "vae"]
+    note: str | None = None
+
+
+class Autoencoder(_Entry):
+    """An autoencoder: its latent channels, and pixels per latent pixel in time and space."""
+
+    title: str
+    weights: Files | None
+    channels: int = Field(ge=1)
+    temporal: int = Field(ge=1)
+    spatial: int = Field(ge=1)
+    values: int | None = Field(ge=1, description="stored numbers")
+    config: dict[str, Any] | None = Field(None, description="of diffusers' class, as far as memory depends on it")
+    tiny: tuple[TinyDecoder, ...] = ()
+
+
+class PublishedTextEncoder(_Entry):
+    """A text encoder: `tokens` is the fixed length that texts are padded to, `width` that of an embedding."""
+
+    title: str
+    weights: Files | None
+    tokens: int = Field(ge=1)
+    width: int = Field(ge=1)
+    gigabytes: float | None = Field(gt=0, description="of its weights in bfloat16")
+
+
+class SharedParts(_Entry):
+    """What models share, by name."""
+
+    architectures: dict[str, Architecture]
+    autoencoders: dict[str, Autoencoder]
+    text_encoders: dict[str, PublishedTextEncoder]
+
+
+class Sampling(_Entry):
+    """Denoise steps as they are published; see `sampling.published` for shift, warp and nearest. `timestep_dtype` is
+    the type in which the authors' code tells timesteps, where that rounds them; `first_noise_scale` the factor on the
+    noise that a chunk begins with. With `keep_end` the 0 at the end of `steps` is a step of its own, which may be left
+    out."""
+
+    steps: tuple[float, ...] = Field(min_length=1)
+    first_chunk_steps: tuple[float, ...] | None = None
+    shift: float = Field(gt=0)
+    warp: bool
+    nearest: bool = Field(description="the authors' code rounds noise levels to its grid of 1,000")
+    keep_end: bool = False
+    timestep_dtype: Literal["exact", "bfloat16"] = "exact"
+    first_noise_scale: float = Field(1.0, gt=0, le=1)
+
+    def schedule(self) -> Schedule:
+        """Timesteps and noise levels of the denoise steps, with those of the first chunk where it has its own.
+
+        Raises:
+            ConfigError: a list is no schedule.
+        """
+        first = None if self.first_chunk_steps is None else self._published(self.first_chunk_steps, self.keep_end)
+        return replace(self._published(self.steps, self.keep_end), first=first)
+
+    def schedules(self) -> tuple[Schedule, ...]:
+        """`schedule()`, and, where the model has `keep_end`, the same schedule without the step at its end."""
+        made = self.schedule()
+        if not self.keep_end:
+            return (made,)
+        return made, self._published(self.steps, keep_end=False)
+
+    def _published(self, steps: tuple[float, ...], keep_end: bool) -> Schedule:
+        return published(
+            steps,
+            shift=self.shift,
+            warp=self.warp,
+            nearest=self.nearest,
+            keep_end=keep_end,
+            bfloat16=self.timestep_dtype == "bfloat16",
+            noise_scale=self.first_noise_scale,
+        )
+
+
+class Streaming(_Entry):
+    """How chunks follow one another. `first_chunk_latents` where the first chunk differs, `clean_window_latents` where
+    the window of KV context `clean` does; `sink_value` is what an `average` sink keeps of itself when a chunk is folded
+    into it, or the likeness below which a chunk of an `adaptive` one gives way; `trained_latents` is the longest stream
+    it was trained on, None where that is not known."""
+
+    chunk_latents: int = Field(ge=1)
+    first_chunk_latents: int | None = Field(None, ge=1)
+    window_latents: int = Field(ge=1)
+    clean_window_latents: int | None = Field(None, ge=1)
+    sink_latents: int = Field(ge=0)
+    sink_policy: Literal["fixed", "average", "adaptive"] | None = None
+    sink_value: float | None = Field(None, ge=-1, le=1)
+    trained_latents: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Streaming:
+        if self.sink_latents + self.chunk_latents > min(self.window("clean"), self.window_latents):
+            raise ValueError("a window holds at least the sink and one chunk")
+        if (self.first_chunk_latents or self.chunk_latents) % self.chunk_latents:
+            raise ValueError("first_chunk_latents must be a multiple of chunk_latents, as it is made of chunks")
+        if self.first_chunk_latents is not None and self.first_chunk_latents > self.window_latents:
+            raise ValueError("a window holds at least the first chunk")
+        if (self.sink_policy in ("average", "adaptive")) != (self.sink_value is not None):
+            raise ValueError("sink_value goes with sink_policy average or adaptive")
+        return self
+
+    def window(self, kv_context: KVContext) -> int:
+        """Latent frames that a chunk sees, sink and itself included."""
+        return (self.clean_window_latents if kv_context == "clean" else None) or self.window_latents
+
+
+class Context(_Entry):
+    """KV contexts: the one the weights were trained for (None: not known), and others that are known to work.
+    `noise` is the timestep told in the clean pass, None where there is none. `alone`: that pass sees nothing before the
+    chunk but the sink. With a window of two chunks this is what comes of computing the past anew for every chunk.
+    `pictures`: from the second chunk on it is shown a first latent frame that was encoded again, by itself, from the
+    last of its pictures. `source`: where the contexts can be read, the authors' code."""
+
+    trained: KVContext | None
+    works: tuple[KVContext, ...] = ()
+    noise: float | None = Field(ge=0, le=1000)
+    alone: bool = False
+    pictures: bool = False
+    source: str | None = None
+
+    @property
+    def default(self) -> KVContext:
+        """The context to run with when nothing else is asked for."""
+        return self.trained or (self.works[0] if self.works else "clean")
+
+
+class Switches(_Entry):
+    """Policies of a prompt change: what the model was trained with, and what is known to work. `reset` always does."""
+
+    trained: PromptPolicy | None = None
+    works: tuple[PromptPolicy, ...] = ()
+
+    @property
+    def own(self) -> PromptPolicy:
+        """Policy of a prompt change that names none."""
+        return self.trained or (self.works[0] if self.works else "keep")
+
+
+class Positions(_Entry):
+    """Rotary positions as published, and others that the authors offer."""
+
+    published: Rope
+    works: tuple[Rope, ...] = ()
+
+
+class CatalogueEntry(_Entry):
+    """One model. `sampling`, `stream`, `context`, `switches` and `positions` are None where it makes whole clips and
+    cannot stream; `weights` is None for the embedded model. `encode_normalised` says whether the authors' code
+    normalises what the autoencoder encodes; where it does not, such latents are taken, if the user makes them."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.\-]*$")
+    title: str
+    family: str
+    kind: Literal["causal", "bidirectional"]
+    use: str = Field(description="what it is good for")
+    architecture: str
+    weights: Weights | None
+    lora: PublishedLora | None = None
+    height: int = Field(ge=16, description="of the picture it was trained for, or shown with")
+    width: int = Field(ge=16)
+    native_fps: float | None = Field(gt=0)
+    autoencoder: str
+    encode_normalised: bool | None
+    text_encoder: str
+    begins_with: Literal["noise", "video"] = Field("noise", description="what its chunks are made from")
+    sampling: Sampling | None
+    stream: Streaming | None
+    context: Context | None
+    switches: Switches | None
+    positions: Positions | None
+    notes: tuple[str, ...] = ()
+    sources: tuple[str, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check_complete(self) -> CatalogueEntry:
+        streaming = (self.sampling, self.stream, self.context, self.switches, self.positions)
+        if any((part is None) == (self.kind == "causal") for part in streaming):
+            raise ValueError("a causal model has sampling, stream, context, switches and positions, another has none")
+        if self.sampling is not None:
+            self.sampling.schedule()
+        return self
+
+
+USUAL = "self-forcing"
+"""The model of the catalogue whose picture, rate and chunk a checkpoint has that the catalogue does not know."""
+RANDOM = "random:"
+"""What the name of a model, or autoencoder, without a file begins with: its weights are drawn where they are used, to
+measure speed and memory before anything is downloaded; the picture is noise. `random:wan2.1-1.3b` is a transformer of
+that architecture (any of the catalogue's but the embedded model's) with LongLive's stream, in 4, 2 or 1 steps;
+`random:wan2.1` is Wan's autoencoder, `random:taew2_1` the small one."""
+_PARTS = "parts.yaml"
+_RANDOM_LIKE, _RANDOM_STEPS, _RANDOM_SHIFT = "longlive-1.3b", (4, 2, 1), 5.0
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+@cache
+def entries() -> dict[str, CatalogueEntry]:
+    """Every packaged model by name: the embedded one first, then bases, then by family, size and name."""
+    sizes = parts().architectures
+    found = [read_entry(path) for path in _folder().iterdir() if path.name.endswith(".yaml") and path.name != _PARTS]
+    found.sort(key=lambda e: (e.name != "tiny", e.kind == "causal", e.family, sizes[e.architecture].width, e.name))
+    return {entry.name: entry for entry in found}
+
+
+def listed() -> list[CatalogueEntry]:
+    """Models that stream. Their bases make no pictures worth a look without guidance: for who asks by name."""
+    return [entry for entry in entries().values() if entry.kind == "causal"]
+
+
+@cache
+def parts() -> SharedParts:
+    """Architectures, autoencoders and text encoders that the catalogue's entries refer to by name."""
+    return _read(_folder() / _PARTS, SharedParts)
+
+
+def find(name: str) -> CatalogueEntry:
+    """The entry called `name`; of random weights (`RANDOM`) what would stand in the catalogue.
+
+    Raises:
+        ConfigError: there is none; the nearest known name is told.
+    """
+    if name.startswith(RANDOM):
+        return _random_entry(name)
+    known = entries()
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(entry.name for entry in listed())}"
+    raise ConfigError(f"no model is called {name!r}; {hint}")
+
+
+def lookup(name: str) -> CatalogueEntry | None:
+    """The entry called `name`, of random weights too; None where there is none."""
+    return find(name) if is_random(name) else entries().get(name)
+
+
+def is_random(name: str | None) -> bool:
+    """Whether this is the name of a model, or an autoencoder, without a file."""
+    return name is not None and name.startswith(RANDOM)
+
+
+def _random_entry(name: str) -> CatalogueEntry:
+    known, wanted = [each for each in parts().architectures if each != "tiny"], name.removeprefix(RANDOM)
+    if wanted not in known:
+        raise ConfigError(f"there is no {name}; it can be {' or '.join(RANDOM + each for each in known)}")
+    changes: dict[str, Any] = {
+        "name": wanted,
+        "title": f"{wanted} with random weights",
+        "architecture": wanted,
+        "lora": None,
+        "context": Context(trained="clean", works=("clean", "staircase", "same_step"), noise=0.0),
+        "positions": Positions(published="relative"),
+    }
+    return find(_RANDOM_LIKE).model_copy(update=changes)
+
+
+def autoencoders() -> dict[str, Files]:
+    """The files of published autoencoders, large and small, by name."""
+    large = {name: each.weights for name, each in parts().autoencoders.items() if each.weights is not None}
+    return {**large, **{small.name: small for each in parts().autoencoders.values() for small in each.tiny}}
+
+
+def transformer_arguments(entry: CatalogueEntry) -> dict[str, Any]:
+    """Arguments of diffusers' `WanTransformer3DModel` for the model's own transformer."""
+    shared = parts()
+    return shared.architectures[entry.architecture].arguments(shared.text_encoders[entry.text_encoder].width)
+
+
+def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str, Any]) -> ModelSpec:
+    """The facts of the model `name` with a transformer of this architecture (see `transformer_arguments`), for pictures
+    of its own size. Of a checkpoint without an entry, what is usual.
+
+    A model that makes whole clips has no steps, and a window of 0: who runs it has to say both.
+    """
+    stream = entry.stream if entry is not None else None
+    usual = find(USUAL)
+    assert usual.stream is not None and usual.native_fps is not None
+    known = entry or usual
+    shared = parts()
+    pictures, tokens = shared.autoencoders[known.autoencoder], shared.text_encoders[known.text_encoder].tokens
+    schedules = entry.sampling.schedules() if entry is not None and entry.sampling is not None else ()
+    noise = entry.context.noise if entry is not None and entry.context is not None else None
+    spec = ModelSpec(
+        name=name,
+        latent_channels=architecture["out_channels"],
+        latent_height=known.height // pictures.spatial,
+        latent_width=known.width // pictures.spatial,
+        chunk_latents=(stream or usual.stream).chunk_latents,
+        window_latents=stream.window_latents if stream is not None else 0,
+        clean_window_latents=stream.clean_window_latents if stream is not None else None,
+        sink_latents=stream.sink_latents if stream is not None else 0,
+        frames_per_latent=pictures.temporal,
+        width=known.width,
+        height=known.height,
+        native_fps=known.native_fps or usual.native_fps,
+        shift=1.0,
+        steps=tuple(schedule.steps for schedule in schedules),
+        schedules=schedules,
+        text_shape=(tokens, architecture["text_dim"]),
+        context_sigma=(noise or 0.0) / 1000,
+        rope=entry.positions.published if entry is not None and entry.positions is not None else "relative",
+        adaptive_sink=stream.sink_value if stream is not None and stream.sink_policy == "adaptive" else None,
+        averaged_sink=stream.sink_value if stream is not None and stream.sink_policy == "average" else None,
+        context_alone=entry is not None and entry.context is not None and entry.context.alone,
+        context_pictures=entry is not None and entry.context is not None and entry.context.pictures,
+        switch=entry.switches.own if entry is not None and entry.switches is not None else "keep",
+        first_chunks=(stream.first_chunk_latents or stream.chunk_latents) // stream.chunk_latents if stream else 1,
+    )
+    return replace(spec, steps=_RANDOM_STEPS, shift=_RANDOM_SHIFT, schedules=()) if name.startswith(RANDOM) else spec
+
+
+def with_own_context(model: ModelConfig) -> ModelConfig:
+    """`model` with the KV context that its weights were made for, where none was asked for."""
+    entry = entries().get(model.name)
+    if "kv_context" in model.model_fields_set or entry is None or entry.context is None:
+        return model
+    return model.model_copy(update={"kv_context": entry.context.default})
+
+
+def small_autoencoder(name: str) -> str | None:
+    """The name of the small autoencoder that goes with the model `name`; None where none is known."""
+    known = lookup(name)
+    small = parts().autoencoders[known.autoencoder].tiny if known is not None else ()
+    if not small:
+        return None
+    return f"{RANDOM}{small[0].name}" if is_random(name) else small[0].name
+
+
+def read_entry(path: Path | Traversable) -> CatalogueEntry:
+    """A model's file.
+
+    Raises:
+        ConfigError: it cannot be read, a key is unknown or missing, a value is out of range, a part is not in
+            `parts.yaml`, or the name is not that of the file. All that pydantic finds is listed, one per line.
+    """
+    entry = _read(path, CatalogueEntry)
+    if f"{entry.name}.yaml" != path.name:
+        raise ConfigError(f"{path}: name is {entry.name!r}, but the file is called {path.name}")
+    shared = parts()
+    for key, value, known in (
+        ("architecture", entry.architecture, shared.architectures),
+        ("autoencoder", entry.autoencoder, shared.autoencoders),
+        ("text_encoder", entry.text_encoder, shared.text_encoders),
+    ):
+        if value not in known:
+            raise ConfigError(f"{path}: {key} is {value!r}, but must be one of {', '.join(known)}")
+    return entry
+
+
+def _folder() -> Traversable:
+    return importlib.resources.files("streamdiff") / "models" / "published"
+
+
+def _read(path: Path | Traversable, model: type[_Model]) -> _Model:
+    try:
+        tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # By way of JSON, where a strict model takes a list for a tuple.
+        return model.model_validate_json(json.dumps(tree))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValidationError as error:
+        raise ConfigError(problems(path, error)) from None
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: not valid YAML for a model: {error}") from None

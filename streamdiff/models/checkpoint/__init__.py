@@ -1,1 +1,0 @@
-"""Weight files: finding, opening and checking them, whatever their layout."""

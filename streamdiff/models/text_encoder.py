@@ -1,0 +1,575 @@
+"""Wan's text encoder: UMT5 and its tokenizer, with embeddings as diffusers' WanPipeline has them: a fixed number of
+rows, zero beyond the text; and caches of these embeddings, in memory and in files of the user's cache folder, so that a
+text is encoded once.
+
+Its files are in diffusers' layout or original Wan's. The original repository's file, `models_t5_umt5-xxl-enc-bf16.pth`,
+holds the encoder alone, under names of its own; sizes are read from its shapes. The names are those of
+github.com/Wan-Video/Wan2.1 (wan/modules/t5.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import html
+import logging
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ftfy
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+from transformers.models.auto.tokenization_auto import AutoTokenizer
+from transformers.models.umt5.configuration_umt5 import UMT5Config
+from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
+
+from streamdiff.atomic_write import temporary_sibling
+from streamdiff.device import pick_dtype
+from streamdiff.errors import ConfigError
+from streamdiff.models.checkpoint import check_fit, open_checkpoint
+from streamdiff.models.spec import ParsedPrompt
+from streamdiff.models.weight_files import read_object
+
+TEXT_TOKENS = 512
+EXAMPLES = (
+    "A red fox trots through fresh snow at dawn, its breath visible, low sun between the pines. The camera follows it "
+    "from the side at eye level.",
+    "Waves break on black rocks under a stormy sky, spray in slow motion, a lighthouse in the distance, wide shot.",
+    "A potter shapes a bowl on a turning wheel in a warm workshop, close-up of wet hands and clay, soft window light.",
+)
+VOCABULARY = (
+    "Any words, in English or Chinese. One to three sentences that name the subject, what it does, the place, the "
+    "light and the camera work best."
+)
+_LAST_WORDS = 8  # tokens of a cut prompt's end that a notice shows
+
+
+class TextKey(NamedTuple):
+    """What embeddings depend on: which encoder (its number format included), which revision of it, the text length in
+    tokens, and the text."""
+
+    encoder: str
+    revision: str
+    length: int
+    text: str
+
+
+class WanText:
+    """Wan's `TextEncoder`. For several threads; they encode one after the other."""
+
+    examples: tuple[str, ...] = EXAMPLES
+    suggestions: tuple[tuple[str, ...], ...] = ()
+    vocabulary: str = VOCABULARY
+    slow: bool = True
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        length: int = TEXT_TOKENS,
+        width: int | None = None,
+        device: torch.device | str | None = None,
+        output: torch.device | str | None = None,
+    ) -> None:
+        """Reads the tokenizer and the encoder's sizes; the weights come with the first text.
+
+        Args:
+            path: a model in diffusers' layout, or original Wan's: the folder, or the encoder's file.
+            length: text tokens T that the model was trained with.
+            width: text width that the transformer asks for; None: whatever the encoder has.
+            device: where the encoder runs, in bfloat16 on a GPU, float32 on the CPU; None: on `output` where it takes a
+                third of the free memory or less, else on the CPU.
+            output: where embeddings are put; None: `device`, or the CPU.
+
+        Raises:
+            ConfigError: a part that is missing or cannot be read, or an encoder of another kind or width.
+        """
+        self.path, self.length = path, length
+        self._files = find_text_files(path)
+        self.width, words = read_sizes(self._files, width)
+        self.output = torch.device(output or device or "cpu")
+        self.device = choose_device(self._files, self.output) if device is None else torch.device(device)
+        self.dtype = pick_dtype("auto", self.device)
+        self._identity = f"{path.resolve()} {self.dtype}"
+        self.revision = revision(self._files)
+        self._tokenizer = load_tokenizer(self._files.tokenizer, words)
+        # Padding and truncation are settings of the tokenizer's own, so two threads must not use it at once.
+        self._tokenizing, self._encoding = threading.Lock(), threading.Lock()
+        self._encoder: UMT5EncoderModel | None = None
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the weights are in memory."""
+        return self._encoder is not None
+
+    def key(self, text: str) -> TextKey:
+        """What tells the embeddings of `text` from others."""
+        return TextKey(self._identity, self.revision, self.length, text)
+
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
+        """The prompt as it is; the notice says where it is cut if it is too long."""
+        with self._tokenizing:
+            ids = self._tokenizer(_clean(prompt), truncation=False, padding=False, verbose=False).input_ids
+            if len(ids) <= self.length:
+                return ParsedPrompt(prompt)
+            kept = ids[: self.length - 1]  # the last one ends the text
+            end = self._tokenizer.decode(kept[-_LAST_WORDS:]).strip()
+        return ParsedPrompt(
+            prompt,
+            f"The prompt has {len(ids):,} tokens, and the model reads {self.length:,}: it ends for it after “…{end}”.",
+        )
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings `[T, D]` of one text, `dtype`, on `output`; rows beyond the text are zero. Loads the weights if
+        they are not there. On the CPU all cores take part.
+
+        Only the text's own tokens are encoded: attention is masked and positions are relative, so their rows are those
+        of a text padded to T tokens, which takes ten times as long.
+
+        Raises:
+            ConfigError: weights that are not those of the encoder.
+            ValueError: the encoder gives values that are not finite.
+        """
+        tokens = self.tokens(text)
+        with self._encoding:
+            if self._encoder is None:
+                self._encoder = load_encoder(self._files, self.device, self.dtype)
+            with torch.inference_mode(), _beside(self.device), _all_cores(self.device):
+                ids = tokens.to(self.device)
+                hidden = self._encoder(ids, torch.ones_like(ids)).last_hidden_state[0]
+        if not bool(hidden.isfinite().all()):
+            raise ValueError(f"the text encoder in {self.path} gave values that are not finite in {self.dtype}")
+        embeddings = torch.zeros(self.length, self.width, dtype=self.dtype, device=self.output)
+        embeddings[: len(hidden)] = hidden.to(self.output)
+        return embeddings
+
+    def tokens(self, text: str) -> Tensor:
+        """The ids of the text cleaned and cut to T tokens, int64 `[1, n]`."""
+        with self._tokenizing:
+            found = self._tokenizer(_clean(text), max_length=self.length, truncation=True, padding=False, verbose=False)
+        return torch.tensor([found.input_ids])
+
+    def awaited_bytes(self, device: torch.device) -> int:
+        """Bytes that the weights will take on `device` once loaded; 0 if they are loaded, or go to another device."""
+        return 0 if self.loaded or self.device.type != device.type else self._files.values * self.dtype.itemsize
+
+
+def _clean(text: str) -> str:
+    """As diffusers and original Wan clean a prompt: broken encodings mended, entities resolved, white space simple."""
+    text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    return re.sub(r"\s+", " ", text).strip()
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """On a GPU, run on a stream of its own and wait for it on this thread, so that the transformer's work goes on."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+@contextlib.contextmanager
+def _all_cores(device: torch.device) -> Iterator[None]:
+    """On the CPU, let torch use every core that this process may; afterwards as many threads as before. Other threads
+    of the process that use torch already keep their own number."""
+    if device.type != "cpu":
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, _cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_SHARE = 3  # the rest of a GPU's free memory is for sessions
+TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
+_WEIGHTS = "models_t5*.pth"
+_TOKENIZERS = ("google/umt5-xxl", "umt5-xxl", "tokenizer", ".")
+_MAX_DISTANCE = 128  # of relative positions: in no tensor, and the same in every UMT5
+_STEMS = ("model",)
+_TABLE, _SAME_TABLE = "shared.weight", "encoder.embed_tokens.weight"
+"""The table of words, by both of its names. A file has one of them, or both, whatever its config.json says of them."""
+_TOP = {"token_embedding.weight": _TABLE, "norm.weight": "encoder.final_layer_norm.weight"}
+_BLOCK = {
+    "norm1": "layer.0.layer_norm",
+    "attn.q": "layer.0.SelfAttention.q",
+    "attn.k": "layer.0.SelfAttention.k",
+    "attn.v": "layer.0.SelfAttention.v",
+    "attn.o": "layer.0.SelfAttention.o",
+    "pos_embedding.embedding": "layer.0.SelfAttention.relative_attention_bias",
+    "norm2": "layer.1.layer_norm",
+    "ffn.gate.0": "layer.1.DenseReluDense.wi_0",
+    "ffn.fc1": "layer.1.DenseReluDense.wi_1",
+    "ffn.fc2": "layer.1.DenseReluDense.wo",
+}
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """`weights` is a folder with `config.json`, as diffusers has it, or the original file; `tokenizer` is a folder."""
+
+    weights: Path
+    tokenizer: Path
+
+    @property
+    def original(self) -> bool:
+        """Whether it is the original file."""
+        return not self.weights.is_dir()
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights, by their stored names. Reads headers, no weights.
+
+        Raises:
+            ConfigError: there are no weights, or they are damaged.
+        """
+        checkpoint = open_checkpoint(self.weights, names=_STEMS)
+        return {name: checkpoint.entries[name].shape for name in checkpoint.names}
+
+    @property
+    def values(self) -> int:
+        """How many numbers the encoder's weights are; ConfigError as `shapes`."""
+        return sum(map(prod, self.shapes.values()))
+
+
+def find_text_files(path: Path) -> TextFiles:
+    """The parts at `path`: a folder with `text_encoder` and `tokenizer`; the original file, with the tokenizer in
+    `google/umt5-xxl` or `tokenizer` beside it; or the folder that has these two.
+
+    Raises:
+        ConfigError: a file without a tokenizer, or several that could be meant.
+    """
+    if path.is_file():
+        return TextFiles(path, _tokenizer_beside(path))
+    files = [] if (path / "text_encoder").is_dir() else sorted(path.glob(_WEIGHTS))
+    if len(files) > 1:
+        raise ConfigError(
+            f"{path}: has {len(files)} text encoders ({', '.join(file.name for file in files)}); name one"
+        )
+    if files:
+        return TextFiles(files[0], _tokenizer_beside(files[0]))
+    return TextFiles(path / "text_encoder", path / "tokenizer")
+
+
+def _tokenizer_beside(file: Path) -> Path:
+    for place in _TOKENIZERS:
+        folder = file.parent / place
+        if any((folder / name).is_file() for name in TOKENIZER_FILES):
+            return folder
+    raise ConfigError(
+        f"{file}: there is no tokenizer beside it; the original repository has it in {file.parent / _TOKENIZERS[0]} "
+        f"({' or '.join(TOKENIZER_FILES)})"
+    )
+
+
+def read_sizes(files: TextFiles, width: int | None) -> tuple[int, int]:
+    """Width and number of words of the encoder; the width must be `width` if that is given.
+
+    Raises:
+        ConfigError: no encoder of this kind, or another width.
+    """
+    if files.original:
+        path, sizes = files.weights, original_sizes(files)
+        found, words = sizes.d_model, sizes.vocab_size
+    else:
+        path = files.weights / "config.json"
+        found, words = _read_config(path)
+    if width is not None and found != width:
+        raise ConfigError(
+            f"{path}: the text encoder is {found} wide (d_model), but the transformer asks for {width} (text_dim)"
+        )
+    return found, words
+
+
+def _read_config(path: Path) -> tuple[int, int]:
+    """Width and number of words of the encoder in a folder."""
+    try:
+        config = read_object(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; diffusers' layout has the text encoder there") from None
+    kind = config.get("model_type")
+    if kind != "umt5" or not all(isinstance(config.get(key), int) for key in ("d_model", "vocab_size")):
+        raise ConfigError(
+            f"{path}: expected a UMT5 encoder (model_type umt5, with d_model and vocab_size), got model_type {kind!r}"
+        )
+    return config["d_model"], config["vocab_size"]
+
+
+def original_sizes(files: TextFiles) -> UMT5Config:
+    """The encoder's configuration, inferred from the shapes in the original file.
+
+    Raises:
+        ConfigError: it is not that file.
+    """
+
+    def sides(name: str) -> Sequence[int]:
+        found = files.shapes.get(name, ())
+        if len(found) != 2:
+            raise ConfigError(
+                f"{files.weights}: not Wan's text encoder: expected {name} of two axes, found {list(found) or 'none'} "
+                f"among {len(files.shapes)} tensors ({', '.join([*files.shapes][:3])}, ...)"
+            )
+        return found
+
+    words, width = sides("token_embedding.weight")
+    buckets, heads = sides("blocks.0.pos_embedding.embedding.weight")
+    numbers = [int(found[1]) for name in files.shapes if (found := re.match(r"blocks\.(\d+)\.", name))]
+    return UMT5Config(
+        vocab_size=words,
+        d_model=width,
+        d_kv=sides("blocks.0.attn.q.weight")[0] // heads,
+        d_ff=sides("blocks.0.ffn.fc1.weight")[0],
+        num_layers=1 + max(numbers),
+        num_heads=heads,
+        relative_attention_num_buckets=buckets,
+        relative_attention_max_distance=_MAX_DISTANCE,
+        feed_forward_proj="gated-gelu",
+    )
+
+
+def load_encoder(files: TextFiles, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
+    """The encoder, for inference.
+
+    Raises:
+        ConfigError: no such encoder; or tensors that are missing, unexpected or misshapen, which are listed.
+    """
+    path = files.weights
+    checkpoint = open_checkpoint(path, names=_STEMS)
+    try:
+        config = original_sizes(files) if files.original else UMT5Config.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):
+            encoder = UMT5EncoderModel(config)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{path}: the text encoder cannot be loaded: {error}") from error
+    found = {_name(name): checkpoint.read(name) for name in checkpoint.names}
+    if (table := found.pop(_SAME_TABLE, None)) is not None:
+        found.setdefault(_TABLE, table)
+    wanted = {name: tensor.shape for name, tensor in encoder.state_dict().items() if name != _SAME_TABLE}
+    check_fit(path, found, wanted)
+    encoder.load_state_dict({name: found.pop(name).to(device, dtype) for name in wanted}, strict=False, assign=True)
+    encoder.set_input_embeddings(encoder.shared)
+    encoder.requires_grad_(False)
+    encoder.train(False)
+    return encoder
+
+
+def _name(original: str) -> str:
+    """transformers' name of a tensor of the original file; an unknown name stays as it is."""
+    match = re.fullmatch(r"blocks\.(\d+)\.(.+)\.weight", original)
+    if match is None or match[2] not in _BLOCK:
+        return _TOP.get(original, original)
+    return f"encoder.block.{match[1]}.{_BLOCK[match[2]]}.weight"
+
+
+def load_tokenizer(path: Path, words: int) -> Any:
+    """The tokenizer of an encoder that knows `words` words."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such folder; diffusers' layout has the tokenizer there")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):  # transformers would make one without words
+        raise ConfigError(f"{path}: no tokenizer that can be read: expected {' or '.join(TOKENIZER_FILES)}")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, padding_side="right")
+    except Exception as error:  # a damaged file makes the tokenizers library raise just that
+        raise ConfigError(f"{path}: no tokenizer that can be read: {error}") from error
+    if len(tokenizer) > words:
+        raise ConfigError(
+            f"{path}: the tokenizer has {len(tokenizer):,} words, but the text encoder beside it knows {words:,}; they "
+            "do not belong together"
+        )
+    return tokenizer
+
+
+def choose_device(files: TextFiles, device: torch.device) -> torch.device:
+    """Where the encoder runs beside a transformer on `device`, whose weights are there already."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if files.values * torch.bfloat16.itemsize <= free // _SHARE:
+            return device
+    return torch.device("cpu")
+
+
+def revision(files: TextFiles) -> str:
+    """Of the files as they are now; weights are not read."""
+    digest, weights = hashlib.sha256(), [files.weights] if files.original else files.weights.glob("*")
+    for path in sorted([*weights, *files.tokenizer.glob("*")]):
+        state = path.stat()
+        digest.update(f"{path.name} {state.st_size} {state.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+class EmbeddingCache:
+    """Embeddings by key; the least recently used go first. One cache may serve several encoders."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` of embeddings are kept at most; larger ones, and with 0 all, are handed out and not kept."""
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[TextKey, Tensor] = OrderedDict()
+        self._under_way: dict[TextKey, Future[Tensor]] = {}
+
+    def get(self, key: TextKey, encode: Callable[[], Tensor]) -> Tensor:
+        """The embeddings of `key`, encoded now if they are not kept; if another thread is encoding them, its result.
+
+        What is handed out is shared: it must not be written to. What `encode` raises goes to everybody who waits for
+        it, and nothing is kept. Mutates: self.
+        """
+        with self._lock:
+            if (kept := self._entries.get(key)) is not None:
+                self._entries.move_to_end(key)
+                return kept
+            if (theirs := self._under_way.get(key)) is None:
+                ours = self._under_way[key] = Future()
+        return self._encode(key, encode, ours) if theirs is None else theirs.result()
+
+    def _encode(self, key: TextKey, encode: Callable[[], Tensor], ours: Future[Tensor]) -> Tensor:
+        try:
+            embeddings = encode()
+        except BaseException as error:
+            with self._lock:
+                del self._under_way[key]
+            ours.set_exception(error)
+            raise
+        with self._lock:
+            del self._under_way[key]
+            self._keep(key, embeddings)
+        ours.set_result(embeddings)
+        return embeddings
+
+    def _keep(self, key: TextKey, embeddings: Tensor) -> None:
+        if _held_bytes(embeddings) > self.max_bytes:
+            return
+        self._entries[key] = embeddings
+        while sum(map(_held_bytes, self._entries.values())) > self.max_bytes:
+            self._entries.popitem(last=False)
+
+
+class CachedText:
+    """A `TextEncoder` that asks `encoder` only for texts that neither `cache` nor `kept`
+    holds."""
+
+    def __init__(self, encoder: WanText, cache: EmbeddingCache, kept: EmbeddingFolder | None = None) -> None:
+        self.examples, self.suggestions = encoder.examples, encoder.suggestions
+        self.vocabulary, self.slow = encoder.vocabulary, encoder.slow
+        self.encoder, self.cache, self._kept = encoder, cache, kept
+
+    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
+        return self.encoder.read(prompt, previous)
+
+    def encode(self, text: str) -> Tensor:
+        """Embeddings `[T, text_dim]`, shared: not to be written to."""
+        key = self.encoder.key(text)
+        return self.cache.get(key, lambda: self._find(key))
+
+    def _find(self, key: TextKey) -> Tensor:
+        if self._kept is not None and (found := self._kept.get(key)) is not None:
+            return found.to(self.encoder.output)
+        embeddings = self.encoder.encode(key.text)
+        if self._kept is not None:
+            self._kept.put(key, embeddings)
+        return embeddings
+
+
+def _held_bytes(embeddings: Tensor) -> int:
+    """Of the whole memory behind it, which a view keeps alive."""
+    return embeddings.untyped_storage().nbytes()
+
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 512 * 2**20
+_TENSOR, _ROWS, _SUFFIX = "embeddings", "rows", ".safetensors"
+
+
+class EmbeddingFolder:
+    """Embeddings `[T, text_dim]` by key, one file each; those used longest ago go first. Several processes may use a
+    folder at the same time. What cannot be read counts as not there, and what cannot be written is not kept.
+
+    Only the user can read it: the folder has mode 0700, its files 0600. They hold no text, but who can read them and
+    has the encoder can tell whether a text that he thinks of was asked for.
+    """
+
+    def __init__(self, folder: Path | None = None, max_bytes: int = MAX_BYTES) -> None:
+        """`folder` is made with the first file; by default `streamdiff/embeddings` in the user's cache folder
+        (`XDG_CACHE_HOME`, else `~/.cache`)."""
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        self.folder = folder or Path(caches) / "streamdiff" / "embeddings"
+        self.max_bytes = max_bytes
+        self._writable = True
+
+    def get(self, key: TextKey) -> Tensor | None:
+        """The embeddings on the CPU, as they were put; None if they are not here. A damaged file is removed."""
+        path = self._path(key)
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                kept, rows = file.get_tensor(_TENSOR), int((file.metadata() or {})[_ROWS])
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError, KeyError, ValueError):
+            with contextlib.suppress(OSError):  # a folder that is only read
+                path.unlink(missing_ok=True)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        embeddings = torch.zeros(rows, *kept.shape[1:], dtype=kept.dtype)
+        embeddings[: len(kept)] = kept
+        return embeddings
+
+    def put(self, key: TextKey, embeddings: Tensor) -> None:
+        """Keep embeddings `[T, text_dim]`, without the zero rows at their end; drops others for room. Never raises for
+        a disk that is full or cannot be written: says so once on standard error."""
+        used = embeddings.any(1).nonzero()
+        count = int(used[-1]) + 1 if len(used) else 0
+        data = save({_TENSOR: embeddings[:count].contiguous().cpu()}, {_ROWS: str(len(embeddings))})
+        if len(data) > self.max_bytes or not self._writable:
+            return
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with temporary_sibling(self._path(key)) as part:
+                part.touch(mode=0o600)
+                part.write_bytes(data)
+                part.replace(self._path(key))
+            self._drop()
+        except OSError as error:
+            self._writable = False
+            logger.warning("note: prompts' embeddings are not kept on disk: %s", error)
+
+    def _drop(self) -> None:
+        """Remove what was used longest ago, until the rest fits."""
+        found = []
+        for path in self.folder.iterdir():
+            try:
+                state = path.stat()
+            except FileNotFoundError:  # another process was quicker
+                continue
+            found.append((state.st_mtime_ns, state.st_size, path))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= self.max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            total -= size
+
+    def _path(self, key: TextKey) -> Path:
+        return self.folder / (hashlib.sha256(repr(tuple(key)).encode()).hexdigest() + _SUFFIX)

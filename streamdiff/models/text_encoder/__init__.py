@@ -1,1 +1,0 @@
-"""Prompts to embeddings: UMT5, and embeddings kept for later."""

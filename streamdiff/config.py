@@ -31,7 +31,7 @@ RENAMED = {
     "--decode": "--decode-rank",
     "--batching": "--max-rows",
     "--lead": "--max-ahead-s",
-    "--scale": "serve.upscale, in a file of --config,",
+    "--scale": "serve.upscale",
     "matched": "same_step",
     "own-rank": "dedicated",
 }

@@ -204,7 +204,6 @@ def test_an_origin_is_what_a_browser_sends(write, text: str) -> None:
         ("trusted_proxies: [10.0.0.1/8]", "trusted_proxies.0.*10.0.0.1/8.*addresses and networks such as 10.0.0.5"),
         ("trusted_proxies: ['*']", "trusted_proxies.0.*addresses and networks such as 10.0.0.5"),
         ("outputs: show.mp4", "'show.mp4', but must be a list of files and addresses"),
-        ("encoder: gpu", "'gpu', but must be one of auto, x264, nvenc"),
     ],
 )
 def test_wrong_servers_and_outputs_are_explained(text: str, words: str, tmp_path: Path) -> None:

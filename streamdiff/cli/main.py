@@ -77,13 +77,22 @@ def _carry_out(argv: list[str]) -> int:
             with log_on_stderr():
                 return _generate(arguments, argv)
         case "plan":
-            return _plan(arguments)
+            from streamdiff.commands import plan
+
+            return plan.run(_config(arguments).model, _job(plan.PlanJob, arguments))
         case "doctor":
-            return _doctor(arguments)
+            from streamdiff.commands import doctor
+
+            return doctor.report(_config(arguments))
         case "models":
-            return _models(arguments)
+            from streamdiff.commands import models
+
+            return models.run(arguments.name, as_json=bool(arguments.as_json))
         case "decode" | "encode":
-            return _convert(arguments)
+            from streamdiff.commands import convert
+
+            job = _job(convert.ConvertJob, arguments)
+            return convert.decode(job) if arguments.command == "decode" else convert.encode(job)
     parser.parsers()[""].print_help()
     return OK
 
@@ -140,13 +149,6 @@ def _at_native_rate(config: Config) -> Config:
     entry = known.get(name, known[catalogue.USUAL])
     playback = config.playback.model_copy(update={"fps": entry.native_fps})
     return config.model_copy(update={"playback": playback})
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    config = _config(arguments)
-    from streamdiff.commands import doctor
-
-    return doctor.report(config)
 
 
 def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -244,26 +246,6 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         return reference.run(job)
     check, run = partial(reference.prepare, job), partial(reference.run, job)
     return generate.run_as_ranks(config, check, run, argv, partial(reference_ring.follow, job))
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    config = _config(arguments)
-    from streamdiff.commands import plan as plan_report
-
-    return plan_report.run(config.model, _job(plan_report.PlanJob, arguments))
-
-
-def _models(arguments: argparse.Namespace) -> int:
-    from streamdiff.commands import models
-
-    return models.run(arguments.name, as_json=bool(arguments.as_json))
-
-
-def _convert(arguments: argparse.Namespace) -> int:
-    from streamdiff.commands import convert
-
-    job = _job(convert.ConvertJob, arguments)
-    return convert.decode(job) if arguments.command == "decode" else convert.encode(job)
 
 
 def _job(kind: type[_JobT], arguments: argparse.Namespace, **known: object) -> _JobT:

@@ -8,16 +8,13 @@ from typing import NoReturn
 
 from streamdiff.cli import convert_options, options, reference_options
 from streamdiff.cli.options import Option
+from streamdiff.config import RENAMED
 from streamdiff.errors import ConfigError
 from streamdiff.version import __version__
 
 # What each command is for, its examples, and its options.
 _COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
-    "serve": (
-        "show a live stream in the browser",
-        options.SERVE_EXAMPLES,
-        options.SERVE,
-    ),
+    "serve": ("show a live stream in the browser", options.SERVE_EXAMPLES, options.SERVE),
     "generate": ("make a video file", options.GENERATE_EXAMPLES, (*options.GENERATE, *reference_options.OPTIONS)),
     "plan": ("simulate the ring: throughput, latency, memory per rank", options.PLAN_EXAMPLES, options.PLAN),
     "decode": ("latents in a file to a video", convert_options.DECODE_EXAMPLES, convert_options.DECODE),
@@ -50,12 +47,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
             raise ConfigError(f"unexpected argument {word!r}; a text with spaces needs quotes around it")
-        from streamdiff.config import RENAMED  # with pydantic, which `--version` does without
-
         if word in RENAMED:
             raise ConfigError(f"the option {word} is called {RENAMED[word]} now")
+        if command == "serve" and (key := _setting(word)) is not None:
+            raise ConfigError(f"{key} has no option; it is set in a file of --config")
         raise ConfigError(f"unknown option {word}{_suggestion(word, list(known[command]._option_string_actions))}")
     return arguments
+
+
+def _setting(flag: str) -> str | None:
+    """The key of the setting that a flag would be of."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return next((key for key, *_ in options.fields() if key.endswith(f".{name}")), None)
 
 
 class _HelpAll(argparse.Action):

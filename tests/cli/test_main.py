@@ -76,6 +76,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("generate --output x.mp4 --parallel 1x4", "the model has 6 heads and 64 tokens: 2 ranks can share one"),
         ("serve --model self-forcing --parallel 1x5", "12 heads and 1560 tokens: 2, 3, 4, 6, 12 ranks can share one"),
         ("serve --parallel 2", "--parallel is '2', but must be PxC, a number of stages and of ranks that share each"),
+        ("serve --max-restarts 1", "serve.max_restarts has no option; it is set in a file of --config"),
         ("serve --lead 1", "the option --lead is called --max-ahead-s now"),
         ("generate --kv-context matched", "--kv-context is 'matched', which is called same_step now"),
         ("serve --decode-rank split", "--decode-rank is 'split', but must be one of head, last, dedicated"),

@@ -23,7 +23,7 @@ from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.media.codecs import Format, available
+from streamdiff.server.media.codecs import Format, openable
 from streamdiff.server.media.encoder import VideoEncoder
 from streamdiff.video.pixel_format import size_of
 
@@ -153,7 +153,7 @@ def _decode(
 
 def _encode(chunks: Sequence[Tensor], fps: float) -> tuple[str, list[float]]:
     """The best codec there is, and seconds of each chunk's pictures, one after the other; the first does not count."""
-    codec = available()[0]
+    codec = next(iter(openable("auto")))
     height, width = size_of(chunks[0].shape[1:])
     encoder = VideoEncoder(codec, Format(width, height, fps))
     times, pts = [], 0

@@ -29,7 +29,7 @@ pictures = []
 with streamdiff.open(PROMPTS[0], model=model, seed=1) as session:
     for number, prompt in enumerate(PROMPTS):
         if number:
-            session.prompt(prompt)
+            session.set_prompt(prompt)
         frames = islice(session, round(seconds * session.fps / len(PROMPTS)))
         pictures += [Image.fromarray(frame) for frame in islice(frames, 0, None, EVERY)]
     shown_ms = round(1000 * EVERY / session.fps)

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import streamdiff
-from streamdiff.video.writer import write_video
+from streamdiff.video.files import write_video
 
 prompt = sys.argv[1] if len(sys.argv) > 1 else "a yellow star moving up in the desert"
 path = Path(sys.argv[2] if len(sys.argv) > 2 else "star.mp4")

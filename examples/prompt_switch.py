@@ -14,7 +14,7 @@ with streamdiff.open(PROMPTS[0], seed=3) as session:
         if number % FRAMES_EACH == 0 and number:
             if not waiting:
                 break
-            remark = session.prompt(waiting.pop(0))
+            remark = session.set_prompt(waiting.pop(0))
             print(f"frame {number}: the prompt is now {session.text!r}. {remark}")
         if number % 12 == 0:
             red, green, blue = frame.reshape(-1, 3).mean(axis=0)

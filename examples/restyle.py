@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 
 import streamdiff
+from streamdiff.video.files import open_clip, write_video
 from streamdiff.video.picture import fit_picture
-from streamdiff.video.reader import open_clip
-from streamdiff.video.writer import write_video
 
 
 def restyled(session: streamdiff.StreamSession, video: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
@@ -28,7 +27,7 @@ def restyled(session: streamdiff.StreamSession, video: Iterator[np.ndarray]) -> 
 
 with streamdiff.open("a red circle moving right over a meadow", seed=1) as session:
     video = open_clip(Path(sys.argv[1])) if len(sys.argv) > 1 else list(islice(session, 96))
-    session.prompt("a blue star moving right at night")
+    session.set_prompt("a blue star moving right at night")
     session.video(strength=0.4)
     session.reset(seed=3)
     write_video(Path("restyled.mp4"), restyled(session, iter(video)), session.fps)

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 import streamdiff
-from streamdiff.video.writer import write_video
+from streamdiff.video.files import write_video
 
 PROMPT = "a white star moving left at night"
 

@@ -36,7 +36,7 @@ from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Event, FrameBatch, Opened
 from streamdiff.engine.process.rank0_server import host
 from streamdiff.server.media.encoder import as_rgb
-from streamdiff.video.writer import Frame, check_target, write_video
+from streamdiff.video.files import Frame, check_target, write_video
 
 
 class Tally:

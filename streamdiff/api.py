@@ -1,7 +1,16 @@
-"""streamdiff in your own process: frames as arrays, one after the other, as fast as they are taken.
+"""streamdiff in your own process, in three verbs: open a stream, steer it, take its frames.
 
-Runs the engine and the pipeline that `streamdiff serve` runs, without its processes. Knows nothing about viewers,
-codecs or files. torch is imported when a model is loaded, not before.
+- *open*: `open(prompt)`, or `load(path)` from a file that `save` wrote; `stream` opens one and only yields frames.
+- *steer*: `set_prompt`, `set_steps`, `video` and `feed`, `pause` and `resume`, `reset`, at any time, from any thread.
+- *frames*: iterate over the session; each frame is a uint8 array, made as fast as it is taken.
+
+    with streamdiff.open("a red circle") as session:
+        for number, frame in zip(range(200), session):
+            if number == 100:
+                session.set_prompt("a blue star")
+
+Runs the engine and the pipeline that `streamdiff serve` runs, without its processes. Knows nothing about viewers or
+codecs. torch is imported when a model is loaded, not before.
 """
 
 from __future__ import annotations
@@ -13,8 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from itertools import count, islice
 from pathlib import Path
-from types import EllipsisType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,29 +32,8 @@ from streamdiff.atomic_write import check_parent
 from streamdiff.config import PROMPT_POLICIES, ModelConfig
 from streamdiff.config_file import explain
 from streamdiff.config_file import load as load_config
+from streamdiff.engine import messages
 from streamdiff.engine.engine import Engine
-from streamdiff.engine.messages import (
-    DEFAULT_STRENGTH,
-    Accepted,
-    Close,
-    Closed,
-    Command,
-    Event,
-    FrameBatch,
-    InputFrames,
-    InputUsed,
-    Open,
-    Opened,
-    Pause,
-    Pictures,
-    Refused,
-    Reset,
-    Resume,
-    SetInput,
-    SetPrompt,
-    SetSteps,
-    Shown,
-)
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 from streamdiff.heavy_import import heavy_import
 from streamdiff.video.picture import Image, fit_picture
@@ -60,8 +48,6 @@ _NAME = "stream"
 # Chunks made ahead of what is taken: the second is computed while the first is decoded.
 _MAX_AHEAD_CHUNKS = 2
 _STEP_WAIT_S = 0.05
-
-_AnswerT = TypeVar("_AnswerT", Accepted, Opened)
 
 
 class StreamSession:
@@ -99,7 +85,7 @@ class StreamSession:
         self._frames: deque[Frame] = deque()
         self._made = 0
         self._numbers = count()
-        self._answers: dict[str, Accepted | Opened | Refused] = {}  # by request
+        self._answers: dict[str, messages.Accepted | messages.Opened | messages.Refused] = {}  # by request
         self._resets: set[str] = set()
         self._closed = self._is_open = False
         self._failure = ""
@@ -124,14 +110,12 @@ class StreamSession:
             RequestError: a prompt, seed or picture that cannot be used; there is no stream then.
         """
         if self._is_open:
-            self._tell(Close(_NAME))
+            self._tell(messages.Close(_NAME))
         self._is_open = self._takes_video = False
         self._failure = ""
         self._frames.clear()
         self._made = 0
-        opened = self._ask(Open(_NAME, prompt, seed, image=self._fitted(image, fit)), "", Opened)
-        self.text, self.notice, self._switch = opened.text, opened.notice, opened.switches[0]
-        self._is_open = True
+        self._ask(messages.Open(_NAME, prompt, seed, image=self._fitted(image, fit)), "")
 
     # ---- frames -------------------------------------------------------------------------------------------------
 
@@ -145,7 +129,7 @@ class StreamSession:
             with self._lock:
                 if self._frames:
                     frame = self._frames.popleft()
-                    self._engine.handle(Shown(_NAME, self._made - len(self._frames)))
+                    self._engine.handle(messages.Shown(_NAME, self._made - len(self._frames)))
                     return frame
                 self._check_well()
                 if self._closed or not self._engine.busy:
@@ -158,7 +142,7 @@ class StreamSession:
 
     # ---- control ------------------------------------------------------------------------------------------------
 
-    def prompt(self, text: str, switch: str | None = None) -> str:
+    def set_prompt(self, text: str, switch: str | None = None) -> str:
         """Change what is shown, from the next chunk on. Returns the model's remark on the prompt, or "".
 
         `switch` says what becomes of the past: `keep` it, `recache` it under the new prompt (in one forward; chunk by
@@ -173,11 +157,11 @@ class StreamSession:
         request, switch = f"prompt {next(self._numbers)}", switch or self._switch
         if switch == "reset":
             self._resets.add(request)
-        accepted = self._ask(SetPrompt(_NAME, text, request, switch), request, Accepted)
+        accepted = self._ask(messages.SetPrompt(_NAME, text, request, switch), request)
         self.text, self.notice = accepted.text, accepted.notice
         return accepted.notice
 
-    def steps(self, number: int) -> None:
+    def set_steps(self, number: int) -> None:
         """Change the denoise steps per chunk, of those the model has: fewer are less work. The first chunk that has
         them is made when those begun are finished; a reset keeps them.
 
@@ -185,7 +169,7 @@ class StreamSession:
             RequestError: a number that the model does not have, which the error names.
         """
         request = f"steps {next(self._numbers)}"
-        self._ask(SetSteps(_NAME, number, request), request, Accepted)
+        self._ask(messages.SetSteps(_NAME, number, request), request)
 
     def reset(self, seed: int | None = None, *, image: Image | EllipsisType | None = ..., fit: str = "cover") -> None:
         """Start afresh from the latest prompt, with `seed` or the present one; from the picture `image`, with None from
@@ -197,9 +181,9 @@ class StreamSession:
         begin = None if image is ... else self._fitted(image, fit)
         request = f"reset {next(self._numbers)}"
         self._resets.add(request)
-        self._ask(Reset(_NAME, seed, request, begin, no_image=image is None), request, Accepted)
+        self._ask(messages.Reset(_NAME, seed, request, begin, no_image=image is None), request)
 
-    def video(self, strength: float | None = DEFAULT_STRENGTH) -> None:
+    def video(self, strength: float | None = messages.DEFAULT_STRENGTH) -> None:
         """Let the next chunks start from the video that `feed` brings, with noise of level `strength` mixed in: near 0
         the video as it is, at 1 the prompt alone; where the video moves, less. Called again it changes the strength;
         with None the stream goes on from its prompt alone.
@@ -211,7 +195,7 @@ class StreamSession:
             RequestError: a strength out of range, or a model that encodes no video.
         """
         request, self._video_fault = f"video {next(self._numbers)}", ""
-        self._ask(SetInput(_NAME, strength, request), request, Accepted)
+        self._ask(messages.SetInput(_NAME, strength, request), request)
         self._takes_video = strength is not None
 
     def feed(self, frames: Frame, fit: str = "cover") -> None:
@@ -225,19 +209,19 @@ class StreamSession:
         if not self._takes_video:
             raise RequestError("input", "the stream takes no video: call video(strength) first, then feed its frames")
         if self._video_fault:
-            raise StreamdiffError(f"the video cannot be encoded, and has ended: {self._video_fault}")
+            raise StreamdiffError(f"the video cannot be encoded, and has ended: {self._video_fault}", field="input")
         each = [frames] if np.ndim(frames) < 4 else frames
         fitted = [fit_picture(frame, self.width, self.height, fit) for frame in each]
         if fitted:
-            self._tell(InputFrames(_NAME, np.stack(fitted)))
+            self._tell(messages.InputFrames(_NAME, np.stack(fitted)))
 
     def pause(self) -> None:
         """Make no more chunks; those begun are finished."""
-        self._tell(Pause(_NAME))
+        self._tell(messages.Pause(_NAME))
 
     def resume(self) -> None:
         """Continue making chunks after a pause."""
-        self._tell(Resume(_NAME))
+        self._tell(messages.Resume(_NAME))
 
     def save(self, path: str | Path) -> None:
         """Write the stream's state to a file, from which `streamdiff.load` continues with the next frame to be taken.
@@ -249,20 +233,18 @@ class StreamSession:
             self._take(events)
             snapshot.with_pictures(self._frames).write(Path(path))
 
-    def go_on_from(self, snapshot: Any) -> None:
+    def resume_from(self, snapshot: Any) -> None:
         """Open the session from a file that `save` or a server has written. Raises RequestError where it does not
         fit."""
         with self._lock:
             events = self._engine.load(_NAME, snapshot)
             self._frames.extend(snapshot.pictures())
-            self._made, self.text = (snapshot.about["session"][name] for name in ("_made_frames", "text"))
+            self._made = snapshot.about["session"]["_made_frames"]
             self._take(events)
             # A server's snapshot has none of the frames that were made and not shown.
-            self._take(self._engine.handle(Shown(_NAME, self._made - len(self._frames))))
-            self._take(self._engine.handle(Resume(_NAME)))
-            opened = self._answers.pop("")
-            assert isinstance(opened, Opened)
-            self._switch, self._is_open = opened.switches[0], True
+            self._take(self._engine.handle(messages.Shown(_NAME, self._made - len(self._frames))))
+            self._take(self._engine.handle(messages.Resume(_NAME)))
+            self._answers.pop("")
 
     def close(self) -> None:
         """End the stream and free the model. May be called again."""
@@ -271,29 +253,27 @@ class StreamSession:
                 return
             self._closed = True
             self._frames.clear()
-            self._engine.handle(Close(_NAME))
+            self._engine.handle(messages.Close(_NAME))
             self._engine.close()
 
     def __enter__(self) -> StreamSession:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _fitted(self, image: Image | None, fit: str) -> Pictures | None:
+    def _fitted(self, image: Image | None, fit: str) -> messages.Pictures | None:
         return None if image is None else fit_picture(image, self.width, self.height, fit)[None]
 
-    def _tell(self, command: Command) -> None:
+    def _tell(self, command: messages.Command) -> None:
         """Send a command that is carried out at once."""
         with self._lock:
             self._check_open()
             self._take(self._engine.handle(command))
 
-    def _ask(self, command: Command, request: str, answer: type[_AnswerT]) -> _AnswerT:
-        """Send a command that is answered by an `answer`, and wait for it without making frames: how long that takes
-        does not change from which chunk on it holds."""
+    def _ask(self, command: messages.Command, request: str) -> messages.Accepted | messages.Opened:
+        """Send a command, and wait for its answer without making frames: how long that takes does not change from which
+        chunk on it holds. Raises RequestError where it is refused."""
         self._tell(command)
         while True:
             with self._lock:
@@ -301,44 +281,44 @@ class StreamSession:
                 self._take(self._engine.settle())
                 event = self._answers.pop(request, None)
                 waited_for = self._engine.encodings()
-            if isinstance(event, Refused):
+            if isinstance(event, messages.Refused):
                 raise RequestError(event.field, event.reason)
             if event is not None:
-                assert isinstance(event, answer), f"{command} was answered by {event}"
                 return event
             assert waited_for, f"{command} was not answered"
             futures.wait(waited_for, _STEP_WAIT_S, futures.FIRST_COMPLETED)
 
-    def _take(self, events: Sequence[Event]) -> None:
+    def _take(self, events: Sequence[messages.Event]) -> None:
         """Apply events of the engine: frames, answers, failures. Mutates: self, whose lock is held."""
         for event in events:
-            if isinstance(event, FrameBatch):
+            if isinstance(event, messages.FrameBatch):
                 self._frames.extend(event.pictures)
                 self._made = event.first + len(event.pictures)
-            elif isinstance(event, Closed):
+            elif isinstance(event, messages.Closed):
                 self._failure, self._is_open = event.reason, False
-            elif isinstance(event, InputUsed):
+            elif isinstance(event, messages.InputUsed):
                 self._video_fault = event.fault
-            elif isinstance(event, Opened):
-                self._answers[""], self._failure = event, ""
-            elif isinstance(event, Accepted | Refused):
+            elif isinstance(event, messages.Opened):
+                self._answers[""], self._failure, self._is_open = event, "", True
+                self.text, self.notice, self._switch = event.text, event.notice, event.switches[0]
+            elif isinstance(event, messages.Accepted | messages.Refused):
                 self._answers[event.request] = event
                 if event.request in self._resets:
                     self._resets.discard(event.request)
-                    if isinstance(event, Accepted):
+                    if isinstance(event, messages.Accepted):
                         self._frames.clear()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StreamdiffError("the stream is closed; open another with streamdiff.open")
+            raise StreamdiffError("the stream is closed; open another with streamdiff.open", code="closed")
         self._check_well()
 
     def _check_well(self) -> None:
         if self._failure:
-            raise StreamdiffError(f"the stream failed and has ended: {self._failure}")
+            raise StreamdiffError(f"the stream failed and has ended: {self._failure}", code="failed")
 
 
-def load(config: ModelConfig) -> StreamingPipeline:
+def load_model(config: ModelConfig) -> StreamingPipeline:
     """The model, loaded and warm; what a `StreamSession` takes over."""
     with heavy_import():
         from streamdiff.pipeline.build import load_pipeline  # imports torch
@@ -379,7 +359,34 @@ def open(
         ConfigError: an option that cannot be used, or an unknown model.
         RequestError: a prompt, seed or picture that cannot be used.
     """
-    return StreamSession(load(model_config(options)), prompt, seed=seed, image=image, fit=fit)
+    return StreamSession(load_model(model_config(options)), prompt, seed=seed, image=image, fit=fit)
+
+
+def load(path: str | Path, **options: Any) -> StreamSession:
+    """Load a model, and continue a stream that `StreamSession.save` wrote: the next frame is the one that was to be
+    taken next, and all that follow are those of the stream that was saved, to the bit, on the same hardware. Of a file
+    that a server gave the next frame is the one after those that it had made. A stream that was paused continues too.
+
+    Args:
+        path: the file.
+        options: those that the stream was opened with, see `open`. `stages`, `threads`, `decode_rank` and
+            `device` may be others. The file names no model, so that a file from elsewhere has nothing loaded.
+
+    Raises:
+        ConfigError: no snapshot, one of another format, or an option that cannot be used.
+        RequestError: it is of another model, other weights, another size or window; says which.
+    """
+    config = model_config(options)
+    with heavy_import():
+        from streamdiff.pipeline.snapshot.file import Snapshot  # imports torch
+    snapshot = Snapshot.read(Path(path))
+    session = StreamSession(load_model(config), None)
+    try:
+        session.resume_from(snapshot)
+    except BaseException:
+        session.close()
+        raise
+    return session
 
 
 def run_worker(**options: Any) -> None:
@@ -405,11 +412,11 @@ def stream(prompt: str, *, seed: int = 0, seconds: float | None = None, **option
     are those of `streamdiff.open`.
     """
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-        raise ConfigError(f"seconds is {seconds}; it must be above 0, or None for a stream without end")
+        raise ConfigError(f"seconds is {seconds}; it must be above 0, or None for an endless stream", field="seconds")
     return _frames(model_config(options), prompt, seed, seconds)
 
 
 def _frames(config: ModelConfig, prompt: str, seed: int, seconds: float | None) -> Iterator[Frame]:
-    with StreamSession(load(config), prompt, seed=seed) as session:
+    with StreamSession(load_model(config), prompt, seed=seed) as session:
         limit = None if seconds is None else max(1, round(seconds * session.fps))
         yield from islice(session, limit)

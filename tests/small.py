@@ -20,6 +20,7 @@ from streamdiff.models.tiny.model import TEXT_TOKENS, WIDTH, TinyText
 from streamdiff.models.tiny.scene import Scene
 from streamdiff.models.transformer.wan import WanDenoiser
 from training import model_folder
+from training.scene_rows import row_of
 from training.world.render import render
 from training.world.tracks import Streams
 
@@ -93,7 +94,7 @@ def small_text(seed: int) -> TinyText:
 
 def bare_sky() -> torch.Tensor:
     """A picture of the embedded model's world with nothing in it, `[3, 256, 256]` in [0, 1]."""
-    rows = torch.tensor([Scene(place="sky").row()])
+    rows = torch.tensor([row_of(Scene(place="sky"))])
     frame: torch.Tensor = render(Streams(rows).play(rows, 1).flat(), things=False).frames[0]
     return frame
 

@@ -36,7 +36,7 @@ def test_frames_come_in_order_without_end(session: StreamSession) -> None:
 
 def test_a_prompt_shows_two_chunks_later_at_the_most(session: StreamSession) -> None:
     take(session, 7)
-    assert session.prompt("blue dragon") == "I do not know dragon"
+    assert session.set_prompt("blue dragon") == "I do not know dragon"
     assert session.text == "blue dragon"
     colours = [blue for _, _, blue in take(session, 3 * CHUNK_FRAMES)]
     change = colours.index(checksum("blue dragon"))
@@ -49,7 +49,7 @@ def test_a_refused_prompt_changes_nothing(session: StreamSession) -> None:
     take(session, 2)
     for prompt in ("refuse me", "", "x" * 3000):
         with pytest.raises(RequestError) as caught:
-            session.prompt(prompt)
+            session.set_prompt(prompt)
         assert caught.value.field == "prompt"
     assert session.text == "red"
     assert take(session, 30) == [(n, 5, checksum("red")) for n in range(2, 32)]
@@ -72,8 +72,9 @@ def test_a_reset_starts_afresh(session: StreamSession) -> None:
     assert take(session, 20) == [(n, 8, checksum("red")) for n in range(20)]
     session.reset()
     assert take(session, 1) == [(0, 8, checksum("red"))]
-    with pytest.raises(RequestError, match="seed"):
+    with pytest.raises(RequestError) as caught:
         session.reset(seed=-1)
+    assert caught.value.field == "seed"
 
 
 def test_a_picture_comes_first_and_again_after_a_reset_until_it_is_taken_away(session: StreamSession) -> None:
@@ -96,11 +97,11 @@ def test_steps_change_while_it_plays_and_what_the_model_lacks_is_named() -> None
     pipeline = PaintedPipeline()
     with StreamSession(pipeline, "red", seed=5) as session:
         take(session, 9)
-        session.steps(4)
+        session.set_steps(4)
         assert take(session, 30) == [(n, 5, checksum("red")) for n in range(9, 39)]
         assert [call for call in pipeline.calls if call[0] == "set_steps"] == [("set_steps", 0, 4, 1)]
-        with pytest.raises(RequestError, match="steps is 3; the painter has 2, 4") as caught:
-            session.steps(3)
+        with pytest.raises(RequestError) as caught:
+            session.set_steps(3)
         assert caught.value.field == "steps" and pipeline.streams[0].steps == 4
 
 
@@ -142,16 +143,17 @@ def test_closing_ends_everything() -> None:
     assert pipeline.closed and not pipeline.streams
     assert list(frames) == []
     session.close()
-    for act in (session.pause, session.resume, session.reset, lambda: session.prompt("blue")):
-        with pytest.raises(StreamdiffError, match="closed"):
+    for act in (session.pause, session.resume, session.reset, lambda: session.set_prompt("blue")):
+        with pytest.raises(StreamdiffError) as caught:
             act()
+        assert caught.value.code == "closed"
 
 
 def test_an_unusable_start_frees_the_pipeline() -> None:
     pipeline = PaintedPipeline()
-    with pytest.raises(RequestError, match="the prompt is empty"):
+    with pytest.raises(RequestError) as caught:
         StreamSession(pipeline, " ")
-    assert pipeline.closed
+    assert caught.value.field == "prompt" and pipeline.closed
 
 
 def test_steering_from_another_thread(session: StreamSession) -> None:
@@ -162,7 +164,7 @@ def test_steering_from_another_thread(session: StreamSession) -> None:
         for number in itertools.count():
             if stop.is_set():
                 break
-            session.prompt(("red", "blue", "green")[number % 3])
+            session.set_prompt(("red", "blue", "green")[number % 3])
 
     steering = threading.Thread(target=steer)
     steering.start()

@@ -25,7 +25,7 @@ def test_a_loaded_stream_has_the_frames_of_the_one_that_was_saved(tmp_path: Path
         frames = iter(stream)
         for _ in islice(frames, stream.chunk_frames + 1):
             pass
-        stream.prompt(BLUE)
+        stream.set_prompt(BLUE)
         stream.save(path)
         expected = list(islice(frames, 2 * stream.chunk_frames))
         stream.reset(7)
@@ -50,7 +50,7 @@ def test_a_loaded_stream_has_the_frames_of_the_one_that_was_saved(tmp_path: Path
 def test_what_a_server_saved_goes_on_after_the_frames_that_it_had_made(paused: bool, tmp_path: Path) -> None:
     """Frames that were made ahead and not shown are not in its file."""
     path = tmp_path / "stream.safetensors"
-    driven = Driven(api.load(ModelConfig()))
+    driven = Driven(api.load_model(ModelConfig()))
     try:
         driven.tell(Open("a", RED, 4))
         while max(driven.frames.get("a", {-1: None})) < 2 * CHUNK:

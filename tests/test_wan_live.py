@@ -29,9 +29,9 @@ from streamdiff.engine.messages import Close, FrameBatch, Open
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.loader import ModelLoader, load_text_encoder
-from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import build_pipeline
+from streamdiff.pipeline.executor import RingExecutor
 from tests import fork_server
 from tests.hub_cache import lay
 from tests.models.layouts import original
@@ -278,7 +278,7 @@ def test_a_step_that_is_told_0_is_run_and_may_be_left_out(files: Files, tmp_path
     torch.testing.assert_close(made("--steps", f"{told},0", "--sigmas", f"{four},{low}"), by_name, rtol=0, atol=1e-5)
     assert torch.equal(made("--steps", told, "--sigmas", four), without)
     with streamdiff.open(PROMPT, model=KREA, seed=3, **files.options) as session:  # type: ignore[arg-type]
-        session.steps(4)
+        session.set_steps(4)
         session.reset(3)
         live = np.stack(list(islice(session, 9 + 12)))
     assert np.abs(live.astype(int) - decoded(files, latents).astype(int)).max() <= 1, "the last file is without it"
@@ -612,11 +612,11 @@ def test_a_configuration_file_counts_on_the_exact_way_too(
     (tmp_path / "config.yaml").write_text("model: {stages: 2}\n")
     seen: list[int] = []
 
-    def watched(model: Model, *given: Any, stages: int, **more: Any) -> Iterator[tuple[torch.Tensor, bool]]:
-        seen.append(stages)
-        return run_reference(model, *given, stages=stages, **more)
+    def run(ring: RingExecutor, *given: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+        seen.append(ring.stage.stages)
+        return run_reference(ring, *given)
 
-    monkeypatch.setattr(reference, "run_reference", watched)
+    monkeypatch.setattr(reference, "run_reference", run)
     parts = ["--chunks", "1", "--no-decode", "--latents-out", str(tmp_path / "latents.safetensors")]
     for number, more in enumerate((["--config", str(tmp_path / "config.yaml")], ["--stages", "1"])):
         prompt = f"{PROMPT} {number}"  # a new one: what was encoded before is on disk

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.autoencoder.taehv import TAEHV, MemBlock, TaehvConfig, TaehvMemory, TGrow, TPool
-from streamdiff.models.tiny.scene import COLUMN
 from training import loop
+from training.scene_rows import COLUMN
 from training.world import weather
 from training.world.render import Window, render
 from training.world.scenes import draw_scenes, redraw

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvMemory
-from streamdiff.models.tiny.scene import COLUMN, HOURS, THING_TABLES
+from streamdiff.models.tiny.scene import HOURS, THING_TABLES
 from training.autoencoder import encode_groups
 from training.keys import draw_controls
+from training.scene_rows import COLUMN
 from training.windows import CHUNK, CHUNKS, Windows
 from training.world.render_batch import draw_frames
 from training.world.scenes import draw_scenes, redraw, tidy

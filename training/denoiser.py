@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from streamdiff.models import sampling
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.tiny.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS
+from streamdiff.models.tiny.scene import MOTIONS
 from training import loop
 from training.batches import Pool, TrackEncoder, latent_statistics
 from training.learner import Learner, Plan
@@ -48,6 +48,7 @@ from training.rows import (
     levels_at,
     newest_steps,
 )
+from training.scene_rows import COLUMN, FIELD_SIZES, FIELDS
 from training.video_windows import VideoPool
 from training.windows import CHUNKS, Windows
 from training.world.scenes import draw_scenes

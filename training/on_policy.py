@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from streamdiff.models import sampling
-from streamdiff.models.tiny.scene import COLUMN, HOURS, SIZES
+from streamdiff.models.tiny.scene import HOURS, SIZES
 from training import loop
 from training.batches import TrackEncoder
 from training.keys import Player
+from training.scene_rows import COLUMN
 from training.windows import CHUNK, Windows
 from training.world import shapes
 from training.world.render_batch import draw_frames

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamdiff.models.tiny.scene import COLUMN
 from training.batches import Pool, TrackEncoder
+from training.scene_rows import COLUMN
 from training.world.scenes import draw_scenes
 from training.world.tracks import Streams, join
 

@@ -8,7 +8,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from streamdiff.models.tiny.scene import CAMERAS, COLUMN, HOURS, SIZES
+from streamdiff.models.tiny.scene import CAMERAS, HOURS, SIZES
+from training.scene_rows import COLUMN
 from training.world.shapes import RADIUS
 from training.world.tracks import CONTROLS, SIZE
 

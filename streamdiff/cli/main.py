@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from streamdiff.cli import options, parser, reference_options
+from streamdiff.cli import job_options, options, parser
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 
 if TYPE_CHECKING:
@@ -90,9 +90,11 @@ def _carry_out(argv: list[str]) -> int:
             return models.run(arguments.name, as_json=bool(arguments.as_json))
         case "decode" | "encode":
             from streamdiff.commands import convert
+            from streamdiff.commands.jobs import DecodeJob, EncodeJob
 
-            job = _job(convert.ConvertJob, arguments)
-            return convert.decode(job) if arguments.command == "decode" else convert.encode(job)
+            if arguments.command == "decode":
+                return convert.decode(_job(DecodeJob, arguments))
+            return convert.encode(_job(EncodeJob, arguments))
     parser.parsers()[""].print_help()
     return OK
 
@@ -152,7 +154,7 @@ def _at_native_rate(config: Config) -> Config:
 
 
 def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    if reference_options.is_requested(arguments):
+    if job_options.is_reference(arguments):
         return _reference(arguments, argv)
     if arguments.prompts is not None:
         return _generate_list(arguments, argv)
@@ -177,17 +179,17 @@ def _generate_list(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     ):
         if is_given:
             raise ConfigError(f"{flag} does not go with --prompts, whose lines are the prompts")
-    from streamdiff.commands import generate, prompt_list
+    from streamdiff.commands import generate
 
-    job = _job(prompt_list.PromptListJob, arguments)
+    job = _job(generate.PromptListJob, arguments)
     config = _config(arguments)
     _check_model(config)
     generate.check_start(config.session)
-    run = partial(prompt_list.run, config, job)
+    run = partial(generate.run_list, config, job)
     # With nothing left to make no rank is needed.
-    if config.model.ranks == 1 or not prompt_list.pending(job):
+    if config.model.ranks == 1 or not generate.pending(job):
         return run()
-    return generate.run_as_ranks(config, partial(prompt_list.pending, job), run, argv)
+    return generate.run_as_ranks(config, partial(generate.pending, job), run, argv)
 
 
 def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
@@ -225,10 +227,8 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             raise ConfigError(
                 f"model.{name} is {refused}, but options that say everything by chunks run the plain path; use {plain}"
             )
-    # Rank 0 decodes what is finished, in turns with the ring.
-    config = config.model_copy(update={"model": config.model.model_copy(update={"decode_rank": "head"})})
-    from streamdiff.commands import generate, reference, reference_ring
-    from streamdiff.commands.reference_model import ReferenceJob
+    from streamdiff.commands import generate, reference
+    from streamdiff.commands.jobs import ReferenceJob
 
     generate.check_start(config.session)
     job = _job(
@@ -245,7 +245,7 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if not job.processes:
         return reference.run(job)
     check, run = partial(reference.prepare, job), partial(reference.run, job)
-    return generate.run_as_ranks(config, check, run, argv, partial(reference_ring.follow, job))
+    return generate.run_as_ranks(config, check, run, argv, partial(reference.follow, job))
 
 
 def _job(kind: type[_JobT], arguments: argparse.Namespace, **known: object) -> _JobT:

@@ -6,7 +6,7 @@ import argparse
 import difflib
 from typing import NoReturn
 
-from streamdiff.cli import convert_options, options, reference_options
+from streamdiff.cli import job_options, options
 from streamdiff.cli.options import Option
 from streamdiff.config import RENAMED
 from streamdiff.errors import ConfigError
@@ -14,11 +14,15 @@ from streamdiff.version import __version__
 
 # What each command is for, its examples, and its options.
 _COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
-    "serve": ("show a live stream in the browser", options.SERVE_EXAMPLES, options.SERVE),
-    "generate": ("make a video file", options.GENERATE_EXAMPLES, (*options.GENERATE, *reference_options.OPTIONS)),
+    "serve": (
+        "show a live stream in the browser",
+        options.SERVE_EXAMPLES,
+        options.SERVE,
+    ),
+    "generate": ("make a video file", options.GENERATE_EXAMPLES, (*options.GENERATE, *job_options.REFERENCE)),
     "plan": ("simulate the ring: throughput, latency, memory per rank", options.PLAN_EXAMPLES, options.PLAN),
-    "decode": ("latents in a file to a video", convert_options.DECODE_EXAMPLES, convert_options.DECODE),
-    "encode": ("a video to latents in a file", convert_options.ENCODE_EXAMPLES, convert_options.ENCODE),
+    "decode": ("latents in a file to a video", job_options.DECODE_EXAMPLES, job_options.DECODE),
+    "encode": ("a video to latents in a file", job_options.ENCODE_EXAMPLES, job_options.ENCODE),
     "doctor": ("say what was found here and what will be used", options.DOCTOR_EXAMPLES, options.DOCTOR),
     "models": ("list published models: files, licences, memory", options.MODELS_EXAMPLES, (options.JSON,)),
 }
@@ -89,7 +93,7 @@ def parsers(*, everything: bool = False) -> dict[str, Parser]:
             help=purpose,
             usage=f"streamdiff {name}{' [NAME]' * (name == 'models')} [options]",
             description=f"{purpose[0].upper()}{purpose[1:]}.",
-            epilog=examples + (reference_options.EXAMPLES if everything and name == "generate" else ""),
+            epilog=examples + (job_options.REFERENCE_EXAMPLES if everything and name == "generate" else ""),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

@@ -1,14 +1,12 @@
 """Latents to video and back, from file to file: what `streamdiff decode` and `streamdiff encode` do.
 
 Knows nothing about the command line, codecs or networks: `models/autoencoder/autoencoder.py` has the networks,
-`video/writer.py` and `video/reader.py` the videos, `models/tensor_file.py` and `models/headers.py`
-the tensors.
+`video/files.py` the videos, `models/tensor_file.py` and `models/headers.py` the tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from streamdiff.atomic_write import exit_on_sigterm
+from streamdiff.commands.jobs import ConvertJob, DecodeJob, EncodeJob
 from streamdiff.device import pick_device, pick_dtype
 from streamdiff.errors import ConfigError
 from streamdiff.models import tensor_file
@@ -27,8 +26,7 @@ from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import FrameEncoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, VideoDecoder
 from streamdiff.models.headers import MOTION, NORMALISED, RAW, FreeDim
-from streamdiff.video import writer
-from streamdiff.video.reader import Clip, open_clip
+from streamdiff.video import files
 
 LATENTS, VIDEO = "latents", "video"
 _ANY_CHUNK = (FreeDim("C"), FreeDim("f"), FreeDim("h"), FreeDim("w"))
@@ -36,39 +34,20 @@ _CHUNK = 4
 _RANGE_SLACK = 1e-3
 
 
-@dataclass(frozen=True)
-class ConvertJob:
-    """What to convert. `chunk_latents`: latent frames per call of the network, which only time and memory depend on;
-    `fps`: of a video file that is written, None for the model's own; `raw`: encoded latents are not normalised;
-    `overwrite`: an `out` that exists is replaced."""
-
-    vae: str
-    source: Path
-    out: Path
-    chunk_latents: int | None = None
-    latent_space: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    fps: float | None = None
-    raw: bool = False
-    overwrite: bool = False
-
-
-def decode(job: ConvertJob) -> int:
+def decode(job: DecodeJob) -> int:
     """Latents in a file to a video file, pictures, or a tensor `video`; returns the exit status.
 
     Raises:
         ConfigError: what was asked for cannot be done; nothing is written then.
     """
     _check(job)
-    if job.out.suffix == tensor_file.SUFFIX:
-        tensor_file.check_target(job.out, job.overwrite)
-    else:
-        writer.check_target(job.out, job.overwrite)
+    if job.fps is not None and not files.LOWEST_FPS <= job.fps <= files.HIGHEST_FPS:
+        limits = f"at least {files.LOWEST_FPS} and at most {files.HIGHEST_FPS}"
+        raise ConfigError(f"--fps is {job.fps:g}, but must be {limits}", field="fps")
+    is_tensor = job.out.suffix == tensor_file.SUFFIX
+    (tensor_file if is_tensor else files).check_target(job.out, job.overwrite)
     latents, length = read_latents(job.source)
-    device = pick_device(job.device)
-    dtype = pick_dtype(job.dtype, device)
-    decoder = autoencoder.load_decoder(job.vae, device, dtype, job.latent_space)
+    decoder = autoencoder.load_decoder(job.vae, *_device_and_dtype(job), job.latent_space)
     if latents.shape[0] != decoder.latent_channels:
         raise ConfigError(
             f"{job.source}: `{LATENTS}` has {latents.shape[0]} channels, but {job.vae} takes {decoder.latent_channels}"
@@ -79,16 +58,16 @@ def decode(job: ConvertJob) -> int:
     total = decoder.frames_of(latents.shape[1])
     height, width = (side * decoder.spatial for side in latents.shape[2:])
     with exit_on_sigterm(), tqdm(total=total, unit="frame", desc=job.out.name, dynamic_ncols=True) as bar:
-        if job.out.suffix == tensor_file.SUFFIX:
+        if is_tensor:
             tensor_file.write_tensor(job.out, VIDEO, _decode_video(decoder, pieces, (3, total, height, width), bar))
         else:
             fps = autoencoder.native_fps(job.vae) if job.fps is None else job.fps
-            writer.write_video(job.out, _pictures(decoder, pieces, bar), fps)
+            files.write_video(job.out, _pictures(decoder, pieces, bar), fps)
     print(f"{job.out}: {total} frames, {width} x {height}, from {latents.shape[1]} latent frames")
     return 0
 
 
-def encode(job: ConvertJob) -> int:
+def encode(job: EncodeJob) -> int:
     """A video file, pictures or a tensor `video` to a tensor `latents`; returns the exit status.
 
     Raises:
@@ -97,10 +76,9 @@ def encode(job: ConvertJob) -> int:
     _check(job)
     tensor_file.check_target(job.out, job.overwrite)
     clip = read_clip(job.source)
-    frames, height, width = _size(clip)
-    device = pick_device(job.device)
-    dtype = pick_dtype(job.dtype, device)
-    encoder = autoencoder.load_encoder(job.vae, device, dtype, job.latent_space)
+    size = clip.shape[1:] if isinstance(clip, Tensor) else (clip.frames, clip.height, clip.width)
+    frames, height, width = size  # frames: None where that is not known before they are read
+    encoder = autoencoder.load_encoder(job.vae, *_device_and_dtype(job), job.latent_space)
     raw = autoencoder.normalisation(encoder, job.vae) if job.raw else None
     if height % encoder.spatial or width % encoder.spatial:
         raise ConfigError(
@@ -138,14 +116,14 @@ def read_latents(path: Path) -> tuple[Tensor, int]:
     return latents, _CHUNK
 
 
-def read_clip(path: Path) -> Clip | Tensor:
+def read_clip(path: Path) -> files.Clip | Tensor:
     """A tensor `video` `[3, F, H, W]` in [-1, 1], or what `open_clip` finds.
 
     Raises:
         ConfigError: nothing there that can be read, or a tensor of another shape, dtype or range.
     """
     if path.suffix != tensor_file.SUFFIX:
-        return open_clip(path)
+        return files.open_clip(path)
     video = tensor_file.read_video(path)
     low, high = (float(limit) for limit in video.aminmax())
     if max(-low, high) > 1 + _RANGE_SLACK:
@@ -153,14 +131,7 @@ def read_clip(path: Path) -> Clip | Tensor:
     return video
 
 
-def _size(clip: Clip | Tensor) -> tuple[int | None, int, int]:
-    """Frames (None: not known before they are read), height, width."""
-    if isinstance(clip, Tensor):
-        return clip.shape[1], clip.shape[2], clip.shape[3]
-    return clip.frames, clip.height, clip.width
-
-
-def _pieces(clip: Clip | Tensor, length: int) -> Iterator[Tensor]:
+def _pieces(clip: files.Clip | Tensor, length: int) -> Iterator[Tensor]:
     """Frames `[3, n, H, W]` in [-1, 1], n at most `length`."""
     if isinstance(clip, Tensor):
         yield from clip.split(length, 1)
@@ -234,9 +205,11 @@ def _encode(encoder: FrameEncoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]
 
 def _check(job: ConvertJob) -> None:
     if job.chunk_latents is not None and job.chunk_latents < 1:
-        raise ConfigError(f"--chunk-frames is {job.chunk_latents}, but must be 1 or more")
-    if job.fps is not None and not writer.LOWEST_FPS <= job.fps <= writer.HIGHEST_FPS:
-        limits = f"at least {writer.LOWEST_FPS} and at most {writer.HIGHEST_FPS}"
-        raise ConfigError(f"--fps is {job.fps:g}, but must be {limits}")
+        raise ConfigError(f"--chunk-frames is {job.chunk_latents}, but must be 1 or more", field="chunk_latents")
     if job.out.exists() and job.source.exists() and job.out.samefile(job.source):
-        raise ConfigError(f"--out is {job.out}, which is what is read; name another file")
+        raise ConfigError(f"--out is {job.out}, which is what is read; name another file", field="out")
+
+
+def _device_and_dtype(job: ConvertJob) -> tuple[torch.device, torch.dtype]:
+    device = pick_device(job.device)
+    return device, pick_dtype(job.dtype, device)

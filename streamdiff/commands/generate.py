@@ -1,32 +1,37 @@
-"""A video file from prompts: what `streamdiff generate` does. Knows nothing about the command line or about codecs."""
+"""Video files from prompts: what `streamdiff generate` does, one video, or with `--prompts` one for each line of a file
+by one engine. Knows nothing about the command line or about codecs."""
 
 from __future__ import annotations
 
 import os
 import sys
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 import numpy as np
+from av.error import FFmpegError
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm import tqdm
 
 from streamdiff import api
-from streamdiff.atomic_write import exit_on_sigterm
+from streamdiff.atomic_write import check_parent, exit_on_sigterm
 from streamdiff.config import Config, SessionConfig
 from streamdiff.engine.process.main import run_as_worker, work_for_rank_0
 from streamdiff.engine.validation import check_prompt
-from streamdiff.errors import ConfigError
+from streamdiff.errors import ConfigError, EngineFailure, RequestError, StreamdiffError
 from streamdiff.video import picture
-from streamdiff.video.writer import check_target, write_video
+from streamdiff.video.files import check_target, write_video
 
 LONGEST_S = 24 * 3600
+_KINDS = {".mp4", ".webm", ""}
+_LONGEST_NAME_BYTES = 255
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,40 @@ class GenerateJob:
     seconds: float = 10.0
     changes: tuple[tuple[float, str], ...] = ()
     overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class PromptListJob:
+    """A video for every line of `prompts`, in the folder `output`; with `resume`, videos that exist already are
+    skipped, with `overwrite` they are replaced, and with neither no video is made."""
+
+    prompts: Path
+    output: Path | None = None
+    seconds: float = 10.0
+    resume: bool = False
+    overwrite: bool = False
+
+
+class PromptLine(BaseModel):
+    """A line of a JSONL file; what is left out is that of the command line."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    prompt: str
+    seed: int | None = None
+    seconds: float | None = Field(None, gt=0, le=LONGEST_S)
+    size: str | None = Field(None, pattern=r"^[0-9]{1,5}x[0-9]{1,5}$")
+    output: str | None = Field(None, min_length=1)
+
+
+@dataclass(frozen=True)
+class PlannedVideo:
+    """A line of the prompt list, with the path, links followed, and the length in seconds of its video."""
+
+    number: int
+    line: PromptLine
+    output: Path
+    seconds: float
 
 
 def run_as_ranks(
@@ -65,6 +104,65 @@ def run_as_ranks(
     return run_as_worker(config.model) if follow is None else work_for_rank_0(follow)
 
 
+def check_start(start: SessionConfig) -> None:
+    """Raises ConfigError for a beginning that only `serve` has; it would be ignored."""
+    for name, value, instead in (
+        ("snapshot", start.snapshot, "streamdiff.load goes on from it"),
+        ("input", start.input, "StreamSession.video and feed follow it"),
+    ):
+        if value is not None:
+            raise ConfigError(f"session.{name} is {value!r}, but is for `serve`; in a program, {instead}")
+
+
+def _check_seconds(seconds: float) -> None:
+    if not 0 < seconds <= LONGEST_S:
+        raise ConfigError(f"--seconds is {seconds:g}, but must be above 0 and at most a day ({LONGEST_S:,})")
+
+
+def _fps_of(config: Config, session: api.StreamSession) -> float:
+    """The frame rate of a video: what the configuration says, else the model's own."""
+    return config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
+
+
+def _frames_in(seconds: float, fps: float) -> int:
+    return max(1, round(seconds * fps))
+
+
+def _frames(
+    session: api.StreamSession,
+    total: int,
+    bar: tqdm[NoReturn],
+    fps: float,
+    changes: Iterable[tuple[float, str]] = (),
+) -> Iterator[NDArray[np.uint8]]:
+    """The first `total` frames of the session, its prompt changed on the way (`GenerateJob`). Mutates: session, bar."""
+    due = deque(changes)
+    for number, frame in enumerate(islice(session, total)):
+        while due and due[0][0] * fps <= number:
+            notice = session.set_prompt(due.popleft()[1])
+            if notice:
+                bar.write(notice, file=sys.stderr)
+        yield frame
+        bar.update()
+
+
+# ---- one video ----------------------------------------------------------------------------------------------------
+
+
+def check(job: GenerateJob) -> Path:
+    """The output. Raises ConfigError, or RequestError of a prompt, for what cannot be made."""
+    if job.output is None:
+        raise ConfigError("--output is missing; for example: --output out.mp4")
+    _check_seconds(job.seconds)
+    late = [time_s for time_s, _ in job.changes if time_s >= job.seconds]
+    if late:
+        raise ConfigError(f"--prompt-at {late[0]:g} lies after the end; the video is {job.seconds:g} s long")
+    for _, prompt in job.changes:
+        check_prompt(prompt)
+    check_target(job.output, job.overwrite)
+    return job.output
+
+
 def run(config: Config, job: GenerateJob) -> int:
     """Make the video, with a progress bar on standard error; returns the exit status.
 
@@ -77,66 +175,174 @@ def run(config: Config, job: GenerateJob) -> int:
     check_start(config.session)
     output, start = check(job), config.session
     image = None if start.image is None else picture.read_bytes(start.image)
-    begin = partial(api.StreamSession, seed=start.seed, image=image)
-    with exit_on_sigterm(), begin(api.load(config.model), start.prompt) as session:
-        fps = fps_of(config, session)
-        total = max(1, round(job.seconds * fps))
+    with exit_on_sigterm(), api.StreamSession(api.load_model(config.model), None) as session:
+        session.restart(start.prompt, seed=start.seed, image=image)
+        fps = _fps_of(config, session)
+        total = _frames_in(job.seconds, fps)
         with tqdm(total=total, unit="frame", desc=output.name, dynamic_ncols=True) as bar:
             if session.notice:
                 bar.write(session.notice, file=sys.stderr)
-            write_video(output, frames(session, total, bar, fps, job.changes), fps)
+            write_video(output, _frames(session, total, bar, fps, job.changes), fps)
     print(f"{output}: {total} frames, {total / fps:g} s at {fps:g} per second, {session.width} x {session.height}")
     return 0
 
 
-def check_start(start: SessionConfig) -> None:
-    """Raises ConfigError for a beginning that only `serve` has; it would be ignored."""
-    for name, value, instead in (
-        ("snapshot", start.snapshot, "streamdiff.load goes on from it"),
-        ("input", start.input, "StreamSession.video and feed follow it"),
-    ):
-        if value is not None:
-            raise ConfigError(f"session.{name} is {value!r}, but is for `serve`; in a program, {instead}")
+# ---- a video for each line ----------------------------------------------------------------------------------------
 
 
-def check_seconds(seconds: float) -> None:
-    """Raises ConfigError for a length that no video can have."""
-    if not 0 < seconds <= LONGEST_S:
-        raise ConfigError(f"--seconds is {seconds:g}, but must be above 0 and at most a day ({LONGEST_S:,})")
+def pending(job: PromptListJob) -> list[PlannedVideo]:
+    """The videos that are still to be made, in the order of their lines. Writes nothing.
 
-
-def fps_of(config: Config, session: api.StreamSession) -> float:
-    """The frame rate of a video: what the configuration says, else the model's own."""
-    return config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
-
-
-def check(job: GenerateJob) -> Path:
-    """The output. Raises ConfigError, or RequestError of a prompt, for what cannot be made."""
+    Raises:
+        ConfigError: the file cannot be read, a line says something that cannot be, or its output is not below the
+            folder, is in the way of another line's, or exists, with neither `resume` nor `overwrite`.
+    """
     if job.output is None:
-        raise ConfigError("--output is missing; for example: --output out.mp4")
-    check_seconds(job.seconds)
-    late = [time_s for time_s, _ in job.changes if time_s >= job.seconds]
-    if late:
-        raise ConfigError(f"--prompt-at {late[0]:g} lies after the end; the video is {job.seconds:g} s long")
-    for _, prompt in job.changes:
-        check_prompt(prompt)
-    check_target(job.output, job.overwrite)
-    return job.output
+        raise ConfigError(
+            "--output is missing; with --prompts it is the folder of the videos, for example: --output out/"
+        )
+    if job.output.exists() and not job.output.is_dir():
+        raise ConfigError(f"--output is {job.output}, a file; with --prompts it is the folder of the videos")
+    if job.resume and job.overwrite:
+        raise ConfigError("--resume skips videos that are there, and --overwrite replaces them; give one of the two")
+    _check_seconds(job.seconds)
+    videos = []
+    lines_of: dict[PurePath, int] = {}  # outputs, and the folders they are in
+    outputs: set[PurePath] = set()
+    for number, line in read_lines(job.prompts):
+        where = f"{job.prompts}:{number}: output"
+        name = line.output or f"{number:05d}.mp4"
+        output = _below(job.output, name, where)
+        # One name for file systems that do not tell A from a, or an accent from a letter with one.
+        key = PurePath(unicodedata.normalize("NFC", str(output)).casefold())
+        if clash := lines_of.get(key) or next((lines_of[each] for each in key.parents if each in outputs), None):
+            raise ConfigError(f"{where} {name!r} is that of line {clash} too, or one is a folder of the other")
+        outputs.add(key)
+        lines_of |= dict.fromkeys((key, *key.parents), number)
+        if _exists(output):
+            if job.resume:
+                continue
+            if not job.overwrite:
+                raise ConfigError(f"{where} {name!r} exists; --overwrite replaces it, --resume skips it")
+        videos.append(PlannedVideo(number, line, output, job.seconds if line.seconds is None else line.seconds))
+    return videos
 
 
-def frames(
-    session: api.StreamSession,
-    total: int,
-    bar: tqdm[NoReturn],
-    fps: float,
-    changes: Iterable[tuple[float, str]] = (),
-) -> Iterator[NDArray[np.uint8]]:
-    """The first `total` frames of the session, its prompt changed on the way (`GenerateJob`). Mutates: session, bar."""
-    due = deque(changes)
-    for number, frame in enumerate(islice(session, total)):
-        while due and due[0][0] * fps <= number:
-            notice = session.prompt(due.popleft()[1])
-            if notice:
-                bar.write(notice, file=sys.stderr)
-        yield frame
-        bar.update()
+def _below(folder: Path, name: str, where: str) -> Path:
+    """The path of the output `name`, links followed; ConfigError where it is not below `folder`, or cannot be made."""
+    is_control = any(unicodedata.category(character) == "Cc" for character in name)
+    is_long = any(len(os.fsencode(part)) > _LONGEST_NAME_BYTES for part in name.split("/"))
+    if is_control or is_long or name.startswith("~"):
+        raise ConfigError(
+            f"{where} is {name!r}; it has no control characters, at most {_LONGEST_NAME_BYTES} bytes a name, and does "
+            "not begin with ~"
+        )
+    root, output = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))
+    if {Path(name).suffix.lower(), output.suffix.lower()} - _KINDS:
+        raise ConfigError(f"{where} is {name!r}; it ends in .mp4 or .webm, or is a folder")
+    if root not in output.parents:
+        raise ConfigError(f"{where} is {name!r}, which is not below {folder} (--output); give a path in that folder")
+    there = next(each for each in output.parents if os.path.lexists(each))
+    try:
+        check_parent(there / output.name)
+        if output.parent == there and not _exists(output):
+            check_target(output)
+    except ConfigError as error:
+        raise ConfigError(f"{where} is {name!r}: {error}") from error
+    return output
+
+
+def _exists(output: Path) -> bool:
+    """Whether a video is there, or anything else that is no empty folder: files have their name when complete."""
+    return any(output.iterdir()) if output.is_dir() else os.path.lexists(output)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, PromptLine]]:
+    """Lines of a prompt list with their numbers, from 1; empty ones are left out. Raises ConfigError as `pending`."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--prompts is {path}, which cannot be read: {why}") from error
+    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"--prompts is {path}, which has no prompt: give one a line")
+    is_json = path.suffix.lower() in (".jsonl", ".ndjson")
+    for number, line in lines:
+        yield number, _parsed(line, f"{path}:{number}") if is_json else PromptLine(prompt=line)
+
+
+def _parsed(line: str, where: str) -> PromptLine:
+    try:
+        return PromptLine.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "json_invalid":
+            why = f"it is not JSON: {first['ctx']['error']}"
+        elif not name:
+            why = 'a line is a JSON object, for example {"prompt": "a blue star", "seed": 1}'
+        elif first["type"] == "extra_forbidden":
+            why = f"{name!r} is not known; fields are {', '.join(PromptLine.model_fields)}"
+        else:
+            why = f"{name!r} cannot be: {first['msg']}"
+        raise ConfigError(f"{where}: {why}", field=name) from error
+
+
+def run_list(config: Config, job: PromptListJob) -> int:
+    """Make the videos one after the other, with one progress bar; returns the exit status: 1 if a line failed, which
+    is named at the end. Each is what `run` makes of its prompt and seed alone.
+
+    Raises:
+        ConfigError: see `pending` and `check_start`; nothing is made then.
+        EngineFailure: the engine ended; what is made stays.
+    """
+    check_start(config.session)
+    videos = pending(job)
+    if job.resume:
+        print(f"{job.prompts}: {len(videos)} videos to make, the others are there")
+    if not videos:
+        return 0
+    for video in videos:
+        video.output.parent.mkdir(parents=True, exist_ok=True)
+        check_target(video.output, job.overwrite)
+    failed: list[str] = []
+    with exit_on_sigterm(), api.StreamSession(api.load_model(config.model), None) as session:
+        fps = _fps_of(config, session)
+        total = sum(_frames_in(video.seconds, fps) for video in videos)
+        with tqdm(total=total, unit="frame", dynamic_ncols=True) as bar:
+            for video in videos:
+                bar.set_description(video.output.name)
+                end = bar.n + _frames_in(video.seconds, fps)
+                try:
+                    if Path(os.path.realpath(video.output)) != video.output:
+                        raise ConfigError(f"{video.output} has become a link to elsewhere")
+                    check_target(video.output, job.overwrite)
+                    _make(session, video, config.session, fps, bar)
+                except EngineFailure:
+                    raise
+                except (StreamdiffError, OSError, FFmpegError) as error:
+                    failed.append(f"{job.prompts}:{video.number}: {error}")
+                bar.update(end - bar.n)
+    print(f"{job.output}: {len(videos) - len(failed)} of {len(videos)} videos made")
+    for line in failed:
+        print(f"streamdiff: failed: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _make(
+    session: api.StreamSession, video: PlannedVideo, start: SessionConfig, fps: float, bar: tqdm[NoReturn]
+) -> None:
+    """One video. Mutates: session, bar.
+
+    Raises:
+        RequestError: a prompt, seed or size that cannot be. ConfigError, OSError: a file that cannot be written.
+    """
+    size = f"{session.width}x{session.height}"
+    if video.line.size not in (None, size):
+        raise RequestError("size", f"the size is {video.line.size}; this engine makes {size}")
+    seed = start.seed if video.line.seed is None else video.line.seed
+    session.restart(video.line.prompt, seed=seed, image=start.image)
+    if session.notice:
+        bar.write(f"line {video.number}: {session.notice}", file=sys.stderr)
+    write_video(video.output, _frames(session, _frames_in(video.seconds, fps), bar, fps), fps)

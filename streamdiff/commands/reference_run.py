@@ -18,6 +18,7 @@ from streamdiff.config import RECACHES
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import TIMESTEPS, Schedule
+from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents
 from streamdiff.pipeline.runner.noise import Noise, SeededNoise, TensorNoise
@@ -117,24 +118,24 @@ class ReferenceRun:
     def given_chunks(self) -> int:
         return 0 if self.given_latents is None else len(self.given_latents)
 
-    def inputs_from(self, model: Model, first: int) -> StreamInputs:
+    def inputs_from(self, spec: ModelSpec, first: int) -> StreamInputs:
         """Noise and input of the stream that begins at chunk `first`: the noise is its own seed's, or what is given
         from there on; finished latents are given to the first stream alone."""
-        noise: Noise = SeededNoise(model.spec.chunk_shape, self.seed)
+        noise: Noise = SeededNoise(spec.chunk_shape, self.seed)
         if self.initial is not None:
             renoise = None if self.renoise is None else self.renoise[first:]
             noise = TensorNoise(self.initial[first:], renoise, self.schedule, noise)
         levels = None if self.levels is None else self.levels.starting_at(first)
-        return StreamInputs(noise, self._source(model, first), levels, self.given_latents if first == 0 else None)
+        return StreamInputs(noise, self._source(spec, first), levels, self.given_latents if first == 0 else None)
 
-    def _source(self, model: Model, first: int) -> InitLatents | None:
+    def _source(self, spec: ModelSpec, first: int) -> InitLatents | None:
         """The encoded input of the stream that begins at chunk `first`."""
         if self.video is None:
             return None
         video, strength = self.video[first:], self._strength
         if self.motion_noise:
             motion = None if self.motion is None else self.motion[first:]
-            return InitLatents.following_motion(video, strength, model.spec.first_chunks, motion)
+            return InitLatents.following_motion(video, strength, spec.first_chunks, motion)
         timestep = self.schedule.timesteps[0] if self.strength is None else TIMESTEPS * strength
         steady = InitLatents.steady(video, strength, timestep)
         return steady if self.noise_level is None else replace(steady, noise_level=self.noise_level[first:])
@@ -199,53 +200,53 @@ class ReferenceRun:
         ]
 
 
+def local_ring(model: Model, device: torch.device, stages: int = 1) -> RingExecutor:
+    """The ring of a whole model in this process, whose stages take turns."""
+    return RingExecutor(model, device) if stages == 1 else LocalRing(model, device, stages)
+
+
 def run_reference(
-    model: Model,
-    device: torch.device,
-    run: ReferenceRun,
-    *,
-    stages: int = 1,
-    ring: RingExecutor | None = None,
-    check: Callable[[], None] = lambda: None,
+    ring: RingExecutor, run: ReferenceRun, check: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[Tensor, bool]]:
-    """The latents `[C, F, h, w]` of each chunk, in order, and whether it is the first chunk of a stream. With several
-    stages they take turns in this process, unless there is a `ring` over processes; `check` is called between turns,
-    and ends the run by what it raises.
+    """The latents `[C, F, h, w]` of each chunk, in order, and whether it is the first chunk of a stream. `check` is
+    called between turns of a ring over processes, and ends the run by what it raises. Mutates: ring.
 
     Raises:
         ConfigError: see `check_together`.
         ValueError: an unknown KV context, or one that the schedule does not go with.
     """
-    check_together(run, model.spec.first_chunks)
-    if ring is None:
-        ring = RingExecutor(model, device) if stages == 1 else LocalRing(model, device, stages)
-    epochs = count(1)
+    spec, epochs = ring.sampler.spec, count(1)
+    check_together(run, spec.first_chunks)
     for begin, switches, end in run.segments:
-        inputs, known = run.inputs_from(model, begin.chunk), 0
+        inputs, length = run.inputs_from(spec, begin.chunk), end - begin.chunk
         if begin.chunk == 0:
-            ring.open(
-                _NAME,
-                begin.embeddings,
-                epoch=0,
-                steps=run.schedule,
-                kv_context=run.kv_context,
-                given=inputs,
-            )
-            known = ring.scheduler.next_chunk(_NAME)
+            ring.open(_NAME, begin.embeddings, epoch=0, steps=run.schedule, kv_context=run.kv_context, given=inputs)
         else:
             ring.reset(_NAME, begin.embeddings, epoch=next(epochs), given=inputs)
+        known = ring.scheduler.next_chunk(_NAME)
         for chunk in range(known):
             assert run.given_latents is not None
             yield run.given_latents[chunk], chunk == 0
-        if known == end - begin.chunk:
+        if known == length:
             continue
+        while not ring.scheduler.drained(_NAME):  # what is given is seen under the prompt that the stream begins with
+            check()
+            ring.step(_WAIT_S)
         due = {switch.chunk - begin.chunk: switch for switch in switches}
-        # Steps of a staircase wait for chunks that come after; those made for this alone are dropped.
-        most = end - begin.chunk if run.kv_context != "staircase" else None
-        for chunk, latents in _stream(ring, most, due, epochs, check):
-            yield latents, chunk == 0
-            if chunk == end - begin.chunk - 1:
-                break
+        done: dict[int, Tensor] = {}
+        for chunk in range(known, length):
+            while chunk not in done:
+                following = ring.scheduler.next_chunk(_NAME)
+                if (switch := due.pop(following, None)) is not None:
+                    ring.set_text(_NAME, next(epochs), switch.embeddings, switch.policy)
+                # Steps of a staircase wait for chunks that come after; those made for this alone are dropped.
+                wanted = following < length or run.kv_context == "staircase"
+                ring.scheduler.set_frame_credit(_NAME, spec.admitted_frames(following) if wanted else 0)
+                check()
+                rows, finished = ring.step(_WAIT_S)
+                assert rows or finished or ring.has_work, "the stream stands still"
+                done |= {row.chunk: latents for row, latents in finished}
+            yield done.pop(chunk), chunk == 0
 
 
 def check_together(run: ReferenceRun, count: int) -> None:
@@ -268,31 +269,3 @@ def check_together(run: ReferenceRun, count: int) -> None:
                     f"a prompt switch is at chunk {switch.chunk}, but the first {count} chunks from {begin.chunk} on "
                     f"are made together; switch at {begin.chunk + count} or later"
                 )
-
-
-def _stream(
-    ring: RingExecutor,
-    most: int | None,
-    due: dict[int, PromptSwitch],
-    epochs: Iterator[int],
-    check: Callable[[], None],
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield (chunk, latents) of one stream in order, from the first that is not finished. At most `most` chunks are
-    begun; `due`: prompt changes by the first chunk that sees them. Mutates: due."""
-    done: dict[int, Tensor] = {}
-    first = ring.scheduler.next_chunk(_NAME)
-    while not ring.scheduler.drained(_NAME):  # what is given is seen under the prompt that the stream begins with
-        check()
-        ring.step(_WAIT_S)
-    for chunk in count(first):
-        while chunk not in done:
-            following = ring.scheduler.next_chunk(_NAME)
-            if (switch := due.pop(following, None)) is not None:
-                ring.set_text(_NAME, next(epochs), switch.embeddings, switch.policy)
-            goes_on = most is None or following < most
-            ring.scheduler.set_frame_credit(_NAME, ring.sampler.spec.admitted_frames(following) if goes_on else 0)
-            check()
-            rows, finished = ring.step(_WAIT_S)
-            assert rows or finished or ring.has_work, "the stream stands still"
-            done |= {row.chunk: latents for row, latents in finished}
-        yield chunk, done.pop(chunk)

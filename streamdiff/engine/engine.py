@@ -7,7 +7,7 @@ and in the user's own (`streamdiff.api`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import asdict, replace
 from functools import partial
@@ -128,27 +128,38 @@ class Engine:
             return [refused(command, error)]
 
     def step(self, wait_s: float = 0.0) -> list[Event]:
-        """Carry out queued requests that are ready, apply new prompts and steps, step the pipeline once, and end
-        sessions that failed; returns all events. Where there is nothing to do but wait, waits up to `wait_s`."""
-        events = self._take_requests(wait_s)
+        """Carry out queued requests that are ready, and one micro-step of every rank; returns all events. Where there
+        is nothing to do but wait, waits up to `wait_s`."""
+        pipeline, ring = self._pipeline, self._pipeline.ring
+        events = self._take_commands(wait_s)
+        with pipeline.watched():
+            message = ring.schedule()
+            ring.run(message)
+            finished = ring.sample()
+        pipeline.decode(message, finished)
+        return events + self._deliver(pipeline.collect(0.0 if message or finished else wait_s))
+
+    def _take_commands(self, wait_s: float) -> list[Event]:
+        """Carry out queued requests whose parts are encoded, go on with swapping, saving and live video where there are
+        any, and give the pipeline new prompts, steps and inputs. Mutates: self, pipeline."""
+        events: list[Event] = []
+        if self._prompt_queue.lines:
+            if not self._pipeline.busy:
+                futures.wait(self._prompt_queue.encodings(), wait_s, futures.FIRST_COMPLETED)
+            events += self.settle()
         if self._swapping.has_work:
             events += self._swap()
-        if self._saves.has_work:
+        if self._saves.queue or self._saves.dropped:
             events += self._saves.advance()
         self._apply_changes()
-        frames = self._pipeline.step(wait_s)
-        for made in frames:
-            events += self._number(made)
+        self._pipeline.attend()
+        return events
+
+    def _deliver(self, frames: Sequence[Frames]) -> list[Event]:
+        """Frames as events, with what was measured where a chunk is whole; sessions that failed end. Mutates: self."""
+        events = [event for made in frames for event in self._number(made)]
         events += self._end_failed()
         return events + (self._measured() if any(made.last for made in frames) else [])
-
-    def _take_requests(self, wait_s: float) -> list[Event]:
-        """Carry out queued requests whose parts are encoded; waits for one where there is nothing else to do."""
-        if not self._prompt_queue:
-            return []
-        if not self._pipeline.busy:
-            futures.wait(self._prompt_queue.encodings(), wait_s, futures.FIRST_COMPLETED)
-        return self.settle()
 
     def _apply_changes(self) -> None:
         """Give the pipeline the prompts, steps and inputs that were accepted. Mutates: the sessions."""
@@ -194,7 +205,12 @@ class Engine:
     def busy(self) -> bool:
         """Whether `step` has anything to do, or to wait for, before the next command."""
         changes = any(session.input_changes for session in self._sessions.values())
-        return self._pipeline.busy or bool(self._prompt_queue) or self._saves.has_work or changes
+        return (
+            self._pipeline.busy
+            or bool(self._prompt_queue.lines)
+            or bool(self._saves.queue or self._saves.dropped)
+            or changes
+        )
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the EngineFailure that ends the pipeline, if there is one or comes within `wait_s`."""
@@ -416,7 +432,11 @@ class Engine:
             return []
         chunk_s = made.chunk_s if made.last else None
         events = session.made(epoch=made.epoch, chunk=made.chunk, pictures=made.pictures, chunk_s=chunk_s)
-        figures = self._pipeline.video.input_figures(made.session) if made.last else None
+        figures = (
+            self._pipeline.video.input_figures(made.session)
+            if made.last and made.session in self._pipeline.video.inputs
+            else None
+        )
         if figures is not None:
             events.append(InputUsed(session.name, figures.level, figures.used, figures.dropped, figures.fault))
         return events

@@ -116,31 +116,29 @@ class PromptQueue:
         self, encode: Callable[[str], Any], encode_picture: Callable[[Pictures], Any], read: Callable[[Open], Encoded]
     ) -> None:
         self._encode_text, self._encode_picture, self._read = encode, encode_picture, read
-        self._lines: dict[str, _Line] = {}
+        self.lines: dict[str, _Line] = {}
+        """Of the sessions whose requests wait, by name."""
         self._thread: ThreadPoolExecutor | None = None
 
     def __contains__(self, session: str) -> bool:
-        return session in self._lines
-
-    def __bool__(self) -> bool:
-        return bool(self._lines)
+        return session in self.lines
 
     def opening(self) -> list[str]:
         """The sessions that wait to be opened."""
-        return [name for name, line in self._lines.items() if isinstance(line.pending[0].request, Open)]
+        return [name for name, line in self.lines.items() if isinstance(line.pending[0].request, Open)]
 
     def latest_text(self, session: str) -> str | None:
         """The text of the latest prompt that waits."""
-        pending = self._lines[session].pending if session in self._lines else ()
+        pending = self.lines[session].pending if session in self.lines else ()
         return next((each.text for each in reversed(pending) if isinstance(each.request, Open | SetPrompt)), None)
 
     def ask(self, pending: PendingRequest) -> None:
         """Put a request at the end of its session's line. Mutates: self."""
-        self._lines.setdefault(pending.request.session, _Line()).pending.append(pending)
+        self.lines.setdefault(pending.request.session, _Line()).pending.append(pending)
 
     def drop(self, session: str) -> list[PendingRequest]:
         """Forget a session's requests; returns them. Mutates: self."""
-        line = self._lines.pop(session, None)
+        line = self.lines.pop(session, None)
         if line is None:
             return []
         if line.encoding is not None:
@@ -150,17 +148,17 @@ class PromptQueue:
     def turn(self) -> list[PendingRequest]:
         """Take the requests that may run now, each session's in order, and start encoding the next texts. Mutates:
         self."""
-        answers = [answer for line in self._lines.values() for answer in line.turn(self._submit)]
-        self._lines = {name: line for name, line in self._lines.items() if line.pending}
+        answers = [answer for line in self.lines.values() for answer in line.turn(self._submit)]
+        self.lines = {name: line for name, line in self.lines.items() if line.pending}
         return answers
 
     def encodings(self) -> list[Future[Any]]:
         """Encodings in progress; when one is done, `turn` returns more."""
-        return [line.encoding for line in self._lines.values() if line.encoding is not None]
+        return [line.encoding for line in self.lines.values() if line.encoding is not None]
 
     def close(self) -> None:
         """Forget everything; a text that is being encoded is not waited for. Mutates: self."""
-        self._lines.clear()
+        self.lines.clear()
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 

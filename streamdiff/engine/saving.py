@@ -23,29 +23,27 @@ class SaveQueue:
     def __init__(self, pipeline: StreamingPipeline, swapping: Swapping, sessions: Mapping[str, Session]) -> None:
         """`sessions` are the engine's, by name."""
         self._pipeline, self._swapping, self._sessions = pipeline, swapping, sessions
-        self._saves: deque[Save] = deque()  # the first is under way
+        self.queue: deque[Save] = deque()
+        """The first is under way."""
         self._ticket: int | None = None  # of the first one, when it is copied
-        self._dropped: set[int] = set()  # tickets of sessions that ended meanwhile: their results are discarded
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `advance` has anything to do."""
-        return bool(self._saves or self._dropped)
+        self.dropped: set[int] = set()
+        """Tickets of sessions that ended meanwhile: their results are discarded. While there are any, or some wait in
+        the queue, `advance` has work."""
 
     def ask(self, command: Save) -> None:
         """Queue a save, of a session that can be saved. Mutates: self."""
-        self._saves.append(command)
+        self.queue.append(command)
 
     def advance(self) -> list[Event]:
         """Go on with the first one; returns the answers of those that are finished. Mutates: self, pipeline."""
         events: list[Event] = []
         for ticket, made in self._pipeline.saving.take_done():
-            self._dropped.discard(ticket)
+            self.dropped.discard(ticket)
             if ticket == self._ticket:
                 self._ticket = None
                 events.append(self._answer(made))
-        if self._saves and self._ticket is None:
-            session = self._sessions[self._saves[0].session]
+        if self.queue and self._ticket is None:
+            session = self._sessions[self.queue[0].session]
             if self._may_begin(session) and self._pipeline.saving.comes_to_rest(session.slot):
                 try:
                     self._ticket = self._pipeline.saving.begin(session.slot, _file_of(session))
@@ -55,17 +53,17 @@ class SaveQueue:
 
     def forget(self, name: str) -> list[Save]:
         """The session has ended; returns its commands that are not answered. Mutates: self."""
-        saves = [command for command in self._saves if command.session == name]
-        if saves and saves[0] is self._saves[0] and self._ticket is not None:
-            self._dropped.add(self._ticket)
+        saves = [command for command in self.queue if command.session == name]
+        if saves and saves[0] is self.queue[0] and self._ticket is not None:
+            self.dropped.add(self._ticket)
             self._ticket = None
-        self._saves = deque(command for command in self._saves if command.session != name)
+        self.queue = deque(command for command in self.queue if command.session != name)
         return saves
 
     def _answer(self, made: Any) -> Event:
         """The answer to the first save: a snapshot file's content, or the ConfigError that prevented it. Mutates:
         self."""
-        command = self._saves.popleft()
+        command = self.queue.popleft()
         self._swapping.release(self._sessions[command.session].slot)
         if isinstance(made, ConfigError):
             return refused(command, RequestError("session", str(made)))

@@ -21,10 +21,10 @@ class StageModel:
 @dataclass(frozen=True)
 class Model(StageModel):
     """The part of a model on rank 0: that of a stage, text encoder and decoder. With one stage it is the whole model.
-    `decoder` is None where another rank decodes, `first_frame_reencoder` where the clean pass gets latents as they
-    are."""
+    `text` is None where embeddings are given, `decoder` where another rank decodes, `first_frame_reencoder` where the
+    clean pass gets latents as they are."""
 
-    text: TextEncoder
+    text: TextEncoder | None
     decoder: PictureDecoder | None
     first_frame_reencoder: FirstFrameReencoder | None = None
 

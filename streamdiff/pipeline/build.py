@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 from streamdiff.config import ModelConfig
 from streamdiff.device import own_device
@@ -26,49 +27,72 @@ logger = logging.getLogger(__name__)
 _MEASURED_CHUNKS = 3
 
 
-def build_pipeline(config: ModelConfig) -> StreamingPipeline:
-    """Load the model's weights, as the head of a ring if there are several stages, and warm up with one chunk.
+class RingHead(NamedTuple):
+    """Rank 0, loaded, and connected to the `workers` if there are any; `memories` are those of all ranks."""
+
+    plan: load_plan.RankPlan
+    loaded: rank_loader.LoadedRank
+    ring: RingExecutor
+    workers: WorkerGroup | None
+    memories: list[RankMemory]
+
+    @property
+    def model(self) -> Model:
+        """Its part of the model."""
+        assert isinstance(self.loaded.model, Model), "this is rank 0"
+        return self.loaded.model
+
+
+def load_head(plan: load_plan.LoadPlan) -> RingHead:
+    """Load what rank 0 runs, connect it to the other ranks if there are some, and make graphs.
 
     Raises:
-        ConfigError: unknown model, a device that is not there, or a ring that cannot be built.
+        ConfigError: parts that are missing, or a ring that cannot be built.
     """
-    device, links = own_device(config.device), None
-    plan = load_plan.plan_load(config, device)
-    config, context = plan.config, plan.join()
-    if context is not None:
-        progress = start_progress(context, config)
-    plan = load_plan.plan_rank(plan, context)
-    loaded = rank_loader.load_rank(plan, context)
-    model, decoder, memory = loaded.model, loaded.decoder, loaded.memory
+    config, device, context, links = plan.config, plan.device, plan.join(), None
+    progress = StartProgress(None, 1) if context is None else start_progress(context, config)
+    rank_plan = load_plan.plan_rank(plan, context)
+    loaded = rank_loader.load_rank(rank_plan, context)
+    model, memory = loaded.model, loaded.memory
     assert isinstance(model, Model), "this is rank 0"
     if context is None:
-        progress = StartProgress(None, 1)
         ring = RingExecutor(model, device, plan.max_rows)
     else:
         context.send_memory(memory)
         rank_topology = topology.StageTopology.of(config, 0, device, plan.max_rows)
         ring = topology.connect_head(model, rank_topology, device, progress.enter)
         progress.enter("graphs")
-        if decoder is None:
+        if config.decode_rank_number != 0:
             links = topology.decode_links(model.spec, 0, config.decode_rank_number, device, plan.pixel_format)
     ring.stage.swaps = loaded.swaps
-    rank_loader.compile_stage(plan, ring.stage, memory, progress)
-    rank_loader.compile_decoder(plan, decoder, DECODE_THREADS)
-    workers, memories = None, [memory]
-    if context is not None:
-        workers = WorkerGroup(context, ring, config.watchdog_s, links)
-        memories = context.receive_memories()
-        progress.finish()
+    rank_loader.compile_stage(rank_plan, ring.stage, memory, progress)
+    rank_loader.compile_decoder(rank_plan, loaded.decoder, DECODE_THREADS)
+    if context is None:
+        return RingHead(rank_plan, loaded, ring, None, [memory])
+    workers, memories = WorkerGroup(context, ring, config.watchdog_s, links), context.receive_memories()
+    progress.finish()
+    return RingHead(rank_plan, loaded, ring, workers, memories)
+
+
+def build_pipeline(config: ModelConfig) -> StreamingPipeline:
+    """Load the model's weights, as the head of a ring if there are several stages, and warm up with one chunk.
+
+    Raises:
+        ConfigError: unknown model, a device that is not there, or a ring that cannot be built.
+    """
+    head = load_head(load_plan.plan_load(config, own_device(config.device)))
+    plan, ring, model = head.plan, head.ring, head.model
+    config, device = plan.config, plan.device
     if plan.max_rows > 1:
-        _measure_rows(ring, model, plan, memory)
-    blocks = [last - first for first, last in loaded.runs for _ in range(config.shares)]
+        _measure_rows(ring, model, plan, head.loaded.memory)
+    blocks = [last - first for first, last in head.loaded.runs for _ in range(config.shares)]
     blocks += [0] * (config.ranks - config.stage_ranks)
     preallocated = plan.preallocated if device.type == "cuda" and config.shares == 1 else None  # shared: no pool
-    budget = KVCacheBudget(plan.sizes, memories, blocks, model.denoiser.dtype.itemsize, preallocated, config.shares)
+    itemsize = model.denoiser.dtype.itemsize
+    budget = KVCacheBudget(plan.sizes, head.memories, blocks, itemsize, preallocated, config.shares)
     pipeline = StreamingPipeline(
-        model, device, config.step_count, config.kv_context, workers, budget, ring, plan.decode_latents,
-        config.watchdog_s,
-        plan.models.picture_encoder(model.spec),
+        model, device, config.step_count, config.kv_context, head.workers, budget, ring, plan.decode_latents,
+        config.watchdog_s, plan.models.picture_encoder(model.spec),
     )  # fmt: skip
     try:
         _warm_up(pipeline, config)

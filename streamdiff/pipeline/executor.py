@@ -7,7 +7,7 @@ that comes back into the next latents (`LatentSampler`). With one stage there ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,17 +23,21 @@ from streamdiff.pipeline.distributed.local_link import LocalLink, NoLink
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
 from streamdiff.pipeline.planner.batching import rows_carried
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.row_faults.returned import ReturnedRows
-from streamdiff.pipeline.runner.in_flight_queue import InFlightQueue
+from streamdiff.pipeline.row_faults import ROW_ERRORS, ReturnedRows, at, check_own, describe, fault_key
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, PendingSteps, SamplerSession, StreamInputs
 from streamdiff.pipeline.runner.worker import LEAVE_S, Worker
+from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
 
 
 class RingExecutor:
-    """Rank 0 of a ring: scheduler, sampler and stage 0, with the links to stage 1 and from the last stage."""
+    """Rank 0 of a ring: scheduler, sampler and stage 0, with the links to stage 1 and from the last stage.
+
+    `schedule`, `run` and `sample` are one step. At most `limit` messages are in the ring at once, updates of sessions
+    included. Every link has two slots, so the ring can never fill up and stand still.
+    """
 
     def __init__(
         self,
@@ -43,11 +47,13 @@ class RingExecutor:
         *,
         stage: ModelRunner | None = None,
         links: tuple[Sender, Receiver] | None = None,
+        others: Sequence[Sender] = (),
         timer: DeviceTimer | None = None,
         wait_s: float = 0.0,
     ) -> None:
         """`stage` is this rank's part (all blocks of `model` by default), `links` lead to stage 1 and back; they have
-        to carry the rows that `rows_carried` says. `timer` is that of this rank's device; None: one that is made
+        to carry the rows that `rows_carried` says. `others` lead to the ranks that share its
+        stage. `timer` is that of this rank's device; None: one that is made
         here. Where `max_rows` is above 1, a row may wait `wait_s` for others."""
         self.stage = stage or ModelRunner(model, device)
         stages = self.stage.stages
@@ -59,24 +65,182 @@ class RingExecutor:
         )
         self.sampler = LatentSampler(model, device)
         timer = timer or DeviceTimer.on(device)
-        timed = timer.stream()
+        self._timed = timer.stream()
         loop = NoLink()
         self._sender, self._receiver = links or (loop, loop)
-        self._admission = InFlightQueue(
-            self.scheduler, self.sampler, stages + 1 if stages > 1 else 1, timed, wait_s,
-            lambda name: self.stage.exchange.pop_text(name),
-        )  # fmt: skip
-        self.worker = Worker(self._admission, self.stage, self._sender, timer, timed)
+        self._others, self._wait_s = others, wait_s
+        self.worker = Worker(self._receiver, self.stage, self._sender, timer, self._timed)
+        self.limit = stages + 1 if stages > 1 else 1
         self.changes: dict[int, PendingSteps] = {}  # by session
+        self.queued: deque[StageMessage] = deque()  # what enters before anything that the scheduler hands out
+        self.in_ring: deque[StageMessage] = deque()  # in order; rows with their inputs, as they may be tried again
+        self._streams: deque[list[SamplerSession | None]] = deque()  # of each message in the ring that of each row
+        self._finished: list[Finished] = []  # that `sample` has not returned yet
+        self._answers: deque[tuple[MessageKind, SessionUpdate]] = deque()  # come back, of messages that are answered
+        self.faults = ReturnedRows()
+        """Handles rows that fail and their sessions; the caller sets its `on_fault`."""
+        self._held_since_s: float | None = None
+        self._stopping = False
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StageMessage | None:
+        """The rows that enter the ring next, with their inputs; None: none may. Updates of sessions enter before, at
+        once. Mutates: self, scheduler, sampler.
+
+        Raises:
+            LinkClosed: another rank is gone.
+            EngineFailure: one session after the other fails.
+        """
+        self._send_updates()
+        if self.queued and self._has_room:
+            return self.queued.popleft()  # rows that run once more
+        if self.queued or self._stopping or not self._has_room or self.held_s > 0:
+            return None
+        rows = self.scheduler.next(background=len(self.in_ring) < self.scheduler.stages, slots=self._slots())
+        return self._with_inputs(rows) if rows else None
+
+    def run(self, message: StageMessage | None) -> None:
+        """Run what `schedule` returned through this rank's stage, and send it on. Mutates: self, the stage. Raises
+        LinkClosed."""
+        if message is None:
+            return
+        self.in_ring.append(message if message.kind is MessageKind.ROWS else message.bare)
+        self._streams.append([self.sampler.sessions.get(row.session) for row in message.rows])
+        for part in message.as_sent if self._others else ():
+            for other in self._others:
+                other.send(part)
+        self.worker.execute(message)
+        self._send_rest()
+
+    def sample(self, wait_s: float = 0.0) -> list[Finished]:
+        """Take over what has come back from the last stage; returns the chunks that are finished. Waits up to `wait_s`
+        for something to come back. Mutates: self, scheduler, sampler. Raises as `schedule`."""
+        self._finished += self._take_back(0.0 if self._finished else wait_s)
+        finished, self._finished = self._finished, []
+        return finished
 
     def step(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
-        """One micro-step through this rank: the rows that entered the ring (none when nothing may), the chunks that
-        came back finished. Waits up to `wait_s` for something to come back when nothing may enter."""
-        finished = self._take_back(0.0)
-        while (message := self._enter()) is not None and message.kind is not MessageKind.ROWS:  # updates go on at once
-            finished += self._take_back(0.0)
-        finished += self._take_back(wait_s if message is None and not finished else 0.0)
-        return list(message.rows) if message else [], finished
+        """One step, for those that decode nothing: the rows that entered the ring (none when nothing may), the chunks
+        that came back finished. Waits up to `wait_s` for something to come back when nothing may enter."""
+        message = self.schedule()
+        self.run(message)
+        return list(message.rows) if message else [], self.sample(wait_s if message is None else 0.0)
+
+    def _send_updates(self) -> None:
+        """Have the updates of sessions enter, as far as there is room; rank 0 never blocks on a send, as it must
+        receive. Mutates: self."""
+        self._finished += self._take_back(0.0)
+        self._change_steps()
+        while self.queued and self.queued[0].kind is not MessageKind.ROWS and self._has_room:
+            self.run(self.queued.popleft())
+            self._finished += self._take_back(0.0)
+            self._change_steps()
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether something may enter the ring."""
+        return len(self.in_ring) < self.limit and self._sender.ready
+
+    def _slots(self) -> RingSlots | None:
+        """Over what the scheduler spreads rows, where they may share a forward."""
+        if self.scheduler.max_rows == 1:
+            return None
+        live = sum(not self.scheduler.is_background(each.rows) for each in self.in_ring)
+        return RingSlots(self.limit - len(self.in_ring), self.limit - live, self.limit)
+
+    def _with_inputs(self, rows: list[MicroStep]) -> StageMessage | None:
+        """A forward of rows, with their inputs; None where none of them has any. Mutates: self, sampler."""
+        self._held_since_s = None
+        with self._timed.work(StageMessage(MessageKind.ROWS, tuple(rows))):
+            rows, tensors = self._inputs(rows)
+        self.sampler.look_ahead(rows)
+        return StageMessage(MessageKind.ROWS, tuple(rows), None, tensors) if rows else None
+
+    def _inputs(self, rows: list[MicroStep]) -> tuple[list[MicroStep], tuple[Tensor, ...]]:
+        """Those of the rows that have inputs, and these; sessions of which they cannot be made are over. Mutates: self,
+        sampler."""
+        try:
+            return rows, self.sampler.inputs(rows)
+        except ROW_ERRORS as error:
+            check_own(error)
+        kept, parts = [], []
+        for session in dict.fromkeys(row.session for row in rows):
+            own = [row for row in rows if row.session == session]
+            try:
+                parts.append(self.sampler.inputs(own))
+                kept += own
+            except ROW_ERRORS as error:
+                check_own(error)
+                self.faults.fail_session(session, own[0], describe(error, f"{at(own[0])} could not begin"))
+        return kept, tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+    def _send_rest(self) -> None:
+        """Send what is left of a long forward, row by row. That ends whatever comes back meanwhile: so few messages are
+        in the ring that the last stage can always send, and the others take what comes."""
+        while self.worker.sending:
+            self.worker.step()
+
+    def _take_back(self, wait_s: float | None) -> list[Finished]:
+        finished: list[Finished] = []
+        while self.in_ring and (message := self._receiver.receive(wait_s)) is not None:
+            finished += self._back(message)
+            wait_s = 0.0
+        return finished
+
+    def _back(self, message: StageMessage) -> list[Finished]:
+        """Process a message that has come back; returns finished chunks. Mutates: self, scheduler, sampler.
+
+        Raises:
+            EngineFailure: one session after the other fails.
+        """
+        entered, streams = self.in_ring.popleft(), self._streams.popleft()
+        if message.kind.is_answered and message.update is not None:
+            self._answers.append((message.kind, message.update))
+        if message.kind is not MessageKind.ROWS:
+            return []
+        finished: list[Finished] = []
+        with self._timed.work(entered.bare):
+            for row, flow, ok in zip(
+                message.rows, message.tensors[0].unbind(), self.faults.rows_ok(message), strict=True
+            ):
+                row_index = entered.rows.index(row)
+                if ok:
+                    finished += self._advance(row, flow)
+                elif streams[row_index] is not None and self.sampler.sessions.get(row.session) is streams[row_index]:
+                    self._failed(entered, row_index)
+        return finished
+
+    def _advance(self, row: MicroStep, flow: Tensor) -> list[Finished]:
+        """Take over a row's flow `[C, F, h, w]`. Mutates: self, scheduler, sampler."""
+        try:
+            finished = self.sampler.advance(row, flow)
+        except ROW_ERRORS as error:
+            check_own(error)
+            self.faults.fail_session(row.session, row, describe(error, f"{at(row)} could not be taken over"))
+            return []
+        self.scheduler.returned(row)
+        return [] if finished is None else [finished]
+
+    def _failed(self, entered: StageMessage, row_index: int) -> None:
+        """Handle a row that came back as NaN, of a stream that goes on: queue it once more, alone and before anything
+        else, or fail its session. Mutates: self."""
+        row = entered.rows[row_index]
+        if self._stopping or row.session in self.faults.failed_sessions:
+            return
+        fault, session = (
+            self.stage.exchange.pop_text(fault_key(row.session, row.epoch)),
+            self.sampler.sessions[row.session],
+        )
+        behind = [replace(entered.bare, rows=entered.rows[row_index + 1 :]), *self.in_ring]
+        may_repeat = self.sampler.spec.repeats and not row.recaches
+        if may_repeat and self.faults.should_retry(row, fault, behind, session.kv_context):
+            tensors = tuple(tensor[row_index : row_index + 1] for tensor in entered.tensors)
+            self.queued.appendleft(StageMessage(MessageKind.ROWS, (row,), None, tensors))
+        else:
+            self.faults.fail_session(row.session, row, fault)
+
+    # ---- what is in the ring -------------------------------------------------------------------------------------
 
     def await_returns(self, wait_s: float) -> list[Finished]:
         """The chunks that came back finished until nothing is in the ring any more; nothing enters meanwhile.
@@ -86,9 +250,9 @@ class RingExecutor:
             RuntimeError: nothing came back within `wait_s`.
         """
         finished: list[Finished] = []
-        while before := len(self._admission.in_ring):
+        while before := len(self.in_ring):
             finished += self._take_back(wait_s)
-            if len(self._admission.in_ring) == before:
+            if len(self.in_ring) == before:
                 raise RuntimeError(f"nothing came back within {wait_s:g} s; in the ring: {self.contents}")
         return finished
 
@@ -96,37 +260,37 @@ class RingExecutor:
     def has_work(self) -> bool:
         """Whether something can enter the ring now, or is in it."""
         may_change = any(map(self.scheduler.drained, self.changes))
-        return self.scheduler.has_work or bool(self._admission.queued) or may_change or self.waiting
+        return self.scheduler.has_work or bool(self.queued) or may_change or self.waiting
 
     @property
     def held_s(self) -> float:
-        """Seconds for which what could enter still waits for rows of other sessions; 0: for nothing."""
-        return self._admission.held_s()
-
-    @property
-    def faults(self) -> ReturnedRows:
-        """Handles rows that fail and their sessions; the caller sets its `on_fault`."""
-        return self._admission.returned
+        """Seconds for which what could enter still waits for rows of other sessions; 0: for nothing. Mutates: self."""
+        if self._wait_s == 0 or len(self.in_ring) >= self.limit or not self.scheduler.may_gain_rows:
+            self._held_since_s = None
+            return 0.0
+        now_s = clock.monotonic_s()
+        self._held_since_s = now_s if self._held_since_s is None else self._held_since_s
+        return max(0.0, self._held_since_s + self._wait_s - now_s)
 
     @property
     def waiting(self) -> bool:
         """Whether something is in the ring that will come back."""
-        return bool(self._admission.in_ring)
+        return bool(self.in_ring)
 
     @property
     def messages(self) -> list[StageMessage]:
         """What is in the ring, and what enters before anything else."""
-        return [*self._admission.in_ring, *self._admission.queued]
+        return [*self.in_ring, *self.queued]
 
     @property
     def contents(self) -> str:
         """What is in the ring, oldest first, for messages."""
-        return ", ".join(str(message) for message in self._admission.in_ring) or "nothing"
+        return ", ".join(str(message) for message in self.in_ring) or "nothing"
 
     def take_answers(self, kind: MessageKind) -> list[SessionUpdate]:
         """What has come back of such messages since the last call, with the outcome on all stages. Mutates: self."""
-        answers = self._admission.answers
-        self._admission.answers = deque(each for each in answers if each[0] is not kind)
+        answers = self._answers
+        self._answers = deque(each for each in answers if each[0] is not kind)
         return [update for each, update in answers if each is kind]
 
     def notify(self, call: Callable[[], None]) -> None:
@@ -248,7 +412,7 @@ class RingExecutor:
         # What can fail comes first, as in `open`: else the scheduler would begin a stream that nobody else has.
         state = self.sampler.prepare(seed, schedule, old.kv_context, given)
         self.scheduler.reset(session, epoch)
-        self._admission.forget(session)
+        self._forget_retries(session)
         self._change_steps()
         self._begin(session, state)
         self.tell(MessageKind.RESET, SessionUpdate(session, epoch))
@@ -258,9 +422,14 @@ class RingExecutor:
         """Free a session everywhere. Mutates: self."""
         self.changes.pop(session, None)
         self.scheduler.close(session)
-        self._admission.forget(session)
+        self._forget_retries(session)
         self.sampler.sessions.pop(session, None)
         self.tell(MessageKind.CLOSE, SessionUpdate(session))
+
+    def _forget_retries(self, session: int) -> None:
+        """Rows of the session's stream that were to run once more no longer are. Mutates: self."""
+        for message in [each for each in self.queued if each.rows and each.rows[0].session == session]:
+            self.queued.remove(message)
 
     def stop(self, limit_s: float = LEAVE_S) -> None:
         """End the loops of all ranks, after what is in the ring has come back. Nothing enters afterwards.
@@ -269,14 +438,14 @@ class RingExecutor:
             LinkClosed: a rank is gone.
             RuntimeError: it took longer than `limit_s`.
         """
-        self._admission.close()
+        self._stopping = True
         self.tell(MessageKind.STOP, SessionUpdate(0))
         end_s = clock.monotonic_s() + limit_s
-        while self._admission.queued or self._admission.in_ring:
+        while self.queued or self.in_ring:
             if clock.monotonic_s() > end_s:
                 raise RuntimeError(f"the ring did not come to rest within {limit_s:g} s")
-            self._enter()
-            self._take_back(limit_s / 10 if self._admission.in_ring else 0.0)
+            self.run(self.schedule())
+            self.sample(limit_s / 10 if self.in_ring else 0.0)
         self._sender.close()
         self._receiver.close(limit_s)
         self._sender.flush(limit_s)
@@ -290,32 +459,11 @@ class RingExecutor:
         end_s = clock.monotonic_s() + wait_s
         while (left_s := end_s - clock.monotonic_s()) > 0:
             if (message := self._receiver.receive(left_s)) is not None:
-                self._admission.back(message)
-
-    def _enter(self) -> StageMessage | None:
-        """Run one message through this rank if the link can take it: rank 0 never blocks on a send, as it must
-        receive."""
-        self._change_steps()
-        message = self.worker.step() if self._sender.ready else None
-        self._send_rest()
-        return message
-
-    def _send_rest(self) -> None:
-        """Send what is left of a long forward, row by row. That ends whatever comes back meanwhile: so few messages are
-        in the ring that the last stage can always send, and the others take what comes."""
-        while self.worker.sending:
-            self.worker.step()
+                self._back(message)
 
     def tell(self, kind: MessageKind, update: SessionUpdate, *tensors: Tensor) -> None:
         """Queue an update for all stages, ahead of all forwards that are scheduled later. Mutates: self."""
-        self._admission.queued.append(StageMessage(kind, (), update, tensors))
-
-    def _take_back(self, wait_s: float | None) -> list[Finished]:
-        finished: list[Finished] = []
-        while self._admission.in_ring and (message := self._receiver.receive(wait_s)) is not None:
-            finished += self._admission.back(message)
-            wait_s = 0.0
-        return finished
+        self.queued.append(StageMessage(kind, (), update, tensors))
 
 
 class LocalRing(RingExecutor):
@@ -343,12 +491,21 @@ class LocalRing(RingExecutor):
         for worker in self.others:
             worker.stage.exchange = self.stage.exchange
 
-    def step(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
-        """One step of every rank, the last one first: a message moves on by one stage per step, as in processes."""
+    def schedule(self) -> StageMessage | None:
+        """As `RingExecutor.schedule`, after a step of every other rank, the last one first: a message moves on by one
+        stage per step, as in processes. A row of a long forward goes with each step."""
         for worker in reversed(self.others):
             if worker.sender.ready:
                 worker.step()
-        return super().step(0.0)
+        if self.worker.sending:
+            if self._sender.ready:
+                self.worker.step()
+            return None
+        return super().schedule()
+
+    def sample(self, wait_s: float = 0.0) -> list[Finished]:
+        """Does not wait: nothing comes meanwhile."""
+        return super().sample(0.0)
 
     def _send_rest(self) -> None:
-        """In one thread nobody would take it; a row of it goes with each step."""
+        """In one thread nobody would take it, see `schedule`."""

@@ -48,18 +48,22 @@ class LoadPlan:
     """What all ranks agree on. `config` has no defaults left open but for what is tried out (`models.defaults`),
     `models` says where each part lies, `sizes` has the model's facts with what the configuration changes, `steps` are
     the denoise steps of a session that does not name its own, `choices` says why settings are as they are, a line for
-    each, `channels_last` as of `Defaults`, `decode_latents` how many latent frames one call decodes, and `runs` first
-    and last block (exclusive) of each stage: by the profile's costs, or even shares."""
+    each, `notes` what a user should know, `channels_last` as of `Defaults`, `decode_latents` how many latent frames one
+    call decodes, and `runs` first and last block (exclusive) of each stage: by the profile's costs, or even shares.
+    With `reference` embeddings come in and latents out, so there is neither text encoder nor decoder; blocks stay in
+    even shares, and the autoencoder is in float32."""
 
     config: ModelConfig
     models: ModelLoader
     sizes: ModelSizes
     steps: int
     choices: tuple[str, ...]
+    notes: tuple[str, ...]
     cudnn_benchmark: bool
     channels_last: bool | None
     decode_latents: int
     runs: Blocks
+    reference: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -103,6 +107,7 @@ class LoadPlan:
             # A server has it in its configuration, its other ranks leave it out where it is off.
             "model.batching": str(self.max_rows),
             "model.steps": str(self.steps),
+            "spec": str(self.spec),
             "model.pictures": self.pixel_format if self.config.decode_rank_number else "rgb",
         }
 
@@ -169,7 +174,7 @@ def _ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankPlan(LoadPlan):
     """What the rank `rank` loads: its run of `runs`, to compute with `kernels` (None on a rank that only decodes).
     `limits` are its device's, from before anything was loaded."""
@@ -200,8 +205,8 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     runs = split_evenly(sizes.blocks, config.stages)
     decode_latents = 1 if device.type == "cpu" else spec.chunk_latents
     return LoadPlan(
-        settled.config, models, sizes, steps, choices, settled.cudnn_benchmark, settled.channels_last, decode_latents,
-        runs,
+        settled.config, models, sizes, steps, choices, (models.model.note,), settled.cudnn_benchmark,
+        settled.channels_last, decode_latents, runs,
     )  # fmt: skip
 
 
@@ -227,7 +232,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
         kernels, tried = try_kernels(config, plan.sizes, device, plan.models.dtype)
         _tell(map(str, tried), "" if context is None else f"rank {rank}: ")
     if rank == 0:
-        notes = [plan.models.model.note]
+        notes = list(plan.notes)
         if config.offload != "none":
             card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
             notes.append(offload_note(plan.demand(plan.runs), card, graphs=config.compile != "off"))

@@ -51,14 +51,16 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
         # After a trial torch would free what it keeps, and so wait for all that the device does, live streams included.
         getattr(torch._C, "_cudnn_set_conv_benchmark_empty_cache", bool)(False)  # a build without CUDA has none
     model, runs = None, plan.runs
-    decoder = _load_decoder(plan) if plan.rank == config.decode_rank_number else None
+    decoder = _load_decoder(plan) if plan.rank == config.decode_rank_number and not plan.reference else None
     text = reencoder = None
     if plan.kernels is not None:
         model, runs = _load_stage(plan, decoder, context)
     if model is not None and plan.rank == 0:
-        text = load_text_encoder(found, config, spec.text_shape, device)
+        if not plan.reference:
+            text = load_text_encoder(found, config, spec.text_shape, device)
         if spec.context_pictures:
-            reencoder = FirstFrameReencoder.load(found.found_vae, device, plan.models.decoder_dtype)
+            dtype = torch.float32 if plan.reference else plan.models.decoder_dtype
+            reencoder = FirstFrameReencoder.load(found.found_vae, device, dtype)
         model = Model(spec, model.denoiser, text, decoder, reencoder)
     remembering = [each for each in (decoder, reencoder) if each is not None]
     remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in remembering)
@@ -83,7 +85,7 @@ def _load_stage(
     """The rank's run of the transformer's blocks, and the runs of all. Each stage of a ring measures
     the even share that it has loaded; where its share then turns out to be another, that one is loaded instead."""
     config, runs, stage = plan.config, plan.runs, plan.rank // plan.config.shares
-    even = context is not None
+    even = context is not None and not plan.reference
     host = torch.device("cpu") if config.offload != "none" else None
     while True:
         denoiser = plan.models.transformer(runs[stage], plan.kernels, host)

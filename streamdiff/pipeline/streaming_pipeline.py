@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -21,15 +23,14 @@ from streamdiff.models.spec import choose_steps
 from streamdiff.pipeline.decode.decode_worker import LocalDecoding
 from streamdiff.pipeline.decode.decoding import Decoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
+from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.output import Frames, ModelInfo, StreamChunk, StreamProgress
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
-from streamdiff.pipeline.row_faults.errors import Streak, fault_key
-from streamdiff.pipeline.row_faults.returned import OnFault, fail_all
+from streamdiff.pipeline.row_faults import OnFault, Streak, fail_all, fault_key
 from streamdiff.pipeline.runner.init_latents import LOWEST, GivenVideo, motion_levels
 from streamdiff.pipeline.runner.sampler import Finished, StreamInputs
 from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.saving import RingSaving
 from streamdiff.pipeline.snapshot.swapping import RingSwapping
 from streamdiff.pipeline.throughput import PipelineFigures
@@ -66,6 +67,7 @@ class StreamingPipeline:
             ConfigError: steps that the model does not have.
         """
         spec = model.spec
+        assert model.text is not None, "a live stream takes texts"
         self.model, self.text = model, model.text
         self.profiler: Profiler | None = None
         """Traces some chunks, if there is one."""
@@ -79,6 +81,7 @@ class StreamingPipeline:
         self.streams: dict[int, StreamProgress] = {}  # by session
         self._numbers = count()
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
+        self._began_s = clock.monotonic_s()  # the present step
         self._pending = 0  # chunks that are decoding
         self._put_off: deque[tuple[int, int, Tensor]] = deque()  # background chunks that wait for an idle decoder
         self._given: deque[tuple[int, int, Tensor]] = deque()  # chunks that streams begin with, to be decoded
@@ -207,9 +210,10 @@ class StreamingPipeline:
 
     def _limit_credit(self, session: int) -> None:
         """Let as many frames be admitted as may be ahead, and no more than there is input for. Mutates: scheduler."""
-        stream, ready = self.streams[session], self.video.frames_ready(session)
-        credit = stream.frame_credit - stream.ahead_frames
-        self.ring.scheduler.set_frame_credit(session, credit if ready is None else min(credit, ready))
+        credit = self.streams[session].frame_credit - self.streams[session].ahead_frames
+        if session in self.video.inputs and (ready := self.video.frames_ready(session)) is not None:
+            credit = min(credit, ready)
+        self.ring.scheduler.set_frame_credit(session, credit)
 
     def set_input(self, session: int, strength: float | None, *, epoch: int) -> None:
         """As `VideoInputs.set_input`; chunks admitted from now on are of `epoch`."""
@@ -227,32 +231,55 @@ class StreamingPipeline:
             self.budget.give_back(session)
         self._end(session)
 
+    # ---- one step, as `Engine.step` takes it -------------------------------------------------------------------------
+
     def step(self, wait_s: float = 0.0) -> list[Frames]:
-        """Run at most one forward and hand out what is decoded; when nothing can run, wait for what comes back.
+        """A step for those that have no engine: run at most one forward and hand out what is decoded; when nothing can
+        run, wait for what comes back.
 
         Raises:
             EngineFailure: a rank of the ring is gone, failed or hangs; names it, with session and chunk.
         """
-        frames = self._step(wait_s)
-        if self.profiler is not None:
-            self.profiler.after_step(frames)
-        return frames
+        self.attend()
+        with self.watched():
+            message = self.ring.schedule()
+            self.ring.run(message)
+            finished = self.ring.sample()
+        self.decode(message, finished)
+        return self.collect(0.0 if message or finished else wait_s)
 
-    def _step(self, wait_s: float) -> list[Frames]:
-        if self.came:
-            came, self.came = self.came, []
-            return came
-        now_s = clock.monotonic_s()
-        if self.swapping.has_work:
+    def attend(self) -> None:
+        """Begin a step: go on with swapping and with live video, where there are any. Mutates: self, ring."""
+        self._began_s = clock.monotonic_s()
+        if self.swapping.away:
             self.swapping.advance()
-        if self.video.sessions:
-            self._take_video()
-        rows, finished = self._turn()
-        copying = self.saving.has_work and self.saving.advance()
-        for row in rows:
+        if self.video.inputs:
+            self.video.poll()
+            for session in self.video.inputs:
+                self._limit_credit(session)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raises the EngineFailure that ends the ring: one that is known already, or a link that closes within."""
+        if self._workers is not None:
+            self._workers.check()
+        # In a ring each rank's monitor checks its device.
+        elif (stuck := self.ring.worker.timer.stuck(clock.monotonic_s(), self._watchdog_s)) is not None:
+            raise EngineFailure(f"rank 0 hangs: {stuck}; in the ring: {self.ring.contents}")
+        try:
+            yield
+        except LinkClosed as error:
+            if self._workers is None:
+                raise
+            raise self._workers.broken(error) from error
+
+    def decode(self, message: StageMessage | None, finished: Sequence[Finished]) -> None:
+        """Have finished chunks decoded, and those that streams begin with. `message` has entered the ring: its new
+        chunks are ahead of what is shown. Mutates: self."""
+        for row in message.rows if message is not None else ():
             if row.step == 0 and row.chunk not in self.streams[row.session].chunks:  # else it runs once more
                 cost = (row.steps + 1) / (self.info.steps + 1)  # a pass per step, and the clean one
-                self.streams[row.session].chunks[row.chunk] = StreamChunk(row.epoch, cost, now_s)
+                self.streams[row.session].chunks[row.chunk] = StreamChunk(row.epoch, cost, self._began_s)
                 self.streams[row.session].ahead_frames += self.info.chunk_frames
         while self._given:
             session, chunk, latents = self._given.popleft()
@@ -261,10 +288,18 @@ class StreamingPipeline:
             self._decode_next(self.streams[row.session], row.chunk, latents)
         if self._put_off and not self._pending:  # one at a time, so that another's chunk waits for no more than that
             self._decode(*self._put_off.popleft())
-        frames = self._collect(wait_s if not (rows or finished or copying) else 0.0)
+
+    def collect(self, wait_s: float) -> list[Frames]:
+        """The frames that are decoded by now; waits up to `wait_s` for some, while any are to come. Mutates: self."""
+        if self._saves and self.saving.advance():
+            wait_s = 0.0  # the next piece is to be copied
+        came, self.came = self.came, []
+        frames = came + self._collect(0.0 if came else wait_s)
         if self._finished_costs:
             self.figures.finished(self._finished_costs)
             self._finished_costs = []
+        if self.profiler is not None:
+            self.profiler.after_step(frames)
         return frames
 
     @property
@@ -276,7 +311,13 @@ class StreamingPipeline:
     @property
     def _others_busy(self) -> bool:
         """Whether something will come of swapping, saving or encoding video."""
-        return self.swapping.coming or self.saving.has_work or self.video.encoding
+        swapping, feeding = self.swapping.away and self.swapping.coming, self.video.inputs and self.video.encoding
+        return self._saves or bool(swapping or feeding)
+
+    @property
+    def _saves(self) -> bool:
+        """Whether something is being saved or loaded."""
+        return bool(self.saving.savings or self.saving.blank)
 
     def memory_bytes(self) -> int:
         """Bytes that this process has taken of its GPU, or without one of the machine's memory."""
@@ -300,12 +341,6 @@ class StreamingPipeline:
         if self._workers is not None:
             self._workers.leave()
 
-    def _take_video(self) -> None:
-        """Let what was encoded of live videos be used. Mutates: self, sampler, scheduler."""
-        self.video.poll()
-        for session in self.video.sessions:
-            self._limit_credit(session)
-
     def _decode_next(self, stream: StreamProgress, chunk: int, latents: Tensor) -> None:
         """Have a stream's next chunk decoded, at once or when nobody else's is. Mutates: self, stream."""
         stream.decoding += 1
@@ -317,17 +352,6 @@ class StreamingPipeline:
     def _decode(self, stream: int, chunk: int, latents: Tensor) -> None:
         self._pending += 1
         self.decoding.submit(stream, chunk, latents)
-
-    def _turn(self) -> tuple[list[MicroStep], list[Finished]]:
-        if self._workers is None:  # in a ring each rank's monitor checks its device
-            if (stuck := self.ring.worker.timer.stuck(clock.monotonic_s(), self._watchdog_s)) is not None:
-                raise EngineFailure(f"rank 0 hangs: {stuck}; in the ring: {self.ring.contents}")
-            return self.ring.step()
-        self._workers.check()
-        try:
-            return self.ring.step()
-        except LinkClosed as error:
-            raise self._workers.broken(error) from error
 
     def wake(self) -> None:
         """Wake a waiting `step`. From any thread."""

@@ -22,7 +22,7 @@ from streamdiff.models.model import Model, StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_layout, pictures_layout
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup, stage_group
-from streamdiff.pipeline.distributed.link import FanOutReceiver, FanOutSender, Receiver, Sender, ring_edges
+from streamdiff.pipeline.distributed.link import FanOutSender, Receiver, Sender, ring_edges
 from streamdiff.pipeline.distributed.local_link import NoLink, NoSender
 from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
@@ -194,12 +194,8 @@ def connect_head(
     group = share_stages(topology, model.spec, device)
     links = connect(model, topology, device, on_edge) if topology.stages * topology.shares > 1 else None
     stage = ModelRunner(model, device, topology.stage, topology.stages, group)
-    ring = RingExecutor(
-        model, device, topology.rows, stage=stage, links=links,
-    )  # fmt: skip
-    if links is not None and isinstance(links[0], FanOutSender):
-        ring.worker.receiver = FanOutReceiver(ring.worker.receiver, links[0].others)
-    return ring
+    others = links[0].others if links is not None and isinstance(links[0], FanOutSender) else ()
+    return RingExecutor(model, device, topology.rows, stage=stage, links=links, others=others)
 
 
 def stage_worker(model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> Worker:

@@ -23,6 +23,7 @@ from streamdiff.pipeline.distributed.link import GroupBroken, LinkClosed
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.start_progress import StartProgress
 from streamdiff.pipeline.distributed.state_exchange import StoreExchange
+from streamdiff.pipeline.load_plan import LoadPlan
 
 EXIT_FAULT = 1
 GRACE_S = 10.0
@@ -35,9 +36,12 @@ def run_worker(config: ModelConfig) -> None:
     Raises:
         ConfigError: the ring cannot be built as configured.
     """
-    device = own_device(config.device)
-    plan = load_plan.plan_load(config, device)
-    config, context = plan.config, plan.join()
+    run_rank(load_plan.plan_load(config, own_device(config.device)))
+
+
+def run_rank(plan: LoadPlan) -> None:
+    """As `run_worker`, of what a plan says."""
+    config, device, context = plan.config, plan.device, plan.join()
     if context is None:
         raise ConfigError(
             "there is nothing to work for: the ring has one rank, which is rank 0; give --stages or --parallel "
@@ -45,8 +49,7 @@ def run_worker(config: ModelConfig) -> None:
         )
     rank_topology = topology.StageTopology.of(config, context.rank, device, plan.max_rows)
     progress = start_progress(context, config)
-    plan = load_plan.plan_rank(plan, context)
-    loaded = rank_loader.load_rank(plan, context)
+    loaded = rank_loader.load_rank(load_plan.plan_rank(plan, context), context)
     decoder = loaded.decoder
     workers: list[RankLoop] = []
     context.send_memory(loaded.memory)

@@ -26,7 +26,7 @@ from streamdiff.server.media.codecs import Format
 from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
 from streamdiff.server.outputs.output import parse_targets
 from streamdiff.server.problem import OPENAI, OPENAI_DOCUMENT, PROBLEM_TYPE, Problem, respond, route_path
-from streamdiff.server.routes import control, health, sessions, snapshots, videos, webrtc
+from streamdiff.server.routes import control, health, sessions, videos, webrtc
 from streamdiff.server.sessions.keeper import Keeper, find_sessions, open_folders
 from streamdiff.server.sessions.manager import EngineConnection
 from streamdiff.version import __version__
@@ -56,7 +56,7 @@ def create_app(config: Config) -> FastAPI:
     """The application. It answers that the model is loading until an engine is attached (`attach_engine`)."""
     app = _App(title="streamdiff", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
     app.state.app_state, app.state.loading = None, LoadingStatus()
-    routers = [module.router for module in (webrtc, sessions, snapshots, control, health, videos)]
+    routers = [module.router for module in (webrtc, sessions, control, health, videos)]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
     routers.append(_heads([route for router in routers for route in router.routes]))
@@ -87,7 +87,7 @@ async def attach_engine(
         ConfigError: no codec, a size that cannot be encoded, tokens that cannot be used, or an output that cannot be
             written, a folder for jobs or sessions that cannot be used, a video file for a model that takes none.
     """
-    codecs = known_codecs.choose(config.serve.codec)
+    codecs = tuple(known_codecs.choose(config.serve.codec))
     Format(ready.width, ready.height, config.playback.fps, config.serve.upscale, config.serve.bitrate)  # or its error
     targets = parse_targets(config.serve.outputs)
     with open_folders(config.serve) as folders:

@@ -23,11 +23,10 @@ from streamdiff.server.metrics import Metrics
 from streamdiff.server.outputs.output import AddedOutputs, AllowedTargets, Output, Target
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
-from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.keeper import Keeper, SavedFile
-from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.live_session import EngineStatus, LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, SessionManager
-from streamdiff.server.sessions.session_input import FileFeed
+from streamdiff.server.sessions.video_source import FileFeed
 from streamdiff.server.webrtc.feeders import Feeders
 from streamdiff.server.webrtc.ice import IceServers
 from streamdiff.server.webrtc.viewers import Viewers

@@ -19,6 +19,27 @@ from streamdiff.errors import ConfigError, StreamdiffError
 FRESH_S = 30.0
 """How long a measurement says how busy the machine is."""
 EndReason = Literal["idle", "lifetime"]
+RATES = (Fraction(3, 4), Fraction(1, 2))
+"""Shares of the requested frame rate that a session in the fewest steps can be lowered to."""
+LATE = 1 / 8
+"""A chunk has little slack if it comes when less than this share of a chunk is left to be shown. Two such in a row are
+late."""
+CUT = 0.85
+"""After late chunks the load ceiling is set to this share of the load at that time."""
+GROW = 1.25
+"""Factor by which the ceiling rises after each `_hold_s` without late chunks, up to the configured limit."""
+RAISED_SHARE, FULL_S = 0.9, 30.0
+"""A session is raised only if the resulting load is at most `RAISED_SHARE` of the ceiling; after `FULL_S` seconds
+without a change, if it is at most the ceiling."""
+SETTLE_S = 2.0
+"""Seconds after a change in which slack is ignored, as chunks in flight were begun before it."""
+HOLD_S, LONGEST_HOLD_S = 5.0, 80.0
+"""Seconds without late chunks or overload before a level is raised. Doubles, up to `LONGEST_HOLD_S`, each time that
+raising made chunks late; reset to `HOLD_S` when all sessions have had their full demand for that long."""
+Share = Callable[[float, int], float]
+"""(frames per second, steps of a chunk) -> share of the engine's time that they take, 0 to 1."""
+UNMEASURED = 10
+"""Taken for a server that has not yet measured what a session costs."""
 
 
 class Unavailable(StreamdiffError):
@@ -131,27 +152,8 @@ class Lifetime:
         return min(ends, default=None)
 
 
-RATES = (Fraction(3, 4), Fraction(1, 2))
-"""Shares of the requested frame rate that a session in the fewest steps can be lowered to."""
-LATE = 1 / 8
-"""A chunk has little slack if it comes when less than this share of a chunk is left to be shown. Two such in a row are
-late."""
-CUT = 0.85
-"""After late chunks the load ceiling is set to this share of the load at that time."""
-GROW = 1.25
-"""Factor by which the ceiling rises after each `_hold_s` without late chunks, up to the configured limit."""
-RAISED_SHARE, FULL_S = 0.9, 30.0
-"""A session is raised only if the resulting load is at most `RAISED_SHARE` of the ceiling; after `FULL_S` seconds
-without a change, if it is at most the ceiling."""
-SETTLE_S = 2.0
-"""Seconds after a change in which slack is ignored, as chunks in flight were begun before it."""
-HOLD_S, LONGEST_HOLD_S = 5.0, 80.0
-"""Seconds without late chunks or overload before a level is raised. Doubles, up to `LONGEST_HOLD_S`, each time that
-raising made chunks late; reset to `HOLD_S` when all sessions have had their full demand for that long."""
-
-
 @dataclass(frozen=True)
-class SessionDemand:
+class ViewerDemand:
     """Steps and frame rate that a session's viewers requested. `adaptive`: whether load may reduce them; `plays`:
     whether frames are made for it now."""
 
@@ -179,11 +181,9 @@ class LoadLimit:
 
 
 UNLIMITED = LoadLimit()
-Share = Callable[[float, int], float]
-"""(frames per second, steps of a chunk) -> share of the engine's time that they take, 0 to 1."""
 
 
-def degradation_levels(demand: SessionDemand, steps_known: tuple[int, ...]) -> list[LoadLimit]:
+def degradation_levels(demand: ViewerDemand, steps_known: tuple[int, ...]) -> list[LoadLimit]:
     """Limits of a session from none to the strictest: first fewer steps, then lower frame rates."""
     if not demand.adaptive:
         return [UNLIMITED]
@@ -192,15 +192,15 @@ def degradation_levels(demand: SessionDemand, steps_known: tuple[int, ...]) -> l
     return [UNLIMITED, *fewer, *(LoadLimit(fewest, rate) for rate in RATES)]
 
 
-def least_share(demand: SessionDemand, steps_known: tuple[int, ...], share: Share) -> float:
+def least_share(demand: ViewerDemand, steps_known: tuple[int, ...], share: Share) -> float:
     """Share of the engine's time that a session takes under its strictest limit."""
     last = degradation_levels(demand, steps_known)[-1]
     return share(last.fps_of(demand.fps), last.steps_of(demand.steps))
 
 
 @dataclass
-class _Session:
-    demand: SessionDemand
+class _LoadState:
+    demand: ViewerDemand
     levels: list[LoadLimit]
     level: int = 0
     late: int = 0
@@ -240,7 +240,7 @@ class LoadPolicy:
         self._hold_s = HOLD_S
         self._changed_s, self._last_was_raise = float("-inf"), False
         """Time of the last overload or raise, and whether that was a raise."""
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _LoadState] = {}
 
     def chunk(self, session: str, slack_s: float, chunk_s: float, now_s: float) -> None:
         """A chunk of `session`, `chunk_s` seconds of video, is finished: `slack_s` before the frames that wait would
@@ -250,7 +250,7 @@ class LoadPolicy:
             return
         state.late = state.late + 1 if slack_s < LATE * chunk_s else 0
 
-    def decide(self, demands: Mapping[str, SessionDemand], share: Share, now_s: float) -> dict[str, LoadLimit]:
+    def decide(self, demands: Mapping[str, ViewerDemand], share: Share, now_s: float) -> dict[str, LoadLimit]:
         """The limits that change now, by session. `demands` has all open sessions, oldest first. Mutates: self."""
         before = {name: state.limit for name, state in self._sessions.items()}
         self._update_sessions(demands, now_s)
@@ -268,7 +268,7 @@ class LoadPolicy:
         now = {name: state.limit for name, state in self._sessions.items()}
         return {name: limit for name, limit in now.items() if limit != before.get(name, UNLIMITED)}
 
-    def _update_sessions(self, demands: Mapping[str, SessionDemand], now_s: float) -> None:
+    def _update_sessions(self, demands: Mapping[str, ViewerDemand], now_s: float) -> None:
         """Update the open sessions and their demands. A session whose demand has changed stays at the first level
         whose steps and rate do not exceed those of its current limit, level 0 if there is none. Mutates: self."""
         known = self._sessions
@@ -282,10 +282,10 @@ class LoadPolicy:
                     level for level, each in enumerate(levels)
                     if each.steps_of(demand.steps) <= steps and each.rate <= limit.rate
                 )  # fmt: skip
-                state = _Session(demand, levels, next(kept, 0), calm_from_s=now_s + SETTLE_S)
+                state = _LoadState(demand, levels, next(kept, 0), calm_from_s=now_s + SETTLE_S)
             self._sessions[name] = state
 
-    def _candidates(self, *, lower: bool) -> list[_Session]:
+    def _candidates(self, *, lower: bool) -> list[_LoadState]:
         """The sessions that can be lowered, or raised, by a level; those that do not play are neither late nor a load,
         so they are not lowered."""
         return [
@@ -327,15 +327,11 @@ class LoadPolicy:
             self._set(first, first.level - 1, now_s)
             self._changed_s, self._last_was_raise = now_s, True
 
-    def _set(self, state: _Session, level: int, now_s: float) -> None:
+    def _set(self, state: _LoadState, level: int, now_s: float) -> None:
         state.level, state.late, state.calm_from_s = level, 0, now_s + SETTLE_S
 
     def _load(self, share: Share) -> float:
         return sum(state.share(share) for state in self._sessions.values())
-
-
-UNMEASURED = 10
-"""Taken for a server that has not yet measured what a session costs."""
 
 
 @asynccontextmanager

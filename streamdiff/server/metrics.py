@@ -11,7 +11,9 @@ from prometheus_client.registry import Collector
 
 _FAST_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 _SLOW_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
-_Counter, _Gauge, _Histogram = partial[Counter], partial[Gauge], partial[Histogram]
+_Counter = partial[Counter]
+_Gauge = partial[Gauge]
+_Histogram = partial[Histogram]
 
 
 class Metrics:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.camera_code import CODES, FPS, HEIGHT, HELD_FRAMES, PERIOD_S, WIDTH, latencies, picture, read, write_y4m
-from streamdiff.video.reader import open_clip
+from streamdiff.video.files import open_clip
 
 
 def square(code: int) -> np.ndarray:

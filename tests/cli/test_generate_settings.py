@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from streamdiff.cli import main
-from streamdiff.commands import prompt_list, reference
-from streamdiff.commands.reference_model import ReferenceJob
+from streamdiff.commands import generate, reference
+from streamdiff.commands.jobs import ReferenceJob
 from streamdiff.config import Config, SessionConfig
 from streamdiff.errors import ConfigError
 
@@ -52,7 +52,7 @@ def test_settings_of_a_file_that_would_be_ignored_are_refused(
     line: str, settings: str, words: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("streamdiff.api.load", lambda model: pytest.fail("loaded"))
+    monkeypatch.setattr("streamdiff.api.load_model", lambda model: pytest.fail("loaded"))
     Path("c.yaml").write_text(settings)
     Path("p.txt").write_text("x")
     assert main.main([*line.split(" "), "--config", "c.yaml"]) == 2
@@ -63,9 +63,9 @@ def test_settings_of_a_file_that_would_be_ignored_are_refused(
 
 def test_a_list_of_prompts_refuses_a_beginning_of_serve_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("x")
-    job = prompt_list.PromptListJob(tmp_path / "p.txt", tmp_path / "out")
+    job = generate.PromptListJob(tmp_path / "p.txt", tmp_path / "out")
     with pytest.raises(ConfigError, match=r"session\.input is 'v\.mp4', but is for `serve`"):
-        prompt_list.run(Config(session=SessionConfig(input="v.mp4")), job)
+        generate.run_list(Config(session=SessionConfig(input="v.mp4")), job)
     assert not (tmp_path / "out").exists()
 
 

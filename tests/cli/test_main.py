@@ -18,7 +18,7 @@ from pathlib import Path
 import av
 import pytest
 
-from streamdiff.cli import convert_options, main, options, parser
+from streamdiff.cli import job_options, main, options, parser
 from streamdiff.commands import doctor
 from streamdiff.errors import ConfigError
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
@@ -153,8 +153,8 @@ def test_every_example_in_the_help_parses() -> None:
         options.SERVE_EXAMPLES,
         options.GENERATE_EXAMPLES,
         options.PLAN_EXAMPLES,
-        convert_options.DECODE_EXAMPLES,
-        convert_options.ENCODE_EXAMPLES,
+        job_options.DECODE_EXAMPLES,
+        job_options.ENCODE_EXAMPLES,
         options.DOCTOR_EXAMPLES,
         options.MODELS_EXAMPLES,
     )

@@ -153,7 +153,7 @@ def test_encode_notes_how_the_pixels_move(
 @pytest.mark.slow
 def test_an_autoencoder_that_knows_no_raw_latents_says_so(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(TAEHV(TaehvConfig()).state_dict(), "taew2_1.pth")
-    write_tensor(Path("raw.safetensors"), "latents", zeros(16, 2, 2, 3), RAW)
+    write_tensor(Path("raw.safetensors"), "latents", torch.zeros(16, 2, 2, 3), RAW)
     before = sorted(path.name for path in place.iterdir())
     for line in (
         "encode --vae taew2_1.pth --video video.safetensors --out out.safetensors --raw",
@@ -200,28 +200,20 @@ def test_the_embedded_model_there_and_back(place: Path, capsys: pytest.CaptureFi
 # ---- what is refused --------------------------------------------------------------------------------------------
 
 
-def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
 def write_bad_files() -> None:
-    nan = zeros(16, 2, 2, 2)
+    nan = torch.zeros(16, 2, 2, 2)
     nan[3, 1] = float("nan")
     torch.manual_seed(0)
     for name, tensors in {
-        "other": {"video": zeros(3, 5, 16, 16)},
-        "rank": {"latents": zeros(16, 2, 2)},
-        "none": {"latents": zeros(16, 0, 2, 2)},
-        "whole": {"latents": zeros(16, 2, 2, 2, dtype=torch.int32)},
+        "other": {"video": torch.zeros(3, 5, 16, 16)},
         "nan": {"latents": nan},
-        "four": {"latents": zeros(3, 4, 2, 2, 2)},
-        "bytes": {"video": zeros(3, 5, 16, 16) + 255},
-        "grey": {"video": zeros(1, 5, 16, 16)},
-        "even": {"video": zeros(3, 8, 16, 16)},
-        "odd": {"video": zeros(3, 5, 16, 20)},
+        "four": {"latents": torch.zeros(3, 4, 2, 2, 2)},
+        "bytes": {"video": torch.zeros(3, 5, 16, 16) + 255},
+        "grey": {"video": torch.zeros(1, 5, 16, 16)},
+        "even": {"video": torch.zeros(3, 8, 16, 16)},
+        "odd": {"video": torch.zeros(3, 5, 16, 20)},
     }.items():
         save_file(tensors, f"{name}.safetensors")
-    Path("text.safetensors").write_text("no tensors")
     Path("text.mp4").write_text("no video")
 
 
@@ -239,24 +231,17 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
             "nothing.safetensors does not exist; expected clean latents, a safetensors file: latents [C, F, h, w] or "
             "[chunks, C, f, h, w] (C, F, chunks, f, h, w at least 1)",
         ),
-        (f"{DECODE}text.safetensors", "text.safetensors: not a safetensors file, or cut off"),
         (f"{DECODE}other.safetensors", "latents is missing, video is unknown; expected latents [C, F, h, w] or"),
-        (f"{DECODE}rank.safetensors", "got [16, 2, 2], which has 3 dimensions"),
-        (f"{DECODE}none.safetensors", "latents: expected shape [C, F, h, w] or"),
-        (f"{DECODE}whole.safetensors", "latents: expected dtype F32 or BF16 or F16 or F64, got I32"),
         (f"{DECODE}nan.safetensors", "got nan at [3, 1, 0, 0] (4 of 128 are not finite)"),
         (f"{DECODE}four.safetensors", "`latents` has 4 channels, but vae.pth takes 16"),
         (f"{DECODE}latents.safetensors --chunk-frames 0", "--chunk-frames is 0, but must be 1 or more"),
         (f"{DECODE}latents.safetensors --fps 0", "--fps is 0, but must be at least 0.001 and at most 1000"),
-        (f"{DECODE}latents.safetensors --fps 0.0001", "--fps is 0.0001, but must be at least 0.001"),
         (
             f"{DECODE}latents.safetensors --dtype float8",
             "--dtype is float8, but must be auto, float32 or bfloat16",
         ),
         (f"{DECODE}latents.safetensors --device gpu", "--device is gpu, but must be auto, cpu or cuda"),
         (f"{DECODE}latents.safetensors --latent-space raw", "--latent-space is for TAEHV files"),
-        (f"{DECODE}latents.safetensors --seed 1", "unknown option --seed"),
-        ("decode --vae vae.pth --latents latents.safetensors --out out.avi", "unknown ending '.avi'"),
         ("decode --vae vae.pth --latents latents.safetensors --out no/out.safetensors", "does not exist; create it"),
         ("decode --vae vae.pth --latents latents.safetensors --out latents.safetensors", "which is what is read"),
         ("decode --vae no.pth --latents latents.safetensors --out out.mp4", "there is no autoencoder at no.pth"),
@@ -265,7 +250,6 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
             "text.mp4: a checkpoint ends in",
         ),
         (f"{ENCODE}nothing.mp4", "nothing.mp4 does not exist; expected a video file or a folder"),
-        (f"{ENCODE}text.mp4", "text.mp4 cannot be read as a video"),
         (f"{ENCODE}latents.safetensors", "video is missing, latents is unknown; expected video [3, F, H, W]"),
         (f"{ENCODE}bytes.safetensors", "`video` has values from 255 to 255; expected -1 to 1"),
         (f"{ENCODE}grey.safetensors", "expected shape [3, F, H, W] (F, H, W at least 1), got [1, 5, 16, 16]"),

@@ -68,14 +68,6 @@ class Embeddings:
 
 
 @pytest.mark.slow
-def test_stages_do_not_matter(given: Given) -> None:
-    switch = ["--prompt-switch", f"2:{given.folder / 'other.safetensors'}:recache", "--window", "9", "--sink", "3"]
-    one = given.latents(*switch)
-    for stages in ("2", "3"):
-        assert torch.equal(one, given.latents(*switch, "--stages", stages))
-
-
-@pytest.mark.slow
 def test_a_prompt_switch_changes_what_comes_after_it(given: Given) -> None:
     plain, other = given.latents(), str(given.folder / "other.safetensors")
     results = {}

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from streamdiff.cli import main
-from streamdiff.commands import reference_ring
 from streamdiff.engine.process import launcher
 from streamdiff.models.model import StageModel
+from streamdiff.pipeline import worker_main
+from streamdiff.pipeline.distributed import rendezvous
 from streamdiff.pipeline.runner.block_offload import OffloadedBlocks
 from tests.commands.conftest import CHUNK, CHUNKS, Given, checkpoint
 from tests.commands.test_reference_files import files_for
@@ -116,9 +117,10 @@ def test_a_rank_that_follows_has_its_blocks_offloaded_too(given: Given, monkeypa
         assert len(model.denoiser.blocks) == 2 and isinstance(model.denoiser.block_source, OffloadedBlocks)
         raise Seen
 
-    monkeypatch.setattr(reference_ring, "_join", lambda found: SimpleNamespace(rank=1))
-    monkeypatch.setattr(reference_ring, "start_progress", lambda *_: SimpleNamespace(enter=None))
-    monkeypatch.setattr(reference_ring.topology, "stage_worker", stage_worker)
+    rank = SimpleNamespace(rank=1, send_memory=lambda memory: None, store=None)
+    monkeypatch.setattr(rendezvous, "join", lambda facts: rank)
+    monkeypatch.setattr(worker_main, "start_progress", lambda *_: SimpleNamespace(enter=None))
+    monkeypatch.setattr(worker_main.topology, "stage_worker", stage_worker)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     out = given.folder / "never.safetensors"

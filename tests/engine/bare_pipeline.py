@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from streamdiff.errors import RequestError
@@ -11,13 +12,32 @@ from streamdiff.pipeline.output import ModelInfo
 class BarePipeline:
     info: ModelInfo
     encodings = 0
+    inputs: tuple[int, ...] = ()
 
     @property
     def swapping(self) -> Any:
         """The fake is its own collaborators."""
         return self
 
-    saving = video = figures = swapping
+    saving = video = figures = ring = swapping
+
+    def attend(self) -> None:
+        """Begin a step: there is no swapping and no video."""
+
+    def watched(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def schedule(self) -> None:
+        """No ring: all is done in `collect`."""
+
+    def run(self, message: None) -> None:
+        """See `schedule`."""
+
+    def sample(self) -> list[Any]:
+        return []
+
+    def decode(self, message: None, finished: list[Any]) -> None:
+        """See `schedule`."""
 
     def check_input(self, strength: float | None) -> None:
         raise RequestError("input", f"{self.info.model} takes no video; steer it by its prompt alone")

@@ -162,7 +162,7 @@ class PaintedPipeline(BarePipeline):
     def busy(self) -> bool:
         return any(stream.ready or stream.decoded for stream in self.streams.values())
 
-    def step(self, wait_s: float = 0.0) -> list[Frames]:
+    def collect(self, wait_s: float) -> list[Frames]:
         for slot, stream in self.streams.items():
             if not stream.ready:
                 continue

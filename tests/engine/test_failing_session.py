@@ -121,6 +121,6 @@ def test_a_stream_in_one_s_own_process_says_why_it_ended_and_can_begin_again() -
         with pytest.raises(StreamdiffError, match="the stream failed and has ended: chunk 1, step 0: NaN"):
             list(frames)
         with pytest.raises(StreamdiffError, match="has ended: chunk 1"):
-            stream.prompt("blue star")
+            stream.set_prompt("blue star")
         stream.restart("red star")
         assert np.array_equal(next(iter(stream)), first)

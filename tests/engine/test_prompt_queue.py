@@ -396,11 +396,11 @@ def test_a_prompt_waits_for_its_answer_in_the_api(pipeline: SlowPipeline) -> Non
     with StreamSession(pipeline, "red", seed=5) as session:
         frames = iter(session)
         next(frames)
-        assert session.prompt("blue dragon") == "I do not know dragon"
+        assert session.set_prompt("blue dragon") == "I do not know dragon"
         assert session.text == "blue dragon"
         pipeline.text.errors["green"] = RuntimeError("no memory")
         with pytest.raises(RequestError, match="no memory") as caught:
-            session.prompt("green")
+            session.set_prompt("green")
         assert caught.value.field == "prompt" and session.text == "blue dragon"
         seen = [int(next(frames)[0, 0, 2]) for _ in range(3 * CHUNK_FRAMES)]
         assert seen[-1] == checksum("blue dragon")
@@ -415,7 +415,7 @@ def test_a_prompt_does_to_the_past_what_the_model_was_made_for_unless_it_says(
     pipeline.info = replace(pipeline.info, switch=own)
     with StreamSession(pipeline, "red") as session:
         next(iter(session))
-        session.prompt("blue", said)
+        session.set_prompt("blue", said)
         for _ in range(2 * CHUNK_FRAMES):
             next(iter(session))
         assert pipeline.calls[-1][0] == "set_conditioning" and pipeline.calls[-1][-1] == done
@@ -427,14 +427,14 @@ def test_waiting_for_a_prompt_makes_no_frames(pipeline: SlowPipeline) -> None:
         next(iter(session))
         stream = pipeline.streams[0]
         before = stream.chunk, stream.steps_left, len(stream.decoded)
-        session.prompt("blue")
+        session.set_prompt("blue")
         assert (stream.chunk, stream.steps_left, len(stream.decoded)) == before
 
 
 def test_frames_are_taken_while_another_thread_waits_for_its_prompt(pipeline: SlowPipeline) -> None:
     pipeline.text.hold("blue")
     with StreamSession(pipeline, "red") as session:
-        steering = threading.Thread(target=lambda: session.prompt("blue"))
+        steering = threading.Thread(target=lambda: session.set_prompt("blue"))
         steering.start()
         frames = iter(session)
         assert {int(next(frames)[0, 0, 2]) for _ in range(200)} == {checksum("red")}
@@ -451,7 +451,7 @@ def test_closing_lets_a_thread_go_that_waits(pipeline: SlowPipeline) -> None:
 
     def steer() -> None:
         try:
-            session.prompt("blue")
+            session.set_prompt("blue")
         except StreamdiffError as error:
             caught.append(error)
 
@@ -487,11 +487,11 @@ def test_the_real_model_streams_with_wans_text_encoder(tmp_path: Path) -> None:
         first = [next(frames) for _ in range(size)]
         session.reset()
         assert np.array_equal([next(frames) for _ in range(size)], first)
-        session.prompt("two blue stars")
+        session.set_prompt("two blue stars")
         session.reset()
         other = [next(frames) for _ in range(size)]
         assert not np.array_equal(other, first)
-        session.prompt("a red fox")
+        session.set_prompt("a red fox")
         session.reset()
         assert np.array_equal([next(frames) for _ in range(size)], first)
     assert encoded == ["a red fox", "two blue stars"] and not encoder.loaded
@@ -509,7 +509,7 @@ def test_slowness_changes_no_frame_of_the_real_model() -> None:
             for number, frame in enumerate(session):
                 made.append(frame)
                 if number == 9:
-                    session.prompt("a blue star")
+                    session.set_prompt("a blue star")
                 if number == 40:
                     session.reset(seed=4)
                 if number == 60:

@@ -195,15 +195,15 @@ def test_a_session_that_is_closed_while_it_is_saved_leaves_nothing_behind(
     driven.tell(Open("a", RED, 4))
     driven.frames_to("a", CHUNK)
     driven.tell(Save("a", "s1"))
-    driven.play("a", lambda: pipeline.saving.has_work)
-    [saving] = pipeline.saving._savings.values()
+    driven.play("a", lambda: pipeline.saving.savings)
+    [saving] = pipeline.saving.savings.values()
     driven.tell(Close("a"))
     refused = driven.last(Refused)
     assert isinstance(refused, Refused) and refused.request == "s1" and "was closed" in refused.reason
     while saving.made is None or not saving.made.done():
         driven.engine.step(0.01)
     driven.engine.step()
-    assert not pipeline.saving.has_work and not driven.engine.busy
+    assert not pipeline.saving.savings and not driven.engine.busy
 
 
 def test_what_is_no_snapshot_says_nothing_of_a_session() -> None:

@@ -134,7 +134,12 @@ def test_python_in_documents_calls_what_there_is(document: Path) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    ["session.promt('a star')", "session.prompt()", "session.video(strenght=0.4)", "streamdiff.opens('a star')"],
+    [
+        "session.set_promt('a star')",
+        "session.set_prompt()",
+        "session.video(strenght=0.4)",
+        "streamdiff.opens('a star')",
+    ],
 )
 def test_a_wrong_call_is_seen(body: str) -> None:
     assert wrong_calls(f"with streamdiff.open('a star', size='64x64') as session:\n    {body}")

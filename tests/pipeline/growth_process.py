@@ -63,11 +63,10 @@ class Counter(Worker):
         self.links, self.process = (sender, receiver), psutil.Process()
         self.found: list[Counts] = []
 
-    def step(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        work = super().step(wait_s)
-        if work is not None and work.update is not None and work.update.session == MARK:
+    def execute(self, message: StageMessage) -> None:
+        super().execute(message)
+        if message.update is not None and message.update.session == MARK:
             self.found.append(self.counts())
-        return work
 
     def counts(self) -> Counts:
         gc.collect()
@@ -84,7 +83,7 @@ class Counter(Worker):
             "queued": sender._leaving.qsize() + receiver._arrived.qsize(),
             "texts": sum(len(session.text) for session in sessions),
             "latents": sum(len(session.latents) for session in heads),
-            "in_ring": len(self.ring._admission.in_ring) if self.ring else 0,
+            "in_ring": len(self.ring.in_ring) if self.ring else 0,
         }
 
 
@@ -134,7 +133,7 @@ def main(rank: int, stages: int, port: int, legs: int, leg: int) -> list[Counts]
         worker.run()
         return worker.found
     ring = RingExecutor(part, CPU, stage=stage, links=links)
-    worker.receiver, worker.ring, ring.worker = ring._admission, ring, worker
+    worker.ring, ring.worker = ring, worker
     show = Show(ring, [model.text.encode(text) for text in (RED, BLUE)], model.spec.chunk_frames, leg)
     for number in range(legs):
         show.leg(number)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import ReferenceRun
+from streamdiff.commands.reference_run import ReferenceRun, local_ring, run_reference
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.runner.step_levels import StepLevels
 from tests.pipeline.float64_wan import PlainWan
 from tests.pipeline.plain_wan import PlainStream
-from tests.small import small_model
+from tests.small import CPU, small_model
 
 CHUNKS, CHUNK, STEPS, GIVEN = 4, 2, 3, 2
 TIMESTEPS = (900.0, 700.0, 300.0)
@@ -26,6 +26,11 @@ BY_CHUNK, BY_FRAME, EVERY_STEP, CONTINUED, ALL = "by chunk", "by frame", "every 
 NAMES = tuple(f"{kv_context}: {what}" for kv_context in CONTEXTS for what in (
     BY_CHUNK, BY_FRAME, EVERY_STEP, CONTINUED, ALL
 ))  # fmt: skip
+
+
+def played(model: Model, run: ReferenceRun, stages: int = 1) -> Tensor:
+    """Latents `[n, C, F, h, w]` of a run whose stages take turns in this process."""
+    return torch.stack([latents for latents, _ in run_reference(local_ring(model, CPU, stages), run)])
 
 
 class Case(NamedTuple):

@@ -64,7 +64,7 @@ def test_what_is_in_the_ring_at_a_reset_is_nobodys() -> None:
     order = THREE[1]
     ring.open(0, MODEL.text.encode(order.text), seed=1, epoch=0, steps=4, kv_context="staircase")
     ring.scheduler.set_frame_credit(0, 10**6)
-    while len(ring._admission.in_ring) < 2 or ring.scheduler.next_chunk(0) < 3:
+    while len(ring.in_ring) < 2 or ring.scheduler.next_chunk(0) < 3:
         ring.step()
     ring.reset(0, MODEL.text.encode(RED), seed=9, epoch=7)
     ring.scheduler.set_frame_credit(0, 12 * MODEL.spec.chunk_frames)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, run_reference
+from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
@@ -16,6 +16,7 @@ from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from tests.pipeline.reference import Reference
+from tests.pipeline.reference_cases import played
 from tests.small import BLUE, CPU, RED, small_model
 
 CHUNKS, SEED = 7, 11
@@ -30,10 +31,6 @@ def beginning_with(first: int, *, chunk: int = 1, window: int = 5, sink: int = 0
 def script_of(model: Model, kv_context: str, steps: int = 2) -> ReferenceRun:
     schedule = sampling.embedded_schedule(steps, model.spec.shift)
     return ReferenceRun(model.text.encode(RED), CHUNKS, schedule, kv_context, SEED)
-
-
-def played(model: Model, script: ReferenceRun, stages: int = 1) -> Tensor:
-    return torch.stack([latents for latents, _ in run_reference(model, CPU, script, stages=stages)])
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, run_reference
+from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, local_ring, run_reference
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
@@ -27,7 +27,7 @@ def made(model: Model, switches: dict[int, str], policy: str = "recache", stages
     changes = tuple(PromptSwitch(chunk, model.text.encode(text), policy) for chunk, text in switches.items())
     schedule = sampling.embedded_schedule(STEPS, model.spec.shift)
     script = ReferenceRun(model.text.encode(RED), CHUNKS, schedule, seed=SEED, switches=changes)
-    return torch.stack([latents for latents, _ in run_reference(model, CPU, script, stages=stages)])
+    return torch.stack([latents for latents, _ in run_reference(local_ring(model, CPU, stages), script)])
 
 
 @pytest.mark.slow
@@ -77,9 +77,9 @@ def test_after_a_flush_it_shows_nothing_that_was_forgotten() -> None:
     noise = torch.stack([sampling.noise(model.spec.chunk_shape, seed=SEED, chunk=chunk, step=0) for chunk in range(8)])
     other = noise.clone()
     other[3] = -other[3]
+    script = ReferenceRun(red, 8, schedule, switches=switches)
     one, two = (
-        [x for x, _ in run_reference(model, CPU, ReferenceRun(red, 8, schedule, initial=each, switches=switches))]
-        for each in (noise, other)
+        [x for x, _ in run_reference(local_ring(model, CPU), replace(script, initial=each))] for each in (noise, other)
     )
     assert not torch.equal(one[3], two[3])
     assert all(torch.equal(a, b) for a, b in zip(one[4:], two[4:], strict=True))

@@ -6,18 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, run_reference
+from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, local_ring, run_reference
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
-from streamdiff.models.model import Model
-from tests.pipeline.reference_cases import ALL, CHUNKS, CONTEXTS, CONTINUED, GIVEN, NAMES, case, case_model
+from tests.pipeline.reference_cases import ALL, CHUNKS, CONTEXTS, CONTINUED, GIVEN, NAMES, case, case_model, played
 from tests.small import BLUE, CPU, RED, small_model
-
-
-def played(model: Model, script: ReferenceRun, stages: int = 1) -> Tensor:
-    return torch.stack([latents for latents, _ in run_reference(model, CPU, script, stages=stages)])
 
 
 @pytest.mark.slow
@@ -69,7 +63,7 @@ def test_a_prompt_may_change_where_what_is_given_ends(policy: str) -> None:
     red, blue = model.text.encode(RED), model.text.encode(BLUE)
     whole = ReferenceRun(red, 6, sampling.embedded_schedule(2, 5.0), seed=11, switches=(PromptSwitch(3, blue, policy),))
     latents = played(model, whole)
-    chunks = list(run_reference(model, CPU, replace(whole, given_latents=latents[:3]), stages=2))
+    chunks = list(run_reference(local_ring(model, CPU, 2), replace(whole, given_latents=latents[:3])))
     assert torch.equal(torch.stack([each for each, _ in chunks]), latents)
     assert [chunk for chunk, (_, begins) in enumerate(chunks) if begins] == ([0, 3] if policy == "reset" else [0])
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, run_reference
+from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, local_ring, run_reference
 from streamdiff.config import PROMPT_POLICIES, RECACHES
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from tests.pipeline.reference import Reference
+from tests.pipeline.reference_cases import played
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 CHUNKS = 7
@@ -28,10 +29,6 @@ def model() -> Model:
 @pytest.fixture(scope="module")
 def plain(model: Model) -> ReferenceRun:
     return ReferenceRun(model.text.encode(RED), CHUNKS, sampling.embedded_schedule(2, model.spec.shift), seed=11)
-
-
-def played(model: Model, script: ReferenceRun, stages: int = 1) -> Tensor:
-    return torch.stack([latents for latents, _ in run_reference(model, CPU, script, stages=stages)])
 
 
 def given(model: Model, script: ReferenceRun) -> ReferenceRun:
@@ -187,7 +184,7 @@ def test_a_reset_equals_a_fresh_stream(model: Model, plain: ReferenceRun) -> Non
     """With a seed its noise begins again; noise that is given by chunk goes on."""
     blue = model.text.encode(BLUE)
     script = replace(plain, switches=(PromptSwitch(4, blue, "reset"),))
-    chunks = list(run_reference(model, CPU, script))
+    chunks = list(run_reference(local_ring(model, CPU), script))
     got = torch.stack([latents for latents, _ in chunks])
     assert [chunk for chunk, (_, begins) in enumerate(chunks) if begins] == [0, 4]
     alone = replace(plain, embeddings=blue, chunks=3)

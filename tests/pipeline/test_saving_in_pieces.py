@@ -179,7 +179,7 @@ def test_a_session_that_is_being_copied_is_not_swapped_out() -> None:
     while not place.pipeline.saving.comes_to_rest(0):
         place.turn()
     ticket = place.pipeline.saving.begin(0, lambda snapshot: made.wait())
-    while place.pipeline.saving._savings[ticket].made is None:
+    while place.pipeline.saving.savings[ticket].made is None:
         place.turn()
     assert not place.pipeline.swapping.can_swap_out(0), "what its decoder remembers may still be copied"
     made.set()

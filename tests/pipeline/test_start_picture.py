@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import ReferenceRun, run_reference
+from streamdiff.commands.reference_run import ReferenceRun, local_ring, run_reference
 from streamdiff.errors import RequestError
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.pipeline.executor import LocalRing
@@ -108,7 +108,7 @@ def test_it_is_shown_first_and_the_stream_goes_on_from_it_as_a_reference_run_doe
     run = ReferenceRun(
         pipeline.text.encode(RED), CHUNKS, SPEC.schedule(4), kv_context, seed=3, given_latents=latents(1)
     )
-    expected = [chunk for chunk, _ in run_reference(MODEL, CPU, run)]
+    expected = [chunk for chunk, _ in run_reference(local_ring(MODEL, CPU), run)]
     shown = chunks_of(pipeline)
     assert torch.equal(shown[0], latents(1)[0])
     assert same(shown, expected)

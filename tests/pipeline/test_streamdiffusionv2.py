@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import ReferenceRun, run_reference
+from streamdiff.commands.reference_run import ReferenceRun
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.runner.init_latents import levels_of
 from tests.pipeline.float64_wan import PlainWan, attend, rotated
-from tests.small import CPU, RED, small_model
+from tests.pipeline.reference_cases import played
+from tests.small import RED, small_model
 
 CHUNKS, TIMESTEPS = 12, (700.0, 500.0)
 
@@ -146,10 +147,6 @@ def run_of(model: Model, steps: int = len(TIMESTEPS)) -> ReferenceRun:
     renoise = torch.randn(CHUNKS, steps - 1, *model.spec.chunk_shape, generator=generator)
     schedule = sampling.from_timesteps(TIMESTEPS)
     return ReferenceRun(model.text.encode(RED), CHUNKS, schedule, "same_step", initial=initial, renoise=renoise)
-
-
-def played(model: Model, run: ReferenceRun, stages: int = 1) -> Tensor:
-    return torch.stack([latents for latents, _ in run_reference(model, CPU, run, stages=stages)])
 
 
 @pytest.mark.slow

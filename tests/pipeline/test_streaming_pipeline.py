@@ -17,7 +17,7 @@ from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
 from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.output import Frames
-from streamdiff.pipeline.row_faults.errors import MOST_IN_A_ROW
+from streamdiff.pipeline.row_faults import MOST_IN_A_ROW
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import (
     AUTOENCODER,
@@ -277,7 +277,7 @@ def test_a_first_step_that_was_to_run_once_more_goes_with_its_stream(runtime: St
     runtime.set_frame_credit(0, CHUNK)
     spoil_first_steps(runtime)
     runtime.step()
-    assert runtime.ring.stage.sessions and list(runtime.ring._admission.queued), "it waits to run once more"
+    assert runtime.ring.stage.sessions and list(runtime.ring.queued), "it waits to run once more"
     text = runtime.text.encode(RED)
     if way == "close":
         runtime.close_session(0)

@@ -62,14 +62,14 @@ class Fed(StreamingPipeline):
 
     def settle(self) -> None:
         """Go on until nothing can be made from what was fed."""
-        while any(entry.calls for entry in self.video._inputs.values()) or self.busy:
+        while any(entry.calls for entry in self.video.inputs.values()) or self.busy:
             self.turn()
 
     def play(self, video: np.ndarray, count: int, piece: int = FRAMES) -> list[Tensor]:
         """The first `count` chunks, of `video` that comes as fast as it is used, in pieces of so many frames."""
         rest = video
         while len(self.made.get(0, [])) < count:
-            entry = self.video._inputs[0]
+            entry = self.video.inputs[0]
             if len(rest) and not entry.calls and not entry.latents.waiting:
                 self.video.feed(0, rest[:piece])
                 rest = rest[piece:]

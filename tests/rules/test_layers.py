@@ -20,7 +20,6 @@ PACKAGE = (
     ("__main__",),
     ("cli",),
     ("commands",),
-    ("saved_stream",),
     ("api",),
     ("server",),
     ("engine",),
@@ -84,7 +83,6 @@ FLOORS = {
 # The package's own __init__ hands out the Python interface, without importing it before it is used.
 FREE = {
     ("streamdiff", "streamdiff.api"): "lazy: `streamdiff.stream` is `streamdiff.api.stream`",
-    ("streamdiff", "streamdiff.saved_stream"): "lazy: `streamdiff.load`",
 }
 
 # Folders that must not import a name.
@@ -125,8 +123,7 @@ TORCH_FREE = (
     "streamdiff.server.app",
     "streamdiff.server.main",
     "streamdiff.server.media.playout",
-    "streamdiff.video.reader",
-    "streamdiff.video.writer",
+    "streamdiff.video.files",
 )
 
 

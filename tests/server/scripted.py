@@ -243,7 +243,7 @@ class Painter(BarePipeline):
             slot for slot, each in self._streams.items() if not each.paused and each.room >= self.info.chunk_frames
         )
 
-    def step(self, wait_s: float = 0.0) -> list[Frames]:
+    def collect(self, wait_s: float) -> list[Frames]:
         made = []
         for slot in self._ready():
             stream = self._streams[slot]

@@ -253,7 +253,7 @@ def test_a_session_whose_prompt_is_being_encoded_is_handed_over_when_it_is(
             live = site.state.manager.get("default")
             assert live is not None
             await site.until(lambda: live.playback.made_frames > 0)
-            plain, refused = live.snapshots.save, 0
+            plain, refused = live.save, 0
 
             async def save(timeout_s: float) -> Any:
                 nonlocal refused
@@ -264,7 +264,7 @@ def test_a_session_whose_prompt_is_being_encoded_is_handed_over_when_it_is(
                     may_go_on.set()
                     raise
 
-            monkeypatch.setattr(live.snapshots, "save", save)
+            monkeypatch.setattr(live, "save", save)
             changing = asyncio.create_task(site.http.post("/api/control", json={"type": "prompt", "prompt": "blue"}))
             await site.until(lambda: any(isinstance(each, SetPrompt) for each in site.client.sent))
             await site.state.manager.hand_over()

@@ -101,7 +101,7 @@ def move_head(ring: RingExecutor, name: int, mover: Mover) -> set[str]:
     under_way = [chunk.entered - chunk.back for chunk in scheduled.chunks]
     moments = {"in mid-chunk"} if any(chunk.back >= 0 for chunk in scheduled.chunks) else set()
     moments |= set() if under_way else {"between chunks"}
-    moments |= {"two in the ring"} if len(ring._admission.in_ring) >= 2 and sum(under_way) else set()
+    moments |= {"two in the ring"} if len(ring.in_ring) >= 2 and sum(under_way) else set()
     moments |= {"two of its own"} if sum(under_way) >= 2 else set()
 
     def prepared(old: Any = sampler.sessions[name]) -> Any:

@@ -13,6 +13,7 @@ from streamdiff.models.tiny.scene import Scene, Thing
 from training.autoencoder import AUTOENCODER
 from training.judges import autoencoder_quality as quality
 from training.judges.world_judge import ATTRIBUTES
+from training.scene_rows import row_of
 from training.world.tracks import Streams, Track
 
 pytestmark = pytest.mark.xdist_group("judge of the embedded model's world")
@@ -22,7 +23,7 @@ def still(*places: tuple[int, int]) -> tuple[Scene, Track]:
     """A chunk of things that stand still at `places`, (y, x)."""
     things = [Thing(motion="still") for _ in places]
     scene = Scene(things[0], things[1] if len(things) > 1 else None)
-    rows = torch.tensor([scene.row()])
+    rows = torch.tensor([row_of(scene)])
     track = Streams(rows).play(rows)
     for thing, place in enumerate(places):
         track.place[:, :, thing] = torch.tensor(place)

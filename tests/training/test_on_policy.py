@@ -14,7 +14,7 @@ from torch import Tensor
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import model
-from streamdiff.models.tiny.scene import COLUMN, Scene, Thing
+from streamdiff.models.tiny.scene import Scene, Thing
 from tests.small import CPU
 from training import autoencoder as clips
 from training import denoiser
@@ -25,6 +25,7 @@ from training.denoiser import lesson_of, rollout_step
 from training.network import Network
 from training.on_policy import PAST, OwnPasts, locate
 from training.rows import LEVELS
+from training.scene_rows import COLUMN, row_of
 from training.world.render import render
 from training.world.scenes import draw_scenes
 from training.world.tracks import CONTROLS, PAN, SCROLL, SIZE, Streams, Track, join, shares_of_light
@@ -35,7 +36,7 @@ def dice(seed: int = 0) -> torch.Generator:
 
 
 def frame_of(scene: Scene) -> Track:
-    rows = torch.tensor([scene.row()])
+    rows = torch.tensor([row_of(scene)])
     return Streams(rows).play(rows, 1).flat()
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamdiff.models.tiny.scene import COLORS, PLACES, SHAPES, SIZES, WEATHERS, Scene, Thing
+from training.scene_rows import row_of
 from training.world import shapes, weather
 from training.world.painting import scenery
 from training.world.render import Window, render
@@ -20,7 +21,7 @@ from training.world.tracks import SIZE, Streams, Track
 
 
 def track_of(scene: Scene, frames: int = 1) -> Track:
-    rows = torch.tensor([scene.row()])
+    rows = torch.tensor([row_of(scene)])
     return Streams(rows).play(rows, frames).flat()
 
 

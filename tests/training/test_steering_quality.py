@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streamdiff.models.tiny.scene import Scene, Thing, from_row
+from streamdiff.models.tiny.scene import Scene, Thing
 from training.judges import steering_quality as quality
 from training.judges.world_judge import Verdict, judge
 from training.keys import PAN, STOP
+from training.scene_rows import from_row, row_of
 from training.world.render import render
 from training.world.tracks import CONTROLS, Streams
 
@@ -27,7 +28,7 @@ PLAYED = {
 
 def seen(scene: Scene, controls: torch.Tensor) -> tuple[Verdict, Verdict]:
     """What is seen of a chunk under `controls`, and of the one after it."""
-    rows = torch.tensor([scene.row()])
+    rows = torch.tensor([row_of(scene)])
     streams = Streams(rows)
     streams.play(rows)
     tracks = [streams.play(rows, controls=controls[None]), streams.play(rows)]

@@ -21,6 +21,7 @@ from streamdiff.models.tiny.scene import Scene
 from training.judges import tiny_figures, tiny_quality
 from training.judges.tiny_quality import Plan, Subject
 from training.judges.world_judge import ATTRIBUTES, Verdict, judge
+from training.scene_rows import row_of
 from training.world.render import render
 from training.world.scenes import random_scene
 from training.world.tracks import CHUNK_LATENTS, SIZE, Streams
@@ -54,11 +55,11 @@ class Painter:
         switch: dict[int, list[str]] | None = None,
         keep: set[int],
     ) -> dict[int, Tensor]:
-        rows = torch.tensor([scene_of(prompt).row() for prompt in prompts])
+        rows = torch.tensor([row_of(scene_of(prompt)) for prompt in prompts])
         streams, kept = Streams(rows), {}
         for chunk in range(chunks):
             prompts = (switch or {}).get(chunk - self.late, prompts)
-            rows = torch.tensor([self.faded(scene_of(prompt), chunk).row() for prompt in prompts])
+            rows = torch.tensor([row_of(self.faded(scene_of(prompt), chunk)) for prompt in prompts])
             track = streams.play(rows)
             if chunk in keep:
                 frames = render(track.flat()).frames.unflatten(0, (len(prompts), CHUNK_LATENTS, -1))
@@ -213,7 +214,7 @@ def test_what_hides_for_one_chunk_of_a_look_is_read() -> None:
         "a small purple circle moving left and a small purple heart moving up fast in the desert at dusk in the wind, "
         "camera panning left"
     )
-    rows = torch.tensor([scene.row()])
+    rows = torch.tensor([row_of(scene)])
     streams = Streams(rows)
     for _ in range(5):
         track = streams.play(rows)

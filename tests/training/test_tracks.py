@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.models.tiny.scene import COLUMN, FIELD_SIZES, FIELDS, MOTIONS, SPEEDS, WEATHERS, Scene, Thing, from_row
+from streamdiff.models.tiny.scene import MOTIONS, SPEEDS, WEATHERS, Scene, Thing
+from training.scene_rows import COLUMN, FIELD_SIZES, FIELDS, from_row, row_of
 from training.world import tracks
 from training.world.scenes import draw_scenes, redraw
 from training.world.tracks import SIZE, Streams, Track, join
@@ -23,7 +24,7 @@ def dice(seed: int = 0) -> torch.Generator:
 
 
 def rows(*scenes: Scene) -> torch.Tensor:
-    return torch.tensor([scene.row() for scene in scenes])
+    return torch.tensor([row_of(scene) for scene in scenes])
 
 
 def play(*scenes: Scene) -> Track:
@@ -50,7 +51,7 @@ def test_a_row_stands_for_its_scene_and_back(seed: int) -> None:
     assert drawn.shape == (8, len(FIELDS))
     assert (drawn >= 0).all() and (drawn < torch.tensor(FIELD_SIZES)).all()
     for row in drawn.tolist():
-        assert from_row(row).row() == row
+        assert row_of(from_row(row)) == row
 
 
 def test_what_has_no_second_thing_has_nothing_in_its_columns() -> None:

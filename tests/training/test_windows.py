@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.tiny.scene import COLUMN, FIELDS, HOURS, MOTIONS, THING_TABLES, Scene, Thing, from_row
+from streamdiff.models.tiny.scene import HOURS, MOTIONS, THING_TABLES, Scene, Thing
 from tests.small import CPU
 from training import autoencoder as clips
 from training import denoiser as train_denoiser
@@ -19,6 +19,7 @@ from training import learner
 from training.autoencoder import initialise
 from training.batches import Pool, TrackEncoder, draw_window_scenes, play, stall
 from training.network import Network
+from training.scene_rows import COLUMN, FIELDS, from_row, row_of
 from training.video_windows import VideoPool
 from training.windows import MOST_MOVING, PLAIN_CHANGE, Windows
 from training.world.scenes import random_scene
@@ -157,7 +158,7 @@ def test_a_share_of_whole_windows_lacks_a_thing_at_first() -> None:
 
 
 def test_light_that_has_stopped_goes_on_in_the_second_chunk() -> None:
-    scenes = torch.tensor([Scene(hour="passing").row(), Scene(hour="passing").row(), Scene(hour="night").row()])
+    scenes = torch.tensor([row_of(Scene(hour="passing")), row_of(Scene(hour="passing")), row_of(Scene(hour="night"))])
     start = torch.tensor([False, True, False])
     track = play(scenes[:, None].expand(-1, 2, -1), start, torch.zeros(3, 2, dtype=torch.bool), dice())
     before = track.light.clone()
@@ -217,7 +218,7 @@ def test_losses_weigh_what_is_near_things_and_what_is_there(pool: Pool) -> None:
 )
 def test_scenery_that_moves_weighs_more_the_less_that_changes_it(pool: Pool, change: float, expected: float) -> None:
     some = pool.sample(3, dice())
-    scenes = torch.tensor([Scene(camera="left").row(), Scene(hour="passing").row(), Scene().row()])
+    scenes = torch.tensor([row_of(Scene(camera="left")), row_of(Scene(hour="passing")), row_of(Scene())])
     scenes = scenes[:, None].expand(-1, some.scenes.shape[1], -1)
     steps = math.sqrt(change) * torch.arange(some.bare.shape[1]).view(1, -1, 1, 1, 1, 1)
     weight = replace(some, scenes=scenes, bare=steps.expand_as(some.bare)).weight().amin((2, 3, 4, 5))
@@ -263,7 +264,7 @@ def test_every_kind_of_row_has_a_loss_that_trains_the_network(pool: Pool, kind: 
 
 
 def test_reading_asks_only_for_what_the_sentence_says() -> None:
-    rows = torch.stack([torch.tensor(random_scene(random.Random(seed)).row()) for seed in range(60)])
+    rows = torch.stack([torch.tensor(row_of(random_scene(random.Random(seed)))) for seed in range(60)])
     for column, name in enumerate(FIELDS):
         told = train_denoiser.is_said(rows, column)
         for row, says in zip(rows.tolist(), told.tolist(), strict=True):
@@ -338,7 +339,7 @@ def test_the_pool_replaces_its_oldest() -> None:
 @pytest.mark.parametrize(("size", "near"), [("large", 6.0), ("small", 12.0)])
 def test_weights_are_high_where_things_are_also_across_the_border(pool: Pool, size: str, near: float) -> None:
     one = pool.sample(1, dice()).cut(torch.zeros(1, dtype=torch.int64), 1)
-    scenes = torch.tensor(Scene(Thing(size=size)).row())[None, None]
+    scenes = torch.tensor(row_of(Scene(Thing(size=size))))[None, None]
     one = replace(one, scenes=scenes, place=torch.tensor([8.0, 128.0]).expand(1, 1, 3, 2, 2))
     weight = one.weight()[0, 0, 0, 0]
     assert weight[0, 8] == weight[15, 8] == near and weight[8, 8] == weight[0, 0] == 1.0

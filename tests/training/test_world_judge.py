@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from streamdiff.models.tiny.scene import Scene, Thing, from_row
+from streamdiff.models.tiny.scene import Scene, Thing
 from training.judges.autoencoder_quality import hidden
 from training.judges.world_judge import ATTRIBUTES, Verdict, describe, judge, mistake, shares
+from training.scene_rows import from_row, row_of
 from training.world.render import render
 from training.world.scenes import draw_scenes
 from training.world.tracks import SIZE, Streams, Track
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("judge of the embedded m
 
 def film(scene: Scene, seed: int | None = None, things: bool = True) -> tuple[torch.Tensor, Track]:
     """A chunk of a stream: its first, or one in the middle of its life."""
-    rows = torch.tensor([scene.row()])
+    rows = torch.tensor([row_of(scene)])
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     track = Streams(rows, generator).play(rows)
     return render(track.flat(), things=things).frames, track

@@ -23,10 +23,11 @@ from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvDecoder, TaehvMemory
 from streamdiff.models.tiny.model import WEIGHTS
 from streamdiff.models.tiny.prompts import canonical
-from streamdiff.models.tiny.scene import COLUMN, SIZES, Scene, from_row
+from streamdiff.models.tiny.scene import SIZES, Scene
 from training.autoencoder import AUTOENCODER, encode_groups
 from training.judges.contact_sheet import Strip, write_sheet
 from training.judges.world_judge import ATTRIBUTES, Verdict, describe, judge, mistake, shares
+from training.scene_rows import COLUMN, from_row
 from training.world.render import render
 from training.world.scenes import draw_scenes
 from training.world.shapes import RADIUS

@@ -30,6 +30,7 @@ from streamdiff.models.tiny.scene import COLOR_NAMES, PLACES, SHAPES, Scene, Thi
 from training.judges.autoencoder_quality import hidden
 from training.judges.thing_judge import Seen
 from training.judges.world_judge import judge
+from training.scene_rows import row_of
 from training.world.render import render
 from training.world.scenes import random_scene
 from training.world.tracks import SIZE, Streams, join
@@ -56,7 +57,7 @@ def draw_clip(chance: random.Random) -> Clip:
     last one."""
     while True:
         scene = random_scene(chance)
-        rows = torch.tensor([scene.row()])
+        rows = torch.tensor([row_of(scene)])
         streams = Streams(rows, torch.Generator().manual_seed(chance.getrandbits(31)))
         tracks = [streams.play(rows) for _ in range(CHUNKS)]
         if not hidden(scene, tracks[-1]):

@@ -38,6 +38,7 @@ def rollout(
     Returns:
         chunk number to normalised latents `[N, C, F, h, w]`.
     """
+    assert model.text is not None
     device = next(model.denoiser.model.parameters()).device
     count = len(prompts)
     ring = RingExecutor(model, device, max_rows=count)

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamdiff.models.tiny.scene import CAMERAS, COLUMN, FIELDS, HOURS, PLACES, WEATHERS
+from streamdiff.models.tiny.scene import CAMERAS, HOURS, PLACES, WEATHERS
+from training.scene_rows import COLUMN, FIELDS
 from training.world import weather
 from training.world.render import render
 from training.world.tracks import CHUNK_FRAMES, FALL, PAN, QUARTER, SCROLL, Track, shares_of_light

@@ -25,7 +25,7 @@ from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.taehv import TaehvDecoder, TaehvMemory
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 from streamdiff.models.tiny import model
-from streamdiff.models.tiny.scene import CAMERAS, Scene, from_row
+from streamdiff.models.tiny.scene import CAMERAS, Scene
 from training.batches import TrackEncoder
 from training.denoiser import stream_flow
 from training.judges.world_judge import Verdict, judge
@@ -33,6 +33,7 @@ from training.keys import PAN, STOP, draw_keys
 from training.network import Network
 from training.on_policy import PAST, next_chunk
 from training.rows import LEVELS
+from training.scene_rows import from_row, row_of, thing_row
 from training.windows import CHUNK
 from training.world.scenes import draw_scenes
 from training.world.tracks import CHUNK_FRAMES, CONTROLS, PARTS, SIZE, Streams, join
@@ -62,7 +63,7 @@ class Look:
 def place_of(verdict: Verdict, scene: Scene) -> Tensor | None:
     """Where the scene's first thing begins the chunk, (y, x) in pixels; None where it is not seen. The other thing has
     another color (`draw_played`)."""
-    color = scene.first.row()[0]
+    color = thing_row(scene.first)[0]
     found = [seen for seen in verdict.things if seen.color == color]
     return torch.tensor(found[0].place) if found else None
 
@@ -71,7 +72,7 @@ def destinations(scene: Scene, place: Tensor, controls: Tensor) -> Tensor:
     """Where the first thing, now at `place` (y, x) in pixels, may be a chunk later under `controls` `[CHUNK, K]`, `[n,
     2]`: one place, but of what bounces one for each way that it may go."""
     ways = [(y, x) for y in (-1, 1) for x in (-1, 1)] if scene.first.motion == "bouncing" else [(1, 1)]
-    rows = torch.tensor([scene.row()] * len(ways))
+    rows = torch.tensor([row_of(scene)] * len(ways))
     streams = Streams(rows)
     streams.before = rows
     streams.place[:, 0] = place * PARTS

@@ -12,6 +12,7 @@ import torch
 
 from streamdiff.models.tiny.scene import THING_TABLES, Scene
 from training.judges.world_judge import judge, shares
+from training.scene_rows import row_of
 from training.world.render import render
 from training.world.tracks import Streams, Track, join
 
@@ -56,7 +57,7 @@ def bars_met(context: str, marks: dict[str, dict[str, float]], after: dict[str, 
 def truth_figures(scenes: Sequence[Scene], marks: Sequence[int]) -> dict[str, dict[str, float]]:
     """The figures of `scenes` at the chunks `marks`, rising, of the world as it is drawn: what a model may reach, since
     of what hides behind another thing nobody can say what it is."""
-    rows = torch.tensor([scene.row() for scene in scenes])
+    rows = torch.tensor([row_of(scene) for scene in scenes])
     streams, found, last = Streams(rows), {}, deque[Track](maxlen=TOGETHER)
     for chunk in range(marks[-1] + 1):
         last.append(streams.play(rows))

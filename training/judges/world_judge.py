@@ -15,6 +15,7 @@ from torch import Tensor
 from streamdiff.models.tiny.scene import MOTIONS, SETTING_TABLES, THING_TABLES, Scene
 from training.judges.scenery_judge import NONE, Setting, see_setting
 from training.judges.thing_judge import Seen, see_things
+from training.scene_rows import thing_row
 from training.world import weather
 from training.world.render import render
 from training.world.tracks import SIZE
@@ -36,7 +37,7 @@ class Verdict:
             name: getattr(self.setting, name) == t.index(getattr(scene, name)) for name, t in SETTING_TABLES.items()
         }
         agreed["count"] = len(self.things) == len(scene.things)
-        wanted = [thing.row() for thing in scene.things]
+        wanted = [thing_row(thing) for thing in scene.things]
         seen = [thing.row() for thing in self.things[: len(wanted)]]
         seen += [[NONE] * len(THING_TABLES)] * (len(wanted) - len(seen))
         orders = [seen, seen[::-1]]

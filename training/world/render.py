@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamdiff.models.tiny.scene import COLUMN, SIZES, WEATHERS
+from streamdiff.models.tiny.scene import SIZES, WEATHERS
+from training.scene_rows import COLUMN
 from training.world import shapes, weather
 from training.world.painting import Scenery, scenery
 from training.world.tracks import SIZE, Track

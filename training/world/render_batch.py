@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamdiff.models.tiny.scene import COLUMN, PLACES, SIZES, WEATHERS
+from streamdiff.models.tiny.scene import PLACES, SIZES, WEATHERS
+from training.scene_rows import COLUMN
 from training.world import shapes, weather
 from training.world.painting import scenery
 from training.world.render import GROUND, SHADOW_REACH, render, sprites_by_size, there

@@ -7,7 +7,8 @@ import random
 import torch
 from torch import Tensor
 
-from streamdiff.models.tiny.scene import COLUMN, FIELD_SIZES, MOTIONS, SETTING_TABLES, THING_TABLES, Scene, Thing, plain
+from streamdiff.models.tiny.scene import MOTIONS, SETTING_TABLES, THING_TABLES, Scene, Thing, plain
+from training.scene_rows import COLUMN, FIELD_SIZES
 
 TWO_THINGS = 2 / 3
 """Share of random scenes with two things."""

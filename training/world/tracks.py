@@ -15,7 +15,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from streamdiff.models.tiny.scene import CAMERAS, COLUMN, HOURS, MOTIONS, WEATHERS
+from streamdiff.models.tiny.scene import CAMERAS, HOURS, MOTIONS, WEATHERS
+from training.scene_rows import COLUMN
 
 SIZE = 256
 FRAMES_PER_LATENT = 4

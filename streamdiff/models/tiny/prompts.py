@@ -134,13 +134,13 @@ def read(prompt: str, previous: str | None) -> ParsedPrompt:
     unknown = ", ".join(list(dict.fromkeys(f"“{word.typed[:24]}”" for word in request.words if not word.known))[:4])
     if request.empty:
         if not remarks:
-            remarks = [f"I did not find anything I can draw in that{unknown and f' ({unknown})'}."]
-        remarks.append(f"I know {VOCABULARY}.")
+            remarks = [f"This small model can't draw that{unknown and f' ({unknown})'}."]
+        remarks.append(f"It can draw {VOCABULARY}.")
     else:
         if sum("shape" in word.says for word in request.words) > 2 or ("add" in request.wishes and before.second):
             remarks.append("I draw two things at most.")
         if unknown:
-            remarks.append(f"I do not know {unknown}; I know {VOCABULARY}.")
+            remarks.append(f"This small model can't draw {unknown}. It can draw {VOCABULARY}.")
         if " ".join(prompt.lower().split()) == text:
             return ParsedPrompt(text)
     return ParsedPrompt(text, " ".join([*remarks, f"Showing “{text}”."]))

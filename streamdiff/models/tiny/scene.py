@@ -1,12 +1,11 @@
 """What can be said about a picture of the world: tables of names, and scenes made of them.
 
-Knows nothing about pixels, prompts or tensors of pictures. A scene is also a row of integers, in the order of `FIELDS`.
+Knows nothing about pixels, prompts or tensors of pictures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 COLORS: dict[str, tuple[float, float, float]] = {
     "red": (0.89, 0.18, 0.20),
@@ -41,21 +40,6 @@ SETTING_TABLES: dict[str, tuple[str, ...]] = {
     "weather": WEATHERS,
     "camera": CAMERAS,
 }
-FIELDS: tuple[str, ...] = (
-    *THING_TABLES,
-    "second",
-    *(f"second_{name}" for name in THING_TABLES),
-    *SETTING_TABLES,
-)
-"""Columns of a scene's row. `second` is 0 or 1: whether there is a second thing; if not, its columns are 0."""
-COLUMN = {name: column for column, name in enumerate(FIELDS)}
-FIELD_SIZES: tuple[int, ...] = (
-    *map(len, THING_TABLES.values()),
-    2,
-    *map(len, THING_TABLES.values()),
-    *map(len, SETTING_TABLES.values()),
-)
-"""How many values each column has."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +51,6 @@ class Thing:
     motion: str = "right"
     size: str = "large"
     speed: str = "normal"
-
-    def row(self) -> list[int]:
-        return [table.index(getattr(self, name)) for name, table in THING_TABLES.items()]
 
 
 @dataclass(frozen=True)
@@ -83,28 +64,9 @@ class Scene:
     weather: str = "clear"
     camera: str = "still"
 
-    def row(self) -> list[int]:
-        """The scene as integers, in the order of `FIELDS`."""
-        second = [1, *self.second.row()] if self.second else [0] * (1 + len(THING_TABLES))
-        return [*self.first.row(), *second, *(t.index(getattr(self, n)) for n, t in SETTING_TABLES.items())]
-
     @property
     def things(self) -> tuple[Thing, ...]:
         return (self.first,) if self.second is None else (self.first, self.second)
-
-
-def from_row(row: Sequence[int]) -> Scene:
-    """The scene that `row` stands for; the inverse of `Scene.row`."""
-
-    def thing(values: Sequence[int]) -> Thing:
-        return Thing(*(table[value] for table, value in zip(THING_TABLES.values(), values, strict=True)))
-
-    count = len(fields(Thing))
-    second = thing(row[count + 1 : 2 * count + 1]) if row[count] else None
-    rest = row[2 * count + 1 :]
-    return Scene(
-        thing(row[:count]), second, *(table[value] for table, value in zip(SETTING_TABLES.values(), rest, strict=True))
-    )
 
 
 def plain(scene: Scene) -> Scene:

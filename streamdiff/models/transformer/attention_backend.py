@@ -319,44 +319,11 @@ Stopwatch = Callable[[Callable[[], object], torch.device], float]
 """Seconds that a call takes on a device, see `streamdiff.device.seconds_per_call`."""
 
 
-@dataclass(frozen=True)
-class Tried:
-    """One candidate: the time of a call, or why it is left out."""
+class Trial(NamedTuple):
+    """Result of a trial: the kernel to use, and what was tried, for people."""
 
-    name: str
-    seconds: float | None
-    fault: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.fault}" if self.seconds is None else f"{self.name} {1000 * self.seconds:.3g} ms"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """All candidates of one shape, in the order in which they were tried."""
-
-    shape: AttentionShape
-    dtype: torch.dtype
-    tried: tuple[Tried, ...]
-
-    @property
-    def fastest(self) -> str:
-        """The candidate to use: the first, or one that is faster by `MARGIN`. `sdpa` where none could be timed."""
-        timed = {each.name: each.seconds for each in self.tried if each.seconds is not None}
-        if not timed:
-            return CANDIDATES[0]
-        best, usual = min(timed, key=timed.__getitem__), timed.get(CANDIDATES[0])
-        return best if usual is None or timed[best] < (1 - MARGIN) * usual else CANDIDATES[0]
-
-    @property
-    def reason(self) -> str:
-        """What was tried, for people."""
-        shape, dtype = self.shape, str(self.dtype).removeprefix("torch.")
-        sizes = f"{shape.queries:,} of {shape.keys:,} tokens, {shape.heads} heads of {shape.head_dim}, {dtype}"
-        timed = [str(each) for each in self.tried if each.seconds is not None]
-        left_out = [str(each) for each in self.tried if each.seconds is None]
-        reason = f"tried at {sizes}: {', '.join(timed) or 'none runs'}"
-        return reason + (f"; left out: {'; '.join(left_out)}" if left_out else "")
+    fastest: str
+    reason: str
 
 
 def try_attention(
@@ -366,16 +333,23 @@ def try_attention(
     candidates: Sequence[str] = CANDIDATES,
     stopwatch: Stopwatch = seconds_per_call,
 ) -> Trial:
-    """Try `candidates` out. Takes seconds, and memory of the device for a layer's queries, keys and values. Leaves
-    torch's flash kernel as torch comes with it (`attention_backend.activate`)."""
-    case, tried = AttentionCase.of(shape, device, dtype), []
+    """Try `candidates` out: the first of `CANDIDATES` stays unless another is faster by `MARGIN`, and where none runs.
+    Takes seconds, and memory of the device for a layer's queries, keys and values. Leaves torch's flash kernel as torch
+    comes with it (`activate`)."""
+    case, usual = AttentionCase.of(shape, device, dtype), CANDIDATES[0]
+    seconds, left_out = dict[str, float](), list[str]()
     for name in candidates:
         if (wrong := fault(name, case)) is not None:
-            tried.append(Tried(name, None, wrong))
+            left_out.append(f"{name} {wrong}")
             continue
         activate(name)
         with torch.inference_mode():
-            seconds = stopwatch(partial(kernel(name), case.query, case.key, case.value), device)
+            seconds[name] = stopwatch(partial(kernel(name), case.query, case.key, case.value), device)
         activate("")
-        tried.append(Tried(name, seconds))
-    return Trial(shape, dtype, tuple(tried))
+    fastest = min(seconds, key=seconds.__getitem__, default=usual)
+    if usual in seconds and seconds[fastest] >= (1 - MARGIN) * seconds[usual]:
+        fastest = usual
+    sizes = f"{shape.queries:,} of {shape.keys:,} tokens, {shape.heads} heads of {shape.head_dim}"
+    timed = ", ".join(f"{name} {1000 * each:.3g} ms" for name, each in seconds.items()) or "none runs"
+    reason = f"tried at {sizes}, {str(dtype).removeprefix('torch.')}: {timed}"
+    return Trial(fastest, f"{reason}; left out: {'; '.join(left_out)}" if left_out else reason)

@@ -34,7 +34,7 @@ from streamdiff.pipeline.distributed.message import (
     StageMessage,
 )
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange, send_state
-from streamdiff.pipeline.row_faults.errors import ROW_ERRORS, check_own, describe
+from streamdiff.pipeline.row_faults import ROW_ERRORS, check_own, describe
 from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state.swap_store import SwapStore

@@ -98,28 +98,9 @@ def check_order(sequence: int, expected: int) -> None:
 # ---- where several ranks share the head's stage (`context_parallel`) ---------------------------------------------
 
 
-class FanOutReceiver:
-    """A `Receiver` that also sends its messages to `others`, before this rank executes them together with those."""
-
-    def __init__(self, receiver: Receiver, others: Sequence[Sender]) -> None:
-        self._receiver, self._others = receiver, others
-
-    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        message = self._receiver.receive(wait_s)
-        for part in message.as_sent if message is not None else ():
-            for other in self._others:
-                other.send(part)
-        return message
-
-    def notify(self, call: Callable[[], None]) -> None:
-        self._receiver.notify(call)
-
-    def close(self, limit_s: float = 0.0) -> None:
-        self._receiver.close(limit_s)
-
-
 class FanOutSender:
-    """The head's `sender`, with readiness and end joined with those of the senders to the `others` of its stage."""
+    """The head's `sender`, with readiness and end joined with those of the senders to the `others` of its stage, to
+    which the head itself sends what enters."""
 
     def __init__(self, sender: Sender, others: Sequence[Sender]) -> None:
         self._sender, self.others = sender, others

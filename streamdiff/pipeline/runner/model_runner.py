@@ -31,7 +31,7 @@ from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAtt
 from streamdiff.pipeline.kv_cache.cache import CachePool, CacheSizes, KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
-from streamdiff.pipeline.row_faults.stage_guard import StageGuard
+from streamdiff.pipeline.row_faults import StageGuard
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_layers, forward_variants
 from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
 from streamdiff.pipeline.scheduler.kv_context import PER_STEP, cache_count, most_steps

@@ -1,6 +1,7 @@
 """The loop of every rank: receive a message, run it through the stage, send the result on.
 
-Rank 0 receives from its scheduler, every other rank from the link before it; nothing else is different.
+Rank 0 executes what its scheduler hands out, every other rank what the link before it brings; nothing else is
+different.
 """
 
 from __future__ import annotations
@@ -56,8 +57,13 @@ class Worker(RankLoop):
             return None
         message = self.receiver.receive(wait_s)
         if message is not None:
-            self.done += 1
-        if message is not None and (whole := self._assembled(message)) is not None:
+            self.execute(message)
+        return message
+
+    def execute(self, message: StageMessage) -> None:
+        """Execute a message, and send the result on, of a long forward the first row. Mutates: self, the stage."""
+        self.done += 1
+        if (whole := self._assembled(message)) is not None:
             self.now = whole
             if not (whole.is_long or whole.kind.is_answered):  # whose record tells what became of it
                 self.sender.announce(whole)
@@ -68,7 +74,6 @@ class Worker(RankLoop):
             first, *rest = result.as_sent[-1:] if last else result.as_sent
             self._rest.extend(rest)
             self.sender.send(first)
-        return message
 
     def _assembled(self, message: StageMessage) -> StageMessage | None:
         """The complete message that `message` is or completes; None while rows of it are missing. Mutates: self."""

@@ -205,8 +205,9 @@ class RingSaving:
 
     def __init__(self, pipeline: StreamingPipeline) -> None:
         self._pipeline = pipeline
-        self._savings: dict[int, _Saving] = {}  # by ticket
-        self._blank: set[int] = set()  # tickets of sessions to be loaded, whose parts are still copied
+        self.savings: dict[int, _Saving] = {}  # by ticket
+        self.blank: set[int] = set()  # tickets of sessions to be loaded, whose parts are still copied
+        # While there are any of both, `advance` has work.
         self._ended = threading.Event()
         self._together = ThreadPoolExecutor(1, "snapshots", initializer=lambda: torch.set_num_threads(1))
 
@@ -241,14 +242,14 @@ class RingSaving:
         copies.follow()
         decoder = self._pipeline.decoding.save(stream.number)
         video = self._pipeline.ring.sampler.sessions[session].video
-        self._savings[ticket] = _Saving(session, *parts, opened, video, decoder, finish, held)
+        self.savings[ticket] = _Saving(session, *parts, opened, video, decoder, finish, held)
         self._pipeline.ring.tell(MessageKind.SAVE, SessionUpdate(session, ticket))
         return ticket
 
     def take_done(self) -> list[tuple[int, Any]]:
         """What has been saved, by the numbers of `begin`; a ConfigError where it ended or began afresh before it
         was copied. Told once."""
-        done = [ticket for ticket, saving in self._savings.items() if saving.made is not None and saving.made.done()]
+        done = [ticket for ticket, saving in self.savings.items() if saving.made is not None and saving.made.done()]
         return [(ticket, self._taken(ticket)) for ticket in done]
 
     def save(self, session: int) -> tuple[Snapshot, list[Frames]]:
@@ -269,7 +270,7 @@ class RingSaving:
         except (ConfigError, RequestError):
             self._pipeline.came += frames
             raise
-        while (made := self._savings[ticket].made) is None or not made.done():
+        while (made := self.savings[ticket].made) is None or not made.done():
             frames += self._pipeline.step(_REST_WAIT_S)
         saved = self._taken(ticket)
         self._let_go(session)
@@ -278,26 +279,21 @@ class RingSaving:
             raise saved
         return saved, frames
 
-    @property
-    def has_work(self) -> bool:
-        """Whether something is being saved or loaded."""
-        return bool(self._savings or self._blank)
-
     def copies(self, session: int) -> bool:
         """Whether a session is being saved, and not done."""
-        own = [each.made for each in self._savings.values() if each.session == session]
+        own = [each.made for each in self.savings.values() if each.session == session]
         return not all(made is not None and made.done() for made in own)
 
     def advance(self) -> bool:
         """Have the next pieces copied; whether any are still to be. Mutates: self, ring."""
         more = False
         for answer in self._pipeline.ring.take_answers(MessageKind.SAVE):
-            ticket, saving = answer.epoch, self._savings.get(answer.epoch)
+            ticket, saving = answer.epoch, self.savings.get(answer.epoch)
             if answer.outcome is Outcome.NOT_YET:
                 self._pipeline.ring.tell(MessageKind.SAVE, SessionUpdate(answer.session, ticket))
                 more = True
             elif saving is None:
-                self._blank.discard(ticket)
+                self.blank.discard(ticket)
             else:
                 saving.made = self._together.submit(self._put_together, ticket, saving)
                 saving.made.add_done_callback(lambda _: self._pipeline.wake())
@@ -320,7 +316,7 @@ class RingSaving:
         return saving.finish(whole.with_video(saving.video))
 
     def _taken(self, ticket: int) -> Any:
-        made = self._savings.pop(ticket).made
+        made = self.savings.pop(ticket).made
         assert made is not None
         error = made.exception()
         if error is not None and not isinstance(error, ConfigError):
@@ -332,7 +328,7 @@ class RingSaving:
 
     def forget(self, session: int) -> None:
         """The session ends, or begins afresh. Mutates: self."""
-        for saving in self._savings.values():
+        for saving in self.savings.values():
             saving.forgotten = saving.forgotten or saving.session == session
 
     def close(self) -> None:
@@ -364,9 +360,9 @@ class RingSaving:
                 steps=opened["steps"], kv_context=opened["kv_context"],
             )  # fmt: skip
             ticket = next(self._pipeline.swapping.tickets)
-            self._blank.add(ticket)
+            self.blank.add(ticket)
             frames += self._ask(MessageKind.SAVE, session, ticket)
-            while ticket in self._blank or not StageStates.are_there(self._pipeline.ring, ticket):
+            while ticket in self.blank or not StageStates.are_there(self._pipeline.ring, ticket):
                 frames += self._pipeline.step(_LOOK_S)
             stream = self._pipeline.streams[session]
             change = restore_into_ring(

@@ -39,7 +39,8 @@ class RingSwapping:
 
     def __init__(self, pipeline: StreamingPipeline) -> None:
         self._pipeline = pipeline
-        self._away: dict[int, _Away] = {}
+        self.away: dict[int, _Away] = {}
+        """Sessions that are swapped out, or on their way back; while there are any, `advance` has work."""
         self._lost: set[int] = set()
         self.tickets = count()
         """Numbers of what is asked of all stages."""
@@ -56,7 +57,7 @@ class RingSwapping:
         """Whether host memory or disk has room for an open session's device state on all ranks, counting the room that
         session `returning` frees by coming back."""
         swaps = self._pipeline.ring.stage.swaps
-        if session in self._away or self._pipeline.saving.copies(session):
+        if session in self.away or self._pipeline.saving.copies(session):
             return False
         return (
             swaps.takes(0)
@@ -67,8 +68,8 @@ class RingSwapping:
     def swap_out(self, session: int) -> None:
         """Give a session's device memory back, of one that `can_swap_out`; it makes nothing until `swap_in`. What is in
         the ring comes back."""
-        assert session not in self._away, f"session {session} is swapped out already, or not back yet"
-        away = self._away[session] = _Away(next(self.tickets))
+        assert session not in self.away, f"session {session} is swapped out already, or not back yet"
+        away = self.away[session] = _Away(next(self.tickets))
         self._pipeline.ring.scheduler.hold(session, True)
         self._pipeline.ring.tell(MessageKind.SWAP_OUT, SessionUpdate(session))
         if self._pipeline.budget is not None:
@@ -81,7 +82,7 @@ class RingSwapping:
         Raises:
             RequestError: there is no memory for it now, code "memory".
         """
-        away = self._away[session]
+        away = self.away[session]
         if not away.coming:
             if self._pipeline.budget is not None:
                 self._pipeline.budget.swap_in(session)
@@ -91,25 +92,20 @@ class RingSwapping:
     def place(self, session: int) -> str:
         """Location of the head's part of an open session: `device`, `host` or `disk`."""
         name, swaps = f"stage {session}", self._pipeline.ring.stage.swaps
-        return "device" if session not in self._away else swaps.location(name) if name in swaps else "host"
+        return "device" if session not in self.away else swaps.location(name) if name in swaps else "host"
 
     def is_away(self, session: int) -> bool:
         """Whether an open session is swapped out, or not wholly back."""
-        return session in self._away
+        return session in self.away
 
     def is_coming(self, session: int) -> bool:
         """Whether a session is on its way back."""
-        return session in self._away and self._away[session].coming
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `advance` has anything to do: a session is swapped out, or on its way."""
-        return bool(self._away)
+        return session in self.away and self.away[session].coming
 
     @property
     def coming(self) -> bool:
         """Whether sessions are on their way back."""
-        return any(away.coming for away in self._away.values())
+        return any(away.coming for away in self.away.values())
 
     def take_lost(self) -> list[int]:
         """Sessions that were swapped in without their state, as a file was damaged; each makes nothing before `reset`.
@@ -120,12 +116,12 @@ class RingSwapping:
     def advance(self) -> None:
         """Go on with what is on its way. Mutates: self, ring."""
         for answer in self._pipeline.ring.take_answers(MessageKind.SWAP_IN):
-            away = self._away.get(answer.session)
+            away = self.away.get(answer.session)
             if away is not None and away.coming and away.ticket == answer.epoch:
                 away.asked, away.stages = False, answer.outcome
                 if answer.outcome is Outcome.LOST:  # another stage may not be ready: asked once more, it says so
                     away.lost, away.stages = True, Outcome.NOT_YET
-        for session, away in list(self._away.items()):
+        for session, away in list(self.away.items()):
             if not away.coming:
                 self._swap_decoder_out(session, away)
                 continue
@@ -135,7 +131,7 @@ class RingSwapping:
                 number = self._pipeline.streams[session].number
                 away.decoder = self._pipeline.decoding.swap_in(number) if away.decoder_out else Outcome.DONE
             if Outcome.NOT_YET not in (away.stages, away.decoder):
-                del self._away[session]
+                del self.away[session]
                 if away.lost or away.decoder is Outcome.LOST:
                     self._lost.add(session)
                 else:
@@ -166,7 +162,7 @@ class RingSwapping:
 
     def forget(self, session: int) -> None:
         """The session begins afresh, or ends. Mutates: self."""
-        self._away.pop(session, None)
+        self.away.pop(session, None)
         self._lost.discard(session)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -64,16 +64,12 @@ class VideoInputs:
         """`pictures` has the encoder, None: the model encodes no video. `wake` is called, from the encoder's thread,
         when `poll` has something to do."""
         self._pictures, self._spec, self._wake = pictures, spec, wake
-        self._inputs: dict[int, _Input] = {}
+        self.inputs: dict[int, _Input] = {}
+        """By session; while there are any, `poll` has work."""
         self._encoded: queue.SimpleQueue[tuple[_Input, _Encoded]] = queue.SimpleQueue()
         self._encoding = ThreadPoolExecutor(1, "video-encoder")
         self.encodings = 0
         """Pieces of video that were encoded."""
-
-    @property
-    def sessions(self) -> Collection[int]:
-        """Those that have, or had, an input."""
-        return self._inputs.keys()
 
     def check_input(self, strength: float | None) -> None:
         """Raises what `set_input` would."""
@@ -91,7 +87,7 @@ class VideoInputs:
             RequestError: `strength` is not above 0 and at most 1, or the model encodes no video.
         """
         self.check_input(strength)
-        entry = self._inputs.get(session)
+        entry = self.inputs.get(session)
         if strength is None:
             if entry is not None:
                 entry.ended = True
@@ -100,14 +96,14 @@ class VideoInputs:
         if state.live is None:
             state.live = LiveLatents(strength, max(MAX_WAITING, self._spec.first_chunks))
         if entry is None or entry.ended:
-            self._inputs[session] = _Input(state.live)
+            self.inputs[session] = _Input(state.live)
             state.live.begin_video()
         state.live.strength = strength
 
     def feed(self, session: int, frames: NDArray[np.uint8]) -> None:
         """The next frames of a session's input, RGB `[n, H, W, 3]` of the model's size, at the rate at which it is
         shown. Does nothing where its input has ended."""
-        entry = self._inputs.get(session)
+        entry = self.inputs.get(session)
         if entry is None or entry.ended:
             return
         with entry.lock:
@@ -121,7 +117,7 @@ class VideoInputs:
 
     def input_figures(self, session: int) -> InputFigures | None:
         """How a session's input does; None: it has none."""
-        entry = self._inputs.get(session)
+        entry = self.inputs.get(session)
         if entry is None:
             return None
         live, frames = entry.latents, self._spec.chunk_frames
@@ -130,7 +126,7 @@ class VideoInputs:
     @property
     def encoding(self) -> bool:
         """Whether frames are being encoded."""
-        return any(entry.calls for entry in self._inputs.values())
+        return any(entry.calls for entry in self.inputs.values())
 
     def poll(self) -> None:
         """Give the sampler what was encoded. Mutates: self, the sampler's sessions."""
@@ -139,31 +135,31 @@ class VideoInputs:
             entry.calls -= 1
             if encoded.fault:
                 entry.fault, entry.ended = encoded.fault, True
-            if any(entry is each for each in self._inputs.values()):  # not of one that another has followed
+            if any(entry is each for each in self.inputs.values()):  # not of one that another has followed
                 for latents, motion in encoded.chunks:
                     entry.latents.add(latents, motion)
 
     def frames_ready(self, session: int) -> int | None:
         """Frames for which a session has input; None: it needs none."""
-        entry = self._inputs.get(session)
+        entry = self.inputs.get(session)
         if entry is None or (entry.ended and not entry.calls):
             return None
         return len(entry.latents.waiting) * self._spec.chunk_frames
 
     def begin_again(self, session: int, state: SamplerSession) -> None:
         """The session's stream begins, or begins afresh, and goes on being fed if it was. Mutates: self, state."""
-        if (entry := self._inputs.get(session)) is not None:
+        if (entry := self.inputs.get(session)) is not None:
             entry.latents.begin_again()
             state.live = entry.latents
 
     def forget(self, session: int) -> None:
         """The session ends. Mutates: self."""
-        if (entry := self._inputs.pop(session, None)) is not None:
+        if (entry := self.inputs.pop(session, None)) is not None:
             entry.ended = True
 
     def close(self, abandon: bool) -> None:
         """End the encoder's thread, or `abandon` it, as a device that hangs never lets it end. Mutates: self."""
-        for session in list(self._inputs):
+        for session in list(self.inputs):
             self.forget(session)
         self._encoding.shutdown(wait=not abandon, cancel_futures=True)
 

@@ -40,7 +40,7 @@ from streamdiff.server.load import Unavailable
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.encoder import Picture, as_rgb
 from streamdiff.server.metrics import Metrics
-from streamdiff.video.writer import write_video
+from streamdiff.video.files import write_video
 
 logger = logging.getLogger(__name__)
 

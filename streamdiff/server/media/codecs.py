@@ -122,33 +122,25 @@ def fault(name: Library) -> str | None:
     return None if packets else "it made no packet"
 
 
-def choose_h264() -> Library | None:
-    """The library that makes H.264; None when none can be opened here."""
-    return next((name for name in H264_LIBRARIES if fault(name) is None), None)
+def openable(wanted: str = "auto") -> dict[Codec, Library]:
+    """The codecs that can be encoded here, best first, and the library of each, found by opening them; for a value of
+    `serve.codec`, and nothing else is tried."""
+    tried: dict[Codec, tuple[Library, ...]] = {"h264": H264_LIBRARIES, "vp8": ("libvpx",)}
+    found: dict[Codec, Library] = {}
+    for codec, names in tried.items():
+        name = next((name for name in names if fault(name) is None), None) if wanted in ("auto", codec) else None
+        if name is not None:
+            found[codec] = name
+    return found
 
 
-def library_of(wanted: str) -> Library:
-    """The library of H.264 for a value of `serve.codec`, where that is offered."""
-    return (choose_h264() if wanted != "vp8" else None) or "libx264"
-
-
-def choose(wanted: str) -> tuple[Codec, ...]:
-    """The codecs to offer, best first, for a value of `serve.codec`.
+def choose(wanted: str) -> dict[Codec, Library]:
+    """The codecs to offer, best first, for a value of `serve.codec`, and the library of each.
 
     Raises:
         ConfigError: what was asked for cannot be encoded here; says what can.
     """
-    h264 = choose_h264() if wanted != "vp8" else None
-    found: list[Codec] = ["h264"] if h264 is not None else []
-    if wanted != "h264" and fault("libvpx") is None:
-        found.append("vp8")
-    if not found:
-        known = ", ".join(available()) or "none of h264 and vp8: install another build of PyAV (pip install av)"
+    if not (found := openable(wanted)):
+        known = ", ".join(openable()) or "none of h264 and vp8: install another build of PyAV (pip install av)"
         raise ConfigError(f"serve.codec is {wanted!r}, which cannot be encoded here; what can: {known}.")
-    return tuple(found)
-
-
-def available() -> tuple[Codec, ...]:
-    """The codecs that can be encoded here, best first; found by opening them."""
-    libraries: dict[Codec, bool] = {"h264": choose_h264() is not None, "vp8": fault("libvpx") is None}
-    return tuple(codec for codec, opens in libraries.items() if opens)
+    return found

@@ -22,6 +22,8 @@ from streamdiff import clock
 from streamdiff.server.media.codecs import PERIODIC_KEY_S, TIME_BASE, Codec, Format, open_context
 from streamdiff.video.pixel_format import kind_of, size_of
 
+logger = logging.getLogger(__name__)
+
 Packet: TypeAlias = "av.Packet[av.VideoStream]"
 
 _IDR = re.compile(rb"\x00\x00\x01[\x05\x25\x45\x65]")
@@ -33,6 +35,16 @@ QUEUE_PACKETS = 40
 UDP takes what it is given, so a viewer's line never fills this; a process that gets no CPU for a moment does, and then
 a key frame for everybody would make it worse. What waited goes out at once, so the bound adds no delay.
 """
+Picture = NDArray[np.uint8]
+KEY_INTERVAL_S = 0.3
+"""Key frame requests that come closer together than this share one key frame."""
+YUV_COLOURS = "ITU709"
+"""The colours of a YUV420 picture."""
+REOPEN_S = 1.0
+"""Between openings of a codec that fails again and again, or whose format is changed so: each takes up to tens of
+milliseconds in which no other thread runs Python, as PyAV holds the interpreter's lock."""
+QUEUE_PICTURES = 4
+"""Pictures that may wait for the encoder, 0.1 s at 40 FPS; the oldest goes first."""
 
 
 @dataclass(frozen=True)
@@ -86,21 +98,6 @@ def is_key_frame(codec: str, data: bytes) -> bool:
     if codec == "VP8":
         return bool(data) and not data[0] & 1
     return _IDR.search(data) is not None
-
-
-Picture = NDArray[np.uint8]
-
-logger = logging.getLogger(__name__)
-
-KEY_INTERVAL_S = 0.3
-"""Key frame requests that come closer together than this share one key frame."""
-YUV_COLOURS = "ITU709"
-"""The colours of a YUV420 picture."""
-REOPEN_S = 1.0
-"""Between openings of a codec that fails again and again, or whose format is changed so: each takes up to tens of
-milliseconds in which no other thread runs Python, as PyAV holds the interpreter's lock."""
-QUEUE_PICTURES = 4
-"""Pictures that may wait for the encoder, 0.1 s at 40 FPS; the oldest goes first."""
 
 
 class KeyframeLimiter:
@@ -180,7 +177,7 @@ class EncoderThread:
     """One codec's encoder on its own thread. `deliver` is called there with each packet.
 
     Pictures never wait long: at most `QUEUE_PICTURES` do, then the oldest is dropped and counted. The codec is opened,
-    and opened again for another format, on the thread. Where it cannot be opened the old one goes on; without one,
+    and opened again for another format, on the thread. Where it cannot be opened the old one stays; without one,
     pictures are dropped until it can.
     """
 
@@ -274,7 +271,7 @@ class EncoderThread:
         return True
 
     def _encode(self, picture: Picture, pts: int, key: bool, now_s: float) -> list[EncodedFrame]:
-        """One picture; when the codec library fails, the stream goes on with a fresh encoder and a key frame."""
+        """One picture; when the codec library fails, the stream continues with a fresh encoder and a key frame."""
         if self._encoder is None:
             self.dropped += 1
             return []

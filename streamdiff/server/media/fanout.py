@@ -31,6 +31,8 @@ FRESH_S = 10.0
 """An older estimate (REMB) is ignored."""
 TRIAL_S = 6.0
 """A viewer's first estimates grow from a guess, whatever its line can carry."""
+ADAPT_INTERVAL_S = 1.0
+"""Between decisions on the bit rate."""
 
 
 class BitrateController:
@@ -62,10 +64,6 @@ class BitrateController:
         self._changed_s = now_s
         self.rate_bps = rate_bps
         return rate_bps
-
-
-ADAPT_INTERVAL_S = 1.0
-"""Between decisions on the bit rate."""
 
 
 class PacketReceiver(Protocol):

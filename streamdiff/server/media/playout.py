@@ -25,6 +25,14 @@ FOLLOW, LEFT_OVER, RISE, RISE_FAST = 0.98, 2, 1.03, 1.25
 # One stall must not make video crawl: the least speed, and the share of `start_frames` that, waiting for a second,
 # doubles the speed.
 SLOWEST, PLENTY = 0.1, 0.75
+MARGIN_S, MARGIN_CHUNKS = 0.08, 0.25
+"""Video that is to wait when the next chunk comes, on a machine that is always equally fast: at least so long, and such
+a part of a chunk."""
+STEP_S = 0.005
+"""The most that the lead shrinks by with every chunk."""
+_BEGIN = 2 / 3  # of the limit
+_WINDOW = 24  # chunks that are looked back at, of which the worst counts
+_SETTLING = 3  # chunks that were on their way when the lead grew
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class PlayoutBuffer:
 
     A caller who asks late by up to `CATCH_UP_S` gets the slots it missed one by one, at once, with their regular
     presentation times. Later than that, the missed slots pass without a picture (counted in `missed`): the
-    media clock goes on with real time and the next frame is the next one. A clock that goes back shifts the slots.
+    media clock follows real time and the next frame is the next one. A clock that goes back shifts the slots.
     """
 
     def __init__(self, fps: float, *, start_frames: int = 1) -> None:
@@ -287,16 +295,6 @@ class PlayoutBuffer:
             self._zero_s += held_s
         if self._filling_since_s is not None:
             self._filling_since_s += held_s
-
-
-MARGIN_S, MARGIN_CHUNKS = 0.08, 0.25
-"""Video that is to wait when the next chunk comes, on a machine that is always equally fast: at least so long, and such
-a part of a chunk."""
-STEP_S = 0.005
-"""The most that the lead shrinks by with every chunk."""
-_BEGIN = 2 / 3  # of the limit
-_WINDOW = 24  # chunks that are looked back at, of which the worst counts
-_SETTLING = 3  # chunks that were on their way when the lead grew
 
 
 class PlayoutLead:

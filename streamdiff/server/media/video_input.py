@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.errors import ConfigError
-from streamdiff.video.reader import upright
+from streamdiff.video.files import upright
 
 PIECE_FRAMES = 4
 """Frames that are handed on together: a latent frame's."""
@@ -27,6 +27,9 @@ MAX_PIXELS = 3840 * 2160
 _RATE_S = 2.0
 """Over so long the source's rate is measured."""
 Frames = NDArray[np.uint8]
+_LOOK_S = 0.1
+"""Polling interval of a file input whose frames are not wanted."""
+_USUAL_RATE = 25.0
 
 
 class VideoInput:
@@ -124,11 +127,6 @@ def fit_frame(frame: av.VideoFrame, width: int, height: int) -> Frames:
     scaled = frame.reformat(wide, high, "rgb24").to_ndarray()
     top, left = (high - height) // 2, (wide - width) // 2
     return np.ascontiguousarray(scaled[top : top + height, left : left + width])
-
-
-_LOOK_S = 0.1
-"""Polling interval of a file input whose frames are not wanted."""
-_USUAL_RATE = 25.0
 
 
 def check_video(path: str) -> None:

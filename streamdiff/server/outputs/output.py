@@ -1,6 +1,6 @@
 """A live session sent to files and servers: each output takes the encoded packets as a viewer does, and a process
 of its own (`muxer`) writes them; to a WHIP server a peer connection (`whip`) sends them. What is slow or gone is
-skipped and tried again; nobody else waits for it.
+skipped and tried again; no viewer waits for it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from streamdiff.server.outputs.whip import Publication, WhipError
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.webrtc.ice import IceServers
 
+logger = logging.getLogger(__name__)
+
 # Short pieces, written at once: they can be played although the recording was cut off.
 _MP4 = {"movflags": "empty_moov+default_base_moof", "frag_duration": "1000000", "flush_packets": "1"}
 _WEBM = {"live": "1", "cluster_time_limit": "1000", "flush_packets": "1"}
@@ -47,6 +49,21 @@ _HOST = re.compile(r"[^\s\"'<>\\^`{|}]*")
 _KNOWN = "a file that ends in .mp4 or .webm, or an address that begins with " + ", ".join(
     f"{scheme}://" for scheme in _STREAMS
 )
+QUEUE_PACKETS = 80
+"""Encoded frames that may wait for one output, 2 s at 40 FPS; beyond that it continues at the next key frame."""
+BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+STUCK_S = 15.0
+"""A writer that reads nothing for so many seconds is restarted."""
+KEY_S = 2.0
+"""Interval of key frames sent to an address, as receivers there cannot request one."""
+POLL_S = 1.0
+ROOM_S = 1.0
+"""How often a recording looks whether the disk has room."""
+TELL_S = 60.0
+"""How often the log says the same of an output."""
+EXIT_S = 3.0
+MAX_PER_SESSION, MAX_OUTPUTS = 4, 32
+"""Each takes a process, or a peer connection."""
 
 
 @dataclass(frozen=True)
@@ -145,23 +162,6 @@ def _check_protocol(scheme: str) -> None:
         ) from None
     except (FFmpegError, OSError):
         return
-
-
-logger = logging.getLogger(__name__)
-
-QUEUE_PACKETS = 80
-"""Encoded frames that may wait for one output, 2 s at 40 FPS; beyond that it goes on at the next key frame."""
-BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-STUCK_S = 15.0
-"""A writer that reads nothing for so many seconds is restarted."""
-KEY_S = 2.0
-"""Interval of key frames sent to an address, as receivers there cannot request one."""
-POLL_S = 1.0
-ROOM_S = 1.0
-"""How often a recording looks whether the disk has room."""
-TELL_S = 60.0
-"""How often the log says the same of an output."""
-EXIT_S = 3.0
 
 
 @dataclass
@@ -349,8 +349,8 @@ class Output:
                 if reason := publication.fault(clock.monotonic_s()):
                     return reason
                 await self._poll()
-                track = publication.track
-                self._count(int(frames.increase(track.sent)), int(dropped.increase(track.dropped)))
+                sender = publication.sender
+                self._count(int(frames.increase(sender.sent)), int(dropped.increase(sender.dropped)))
         except WhipError as error:
             return str(error)
         finally:
@@ -376,10 +376,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
-
-
-MAX_PER_SESSION, MAX_OUTPUTS = 4, 32
-"""Each takes a process, or a peer connection."""
 
 
 class AllowedTargets:
@@ -424,7 +420,7 @@ class AllowedTargets:
 
 
 def _is_below(text: str, allowed: str) -> bool:
-    """Whether an address lies below another: same scheme, host, port and query, and a path that goes on from its own.
+    """Whether an address lies below another: same scheme, host, port and query, and a path that continues its own.
     Who sends may be named in it (`TOKEN@`)."""
     try:
         wanted, base = urlsplit(text), urlsplit(allowed)

@@ -51,11 +51,10 @@ class Publication:
         self._headers = {"Authorization": f"Bearer {unquote(parts.username)}"} if parts.username else {}
         self._codec, self._allows = codec, allows
         # What this line carries must not lower the viewers' picture.
-        self._sender = VideoSender(fanout, ice_servers, adapts_bitrate=False)
+        self.sender = VideoSender(fanout, ice_servers, adapts_bitrate=False)
         self._resource: str | None = None
         self._resource_headers = self._headers
         self._opened_s = 0.0
-        self.track = self._sender.track
 
     async def open(self) -> None:
         """Offer the stream and take the answer; the packets begin when the connection stands. Mutates: self.
@@ -63,25 +62,25 @@ class Publication:
         Raises:
             WhipError: nobody there, a refusal, or an answer that cannot be used.
         """
-        transceiver = self._sender.add_transceiver((self._codec,))
-        await self._sender.pc.setLocalDescription(await self._sender.pc.createOffer())
-        answer = await self._post(str(self._sender.pc.localDescription.sdp))
+        transceiver = self.sender.add_transceiver((self._codec,))
+        await self.sender.pc.setLocalDescription(await self.sender.pc.createOffer())
+        answer = await self._post(str(self.sender.pc.localDescription.sdp))
         try:
-            await self._sender.pc.setRemoteDescription(RTCSessionDescription(without_unusable(answer), "answer"))
+            await self.sender.pc.setRemoteDescription(RTCSessionDescription(without_unusable(answer), "answer"))
         except aiortc_compat.OFFER_ERRORS as error:
             raise WhipError(f"the media server's answer cannot be used ({type(error).__name__})") from error
-        if not self._sender.bind(transceiver) or transceiver.currentDirection != "sendonly":
+        if not self.sender.bind(transceiver) or transceiver.currentDirection != "sendonly":
             raise WhipError(f"the media server does not take {self._codec.upper()} video")
         self._opened_s = clock.monotonic_s()
 
     def fault(self, now_s: float) -> str | None:
         """What is wrong with the connection; None: nothing."""
-        state = self._sender.pc.connectionState
+        state = self.sender.pc.connectionState
         if state in ("failed", "closed"):
             return f"the connection to the media server has {'failed' if state == 'failed' else 'been closed'}"
         if state != "connected" and now_s - self._opened_s > CONNECT_S:
             return f"no connection to the media server within {CONNECT_S:g} s"
-        if (fault := self._sender.fault(now_s)) is not None:
+        if (fault := self.sender.fault(now_s)) is not None:
             if fault == "encoder":
                 return f"{self._codec.upper()} cannot be encoded"
             return "the media server takes nothing any more"
@@ -89,7 +88,7 @@ class Publication:
 
     async def close(self) -> None:
         """Close the connection, and delete the resource at the media server if it answers. Mutates: self."""
-        await self._sender.close(CLOSE_S)
+        await self.sender.close(CLOSE_S)
         if self._resource is not None:
             with contextlib.suppress(httpx.HTTPError, TimeoutError):
                 async with (

@@ -25,7 +25,7 @@ from streamdiff.server.routes.dependencies import BINARY, Controlled, State, Wat
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
 from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlError, ControlMessage, message_schema, parse
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.receipts import Receipt, SessionEnded
+from streamdiff.server.sessions.receipts import Receipt, StreamEnded
 
 ANSWER_TIMEOUT_S = 5.0
 """How long a request waits for the engine's answer before it is answered with 202."""
@@ -117,7 +117,7 @@ async def control(request: Request, state: State, live: Controlled) -> Response:
     **operation("watch", 404, 410, 503, answers=answer("A JPEG file", "image/jpeg", BINARY)),
 )  # fmt: skip
 async def frame(live: Watched) -> Response:
-    jpeg = await live.playback.snapshot.jpeg()
+    jpeg = await live.playback.jpeg()
     if jpeg is None:
         raise Problem(503, "No frame has been made yet.", {"Retry-After": "1"}, code="opening")
     return Response(jpeg, media_type="image/jpeg")
@@ -149,7 +149,7 @@ async def carry_out(state: AppState, session: LiveSession, message: ControlMessa
     except TimeoutError as error:
         text = f"The engine took no command for {ANSWER_TIMEOUT_S:g} s; this one may still be carried out."
         raise Problem(504, text, code="engine") from error
-    except SessionEnded as error:
+    except StreamEnded as error:
         raise Problem(410, "The session has ended.", code="ended") from error
     except EngineFailure as error:
         raise Problem(503, f"The engine stopped: {error}", {"Retry-After": "5"}, code="engine") from error

@@ -16,8 +16,8 @@ from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.dependencies import State, answer, operation
+from streamdiff.server.sessions.live_session import STALLED_S
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
-from streamdiff.server.sessions.state import STALLED_S
 
 
 class Health(BaseModel):

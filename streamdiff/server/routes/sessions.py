@@ -1,53 +1,73 @@
-"""`/api/sessions`: open, list, show, change, pause, reset and end sessions, and send them on to allowed targets."""
+"""`/api/sessions`: open, list, show, change, pause, reset and end sessions, save them as files, and
+send them on to allowed targets."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.features import NOTHING, Features
-from streamdiff.engine.messages import Pictures
-from streamdiff.errors import RequestError
+from streamdiff.engine.messages import Data, Pictures
+from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.app_state import AppState, count_refusals, state_of
 from streamdiff.server.auth import Role
 from streamdiff.server.load import Unavailable
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes import schemas
 from streamdiff.server.routes.bodies import (
+    FORM,
     JSON,
+    MAX_FORM_BYTES,
     SNAPSHOT,
     Files,
     feature_files,
     given_features,
     given_picture,
+    media_type,
     read_fields,
     read_json,
 )
 from streamdiff.server.routes.control import carry_out, check, status_of
 from streamdiff.server.routes.dependencies import (
+    BINARY,
     FEATURES,
     Controlled,
     Responses,
     State,
     Watched,
+    answer,
     body_of,
     json_or_form,
     operation,
     problems,
 )
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
-from streamdiff.server.routes.snapshots import given_snapshot, place_for_upload
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage
-from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.session_spec import SessionSpec, resumed
+from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
+from streamdiff.server.sessions.receipts import StreamEnded
+from streamdiff.snapshot_header import check_signature, read_saved_session, signed
 
+logger = logging.getLogger(__name__)
+
+OCTETS = "application/octet-stream"
+SAVE_TIMEOUT_S = 60.0
+SEND_LIMIT_S = 10.0
+"""A download that reads nothing for so many seconds is aborted, as others wait for its slot."""
+_PIECE = 1 << 18
+_FIXED = ("seed", "kv_context", "image")
+"""What a snapshot has, and a session that goes on from it cannot begin with."""
+Headers = dict[str, str]
 _LATER: Responses = {
     202: {
         "description": "The engine has it and carries it out later (receipt `asked`). GET shows what holds by then",
@@ -86,7 +106,7 @@ async def open_session(request: Request, state: State) -> Response:
     with count_refusals(state.metrics.refused):
         state.require(request, Role.CONTROLLER)
         state.limit(request)
-        async with place_for_upload(request, state):
+        async with _place_for_upload(request, state):
             session = await _open(request, state)
     assert session.tokens is not None
     tokens = {"view_token": session.tokens.view, "control_token": session.tokens.control}
@@ -104,8 +124,7 @@ async def _open(request: Request, state: AppState) -> LiveSession:
     given = await given_features(sent, wanted.strength, ready, prompt=prompt, image=picture is not None)
     spec = _spec(wanted, picture, state.config, given)
     if (snapshot := sent.get(SNAPSHOT)) is not None:
-        key = None if state.config.serve.trust_snapshots else state.snapshot_key
-        spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, state.config, given, key)
+        spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, given, state)
     try:
         return await state.manager.open(spec, snapshot)
     except Unavailable as error:
@@ -164,9 +183,9 @@ async def reset_session(request: Request, response: Response, live: Controlled) 
 
 def _spec(
     wanted: schemas.NewSession, picture: Pictures | None, defaults: Config, given: Features = NOTHING
-) -> SessionSpec:
+) -> StreamSpec:
     default = "" if given.prompt_embeds is not None else defaults.session.prompt
-    return SessionSpec(
+    return StreamSpec(
         prompt=default if wanted.prompt is None else wanted.prompt,
         seed=wanted.seed,
         fps=defaults.playback.fps if wanted.fps is None else wanted.fps,
@@ -178,20 +197,28 @@ def _spec(
     )
 
 
-def _spec_of_saved(
-    snapshot: bytes, wanted: schemas.NewSession, defaults: Config, given: Features, key: bytes | None
-) -> SessionSpec:
-    """A session that goes on from a file, with what it is to have instead. Raises Problem: 413, 422."""
-    limit = defaults.serve.max_snapshot_mb
-    if len(snapshot) > limit << 20:
-        raise Problem(
-            413, f"`snapshot` is larger than serve.max_snapshot_mb, {limit} MiB.", code="too_large", field="snapshot"
-        )
-    saved = given_snapshot(snapshot, wanted, key)
-    if given.names:
-        why = f"`{given.names[0]}`: a session that goes on from a snapshot has what was saved with it; leave it out."
-        raise Problem(422, why, code="invalid", field=given.names[0])
-    return resumed(_spec(wanted, None, defaults), saved, wanted.prompt, wanted.steps)
+def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, given: Features, state: AppState) -> StreamSpec:
+    """A session that goes on from a file, with what it is to have instead. Reads all of the file: on a thread.
+
+    Raises:
+        Problem: 413; 422 for what is no snapshot, or not signed with this server's key where it has to be, or a field
+            that such a session cannot have.
+    """
+    serve = state.config.serve
+    if len(snapshot) > serve.max_snapshot_mb << 20:
+        why = f"`snapshot` is larger than serve.max_snapshot_mb, {serve.max_snapshot_mb} MiB."
+        raise Problem(413, why, code="too_large", field=SNAPSHOT)
+    fixed = [name for name in _FIXED if name in wanted.model_fields_set and getattr(wanted, name) is not None]
+    if refused := [*fixed, *given.names]:
+        why = f"`{refused[0]}`: a session that goes on from a snapshot has what was saved with it; leave it out."
+        raise Problem(422, why, code="invalid", field=refused[0])
+    try:
+        saved = read_saved_session(snapshot)
+        if not serve.trust_snapshots:
+            check_signature(snapshot, state.snapshot_key)
+    except ConfigError as error:
+        raise Problem(422, f"`snapshot`: {error}", code=error.code or "refused", field=SNAPSHOT) from error
+    return _spec(wanted, None, state.config).resumed(saved, wanted.prompt, wanted.steps)
 
 
 async def _read(
@@ -286,3 +313,101 @@ async def remove_output(state: State, live: Controlled, id: str) -> Response:
     if not await state.session_outputs.remove(live, id):
         raise Problem(404, "There is no such output.", code="unknown")
     return Response(status_code=204)
+
+
+# ---- snapshots ----------------------------------------------------------------------------------------------------
+
+
+@router.get(
+    "/{session}/snapshot", summary="The session as one file, from which another goes on",
+    response_class=Response,
+    **operation("steer", 409, 503, 504, answers=answer("A safetensors file; Content-Length: its size", OCTETS, BINARY)),
+)  # fmt: skip
+async def save_session(state: State, live: Controlled) -> Response:
+    _refuse_if_busy(state)
+    async with contextlib.AsyncExitStack() as held:
+        await held.enter_async_context(state.snapshots)
+        header, rest = signed(await _taken(state, live), state.snapshot_key)
+        sending = held.pop_all()
+
+    async def pieces() -> AsyncIterator[bytes | memoryview]:
+        yield header
+        for begin in range(0, len(rest), _PIECE):
+            yield rest[begin : begin + _PIECE]
+
+    return _Sending(pieces(), sending, _headers(live, len(header) + len(rest)))
+
+
+@router.head(
+    "/{session}/snapshot", summary="How large the session's file would be now",
+    response_class=Response, **operation("steer", 409, 503, 504, answers=answer("Content-Length: its size")),
+)  # fmt: skip
+async def size_of_snapshot(state: State, live: Controlled) -> Response:
+    _refuse_if_busy(state)
+    async with state.snapshots:
+        header, rest = signed(await _taken(state, live), state.snapshot_key)
+        return Response(headers=_headers(live, len(header) + len(rest)), media_type=OCTETS)
+
+
+@contextlib.asynccontextmanager
+async def _place_for_upload(request: Request, state: AppState) -> AsyncIterator[None]:
+    """While the form of a request is read and used that may hold a snapshot, which lies in memory: as many at a time as
+    are taken or sent. Raises Problem, 503, where there are more."""
+    length = request.headers.get("content-length", "")
+    small = length.isdigit() and int(length) <= MAX_FORM_BYTES
+    async with contextlib.AsyncExitStack() as held:
+        if media_type(request) == FORM and not small:
+            _refuse_if_busy(state)
+            await held.enter_async_context(state.snapshots)
+        yield
+
+
+def _refuse_if_busy(state: AppState) -> None:
+    """Raises Problem, 503, while MAX_SNAPSHOTS are taken or sent."""
+    if state.snapshots.locked():
+        raise Problem(503, "Other snapshots are being sent; ask again.", {"Retry-After": "1"}, code="busy")
+
+
+def _headers(live: LiveSession, size: int) -> Headers:
+    return {
+        "Content-Length": str(size),
+        "Content-Disposition": f'attachment; filename="{live.id}.safetensors"',
+        "Cache-Control": "no-store",
+    }
+
+
+async def _taken(state: AppState, live: LiveSession) -> Data:
+    """A session's file. Raises Problem: 409, 410, 503, 504."""
+    if not live.opened:
+        raise state.engine_problem(may_control=True, session=live)
+    try:
+        return await live.save(SAVE_TIMEOUT_S)
+    except RequestError as error:
+        raise Problem(409, str(error), code="refused", field=error.field) from error
+    except EngineFailure as error:
+        raise state.engine_problem(may_control=True, session=live) from error
+    except StreamEnded as error:
+        raise Problem(410, "The session has ended.", code="ended") from error
+    except TimeoutError as error:
+        raise Problem(504, "The engine saved nothing in time.", code="timeout") from error
+
+
+class _Sending(StreamingResponse):
+    """Gives back its place when it is sent, or the caller has gone or takes nothing."""
+
+    def __init__(
+        self, content: AsyncIterator[bytes | memoryview], place: contextlib.AsyncExitStack, headers: Headers
+    ) -> None:
+        super().__init__(content, headers=headers, media_type=OCTETS)
+        self._place = place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def within_limit(message: Message) -> None:
+            async with asyncio.timeout(SEND_LIMIT_S):
+                await send(message)
+
+        async with self._place:
+            try:
+                await super().__call__(scope, receive, within_limit)
+            except TimeoutError:  # the connection is closed, as the response is not complete
+                logger.info("A snapshot was given up: nothing of it was taken for %g s.", SEND_LIMIT_S)

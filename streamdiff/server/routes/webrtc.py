@@ -94,7 +94,7 @@ async def watch(
 
 
 async def describe_viewer(request: Request, state: State, session: SessionId, id: _ViewerId) -> Response:
-    state.viewers.check(session, id, address_of(request))
+    state.viewers.find(session, id, address_of(request))
     headers = {"Accept-Patch": TRICKLE_TYPE, "Allow": "OPTIONS, GET, HEAD, PATCH, DELETE"}
     return Response(headers=headers)
 
@@ -145,7 +145,7 @@ async def describe_feeding() -> Response:
     **operation("steer", 404, 410, 503, body=body_of(TRICKLE_TYPE)),
 )  # fmt: skip
 async def add_sender_candidates(request: Request, state: State, live: Controlled, id: _SenderId) -> Response:
-    await state.feeders.trickle(live.id, id, await _read_sdp(request, *_FRAGMENT))
+    await state.feeders.trickle(live.id, id, await _read_sdp(request, *_FRAGMENT), address_of(request))
     return Response(status_code=204)
 
 
@@ -153,8 +153,8 @@ async def add_sender_candidates(request: Request, state: State, live: Controlled
     _SENDER, summary="Stop sending",
     **operation("steer", 404, 410, 503, answers=answer("It sends no more")),
 )  # fmt: skip
-async def stop_feeding(state: State, live: Controlled, id: _SenderId) -> Response:
-    await state.feeders.delete(live.id, id)
+async def stop_feeding(request: Request, state: State, live: Controlled, id: _SenderId) -> Response:
+    await state.feeders.delete(live.id, id, address_of(request))
     return Response()
 
 

@@ -39,6 +39,7 @@ class ControlConnection(ABC):
         unknown, poor or good. Sends the state at once."""
         self._peer, self._session, self._metrics = peer, session, metrics
         self._may_control, self._network = may_control, network
+        self._closed = False
         self._messages = TokenBucket(MESSAGES_PER_S, MESSAGES_PER_S)
         self._rate_errors = TokenBucket(1, 1)
         self._inbox: asyncio.Queue[str | bytes] = asyncio.Queue(MESSAGES_PER_S)
@@ -57,7 +58,11 @@ class ControlConnection(ABC):
         self.send_text(json.dumps(message, ensure_ascii=False))
 
     def close(self) -> None:
-        """Stop receiving and reporting. Mutates: self."""
+        """Stop receiving and reporting. Does nothing a second time: the peer, by the same name, may have opened another
+        connection by then. Mutates: self."""
+        if self._closed:
+            return
+        self._closed = True
         self._session.subscribers.leave(self._peer)
         for task in self._tasks:
             task.cancel()

@@ -83,14 +83,14 @@ class PromptMessage(ChangeMessage):
 
 
 class ResetMessage(ChangeMessage):
-    """Begin afresh."""
+    """Start over."""
 
     type: Literal["reset"]
     seed: Seed | None = Field(None, description="left out: the session's")
 
 
 class PictureReset(ResetMessage):
-    """Begin afresh from a picture, or with None from none; over HTTP alone, as messages are small."""
+    """Start over from a picture, or with None from none; over HTTP alone, as messages are small."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 

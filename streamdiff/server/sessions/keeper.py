@@ -29,9 +29,8 @@ from streamdiff.engine.messages import DEFAULT_STRENGTH, Data, Ready
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.logging_setup import log_fields
-from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.receipts import SessionEnded
-from streamdiff.server.sessions.session_spec import SessionSpec
+from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
+from streamdiff.server.sessions.receipts import StreamEnded
 from streamdiff.snapshot_header import read_saved_session
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ _MAX_RECORD_BYTES = 128 * 1024 * 1024
 
 
 class SavedRecord(BaseModel):
-    """A session as the web process knows it; see `LiveSession` and `SessionSpec`. `age_s`: seconds since its opening.
+    """A session as the web process knows it; see `LiveSession` and `StreamSpec`. `age_s`: seconds since its opening.
     `epoch` is the last one, `made_frames` the number of the next frame. `image`: the bytes of its picture `[1, H, W,
     3]`. The last four: see `Features`."""
 
@@ -231,13 +230,13 @@ class Keeper:
         """Keep a session as it is now, if it can be. Mutates: self."""
         resets, record = session.resets, None if self._folder is None else record_of(session)
         try:
-            data = await session.snapshots.save(SAVE_LIMIT_S) if session.playback.made_frames else b""
+            data = await session.save(SAVE_LIMIT_S) if session.playback.made_frames else b""
             if session.resets != resets:
                 return
             if self._folder is not None and record is not None:
                 await asyncio.to_thread(self._folder.write, record, data)
-        except (RequestError, EngineFailure, SessionEnded, TimeoutError, OSError) as error:
-            if session.id not in self._unable and not isinstance(error, EngineFailure | SessionEnded):
+        except (RequestError, EngineFailure, StreamEnded, TimeoutError, OSError) as error:
+            if session.id not in self._unable and not isinstance(error, EngineFailure | StreamEnded):
                 self._unable.add(session.id)
                 fields = log_fields(session=session.id)
                 logger.warning("Session %s could not be kept: %s", session.id, error or "no answer", extra=fields)
@@ -331,7 +330,7 @@ class Keeper:
             session.lifetime.opened_s = now_s - record.age_s
             session.lifetime.idle_limit_s, session.lifetime.limit_s = serve.idle_s, serve.lifetime_s
         session.text, session.rev, session.epoch = record.text, record.rev, record.epoch
-        session.playback.go_on(record.made_frames)
+        session.playback.resume_at(record.made_frames)
         if record.paused:
             session.paused = True
             session.playback.pacer.set_paused(True)
@@ -368,11 +367,11 @@ class Keeper:
 
 async def _saved(session: LiveSession) -> Data | None:
     """A session as it is now, asked for again while its prompt is being encoded; None where it cannot be had."""
-    with contextlib.suppress(RequestError, EngineFailure, SessionEnded, TimeoutError):
+    with contextlib.suppress(RequestError, EngineFailure, StreamEnded, TimeoutError):
         async with asyncio.timeout(SAVE_LIMIT_S):
             while True:
                 try:
-                    return await session.snapshots.save(SAVE_LIMIT_S)
+                    return await session.save(SAVE_LIMIT_S)
                 except RequestError as error:
                     if error.code != "encoding":
                         raise
@@ -401,14 +400,14 @@ def find_sessions(folders: Sequence[SavedFolder | None]) -> list[SavedFile]:
     return list(found.values())
 
 
-def spec_of(record: SavedRecord, ready: Ready) -> SessionSpec:
+def spec_of(record: SavedRecord, ready: Ready) -> StreamSpec:
     """How a session of a folder is opened."""
     data, picture = record.image, None
     if data is not None and len(data) == ready.height * ready.width * 3:
         picture = np.frombuffer(data, np.uint8).reshape(1, ready.height, ready.width, 3)
     features = Features(record.prompt_embeds, record.image_latents, record.video_latents, record.strength)
     start = record.prompt, record.seed, record.fps, record.steps, record.kv_context
-    return SessionSpec(*start, picture, features, record.adaptive)
+    return StreamSpec(*start, picture, features, record.adaptive)
 
 
 def record_of(session: LiveSession) -> SavedRecord:

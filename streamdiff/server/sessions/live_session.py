@@ -6,80 +6,181 @@ Knows nothing about HTTP, SDP or peer connections.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Literal
 
 from streamdiff import clock
-from streamdiff.config import Config
+from streamdiff.config import PROMPT_POLICIES, Config
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Command, Data, FrameBatch, Ready
+from streamdiff.engine.features import NOTHING, Features
+from streamdiff.engine.messages import Command, Data, FrameBatch, Pictures, Ready
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
-from streamdiff.server.load import Lifetime, LoadLimit, SessionDemand
-from streamdiff.server.metrics import Metrics
+from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, ViewerDemand
+from streamdiff.server.metrics import CounterDelta, Metrics
+from streamdiff.server.rate_limit import Rate
 from streamdiff.server.sessions import control
 from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
-from streamdiff.server.sessions.engine_status import EngineStatus, Opening, SnapshotRequests
 from streamdiff.server.sessions.playback import Playback
-from streamdiff.server.sessions.receipts import LOAD, Mailbox, Receipt, RequestTracker, SessionEnded, Subscribers
-from streamdiff.server.sessions.session_input import SessionInput
-from streamdiff.server.sessions.session_spec import SessionSpec, demand_after, is_more, load_limited_fields
-from streamdiff.server.sessions.state import SessionState
+from streamdiff.server.sessions.receipts import (
+    LOAD,
+    Mailbox,
+    PendingAnswers,
+    Receipt,
+    RequestTracker,
+    StreamEnded,
+    Subscribers,
+)
+from streamdiff.server.sessions.video_source import VideoSource
+from streamdiff.snapshot_header import SavedSession
 
+STALLED_S = 2.0
 OPENING = "open"
 """`Open.request`: a refusal that has it is that of the session, others are of requests to it."""
+PLAIN_REASON = "it failed; who may steer is told why"
+_WORDS = {
+    "opening": "The session is not open yet",
+    "restarting": "The engine is being started again",
+    "waiting": "The session waits for memory",
+    "failed": "The engine stopped",
+}
+_STATE_FIELDS = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context")
+"""Attributes of a session that its state has under the same name."""
 _Answer = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | messages.Closed
 SessionEvent = _Answer | FrameBatch | messages.InputUsed | messages.Saved | messages.Swapped
 
 
-class LiveSession(SessionState):
-    """An open session. Lives on the event loop."""
+@dataclass(frozen=True)
+class EngineStatus:
+    """State of the engine, or of a session on it: `opening`, or `waiting` for memory to be opened again. `reason`: why
+    it does not run; `retry_after_s`: in how many seconds it may, as far as known.
+
+    A reason may end with the last lines that the engine wrote: paths, addresses, what an exception held. Only callers
+    that may control a session get it; others learn only that the engine failed.
+    """
+
+    state: Literal["running", "opening", "restarting", "waiting", "failed"] = "running"
+    reason: str = ""
+    retry_after_s: int = 1
+
+    @property
+    def running(self) -> bool:
+        return self.state == "running"
+
+    @property
+    def code(self) -> str:
+        """For programs, of an engine that does not run."""
+        return {"failed": "engine", "waiting": "memory"}.get(self.state, self.state)
+
+    def reason_for(self, may_control: bool) -> str:
+        """The reason that a caller may see; empty where there is none."""
+        return self.reason if may_control or not self.reason or self.state == "waiting" else PLAIN_REASON
+
+    def message(self, may_control: bool, consequence: str = "") -> str:
+        """A sentence on an engine that does not run, and why."""
+        reason = self.reason_for(may_control)
+        return f"{_WORDS[self.state]}{consequence}{f': {reason}' if reason else '.'}"
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """Initial settings of a session; None means the engine's default. `fps`: frames shown per second. `image`: the
+    picture that it begins with, see `messages.Open`. `features` replace the image, the prompt, or a video. `adaptive`:
+    whether its steps and frame rate are reduced under load."""
+
+    prompt: str
+    seed: int
+    fps: float
+    steps: int | None = None
+    kv_context: str | None = None
+    image: Pictures | None = None
+    features: Features = NOTHING
+    adaptive: bool = False
+
+    def resumed(self, saved: SavedSession, prompt: str | None, steps: int | None = None) -> StreamSpec:
+        """The spec of a session that resumes from a snapshot, with what was saved; a prompt and steps may replace
+        it."""
+        prompt, steps = saved.text if prompt is None else prompt, saved.steps if steps is None else steps
+        return replace(self, prompt=prompt, steps=steps, seed=saved.seed, kv_context=saved.kv_context)
+
+
+class LiveSession:
+    """An open session. Lives on the event loop.
+
+    Its parts: `playback` (pacer and encoders), `input` (the video that feeds it), `subscribers` (who gets its
+    messages), `lifetime` (when it ends by itself).
+    """
 
     def __init__(
         self,
         id: str,
-        spec: SessionSpec,
+        spec: StreamSpec,
         config: Config,
         ready: Ready,
         send: Callable[[Command], Awaitable[None]],
         metrics: Metrics,
-        may_play: Callable[[SessionDemand], str] = lambda demand: "",
-        occupancy: Callable[[], Sequence[float]] = tuple,
+        may_play: Callable[[ViewerDemand], str],
+        occupancy: Callable[[], Sequence[float]],
     ) -> None:
         """`send` hands a command to the engine; `may_play` says why the session cannot have what it asks for, or "" if
-        it can; `occupancy`: see `SessionState`."""
-        super().__init__(id, spec, ready, metrics, occupancy)
-        self._sent_steps = self.steps
+        it can; `occupancy`: what share of the time, 0 to 1, each rank was at work."""
+        self.id = id
+        self._config, self._ready, self._metrics = config, ready, metrics
+        self._send, self._may_play, self._occupancy = send, may_play, occupancy
+        # What it shows.
+        self.prompt, self.seed, self.image, self.features = spec.prompt, spec.seed, spec.image, spec.features
+        self.begins_with_image = spec.image is not None
+        self.kv_context = ready.kv_context if spec.kv_context is None else spec.kv_context
+        self.text, self.notice, self.switches = "", "", PROMPT_POLICIES
+        self.paused = False
+        self.rev = 0
+        """Revision of the state; goes up with every request."""
+        self.resets = 0
+        """How often its stream has begun again."""
+        # Steps: in force, as requested (`demand`), and as the engine was sent last.
+        self.steps = self._sent_steps = ready.steps if spec.steps is None else spec.steps
+        self.limit, self._demand = UNLIMITED, ViewerDemand(self.steps, spec.fps, spec.adaptive)
+        # The engine.
+        self.engine = EngineStatus()
+        self.opened = self.closed = False  # closed: or about to be, nobody may join
+        self.place = "none"
+        """Where its caches lie: `device`, `host` (memory) or `disk`; `none` while the engine has not opened it."""
+        self.epoch = -1
+        """The latest one that the engine reported."""
+        self._latest_shown_epoch = 0
+        self.asked_s = float("-inf")
+        """When the engine was asked last to open it."""
+        self.reserved_until_s = float("-inf")
+        """Until then it counts as playing, although it has no viewers."""
+        self._sent_active: tuple[bool, bool] | None = None  # active, and whether to be swapped out
+        self._opening: asyncio.Future[None] | None = None  # the answer to `Open`
+        self._saves, self._snapshots = itertools.count(1), PendingAnswers[Data]()
+        # Who may do what, and for how long.
         self.tokens: Tokens | None = None
         """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
         self.lifetime = Lifetime(clock.monotonic_s())
-        self.asked_s = float("-inf")  # when the engine was asked last to open it
-        self.reserved_until_s = float("-inf")
-        """Until then it counts as playing, although it has no viewers."""
-        self._last_active: tuple[bool, bool] | None = None  # active, and whether to be swapped out, as sent last
-        self.opened = self.closed = False  # closed: or about to be, nobody may join
-        self.epoch = -1
-        """The latest one that the engine reported."""
-        self.resets = 0  # how often its stream has begun afresh
-        self._latest_shown_epoch = 0
-        self._send, self._may_play = send, may_play
-        self._default_prompt = config.session.prompt
-        self._pause_after_s = config.serve.pause_after_s
-        self.subscribers = Subscribers(self._count_receipt)
-        self.snapshots = SnapshotRequests(id, send)
-        self._requests = RequestTracker()
-        self.opening = Opening()
-        self.playback = Playback(id, spec.fps, config, ready, metrics, self._take_shown, send, self.tell_active)
-        self.input = SessionInput(id, ready, send, lambda: self.fps, lambda: not self.idle, self._send_state)
+        self.subscribers = Subscribers()
+        self._requests, self._first_receipts = RequestTracker(), PendingAnswers[Receipt]()
+        # Figures.
+        self._repeated, self._dropped = CounterDelta(), CounterDelta()
+        self._made, self._shown = Rate(), Rate()
+        self._opening_s: float | None = None  # when `Open` was sent, until the first frame is made
+        self._chunk_s: float | None = None
+        self._lag_s: float | None = None
+        self._metrics_ended = False
+        self.playback = Playback(id, spec.fps, config, ready, metrics, self._on_shown, send, self.send_active)
+        self.input = VideoSource(id, ready, send, lambda: self.fps, lambda: not self.idle, self._send_state)
 
     @property
     def fps(self) -> float:
         """Frames shown per second."""
         return self.playback.fps
 
-    def demand(self, now_s: float) -> SessionDemand:
+    def demand(self, now_s: float) -> ViewerDemand:
         """What its viewers requested, with `plays` as of `now_s`."""
         return replace(self._demand, plays=self.plays(now_s))
 
@@ -97,16 +198,7 @@ class LiveSession(SessionState):
         """Whether it takes engine time: watched, not yet idle, or reserved. Others take memory only."""
         return self.watched or not self.idle or now_s < self.reserved_until_s
 
-    async def tell_active(self) -> None:
-        """Send `SetActive` where it has changed: active unless idle, to be swapped out if idle for
-        `serve.pause_after_s`. Does nothing before the engine has opened the session."""
-        now_s, active = clock.monotonic_s(), not self.idle
-        self.lifetime.watch(self.watched, now_s)
-        since_s = self.lifetime.idle_since_s
-        wanted = active, not active and (since_s is None or now_s - since_s >= self._pause_after_s)
-        if self.opened and wanted != self._last_active:
-            self._last_active = wanted
-            await self._send(messages.SetActive(self.id, *wanted))
+    # ---- on the engine ------------------------------------------------------------------------------------------
 
     async def ask_open(self, snapshot: Data | None = None) -> None:
         """Send `Open` to the engine, with epoch and frame numbers that continue those of an engine before, and with
@@ -117,46 +209,93 @@ class LiveSession(SessionState):
         """
         if self.closed:
             return
-        playback, self._last_active, self.asked_s = self.playback, None, clock.monotonic_s()
+        self._opening = asyncio.get_running_loop().create_future()
+        playback, self._sent_active, self.asked_s = self.playback, None, clock.monotonic_s()
         self.steps = self._sent_steps = self.limit.steps_of(self._demand.steps)
         if self.epoch < 0:
             self._opening_s = self.asked_s
         text = self.text or self.prompt  # as it was read last: words that said nothing then say nothing now
         if not text and snapshot is None and self.features.prompt_embeds is None:
-            text = self.prompt = self._default_prompt  # that of the snapshot it was opened from were features
+            text = self.prompt = self._config.session.prompt  # that of the snapshot it was opened from were features
         past = (self.epoch + 1, playback.made_frames, playback.passed_frames)
-        ahead = playback.ahead_frames
-        how = (text, self.seed, self.steps, self.kv_context, ahead, *past)
-        self.resets += snapshot is None
+        how = (text, self.seed, self.steps, self.kv_context, playback.ahead_frames, *past)
         given = self.features.fields() if snapshot is None else {}
-        active = not self.idle
+        self.resets += snapshot is None
         opening = messages.Open(
-            self.id, *how, image=self.image, active=active, request=OPENING, snapshot=snapshot, **given
+            self.id, *how, image=self.image, active=not self.idle, request=OPENING, snapshot=snapshot, **given
         )
         await self._send(opening)
         if self.paused and snapshot is None:
-            await self.tell_paused()
-        await self.input.tell()
+            await self.send_paused()
+        await self.input.announce()
 
-    async def tell_paused(self) -> None:
+    async def wait_opened(self, timeout_s: float) -> None:
+        """Wait until the engine has answered the latest `ask_open`.
+
+        Raises:
+            RequestError: it refused; EngineFailure: it has ended; TimeoutError: it did not answer in time.
+        """
+        assert self._opening is not None
+        async with asyncio.timeout(timeout_s):
+            await asyncio.shield(self._opening)
+
+    @property
+    def may_be_open(self) -> bool:
+        """Whether the engine has opened it, or has yet to answer."""
+        return self.opened or (self._opening is not None and not self._opening.done())
+
+    def _end_opening(self, error: Exception | None) -> None:
+        if self._opening is None or self._opening.done():
+            return
+        if error is None:
+            self._opening.set_result(None)
+        else:
+            self._opening.set_exception(error)
+            self._opening.exception()  # marks it retrieved: there may be no waiter
+
+    async def save(self, timeout_s: float) -> Data:
+        """A snapshot's file as it would be on disk, taken now; the session continues.
+
+        Raises:
+            RequestError: the engine cannot take one; says why.
+            EngineFailure: the engine has ended. StreamEnded: the session has.
+            TimeoutError: it did not answer in time.
+        """
+        request = f"save {next(self._saves)}"
+        with self._snapshots.expect(request) as snapshot:
+            async with asyncio.timeout(timeout_s):
+                await self._send(messages.Save(self.id, request))
+                return await snapshot
+
+    async def send_active(self) -> None:
+        """Send `SetActive` where it has changed: active unless idle, to be swapped out if idle for
+        `serve.pause_after_s`. Does nothing before the engine has opened the session."""
+        now_s, active = clock.monotonic_s(), not self.idle
+        self.lifetime.watch(self.watched, now_s)
+        since_s = self.lifetime.idle_since_s
+        wanted = active, not active and (since_s is None or now_s - since_s >= self._config.serve.pause_after_s)
+        if self.opened and wanted != self._sent_active:
+            self._sent_active = wanted
+            await self._send(messages.SetActive(self.id, *wanted))
+
+    async def send_paused(self) -> None:
         """Send `Pause` or `Resume`, as a snapshot may have the other state."""
-        with suppress(EngineFailure):  # the next engine is told
+        with suppress(EngineFailure):  # `ask_open` sends it to the next engine
             await self._send(messages.Pause(self.id) if self.paused else messages.Resume(self.id))
 
     def engine_lost(self, engine: EngineStatus) -> None:
-        """The engine has ended: refuse the requests that ended with it. The last picture stays; `ask_open` goes on.
+        """The engine has ended: refuse the requests that ended with it. The last picture stays; `ask_open` continues.
 
         Mutates: self.
         """
         self.opened, self.engine, self.place = False, engine, "none"
-        self.subscribers.fail_pending(lambda: self._unavailable(None))
-        self.snapshots.fail(lambda: EngineFailure(engine.reason))
-        self.opening.end(EngineFailure(engine.reason))
-        self.opening.reset()
+        self._first_receipts.fail(lambda: self._unavailable(None))
+        self._snapshots.fail(lambda: EngineFailure(engine.reason))
+        self._end_opening(EngineFailure(engine.reason))
         why = engine.message(may_control=True, consequence=", and this was not taken before")
         carried = self.epoch + 1 if engine.state == "restarting" else None
         made_frames = self.playback.made_frames
-        self.subscribers.deliver(self._requests.engine_lost(carried, made_frames, why, clock.monotonic_s()))
+        self._deliver(self._requests.engine_lost(carried, made_frames, why, clock.monotonic_s()))
         self._send_state()
 
     def wait_for_memory(self, reason: str) -> None:
@@ -167,6 +306,17 @@ class LiveSession(SessionState):
     def _unavailable(self, id: Id) -> ControlError:
         code = "engine_ended" if self.engine.state == "failed" else self.engine.code
         return ControlError(code, self.engine.message(may_control=True), id=id)
+
+    async def close(self) -> None:
+        """End its threads and tasks; the engine's session is not closed. Mutates: self."""
+        self.closed = True
+        self._end_opening(EngineFailure("the session ended before it was opened"))
+        ended = partial(StreamEnded, "the session ended before this was answered")
+        self._first_receipts.fail(ended)
+        self._snapshots.fail(ended)
+        await self.input.close()
+        await self.playback.close()
+        self._end_metrics()
 
     # ---- the engine's events ------------------------------------------------------------------------------------
 
@@ -181,24 +331,19 @@ class LiveSession(SessionState):
                 self.opened, self.engine, self.place, self.epoch = True, EngineStatus(), "device", event.epoch
                 self.begins_with_image = event.image
                 self.playback.progressed.set()
-                self.opening.end(None)
+                self._end_opening(None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
                 self._send_state()
             case messages.Accepted():
-                self._take_accepted(event, now_s)
+                self._handle_accepted(event, now_s)
             case messages.Applied():
                 if event.skip:
                     self.playback.clear_before(event.epoch, reset=False)
-                self.subscribers.deliver(self._requests.applied(event.epoch, event.first_frame, now_s, event.chunk))
-            case messages.Saved() | messages.Refused() if self.snapshots.take(event):
-                pass
-            case messages.Refused() if not self.opened and event.request == OPENING:
-                self.opening.end(RequestError(event.field, event.reason, event.code))
+                self._deliver(self._requests.applied(event.epoch, event.first_frame, now_s, event.chunk))
+            case messages.Saved():
+                self._snapshots.settle(event.request, event.data)
             case messages.Refused():
-                if isinstance(self._requests.find(event.request), control.StepsMessage):
-                    self._demand = replace(self._demand, steps=self.steps)
-                    self._sent_steps = self.steps
-                self.subscribers.deliver(self._requests.refused(event.request, event.field, event.reason, now_s))
+                self._handle_refused(event, now_s)
             case messages.InputUsed():
                 self.input.used(event)
             case messages.Swapped():
@@ -206,7 +351,7 @@ class LiveSession(SessionState):
             case messages.Closed():
                 self.opened = False
 
-    def _take_accepted(self, event: messages.Accepted, now_s: float) -> None:
+    def _handle_accepted(self, event: messages.Accepted, now_s: float) -> None:
         self.epoch = event.epoch
         match self._requests.find(event.request):
             case control.ResetMessage(seed=seed) as reset:
@@ -228,15 +373,27 @@ class LiveSession(SessionState):
                 self.input.strength = strength
         if event.text:  # what says nothing of the prompt leaves the remark on it too
             self.text, self.notice = event.text, event.notice
-        receipts = self._requests.accepted(event.request, event.epoch, event.text, event.notice, now_s)
-        self.subscribers.deliver(receipts)
+        self._deliver(self._requests.accepted(event.request, event.epoch, event.text, event.notice, now_s))
         self._send_state()
 
-    def _take_shown(self, frame: int, epoch: int, pts: int) -> None:
+    def _handle_refused(self, event: messages.Refused, now_s: float) -> None:
+        error = RequestError(event.field, event.reason, event.code)
+        if event.request == OPENING and not self.opened:
+            self._end_opening(error)
+        elif not self._snapshots.settle(event.request, error):
+            if isinstance(self._requests.find(event.request), control.StepsMessage):
+                self._demand = replace(self._demand, steps=self.steps)
+                self._sent_steps = self.steps
+            self._deliver(self._requests.refused(event.request, event.field, event.reason, now_s))
+
+    def _on_shown(self, frame: int, epoch: int, pts: int) -> None:
+        """A new frame is on show. Mutates: self."""
         now_s = clock.monotonic_s()
         self._latest_shown_epoch = epoch
-        self._count_shown(now_s)
-        self.subscribers.deliver(self._requests.shown(frame, epoch, now_s, pts))
+        self._shown.add(1, now_s)
+        if not self._metrics_ended:
+            self._metrics.shown.labels(self.id).inc()
+        self._deliver(self._requests.shown(frame, epoch, now_s, pts))
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -279,9 +436,60 @@ class LiveSession(SessionState):
                     await self._set_paused(message.type == "pause")
                 # Nothing has to be made for these.
                 shown_epoch, now_s = self._latest_shown_epoch, clock.monotonic_s()
-                self.subscribers.deliver(self._requests.accepted(request, shown_epoch, "", "", now_s))
+                self._deliver(self._requests.accepted(request, shown_epoch, "", "", now_s))
                 self._requests.forget(request)
         return request
+
+    async def control_and_wait(self, message: ControlMessage, owner: str, timeout_s: float) -> Receipt:
+        """Like `control`, and wait for the engine's answer: a receipt `accepted` or `refused`; `asked` when it has not
+        answered after `timeout_s`, as while a large text encoder reads the prompt: it will be carried out later.
+
+        Raises:
+            TimeoutError: the engine took no command in that time.
+            ControlError: see `control`.
+            EngineFailure: the engine has ended.
+            StreamEnded: the session has.
+        """
+        request = ""
+        with self._first_receipts.expect(owner) as receipt:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    request = await self.control(message, owner)
+                    return await receipt
+            except TimeoutError:
+                if not request:
+                    raise
+                return Receipt(request, owner, message.id, message.type, "asked", timeout_s)
+
+    def check(self, messages: Sequence[ControlMessage]) -> None:
+        """Check that `messages`, carried out in this order, would not be refused here; the engine may still refuse.
+
+        Raises:
+            ControlError: see `control`.
+        """
+        demand = self._demand
+        for message in messages:
+            if not self.engine.running:
+                raise self._unavailable(message.id)
+            if isinstance(message, control.ChangeMessage) and message.if_rev not in (None, self.rev):
+                now = f"its state has revision {self.rev}, the request is for {message.if_rev}"
+                raise ControlError("conflict", f"The session has changed: {now}.", "if_rev", message.id)
+            self._check_value(message)
+            before, demand = demand, demand_after(demand, message)
+            more = demand.fps > before.fps or demand.steps > before.steps or demand.adaptive < before.adaptive
+            if more and (why := self._may_play(demand)):
+                raise ControlError("no_capacity", why, message.type, message.id)
+
+    def _check_value(self, message: ControlMessage) -> None:
+        """Raises ControlError for what the model or the session cannot do."""
+        match message:
+            case control.StepsMessage(steps=steps) if why := control.steps_refusal(steps, self._ready):
+                raise ControlError("out_of_range", why, "steps", message.id)
+            case control.StrengthMessage() if self.input.video_input is None:
+                raise ControlError("no_input", "No video feeds the session; send one by WHIP.", "strength", message.id)
+            case control.PromptMessage(switch=switch) if switch is not None and switch not in self.switches:
+                why = f"`switch` is {switch!r}; this session can do {', '.join(self.switches)}."
+                raise ControlError("out_of_range", why, "switch", message.id)
 
     async def limit_to(self, limit: LoadLimit) -> None:
         """Apply a load limit: send the engine its steps, play at its frame rate, broadcast the state. Mutates: self.
@@ -307,64 +515,14 @@ class LiveSession(SessionState):
         await self._send(messages.SetMaxAhead(self.id, self.playback.ahead_frames))
         self._send_state()
 
-    def check(self, messages: Sequence[ControlMessage]) -> None:
-        """Check that `messages`, carried out in this order, would not be refused here; the engine may still refuse.
-
-        Raises:
-            ControlError: see `control`.
-        """
-        demand = self._demand
-        for message in messages:
-            if not self.engine.running:
-                raise self._unavailable(message.id)
-            if isinstance(message, control.ChangeMessage) and message.if_rev not in (None, self.rev):
-                now = f"its state has revision {self.rev}, the request is for {message.if_rev}"
-                raise ControlError("conflict", f"The session has changed: {now}.", "if_rev", message.id)
-            self._check_value(message)
-            before, demand = demand, demand_after(demand, message)
-            if is_more(demand, before) and (why := self._may_play(demand)):
-                raise ControlError("no_capacity", why, message.type, message.id)
-
-    def _check_value(self, message: ControlMessage) -> None:
-        """Raises ControlError for what the model or the session cannot do."""
-        match message:
-            case control.StepsMessage(steps=steps) if why := control.steps_refusal(steps, self._ready):
-                raise ControlError("out_of_range", why, "steps", message.id)
-            case control.StrengthMessage() if self.input.video_input is None:
-                raise ControlError("no_input", "No video feeds the session; send one by WHIP.", "strength", message.id)
-            case control.PromptMessage(switch=switch) if switch is not None and switch not in self.switches:
-                why = f"`switch` is {switch!r}; this session can do {', '.join(self.switches)}."
-                raise ControlError("out_of_range", why, "switch", message.id)
-
-    async def control_and_wait(self, message: ControlMessage, owner: str, timeout_s: float) -> Receipt:
-        """Like `control`, and wait for the engine's answer: a receipt `accepted` or `refused`; `asked` when it has not
-        answered after `timeout_s`, as while a large text encoder reads the prompt: it will be carried out later.
-
-        Raises:
-            TimeoutError: the engine took no command in that time.
-            ControlError: see `control`.
-            EngineFailure: the engine has ended.
-            SessionEnded: the session has.
-        """
-        request = ""
-        with self.subscribers.answer_to(owner) as answer:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    request = await self.control(message, owner)
-                    return await answer
-            except TimeoutError:
-                if not request:
-                    raise
-                return Receipt(request, owner, message.id, message.type, "asked", timeout_s)
-
     async def _set_paused(self, paused: bool) -> None:
         await self._send(messages.Pause(self.id) if paused else messages.Resume(self.id))
         self.paused = paused
         self.playback.pacer.set_paused(paused)
-        await self.tell_active()
+        await self.send_active()
         self._send_state()
 
-    # ---- what there is to see -----------------------------------------------------------------------------------
+    # ---- to those connected -------------------------------------------------------------------------------------
 
     def join(self, peer: str, mailbox: Mailbox, may_control: bool = True) -> None:
         """Send messages to `peer` from now on, the first with the state. Mutates: self."""
@@ -375,13 +533,126 @@ class LiveSession(SessionState):
     def _send_state(self) -> None:
         self.subscribers.broadcast(self.state(may_control=True), self.state(may_control=False))
 
-    async def close(self) -> None:
-        """End its threads and tasks; the engine's session is not closed. Mutates: self."""
-        self.closed = True
-        self.opening.end(EngineFailure("the session ended before it was opened"))
-        ended = partial(SessionEnded, "the session ended before this was answered")
-        self.subscribers.fail_pending(ended)
-        self.snapshots.fail(ended)
-        await self.input.close()
-        await self.playback.close()
-        self._end_metrics()
+    def _deliver(self, receipts: Sequence[Receipt]) -> None:
+        """Send receipts to the peers that made the requests, and count them. Mutates: self."""
+        for receipt in receipts:
+            if receipt.owner == LOAD:
+                self.subscribers.broadcast(receipt.message())
+                continue
+            kind, stage, lag_s = receipt.kind, receipt.stage, receipt.lag_s
+            if stage in ("accepted", "refused", "superseded"):
+                self._metrics.controls.labels(kind, stage).inc()
+            if stage in ("accepted", "applied", "shown") and kind in ("prompt", "reset"):
+                self._metrics.request_lag_s.labels(kind, stage).observe(lag_s)
+            self._lag_s = lag_s if stage == "shown" else self._lag_s
+            if stage in ("accepted", "refused"):
+                self._first_receipts.settle(receipt.owner, receipt)
+            self.subscribers.send(receipt.owner, receipt.message())
+
+    def state(self, may_control: bool) -> dict[str, Any]:
+        """All that a page needs to draw itself, JSON-able; for a caller that may control the session, or may not."""
+        fmt, demand = self.playback.format, self._demand
+        fps = self.limit.fps_of(demand.fps)
+        return {
+            "type": "state",
+            "session": self.id,
+            **{name: getattr(self, name) for name in _STATE_FIELDS},
+            "image": self.begins_with_image,
+            "features": list(self.features.names),
+            "input": self.input.state(may_control),
+            "engine": self.engine.state,
+            "engine_reason": self.engine.reason_for(may_control),
+            "adaptive": demand.adaptive,
+            "reason": LOAD if self.limit.steps_of(demand.steps) < demand.steps or fps < demand.fps else "",
+            "steps": self.steps,
+            "asked_steps": demand.steps,
+            "fps": fps,
+            "asked_fps": demand.fps,
+            "steps_known": list(self._ready.steps_known),
+            "switches": list(self.switches),
+            "native_fps": self._ready.native_fps,
+            **{name: getattr(fmt, name) for name in ("width", "height", "scale")},
+            "bitrate": fmt.bitrate_bps,
+            "codecs": list(self.playback.fanout.codecs),
+        }
+
+    # ---- figures ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Live figures, JSON-able: among others frames per second shown and made, a chunk's and a request's time; None
+        where nothing was measured yet."""
+        now_s, playback, progress = clock.monotonic_s(), self.playback, self.playback.pacer.progress()
+        return {
+            "type": "stats",
+            "shown_fps": round(self._shown.per_s(now_s), 1),
+            "made_fps": round(self._made.per_s(now_s), 1),
+            "chunk_ms": None if self._chunk_s is None else round(self._chunk_s * 1000),
+            "prompt_lag_ms": None if self._lag_s is None else round(self._lag_s * 1000),
+            "encoder_dropped": playback.fanout.dropped,
+            **{name: getattr(progress, name) for name in ("frame", "buffered", "repeated", "dropped", "missed")},
+            "occupancy": [round(share, 3) for share in self._occupancy()],
+            "input": self.input.figures(),
+            "stalled": self.stalled_s() > STALLED_S,
+            "lead_ms": round(playback.lead.lead_s * 1000),
+        }
+
+    def stalled_s(self) -> float:
+        """Seconds since the engine made a frame, while it should; 0 when it need not."""
+        swapped_out = self.playback.pacer.held and self.place != "device"
+        return 0.0 if self.paused or swapped_out or self.input.holds else self.playback.stalled_s()
+
+    def _count_made(self, frames: int, chunk_s: float | None, now_s: float) -> None:
+        """The engine made so many frames; `chunk_s` is what their chunk took, with its last ones. Mutates: self."""
+        self._made.add(frames, now_s)
+        if self._metrics_ended:
+            return
+        self._metrics.made.labels(self.id).inc(frames)
+        if self._opening_s is not None:
+            self._metrics.session_first_s.observe(now_s - self._opening_s)
+            self._opening_s = None
+        if chunk_s is not None:
+            self._chunk_s = chunk_s
+            self._metrics.chunk_s.labels(self.id).observe(chunk_s)
+
+    def update_metrics(self) -> None:
+        """Copy figures that other objects hold into the metrics. Mutates: self, the metrics."""
+        if self._metrics_ended:
+            return
+        playback, demand, metrics = self.playback, self._demand, self._metrics
+        progress = playback.pacer.progress()
+        metrics.repeated.labels(self.id).inc(self._repeated.increase(progress.repeated))
+        metrics.dropped.labels(self.id).inc(self._dropped.increase(progress.dropped))
+        metrics.buffered.labels(self.id).set(progress.buffered)
+        metrics.unanswered.labels(self.id).set(self._requests.unanswered)
+        metrics.encoder_waiting.labels(self.id).set(playback.fanout.waiting)
+        metrics.steps.labels(self.id).set(self.steps)
+        metrics.asked_steps.labels(self.id).set(demand.steps)
+        metrics.fps.labels(self.id).set(playback.fps)
+        metrics.asked_fps.labels(self.id).set(demand.fps)
+
+    def _end_metrics(self) -> None:
+        """The session has ended: remove its metrics, and count nothing more. Mutates: self, the metrics."""
+        self._metrics_ended, metrics = True, self._metrics
+        counted = (metrics.made, metrics.shown, metrics.repeated, metrics.dropped, metrics.chunk_s)
+        waiting = (metrics.buffered, metrics.unanswered, metrics.encoder_waiting)
+        by_load = (metrics.steps, metrics.asked_steps, metrics.fps, metrics.asked_fps)
+        for figure in (*counted, *waiting, *by_load):
+            figure.labels(self.id)  # `remove` wants it to be there
+            figure.remove(self.id)
+
+
+def demand_after(demand: ViewerDemand, message: ControlMessage) -> ViewerDemand:
+    """The session's demand after `message` is carried out; unchanged by messages other than steps, fps, adaptive."""
+    changed = message.model_dump(include={"steps", "fps", "adaptive"})
+    return replace(demand, **changed)
+
+
+def load_limited_fields(message: ControlMessage, limit: LoadLimit) -> dict[str, Any]:
+    """Additional receipt fields of a request that the load limit reduces: the value in force and reason `load`; else
+    empty."""
+    match message:
+        case control.StepsMessage(steps=requested) if (steps := limit.steps_of(requested)) < requested:
+            return {"steps": steps, "reason": LOAD}
+        case control.FpsMessage(fps=requested) if (fps := limit.fps_of(requested)) < requested:
+            return {"fps": fps, "reason": LOAD}
+    return {}

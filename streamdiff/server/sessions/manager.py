@@ -23,13 +23,11 @@ from streamdiff.engine.messages import Command, Data, Event, FrameBatch, Measure
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import NOT_FINITE, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
-from streamdiff.server.load import Capacity, Lifetime, LoadPolicy, SessionDemand, Unavailable, least_share
+from streamdiff.server.load import Capacity, Lifetime, LoadPolicy, Unavailable, ViewerDemand, least_share
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.sessions.engine_status import EngineStatus
 from streamdiff.server.sessions.keeper import Keeper, SavedFile, read_snapshot, spec_of
-from streamdiff.server.sessions.live_session import OPENING, LiveSession, SessionEvent
-from streamdiff.server.sessions.session_spec import SessionSpec, resumed
+from streamdiff.server.sessions.live_session import OPENING, EngineStatus, LiveSession, SessionEvent, StreamSpec
 from streamdiff.snapshot_header import read_saved_session
 from streamdiff.video.picture import fit_picture
 
@@ -38,6 +36,17 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _ENCODERS = ("text", "picture", "video")
 """As `Measured.encodings` has them."""
+DEFAULT_SESSION = "default"
+OPEN_TIMEOUT_S = 60.0
+ENDED_RETRY_S = 5
+LONGEST_RETRY_S, SHORTEST_RETRY_S = 60.0, 1.0
+HOUSEKEEPING_S = 1.0
+MEMORY_RETRY_S = 2.0
+"""How long a session that waits for memory is not asked for again."""
+RESERVED_S = 30.0
+"""How long a new session keeps its share of the engine's time before anybody watches."""
+REMEMBERED = 1024
+"""Ended sessions whose reason is remembered."""
 
 
 class EngineLoad:
@@ -76,7 +85,7 @@ class EngineLoad:
         return by_time if by_time is None or by_memory is None else min(by_time, by_memory)
 
     def _default_share(self) -> float:
-        default = SessionDemand(self._ready.steps, self._config.playback.fps, self._config.serve.adaptive)
+        default = ViewerDemand(self._ready.steps, self._config.playback.fps, self._config.serve.adaptive)
         return self._least_share(default)
 
     def share(self, fps: float, steps: int | None = None) -> float:
@@ -88,7 +97,7 @@ class EngineLoad:
         now_s = clock.monotonic_s()
         return [self.share(each.fps, each.steps) if each.plays(now_s) else 0.0 for each in self._sessions()]
 
-    def refusal(self, demand: SessionDemand, excluding: str | None = None) -> str:
+    def refusal(self, demand: ViewerDemand, excluding: str | None = None) -> str:
         """Why a session of this demand cannot play beside all others but `excluding`, with adaptive ones at their
         strictest limit; "" if it can."""
         return self.capacity.refusal(self._least_shares(excluding), self._least_share(demand))
@@ -99,7 +108,7 @@ class EngineLoad:
         others = [session.demand(now_s) for session in self._sessions() if session.id != excluding]
         return [self._least_share(demand) if demand.plays else 0.0 for demand in others]
 
-    def _least_share(self, demand: SessionDemand) -> float:
+    def _least_share(self, demand: ViewerDemand) -> float:
         return least_share(demand, self._ready.steps_known, self.share)
 
     # ---- news ---------------------------------------------------------------------------------------------------
@@ -169,21 +178,6 @@ class EngineLoad:
                 await session.limit_to(limit)
 
 
-logger = logging.getLogger(__name__)
-
-DEFAULT_SESSION = "default"
-OPEN_TIMEOUT_S = 60.0
-ENDED_RETRY_S = 5
-LONGEST_RETRY_S, SHORTEST_RETRY_S = 60.0, 1.0
-HOUSEKEEPING_S = 1.0
-MEMORY_RETRY_S = 2.0
-"""How long a session that waits for memory is not asked for again."""
-RESERVED_S = 30.0
-"""How long a new session keeps its share of the engine's time before anybody watches."""
-REMEMBERED = 1024
-"""Ended sessions whose reason is remembered."""
-
-
 class EngineConnection(Protocol):
     """The web process's end of the IPC socket to the engine."""
 
@@ -228,7 +222,7 @@ class SessionManager:
         """Sessions that a new engine was asked for and has not answered, and what `keeper.snapshot` gave of each."""
         start = config.session
         image = None if start.image is None else fit_picture(start.image, ready.width, ready.height)[None]
-        spec = SessionSpec(start.prompt, start.seed, config.playback.fps, image=image, adaptive=config.serve.adaptive)
+        spec = StreamSpec(start.prompt, start.seed, config.playback.fps, image=image, adaptive=config.serve.adaptive)
         self._begin_with = None if start.snapshot is None else read_snapshot(start.snapshot)
         if any(each.record.id == DEFAULT_SESSION for each in found):
             self._begin_with = None
@@ -236,8 +230,8 @@ class SessionManager:
             self._add(DEFAULT_SESSION, spec)
         else:
             saved = read_saved_session(self._begin_with, str(start.snapshot))
-            spec = resumed(spec, saved, start.prompt if "prompt" in start.model_fields_set else None)
-            self._add(DEFAULT_SESSION, spec).playback.go_on(saved.made_frames)
+            spec = spec.resumed(saved, start.prompt if "prompt" in start.model_fields_set else None)
+            self._add(DEFAULT_SESSION, spec).playback.resume_at(saved.made_frames)
         for each in sorted(found, key=lambda each: each.record.id != DEFAULT_SESSION):
             session = self._add(each.record.id, spec_of(each.record, ready))
             session.reserved_until_s = clock.monotonic_s() + RESERVED_S
@@ -296,8 +290,8 @@ class SessionManager:
 
     # ---- open and end -------------------------------------------------------------------------------------------
 
-    async def open(self, spec: SessionSpec, snapshot: Data | None = None) -> LiveSession:
-        """Open a session, which goes on from the file `snapshot`, if there is one.
+    async def open(self, spec: StreamSpec, snapshot: Data | None = None) -> LiveSession:
+        """Open a session, which resumes from the file `snapshot`, if there is one.
 
         Raises:
             Unavailable: no time, no memory, the server is about to end, or the engine does not run.
@@ -308,7 +302,7 @@ class SessionManager:
         if self.draining:
             raise Unavailable("draining", "The server is about to end and opens no more sessions.", 5)
         steps = self.ready.steps if spec.steps is None else spec.steps
-        if why := self.load.refusal(SessionDemand(steps, spec.fps, spec.adaptive)):
+        if why := self.load.refusal(ViewerDemand(steps, spec.fps, spec.adaptive)):
             raise Unavailable("time", why, self.retry_after_s())
         # Nothing is awaited between the look at the shares and this, which takes one.
         session = self._add(f"{self._prefix}{secrets.token_urlsafe(9)}", spec)
@@ -336,18 +330,17 @@ class SessionManager:
     async def _open_on_engine(self, session: LiveSession, snapshot: Data | None) -> None:
         """Open a session on the engine, if memory is short once more after `make_room`. Mutates: session."""
         if snapshot is not None:
-            session.playback.go_on((await asyncio.to_thread(read_saved_session, snapshot)).made_frames)
+            session.playback.resume_at((await asyncio.to_thread(read_saved_session, snapshot)).made_frames)
         try:
             await session.ask_open(snapshot)
-            await session.opening.wait(OPEN_TIMEOUT_S)
+            await session.wait_opened(OPEN_TIMEOUT_S)
         except RequestError as error:
             if error.code != "memory" or self.make_room is None or not await self.make_room():
                 raise
-            session.opening.reset()
             await session.ask_open(snapshot)
-            await session.opening.wait(OPEN_TIMEOUT_S)
+            await session.wait_opened(OPEN_TIMEOUT_S)
         if snapshot is not None:  # which may have been paused
-            await session.tell_paused()
+            await session.send_paused()
 
     async def end(self, id: str, reason: str, why: str = "") -> None:
         """End a session and disconnect its viewers; `reason` is a short code, `why` the engine's message, which only
@@ -362,9 +355,9 @@ class SessionManager:
         logger.log(level, "Session %s ends: %s.", id, f"{reason}: {why}" if why else reason, extra=fields)
         ended = {"type": "session_ended", "reason": reason}
         session.subscribers.broadcast(ended | {"message": why} if why else ended, ended)
-        there = session.opened or session.opening.pending  # it may open yet
+        may_be_open = session.may_be_open
         await self._drop(session)
-        if there:
+        if may_be_open:
             await self._close(id)
 
     async def _close(self, id: str) -> None:
@@ -377,7 +370,7 @@ class SessionManager:
         ends = [end[0] - now_s for session in self.sessions if (end := session.lifetime.end()) is not None]
         return math.ceil(max(SHORTEST_RETRY_S, min([*ends, LONGEST_RETRY_S])))
 
-    def _add(self, id: str, spec: SessionSpec) -> LiveSession:
+    def _add(self, id: str, spec: StreamSpec) -> LiveSession:
         session = LiveSession(
             id, spec, self._config, self.ready, self._connection.send, self._metrics,
             lambda demand: self.load.refusal(demand, excluding=id), lambda: self.load.occupancy,
@@ -455,7 +448,7 @@ class SessionManager:
             now_s = clock.monotonic_s()
             for session in self.sessions:
                 with contextlib.suppress(EngineFailure):  # the reader of the engine's events hears of it
-                    await session.tell_active()
+                    await session.send_active()
                 end = session.lifetime.end()
                 if end is not None and now_s >= end[0]:
                     await self.end(session.id, end[1])
@@ -511,11 +504,11 @@ class SessionManager:
                 self._not_reopened(session, event, snapshot)
                 return
             if session.id == DEFAULT_SESSION:
-                self._begin_with = None  # a new engine begins it afresh, or from what is kept
+                self._begin_with = None  # a new engine starts it over, or from what is kept
             if snapshot is not None:
                 self._metrics.lost_s.inc(self.keeper.opened(session, snapshot))
             if snapshot:
-                self._tasks.append(asyncio.create_task(session.tell_paused()))
+                self._tasks.append(asyncio.create_task(session.send_paused()))
             if self.waiting:
                 self._tasks.append(asyncio.create_task(self._ask_waiting()))
         if isinstance(event, messages.Closed) and event.reason:
@@ -528,7 +521,7 @@ class SessionManager:
             session.handle(event)
 
     def _not_reopened(self, session: LiveSession, refused: Refused, snapshot: Data | None) -> None:
-        """A new engine refuses a session of before: it waits where memory is short, begins afresh where its snapshot
+        """A new engine refuses a session of before: it waits where memory is short, starts over where its snapshot
         does not fit, or ends."""
         if refused.code == "memory":
             if session.engine.state != "waiting":
@@ -538,12 +531,12 @@ class SessionManager:
                 )
             session.wait_for_memory(refused.reason)
         else:  # viewers take time to go, and others wait for events
-            self._tasks.append(asyncio.create_task(self._begin_afresh(session, refused.reason, snapshot)))
+            self._tasks.append(asyncio.create_task(self._start_over(session, refused.reason, snapshot)))
 
-    async def _begin_afresh(self, session: LiveSession, why: str, snapshot: Data | None) -> None:
+    async def _start_over(self, session: LiveSession, why: str, snapshot: Data | None) -> None:
         """Reset a session whose snapshot the engine has refused; end it if it came from a folder, or has none."""
-        afresh = snapshot is not None and self.keeper.refused(session, why)
-        if not afresh and session.id != DEFAULT_SESSION:
+        starts_over = snapshot is not None and self.keeper.refused(session, why)
+        if not starts_over and session.id != DEFAULT_SESSION:
             await self.end(session.id, "restart", why)
             return
         self._reopening[session.id] = None

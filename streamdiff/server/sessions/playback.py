@@ -17,7 +17,7 @@ from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Command, FrameBatch, Ready, SetMaxAhead, Shown
 from streamdiff.errors import EngineFailure
-from streamdiff.server.media.codecs import Format, library_of
+from streamdiff.server.media.codecs import Format, openable
 from streamdiff.server.media.encoder import as_rgb
 from streamdiff.server.media.fanout import Fanout
 from streamdiff.server.media.pacer import Pacer
@@ -25,39 +25,15 @@ from streamdiff.server.media.playout import PlayoutLead, PlayoutSlot
 from streamdiff.server.metrics import Metrics
 
 QUALITY = 92
-
-
-class FrameJpeg:
-    """Encodes the frame on show once, on a thread, however many ask for it. Lives on the event loop."""
-
-    def __init__(self, picture: Callable[[], NDArray[np.uint8] | None]) -> None:
-        """`picture` returns the frame on show, uint8 as in `streamdiff.video.pixel_format`: the same array until the
-        next frame is shown."""
-        self._picture = picture
-        # Weak: a frame keeps the memory of its whole chunk.
-        self._encoded: weakref.ref[NDArray[np.uint8]] | None = None
-        self._jpeg: asyncio.Task[bytes] | None = None
-
-    async def jpeg(self) -> bytes | None:
-        """The JPEG file, or None before the first frame. Mutates: self."""
-        picture = self._picture()
-        if picture is None:
-            return None
-        if self._jpeg is None or self._encoded is None or self._encoded() is not picture:
-            self._encoded = weakref.ref(picture)
-            self._jpeg = asyncio.create_task(asyncio.to_thread(_encode, picture), name="snapshot")
-        return await asyncio.shield(self._jpeg)  # one caller that leaves does not take it from the others
-
-
-def _encode(picture: NDArray[np.uint8]) -> bytes:
-    file = BytesIO()
-    Image.fromarray(as_rgb(picture)).save(file, "JPEG", quality=QUALITY)
-    return file.getvalue()
-
-
 SKIP_EVERY_S = 0.5
 """Least seconds between two skips of frames for a new prompt. Without it, a viewer who sends prompts continuously would
 see only first chunks, and take engine time from others."""
+
+
+def _encode_jpeg(picture: NDArray[np.uint8]) -> bytes:
+    file = BytesIO()
+    Image.fromarray(as_rgb(picture)).save(file, "JPEG", quality=QUALITY)
+    return file.getvalue()
 
 
 class Playback:
@@ -87,14 +63,15 @@ class Playback:
         self.lead = PlayoutLead(ready.chunk_frames / fps, self._most_ahead_s)
         self.fps = fps
         """Frames shown per second; under load fewer than `format` says."""
-        h264 = library_of(config.serve.codec)
+        h264 = openable(config.serve.codec).get("h264", "libx264")
         self.format = Format(ready.width, ready.height, fps, config.serve.upscale, config.serve.bitrate, h264)
         take = asyncio.get_running_loop().call_soon_threadsafe
         self.pacer = Pacer(fps, ready.chunk_frames, lambda slot: take(self._shown, slot), config.serve.pause_after_s)
         self.progressed = asyncio.Event()
         """Wakes the progress report."""
         self.fanout = Fanout(self.format, self.pacer, metrics, self.progressed.set)
-        self.snapshot = FrameJpeg(self.pacer.picture)
+        self._jpeg: asyncio.Task[bytes] | None = None
+        self._jpeg_of: weakref.ref[NDArray[np.uint8]] | None = None  # weak: a frame keeps the memory of its whole chunk
         self._made_s = clock.monotonic_s()
         self.made_frames = 0
         self._chunk, self._dry = (-1, -1), 0
@@ -118,9 +95,19 @@ class Playback:
         """Frames shown or skipped so far."""
         return max(self.pacer.progress().passed, self._begun_frames)
 
-    def go_on(self, made_frames: int) -> None:
+    def resume_at(self, made_frames: int) -> None:
         """Resume a stream of an earlier playback at frame number `made_frames`. Mutates: self."""
         self.made_frames = self._begun_frames = made_frames
+
+    async def jpeg(self) -> bytes | None:
+        """The frame on show as a JPEG file, encoded once, however many ask for it; None before the first frame.
+        Mutates: self."""
+        if (picture := self.pacer.picture()) is None:
+            return None
+        if self._jpeg is None or self._jpeg_of is None or self._jpeg_of() is not picture:
+            self._jpeg_of = weakref.ref(picture)
+            self._jpeg = asyncio.create_task(asyncio.to_thread(_encode_jpeg, picture), name="jpeg")
+        return await asyncio.shield(self._jpeg)  # one caller that leaves does not take it from the others
 
     def may_skip(self) -> bool:
         """Whether frames may be skipped for a prompt that comes now: not while the media clock is held, nor within

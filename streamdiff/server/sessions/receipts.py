@@ -1,23 +1,24 @@
-"""Receipts of control messages: how far each request has come, and their delivery to the peers that made them."""
+"""Receipts of control messages: how far each request has come, and who gets them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from streamdiff.errors import StreamdiffError
 from streamdiff.server.sessions.control import ControlMessage, Id, PromptMessage
 
 Stage = Literal["asked", "accepted", "applied", "shown", "superseded", "refused"]
 Mailbox = Callable[[dict[str, Any]], None]
+T = TypeVar("T")
 LOAD = "load"
 """Owner of requests that are made by the load limits, whose receipts go to all peers; also their reason."""
 
 
-class SessionEnded(StreamdiffError):
+class StreamEnded(StreamdiffError):
     """The session ended before it answered."""
 
 
@@ -138,16 +139,13 @@ class RequestTracker:
     def applied(self, epoch: int, first_frame: int, now_s: float, chunk: int = 0) -> list[Receipt]:
         """The first chunk of `epoch` is made. It applies older requests too that were not applied yet, except those
         that a later one replaced. Mutates: self."""
-        receipts = []
-        reached = [each for each in self._open.values() if each.epoch is not None and each.epoch <= epoch]
-        replaced = [each for each in reached if self._is_replaced(each, epoch)]
-        for request in reached:
-            if request.frame is not None:
-                continue
-            if request in replaced:
+        receipts, taken = [], [each for each in self._open.values() if each.epoch is not None and each.epoch <= epoch]
+        replaced = [each for each in taken if self._is_replaced(each, epoch)]
+        for request in taken:
+            if request.frame is None and request in replaced:
                 receipts.append(request.receipt("superseded", now_s))
                 self.forget(request.name)
-            else:
+            elif request.frame is None:
                 request.frame, request.chunk = first_frame, chunk
                 receipts.append(request.receipt("applied", now_s))
         return receipts
@@ -156,13 +154,12 @@ class RequestTracker:
         """Frame number `frame` of `epoch` is on show, with presentation time `pts`. Mutates: self."""
         reached = [each for each in self._open.values() if each.frame is not None and frame >= each.frame]
         replaced = [each for each in reached if self._is_replaced(each, epoch)]
-        receipts = []
         for request in reached:
-            is_late = request in replaced
-            stage: Stage = "superseded" if is_late else "shown"
-            receipts.append(request.receipt(stage, now_s, pts=None if is_late else pts))
             self.forget(request.name)
-        return receipts
+        return [
+            each.receipt("superseded", now_s) if each in replaced else each.receipt("shown", now_s, pts=pts)
+            for each in reached
+        ]
 
     def _is_replaced(self, request: _Request, epoch: int | None = None) -> bool:
         """Whether a later request, of those up to `epoch`, replaced this one, which was accepted: one of the same
@@ -178,54 +175,60 @@ class RequestTracker:
 
 
 class Subscribers:
-    """Peers connected to one session, by name: each has a mailbox for messages and receives its own receipts. Also
-    callers that wait for the first answer to a request. Lives on the event loop."""
+    """Peers connected to one session, by name: each has a mailbox for messages. Lives on the event loop."""
 
-    def __init__(self, on_receipt: Callable[[Receipt], None]) -> None:
-        self._on_receipt = on_receipt
+    def __init__(self) -> None:
         self._mailboxes: dict[str, tuple[Mailbox, bool]] = {}
-        self._answers: dict[str, asyncio.Future[Receipt]] = {}
+
+    def __len__(self) -> int:
+        return len(self._mailboxes)
 
     def join(self, name: str, mailbox: Mailbox, may_control: bool) -> None:
         """Add a peer. Mutates: self."""
         self._mailboxes[name] = mailbox, may_control
 
-    def __len__(self) -> int:
-        return len(self._mailboxes)
-
     def leave(self, name: str) -> None:
         """Remove a peer. Mutates: self."""
         self._mailboxes.pop(name, None)
 
-    @contextlib.contextmanager
-    def answer_to(self, owner: str) -> Iterator[asyncio.Future[Receipt]]:
-        """Context manager: a future of the first receipt, accepted or refused, of a request of `owner`. Mutates:
-        self."""
-        self._answers[owner] = asyncio.get_running_loop().create_future()
-        try:
-            yield self._answers[owner]
-        finally:
-            del self._answers[owner]
-
-    def fail_pending(self, error: Callable[[], Exception]) -> None:
-        """Fail all pending answers with an error. Mutates: self."""
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(error())
+    def send(self, name: str, message: dict[str, Any]) -> None:
+        """Send a message to a peer, if it is still connected."""
+        if name in self._mailboxes:
+            self._mailboxes[name][0](message)
 
     def broadcast(self, message: dict[str, Any], to_viewers: dict[str, Any] | None = None) -> None:
         """Send a message to all peers; `to_viewers`: instead of it, to those that may not control."""
         for mailbox, may_control in list(self._mailboxes.values()):
             mailbox(message if to_viewers is None or may_control else to_viewers)
 
-    def deliver(self, receipts: Iterable[Receipt]) -> None:
-        """Send receipts to the peers that made the requests. Mutates: self."""
-        for receipt in receipts:
-            self._on_receipt(receipt)
-            answer = self._answers.get(receipt.owner)
-            if answer is not None and not answer.done() and receipt.stage in ("accepted", "refused"):
-                answer.set_result(receipt)
-            if receipt.owner == LOAD:
-                self.broadcast(receipt.message())
-            elif receipt.owner in self._mailboxes:
-                self._mailboxes[receipt.owner][0](receipt.message())
+
+class PendingAnswers(Generic[T]):
+    """Answers that callers wait for, by name. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self._futures: dict[str, asyncio.Future[T]] = {}
+
+    @contextlib.contextmanager
+    def expect(self, name: str) -> Iterator[asyncio.Future[T]]:
+        """Context manager: a future of the first answer of that name. Mutates: self."""
+        self._futures[name] = asyncio.get_running_loop().create_future()
+        try:
+            yield self._futures[name]
+        finally:
+            del self._futures[name]
+
+    def settle(self, name: str, answer: T | Exception) -> bool:
+        """Give the caller its answer, or an error to raise; False where nobody waits for one. Mutates: self."""
+        if (future := self._futures.get(name)) is None:
+            return False
+        if not future.done():
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+        return True
+
+    def fail(self, error: Callable[[], Exception]) -> None:
+        """Fail all pending answers, each with an error of its own. Mutates: self."""
+        for name in self._futures:
+            self.settle(name, error())

@@ -51,9 +51,10 @@ function drawControls() {
   }
 }
 
-/** The switches that the session can have, the model's own first, and what the chosen one does. */
+/** What a new prompt can do to the past of this session, the model's own way first, and what the chosen one does. */
 function drawSwitches(known) {
   const select = $("switch");
+  $("switch-advanced").hidden = !["recache", "recache-causal", "flush"].some((each) => known.includes(each));
   for (const option of select.options) option.hidden = option.disabled = !known.includes(option.value);
   if (known[0] !== view.switch || !known.includes(select.value)) select.value = view.switch = known[0];
   drawSwitchHelp();
@@ -77,7 +78,7 @@ function drawSteps({ steps: made, asked_steps: steps, steps_known: known }) {
   }
   if (steps !== view.steps) select.value = steps;
   view.steps = steps;
-  setText($("steps-help"), made < steps ? `Much to do right now: ${made} of them.` : "Fewer are less work, more are finer.");
+  setText($("steps-help"), made < steps ? `Server busy: using ${made} steps.` : "Fewer are less work, more are finer.");
 }
 
 function drawVeil(text, { busy = true, button = false } = {}) {
@@ -94,7 +95,7 @@ function drawState(state) {
   if (state.asked_fps !== view.askedFps && !typing) $("fps").value = state.asked_fps;
   view.fps = state.fps;
   view.askedFps = state.asked_fps;
-  const slowed = state.fps < state.asked_fps ? `Much to do right now: ${state.fps} of them. ` : "";
+  const slowed = state.fps < state.asked_fps ? `Server busy: playing ${state.fps}. ` : "";
   setText($("fps-native"), `${slowed}The model's own rate: ${state.native_fps}`);
   setText($("playing-label"), state.session === "default" ? "Now playing" : `Now playing in session ${state.session}`);
   drawSwitches(state.switches);

@@ -131,7 +131,7 @@ function drawStrength() {
   setText($("strength-value"), $("strength").valueAsNumber.toFixed(2));
 }
 
-/** Says whether video goes in, whoever sends it, and at which strength. */
+/** Says whether video goes in, from whom, and at which strength. */
 export function drawInput(input) {
   $("camera-form").dataset.fed = String(input !== null);
   if (input && document.activeElement !== $("strength")) $("strength").value = input.strength;

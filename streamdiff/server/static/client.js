@@ -1,6 +1,6 @@
 // One viewer: connects over WHEP, speaks on the control channel, comes back after every interruption. Where the server
 // names a media server to play from, the video comes from there, and what the control channel would tell as events.
-// Knows nothing about the page; everything is told as events: "status", "stream", "message".
+// Knows nothing about the page; everything is an event: "status", "stream", "message".
 
 const DISCONNECTED_LIMIT_MS = 3000;
 const SILENCE_LIMIT_MS = 3000;
@@ -157,7 +157,7 @@ export class StreamClient extends EventTarget {
     await pc.setRemoteDescription({ type: "answer", sdp: answer });
   }
 
-  /** The STUN and TURN servers that the server names; asked anew for every connection, for credentials expire. */
+  /** The STUN and TURN servers that the server names; asked again for every connection, for credentials expire. */
   async iceServers() {
     return parseIceServers(await this.#links(this.#url, this.authorization));
   }

@@ -4,7 +4,7 @@ import { $, drawFieldError, setText } from "./dom.js";
 
 const MAX_BYTES = 10 * 1024 * 1024;
 
-/** Wires the card up. `send(body)` begins the stream afresh with a form, and resolves when the server has taken it;
+/** Wires the card up. `send(body)` starts the stream over with a form, and resolves when the server has taken it;
  *  `frame()` resolves with the frame on show as a file, or null. */
 export function startPictures({ steers, send, frame }) {
   const card = $("picture-form");

@@ -1,4 +1,4 @@
-// A link with prompt, seed, steps and KV context. Whoever opens it gets a session of their own, which is the same stream when
+// A link with prompt, seed, steps and KV context. Who opens it gets a session of their own, which is the same stream when
 // this one began with that prompt.
 
 import { refusal } from "./client.js";

@@ -9,7 +9,7 @@ export function drawStats(stats, view) {
   view.stats = stats;
   number("n-made", stats.made_fps, 0, !view.paused && stats.made_fps < 0.85 * view.fps);
   number("n-chunk", stats.chunk_ms == null ? null : stats.chunk_ms / 1000, 2);
-  // Until this page has asked for something, the lag of whoever has.
+  // Until this page has asked for something, the lag of others.
   if (view.lagMs == null && stats.prompt_lag_ms != null) number("n-lag", stats.prompt_lag_ms / 1000, 2);
   drawRanks(stats.occupancy);
 }

@@ -1,4 +1,4 @@
-"""All uses of private names of aiortc and aioice, checked at import.
+"""All uses of private names of aiortc and aioice, whose versions are checked at import.
 
 aiortc sends packets that are encoded already (`recv()` may return an `av.Packet`), but on that path it drops what a
 viewer asks for: requests for a key frame and the bandwidth estimate. Two hooks repair it. Others bound what a peer's
@@ -23,7 +23,6 @@ from typing import Any
 
 import aioice.ice
 import aioice.stun
-import aioice.turn
 import aiortc
 import aiortc.rtcrtpsender
 import av
@@ -42,8 +41,8 @@ from streamdiff.server.rate_limit import TokenBucket
 
 logger = logging.getLogger(__name__)
 
-TESTED = ((1, 16), (1, 17))
-"""Oldest aiortc that works and the first that is untested."""
+TESTED, TESTED_AIOICE = ((1, 16), (1, 17)), ((0, 10), (0, 14))
+"""Oldest aiortc and aioice that work and the first that are untested."""
 
 RETRANSMIT_PACKETS = 1024
 """RTP packets kept per viewer for retransmission: two seconds at 4 Mbit/s. aiortc keeps 128."""
@@ -78,7 +77,6 @@ CANCEL_ROUNDS = 50
 good-bye and want a second one; those that wait for others take a few turns."""
 
 _ENCODER_ATTRIBUTE, _TRANSPORTS_ATTRIBUTE = "_RTCRtpSender__encoder", "_RTCPeerConnection__dtlsTransports"
-_SCTP_METHODS = ("_handle_data", "_receive_chunk", "_receive")
 _DECODER_QUEUE, _DECODER_THREAD, _DECODER_ERROR = (
     f"_RTCRtpReceiver__decoder_{name}" for name in ("queue", "thread", "error")
 )
@@ -403,41 +401,17 @@ async def _connect_or_end(self: Any) -> None:
 
 
 def check() -> None:
-    """Check that the installed aiortc has the private names used here.
+    """Check that the installed aiortc and aioice are of versions whose private names are those used here.
 
     Raises:
-        StreamdiffError: another version, or a private name is gone; names the tested range.
+        StreamdiffError: another version; names the tested range.
     """
-    installed = importlib.metadata.version("aiortc")
-    oldest, untested = (".".join(map(str, version)) for version in TESTED)
-    wanted = f"streamdiff works with aiortc >= {oldest}, < {untested}: pip install 'aiortc>={oldest},<{untested}'"
-    major_minor = tuple(int(part) for part in installed.split(".")[:2])
-    if not TESTED[0] <= major_minor < TESTED[1]:
-        raise StreamdiffError(f"aiortc {installed} is installed. {wanted}")
-    probes = (
-        hasattr(RTCRtpSender, "_send_keyframe") and hasattr(RTCRtpSender, "_next_encoded_frame"),
-        inspect.iscoroutinefunction(getattr(RTCRtpSender, "_handle_rtcp_packet", None)),
-        "_codecs" in RTCRtpTransceiver.__init__.__code__.co_names,
-        hasattr(aiortc.rtcrtpsender, "RTP_HISTORY_SIZE") and hasattr(aioice.ice, "get_host_addresses"),
-        _ENCODER_ATTRIBUTE in RTCRtpSender._next_encoded_frame.__code__.co_names,
-        {_DECODER_QUEUE, _DECODER_THREAD, _DECODER_ERROR} <= set(aiortc.RTCRtpReceiver.__init__.__code__.co_names),
-        hasattr(RTCPeerConnection, "addIceCandidate"),
-        _TRANSPORTS_ATTRIBUTE in RTCPeerConnection.__init__.__code__.co_names,
-        "_TurnTransport__inner_protocol" in aioice.turn.TurnTransport.__init__.__code__.co_names,
-        "_connection" in aiortc.RTCIceTransport.__init__.__code__.co_names,
-        {"_protocols", "_nominated", "_query_consent_task"} <= set(aioice.Connection.__init__.__code__.co_names),
-        inspect.iscoroutinefunction(getattr(aioice.Connection, "query_consent", None)),
-        "timeout" in inspect.signature(aioice.Connection.get_component_candidates).parameters,
-        hasattr(aioice.Connection, "check_incoming") and hasattr(aioice.ice, "CONSENT_FAILURES"),
-        inspect.iscoroutinefunction(_handle_rtcp_data) and inspect.iscoroutinefunction(_connect),
-        inspect.iscoroutinefunction(getattr(RTCDtlsTransport, "_handle_rtp_data", None)),
-        inspect.iscoroutinefunction(getattr(aiortc.RTCRtpReceiver, "_handle_rtp_packet", None)),
-        *(inspect.iscoroutinefunction(vars(RTCSctpTransport).get(name)) for name in _SCTP_METHODS),
-        {"_advertised_rwnd", "_inbound_streams", "_sack_misordered"}
-        <= set(RTCSctpTransport.__init__.__code__.co_names),
-    )
-    if not all(probes):
-        raise StreamdiffError(f"aiortc {installed} lacks a name that streamdiff uses. {wanted}")
+    for name, (oldest, untested) in {"aiortc": TESTED, "aioice": TESTED_AIOICE}.items():
+        installed = importlib.metadata.version(name)
+        if not oldest <= tuple(int(part) for part in installed.split(".")[:2]) < untested:
+            low, high = (".".join(map(str, version)) for version in (oldest, untested))
+            wanted = f"streamdiff works with {name} >= {low}, < {high}: pip install '{name}>={low},<{high}'"
+            raise StreamdiffError(f"{name} {installed} is installed. {wanted}")
 
 
 check()

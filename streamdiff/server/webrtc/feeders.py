@@ -11,13 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import av
-from aiortc import (
-    MediaStreamTrack,
-    RTCConfiguration,
-    RTCIceServer,
-    RTCPeerConnection,
-    RTCSessionDescription,
-)
+from aiortc import MediaStreamTrack, RTCConfiguration, RTCIceServer, RTCPeerConnection, RTCSessionDescription
 from aiortc.mediastreams import MediaStreamError
 
 from streamdiff import clock
@@ -28,37 +22,36 @@ from streamdiff.server.peers import SlotPool
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES, ControlError, StrengthMessage
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.receipts import SessionEnded
-from streamdiff.server.sessions.session_input import ANSWER_S
+from streamdiff.server.sessions.receipts import StreamEnded
+from streamdiff.server.sessions.video_source import ANSWER_S
 from streamdiff.server.webrtc import aiortc_compat
 from streamdiff.server.webrtc.ice import IceServers
-from streamdiff.server.webrtc.peer_connections import CLOSE_S, Peer, Peers, answered, checked_offer
+from streamdiff.server.webrtc.peer_connections import CLOSE_S, Peer, Peers, answered, checked_offer, ended
+
+logger = logging.getLogger(__name__)
 
 READ = ("h264", "vp8")
 """Codecs that aiortc decodes."""
 UNDECODABLE_S = 10.0
 _START_KBPS = 2500
 """Chromium begins at 300 kbit/s, which is a small and coarse picture for many seconds, unless the answer says more."""
+SILENT_S = 3.0
+"""A sender from which nothing came for so long gives its session to the next one."""
 
 
 class VideoReceiver:
     """A peer connection that takes the first video of an offer; sound is turned down. On the event loop.
 
-    `on_frame` is called with every frame, decoded, of whatever size it has by then.
+    `video_input` gets every frame, decoded, of whatever size it has by then, and counts those that are left out.
     """
 
     def __init__(
-        self,
-        ice_servers: Sequence[RTCIceServer],
-        on_frame: Callable[[av.VideoFrame], None],
-        on_misuse: Callable[[str], None],
-        on_dropped: Callable[[int], None],
+        self, ice_servers: Sequence[RTCIceServer], video_input: VideoInput, on_misuse: Callable[[str], None]
     ) -> None:
         """`on_misuse`: see `aiortc_compat.bound_data`; also called with `fault` where video comes of which nothing can
-        be decoded for UNDECODABLE_S. `on_dropped`: see `aiortc_compat.DecoderQueue`."""
-        self._on_misuse, self._on_dropped = on_misuse, on_dropped
+        be decoded for UNDECODABLE_S."""
+        self._video_input, self._on_misuse = video_input, on_misuse
         self.pc = RTCPeerConnection(RTCConfiguration(iceServers=list(ice_servers)))
-        self._on_frame = on_frame
         self._task: asyncio.Task[None] | None = None
         self._queue: aiortc_compat.DecoderQueue | None = None
         self._heard_s = clock.monotonic_s()
@@ -84,7 +77,7 @@ class VideoReceiver:
             transceiver.direction = "recvonly" if video else "inactive"
             if video:
                 taken = transceiver.receiver.track
-                self._queue = aiortc_compat.DecoderQueue(transceiver.receiver, self._on_dropped)
+                self._queue = aiortc_compat.DecoderQueue(transceiver.receiver, self._video_input.leave_out)
                 if aiortc_compat.negotiated_codec(transceiver) is None:
                     raise ValueError("no common video codec")
         assert taken is not None, "a checked offer has video"
@@ -123,7 +116,7 @@ class VideoReceiver:
                 return  # the connection has ended, which its state says
             if isinstance(frame, av.VideoFrame):
                 self._undecoded_s = None
-                self._on_frame(frame)
+                self._video_input.push(frame)
 
 
 def with_start_bitrate(answer: str) -> str:
@@ -142,13 +135,6 @@ def with_start_bitrate(answer: str) -> str:
     return "".join(f"{line}\r\n" for line in out)
 
 
-logger = logging.getLogger(__name__)
-
-SILENT_S = 3.0
-"""A sender from which nothing came for so long gives its session to the next one."""
-_MISSING = "Nobody of that name feeds the session; it may have ended. POST a new offer."
-
-
 @dataclass(eq=False)
 class Feeder(Peer):
     """One peer connection that feeds a session."""
@@ -164,6 +150,8 @@ class Feeders(Peers[Feeder]):
     One from which nothing came for SILENT_S gives way to the next. A screen on which nothing moves still sends RTCP and
     STUN.
     """
+
+    missing, whose = "Nobody of that name feeds the session; it may have ended. POST a new offer.", "one"
 
     def __init__(
         self, slots: SlotPool, ice_servers: IceServers, end_session: Callable[[str, str], Awaitable[None]]
@@ -193,18 +181,18 @@ class Feeders(Peers[Feeder]):
         video_input = _taken(session)
         self._slots.take(address)
         ice = self._ice.to_ask()
-        receiver = VideoReceiver(ice, video_input.push, lambda end: self._end_soon(feeder, end), video_input.leave_out)
+        receiver = VideoReceiver(ice, video_input, lambda end: self._end_soon(feeder, end))
         feeder = Feeder(session, receiver.pc, address, checked, video_input, receiver, ends_session)
         feeder.pc.on("connectionstatechange", lambda: self._state_changed(feeder))
         try:
             answer = await answered(checked, receiver.answer(checked.sdp), "one more connection")
             self._ice.take_answer(ice, answer)
             if session.closed:
-                raise _ended(session)
+                raise ended(session)
             session.input.begin()  # first: whatever comes between, `give_back` tells the engine of the end
             await _tell_engine(feeder, session.input.strength if strength is None else strength)
             if session.closed:
-                raise _ended(session)
+                raise ended(session)
         except BaseException:
             await receiver.close(CLOSE_S)
             await session.input.give_back(video_input)
@@ -214,18 +202,6 @@ class Feeders(Peers[Feeder]):
         video_input.on_fault = lambda: self._end_soon(feeder, "encoder")
         logger.info("Video comes in for session %s.", session.id, extra=log_fields(session=session.id))
         return feeder.id, answer
-
-    async def trickle(self, session: str, id: str, fragment: str) -> None:
-        """Take candidates that a sender found after its offer.
-
-        Raises:
-            Problem: 404, 400, 422 for an ICE restart.
-        """
-        await self._add_candidates(self._find(session, id, _MISSING), fragment, "one")
-
-    async def delete(self, session: str, id: str) -> None:
-        """End a sender; one that ended lately is fine as well. Raises Problem: 404."""
-        await self._delete(session, id, _MISSING)
 
     async def end_input(self, session: LiveSession) -> bool:
         """End the sender of a session; False if it has none."""
@@ -257,7 +233,7 @@ class Feeders(Peers[Feeder]):
 def _taken(session: LiveSession) -> VideoInput:
     """The session's input. Raises Problem: 409, another feeds it; 410, it has ended."""
     if session.closed:
-        raise _ended(session)
+        raise ended(session)
     try:
         return session.input.take("WHIP sender")
     except ControlError as error:
@@ -269,13 +245,9 @@ async def _tell_engine(feeder: Feeder, strength: float) -> None:
     message = StrengthMessage(type="strength", strength=strength)
     try:
         receipt = await feeder.session.control_and_wait(message, feeder.id, ANSWER_S)
-    except SessionEnded as error:
-        raise _ended(feeder.session) from error
+    except StreamEnded as error:
+        raise ended(feeder.session) from error
     except (ControlError, EngineFailure, TimeoutError) as error:
         raise Problem(503, str(error) or "The engine does not answer.", {"Retry-After": "2"}, code="engine") from error
     if receipt.stage == "refused":
         raise Problem(422, receipt.reason, code="refused", field=receipt.field)
-
-
-def _ended(session: LiveSession) -> Problem:
-    return Problem(410, f"The session {session.id!r} has ended.", code="ended")

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from aiortc import RTCPeerConnection
 
@@ -29,6 +29,8 @@ CONNECT_TIMEOUT_S = 10.0
 TOMBSTONE_S = 60.0
 """How long after its end a connection may be deleted: some clients close it first."""
 POSTS_PER_S, POST_BURST = 20.0, 40.0
+CHANGES_PER_S, CHANGE_BURST = 100.0, 200.0
+"""Candidates and ends: a page that trickles sends ten or so, and many may sit behind one address."""
 CLOSE_S = 3.0
 """For the good-bye to a peer whose connection is closed; without a bound it may take for ever."""
 
@@ -52,14 +54,59 @@ PeerT = TypeVar("PeerT", bound=Peer)
 
 
 class Peers(ABC, Generic[PeerT]):
-    """All peer connections of one kind. Lives on the event loop."""
+    """All peer connections of one kind. Lives on the event loop.
+
+    `missing` is said of an id that is unknown, `whose` is what a peer is called.
+    """
+
+    missing: ClassVar[str]
+    whose: ClassVar[str]
 
     def __init__(self, slots: SlotPool, ice_servers: IceServers) -> None:
         self._slots, self._ice = slots, ice_servers
         self._peers: dict[str, PeerT] = {}
         self._tombstones: dict[tuple[str, str], float] = {}
         self._offers = PerAddressLimiter(POSTS_PER_S, POST_BURST)
+        self._changes = PerAddressLimiter(CHANGES_PER_S, CHANGE_BURST)
         self._closing: set[asyncio.Task[None]] = set()
+
+    def find(self, session_id: str, id: str, address: str) -> PeerT:
+        """A session's peer of that id, for a caller at `address`. Raises Problem: 404 where there is none, or no more;
+        429."""
+        self._changes.check(address, "changes", clock.monotonic_s())
+        return self._find(session_id, id)
+
+    def _find(self, session_id: str, id: str) -> PeerT:
+        peer = self._peers.get(id)
+        if peer is None or peer.session.id != session_id:
+            raise Problem(404, self.missing)
+        return peer
+
+    async def delete(self, session_id: str, id: str, address: str) -> None:
+        """End a session's peer of that id; one that ended lately is fine as well. Raises Problem: 404, 429."""
+        self._changes.check(address, "changes", clock.monotonic_s())
+        if self._tombstones.get((session_id, id), float("-inf")) < clock.monotonic_s():
+            await self._end(self._find(session_id, id), "delete")
+
+    async def trickle(self, session_id: str, id: str, fragment: str, address: str) -> None:
+        """Take candidates that a peer found after its offer; those beyond the limit are left out. Mutates: the peer.
+
+        Raises:
+            Problem: 404, 400, 422 for an ICE restart, 429.
+        """
+        peer = self.find(session_id, id, address)
+        try:
+            trickle = sdp.parse_trickle(fragment)
+        except sdp.SdpError as error:
+            raise Problem(400, str(error)) from error
+        if trickle.username is not None and trickle.username not in peer.offer.usernames:
+            raise Problem(422, f"ICE restart is not supported: POST a new offer. This {self.whose} stays as it was.")
+        for candidate in trickle.candidates:
+            if peer.candidates >= sdp.MAX_CANDIDATES:
+                return
+            peer.candidates += 1
+            candidate.sdpMid = peer.offer.mid_for(candidate.sdpMid)
+            await peer.pc.addIceCandidate(candidate)
 
     async def end_session(self, session: LiveSession) -> None:
         """Close all connections of a session that ends."""
@@ -96,18 +143,6 @@ class Peers(ABC, Generic[PeerT]):
             peer.timeout.cancel()
         return True
 
-    def _find(self, session_id: str, id: str, missing: str) -> PeerT:
-        """A session's peer of that id. Raises Problem, 404, with the text `missing`."""
-        peer = self._peers.get(id)
-        if peer is None or peer.session.id != session_id:
-            raise Problem(404, missing)
-        return peer
-
-    async def _delete(self, session_id: str, id: str, missing: str) -> None:
-        """End a session's peer of that id; one that ended lately is fine as well. Raises Problem, 404."""
-        if self._tombstones.get((session_id, id), float("-inf")) < clock.monotonic_s():
-            await self._end(self._find(session_id, id, missing), "delete")
-
     def _state_changed(self, peer: PeerT) -> None:
         state = peer.pc.connectionState
         if state == "connected" and peer.timeout is not None:
@@ -120,25 +155,6 @@ class Peers(ABC, Generic[PeerT]):
             task = asyncio.create_task(self._end(peer, end), name=f"end-{end}")
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-
-    async def _add_candidates(self, peer: PeerT, fragment: str, whose: str) -> None:
-        """Take candidates that a peer found after its offer; those beyond the limit are left out. Mutates: peer.
-
-        Raises:
-            Problem: 400, 422 for an ICE restart, which says `whose` connection goes on.
-        """
-        try:
-            trickle = sdp.parse_trickle(fragment)
-        except sdp.SdpError as error:
-            raise Problem(400, str(error)) from error
-        if trickle.username is not None and trickle.username not in peer.offer.usernames:
-            raise Problem(422, f"ICE restart is not supported: POST a new offer. This {whose} goes on as it was.")
-        for candidate in trickle.candidates:
-            if peer.candidates >= sdp.MAX_CANDIDATES:
-                return
-            peer.candidates += 1
-            candidate.sdpMid = peer.offer.mid_for(candidate.sdpMid)
-            await peer.pc.addIceCandidate(candidate)
 
 
 def checked_offer(text: str, role: sdp.Role, codecs: Sequence[str]) -> sdp.Offer:
@@ -174,3 +190,8 @@ async def answered(offer: sdp.Offer, answering: Awaitable[str], purpose: str) ->
         logger.error("No UDP socket could be opened for %s: are there too many open files (ulimit -n)?", purpose)
         raise Problem(503, f"The server could open no UDP socket for {purpose}.", headers, code="network")
     return offer.complete(answer)
+
+
+def ended(session: LiveSession) -> Problem:
+    """The answer where a session has ended meanwhile."""
+    return Problem(410, f"The session {session.id!r} has ended.", code="ended")

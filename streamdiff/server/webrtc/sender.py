@@ -19,98 +19,6 @@ from streamdiff.server.media.fanout import FRESH_S, TRIAL_S, Fanout
 from streamdiff.server.rate_limit import TokenBucket
 from streamdiff.server.webrtc import aiortc_compat
 
-
-class ViewerTrack(MediaStreamTrack):
-    """The video of one peer. aiortc calls `recv` once the connection stands; that is when `on_start` is called.
-
-    `on_need_key` is called when only a key frame helps. All calls happen on the event loop.
-    """
-
-    kind = "video"
-
-    def __init__(
-        self,
-        on_start: Callable[[ViewerTrack], None],
-        on_need_key: Callable[[], None],
-        on_first: Callable[[float], None] = lambda since_s: None,
-    ) -> None:
-        """`on_first` is called once, with the seconds from the track's creation to its first packet."""
-        super().__init__()
-        self._on_start, self._on_need_key, self._on_first = on_start, on_need_key, on_first
-        self._queue = PacketQueue()
-        self._available = asyncio.Event()
-        self._idle = True
-        self._asked_s = self._made_s = clock.monotonic_s()
-        self._reported_s = self._asked_s
-        self._started_s: float | None = None
-        self._estimate = (float("-inf"), 0)
-        self.sent = 0
-
-    @property
-    def dropped(self) -> int:
-        """Encoded frames this viewer did not get."""
-        return self._queue.dropped
-
-    @property
-    def waiting(self) -> int:
-        """Encoded frames that wait for this viewer."""
-        return len(self._queue)
-
-    def reported(self, now_s: float) -> None:
-        """Note an RTCP report of the peer. Mutates: self."""
-        self._reported_s = now_s
-
-    def estimated(self, bitrate_bps: int, now_s: float) -> None:
-        """Note the peer's bandwidth estimate (REMB). Mutates: self."""
-        self._reported_s = now_s
-        self._estimate = (now_s, bitrate_bps)
-
-    def line_bps(self, now_s: float) -> int | None:
-        """The peer's bandwidth estimate in bit/s; None where there is none, or none to rely on."""
-        made_s, bitrate_bps = self._estimate
-        if self._started_s is None or made_s < self._started_s + TRIAL_S or now_s > made_s + FRESH_S:
-            return None
-        return bitrate_bps
-
-    def stuck_s(self, now_s: float) -> float:
-        """Seconds since aiortc took a packet, while it has not come for the next."""
-        return 0.0 if self._idle else now_s - self._asked_s
-
-    def silent_s(self, now_s: float) -> float:
-        """Seconds since the peer last reported, or since the start; 0 before the start."""
-        return 0.0 if self._started_s is None else now_s - max(self._reported_s, self._started_s)
-
-    def put(self, encoded: EncodedFrame) -> None:
-        """Queue one packet for this viewer; called by the encoder's fan-out, on the event loop."""
-        if self._queue.put(encoded):
-            self._on_need_key()
-        self._available.set()
-
-    async def recv(self) -> Packet:
-        """The next packet, as soon as there is one."""
-        self._idle = True
-        if self._started_s is None:
-            self._started_s = clock.monotonic_s()
-            self._on_start(self)
-        while True:
-            if self.readyState != "live":
-                raise MediaStreamError
-            encoded = self._queue.get()
-            if encoded is not None:
-                self.sent += 1
-                self._idle, self._asked_s = False, clock.monotonic_s()
-                if self.sent == 1:
-                    self._on_first(self._asked_s - self._made_s)
-                return encoded.packet
-            self._available.clear()
-            await self._available.wait()
-
-    def stop(self) -> None:
-        """End the track; a waiting `recv` ends too."""
-        super().stop()
-        self._available.set()
-
-
 KEY_REQUESTS_PER_S, KEY_REQUEST_BURST = 1.0, 5.0
 """Key frame requests (PLI, FIR) of one peer that are met: every key frame costs all the others bits."""
 RESENT_PER_S, RESEND_BURST = 2000.0, 1024.0
@@ -123,11 +31,14 @@ SILENT_S = 30.0
 _MIME: dict[str, Codec] = {"video/h264": "h264", "video/vp8": "vp8"}
 
 
-class VideoSender:
-    """A peer connection with one video track, attached to a session's fan-out while it runs. On the event loop.
+class VideoSender(MediaStreamTrack):
+    """A peer connection and its one video track: a bounded queue of encoded packets, attached to a session's fan-out
+    from the moment that the connection stands and aiortc calls `recv`. On the event loop.
 
-    `codec` is the negotiated one, None before `bind`.
+    `codec` is the negotiated one, None before `bind`; `sent`: how many frames were.
     """
+
+    kind = "video"
 
     def __init__(
         self,
@@ -141,18 +52,28 @@ class VideoSender:
         """`on_first` gets the seconds until the first packet; `on_key_request` is called for every request of the peer,
         with whether it is met; `adapts_bitrate`: whether the peer's bandwidth estimates count for the encoder's rate.
         """
+        super().__init__()
         # Without an explicit (here often empty) list aiortc asks a public STUN server and waits for it.
         self.pc = RTCPeerConnection(RTCConfiguration(iceServers=list(ice_servers)))
         self.codec: Codec | None = None
-        self.track = ViewerTrack(self._attach, self.request_key, on_first)
-        self._fanout, self._on_key_request, self._adapts_bitrate = fanout, on_key_request, adapts_bitrate
+        self.sent = 0
+        self._fanout, self._on_first, self._on_key_request = fanout, on_first, on_key_request
+        self._adapts_bitrate = adapts_bitrate
         self._key_requests = TokenBucket(KEY_REQUESTS_PER_S, KEY_REQUEST_BURST)
         self._resends = TokenBucket(RESENT_PER_S, RESEND_BURST)
+        self._queue = PacketQueue()
+        self._available = asyncio.Event()
+        self._idle = True  # aiortc waits for a packet
+        self._made_s = self._asked_s = self._reported_s = clock.monotonic_s()
+        self._started_s: float | None = None
+        self._estimate = (float("-inf"), 0)  # when, and bit/s
         self._closed = False
+
+    # ---- negotiation and end ------------------------------------------------------------------------------------
 
     def add_transceiver(self, codecs: Sequence[Codec]) -> RTCRtpTransceiver:
         """The transceiver of the track, with the codecs that may be negotiated, best first. Mutates: self.pc."""
-        transceiver = self.pc.addTransceiver(self.track, direction="sendonly")
+        transceiver = self.pc.addTransceiver(self, direction="sendonly")
         known = RTCRtpSender.getCapabilities("video").codecs
         ordered = [each for codec in codecs for each in known if _codec_of(each) == codec]
         # aiortc takes preferences only before it sees the peer's description.
@@ -172,31 +93,83 @@ class VideoSender:
         aiortc_compat.hook_sender(transceiver.sender, negotiated, *hooks)
         return True
 
+    async def close(self, limit_s: float) -> bool:
+        """Detach, and close the connection; whether that took no longer than `limit_s`. Mutates: self."""
+        self._closed = True
+        if self.codec is not None:
+            self._fanout.detach(self.codec, self)
+        return await aiortc_compat.close(self.pc, limit_s)
+
+    # ---- packets: from the fan-out, to aiortc ----------------------------------------------------------------------
+
+    def put(self, encoded: EncodedFrame) -> None:
+        """Queue one packet; called by the fan-out."""
+        if self._queue.put(encoded):
+            self.request_key()
+        self._available.set()
+
+    async def recv(self) -> Packet:
+        """The next packet, as soon as there is one."""
+        self._idle = True
+        if self._started_s is None:
+            self._started_s = clock.monotonic_s()
+            if self.codec is not None and not self._closed:
+                self._fanout.attach(self.codec, self)
+        while self.readyState == "live":
+            encoded = self._queue.get()
+            if encoded is not None:
+                self.sent += 1
+                self._idle, self._asked_s = False, clock.monotonic_s()
+                if self.sent == 1:
+                    self._on_first(self._asked_s - self._made_s)
+                return encoded.packet
+            self._available.clear()
+            await self._available.wait()
+        raise MediaStreamError
+
+    def stop(self) -> None:
+        """End the track; a waiting `recv` ends too."""
+        super().stop()
+        self._available.set()
+
     def request_key(self) -> None:
         """The peer can go on only from a key frame."""
         if self.codec is not None:
             self._fanout.request_key(self.codec)
 
+    # ---- figures ---------------------------------------------------------------------------------------------------
+
+    @property
+    def dropped(self) -> int:
+        """Encoded frames that the peer did not get."""
+        return self._queue.dropped
+
+    @property
+    def waiting(self) -> int:
+        """Encoded frames that wait for the peer."""
+        return len(self._queue)
+
+    def line_bps(self, now_s: float) -> int | None:
+        """The peer's bandwidth estimate in bit/s; None where there is none, or none to rely on."""
+        made_s, bitrate_bps = self._estimate
+        if self._started_s is None or made_s < self._started_s + TRIAL_S or now_s > made_s + FRESH_S:
+            return None
+        return bitrate_bps
+
+    def silent_s(self, now_s: float) -> float:
+        """Seconds since the peer last reported, or since the start; 0 before the start."""
+        return 0.0 if self._started_s is None else now_s - max(self._reported_s, self._started_s)
+
     def fault(self, now_s: float) -> Literal["stuck", "silent", "encoder"] | None:
         """Why the peer should be given up: it takes or reports nothing any more, or there is nothing to send, as the
         codec cannot be encoded; None: it should not."""
-        if self.track.stuck_s(now_s) > STUCK_S:
+        if not self._idle and now_s - self._asked_s > STUCK_S:
             return "stuck"
         if self.codec is not None and self._fanout.failing_s(self.codec, now_s) > STUCK_S:
             return "encoder"
-        return "silent" if self.track.silent_s(now_s) > SILENT_S else None
+        return "silent" if self.silent_s(now_s) > SILENT_S else None
 
-    async def close(self, limit_s: float) -> bool:
-        """Detach, and close the connection; whether that took no longer than `limit_s`. Mutates: self."""
-        self._closed = True
-        if self.codec is not None:
-            self._fanout.detach(self.codec, self.track)
-        return await aiortc_compat.close(self.pc, limit_s)
-
-    def _attach(self, track: ViewerTrack) -> None:
-        """The connection stands."""
-        if self.codec is not None and not self._closed:
-            self._fanout.attach(self.codec, track)
+    # ---- what the peer sends ---------------------------------------------------------------------------------------
 
     def _key_requested(self) -> None:
         is_met = self._key_requests.take(clock.monotonic_s())
@@ -209,10 +182,11 @@ class VideoSender:
 
     def _take_estimate(self, bitrate_bps: int) -> None:
         if self._adapts_bitrate:
-            self.track.estimated(bitrate_bps, clock.monotonic_s())
+            self._reported_s = clock.monotonic_s()
+            self._estimate = (self._reported_s, bitrate_bps)
 
     def _take_report(self) -> None:
-        self.track.reported(clock.monotonic_s())
+        self._reported_s = clock.monotonic_s()
 
 
 def _codec_of(known: Any) -> Codec | None:

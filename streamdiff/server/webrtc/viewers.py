@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,33 +16,30 @@ from streamdiff import clock
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.codecs import Codec
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.peers import PerAddressLimiter, SlotPool
+from streamdiff.server.peers import SlotPool
 from streamdiff.server.problem import Problem
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.sessions.live_session import LiveSession
 from streamdiff.server.webrtc import aiortc_compat
 from streamdiff.server.webrtc.ice import IceServers
-from streamdiff.server.webrtc.peer_connections import CLOSE_S, Peer, Peers, answered, checked_offer
+from streamdiff.server.webrtc.peer_connections import CLOSE_S, Peer, Peers, answered, checked_offer, ended
 from streamdiff.server.webrtc.sender import VideoSender
+
+logger = logging.getLogger(__name__)
+POOR_NETWORK = 0.6
+CHECK_S = 1.0
+STALE_S = 3.0
+"""A viewer that reported nothing for so long gives its slot, where all are taken, to the next connection of the same
+client: a page that was reloaded without a good-bye. Browsers report once a second."""
 
 
 class DataChannelConnection(ControlConnection):
-    """Control messages over a data channel. Messages to a viewer that does not read are left out."""
+    """Control messages over a viewer's data channel. Those to a viewer that does not read are left out."""
 
-    def __init__(
-        self,
-        channel: RTCDataChannel,
-        viewer: str,
-        session: LiveSession,
-        metrics: Metrics,
-        network: Callable[[], str],
-        may_control: bool = True,
-    ) -> None:
-        """See `ControlConnection`."""
+    def __init__(self, channel: RTCDataChannel, viewer: Viewer, metrics: Metrics) -> None:
         self._channel = channel
-        super().__init__(viewer, session, metrics, may_control, network)
-        self._closed = False
+        super().__init__(viewer.id, viewer.session, metrics, viewer.may_control, lambda: _network(viewer))
         channel.on("message", self.on_message)
         channel.on("close", self.close)
 
@@ -55,23 +51,6 @@ class DataChannelConnection(ControlConnection):
     def send_text(self, text: str) -> None:
         if self._channel.readyState == "open" and self._channel.bufferedAmount < MAX_BUFFERED_BYTES:
             self._channel.send(text)
-
-    def close(self) -> None:
-        """Stop. Does nothing a second time: the viewer, by the same name, may have opened another one by then."""
-        if not self._closed:
-            self._closed = True
-            super().close()
-
-
-logger = logging.getLogger(__name__)
-
-CHANGES_PER_S, CHANGE_BURST = 100.0, 200.0
-"""Candidates and ends: a page that trickles sends ten or so, and many may sit behind one address."""
-POOR_NETWORK = 0.6
-CHECK_S = 1.0
-GHOST_S = 3.0
-"""A viewer that reported nothing for so long gives its slot, where all are taken, to the next connection of the same
-client: a page that was reloaded without a good-bye. Browsers report once a second."""
 
 
 @dataclass(eq=False)
@@ -88,10 +67,11 @@ class Viewer(Peer):
 class Viewers(Peers[Viewer]):
     """All WHEP viewers. Lives on the event loop."""
 
+    missing, whose = "There is no such viewer; it may have ended. POST a new offer.", "viewer"
+
     def __init__(self, slots: SlotPool, codecs: tuple[Codec, ...], metrics: Metrics, ice_servers: IceServers) -> None:
         super().__init__(slots, ice_servers)
         self._codecs, self._metrics = codecs, metrics
-        self._changes = PerAddressLimiter(CHANGES_PER_S, CHANGE_BURST)
         self._check_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -103,9 +83,9 @@ class Viewers(Peers[Viewer]):
         """Copy figures that other objects hold into the metrics. Mutates: self."""
         viewers = self._peers.values()
         self._metrics.viewers.set(self.count)
-        self._metrics.viewer_waiting.set(max((viewer.sender.track.waiting for viewer in viewers), default=0))
+        self._metrics.viewer_waiting.set(max((viewer.sender.waiting for viewer in viewers), default=0))
         for viewer in viewers:
-            self._metrics.viewer_dropped.inc(viewer.drops.increase(viewer.sender.track.dropped))
+            self._metrics.viewer_dropped.inc(viewer.drops.increase(viewer.sender.dropped))
 
     async def create(
         self,
@@ -127,46 +107,33 @@ class Viewers(Peers[Viewer]):
         wanted = self._wanted_codecs(codec)
         checked = checked_offer(offer, "viewer", wanted)
         refusal = self._slots.refusal(address)
-        ghost = self._ghost_of(client_id, address) if refusal is not None else None
-        if refusal is not None and ghost is None:
+        stale = self._stale_connection_of(client_id, address) if refusal is not None else None
+        if refusal is not None and stale is None:
             raise refusal
         self._offers.check(address, "connections", clock.monotonic_s())
+        ice, on_first = self._ice.to_ask(), self._metrics.viewer_first_s.observe
+        sender = VideoSender(session.playback.fanout, ice, on_first=on_first, on_key_request=self._count_key_request)
+        viewer = Viewer(session, sender.pc, address, checked, sender, may_control, client_id)
+        viewer.pc.on("connectionstatechange", lambda: self._state_changed(viewer))
+        viewer.pc.on("datachannel", lambda channel: self._channel_opened(viewer, channel))
         # From here to the registration below there are awaits: the slot is taken before the first of them.
         self._slots.take(address)
         try:
-            if ghost is not None:
-                await self._end(ghost, "ghost")
-            fanout, on_first = session.playback.fanout, self._metrics.viewer_first_s.observe
-            ice = self._ice.to_ask()
-            sender = VideoSender(fanout, ice, on_first=on_first, on_key_request=self._count_key_request)
-            viewer = Viewer(session, sender.pc, address, checked, sender, may_control, client_id)
-            answer = await self._connect(viewer, wanted)
-            self._ice.take_answer(ice, answer)
-            return viewer.id, answer
+            if stale is not None:
+                await self._end(stale, "ghost")
+            answer = await answered(checked, self._negotiate(viewer, wanted), "the video of one more viewer")
+            if session.closed:
+                raise ended(session)
         except BaseException:
+            await sender.close(CLOSE_S)
             self._slots.release(address)
             raise
-
-    def check(self, session_id: str, id: str, address: str) -> None:
-        """Raises Problem: 404 where there is no such viewer, or no more; 429."""
-        self._viewer(session_id, id, address)
-
-    async def trickle(self, session_id: str, id: str, fragment: str, address: str) -> None:
-        """Take candidates that a viewer found after its offer.
-
-        Raises:
-            Problem: 404, 400, 422 for an ICE restart, 429.
-        """
-        await self._add_candidates(self._viewer(session_id, id, address), fragment, "viewer")
-
-    async def delete(self, session_id: str, id: str, address: str) -> None:
-        """End a viewer; one that ended lately is fine as well.
-
-        Raises:
-            Problem: 404, 429.
-        """
-        self._changes.check(address, "changes", clock.monotonic_s())
-        await self._delete(session_id, id, "There is no such viewer.")
+        self._register(viewer)
+        self._ice.take_answer(ice, answer)
+        logger.info("A viewer joins session %s.", session.id, extra=_fields_of(viewer))
+        if self._check_timer is None:
+            self._check_timer = asyncio.get_running_loop().call_later(CHECK_S, self._check_viewers)
+        return viewer.id, answer
 
     async def stop(self) -> None:
         """Close every connection, with a notice to its peer."""
@@ -177,30 +144,7 @@ class Viewers(Peers[Viewer]):
             self._check_timer.cancel()
         await super().stop()
 
-    def _viewer(self, session_id: str, id: str, address: str) -> Viewer:
-        """A session's viewer of that id. Raises Problem: 404, 429."""
-        self._changes.check(address, "changes", clock.monotonic_s())
-        return self._find(session_id, id, "There is no such viewer; it may have ended. POST a new offer.")
-
     # ---- one viewer's life --------------------------------------------------------------------------------------
-
-    async def _connect(self, viewer: Viewer, codecs: tuple[Codec, ...]) -> str:
-        """Register a viewer; returns the SDP answer."""
-        session, sender = viewer.session, viewer.sender
-        viewer.pc.on("connectionstatechange", lambda: self._state_changed(viewer))
-        viewer.pc.on("datachannel", lambda channel: self._channel_opened(viewer, channel))
-        try:
-            answer = await answered(viewer.offer, self._negotiate(viewer, codecs), "the video of one more viewer")
-            if session.closed:
-                raise Problem(410, f"The session {session.id!r} has ended.", code="ended")
-        except BaseException:
-            await sender.close(CLOSE_S)
-            raise
-        self._register(viewer)
-        logger.info("A viewer joins session %s.", session.id, extra=_fields_of(viewer))
-        if self._check_timer is None:
-            self._check_timer = asyncio.get_running_loop().call_later(CHECK_S, self._check_viewers)
-        return answer
 
     async def _negotiate(self, viewer: Viewer, codecs: tuple[Codec, ...]) -> str:
         """aiortc's answer to the viewer's offer. Mutates: viewer.
@@ -239,16 +183,14 @@ class Viewers(Peers[Viewer]):
             return
         if viewer.channel is not None:
             viewer.channel.close()  # closed by the viewer; aiortc may report that after the new one
-        viewer.channel = DataChannelConnection(
-            channel, viewer.id, viewer.session, self._metrics, lambda: _network(viewer), viewer.may_control
-        )
+        viewer.channel = DataChannelConnection(channel, viewer, self._metrics)
 
     async def _end(self, viewer: Viewer, end: str) -> None:
         if not self._unregister(viewer):
             return
         if viewer.channel is not None:
             viewer.channel.close()
-        self._metrics.viewer_dropped.inc(viewer.drops.increase(viewer.sender.track.dropped))
+        self._metrics.viewer_dropped.inc(viewer.drops.increase(viewer.sender.dropped))
         self._metrics.viewers_ended.labels(end).inc()
         logger.info("A viewer has left: %s.", end, extra=_fields_of(viewer, end=end))
         if not await viewer.sender.close(CLOSE_S):
@@ -265,7 +207,7 @@ class Viewers(Peers[Viewer]):
             raise Problem(422, f"The codec {codec[:20]!r} is not offered; this server has {known}.", code="codec")
         return found
 
-    def _ghost_of(self, client_id: str | None, address: str) -> Viewer | None:
+    def _stale_connection_of(self, client_id: str | None, address: str) -> Viewer | None:
         """The oldest connection of `client_id` that is dead or never connected, and without which `address` may have a
         slot. Clients choose their ids, so one that still reports is left alone."""
         now_s = clock.monotonic_s()
@@ -275,7 +217,7 @@ class Viewers(Peers[Viewer]):
 
 
 def _is_dead(viewer: Viewer, now_s: float) -> bool:
-    return viewer.pc.connectionState != "connected" or viewer.sender.track.silent_s(now_s) > GHOST_S
+    return viewer.pc.connectionState != "connected" or viewer.sender.silent_s(now_s) > STALE_S
 
 
 def _fields_of(viewer: Viewer, **more: object) -> dict[str, Any]:
@@ -285,7 +227,7 @@ def _fields_of(viewer: Viewer, **more: object) -> dict[str, Any]:
 
 def _network(viewer: Viewer) -> str:
     """The viewer's bandwidth estimate compared to the bit rate it is sent: unknown, poor or good."""
-    line_bps, codec = viewer.sender.track.line_bps(clock.monotonic_s()), viewer.sender.codec
+    line_bps, codec = viewer.sender.line_bps(clock.monotonic_s()), viewer.sender.codec
     if line_bps is None or codec is None:
         return "unknown"
     return "poor" if line_bps < POOR_NETWORK * viewer.session.playback.fanout.sent_bps(codec) else "good"

@@ -126,8 +126,8 @@ TOLD = [
     ("a red star on the left", None, "“on the left”: I cannot choose where things are"),
     ("the camera follows", ONE, "it follows nothing"),
     ("add a heart", TWO, "I draw two things at most."),
-    ("do you know zorgblatts", ONE, "I did not find anything I can draw in that (“know”, “zorgblatts”)."),
-    ("a red zorgblatt", None, "I do not know “zorgblatt”; I know one or two things"),
+    ("do you know zorgblatts", ONE, "This small model can't draw that (“know”, “zorgblatts”)."),
+    ("a red zorgblatt", None, "This small model can't draw “zorgblatt”. It can draw one or two things"),
     ("bleu hart", None, "“bleu”: I read “blue”. “hart”: I read “heart”."),
 ]  # fmt: skip
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, run_reference
+from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.runner.init_latents import InitLatents, motion_levels
-from tests.small import BLUE, CPU, RED, small_model
+from tests.pipeline.reference_cases import played
+from tests.small import BLUE, RED, small_model
 
 CHUNKS = 5
 
@@ -34,10 +35,6 @@ def video(model: Model) -> Tensor:
 @pytest.fixture
 def plain(model: Model) -> ReferenceRun:
     return ReferenceRun(model.text.encode(RED), CHUNKS, sampling.from_timesteps([700, 500, 400]), seed=11)
-
-
-def played(model: Model, script: ReferenceRun, stages: int = 1) -> Tensor:
-    return torch.stack([latents for latents, _ in run_reference(model, CPU, script, stages=stages)])
 
 
 def by_hand(frames: Tensor, strength: float) -> list[float]:

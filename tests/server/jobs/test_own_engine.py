@@ -15,7 +15,7 @@ from streamdiff import api
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.server.jobs import runner
-from streamdiff.video.writer import Frame, write_video
+from streamdiff.video.files import Frame, write_video
 from tests.server.conftest import open_site
 from tests.server.jobs.test_videos import ended, pictures_of
 from tests.small import BLUE, CPU, small_model

@@ -13,7 +13,7 @@ from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from streamdiff.pipeline.scheduler.step import MicroStep
-from streamdiff.server.load import UNLIMITED, Capacity, LoadLimit, LoadPolicy, SessionDemand
+from streamdiff.server.load import UNLIMITED, Capacity, LoadLimit, LoadPolicy, ViewerDemand
 
 LOOK_S = 1.0
 """How often the policy is asked where no chunk is finished."""
@@ -132,7 +132,7 @@ class _Site:
     def _decide(self) -> None:
         """Ask the policy, and do what it says. Mutates: self."""
         visits = {str(number): each.visit for number, each in self.open.items()}
-        demands = {name: SessionDemand(visit.steps, visit.fps, visit.adaptive) for name, visit in visits.items()}
+        demands = {name: ViewerDemand(visit.steps, visit.fps, visit.adaptive) for name, visit in visits.items()}
         share = partial(_share, self.capacity, self.now_s)
         for name, limit in self.policy.decide(demands, share, self.now_s).items():
             watched = self.open[int(name)]

@@ -1,5 +1,5 @@
 """Adaptive sessions: what the policy takes and gives back, and under virtual time with the real scheduler, what comes
-of it."""
+of it. How many sessions fit, from measured time, and when one ends by itself."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamdiff.server.load import (
+    FRESH_S,
     FULL_S,
     HOLD_S,
     SETTLE_S,
     UNLIMITED,
+    Capacity,
+    Lifetime,
     LoadLimit,
     LoadPolicy,
-    SessionDemand,
+    ViewerDemand,
     degradation_levels,
     least_share,
 )
@@ -32,9 +35,9 @@ def _share(fps: float, steps: int) -> float:
     return 0.5 * fps / 40 * (steps + 1) / 5
 
 
-def _demand(count: int, **changes: object) -> dict[str, SessionDemand]:
+def _demand(count: int, **changes: object) -> dict[str, ViewerDemand]:
     return {
-        f"s{number}": SessionDemand(**{"steps": 4, "fps": 40.0, "adaptive": True, **changes}) for number in range(count)
+        f"s{number}": ViewerDemand(**{"steps": 4, "fps": 40.0, "adaptive": True, **changes}) for number in range(count)
     }  # type: ignore[arg-type]
 
 
@@ -44,15 +47,15 @@ def _late(policy: LoadPolicy, session: str, now_s: float) -> None:
 
 
 def test_steps_go_before_frame_rate_and_what_cannot_give_keeps_all() -> None:
-    assert degradation_levels(SessionDemand(4, 40.0, True), (8, 4, 2, 1)) == [
+    assert degradation_levels(ViewerDemand(4, 40.0, True), (8, 4, 2, 1)) == [
         UNLIMITED, LoadLimit(2), LoadLimit(1), LoadLimit(1, Fraction(3, 4)), LoadLimit(1, Fraction(1, 2)),
     ]  # fmt: skip
-    assert degradation_levels(SessionDemand(2, 40.0, True), KNOWN)[1] == LoadLimit(None, Fraction(3, 4)), (
+    assert degradation_levels(ViewerDemand(2, 40.0, True), KNOWN)[1] == LoadLimit(None, Fraction(3, 4)), (
         "it has the fewest already"
     )
-    assert degradation_levels(SessionDemand(4, 40.0, False), KNOWN) == [UNLIMITED]
-    assert least_share(SessionDemand(4, 40.0, True), KNOWN, _share) == pytest.approx(0.5 * 0.6 / 2)
-    assert least_share(SessionDemand(4, 40.0, False), KNOWN, _share) == 0.5
+    assert degradation_levels(ViewerDemand(4, 40.0, False), KNOWN) == [UNLIMITED]
+    assert least_share(ViewerDemand(4, 40.0, True), KNOWN, _share) == pytest.approx(0.5 * 0.6 / 2)
+    assert least_share(ViewerDemand(4, 40.0, False), KNOWN, _share) == 0.5
 
 
 def test_no_more_is_taken_than_load_needs_and_the_last_to_come_gives_first() -> None:
@@ -71,13 +74,10 @@ def test_it_comes_back_in_the_opposite_order_after_a_while() -> None:
     assert policy.decide(_demand(2), _share, HOLD_S - 1) == {}, "it may be too much again soon"
     assert policy.decide(_demand(2), _share, HOLD_S + 1) == {"s0": UNLIMITED, "s1": LoadLimit(2)}
     assert policy.decide(_demand(1), _share, HOLD_S + 2) == {}
-
-
-def test_what_fits_only_just_comes_back_after_a_long_while() -> None:
     policy = LoadPolicy(KNOWN, limit=1.0)
     policy.decide(_demand(3), _share, 0.0)
     assert policy.decide(_demand(2), _share, FULL_S - 1) == {"s0": UNLIMITED}
-    assert policy.decide(_demand(2), _share, 2 * FULL_S - 2) == {}
+    assert policy.decide(_demand(2), _share, 2 * FULL_S - 2) == {}, "it fits only just"
     assert policy.decide(_demand(2), _share, 2 * FULL_S) == {"s1": UNLIMITED}
 
 
@@ -120,9 +120,9 @@ def test_a_changed_wish_keeps_what_is_given_up_as_far_as_it_is_less() -> None:
 def test_who_is_not_watched_gives_nothing_and_who_may_not_either() -> None:
     policy = LoadPolicy(KNOWN, limit=0.9)
     demands = {
-        "stays": SessionDemand(4, 40.0, False),
-        "idle": SessionDemand(4, 40.0, True, plays=False),
-        "gives": SessionDemand(4, 40.0, True),
+        "stays": ViewerDemand(4, 40.0, False),
+        "idle": ViewerDemand(4, 40.0, True, plays=False),
+        "gives": ViewerDemand(4, 40.0, True),
     }
     assert policy.decide(demands, _share, 0.0) == {"gives": LoadLimit(2)}
 
@@ -176,3 +176,70 @@ def test_no_load_stalls_who_can_give_and_nothing_flaps(
     assert _stalls(seen, CHUNK_S) == 0 and sum(each.waited_s for each in seen) < 0.02 * 40 * len(visits)
     assert sum(len(each.limits) for each in seen) <= 6 * len(visits)
     assert not (one_stays and seen[0].limits)
+
+
+# ---- capacity and lifetime -------------------------------------------------------------------------------------
+
+
+def test_a_share_is_work_over_playing_time() -> None:
+    capacity = Capacity(chunk_frames=12, steps=4, limit=0.9, start_work_s=0.15)
+    assert capacity.share(40.0, 0.0) == pytest.approx(0.5)  # 0.15 s of work for 0.3 s of video
+    assert capacity.share(20.0, 0.0) == pytest.approx(0.25)
+    assert capacity.share(40.0, 0.0, 2) == pytest.approx(0.5 * 3 / 5), "fewer passes"
+
+
+def test_the_one_too_many_is_told_the_numbers_and_the_first_never_refused() -> None:
+    capacity = Capacity(12, 4, 0.9, 0.15)
+    assert capacity.refusal([], 5.0) == ""
+    assert capacity.refusal([0.4], 0.5) == ""
+    refusal = capacity.refusal([0.5, 0.0], 0.5)
+    assert "(1)" in refusal and "50%" in refusal and "90%" in refusal
+    assert Capacity(12, 4, 0.9).refusal([0.0], 0.0) == "", "nothing is known yet"
+    assert capacity.refusal([0.0, 0.0], 3.48) == "", "the first that plays"
+    assert capacity.free_sessions([0.0], 3.48) == 1 and capacity.free_sessions([0.0, 0.5], 3.48) == 0
+
+
+def test_a_measurement_of_a_busy_moment_does_not_hold_for_ever() -> None:
+    """What the engine measured last holds while it is fresh; then the start's, unless it was higher still."""
+    capacity = Capacity(12, 4, 0.9, 0.15)
+    capacity.measured(1.5, 100.0)
+    assert capacity.work_s(100.0) == capacity.work_s(100.0 + FRESH_S) == 1.5
+    assert capacity.work_s(100.0 + 2 * FRESH_S) == 0.15
+    assert capacity.share(40.0, 100.0 + 2 * FRESH_S) == pytest.approx(0.5)
+    capacity.measured(0.1, 200.0)
+    assert capacity.work_s(200.0 + 2 * FRESH_S) == 0.1, "the start was the busy moment"
+    capacity.restart(None)
+    assert capacity.work_s(200.0) == 0.1, "an engine that measured nothing changes nothing"
+    capacity.restart(0.3)
+    assert capacity.work_s(200.0) == 0.3, "another engine"
+    unmeasured = Capacity(12, 4, 0.9)
+    unmeasured.measured(1.5, 100.0)
+    assert unmeasured.work_s(1000.0) == 1.5, "nothing else is known"
+
+
+@given(st.floats(0.001, 2), st.floats(0.05, 4), st.integers(0, 20))
+def test_room_is_how_many_are_not_refused(work_s: float, limit: float, opened: int) -> None:
+    capacity = Capacity(12, 4, limit, work_s)
+    wanted = capacity.share(40.0, 0.0)
+    shares = []
+    while not capacity.refusal(shares, wanted) and len(shares) < 400:
+        shares.append(wanted)
+    room = capacity.free_sessions(shares[:opened], wanted)
+    assert room is not None
+    if len(shares) < 400:
+        assert abs(room - len(shares[opened:])) <= (abs(limit / wanted - round(limit / wanted)) < 1e-6)
+
+
+def test_a_session_that_nobody_watches_ends() -> None:
+    life = Lifetime(100.0, idle_limit_s=10.0, limit_s=60.0)
+    assert life.end() == (110.0, "idle"), "nobody has come yet"
+    life.watch(True, 105.0)
+    assert life.end() == (160.0, "lifetime")
+    life.watch(False, 120.0)
+    life.watch(False, 125.0)
+    assert life.end() == (130.0, "idle"), "since the last one left, not since it was looked at"
+    life.watch(False, 155.0)
+    life.watch(True, 156.0)
+    life.watch(False, 157.0)
+    assert life.end() == (160.0, "lifetime")
+    assert Lifetime(0.0, None, None).end() is None

@@ -1,4 +1,4 @@
-"""The encoder, against PyAV's decoders: colours, sizes, key frames, time stamps, bit rate."""
+"""The encoder, against PyAV's decoders: colours, sizes, key frames, time stamps, bit rate; and the queue of packets."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import av
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streamdiff import clock
 from streamdiff.models.autoencoder.picture_decoder import yuv420p
@@ -21,6 +23,7 @@ from streamdiff.server.media.encoder import (
     EncodedFrame,
     EncoderThread,
     KeyframeLimiter,
+    PacketQueue,
     VideoEncoder,
     as_rgb,
 )
@@ -39,27 +42,19 @@ def _flat(colour: tuple[int, int, int], size: int = 64) -> np.ndarray:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("scale", [1, 2, 3])
-def test_a_packet_for_every_picture_in_the_right_colour_and_size(codec: Codec, scale: int) -> None:
-    encoder, decoder = VideoEncoder(codec, Format(64, 64, 40.0, scale)), _decoder(codec)
+@pytest.mark.parametrize(("scale", "kind"), [(1, "rgb"), (2, "rgb"), (3, "rgb"), (1, "yuv420"), (2, "yuv420")])
+def test_a_packet_for_every_picture_in_the_right_colour_and_size(codec: Codec, scale: int, kind: str) -> None:
+    encoder, decoder = VideoEncoder(codec, Format(64, 48, 40.0, scale)), _decoder(codec)
+    matrix = "ITU709" if codec == "h264" else "ITU601"
     for number, colour in enumerate(COLOURS * 2):
-        [encoded] = encoder.encode(_flat(colour), number * 2250, key=number == 0)
+        picture = np.full((48, 64, 3), colour, np.uint8)
+        [encoded] = encoder.encode(_planes(picture) if kind == "yuv420" else picture, number * 2250, key=number == 0)
         assert encoded.pts == number * 2250
         assert encoded.key == (number == 0)
         [frame] = decoder.decode(encoded.packet)
-        assert (frame.width, frame.height) == (64 * scale, 64 * scale)
-        matrix = "ITU709" if codec == "h264" else "ITU601"
+        assert (frame.width, frame.height) == (64 * scale, 48 * scale)
         shown = frame.to_ndarray(format="rgb24", src_colorspace=matrix)[20, 20]
         assert np.abs(shown.astype(int) - colour).max() <= 12
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_key_frame_can_be_decoded_alone(codec: Codec) -> None:
-    encoder = VideoEncoder(codec, Format(64, 64, 40.0))
-    for number in range(7):
-        [encoded] = encoder.encode(_flat(COLOURS[number % 6]), number * 2250, key=number in (0, 6))
-    [frame] = _decoder(codec).decode(encoded.packet)
-    assert frame.width == 64
 
 
 @pytest.mark.slow
@@ -69,11 +64,6 @@ def test_the_bit_rate_is_kept_on_noise(codec: Codec) -> None:
     encoder = VideoEncoder(codec, Format(128, 128, 40.0, 2, 1_000_000))
     sizes = [encoder.encode(noise[n % 30], n * 2250, n == 0)[0].packet.size for n in range(160)]
     assert sum(sizes[40:]) * 8 / 3.0 < 2_000_000
-
-
-def test_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="opened for"):
-        VideoEncoder("h264", Format(64, 64, 40.0)).encode(_flat((0, 0, 0), 32), 0, True)
 
 
 def test_wishes_for_key_frames_are_brought_together() -> None:
@@ -95,57 +85,57 @@ def test_wishes_for_key_frames_are_brought_together() -> None:
     assert storm <= 10 / KEY_INTERVAL_S + 1
 
 
+class _Delivered:
+    """An encoder thread, and the packets that it delivered. A context manager."""
+
+    def __init__(self, codec: Codec, fmt: Format) -> None:
+        self.packets: list[EncodedFrame] = []
+        self._arrived = threading.Semaphore(0)
+        self.thread = EncoderThread(codec, fmt, self._deliver)
+
+    def _deliver(self, encoded: EncodedFrame) -> None:
+        self.packets.append(encoded)
+        self._arrived.release()
+
+    def wait(self) -> None:
+        assert self._arrived.acquire(timeout=20)
+
+    def __enter__(self) -> _Delivered:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.thread.stop()
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_thread_delivers_in_order_and_drops_the_oldest_when_flooded(codec: Codec) -> None:
-    out: list[EncodedFrame] = []
-    arrived = threading.Semaphore(0)
-
-    def deliver(encoded: EncodedFrame) -> None:
-        out.append(encoded)
-        arrived.release()
-
-    thread = EncoderThread(codec, Format(64, 64, 40.0), deliver)
-    try:
+    with _Delivered(codec, Format(64, 64, 40.0)) as made:
         for number in range(3):
-            thread.submit(_flat(COLOURS[number]), number * 2250)
-            assert arrived.acquire(timeout=20)
+            made.thread.submit(_flat(COLOURS[number]), number * 2250)
+            made.wait()
         for number in range(3, 203):
-            thread.submit(_flat(COLOURS[number % 6]), number * 2250)
-        while not out or out[-1].pts != 202 * 2250:
-            assert arrived.acquire(timeout=20)
-    finally:
-        thread.stop()
-    stamps = [encoded.pts for encoded in out]
+            made.thread.submit(_flat(COLOURS[number % 6]), number * 2250)
+        while made.packets[-1].pts != 202 * 2250:
+            made.wait()
+    stamps = [encoded.pts for encoded in made.packets]
     assert stamps == sorted(set(stamps))
-    assert out[0].key
-    assert len(out) + thread.dropped == 203
+    assert made.packets[0].key
+    assert len(made.packets) + made.thread.dropped == 203
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_another_bit_rate_holds_from_a_key_frame_on(codec: Codec) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (8, 128, 128, 3)).astype(np.uint8)
-    out: list[EncodedFrame] = []
-    arrived = threading.Semaphore(0)
-
-    def deliver(encoded: EncodedFrame) -> None:
-        out.append(encoded)
-        arrived.release()
-
-    thread = EncoderThread(codec, Format(128, 128, 40.0, 1, 4_000_000), deliver)
-    try:
+    with _Delivered(codec, Format(128, 128, 40.0, 1, 4_000_000)) as made:
         for number in range(120):
             if number == 60:
-                thread.set_bitrate(500_000)
-            thread.submit(noise[number % 8], number * 2250)
-            assert arrived.acquire(timeout=20)
-    finally:
-        thread.stop()
-    assert out[60].key
-    assert not any(encoded.key for encoded in out[1:60])
-    before, after = (sum(encoded.packet.size for encoded in part) for part in (out[20:60], out[80:120]))
+                made.thread.set_bitrate(500_000)
+            made.thread.submit(noise[number % 8], number * 2250)
+            made.wait()
+    assert [number for number, encoded in enumerate(made.packets) if encoded.key][:2] == [0, 60]
+    before, after = (sum(encoded.packet.size for encoded in made.packets[at : at + 40]) for at in (20, 80))
     assert after < before / 2
-    assert thread._opened.bitrate_bps == 500_000
 
 
 class _Works:
@@ -174,7 +164,7 @@ class _Works:
 
 
 class _Fed:
-    """An encoder thread that is given one picture after the other."""
+    """An encoder thread that is given one picture after the other. A context manager."""
 
     def __init__(self, codec: Codec, fmt: Format) -> None:
         self.thread = EncoderThread(codec, fmt, lambda encoded: None)
@@ -189,6 +179,16 @@ class _Fed:
 
         self.thread._encode = noted  # type: ignore[method-assign]
 
+    def __enter__(self) -> _Fed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.thread.stop()
+
+    def keys(self) -> list[bool]:
+        """`give`, by whether what it becomes is a key frame."""
+        return [each.key for each in self.give()]
+
     def give(self) -> list[EncodedFrame]:
         """What becomes of the next picture."""
         self.thread.submit(_flat(COLOURS[self._given % 6]), self._given * 2250)
@@ -201,21 +201,18 @@ def test_a_codec_that_cannot_be_opened_for_another_rate_goes_on_with_the_old_one
     codec: Codec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = _Works(monkeypatch)
-    fed = _Fed(codec, Format(64, 64, 40.0, 1, 1_000_000))
-    try:
-        assert [each.key for each in fed.give()] == [True]
+    with _Fed(codec, Format(64, 64, 40.0, 1, 1_000_000)) as fed:
+        assert fed.keys() == [True]
         library.opens = False
         fed.thread.set_bitrate(500_000)
         for _ in range(8):
-            assert [each.key for each in fed.give()] == [False]
+            assert fed.keys() == [False]
         assert len(library.threads) == 3, "at the next picture again, then once a second"
         assert (fed.thread._opened.bitrate_bps, fed.thread.failing_since_s) == (1_000_000, None)
         library.opens = True
         library.now_s += REOPEN_S
-        assert [each.key for each in fed.give()] == [True]
+        assert fed.keys() == [True]
         assert fed.thread._opened.bitrate_bps == 500_000
-    finally:
-        fed.thread.stop()
     assert caplog.text.count("cannot be opened") == 1
 
 
@@ -224,39 +221,26 @@ def test_a_codec_that_fails_is_opened_again_once_a_second_until_it_works(
     codec: Codec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = _Works(monkeypatch)
-    fed = _Fed(codec, Format(64, 64, 40.0))
-    try:
-        assert fed.give()
+    library.opens = False
+    with _Fed(codec, Format(64, 64, 40.0)) as fed:
+        assert fed.give() == []
+        library.opens = True
+        library.now_s += REOPEN_S
+        assert fed.keys() == [True]
         library.encodes = False
         assert fed.give() == []
         library.encodes, library.opens = True, False
         for _ in range(8):
             assert fed.give() == []
-        assert len(library.threads) == 2
-        assert fed.thread.failing_since_s == 100.0
+        assert len(library.threads) == 4
+        assert fed.thread.failing_since_s == library.now_s
         library.opens = True
         assert fed.give() == []
         library.now_s += REOPEN_S
-        assert [each.key for each in fed.give()] == [True]
+        assert fed.keys() == [True]
         assert fed.thread.failing_since_s is None
-        assert fed.thread.dropped == 9
-    finally:
-        fed.thread.stop()
-    assert caplog.text.count("It is opened again") == 1
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_codec_that_cannot_be_opened_at_first_is_when_it_can(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = _Works(monkeypatch)
-    library.opens = False
-    fed = _Fed(codec, Format(64, 64, 40.0))
-    try:
-        assert fed.give() == []
-        library.opens = True
-        library.now_s += REOPEN_S
-        assert [each.key for each in fed.give()] == [True]
-    finally:
-        fed.thread.stop()
+        assert fed.thread.dropped == 10
+    assert caplog.text.count("It is opened again") == 2, "once for each time"
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -264,23 +248,20 @@ def test_changes_of_the_format_that_follow_each_other_closely_share_a_key_frame(
     codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = _Works(monkeypatch)
-    fed = _Fed(codec, Format(64, 64, 40.0))
-    try:
-        assert [each.key for each in fed.give()] == [True]
+    with _Fed(codec, Format(64, 64, 40.0)) as fed:
+        assert fed.keys() == [True]
         keys = []
         for number in range(20):
             for fps in (10.0, 20.0, 30.0 + number % 2):
                 fed.thread.set_format(Format(64, 64, fps))
-            keys += [each.key for each in fed.give()]
+            keys += fed.keys()
         assert keys == [True] + 19 * [False]
         library.now_s += REOPEN_S
-        assert [each.key for each in fed.give()] == [True], "the latest"
+        assert fed.keys() == [True], "the latest"
         assert fed.thread._opened.fps == 31.0
         fed.thread.set_format(Format(64, 64, 31.0))
         library.now_s += REOPEN_S
-        assert [each.key for each in fed.give()] == [False], "no other format"
-    finally:
-        fed.thread.stop()
+        assert fed.keys() == [False], "no other format"
     assert library.threads == 3 * [f"encoder-{codec}"]
 
 
@@ -310,31 +291,6 @@ def test_yuv420_made_on_the_device_is_that_of_libswscale() -> None:
         assert np.abs(got - expected).max() <= 2
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("scale", [1, 2])
-def test_yuv420_comes_out_in_the_right_colours(codec: Codec, scale: int) -> None:
-    encoder, decoder = VideoEncoder(codec, Format(64, 48, 40.0, scale)), _decoder(codec)
-    matrix = "ITU709" if codec == "h264" else "ITU601"
-    for number, colour in enumerate(COLOURS * 2):
-        picture = np.full((48, 64, 3), colour, np.uint8)
-        [encoded] = encoder.encode(_planes(picture), number * 2250, key=number == 0)
-        [frame] = decoder.decode(encoded.packet)
-        assert (frame.width, frame.height) == (64 * scale, 48 * scale)
-        shown = frame.to_ndarray(format="rgb24", src_colorspace=matrix)[20, 20]
-        assert np.abs(shown.astype(int) - colour).max() <= 12
-
-
-def test_h264_of_either_kind_of_picture_is_the_same_picture() -> None:
-    shown = []
-    for picture in (_smooth(), _planes(_smooth())):
-        encoder, decoder = VideoEncoder("h264", Format(64, 48, 40.0, 1, 8_000_000)), _decoder("h264")
-        for number in range(4):
-            [encoded] = encoder.encode(picture, number * 2250, key=number == 0)
-            [frame] = decoder.decode(encoded.packet)
-        shown.append(frame.to_ndarray().astype(int))
-    assert np.abs(shown[0] - shown[1]).mean() <= 1
-
-
 def test_a_picture_of_either_kind_can_be_had_as_rgb() -> None:
     assert as_rgb(_smooth()) is not None and np.array_equal(as_rgb(_smooth()), _smooth())
     for colour in COLOURS:
@@ -342,7 +298,60 @@ def test_a_picture_of_either_kind_can_be_had_as_rgb() -> None:
         assert back.shape == (64, 64, 3) and np.abs(back.astype(int) - colour).max() <= 3
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (48, 64, 4), (48, 63), (0, 64, 3), (64,)])
-def test_what_is_no_picture_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"a picture is of shape|opened for"):
+@pytest.mark.parametrize("shape", [(64, 64), (48, 64, 4), (48, 63), (0, 64, 3), (64,), (32, 32, 3)])
+def test_what_is_no_picture_or_of_another_size_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError):
         VideoEncoder("h264", Format(64, 64, 40.0)).encode(np.zeros(shape, np.uint8), 0, True)
+
+
+# ---- the queue of one viewer: bounded, begins with a key frame, and again with one after a loss ------------------
+
+
+def _encoded(number: int, key: bool = False) -> EncodedFrame:
+    packet = av.Packet(b"x")
+    packet.pts = number
+    return EncodedFrame(packet, number, key)
+
+
+def _drain(queue: PacketQueue) -> list[int]:
+    found = []
+    while (encoded := queue.get()) is not None:
+        found.append(encoded.pts)
+    return found
+
+
+def test_a_viewer_begins_with_a_key_frame() -> None:
+    queue = PacketQueue()
+    assert queue.put(_encoded(1))
+    assert not queue.put(_encoded(2, key=True))
+    assert not queue.put(_encoded(3))
+    assert _drain(queue) == [2, 3]
+    assert queue.dropped == 1
+
+
+def test_a_viewer_too_far_behind_skips_to_the_next_key_frame() -> None:
+    queue = PacketQueue(limit=3)
+    queue.put(_encoded(0, key=True))
+    queue.put(_encoded(1))
+    queue.put(_encoded(2))
+    assert queue.put(_encoded(3)), "it asks for a key frame"
+    assert queue.put(_encoded(4))
+    assert _drain(queue) == []
+    queue.put(_encoded(5, key=True))
+    queue.put(_encoded(6))
+    assert _drain(queue) == [5, 6]
+    assert queue.dropped == 5
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 4))))
+def test_never_above_the_limit_and_every_gap_ends_with_a_key_frame(steps: list[tuple[bool, int]]) -> None:
+    queue = PacketQueue(limit=4)
+    out: list[EncodedFrame] = []
+    for number, (key, reads) in enumerate(steps):
+        queue.put(_encoded(number, key))
+        assert len(queue) <= 4
+        out += [encoded for _ in range(reads) if (encoded := queue.get()) is not None]
+    assert [encoded.pts for encoded in out] == sorted({encoded.pts for encoded in out})
+    for before, after in zip([None, *out], out, strict=False):
+        assert after.key or (before is not None and after.pts == before.pts + 1)
+    assert len(out) + len(queue) + queue.dropped == len(steps)

@@ -10,7 +10,7 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.server.outputs.output import AllowedTargets, Output
-from streamdiff.video.reader import open_clip
+from streamdiff.video.files import open_clip
 from tests.free_ports import free_port
 from tests.server.conftest import Site, bearer, run_scene
 from tests.server.outputs.test_output import _is_received, _receive
@@ -89,6 +89,8 @@ def test_there_is_a_limit_and_without_a_list_nothing_is_allowed(tmp_path: Path) 
         ("whip+https://token@sfu.example.org/whip/room", True),
         ("whip+https://sfu.example.org.evil.example/whip/room", False),
         ("tcp://127.0.0.1:22", False),
+        ("tcp://[::1]:9000/live/x", True),
+        ("tcp://evil.example.org:80[::1]:9000/live/x", False),  # Python: ::1, FFmpeg: evil.example.org
         ("http://[", False),
         ("file:///etc/passwd", False),
         ("show.mp4", True),
@@ -102,7 +104,8 @@ def test_there_is_a_limit_and_without_a_list_nothing_is_allowed(tmp_path: Path) 
     ],
 )
 def test_only_what_the_operator_lists_is_written(target: str, allowed: bool, tmp_path: Path) -> None:
-    known = AllowedTargets([str(tmp_path), "rtmp://live.example.org/app", "whip+https://sfu.example.org/whip/"])
+    addresses = ("rtmp://live.example.org/app", "whip+https://sfu.example.org/whip/", "tcp://[::1]:9000/live")
+    known = AllowedTargets([str(tmp_path), *addresses])
     if allowed:
         known.parse(target)
         return
@@ -110,13 +113,6 @@ def test_only_what_the_operator_lists_is_written(target: str, allowed: bool, tmp
         known.parse(target)
     assert refused.value.field == "target" and str(tmp_path) not in str(refused.value)
     assert "evil" not in str(refused.value) or "not among" in str(refused.value)
-
-
-def test_an_address_that_python_and_ffmpeg_read_differently_is_not_allowed(tmp_path: Path) -> None:
-    known = AllowedTargets(["tcp://[::1]:9000/live"])
-    known.parse("tcp://[::1]:9000/live/x")
-    with pytest.raises(RequestError, match="not among"):
-        known.parse("tcp://evil.example.org:80[::1]:9000/live/x")  # Python: ::1, FFmpeg: evil.example.org
 
 
 def test_an_output_counts_until_it_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +137,6 @@ def test_an_output_counts_until_it_has_ended(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_list_that_cannot_be_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"serve\.output_targets: .*none is no folder"):
-        AllowedTargets([str(tmp_path / "none")])
-    with pytest.raises(ConfigError, match="of no known kind"):
-        AllowedTargets(["gopher://127.0.0.1"])
+    for target in (str(tmp_path / "none"), "gopher://127.0.0.1"):
+        with pytest.raises(ConfigError):
+            AllowedTargets([target])

@@ -22,7 +22,7 @@ from streamdiff.engine.messages import Open, Ready
 from streamdiff.errors import RequestError
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.sessions.keeper import SavedFolder, record_of, spec_of
-from streamdiff.server.sessions.session_spec import SessionSpec
+from streamdiff.server.sessions.live_session import StreamSpec
 from tests.server.conftest import Site, bearer, open_site
 from tests.server.jobs.test_videos import ended, is_colour, making, pictures_of
 from tests.server.scripted import CHUNK_FRAMES, CHUNK_SHAPE, COLOURS, INFO
@@ -119,7 +119,7 @@ def test_a_session_that_has_them_from_a_snapshot_alone_begins_afresh_with_the_de
     """Where nothing is kept of it: an engine refuses an empty prompt."""
 
     async def scene(site: Site) -> None:
-        spec = SessionSpec("", 5, 16.0)  # as of a snapshot that has `prompt_embeds`
+        spec = StreamSpec("", 5, 16.0)  # as of a snapshot that has `prompt_embeds`
         live = site.state.manager._add("s-saved", spec)
         await live.ask_open(b"snapshot")
         await live.ask_open()

@@ -14,7 +14,7 @@ from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Failed, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.server.app import create_app
-from streamdiff.server.routes import control, snapshots
+from streamdiff.server.routes import control, sessions
 from streamdiff.server.routes.bodies import JSON
 from streamdiff.server.routes.webrtc import SDP_TYPE, TRICKLE_TYPE
 from streamdiff.server.sessions import manager
@@ -111,7 +111,7 @@ ENGINES: dict[str, tuple[list[Any], str, str, str]] = {
 def test_nothing_that_is_asked_fails_whatever_the_engine_does(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be had is answered 503 with a code and when to ask again, or 504 by an engine that hangs."""
     events, state, session_state, code = ENGINES[engine]
-    for module, name in ((control, "ANSWER_TIMEOUT_S"), (snapshots, "SAVE_TIMEOUT_S"), (manager, "OPEN_TIMEOUT_S")):
+    for module, name in ((control, "ANSWER_TIMEOUT_S"), (sessions, "SAVE_TIMEOUT_S"), (manager, "OPEN_TIMEOUT_S")):
         monkeypatch.setattr(module, name, 0.2)
 
     async def scene(site: Site) -> None:

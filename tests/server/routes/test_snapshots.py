@@ -23,7 +23,7 @@ from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.server.app_state import MAX_SNAPSHOTS
-from streamdiff.server.routes import snapshots
+from streamdiff.server.routes import sessions
 from streamdiff.snapshot_header import read_saved_session
 from tests.server.conftest import Site, bearer, open_site
 from tests.server.routes.test_pictures import png
@@ -176,8 +176,8 @@ def test_what_does_not_fit_is_refused_by_name_and_others_play_on() -> None:
 
 
 def test_who_takes_nothing_of_a_file_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "SEND_LIMIT_S", 2.0)
-    monkeypatch.setattr(snapshots, "_taken", as_large_as(64 << 20))
+    monkeypatch.setattr(sessions, "SEND_LIMIT_S", 2.0)
+    monkeypatch.setattr(sessions, "_taken", as_large_as(64 << 20))
 
     async def main() -> None:
         async with open_site(Config(playback=LEAD), pipeline(1)) as site:
@@ -213,7 +213,7 @@ def test_a_file_is_taken_from_servers_with_the_same_key_alone_unless_others_are_
         async with open_site(server("one"), pipeline(1)) as site:
             signed = await saved(site, "default", {})
             assert (tmp_path / "one").stat().st_mode & 0o777 == 0o600
-            unsigned = await site.state.manager.get("default").snapshots.save(60.0)
+            unsigned = await site.state.manager.get("default").save(60.0)
             assert (await opened(site, signed)).status_code == 201
             refused = [(await opened(site, data)).json() for data in (unsigned, signed[:-1] + b"\x55")]
             assert [(each["field"], each["code"]) for each in refused] == [

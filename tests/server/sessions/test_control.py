@@ -10,15 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamdiff.server.sessions.control import (
-    ChangeMessage,
     ControlError,
-    ControlMessage,
-    FpsMessage,
-    PauseMessage,
-    PingMessage,
     PromptMessage,
     ResetMessage,
-    ResumeMessage,
     StepsMessage,
     parse,
 )
@@ -26,65 +20,42 @@ from streamdiff.server.sessions.receipts import RequestTracker
 
 
 @pytest.mark.parametrize(
-    ("message", "control"),
+    ("message", "read"),
     [
-        (
-            {"type": "prompt", "prompt": " a \n red\tcircle ", "id": 7},
-            PromptMessage(type="prompt", id=7, prompt="a red circle"),
-        ),
-        (
-            {"type": "prompt", "prompt": "x" * 2000, "id": "abc"},
-            PromptMessage(type="prompt", id="abc", prompt="x" * 2000),
-        ),
-        ({"type": "reset"}, ResetMessage(type="reset")),
-        ({"type": "reset", "seed": 2**31 - 1}, ResetMessage(type="reset", seed=2**31 - 1)),
-        ({"type": "pause", "id": "x" * 64}, PauseMessage(type="pause", id="x" * 64)),
-        ({"type": "resume", "id": None, "if_rev": None}, ResumeMessage(type="resume", id=None)),
-        ({"type": "ping", "id": -(2**53) + 1}, PingMessage(type="ping", id=-(2**53) + 1)),
-        ({"type": "ping"}, PingMessage(type="ping", id=None)),
+        ({"type": "prompt", "prompt": " a \n red\tcircle ", "id": 7}, {"prompt": "a red circle"}),
+        ({"type": "prompt", "prompt": "x" * 2000, "id": "abc", "switch": "flush", "if_rev": 4}, {}),
+        ({"type": "reset"}, {}),
+        ({"type": "reset", "seed": 2**31 - 1}, {}),
+        ({"type": "pause", "id": "x" * 64, "if_rev": 0}, {}),
+        ({"type": "resume", "id": None, "if_rev": None}, {}),
+        ({"type": "ping", "id": -(2**53) + 1}, {}),
+        ({"type": "steps", "steps": 2, "id": 1, "if_rev": 3}, {}),
+        ({"type": "fps", "fps": 24, "id": 1}, {"fps": 24.0}),
     ],
 )
-def test_good_messages(message: dict[str, object], control: ControlMessage) -> None:
-    assert parse(json.dumps(message)) == control
+def test_good_messages(message: dict[str, object], read: dict[str, object]) -> None:
+    assert parse(json.dumps(message)).model_dump(exclude_unset=True) == message | read
 
 
 @pytest.mark.parametrize(
     ("text", "code", "field"),
     [
         ("", "bad_json", ""),
-        ("{", "bad_json", ""),
         ('{"type": "reset", "seed": NaN}', "bad_json", ""),
-        ('{"type": "reset", "seed": -Infinity}', "bad_json", ""),
         ("[" * 100_000, "bad_json", ""),
         ("[]", "bad_message", ""),
-        ("null", "bad_message", ""),
         ("{}", "unknown_type", "type"),
         ('{"type": "explode"}', "unknown_type", "type"),
         ('{"type": ["prompt"]}', "unknown_type", "type"),
         ('{"type": "pause", "strength": 1}', "unknown_field", "strength"),
-        ('{"type": "pause", "\\ud800": 1}', "bad_json", ""),
-        ('{"type": "ping", "id": "\\udfff"}', "bad_json", ""),
-        ('{"type": "ping", "id": true}', "out_of_range", "id"),
-        ('{"type": "ping", "id": 2.5}', "out_of_range", "id"),
-        ('{"type": "ping", "id": 1e300}', "out_of_range", "id"),
-        ('{"type": "ping", "id": 9007199254740993}', "out_of_range", "id"),
-        ('{"type": "ping", "id": ' + "9" * 4000 + "}", "out_of_range", "id"),
-        ('{"type": "ping", "id": {"a": 1}}', "out_of_range", "id"),
-        (json.dumps({"type": "ping", "id": "x" * 65}), "out_of_range", "id"),
         ('{"type": "ping", "' + "x" * 15_000 + '": 1}', "unknown_field", "x" * 40),
+        ('{"type": "pause", "\\ud800": 1}', "bad_json", ""),
         ('{"type": "prompt"}', "bad_prompt", "prompt"),
         ('{"type": "prompt", "prompt": 5}', "bad_prompt", "prompt"),
         ('{"type": "prompt", "prompt": ""}', "bad_prompt", "prompt"),
         ('{"type": "prompt", "prompt": " \\n\\t\\u00a0 "}', "bad_prompt", "prompt"),
         ('{"type": "prompt", "prompt": "a\\u0000b"}', "bad_prompt", "prompt"),
-        ('{"type": "prompt", "prompt": "a\\ud800b"}', "bad_json", ""),
         (json.dumps({"type": "prompt", "prompt": "x" * 2001}), "bad_prompt", "prompt"),
-        ('{"type": "reset", "seed": -1}', "out_of_range", "seed"),
-        ('{"type": "reset", "seed": 2147483648}', "out_of_range", "seed"),
-        ('{"type": "reset", "seed": 1e999}', "out_of_range", "seed"),
-        ('{"type": "reset", "seed": 0.5}', "out_of_range", "seed"),
-        ('{"type": "reset", "seed": true}', "out_of_range", "seed"),
-        ('{"type": "reset", "seed": "7"}', "out_of_range", "seed"),
     ],
 )
 def test_bad_messages_name_the_field(text: str, code: str, field: str) -> None:
@@ -94,10 +65,25 @@ def test_bad_messages_name_the_field(text: str, code: str, field: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_an_error_carries_the_id_of_its_message() -> None:
-    with pytest.raises(ControlError) as caught:
-        parse('{"type": "prompt", "id": 12}')
-    assert caught.value.id == 12
+@pytest.mark.parametrize(
+    ("kind", "field", "values"),
+    [
+        ("ping", "id", ["true", "2.5", "9007199254740993", "9" * 4000, '{"a": 1}', f'"{"x" * 65}"']),
+        ("reset", "seed", ["-1", "2147483648", "1e999", "0.5", "true", '"7"']),
+        ("prompt", "switch", ['"explode"', '["keep"]', '""']),
+        ("steps", "steps", ["0", "1001", "2.5", "true", '"2"']),
+        ("fps", "fps", ["true", "1e999", "0.5"]),
+        ("pause", "if_rev", ['"1"']),
+    ],
+)
+def test_values_out_of_range_name_the_field_and_the_message(kind: str, field: str, values: list[str]) -> None:
+    prompt = ', "prompt": "a"' if kind == "prompt" else ""
+    own = "" if field == "id" else ', "id": 12'
+    for value in values:
+        with pytest.raises(ControlError) as caught:
+            parse(f'{{"type": "{kind}"{prompt}{own}, "{field}": {value}}}')
+        assert (caught.value.code, caught.value.field) == ("out_of_range", field), value
+        assert caught.value.id == (12 if own else None) and len(str(caught.value)) < 300
 
 
 _json = st.recursive(
@@ -133,11 +119,12 @@ def test_a_request_is_followed_to_the_screen() -> None:
     [accepted] = tracker.accepted(request, 3, "a red a", "", 1.1)
     assert (accepted.stage, accepted.id, accepted.owner, accepted.epoch) == ("accepted", 7, "me", 3)
     assert tracker.shown(50, 2, 1.2) == []
-    [applied] = tracker.applied(3, 60, 1.3)
-    assert (applied.stage, applied.frame) == ("applied", 60)
+    [applied] = tracker.applied(3, 60, 1.3, chunk=5)
+    assert (applied.stage, applied.frame, applied.message()["chunk"]) == ("applied", 60, 5)
     assert tracker.shown(59, 2, 1.4) == []
-    [shown] = tracker.shown(60, 3, 1.5)
-    assert shown.stage == "shown"
+    [shown] = tracker.shown(60, 3, 1.5, pts=135_000)
+    message = shown.message()
+    assert [message[name] for name in ("stage", "chunk", "frame", "pts", "id")] == ["shown", 5, 60, 135_000, 7]
     assert math.isclose(shown.lag_s, 0.5)
     assert tracker.shown(61, 3, 1.6) == []
 
@@ -165,59 +152,6 @@ def test_the_book_does_not_grow() -> None:
     requests = [tracker.begin(PromptMessage(type="prompt", id=n, prompt="a"), "me", 0.0) for n in range(100)]
     assert tracker.find(requests[0]) is None
     assert tracker.find(requests[-1]) is not None
-
-
-@pytest.mark.parametrize(
-    ("message", "control"),
-    [
-        (
-            {"type": "prompt", "prompt": "a", "switch": "flush", "if_rev": 4},
-            PromptMessage(type="prompt", id=None, prompt="a", switch="flush", if_rev=4),
-        ),
-        ({"type": "steps", "steps": 2, "id": 1, "if_rev": 3}, StepsMessage(type="steps", id=1, steps=2, if_rev=3)),
-        ({"type": "fps", "fps": 24, "id": 1}, FpsMessage(type="fps", id=1, fps=24.0)),
-        ({"type": "pause", "if_rev": 0}, PauseMessage(type="pause", if_rev=0)),
-    ],
-)
-def test_more_good_messages(message: dict[str, object], control: ControlMessage) -> None:
-    assert parse(json.dumps(message)) == control
-    assert isinstance(control, ChangeMessage)
-
-
-@pytest.mark.parametrize(
-    ("text", "field"),
-    [
-        ('{"type": "prompt", "prompt": "a", "switch": "explode"}', "switch"),
-        ('{"type": "prompt", "prompt": "a", "switch": ["keep"]}', "switch"),
-        ('{"type": "prompt", "prompt": "a", "switch": ""}', "switch"),
-        ('{"type": "steps"}', "steps"),
-        ('{"type": "steps", "steps": 0}', "steps"),
-        ('{"type": "steps", "steps": 1001}', "steps"),
-        ('{"type": "steps", "steps": 2.5}', "steps"),
-        ('{"type": "steps", "steps": true}', "steps"),
-        ('{"type": "steps", "steps": "2"}', "steps"),
-        ('{"type": "fps"}', "fps"),
-        ('{"type": "fps", "fps": true}', "fps"),
-        ('{"type": "fps", "fps": 1e999}', "fps"),
-        ('{"type": "fps", "fps": 0.5}', "fps"),
-        ('{"type": "pause", "if_rev": "1"}', "if_rev"),
-    ],
-)
-def test_more_bad_messages(text: str, field: str) -> None:
-    with pytest.raises(ControlError) as caught:
-        parse(text)
-    assert (caught.value.code, caught.value.field) == ("out_of_range", field)
-
-
-def test_receipts_name_the_chunk_and_the_time_of_the_first_frame() -> None:
-    tracker = RequestTracker()
-    request = tracker.begin(PromptMessage(type="prompt", id="mine", prompt="a"), "me", 1.0)
-    tracker.accepted(request, 3, "a", "", 1.1)
-    [applied] = tracker.applied(3, 60, 1.3, chunk=5)
-    assert applied.message()["chunk"] == 5
-    [shown] = tracker.shown(60, 3, 1.5, pts=135_000)
-    message = shown.message()
-    assert (message["chunk"], message["frame"], message["pts"], message["id"]) == (5, 60, 135_000, "mine")
 
 
 def _three_prompts() -> RequestTracker:

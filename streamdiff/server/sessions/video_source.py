@@ -14,7 +14,7 @@ from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.video_input import Frames, VideoInput, play
 from streamdiff.server.sessions.control import ControlError, StrengthMessage
-from streamdiff.server.sessions.receipts import Receipt, SessionEnded
+from streamdiff.server.sessions.receipts import Receipt, StreamEnded
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ ANSWER_S = 5.0
 """How long the engine is waited for to take an input; a large encoder may be loaded later than that."""
 
 
-class SessionInput:
+class VideoSource:
     """The input of one session. Lives on the event loop."""
 
     def __init__(
@@ -45,7 +45,7 @@ class SessionInput:
         self._task: asyncio.Task[None] | None = None
 
     def take(self, kind: str) -> VideoInput:
-        """A new input, called `kind` in messages. `begin` starts it; `tell` announces it to the engine. Mutates: self.
+        """A new input, called `kind` in messages. `begin` starts it; `announce` says so to the engine. Mutates: self.
 
         Raises:
             ControlError: there is another.
@@ -73,11 +73,11 @@ class SessionInput:
         self.video_input, began = None, self._task is not None
         await self._stop()
         if began:
-            with suppress(EngineFailure):  # the next one is told of no input
+            with suppress(EngineFailure):  # `announce` sends none to the next one
                 await self._send(SetInput(self.session, None))
             self._on_change()
 
-    async def tell(self) -> None:
+    async def announce(self) -> None:
         """Announce the present input, if any, to a new engine."""
         if self._task is not None:
             await self._send(SetInput(self.session, self.strength))
@@ -140,7 +140,7 @@ class FileFeed:
     def __init__(
         self,
         config: SessionConfig,
-        feeds: SessionInput,
+        feeds: VideoSource,
         ask: Callable[[StrengthMessage, str, float], Awaitable[Receipt]],
     ) -> None:
         """`ask` is the session's `control_and_wait`."""
@@ -165,8 +165,8 @@ class FileFeed:
         message = StrengthMessage(type="strength", strength=self._input.strength)
         try:
             receipt = await self._ask(message, "file", ANSWER_S)
-        except (ControlError, EngineFailure, SessionEnded, TimeoutError):
-            return  # the engine has ended, or hangs: the server says so, and the next one is told of the file
+        except (ControlError, EngineFailure, StreamEnded, TimeoutError):
+            return  # the engine has ended, or hangs: the server says so, and `announce` tells the next one
         if receipt.stage == "refused":
             await self.stop()
             raise ConfigError(f"session.input: {receipt.reason}")

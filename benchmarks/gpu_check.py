@@ -31,6 +31,7 @@ from torch import Tensor
 from benchmarks.report import ROOT
 from benchmarks.stream_case import CONTEXTS, DECODERS
 from streamdiff.config import ModelConfig, ServedModel
+from streamdiff.core import MicroStep
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
 from streamdiff.models.autoencoder.taehv import TaehvDecoder
@@ -39,10 +40,7 @@ from streamdiff.models.loader import ModelLoader
 from streamdiff.models.transformer.wan import TokenStates, WanDenoiser, attend
 from streamdiff.models.transformer.weights import kept_dtype
 from streamdiff.pipeline.build import build_pipeline
-from streamdiff.pipeline.decode.captured_step import capture_on
-from streamdiff.pipeline.runner.stage_forward import Tensors
-from streamdiff.pipeline.runner.torch_compile import one_graph
-from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.runner.graphs import Tensors, capture_on, one_graph
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 HOLDS, WRONG, NOT_HERE = 0, 1, 77

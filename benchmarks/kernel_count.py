@@ -31,12 +31,12 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks import report
 from benchmarks.operation_counter import Count, Counter
+from streamdiff.core import MicroStep
 from streamdiff.models.model import StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer.wan import Fused, WanDenoiser
 from streamdiff.models.transformer.weights import kept_dtype
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 
 WAN_1_3B: dict[str, Any] = {
     "num_attention_heads": 12,

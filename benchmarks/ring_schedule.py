@@ -16,10 +16,10 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.sleeping_ring import Plan, Ran, ideal, run_ring, simulated
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner.model_sizes import read_sizes
 from streamdiff.pipeline.planner.partition import check_stages
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 SUMMARY = "1 against P stages that sleep for their cost: a measurement of schedule and transport, not of any device."
 # What may be lost to transport and to the head's work: 3.7 times one stage's chunks where 4 times is the ideal, a chunk

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from benchmarks import report
 from streamdiff import clock
+from streamdiff.core import MicroStep
 from streamdiff.models.model import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.distributed.link import Receiver
@@ -30,10 +31,8 @@ from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
-from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.stage_forward import Tensors
-from streamdiff.pipeline.runner.worker import Worker
-from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.runner.graphs import Tensors
+from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
 from streamdiff.pipeline.topology import StageTopology, connect
 
 CPU = torch.device("cpu")
@@ -108,13 +107,13 @@ class Sleeping(ModelRunner):
         self.seconds, self.trace, self.never = forward_s / place.stages, trace, Event()
 
     def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
-        tokens = self._forward.enter(given)
+        tokens = self.enter(given)
         begin_s = clock.monotonic_s()
         self.never.wait(self.seconds)
         used = resource.getrusage(resource.RUSAGE_SELF)
         self.trace.slept.append((begin_s, clock.monotonic_s()))
         self.trace.cpu_s.append(used.ru_utime + used.ru_stime)
-        return self._forward.leave(tokens)  # all but the blocks
+        return self.leave(tokens)  # all but the blocks
 
 
 class Done(NamedTuple):

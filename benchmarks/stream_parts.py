@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
+from streamdiff.core import MicroStep
 from streamdiff.models.loader import RandomText
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.sampler import Finished
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.server.media.codecs import Format, openable
 from streamdiff.server.media.encoder import VideoEncoder

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.stream_figures import Raw
-from streamdiff.pipeline.planner.trace import check_plot
+from streamdiff.pipeline.planner.simulator import check_plot
 
 _PARTS = ("steps", "clean", "decode", "copy", "encode")
 

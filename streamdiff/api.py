@@ -29,9 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.atomic_write import check_parent
-from streamdiff.config import PROMPT_POLICIES, ModelConfig
+from streamdiff.config import ModelConfig
 from streamdiff.config_file import explain
 from streamdiff.config_file import load as load_config
+from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine import messages
 from streamdiff.engine.engine import Engine
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError

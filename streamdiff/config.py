@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from ipaddress import ip_network
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from streamdiff.core import KVContext
 
 EMBEDDED = "tiny"
 """The model that comes with the package."""
@@ -52,12 +54,6 @@ class Flag:
 
 MODEL, STREAM, GPUS, SERVER, ACCESS = "model", "stream", "device and GPUs", "server", "who may"
 
-KVContext = Literal["clean", "staircase", "same_step"]
-PromptPolicy = Literal["keep", "recache", "recache-causal", "flush", "reset"]
-"""What a new prompt does to the past: all of it stays as it was cached; it is cached again under the new prompt, in one
-forward or chunk by chunk; only the oldest chunks that always stay (the sink) are kept; or the stream begins afresh."""
-RECACHES = ("recache", "recache-causal")
-PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
 # What a browser sends as Origin, or * for every page there is; a DNS name, as in a Host header but without the port.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]

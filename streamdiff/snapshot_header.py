@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from streamdiff.config import KVContext
+from streamdiff.core import KVContext
 from streamdiff.errors import ConfigError
 from streamdiff.models.headers import LENGTH_BYTES, TensorEntry, parse_data
 

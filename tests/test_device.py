@@ -15,7 +15,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.device import embedded_autoencoder_dtype, host_memory, pick_device, pick_dtype, seconds_per_call
 from streamdiff.errors import ConfigError
 from streamdiff.models.loader import ModelLoader
-from streamdiff.pipeline.runner.torch_compile import compile_fault
+from streamdiff.pipeline.runner.graphs import compile_fault
 from tests.pipeline.device import Device, Event
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -185,7 +185,7 @@ PLAN = (
     Option("--sessions", "N", "sessions at the same time (default 1)", int),
     Option("--max-rows", "N", "micro-steps that may share a forward, at most (default 1)", int),
     Option("--decode-rank", "PLACE", "where chunks are decoded: head, last, dedicated, own-stream (default auto: head "
-           "or last)", key="decode"),
+           "or last)"),
     Option("--dtype", "TYPE", "float32 or bfloat16 (default float32; bfloat16 with --gpu)"),
     Option("--chunks", "N", "chunks to simulate per session (default 100)", int, rare=True),
     Option("--stage-times", "S,S,...", "seconds of each stage, for a forward of one row", rare=True),

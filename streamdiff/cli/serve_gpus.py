@@ -8,14 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from streamdiff.child_process import environment
-from streamdiff.commands import plan, plan_parallel
-from streamdiff.commands.plan import PlanJob
+from streamdiff.commands import plan
+from streamdiff.commands.plan_report import best_words
 from streamdiff.config import Config, ModelConfig
 from streamdiff.errors import ConfigError, EngineFailure
-from streamdiff.pipeline.planner import gpus as known
-from streamdiff.pipeline.planner.gpus import Gpu
+from streamdiff.pipeline.planner.forecast import Gpu, Kind, gpus, recognise
 
-GOALS = ("one", "many")
+_KINDS: dict[str, Kind] = {"one": "alone", "many": "crowd"}
 _NAMES = """
 import json, torch
 print(json.dumps([torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]))
@@ -49,40 +48,47 @@ def with_best(
     """
     if count is None:
         if goal is not None:
-            raise ConfigError(f"--for {goal} says what --gpus N is used for; give --gpus too")
+            raise ConfigError(f"--for {goal} says what --gpus N is used for; give --gpus too", field="goal")
         return config
-    _check(config.model, count, goal)
-    gpu = _kind(count, list(here()))
-    found, *_ = plan.compare(config.model, _job(config, gpu, count))
-    best = found.for_many if goal == "many" else found.for_one
-    if best is None:
+    model = config.model
+    _check(model, count, goal)
+    gpu, has_place = _kind(count, list(here())), "decode_rank" in model.model_fields_set
+    job = plan.PlanJob(
+        gpu=gpu.name,
+        gpus=count,
+        max_rows=config.batching.max_rows,
+        decode_rank=model.decode_rank if has_place else "auto",
+        dtype=None if model.dtype == "auto" else model.dtype,
+    )
+    found, kind = plan.compare(model, job), _KINDS[goal or "one"]
+    if (best := found.best(kind)) is None:
         raise ConfigError(
-            f"{config.model.name} does not fit on {found.machine}, however they are used; streamdiff plan --gpu "
-            f"{gpu.name} --model {config.model.name} says which options make it fit"
+            f"{model.name} does not fit on {found.machine}, however they are used; streamdiff plan --gpu {gpu.name} "
+            f"--model {model.name} says which options make it fit",
+            field="gpus",
+            code="memory",
         )
-    decode = "" if _decides(config.model, "decode_rank") else f" --decode-rank {best.decode}"
-    why = plan_parallel.reason(best, best.crowd if goal == "many" else best.alone, found)
+    decode = "" if has_place else f" --decode-rank {best.decode}"
+    why = f"{best_words(found, kind)}; of {len(found.cases)} ways to use {found.machine}, estimated"
     print(f"streamdiff: --parallel {best.parallel}{decode}: {why}", file=sys.stderr)
-    chosen = {**config.model.model_dump(exclude_unset=True), "parallel": best.parallel, "decode_rank": best.decode}
+    chosen = {**model.model_dump(exclude_unset=True), "parallel": best.parallel, "decode_rank": best.decode}
     return config.model_copy(update={"model": ModelConfig.model_validate(chosen)})
 
 
-def _decides(model: ModelConfig, name: str) -> bool:
-    return name in model.model_fields_set
-
-
 def _check(model: ModelConfig, count: int, goal: str | None) -> None:
-    if goal is not None and goal not in GOALS:
-        raise ConfigError(f"--for is {goal!r}, but must be {' or '.join(GOALS)}")
-    for name in ("parallel", "stages"):
-        if _decides(model, name):
-            raise ConfigError(
-                f"--gpus {count} chooses stages and the ranks that share them, and {name} is given "
-                f"({getattr(model, name)}, by --{name} or model.{name} in the file); leave one of them out"
-            )
+    """Raises ConfigError where something else decides already."""
+    if goal not in (None, *_KINDS):
+        raise ConfigError(f"--for is {goal!r}, but must be {' or '.join(_KINDS)}", field="goal")
+    for name in sorted({"parallel", "stages"} & model.model_fields_set):
+        raise ConfigError(
+            f"--gpus {count} chooses stages and the ranks that share them, and {name} is given "
+            f"({getattr(model, name)}, by --{name} or model.{name} in the file); leave one of them out",
+            field=f"model.{name}",
+        )
     if model.device == "cpu":
         raise ConfigError(
-            f"--gpus is {count}, and device is cpu; --stages or --parallel split a model over processes on a CPU"
+            f"--gpus is {count}, and device is cpu; --stages or --parallel split a model over processes on a CPU",
+            field="model.device",
         )
 
 
@@ -92,24 +98,15 @@ def _kind(count: int, titles: Sequence[str]) -> Gpu:
         there = ", ".join(titles) if titles else "none"
         raise ConfigError(
             f"--gpus is {count}, and torch sees {len(titles)} CUDA devices here ({there}). Give fewer, or --stages or "
-            f"--parallel; streamdiff plan --gpus {count} --gpu h100 says what GPUs that are not here would do"
+            f"--parallel; streamdiff plan --gpus {count} --gpu h100 says what GPUs that are not here would do",
+            field="gpus",
         )
     kinds = sorted(set(titles[:count]))
-    gpu = known.recognise(kinds[0])
+    gpu = recognise(kinds[0])
     if len(kinds) > 1 or gpu is None:
         raise ConfigError(
             f"--gpus is {count}, and the devices are {', '.join(kinds)}; what is best is computed for GPUs alike, of "
-            f"the kinds {', '.join(known.GPUS)}. Say it yourself with --parallel PxC (docs/parallel.md)"
+            f"the kinds {', '.join(gpus())}. Say it yourself with --parallel PxC (docs/parallel.md)",
+            field="gpus",
         )
     return gpu
-
-
-def _job(config: Config, gpu: Gpu, count: int) -> PlanJob:
-    model = config.model
-    return PlanJob(
-        gpu=gpu.name,
-        gpus=count,
-        max_rows=config.batching.max_rows,
-        decode=model.decode_rank if _decides(model, "decode_rank") else "auto",
-        dtype=None if model.dtype == "auto" else model.dtype,
-    )

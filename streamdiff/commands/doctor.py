@@ -6,45 +6,57 @@ Knows nothing about sessions or streams; it starts neither the engine nor the se
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from streamdiff.commands import doctor_compute, models
-from streamdiff.commands.doctor_compute import Finding, Grade
+from streamdiff.commands import models
 from streamdiff.config import EMBEDDED, Config
 from streamdiff.device import host_memory
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, resolve
 from streamdiff.models.catalogue import Files
+from streamdiff.models.resolve import Defaults, settle
 from streamdiff.models.spec import choose_steps
 from streamdiff.models.weight_files import PICKLES, SAFETENSORS
-from streamdiff.pipeline.planner import model_sizes
+from streamdiff.pipeline.planner.model_sizes import sizes_of, sizes_with_window
 from streamdiff.version import __version__
 
 if TYPE_CHECKING:
+    import torch
+
     from streamdiff.server.media.codecs import Library
+
+_HEAD_DIM = 128
+"""Width of a head of Wan's."""
+# Title, library, and the value of serve.codec that cannot do without it.
+_ENCODERS: tuple[tuple[str, Library, str], ...] = (
+    ("H.264", "h264_nvenc", ""),
+    ("H.264", "libx264", ""),
+    ("VP8", "libvpx", "vp8"),
+)
+Grade = Literal["ok", "note", "FAIL"]
+
+
+class Finding(NamedTuple):
+    """One line of the report. What is graded `FAIL` is needed and missing."""
+
+    grade: Grade
+    topic: str
+    text: str
 
 
 def examine(config: Config) -> list[Finding]:
     """Look at everything `config` needs. A part that cannot be found out is a finding, not an error."""
-    looks: tuple[Callable[[Config], Iterator[Finding]], ...] = (
-        _look_at_machine,
-        doctor_compute.look_at_torch,
-        doctor_compute.look_at_kernels,
-        doctor_compute.look_at_quantisation,
-        doctor_compute.look_at_trials,
-        _look_at_weights,
-        _look_at_steps,
-        _look_at_codecs,
-        _look_at_webrtc,
-        _look_at_address,
-        _look_at_display,
-    )
+    looks = (
+        _look_at_machine, _look_at_torch, _look_at_kernels, _look_at_weights, _look_at_steps, _look_at_codecs,
+        _look_at_webrtc, _look_at_address, _look_at_display,
+    )  # fmt: skip
     return [finding for look in looks for finding in look(config)]
 
 
@@ -54,13 +66,13 @@ def report(config: Config) -> int:
     print("found")
     findings = examine(config)
     uses = list(_uses(config, findings))
-    width = max(len(topic) for topic, _ in [*uses, *((finding.topic, "") for finding in findings)])
-    for finding in findings:
-        print(f"  {finding.grade.value:4}  {finding.topic:{width}}  {finding.text}")
+    width = max(len(topic) for topic in [*(topic for topic, _ in uses), *(each.topic for each in findings)])
+    for grade, topic, text in findings:
+        print(f"  {grade:4}  {topic:{width}}  {text}")
     print("\nwill be used")
     for topic, text in uses:
         print(f"        {topic:{width}}  {text}")
-    bad = [finding.topic for finding in findings if finding.grade is Grade.BAD]
+    bad = [finding.topic for finding in findings if finding.grade == "FAIL"]
     print(f"\nMissing: {', '.join(bad)}." if bad else "\nReady: streamdiff serve")
     return 1 if bad else 0
 
@@ -69,15 +81,14 @@ def report(config: Config) -> int:
 
 
 def _look_at_machine(config: Config) -> Iterator[Finding]:
-    yield Finding("python", Grade.GOOD, f"{platform.python_version()} on {platform.platform(terse=True)}")
+    yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform(terse=True)}")
     cores = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     share = "" if usable == cores else f", {usable} of them for this process"
-    yield Finding("cpu", Grade.GOOD, f"{_cpu_name()}, {cores} cores{share}")
+    yield Finding("ok", "cpu", f"{_cpu_name()}, {cores} cores{share}")
     free, memory = host_memory()
-    grade = Grade.GOOD if memory > 2e9 else Grade.NOTE
     size = f"{memory / 2**30:.1f} GiB, {free / 2**30:.1f} free"
-    yield Finding("memory", grade, size + ("" if grade is Grade.GOOD else "; 2 are advised"))
+    yield Finding("ok", "memory", size) if memory > 2e9 else Finding("note", "memory", f"{size}; 2 are advised")
 
 
 def _cpu_name() -> str:
@@ -90,50 +101,116 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-# ---- the model ----------------------------------------------------------------------------------------------------
+def _look_at_torch(config: Config) -> Iterator[Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of its own is missing
+        yield Finding("FAIL", "torch", f"cannot be imported: {error}")
+        return
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    yield Finding("ok", "torch", f"{torch.__version__} ({build}), {torch.get_num_threads()} threads by default")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            yield Finding("ok", "gpu", f"cuda:{index} {device.name}, {device.total_memory / 2**30:.0f} GiB")
+    elif config.model.device == "cuda":
+        yield Finding("FAIL", "gpu", "none, but the device is set to cuda; use --device auto")
+    elif Path("/dev/nvidiactl").exists():
+        unusable = "there is an NVIDIA device, but this torch cannot use it: make distclean serve"
+        yield Finding("note", "gpu", unusable)
+    else:
+        yield Finding("note", "gpu", "none; the embedded model runs on the CPU")
+
+
+# ---- what the transformer computes with ------------------------------------------------------------------------
+
+
+def _look_at_kernels(config: Config) -> Iterator[Finding]:
+    """Attention kernels, ways to quantise, and the trials of a start."""
+    try:
+        from streamdiff.models.transformer import attention_backend, quantization
+        from streamdiff.pipeline import load_plan
+    except (ImportError, OSError):
+        return  # torch or diffusers: said elsewhere, or by what needs it
+    device, dtype = _computes_in(config)
+    yield from _attention(config, attention_backend.survey(device, dtype, heads=2, head_dim=_HEAD_DIM), device, dtype)
+    absent = None if importlib.util.find_spec("torchao") else f"takes torchao; {quantization.INSTALL}"
+    faults = {mode: quantization.unsuited(mode, device, dtype) or absent for mode in quantization.MODES[1:]}
+    if right := [mode for mode, fault in faults.items() if fault is None]:
+        yield Finding("ok", "quantize", f"{' and '.join(right)} by torchao {importlib.metadata.version('torchao')}")
+    for mode, fault in faults.items():
+        if fault is not None:
+            yield Finding("FAIL" if config.model.quantize == mode else "note", "quantize", f"{mode} {fault}")
+    model = _settled(config).config
+    if "auto" not in (model.attention, model.quantize):
+        return
+    try:
+        sizes = sizes_with_window(config.model)
+    except ConfigError:  # its files say it when it is loaded
+        yield Finding("note", "trial", "at the start: how large the model is is not known before")
+        return
+    for choice in load_plan.try_kernels(model, sizes, device, dtype)[1]:
+        yield Finding("ok", choice.setting, f"{choice.value}, {choice.reason}")
+
+
+def _attention(
+    config: Config, found: dict[str, str | None], device: torch.device, dtype: torch.dtype
+) -> Iterator[Finding]:
+    """Findings on attention kernels, each of which computed a small case; `found` is what is wrong with it."""
+    chosen, case = config.model.attention, f"{device}, {str(dtype).removeprefix('torch.')}"
+    right = ", ".join(name for name, fault in found.items() if fault is None)
+    yield Finding("ok", "attention", f"{right}: compared with the formula, right here ({case})")
+    if found[chosen] is not None:
+        yield Finding("FAIL", "attention", f"{chosen} {found[chosen]}")
+    others = {name: fault for name, fault in found.items() if fault is not None and name != chosen}
+    for what, absent in (("not installed", True), ("not for this machine", False)):
+        if names := [name for name, fault in others.items() if ("is not installed" in fault) == absent]:
+            yield Finding("note", "attention", f"{what}: {', '.join(names)}")
+
+
+def _settled(config: Config) -> Defaults:
+    """The model configuration with defaults filled in for the device of this machine."""
+    from streamdiff.pipeline.runner.graphs import compile_fault
+
+    device, _ = _computes_in(config)
+    try:
+        steps = sizes_with_window(config.model).spec.steps
+    except ConfigError:
+        steps = ()
+    return settle(config.model, device.type, steps, lambda: compile_fault(device))
+
+
+def _computes_in(config: Config) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of the transformer."""
+    from streamdiff.device import pick_device, pick_dtype
+
+    device = pick_device("cpu" if config.model.device == "cpu" else "auto")  # not what is missing: that is told above
+    return device, pick_dtype(config.model.dtype, device)
+
+
+# ---- the model -------------------------------------------------------------------------------------------------
 
 
 def _look_at_weights(config: Config) -> Iterator[Finding]:
     yield from _look_at_given(config)
-    entry = catalogue.entries().get(config.model.name)
+    name = config.model.name
+    entry = catalogue.entries().get(name)
     if entry is not None and entry.weights is not None:
         if config.model.weights is None:
-            yield _of_published(entry.name, entry.weights)
+            yield _of_published(name, entry.weights)
         return
-    if catalogue.is_random(config.model.name):
-        yield Finding("model", Grade.NOTE, f"{config.model.name}: weights are drawn, pictures mean nothing")
-        return
-    folder = resolve.EMBEDDED_WEIGHTS if config.model.name == EMBEDDED else Path(config.model.name)
+    folder = resolve.EMBEDDED_WEIGHTS if name == EMBEDDED else Path(name)
     kinds = (SAFETENSORS, *PICKLES)
     files = [each for each in (folder, *sorted(folder.rglob("*"))) if each.is_file() and each.suffix in kinds]
-    if not files and resolve.is_repository(config.model.name):
-        yield Finding("model", Grade.NOTE, f"{config.model.name}: what is missing of it will be fetched from the hub")
-        return
-    if not files:
-        yield Finding("model", Grade.BAD, f"{config.model.name}: no weights ({', '.join(kinds)}) at {folder}")
-        return
-    megabytes = sum(file.stat().st_size for file in files) / 1e6
-    yield Finding(
-        "model", Grade.GOOD, f"{config.model.name}: {len(files)} weight files, {megabytes:.1f} MB in {folder}"
-    )
-
-
-def _look_at_steps(config: Config) -> Iterator[Finding]:
-    """Findings on the number of denoise steps per chunk, as far as it is known before the model is loaded."""
-    wanted, own = config.model.step_count, "what the model was made for"
-    fast = config.model.preset == "fast" and wanted is None
-    try:
-        sizes = model_sizes.sizes_of(config.model)
-    except ConfigError:  # neither a known model nor a folder of the embedded kind: its files say it when it is loaded
-        yield Finding("steps", Grade.NOTE, own if wanted is None else f"{wanted} per chunk, if the model has so many")
-        return
-    try:
-        least = min(sizes.spec.steps, default=None)
-        steps = choose_steps(least if fast else wanted, sizes.spec.steps, sizes.spec.name)
-    except ConfigError as error:
-        yield Finding("steps", Grade.BAD, str(error))
+    if catalogue.is_random(name):
+        yield Finding("note", "model", f"{name}: weights are drawn, pictures mean nothing")
+    elif files:
+        megabytes = sum(file.stat().st_size for file in files) / 1e6
+        yield Finding("ok", "model", f"{name}: {len(files)} weight files, {megabytes:.1f} MB in {folder}")
+    elif resolve.is_repository(name):
+        yield Finding("note", "model", f"{name}: what is missing of it will be fetched from the hub")
     else:
-        yield Finding("steps", Grade.GOOD, f"{steps} per chunk" + (f" ({own})" if steps == sizes.spec.steps[0] else ""))
+        yield Finding("FAIL", "model", f"{name}: no weights ({', '.join(kinds)}) at {folder}")
 
 
 def _look_at_given(config: Config) -> Iterator[Finding]:
@@ -143,27 +220,38 @@ def _look_at_given(config: Config) -> Iterator[Finding]:
         if path is not None:
             published = catalogue.autoencoders().get(path) if part == "vae" else None
             if Path(path).exists():
-                yield Finding("model", Grade.GOOD, f"{part}: {path}")
+                yield Finding("ok", "model", f"{part}: {path}")
             elif published is not None:
                 yield _of_published(f"{part}: {path}", published)
             else:
-                yield Finding("model", Grade.BAD, f"{part}: {path} is missing")
+                yield Finding("FAIL", "model", f"{part}: {path} is missing")
 
 
 def _of_published(what: str, files: Files) -> Finding:
-    missing = [name for name, path in models.on_disk(files).items() if path is None]
-    grade, state = (Grade.NOTE, "will be fetched: " + ", ".join(missing)) if missing else (Grade.GOOD, "on disk")
-    return Finding("model", grade, f"{what}, {files.repo}: {state}")
+    if missing := [name for name, path in models.on_disk(files).items() if path is None]:
+        return Finding("note", "model", f"{what}, {files.repo}: will be fetched: {', '.join(missing)}")
+    return Finding("ok", "model", f"{what}, {files.repo}: on disk")
+
+
+def _look_at_steps(config: Config) -> Iterator[Finding]:
+    """Findings on the number of denoise steps per chunk, as far as it is known before the model is loaded."""
+    wanted, own = config.model.step_count, "what the model was made for"
+    try:
+        spec = sizes_of(config.model).spec
+    except ConfigError:  # neither a known model nor a folder of the embedded kind: its files say it when it is loaded
+        yield Finding("note", "steps", own if wanted is None else f"{wanted} per chunk, if the model has so many")
+        return
+    if config.model.preset == "fast" and wanted is None:
+        wanted = min(spec.steps, default=None)
+    try:
+        steps = choose_steps(wanted, spec.steps, spec.name)
+    except ConfigError as error:
+        yield Finding("FAIL", "steps", str(error))
+    else:
+        yield Finding("ok", "steps", f"{steps} per chunk" + (f" ({own})" if steps == spec.steps[0] else ""))
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------
-
-# Title, library, and the value of serve.codec that cannot do without it.
-_ENCODERS: tuple[tuple[str, Library, str], ...] = (
-    ("H.264", "h264_nvenc", ""),
-    ("H.264", "libx264", ""),
-    ("VP8", "libvpx", "vp8"),
-)
 
 
 def _look_at_codecs(config: Config) -> Iterator[Finding]:
@@ -172,22 +260,23 @@ def _look_at_codecs(config: Config) -> Iterator[Finding]:
 
         from streamdiff.server.media import codecs
     except (ImportError, OSError) as error:
-        yield Finding("codecs", Grade.BAD, f"PyAV cannot be imported: {error}")
+        yield Finding("FAIL", "codecs", f"PyAV cannot be imported: {error}")
         return
-    library = ".".join(str(part) for part in av.library_versions.get("libavcodec", ()))
-    yield Finding("pyav", Grade.GOOD, f"{av.__version__} with libavcodec {library}")
+    yield Finding(
+        "ok", "pyav", f"{av.__version__} with libavcodec {_dotted(av.library_versions.get('libavcodec', ()))}"
+    )
     faults = {encoder: codecs.fault(encoder) for _, encoder, _ in _ENCODERS}
     for title, encoder, value in _ENCODERS:
         fault = faults[encoder]
         if fault is None:
-            yield Finding("encoder", Grade.GOOD, f"{title} by {encoder} (one picture encoded)")
+            yield Finding("ok", "encoder", f"{title} by {encoder} (one picture encoded)")
         else:
-            grade = Grade.BAD if value == config.serve.codec else Grade.NOTE
-            yield Finding("encoder", grade, f"{title} by {encoder} cannot be opened: {fault}")
+            grade: Grade = "FAIL" if value == config.serve.codec else "note"
+            yield Finding(grade, "encoder", f"{title} by {encoder} cannot be opened: {fault}")
     if config.serve.codec == "h264" and faults["h264_nvenc"] and faults["libx264"]:
-        yield Finding("encoder", Grade.BAD, "H.264 is asked for and cannot be encoded")
+        yield Finding("FAIL", "encoder", "H.264 is asked for and cannot be encoded")
     if all(faults.values()):
-        yield Finding("encoder", Grade.BAD, "neither H.264 nor VP8 can be encoded: no browser can be served")
+        yield Finding("FAIL", "encoder", "neither H.264 nor VP8 can be encoded: no browser can be served")
 
 
 def _look_at_webrtc(config: Config) -> Iterator[Finding]:
@@ -196,10 +285,14 @@ def _look_at_webrtc(config: Config) -> Iterator[Finding]:
 
         version = importlib.metadata.version("aiortc")
     except (ImportError, OSError) as error:
-        yield Finding("webrtc", Grade.BAD, f"aiortc cannot be imported: {error}")
+        yield Finding("FAIL", "webrtc", f"aiortc cannot be imported: {error}")
         return
-    low, high = (".".join(str(part) for part in version) for version in aiortc_compat.TESTED)
-    yield Finding("webrtc", Grade.GOOD, f"aiortc {version}; tested from {low} to below {high}")
+    low, high = map(_dotted, aiortc_compat.TESTED)
+    yield Finding("ok", "webrtc", f"aiortc {version}; tested from {low} to below {high}")
+
+
+def _dotted(version: Iterable[int]) -> str:
+    return ".".join(map(str, version))
 
 
 def _look_at_address(config: Config) -> Iterator[Finding]:
@@ -211,50 +304,47 @@ def _look_at_address(config: Config) -> Iterator[Finding]:
             probe.bind(address)
     except (OSError, UnicodeError) as error:  # the latter of a name that none can have
         why = getattr(error, "strerror", None) or error
-        yield Finding("port", Grade.BAD, f"{host}:{port} cannot be listened on: {why}; choose with --port")
+        yield Finding("FAIL", "port", f"{host}:{port} cannot be listened on: {why}; choose with --port")
         return
-    yield Finding("port", Grade.GOOD, f"{host}:{port} is free" if port else f"{host}, any free port")
+    yield Finding("ok", "port", f"{host}:{port} is free" if port else f"{host}, any free port")
 
 
 def _look_at_display(config: Config) -> Iterator[Finding]:
-    if has_display():
-        yield Finding("display", Grade.GOOD, "there is one")
+    if _has_display():
+        yield Finding("ok", "display", "there is one")
     else:
-        yield Finding("display", Grade.NOTE, "none; open the printed address yourself")
+        yield Finding("note", "display", "none; open the printed address yourself")
 
 
-def has_display() -> bool:
+def _has_display() -> bool:
     """Whether a browser window could appear."""
-    if sys.platform in ("darwin", "win32"):
-        return True
-    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+    on_desktop = sys.platform in ("darwin", "win32")
+    return on_desktop or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------
 
 
 def _uses(config: Config, findings: list[Finding]) -> Iterator[tuple[str, str]]:
-    gpus = [finding.text for finding in findings if finding.topic == "gpu" and finding.grade is Grade.GOOD]
-    on_gpu = bool(gpus) and config.model.device != "cpu"
+    good = {topic: [each.text for each in findings if each[:2] == ("ok", topic)] for topic in ("gpu", "encoder")}
     threads = f"{config.model.threads} thread{'s' if config.model.threads > 1 else ''}"
-    yield "device", gpus[0] if on_gpu else f"cpu, {threads} for the transformer and one for decoding"
+    on_gpu = good["gpu"] and config.model.device != "cpu"
+    yield "device", good["gpu"][0] if on_gpu else f"cpu, {threads} for the transformer and one for decoding"
     steps = next(finding.text for finding in findings if finding.topic == "steps")
     yield "model", f"{config.model.name}, steps: {steps}, KV context {config.model.kv_context}"
-    if not any(finding.topic == "torch" and finding.grade is Grade.BAD for finding in findings):
-        for choice in doctor_compute.settled(config).choices:
+    if not any(finding[:2] == ("FAIL", "torch") for finding in findings):
+        for choice in _settled(config).choices:
             if choice.setting not in ("device", "steps"):  # they stand above
                 yield choice.setting, f"{choice.value} ({choice.reason})"
-    yield "codec", _codec_in_use(config, findings)
+    yield "codec", _codec_in_use(config, [text.split(" (")[0] for text in good["encoder"]])
     yield "playback", f"{config.playback.fps:g} frames per second, at most {config.playback.max_ahead_s:g} s ahead"
     host = config.serve.host
     audience = "this machine only" if host in ("127.0.0.1", "::1", "localhost") else "everyone who can reach it"
     yield "address", f"http://{host}:{config.serve.port or '(any)'} for {audience}"
-    yield "browser", "opened by serve" if config.serve.open_browser and has_display() else "not opened"
+    yield "browser", "opened by serve" if config.serve.open_browser and _has_display() else "not opened"
 
 
-def _codec_in_use(config: Config, findings: list[Finding]) -> str:
-    good = [each.text for each in findings if each.topic == "encoder" and each.grade is Grade.GOOD]
-    found = [text.split(" (")[0] for text in good]
+def _codec_in_use(config: Config, found: list[str]) -> str:
     h264 = [text for text in found if "H.264" in text][:1]
     vp8 = [text for text in found if "VP8" in text]
     wanted = {"auto": h264 + vp8, "h264": h264, "vp8": vp8}[config.serve.codec]

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.commands.jobs import ReferenceJob
 from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, check_together, local_ring, run_reference
-from streamdiff.config import PROMPT_POLICIES
+from streamdiff.core import PROMPT_POLICIES
 from streamdiff.device import own_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling, tensor_file
@@ -43,7 +43,7 @@ from streamdiff.pipeline.load_plan import LoadPlan
 from streamdiff.pipeline.planner.model_sizes import sizes_from
 from streamdiff.pipeline.planner.partition import check_ranks, split_evenly
 from streamdiff.pipeline.runner.init_latents import levels_of
-from streamdiff.pipeline.runner.step_levels import StepLevels
+from streamdiff.pipeline.runner.sampler import StepLevels
 from streamdiff.video import files
 
 

@@ -14,17 +14,14 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from streamdiff.config import RECACHES
+from streamdiff.core import PER_STEP, RECACHES
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import TIMESTEPS, Schedule
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents
-from streamdiff.pipeline.runner.noise import Noise, SeededNoise, TensorNoise
-from streamdiff.pipeline.runner.sampler import StreamInputs
-from streamdiff.pipeline.runner.step_levels import StepLevels
-from streamdiff.pipeline.scheduler.kv_context import PER_STEP
+from streamdiff.pipeline.runner.sampler import Noise, SeededNoise, StepLevels, StreamInputs, TensorNoise
 
 MIXED = ("keep", *RECACHES)
 """Policies of a prompt that may come little by little: the others forget what was before it."""
@@ -88,27 +85,31 @@ class ReferenceRun:
     def __post_init__(self) -> None:
         self._check_video()
         if self.mix < 1:
-            raise ConfigError(f"prompt mix is {self.mix}; it is a number of chunks, so at least 1")
+            raise ConfigError(f"prompt mix is {self.mix}; it is a number of chunks, so at least 1", field="prompt_mix")
         if self.given_chunks >= self.chunks:
             raise ConfigError(
                 f"chunks is {self.chunks}, and the first {self.given_chunks} are given, so there is none to make; "
-                "chunks are all of the stream, those that are given included"
+                "chunks are all of the stream, those that are given included",
+                field="chunks",
             )
         before = 0
         for switch in self.switches:
             if 0 < switch.chunk < self.given_chunks:
                 raise ConfigError(
                     f"a prompt switch is at chunk {switch.chunk}, but the first {self.given_chunks} are given; switch "
-                    f"at {self.given_chunks} or later"
+                    f"at {self.given_chunks} or later",
+                    field="prompt_switch",
                 )
             if not before < switch.chunk < self.chunks:
                 raise ConfigError(
                     f"a prompt switch is at chunk {switch.chunk}, but must be after chunk {before} and before chunk "
-                    f"{self.chunks}, the end; chunks count from 0"
+                    f"{self.chunks}, the end; chunks count from 0",
+                    field="prompt_switch",
                 )
             if switch.policy in RECACHES and self.kv_context in PER_STEP:
                 raise ConfigError(
-                    f"prompt switch {switch.policy} needs a KV context with a clean pass: clean or staircase"
+                    f"prompt switch {switch.policy} needs a KV context with a clean pass: clean or staircase",
+                    field="kv_context",
                 )
             if self.mix > 1:
                 self._check_mixed(switch)
@@ -148,7 +149,9 @@ class ReferenceRun:
         if self.video is None:
             return
         if len(self.video) < self.chunks:
-            raise ConfigError(f"the input video has {len(self.video)} chunks, but {self.chunks} are to be made")
+            raise ConfigError(
+                f"the input video has {len(self.video)} chunks, but {self.chunks} are to be made", field="video_latents"
+            )
         if self.noise_level is not None:
             return
         least = self._strength - (REACH + TIMESTEP_OFFSET + 1 / TIMESTEPS if self.motion_noise else 0)
@@ -157,7 +160,8 @@ class ReferenceRun:
             motion = f", of which motion takes up to {REACH + TIMESTEP_OFFSET:g}" if self.motion_noise else ""
             raise ConfigError(
                 f"strength is {self._strength:g}{motion}; it must be at most 1, and above the noise level of the "
-                f"second step, {max(following, default=0):g}"
+                f"second step, {max(following, default=0):g}",
+                field="strength",
             )
 
     def _check_mixed(self, switch: PromptSwitch) -> None:
@@ -165,12 +169,14 @@ class ReferenceRun:
         if switch.policy not in MIXED:
             raise ConfigError(
                 f"prompt switch {switch.policy} forgets what was before it, so there is nothing to mix with; a "
-                f"prompt mix goes with {' or '.join(MIXED)}"
+                f"prompt mix goes with {' or '.join(MIXED)}",
+                field="prompt_mix",
             )
         if len(switch.embeddings) != len(self.embeddings):
             raise ConfigError(
                 f"prompt embeddings of {len(self.embeddings)} and of {len(switch.embeddings)} rows cannot be mixed; "
-                "pad them to the same number, as the model's text encoder does"
+                "pad them to the same number, as the model's text encoder does",
+                field="prompt_mix",
             )
 
     def _single(self) -> list[PromptSwitch]:
@@ -255,17 +261,20 @@ def check_together(run: ReferenceRun, count: int) -> None:
     if 0 < run.given_chunks < count:
         raise ConfigError(
             f"{run.given_chunks} chunks are given, but the first {count} are made together; give none, or at least "
-            f"{count}"
+            f"{count}",
+            field="given_latents",
         )
     for begin, switches, end in run.segments:
         if end - begin.chunk < count:
             raise ConfigError(
                 f"a stream from chunk {begin.chunk} to {end} has {end - begin.chunk} chunks, but the first {count} are "
-                f"made together; make at least {count}"
+                f"made together; make at least {count}",
+                field="chunks",
             )
         for switch in switches:
             if switch.chunk - begin.chunk < count:
                 raise ConfigError(
                     f"a prompt switch is at chunk {switch.chunk}, but the first {count} chunks from {begin.chunk} on "
-                    f"are made together; switch at {begin.chunk + count} or later"
+                    f"are made together; switch at {begin.chunk + count} or later",
+                    field="prompt_switch",
                 )

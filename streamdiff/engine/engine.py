@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from streamdiff.core import Frames
 from streamdiff.engine.messages import (
     Close,
     Closed,
@@ -56,7 +57,6 @@ from streamdiff.engine.validation import (
 )
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.models.spec import ParsedPrompt
-from streamdiff.pipeline.output import Frames
 from streamdiff.snapshot_header import read_saved_session
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from streamdiff.core import ModelInfo
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Data, Open
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.headers import (
@@ -27,7 +28,6 @@ from streamdiff.models.headers import (
     read_motion,
     video_latents_contract,
 )
-from streamdiff.pipeline.output import ModelInfo
 
 Floats = NDArray[np.float32]
 NAMES = ("prompt_embeds", "image_latents", "video_latents")

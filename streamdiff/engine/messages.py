@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from streamdiff.config import PROMPT_POLICIES
-from streamdiff.pipeline.output import ModelInfo
+from streamdiff.core import PROMPT_POLICIES, ModelInfo
 
 Pictures = NDArray[np.uint8]
 Data = bytes | memoryview

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamdiff.config import PROMPT_POLICIES
+from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.session_state.fields import DERIVED, KEPT, STATE, check_plain, fields_of, session_state

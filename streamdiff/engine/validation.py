@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from streamdiff.core import ModelInfo
 from streamdiff.engine.features import check_together, decode, features_of
 from streamdiff.engine.messages import (
     Command,
@@ -20,7 +21,6 @@ from streamdiff.engine.messages import (
 )
 from streamdiff.engine.prompt_queue import Encoded, PendingRequest
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
-from streamdiff.pipeline.output import ModelInfo
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline

@@ -22,7 +22,8 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from streamdiff.config import KVContext, ModelConfig, PromptPolicy
+from streamdiff.config import ModelConfig
+from streamdiff.core import KVContext, PromptPolicy
 from streamdiff.errors import ConfigError
 from streamdiff.models.sampling import Schedule, published
 from streamdiff.models.spec import ModelSpec

@@ -16,18 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub
 from streamdiff.models.catalogue import CatalogueEntry, Files, small_autoencoder
 from streamdiff.models.headers import parse_header
+from streamdiff.models.spec import Lora, parse_lora
 from streamdiff.models.transformer.tensor_names import block_count, recognise, translate
 from streamdiff.models.weight_files import INDEX, PICKLES, SAFETENSORS, read_object, weights_file
-
-if TYPE_CHECKING:
-    from streamdiff.models.transformer.weights import Lora
 
 EMBEDDED_WEIGHTS = Path(__file__).parent / "tiny" / "weights"
 _FILES = (SAFETENSORS, *PICKLES, ".json")
@@ -109,8 +107,6 @@ def resolve_model(
     Raises:
         ConfigError: no such model, or a file that can neither be found nor fetched.
     """
-    from streamdiff.models.transformer.weights import Lora, parse_lora
-
     name, known = config.name, _find_known(config)
     loras: tuple[Lora, ...] = () if config.lora is None else (parse_lora(config.lora),)
     if isinstance(known, CatalogueEntry) and name.startswith(catalogue.RANDOM):

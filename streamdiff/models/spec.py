@@ -4,8 +4,10 @@ asks of a text encoder. Needs no torch.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from streamdiff.errors import ConfigError
@@ -200,6 +202,32 @@ def _check_sink(spec: ModelSpec) -> None:
             f"--averaged-sink is {averaged:g} with a sink of {sink} latent frames; it must be from 0 to 1, and the "
             f"sink one chunk, {chunk} latent frames, as chunks are folded into it"
         )
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA file (or PEFT's folder) and how strongly it counts; 1 is as it was trained."""
+
+    path: Path
+    scale: float = 1.0
+
+
+def parse_lora(text: str) -> Lora:
+    """`FILE` or `FILE:SCALE`; the scale is 1 where it is left out, and may be negative.
+
+    Raises:
+        ConfigError: no file is named, or the scale is not a finite number.
+    """
+    name, colon, number = text.rpartition(":")
+    if not colon or Path(text).exists():
+        name, number = text, "1"
+    try:
+        scale = float(number)
+    except ValueError:
+        scale = math.nan
+    if not name or not math.isfinite(scale):
+        raise ConfigError(f"--lora is {text!r}; it must be FILE or FILE:SCALE with a finite number as SCALE")
+    return Lora(Path(name), scale)
 
 
 def parse_size(text: str) -> tuple[int, int]:

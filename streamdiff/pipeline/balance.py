@@ -17,15 +17,15 @@ import torch
 
 from streamdiff import clock
 from streamdiff.config import ModelConfig
+from streamdiff.core import MicroStep
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.model import StageModel
 from streamdiff.models.transformer.wan import TokenStates
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.planner.costs import Costs, in_proportion
 from streamdiff.pipeline.planner.kv_budget import RankMemory
-from streamdiff.pipeline.planner.stage_layout import Blocks, Workload, choose_layout
+from streamdiff.pipeline.planner.partition import Blocks, Workload, choose_layout
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state import walk
 
 ROUNDS = 5

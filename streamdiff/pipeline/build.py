@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from streamdiff.config import ModelConfig
+from streamdiff.core import in_flight_limit
 from streamdiff.device import own_device
 from streamdiff.errors import EngineFailure
 from streamdiff.models.model import Model
 from streamdiff.pipeline import balance, load_plan, rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
-from streamdiff.pipeline.distributed.start_progress import StartProgress
+from streamdiff.pipeline.distributed.rendezvous import StartProgress
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, RankMemory
 from streamdiff.pipeline.profiler import Profiler, check_folder
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.worker_group import WorkerGroup
 from streamdiff.pipeline.worker_main import start_progress
@@ -105,7 +105,7 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
 def _measure_rows(ring: RingExecutor, model: Model, plan: load_plan.LoadPlan, memory: RankMemory) -> None:
     """Let the scheduler know what further rows of a forward cost here. Mutates: ring's scheduler."""
     # Where others share the stage a forward would wait for them: what is measured is all of it.
-    stage = ModelRunner(model, ring.stage.device, 1, 3) if ring.stage.shared else ring.stage
+    stage = ModelRunner(model, ring.stage.device, 1, 3) if ring.stage.group is not None else ring.stage
     most, context = ring.scheduler.max_rows, plan.config.kv_context
     costs = balance.row_costs(stage, most, steps=plan.steps, kv_context=context, memory=memory)
     ring.scheduler.set_row_costs(costs)

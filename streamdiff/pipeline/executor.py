@@ -14,22 +14,20 @@ import torch
 from torch import Tensor
 
 from streamdiff import clock
+from streamdiff.core import MicroStep
 from streamdiff.errors import RequestError
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.device_timer import DeviceTimer
-from streamdiff.pipeline.distributed.link import Receiver, Sender
-from streamdiff.pipeline.distributed.local_link import LocalLink, NoLink
+from streamdiff.pipeline.distributed.heartbeat import LEAVE_S
+from streamdiff.pipeline.distributed.link import LocalLink, NoLink, Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
-from streamdiff.pipeline.planner.batching import rows_carried
-from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.planner.partition import rows_carried, split_evenly
 from streamdiff.pipeline.row_faults import ROW_ERRORS, ReturnedRows, at, check_own, describe, fault_key
-from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, PendingSteps, SamplerSession, StreamInputs
-from streamdiff.pipeline.runner.worker import LEAVE_S, Worker
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
-from streamdiff.pipeline.scheduler.step import MicroStep
 
 
 class RingExecutor:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from streamdiff.config import ModelConfig, ServedModel
+from streamdiff.core import sessions_to_fill
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
 from streamdiff.models.loader import Kernels, ModelLoader
@@ -22,17 +23,19 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.pipeline.distributed import rendezvous
-from streamdiff.pipeline.planner import fit
-from streamdiff.pipeline.planner.batching import max_rows_of, rows_carried
-from streamdiff.pipeline.planner.fit import Demand, Limits
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes, host_bytes
-from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Storage
+from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Demand, Limits, Storage, check_fit
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, folder_sizes, sizes_from
-from streamdiff.pipeline.planner.partition import check_ranks, split_evenly
-from streamdiff.pipeline.planner.stage_layout import Blocks, Workload
-from streamdiff.pipeline.runner.torch_compile import compile_fault, one_graph
-from streamdiff.pipeline.scheduler.kv_context import sessions_to_fill
+from streamdiff.pipeline.planner.partition import (
+    Blocks,
+    Workload,
+    check_ranks,
+    max_rows_of,
+    rows_carried,
+    split_evenly,
+)
+from streamdiff.pipeline.runner.graphs import compile_fault, one_graph
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.version import __version__
 from streamdiff.video.pixel_format import PictureKind
@@ -45,7 +48,7 @@ _GRAPH_SESSIONS = 8
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What all ranks agree on. `config` has no defaults left open but for what is tried out (`models.defaults`),
+    """What all ranks agree on. `config` has no defaults left open but for what is tried out (`models.resolve`),
     `models` says where each part lies, `sizes` has the model's facts with what the configuration changes, `steps` are
     the denoise steps of a session that does not name its own, `choices` says why settings are as they are, a line for
     each, `notes` what a user should know, `channels_last` as of `Defaults`, `decode_latents` how many latent frames one
@@ -221,7 +224,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
     kernels = None
     if limits := _device_limits(config, device):
         demand = plan.demand(plan.runs)
-        fit.check(demand, rank, limits)
+        check_fit(demand, rank, limits)
         if any(demand.total(rank) > limit for limit, _ in limits):
             plan = replace(plan, decode_latents=1)
             _tell(["decoder's call: a latent frame (a chunk takes more memory than there is)"], f"rank {rank}: ")
@@ -276,8 +279,7 @@ def try_kernels(
     the model's sizes and with a full window. Takes seconds then."""
     kernels, choices = Kernels(config.attention, config.quantize), list[resolve.Choice]()
     if kernels.attention == "auto":
-        window = sizes.tokens // sizes.spec.chunk_latents * sizes.spec.window(config.kv_context)
-        shape = AttentionShape(sizes.heads, sizes.head_dim, sizes.tokens, window)
+        shape = AttentionShape(sizes.heads, sizes.head_dim, sizes.tokens, sizes.window_tokens(config.kv_context))
         trial = attention_backend.try_attention(shape, device, dtype)
         choices.append(resolve.Choice("attention", trial.fastest, trial.reason))
         kernels = kernels._replace(attention=trial.fastest)

@@ -18,8 +18,8 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from streamdiff.atomic_write import temporary_sibling
+from streamdiff.core import Frames
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 logger = logging.getLogger(__name__)

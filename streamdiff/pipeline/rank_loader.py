@@ -13,16 +13,14 @@ from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, rgb24,
 from streamdiff.models.loader import awaited_bytes, load_text_encoder
 from streamdiff.models.model import Model, StageModel
 from streamdiff.pipeline import balance
-from streamdiff.pipeline.decode.captured_step import capture_on
-from streamdiff.pipeline.distributed.rendezvous import RankContext
-from streamdiff.pipeline.distributed.start_progress import StartProgress
+from streamdiff.pipeline.distributed.rendezvous import RankContext, StartProgress
 from streamdiff.pipeline.load_plan import LoadPlan, RankPlan
-from streamdiff.pipeline.planner import fit
 from streamdiff.pipeline.planner.kv_budget import RankMemory
-from streamdiff.pipeline.planner.stage_layout import Blocks
+from streamdiff.pipeline.planner.memory import check_fit
+from streamdiff.pipeline.planner.partition import Blocks
 from streamdiff.pipeline.runner import block_offload
+from streamdiff.pipeline.runner.graphs import capture_on, keep_compiled_code, one_graph
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.torch_compile import keep_compiled_code, one_graph
 from streamdiff.session_state.swap_store import SwapStore
 
 
@@ -99,7 +97,7 @@ def _load_stage(
         before, runs = runs, balance.assign_blocks(config, plan.steps, costs)
         if runs[stage] == before[stage]:
             return model, runs
-        fit.check(plan.demand(runs), plan.rank, plan.limits)
+        check_fit(plan.demand(runs), plan.rank, plan.limits)
         even = False
         del model, denoiser  # two at once may be more than there is memory for
 

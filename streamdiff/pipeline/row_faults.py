@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError
 
+from streamdiff.core import MicroStep
 from streamdiff.errors import NOT_FINITE, EngineFailure
 from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
-from streamdiff.pipeline.scheduler.step import MicroStep
 
 if TYPE_CHECKING:
+    from streamdiff.pipeline.runner.graphs import Tensors
     from streamdiff.pipeline.runner.model_runner import ModelRunner
-    from streamdiff.pipeline.runner.stage_forward import Tensors
 
 ROW_ERRORS = (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, ValueError)
 """What a session's text, cache or numbers can raise, and memory that is short. Others are faults of the program, or of
@@ -175,9 +175,10 @@ class StageGuard:
         self._stage = stage
         self.broken: dict[int, str] = {}
 
-    def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
-        """Run `rows`. If that fails, each session's by themselves, once: those that fail again are NaN, and their
-        session is broken. Mutates: self, the stage.
+    def forward(self, rows: Sequence[MicroStep], given: Tensors, failed: Exception | None = None) -> Tensors:
+        """Run those of `rows` whose sessions are not broken, where some are, or where running all of them together has
+        `failed`. If they fail together, each session's by themselves, once: those that fail again are NaN, and
+        their session is broken. Mutates: self, the stage.
 
         Raises:
             Exception: one that is no session's own: of a kind that cannot be, of all of several sessions, or of a stage
@@ -185,16 +186,17 @@ class StageGuard:
         """
         runnable = [index for index, row in enumerate(rows) if row.session not in self.broken]
         parts: list[tuple[list[int], Tensors]] = []
-        try:
-            if runnable:
+        if failed is None and runnable:
+            try:
                 part = self._stage.forward([rows[index] for index in runnable], _of(given, runnable, len(rows)))
-                if len(runnable) == len(rows):
-                    return part
                 parts = [(runnable, part)]
-        except ROW_ERRORS as error:
-            check_own(error)
-            if self._stage.shared or not self._stage.spec.repeats:  # what one rank leaves out would stop the others
-                raise
+            except ROW_ERRORS as error:
+                failed = error
+        if failed is not None:
+            check_own(failed)
+            # What one rank of a shared stage leaves out would stop the others.
+            if self._stage.group is not None or not self._stage.spec.repeats:
+                raise failed
             parts = self._each_session(rows, given, runnable)
         return self._put_together(rows, given, parts)
 
@@ -217,7 +219,7 @@ class StageGuard:
             return replace(message, update=self._stage.apply_update(kind, update, message.tensors))
         except ROW_ERRORS as error:
             check_own(error)
-            if self._stage.shared or kind in (MessageKind.SAVE, MessageKind.CLOSE):
+            if self._stage.group is not None or kind in (MessageKind.SAVE, MessageKind.CLOSE):
                 raise
             self.broken[update.session] = describe(error, f"{kind.name.lower()} failed on stage {self._stage.index}")
         return message

@@ -16,21 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamdiff import clock
+from streamdiff.core import Chunk, Frames, ModelInfo, StreamProgress, min_ahead_frames
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.spec import choose_steps
-from streamdiff.pipeline.decode.decode_worker import LocalDecoding
-from streamdiff.pipeline.decode.decoding import Decoding, Piece
+from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.output import Frames, ModelInfo, StreamChunk, StreamProgress
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.row_faults import OnFault, Streak, fail_all, fault_key
 from streamdiff.pipeline.runner.init_latents import LOWEST, GivenVideo, motion_levels
 from streamdiff.pipeline.runner.sampler import Finished, StreamInputs
-from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.snapshot.saving import RingSaving
 from streamdiff.pipeline.snapshot.swapping import RingSwapping
 from streamdiff.pipeline.throughput import PipelineFigures
@@ -279,7 +277,7 @@ class StreamingPipeline:
         for row in message.rows if message is not None else ():
             if row.step == 0 and row.chunk not in self.streams[row.session].chunks:  # else it runs once more
                 cost = (row.steps + 1) / (self.info.steps + 1)  # a pass per step, and the clean one
-                self.streams[row.session].chunks[row.chunk] = StreamChunk(row.epoch, cost, self._began_s)
+                self.streams[row.session].chunks[row.chunk] = Chunk(row.epoch, cost, self._began_s)
                 self.streams[row.session].ahead_frames += self.info.chunk_frames
         while self._given:
             session, chunk, latents = self._given.popleft()
@@ -375,7 +373,7 @@ class StreamingPipeline:
         self.video.begin_again(session, self.ring.sampler.sessions[session])
         given = self.ring.sampler.sessions[session].given_latents
         for chunk in range(self.ring.scheduler.next_chunk(session)):
-            stream.chunks[chunk] = StreamChunk(epoch, 1 / (self.info.steps + 1))
+            stream.chunks[chunk] = Chunk(epoch, 1 / (self.info.steps + 1))
             stream.ahead_frames += self.info.chunk_frames
             self._given.append((session, chunk, given[chunk]))
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from streamdiff import clock
 
 if TYPE_CHECKING:
+    from streamdiff.core import ModelInfo
     from streamdiff.pipeline.executor import RingExecutor
-    from streamdiff.pipeline.output import ModelInfo
     from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
     from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
     from streamdiff.pipeline.worker_group import WorkerGroup

@@ -22,15 +22,13 @@ from streamdiff.models.model import Model, StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_layout, pictures_layout
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup, stage_group
-from streamdiff.pipeline.distributed.link import FanOutSender, Receiver, Sender, ring_edges
-from streamdiff.pipeline.distributed.local_link import NoLink, NoSender
+from streamdiff.pipeline.distributed.link import FanOutSender, NoLink, NoSender, Receiver, Sender, ring_edges
 from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.planner.batching import rows_carried
-from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.worker import Worker
+from streamdiff.pipeline.planner.partition import rows_carried
+from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
 from streamdiff.video.pixel_format import PictureKind
 
 Link = Literal["gloo", "nccl"]

@@ -9,14 +9,12 @@ from collections.abc import Callable
 from streamdiff import clock
 from streamdiff.errors import EngineFailure
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.decode.decode_worker import RemoteDecoding
-from streamdiff.pipeline.decode.decoding import Deliver
-from streamdiff.pipeline.distributed.heartbeat import HEARTBEAT_S, HealthMonitor, Heartbeat
+from streamdiff.pipeline.decode.decode_worker import Deliver, RemoteDecoding
+from streamdiff.pipeline.distributed.heartbeat import HEARTBEAT_S, LEAVE_S, HealthMonitor, Heartbeat
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.distributed.state_exchange import StoreExchange
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.runner.worker import LEAVE_S
 from streamdiff.pipeline.worker_main import exit_now, link_fault
 
 _NOTICE_S = 2.0

@@ -20,8 +20,7 @@ from streamdiff.pipeline import load_plan, rank_loader, topology
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, DecodeWorker
 from streamdiff.pipeline.distributed.heartbeat import HealthMonitor, RankLoop
 from streamdiff.pipeline.distributed.link import GroupBroken, LinkClosed
-from streamdiff.pipeline.distributed.rendezvous import RankContext
-from streamdiff.pipeline.distributed.start_progress import StartProgress
+from streamdiff.pipeline.distributed.rendezvous import RankContext, StartProgress
 from streamdiff.pipeline.distributed.state_exchange import StoreExchange
 from streamdiff.pipeline.load_plan import LoadPlan
 

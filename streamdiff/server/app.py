@@ -56,7 +56,7 @@ def create_app(config: Config) -> FastAPI:
     """The application. It answers that the model is loading until an engine is attached (`attach_engine`)."""
     app = _App(title="streamdiff", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
     app.state.app_state, app.state.loading = None, LoadingStatus()
-    routers = [module.router for module in (webrtc, sessions, control, health, videos)]
+    routers = [webrtc.watching, webrtc.feeding, *(module.router for module in (sessions, control, health, videos))]
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.mount("/static", StaticFiles(packages=[("streamdiff.server", "static")]), name="static")
     routers.append(_heads([route for router in routers for route in router.routes]))

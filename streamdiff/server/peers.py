@@ -1,18 +1,19 @@
-"""Limits per client address: how many of something one may hold, and how often it may ask. Sans-IO."""
+"""How often something happens, and how often it may; limits per client address: how many of something one may hold, and
+how often it may ask. Sans-IO: the caller gives the time."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from math import ceil
 
 from starlette.requests import HTTPConnection
 
 from streamdiff.server.problem import Problem
-from streamdiff.server.rate_limit import TokenBucket
 
 RETRY_AFTER_S = 5
 MAX_ADDRESSES = 4096
+RATE_WINDOW_S = 2.0
 
 
 def address_of(connection: HTTPConnection) -> str:
@@ -41,6 +42,46 @@ def parse_address(text: str) -> IPv4Address | IPv6Address | None:
 def share_of(limit: int, share: float) -> int:
     """How many of `limit` one address may hold: one at least."""
     return max(1, ceil(limit * share))
+
+
+class Rate:
+    """Events per second over the last `RATE_WINDOW_S`. Sans-IO."""
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[float, int]] = deque()
+
+    def add(self, count: int, now_s: float) -> None:
+        """Count some events. Mutates: self."""
+        self._events.append((now_s, count))
+        self._trim(now_s)
+
+    def per_s(self, now_s: float) -> float:
+        """The rate now. Mutates: self."""
+        self._trim(now_s)
+        return sum(count for _, count in self._events) / RATE_WINDOW_S
+
+    def _trim(self, now_s: float) -> None:
+        while self._events and self._events[0][0] <= now_s - RATE_WINDOW_S:
+            self._events.popleft()
+
+
+class TokenBucket:
+    """A bucket that fills with time: at most `per_s` a second, and `burst` at once. Sans-IO."""
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._left = burst
+        self._at_s: float | None = None
+
+    def take(self, now_s: float) -> bool:
+        """Use one, if there is one. Mutates: self."""
+        if self._at_s is not None:
+            self._left = min(self._burst, self._left + max(0.0, now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 class SlotPool:

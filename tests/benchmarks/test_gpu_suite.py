@@ -17,7 +17,7 @@ from benchmarks.stream_case import CONTEXTS, Amount, Case
 from streamdiff.config import ModelConfig
 from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.runner import compiled_stage
-from streamdiff.pipeline.runner.cuda_graphs import GraphCache
+from streamdiff.pipeline.runner.graphs import GraphCache
 from tests.gpu import nccl_ring
 from tests.pipeline.runner.test_cuda_graphs import record
 

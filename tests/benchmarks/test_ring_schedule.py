@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import ring_schedule
 from benchmarks.sleeping_ring import Done, Plan, Ran, figures_of
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+from streamdiff.core import KV_CONTEXTS
 
 
 @pytest.mark.slow

@@ -253,7 +253,7 @@ def test_doctor_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None
 def test_doctor_says_in_how_many_steps(asked: str, words: str) -> None:
     arguments = parser.parse(["doctor", *asked.split()])
     (found,) = doctor._look_at_steps(main._config(arguments))
-    assert re.search(words, f"{found.grade.value} {found.topic} {found.text}\n")
+    assert re.search(words, f"{found.grade} {found.topic} {found.text}\n")
 
 
 @pytest.mark.parametrize("option", ["weights", "lora", "vae", "text-encoder"])

@@ -287,58 +287,7 @@ def test_a_length_that_shows_only_at_the_end_leaves_nothing(place: Path, capsys:
     assert sorted(path.name for path in place.iterdir()) == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("out", ["out.mp4", "out.safetensors", "frames"])
-@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (OSError, 1)])
-def test_an_end_on_the_way_keeps_what_was_there(
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    out: str,
-    error: type[BaseException],
-    status: int,
-) -> None:
-    """In the middle of the clip, the network fails or the user has had enough."""
-    from streamdiff.models.autoencoder.picture_decoder import DecoderState
-    from streamdiff.models.autoencoder.wan import WanDecoder
-
-    if out != "frames":
-        Path(out).write_text("old")
-    plain, calls = WanDecoder._step, iter(range(100))
-
-    def failing(self: WanDecoder, raw: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
-        if next(calls) == 2:
-            raise error("on the way")
-        return plain(self, raw, past)
-
-    monkeypatch.setattr(WanDecoder, "_step", failing)
-    before = sorted(path.name for path in place.iterdir())
-    line = f"decode --vae vae.pth --latents latents.safetensors --out {out} --chunk-frames 1"
-    if out != "frames":
-        assert main.main(line.split()) == 2, "what exists is not replaced"
-    assert main.main([*line.split(), "--overwrite"]) == status
-    assert sorted(path.name for path in place.iterdir()) == before
-    assert out == "frames" or Path(out).read_text() == "old"
-    monkeypatch.undo()
-
-
-def test_the_file_can_be_read_by_others(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tensor_is_float32_whatever_the_network_computes_in(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "decode --vae vae.pth --latents latents.safetensors --out out.safetensors --dtype bfloat16")
     with safe_open(place / "out.safetensors", "np") as file:
-        assert file.get_tensor("video").dtype == np.float32, "whatever the network computes in"
-    (place / "plain").write_text("")
-    assert (place / "out.safetensors").stat().st_mode == (place / "plain").stat().st_mode
-
-
-def test_a_network_that_gives_no_numbers_writes_nothing(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from streamdiff.models.autoencoder.wan import WanDecoder
-
-    plain = WanDecoder.decode_raw
-    monkeypatch.setattr(WanDecoder, "decode_raw", lambda *args: plain(*args) * float("nan"))
-    assert (
-        main.main(["decode", "--vae", "vae.pth", "--latents", "latents.safetensors", "--out", "out.safetensors"]) == 1
-    )
-    assert "video[0]: expected finite values, got nan at [0, 0, 0]" in capsys.readouterr().err
-    assert not (place / "out.safetensors").exists()
+        assert file.get_tensor("video").dtype == np.float32

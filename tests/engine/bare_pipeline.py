@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from streamdiff.core import ModelInfo
 from streamdiff.errors import RequestError
-from streamdiff.pipeline.output import ModelInfo
 
 
 class BarePipeline:

@@ -18,12 +18,12 @@ from zlib import crc32
 
 import numpy as np
 
-from streamdiff.config import PROMPT_POLICIES, ModelConfig
+from streamdiff.config import ModelConfig
+from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo
 from streamdiff.engine.messages import Pictures
 from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.spec import ParsedPrompt
-from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 from tests.engine.bare_pipeline import BarePipeline
 

@@ -10,7 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from streamdiff.config import PROMPT_POLICIES, RECACHES, ModelConfig
+from streamdiff.config import ModelConfig
+from streamdiff.core import PROMPT_POLICIES, RECACHES
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import (
     Accepted,

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from streamdiff import clock
+from streamdiff.core import MicroStep
 from streamdiff.models.model import Model
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, StageMessage
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
 from tests.gpu.nccl_ring import finding
 from tests.pipeline.distributed.scenarios import SCENARIOS, all_send_first, connect_often, nccl_ends

@@ -25,12 +25,10 @@ from streamdiff.models.autoencoder.picture_decoder import (
 from streamdiff.models.autoencoder.taehv import TaehvDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.models.model import Model
-from streamdiff.pipeline.decode.captured_step import capture_on
-from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding
-from streamdiff.pipeline.decode.decoding import Piece
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
-from streamdiff.pipeline.runner.torch_compile import one_graph
+from streamdiff.pipeline.runner.graphs import capture_on, one_graph
 from tests.pipeline.playing import CHUNKS_LONG, Order, play
 from tests.small import RED, WHITE, small_autoencoder, small_model
 from tests.small_vae import small_wan_autoencoder

@@ -17,8 +17,7 @@ from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.load_plan import LoadPlan
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.runner import compiled_stage
-from streamdiff.pipeline.runner.cuda_graphs import Graph, GraphCache, Inputs, Run
-from streamdiff.pipeline.runner.stage_forward import Tensors
+from streamdiff.pipeline.runner.graphs import Graph, GraphCache, Inputs, Run, Tensors
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.gpu.nccl_ring import refused
 from tests.gpu.wan_stream import config_of, ring_of, write_model

@@ -1,4 +1,4 @@
-"""Checkpoints as other programs write them, made from a diffusers model. Written from the list of original Wan's names,
+"""Checkpoints as other programs write them, made from a diffusers model. Written from original Wan's names,
 without a look at the loader's tables."""
 
 from __future__ import annotations
@@ -20,23 +20,6 @@ from streamdiff.models.transformer.weights import load_transformer, open_transfo
 from tests.small import CPU, LATENT_CHANNELS, small_transformer
 
 State = dict[str, Tensor]
-
-# fmt: off
-ORIGINAL_BLOCK = [
-    "modulation", "self_attn.q.weight", "self_attn.q.bias", "self_attn.k.weight", "self_attn.k.bias",
-    "self_attn.v.weight", "self_attn.v.bias", "self_attn.o.weight", "self_attn.o.bias", "self_attn.norm_q.weight",
-    "self_attn.norm_k.weight", "norm3.weight", "norm3.bias", "cross_attn.q.weight", "cross_attn.q.bias",
-    "cross_attn.k.weight", "cross_attn.k.bias", "cross_attn.v.weight", "cross_attn.v.bias", "cross_attn.o.weight",
-    "cross_attn.o.bias", "cross_attn.norm_q.weight", "cross_attn.norm_k.weight", "ffn.0.weight", "ffn.0.bias",
-    "ffn.2.weight", "ffn.2.bias",
-]
-ORIGINAL_TOP = [
-    "patch_embedding.weight", "patch_embedding.bias", "text_embedding.0.weight", "text_embedding.0.bias",
-    "text_embedding.2.weight", "text_embedding.2.bias", "time_embedding.0.weight", "time_embedding.0.bias",
-    "time_embedding.2.weight", "time_embedding.2.bias", "time_projection.1.weight", "time_projection.1.bias",
-    "head.modulation", "head.head.weight", "head.head.bias",
-]
-# fmt: on
 
 
 def original_name(name: str) -> str:
@@ -140,30 +123,6 @@ def published(size: str) -> dict[str, torch.Tensor]:
     """Tensors of a published architecture, without memory."""
     with torch.device("meta"):
         return WanTransformer3DModel(**SIZES[size][0]).state_dict()
-
-
-def wan_1_3b() -> dict[str, tuple[int, ...]]:
-    """Shapes of Wan2.1-T2V-1.3B under original names, from its model card's sizes."""
-    width, wide = 1536, 8960
-    linear = {"q": width, "k": width, "v": width, "o": width}
-    shapes: dict[str, tuple[int, ...]] = {
-        "patch_embedding.weight": (width, 16, 1, 2, 2),
-        "text_embedding.0.weight": (width, 4096),
-        "text_embedding.2.weight": (width, width),
-        "time_embedding.0.weight": (width, 256),
-        "time_embedding.2.weight": (width, width),
-        "time_projection.1.weight": (6 * width, width),
-        "head.head.weight": (64, width),
-    }
-    for i in range(30):
-        for attention in ("self_attn", "cross_attn"):
-            shapes |= {f"blocks.{i}.{attention}.{part}.weight": (rows, width) for part, rows in linear.items()}
-            shapes |= {f"blocks.{i}.{attention}.norm_{part}.weight": (width,) for part in "qk"}
-        shapes |= {f"blocks.{i}.ffn.0.weight": (wide, width), f"blocks.{i}.ffn.2.weight": (width, wide)}
-        shapes |= {f"blocks.{i}.norm3.weight": (width,), f"blocks.{i}.modulation": (1, 6, width)}
-    biased = [name for name in shapes if name.endswith(".weight") and "norm_" not in name]
-    shapes |= {name.replace(".weight", ".bias"): shapes[name][:1] for name in biased}
-    return shapes | {"head.modulation": (1, 2, width)}
 
 
 def write_zeros(path: Path, shapes: dict[str, list[int]]) -> None:

@@ -93,11 +93,6 @@ def test_fast_takes_the_small_autoencoder_and_the_fewest_steps(name: str, vae: s
     assert settled("cpu", name=name).config.vae is None
 
 
-def test_fast_leaves_a_model_with_one_number_of_steps_alone() -> None:
-    found = settle(ModelConfig(preset="fast"), "cuda", (4,))
-    assert "steps: 4 (the model has no fewer than 4)" in map(str, found.choices)
-
-
 def test_what_fast_takes_is_fetched_before_the_start() -> None:
     config = resolve.completed(ModelConfig(name="self-forcing", preset="fast"))
     assert "taew2_1.safetensors" in {file for files in resolve.to_fetch(config) for file in files.files}

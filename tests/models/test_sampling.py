@@ -27,15 +27,6 @@ def test_the_true_flow_leads_back_to_the_clean_latents(sigma: float, seed: int) 
     torch.testing.assert_close(sampling.clean_from_flow(noisy, noise - clean, sigma), clean, rtol=0, atol=1e-5)
 
 
-def test_ends_of_the_noise_scale() -> None:
-    clean, noise = torch.randn(2, 4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(sampling.add_noise(clean, noise, 0.0), clean)
-    assert torch.equal(sampling.add_noise(clean, noise, 1.0), noise)
-    levels = torch.tensor([0.0, 1.0, 0.25, 0.5]).view(4, 1, 1, 1)
-    mixed = sampling.add_noise(clean, noise, levels)
-    torch.testing.assert_close(mixed[2], 0.75 * clean[2] + 0.25 * noise[2])
-
-
 def test_noise_has_known_values() -> None:
     """The values of every recorded stream: if this fails, seeds no longer give the streams they gave."""
     drawn = sampling.noise((4, 3, 16, 16), seed=1234, chunk=7, step=2)
@@ -138,22 +129,10 @@ def test_what_was_warped_from_whole_numbers_lies_on_the_grid() -> None:
         assert made.sigmas == pytest.approx([step / 1000 for step in made.timesteps], abs=1e-12)
 
 
-def test_without_rounding_a_sigma_is_the_timestep() -> None:
-    assert sampling.published((700, 500), shift=8.0) == sampling.Schedule((700.0, 500.0), (0.7, 0.5))
-    assert sampling.from_timesteps((1000, 937.5)) == sampling.Schedule((1000.0, 937.5), (1.0, 0.9375))
-
-
 @given(st.floats(1e-3, 1000.0))
 def test_rounding_to_bfloat16_is_torchs(value: float) -> None:
     rounded = sampling.rounded_to_bfloat16(float(torch.tensor(value)))
     assert rounded == torch.tensor(value).to(torch.bfloat16).item()
-
-
-def test_timesteps_may_be_told_in_bfloat16_while_noise_levels_stay() -> None:
-    plain = sampling.published((999.4, 937.5, 833.3, 625), shift=5.0, nearest=True)
-    told = sampling.published((999.4, 937.5, 833.3, 625), shift=5.0, nearest=True, bfloat16=True)
-    assert told.timesteps == (1000, 936, 832, 624)
-    assert told.sigmas == plain.sigmas
 
 
 def test_a_zero_at_the_end_is_no_step() -> None:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from streamdiff.core import MicroStep
 from streamdiff.models.model import Model
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate
 from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.runner.graphs import Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.stage_forward import Tensors
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.small import BLUE, RED, WHITE
 
 AT = (2, 1)

@@ -27,8 +27,7 @@ from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.worker import Worker
+from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
 from tests.pipeline.processes import run_ranks
 from tests.small import BLUE, CPU, RED, small_model
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from streamdiff.commands.reference_run import ReferenceRun, local_ring, run_reference
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
-from streamdiff.pipeline.runner.step_levels import StepLevels
+from streamdiff.pipeline.runner.sampler import StepLevels
 from tests.pipeline.float64_wan import PlainWan
 from tests.pipeline.plain_wan import PlainStream
 from tests.small import CPU, small_model

@@ -10,13 +10,13 @@ import pytest
 import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
+from streamdiff.core import MicroStep
 from streamdiff.pipeline.balance import Measured, assign_blocks, gather_costs, interpolate_costs, measure, row_costs
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.planner.kv_budget import RankMemory
 from streamdiff.pipeline.planner.model_sizes import read_sizes
+from streamdiff.pipeline.runner.graphs import Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.stage_forward import Tensors
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.small import CPU, small_model
 
 

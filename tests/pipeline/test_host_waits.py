@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.kernel_count import CUDA, STEPS, WithoutDevice, denoiser, spec_of
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.models.model import Model
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.sampler import StreamInputs
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 
 CHUNKS = 6  # windows of four
 FROM_VIDEO = 2

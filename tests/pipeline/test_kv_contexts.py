@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from streamdiff.core import MicroStep
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.reference import Explicit, Reference, window
 from tests.small import BLUE, CPU, RED, small_model
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from streamdiff.config import ModelConfig
+from streamdiff.core import Frames
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.build import load_pipeline
-from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.profiler import TRACE, Profiler
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import CPU, RED, save_model, small_model

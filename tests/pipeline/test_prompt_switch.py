@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.config import RECACHES
+from streamdiff.core import RECACHES
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
-from streamdiff.pipeline.runner.noise import PrefetchedNoise, SeededNoise
+from streamdiff.pipeline.runner.sampler import PrefetchedNoise, SeededNoise
 from tests.pipeline.reference import Explicit
 from tests.small import BLUE, CPU, RED, small_model
 

@@ -25,7 +25,7 @@ from streamdiff.pipeline.load_plan import plan_load, plan_rank, try_kernels
 from streamdiff.pipeline.planner import model_sizes
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.rank_loader import load_rank
-from streamdiff.pipeline.runner.torch_compile import one_graph
+from streamdiff.pipeline.runner.graphs import one_graph
 from tests.small import CPU
 
 CUDA = torch.device("cuda")

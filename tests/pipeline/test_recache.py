@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, local_ring, run_reference
+from streamdiff.core import MicroStep
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.plain_longlive import plain_stream
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -34,8 +34,8 @@ def made(model: Model, switches: dict[int, str], policy: str = "recache", stages
 @pytest.mark.parametrize("rope", ["relative", "absolute"])
 @pytest.mark.parametrize(
     ("chunk", "window", "sink", "full"),
-    [(3, 12, 3, 4), (2, 5, 1, 3), (2, 6, 0, 3)],
-    ids=["as LongLive", "a window that cuts chunks", "no sink"],
+    [(3, 12, 3, 4), (2, 5, 1, 3), (2, 6, 0, 3), (3, 8, 1, 3)],
+    ids=["as LongLive", "a window that cuts chunks", "no sink", "a sink whose slot the window holds too"],
 )
 def test_it_is_the_published_stream(chunk: int, window: int, sink: int, full: int, rope: str) -> None:
     """Before the window is full, when it just is, and twice in a row after it has moved on."""

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from streamdiff.core import MicroStep
 from streamdiff.errors import EngineFailure
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.distributed.link import LinkClosed
+from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.failing import CHUNKS, KINDS, ONCE, play_failing, spoil
 from tests.pipeline.playing import same
 from tests.pipeline.processes import run_ranks
@@ -213,7 +214,8 @@ def test_what_goes_well_is_handed_on_as_it_is() -> None:
     ring = RingExecutor(MODEL, CPU)
     result = (torch.zeros(1),)
     ring.stage.forward = lambda rows, given: result  # type: ignore[method-assign]
-    assert ring.stage.guard.forward([MicroStep(0, 0, 0, 4, 0)], ()) is result
+    message = StageMessage(MessageKind.ROWS, (MicroStep(0, 0, 0, 4, 0),))
+    assert ring.stage.carry_out(message).tensors is result
 
 
 @pytest.mark.slow

@@ -14,19 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.core import MicroStep
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.decode import decoder_memories
-from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding, latents_layout
+from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding, Piece, latents_layout, stream_key
 from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
-from streamdiff.pipeline.decode.decoding import Piece, stream_key
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed import state_exchange
-from streamdiff.pipeline.distributed.local_link import LocalLink, NoSender
+from streamdiff.pipeline.distributed.link import LocalLink, NoSender
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
 from streamdiff.pipeline.executor import LocalRing
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import walk

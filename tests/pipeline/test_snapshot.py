@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load, save_file
 
+from streamdiff.core import Frames
 from streamdiff.device import embedded_autoencoder_dtype
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import FrameBatch, Open, Reset
@@ -19,7 +20,6 @@ from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.executor import LocalRing
-from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.snapshot_header import check_signature, signed

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from streamdiff.core import MicroStep
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.sampling import embedded_schedule, nearest_steps
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.playing import OTHER_STEPS, THREE, Order, play, same
 from tests.pipeline.reference import Reference
 from tests.small import BLUE, CPU, RED, WHITE, small_model

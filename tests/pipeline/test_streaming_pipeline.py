@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from streamdiff.config import Config, ModelConfig, ServeConfig, ServedModel
+from streamdiff.core import Frames
 from streamdiff.device import own_device
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
 from streamdiff.pipeline.build import build_pipeline
-from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.row_faults import MOST_IN_A_ROW
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.small import (

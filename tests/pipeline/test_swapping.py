@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from streamdiff.core import Frames
 from streamdiff.device import embedded_autoencoder_dtype
 from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.executor import LocalRing
-from streamdiff.pipeline.output import Frames
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state.swap_store import SwapStore

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamdiff.core import InputFigures
 from streamdiff.errors import RequestError
 from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.executor import LocalRing
-from streamdiff.pipeline.output import InputFigures
 from streamdiff.pipeline.runner.init_latents import FULL_MOTION, REACH, STANDING, GivenVideo, InitLatents, LiveLatents
 from streamdiff.pipeline.runner.sampler import StreamInputs
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline

@@ -26,10 +26,12 @@ PACKAGE = (
     ("pipeline",),
     ("snapshot_header",),
     ("models",),
+    ("config_file",),
+    ("config",),
+    ("core",),
     ("session_state",),
     ("video",),
-    ("config_file",),
-    ("config", "device", "atomic_write"),
+    ("device", "atomic_write"),
     ("errors", "clock", "version", "child_process", "heavy_import"),
 )
 SERVER = (
@@ -40,8 +42,9 @@ SERVER = (
     ("jobs", "outputs"),
     ("http_server", "webrtc"),
     ("middleware", "sessions"),
-    ("load", "media", "peers"),
-    ("auth", "logging_setup", "metrics", "problem", "rate_limit"),
+    ("load", "media"),
+    ("peers",),
+    ("auth", "logging_setup", "metrics", "problem"),
 )
 PIPELINE = (
     ("build",),
@@ -58,7 +61,7 @@ PIPELINE = (
     ("row_faults",),
     ("distributed",),
     ("kv_cache", "planner"),
-    ("device_timer", "output", "scheduler"),
+    ("device_timer", "scheduler"),
 )
 MODELS = (
     ("loader",),
@@ -98,6 +101,7 @@ TORCH_FREE = (
     "streamdiff.cli.main",
     "streamdiff.commands.models",
     "streamdiff.commands.plan",
+    "streamdiff.core",
     "streamdiff.engine.messages",
     "streamdiff.engine.process.engine_process",
     "streamdiff.engine.process.fetching",
@@ -111,14 +115,11 @@ TORCH_FREE = (
     "streamdiff.models.sampling",
     "streamdiff.models.transformer.tensor_names",
     "streamdiff.pipeline.planner.costs",
-    "streamdiff.pipeline.planner.fit",
     "streamdiff.pipeline.planner.forecast",
-    "streamdiff.pipeline.planner.gpus",
     "streamdiff.pipeline.planner.memory",
     "streamdiff.pipeline.planner.model_sizes",
+    "streamdiff.pipeline.planner.partition",
     "streamdiff.pipeline.planner.simulator",
-    "streamdiff.pipeline.planner.stage_layout",
-    "streamdiff.pipeline.planner.trace",
     "streamdiff.pipeline.throughput",
     "streamdiff.server.app",
     "streamdiff.server.main",
@@ -128,7 +129,7 @@ TORCH_FREE = (
 
 
 def part(name: str, folder: str) -> str | None:
-    """`routes` of `streamdiff.server.routes.whep` in `streamdiff.server`; None where `name` is not inside `folder`."""
+    """`app` of `streamdiff.server.app` in `streamdiff.server`; None where `name` is not inside `folder`."""
     return name[len(folder) + 1 :].split(".")[0] if name.startswith(f"{folder}.") else None
 
 
@@ -220,9 +221,9 @@ def test_no_imports_go_in_a_circle() -> None:
         ("streamdiff.server.app", "def late():\n    import torch.nn"),
         ("streamdiff.server.media.pacer", "from streamdiff.server.sessions import manager"),
         ("streamdiff.server.problem", "from streamdiff.server.metrics import Metrics"),
-        ("streamdiff.pipeline.runner.worker", "import asyncio"),
+        ("streamdiff.pipeline.runner.model_runner", "import asyncio"),
         ("streamdiff.pipeline.kv_cache.cache", "from asyncio import Queue"),
-        ("streamdiff.pipeline.kv_cache.cache", "from streamdiff.pipeline.runner.worker import Worker"),
+        ("streamdiff.pipeline.kv_cache.cache", "from streamdiff.pipeline.runner.model_runner import Worker"),
         ("streamdiff.models.transformer.rope", "from streamdiff.models.autoencoder import taehv"),
     ],
 )

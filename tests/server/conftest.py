@@ -272,11 +272,13 @@ def no_threads_left() -> Iterator[None]:
 __all__ = ["FrameBatch", "InMemoryClient", "Peer", "Site", "candidate_to_sdp", "open_site"]
 
 
-def run_scene(scene: Callable[[Site], Awaitable[None]], config: Config | None = None) -> None:
+def run_scene(
+    scene: Callable[[Site], Awaitable[None]], config: Config | None = None, painter: Painter | None = None
+) -> None:
     """Play `scene` on a server of its own."""
 
     async def main() -> None:
-        async with open_site(config) as site:
+        async with open_site(config, painter) as site:
             await scene(site)
 
     asyncio.run(main())

@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamdiff.config import PROMPT_POLICIES, Config, ModelConfig, PlaybackConfig, ServeConfig
+from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig
+from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo
 from streamdiff.engine.messages import Data
 from streamdiff.engine.process import main as engine_main
 from streamdiff.engine.process import private_folder
 from streamdiff.errors import RequestError
 from streamdiff.models import catalogue
 from streamdiff.models.spec import ParsedPrompt
-from streamdiff.pipeline.output import Frames, ModelInfo
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 from streamdiff.snapshot_header import FORMAT, KIND, read_header
 from tests.engine.bare_pipeline import BarePipeline

@@ -14,7 +14,7 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Failed
 from streamdiff.server.metrics import CounterDelta
-from tests.server.conftest import Peer, Site, open_site, run_scene
+from tests.server.conftest import Peer, Site, run_scene
 from tests.server.scripted import CHUNK_FRAMES, Painter
 
 pytestmark = pytest.mark.slow
@@ -214,16 +214,14 @@ def test_an_ended_session_leaves_no_figures() -> None:
 
 
 def test_an_engine_that_ended_is_down() -> None:
-    async def main() -> None:
-        async with open_site() as site:
-            await site.client.inject(Failed("out of paint"))
-            await site.client.inject(None)
-            await site.state.manager.ended.wait()
-            found = await _figures(site)
-            figures = ("engine_up", "ready", "sessions_limit")
-            assert [found[f"streamdiff_{name}"] for name in figures] == [0, 0, 0]
+    async def scene(site: Site) -> None:
+        await site.client.inject(Failed("out of paint"))
+        await site.client.inject(None)
+        await site.state.manager.ended.wait()
+        found = await _figures(site)
+        assert [found[f"streamdiff_{name}"] for name in ("engine_up", "ready", "sessions_limit")] == [0, 0, 0]
 
-    asyncio.run(main())
+    run_scene(scene)
 
 
 def test_room_is_unknown_before_anything_was_measured() -> None:
@@ -231,11 +229,10 @@ def test_room_is_unknown_before_anything_was_measured() -> None:
         def work_s(self) -> float | None:
             return None
 
-    async def main() -> None:
-        async with open_site(painter=Unmeasured()) as site:
-            assert math.isnan((await _figures(site))["streamdiff_sessions_room"])
+    async def scene(site: Site) -> None:
+        assert math.isnan((await _figures(site))["streamdiff_sessions_room"])
 
-    asyncio.run(main())
+    run_scene(scene, painter=Unmeasured())
 
 
 def test_a_total_that_falls_began_afresh() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from streamdiff.server import peers
-from streamdiff.server.peers import PerAddressLimiter
+from streamdiff.server.peers import RATE_WINDOW_S, PerAddressLimiter, Rate, TokenBucket
 from streamdiff.server.problem import Problem
-from streamdiff.server.rate_limit import RATE_WINDOW_S, Rate, TokenBucket
 
 
 @pytest.mark.parametrize(("count", "period_s"), [(1, 1 / 40), (12, 0.3)])

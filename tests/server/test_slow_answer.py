@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from streamdiff.server.routes import control
-from tests.server.conftest import Site, open_site
+from tests.server.conftest import Site, run_scene
 from tests.server.scripted import Painter, Text
 
 pytestmark = pytest.mark.slow
@@ -39,14 +39,13 @@ def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _run(scene: Callable[[Site], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with open_site(painter=Painter(chunk_s=0.02, text=SlowText())) as site:
-            try:
-                await scene(site)
-            finally:
-                SlowText.free.set()
+    async def freed(site: Site) -> None:
+        try:
+            await scene(site)
+        finally:
+            SlowText.free.set()
 
-    asyncio.run(main())
+    run_scene(freed, painter=Painter(chunk_s=0.02, text=SlowText()))
 
 
 def test_a_prompt_that_takes_long_is_202_and_comes_later() -> None:

@@ -16,9 +16,7 @@ from streamdiff.engine.session import Session
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder import taehv, wan
 from streamdiff.pipeline.runner.init_latents import ChunkLevels, InitLatents
-from streamdiff.pipeline.runner.noise import SeededNoise, TensorNoise
-from streamdiff.pipeline.runner.sampler import PendingSteps
-from streamdiff.pipeline.runner.step_levels import StepLevels
+from streamdiff.pipeline.runner.sampler import PendingSteps, SeededNoise, StepLevels, TensorNoise
 from streamdiff.pipeline.snapshot.saving import head_state
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import fields as declared

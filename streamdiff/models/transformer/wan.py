@@ -263,12 +263,16 @@ class WanDenoiser:
         return cast(Tensor, _row_by_row(embedder.time_proj, embedder.act_fn(time)).unflatten(-1, (6, -1)))
 
     def run_blocks(self, tokens: TokenStates, text: Sequence[KeyValue], self_attention: SelfAttention) -> TokenStates:
-        """Run the blocks. `text` holds one entry per block."""
+        """Run the blocks. `text` holds one entry per block.
+
+        What a block computes reads nothing of its own but from arguments, so that one compiled graph does for all.
+        """
         modulation = self._modulation_of_blocks(self.modulation(tokens.time).float())
         hidden, attend = tokens.hidden, self.attend
         for layer in range(len(self.blocks)):
-            mix = partial(self_attention, layer)
-            hidden = self.run_block(self.weights(layer), hidden, modulation[layer], text[layer], mix, attend)
+            weights = self.weights(layer)
+            mixed = self_attention(layer, *self.before_attention(weights, hidden, modulation[layer]))
+            hidden = self.after_attention(weights, hidden, modulation[layer], text[layer], mixed, attend)
         return TokenStates(hidden, tokens.time)
 
     @property
@@ -281,7 +285,7 @@ class WanDenoiser:
         return attention_backend.attention_over_segments(self.attention, merge)
 
     def weights(self, layer: int) -> BlockWeights:
-        """Weights of a block for `run_block`, valid until the next call."""
+        """Weights of a block, valid until the next call."""
         if self.block_source is not None:
             return self.block_source.weights(layer)
         return BlockWeights(self.blocks[layer], self.fused[layer] if self.fused else None)
@@ -313,21 +317,6 @@ class WanDenoiser:
             return block_modulation(self.tables, modulation).unbind()
         return [block_modulation(block.scale_shift_table, modulation) for block in self.blocks]
 
-    def run_block(
-        self, weights: BlockWeights, hidden: Tensor, modulation: Tensor, text: KeyValue, mix: Attend, attend: Attend
-    ) -> Tensor:
-        """Run one block. It reads nothing of a block's own but from its arguments, so that one compiled graph does for
-        all blocks.
-
-        Args:
-            hidden: `[R, L, D]`.
-            modulation: the block's own, `[R, F, 6, D]`, see `block_modulation`.
-            mix: self-attention, as `SelfAttention` is of this block.
-            attend: the kernel of cross-attention.
-        """
-        query, key, value = self.before_attention(weights, hidden, modulation)
-        return self.after_attention(weights, hidden, modulation, text, mix(query, key, value), attend)
-
     def before_attention(
         self, weights: BlockWeights, hidden: Tensor, modulation: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -353,6 +342,11 @@ class WanDenoiser:
         normal = _modulate(_norm(block.norm3, hidden), ff_shift, ff_scale, hidden.dtype)
         widen, _, narrow = cast(Any, block.ffn.net)
         return _gated(hidden, narrow(gelu(widen.proj(normal))), ff_gate)
+
+
+def concat_rows(texts: Sequence[KeyValue]) -> KeyValue:
+    """Concatenate one layer's text keys and values of several rows; those of one row are returned without a copy."""
+    return texts[0] if len(texts) == 1 else KeyValue(*(torch.cat(parts) for parts in zip(*texts, strict=True)))
 
 
 def _row_by_row(layer: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import LORA_CONTAINERS, Checkpoint, drawn, open_checkpoint
+from streamdiff.models.spec import Lora
 from streamdiff.models.transformer import quantization
 from streamdiff.models.transformer.tensor_names import Names, TensorLocation, bare, block_count, recognise, translate
 from streamdiff.models.weight_files import read_object, some
@@ -268,7 +269,7 @@ def _renumbered(name: str, shift: int) -> str:
 HEAD_DIM = 128
 """Channels per head of every published Wan model."""
 PATCH = (1, 2, 2)
-_QUERY, _PATCHES = "blocks.0.attn1.to_q.weight", "patch_embedding.weight"
+_PATCHES = "patch_embedding.weight"
 _NUMBERS = (
     "num_attention_heads",
     "attention_head_dim",
@@ -302,28 +303,53 @@ def read_architecture(shape: Shape, blocks: int, *configs: Mapping[str, Any] | N
     known: dict[str, Any] = {}
     for config in reversed(configs):
         known |= _checked(_from_original(config or {}))
-    sizes = _Sizes(shape)
-    patch = known.get("patch_size") or sizes.patch()
+
+    def size(name: str, axis: int) -> int:
+        if (found := shape(name)) is None or len(found) <= axis:
+            raise ConfigError(f"the model's sizes cannot be told, as {name} is missing; say them in a model config")
+        return found[axis]
+
+    def size_if_there(name: str, axis: int) -> int | None:
+        return None if shape(name) is None else size(name, axis)
+
+    stored = shape(_PATCHES) or ()
+    patch = known.get("patch_size") or (stored[2:] if len(stored) == 5 else PATCH)
+    flat = prod(patch) if len(stored) == 2 else 1  # a matrix has the patch's pixels beside the channels
     image = "condition_embedder.image_embedder"
     found: dict[str, Callable[[], object]] = {
         "patch_size": lambda: patch,
-        "in_channels": lambda: sizes.in_channels(prod(patch)),
-        "out_channels": lambda: sizes.size("proj_out.weight", 0) // prod(patch),
-        "text_dim": lambda: sizes.size("condition_embedder.text_embedder.linear_1.weight", 1),
-        "freq_dim": lambda: sizes.size("condition_embedder.time_embedder.linear_1.weight", 1),
-        "ffn_dim": lambda: sizes.size("blocks.0.ffn.net.0.proj.weight", 0),
+        "in_channels": lambda: size(_PATCHES, 1) // flat,
+        "out_channels": lambda: size("proj_out.weight", 0) // prod(patch),
+        "text_dim": lambda: size("condition_embedder.text_embedder.linear_1.weight", 1),
+        "freq_dim": lambda: size("condition_embedder.time_embedder.linear_1.weight", 1),
+        "ffn_dim": lambda: size("blocks.0.ffn.net.0.proj.weight", 0),
         "num_layers": lambda: blocks,
         "cross_attn_norm": lambda: shape("blocks.0.norm2.weight") is not None,
-        "image_dim": lambda: sizes.size_if_there(f"{image}.norm1.weight", 0),
-        "added_kv_proj_dim": lambda: sizes.size_if_there("blocks.0.attn2.add_k_proj.weight", 1),
-        "pos_embed_seq_len": lambda: sizes.size_if_there(f"{image}.pos_embed", 1),
+        "image_dim": lambda: size_if_there(f"{image}.norm1.weight", 0),
+        "added_kv_proj_dim": lambda: size_if_there("blocks.0.attn2.add_k_proj.weight", 1),
+        "pos_embed_seq_len": lambda: size_if_there(f"{image}.pos_embed", 1),
     }
     values: dict[str, Any] = {key: known[key] for key in ("rope_max_seq_len", "eps") if key in known}
     values |= {key: known[key] if key in known else find() for key, find in found.items()}
     heads, head_dim = known.get("num_attention_heads"), known.get("attention_head_dim")
     if heads is None or head_dim is None:
-        heads, head_dim = sizes.heads(heads, head_dim)
+        heads, head_dim = _heads(size("blocks.0.attn1.to_q.weight", 0), heads, head_dim)
     return values | {"num_attention_heads": heads, "attention_head_dim": head_dim}
+
+
+def _heads(width: int, heads: int | None, head_dim: int | None) -> tuple[int, int]:
+    """(heads, head_dim), from the one that is given, else from the usual number of channels per head."""
+    if heads is None:
+        head_dim = head_dim or HEAD_DIM
+        if width % head_dim:
+            raise ConfigError(
+                f"the number of heads cannot be told from the shapes: the model is {width} wide, no multiple of "
+                f"{head_dim} channels per head; say num_attention_heads in a model config (diffusers' config.json)"
+            )
+        return width // head_dim, head_dim
+    if width % (2 * heads):
+        raise ConfigError(f"model config: num_attention_heads is {heads}, but the model is {width} wide")
+    return heads, width // heads
 
 
 def stored_shape(checkpoint: Checkpoint, names: Names, name: str) -> tuple[int, ...] | None:
@@ -332,44 +358,6 @@ def stored_shape(checkpoint: Checkpoint, names: Names, name: str) -> tuple[int, 
         return None
     rows, *rest = checkpoint.entries[source.name].shape or (1,)
     return (rows // source.parts, *rest)
-
-
-class _Sizes:
-    """Sizes of single tensors, by diffusers' names."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-
-    def size(self, name: str, axis: int) -> int:
-        if (found := self.shape(name)) is None or len(found) <= axis:
-            raise ConfigError(f"the model's sizes cannot be told, as {name} is missing; say them in a model config")
-        return found[axis]
-
-    def size_if_there(self, name: str, axis: int) -> int | None:
-        return None if self.shape(name) is None else self.size(name, axis)
-
-    def patch(self) -> tuple[int, ...]:
-        found = self.shape(_PATCHES)
-        return found[2:] if found is not None and len(found) == 5 else PATCH
-
-    def in_channels(self, patch: int) -> int:
-        flat = len(self.shape(_PATCHES) or ()) == 2
-        return self.size(_PATCHES, 1) // (patch if flat else 1)
-
-    def heads(self, heads: int | None, head_dim: int | None) -> tuple[int, int]:
-        """(heads, head_dim), from the one that is given, else from the usual number of channels per head."""
-        width = self.size(_QUERY, 0)
-        if heads is None:
-            head_dim = head_dim or HEAD_DIM
-            if width % head_dim:
-                raise ConfigError(
-                    f"the number of heads cannot be told from the shapes: the model is {width} wide, no multiple of "
-                    f"{head_dim} channels per head; say num_attention_heads in a model config (diffusers' config.json)"
-                )
-            return width // head_dim, head_dim
-        if width % (2 * heads):
-            raise ConfigError(f"model config: num_attention_heads is {heads}, but the model is {width} wide")
-        return heads, width // heads
 
 
 def _from_original(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -403,32 +391,6 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
 _FACTOR = re.compile(r"(.+)\.(?:lora_(A|down)|lora_(B|up))(?:\.\w+)??\.weight")
 _ALPHA = ".alpha"
 _PEFT = "adapter_model"
-
-
-@dataclass(frozen=True)
-class Lora:
-    """A LoRA file (or PEFT's folder) and how strongly it counts; 1 is as it was trained."""
-
-    path: Path
-    scale: float = 1.0
-
-
-def parse_lora(text: str) -> Lora:
-    """`FILE` or `FILE:SCALE`; the scale is 1 where it is left out, and may be negative.
-
-    Raises:
-        ConfigError: no file is named, or the scale is not a finite number.
-    """
-    name, colon, number = text.rpartition(":")
-    if not colon or Path(text).exists():
-        name, number = text, "1"
-    try:
-        scale = float(number)
-    except ValueError:
-        scale = math.nan
-    if not name or not math.isfinite(scale):
-        raise ConfigError(f"--lora is {text!r}; it must be FILE or FILE:SCALE with a finite number as SCALE")
-    return Lora(Path(name), scale)
 
 
 @dataclass

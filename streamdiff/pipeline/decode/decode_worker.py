@@ -2,7 +2,8 @@
 
 Pictures come out latent frame by latent frame. A CPU also decodes one at a time, so that the first picture is early; a
 GPU, where that gains nothing, decodes a whole chunk in one call. Chunks are decoded one at a time, in the order in
-which they were finished. A *stream* here is a session from its start or reset to the next.
+which they were finished. A *stream* here is a session from its start or reset to the next. `Decoding` is what the
+pipeline asks for, whichever rank decodes.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from streamdiff.core import MicroStep
 from streamdiff.device import bind
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
-from streamdiff.pipeline.decode.decoding import NO_STREAM, SHAPE_KEY, Decoding, Deliver, Piece, SavedMemory, stream_key
-from streamdiff.pipeline.decode.host_copy import TransferStream
+from streamdiff.pipeline.decode.decoder_memories import DecoderMemories, TransferStream
 from streamdiff.pipeline.device_timer import DeviceTimer
-from streamdiff.pipeline.distributed.heartbeat import RankLoop
+from streamdiff.pipeline.distributed.heartbeat import LEAVE_S, RankLoop
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.message import (
     MessageKind,
@@ -35,10 +38,79 @@ from streamdiff.pipeline.distributed.message import (
 )
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange, send_state
 from streamdiff.pipeline.row_faults import ROW_ERRORS, check_own, describe
-from streamdiff.pipeline.runner.worker import LEAVE_S
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.video.pixel_format import PictureKind, shape_of
+
+NO_STREAM = -1
+"""A SAVE of it asks for `outlines`."""
+
+
+SHAPE_KEY = "decoder: chunk shape"
+"""Exchange key of a chunk's shape, which the head puts there for the decoding rank."""
+
+
+def stream_key(stream: int) -> str:
+    """Exchange key of a decoder's state of one stream."""
+    return f"decoder: stream {stream}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Pictures uint8 `[n, *P]` of one latent frame, P as in `streamdiff.video.pixel_format`; `last` of its chunk.
+    `fault`: why there are none, and the stream cannot go on."""
+
+    stream: int
+    chunk: int
+    pictures: NDArray[np.uint8]
+    last: bool
+    fault: str = ""
+
+    @classmethod
+    def failed(cls, stream: int, chunk: int, fault: str) -> Piece:
+        """The final piece of a chunk that failed."""
+        return cls(stream, chunk, np.empty(0, np.uint8), True, fault)
+
+
+Deliver = Callable[[Piece], None]
+SavedMemory = Callable[[], State | None]
+"""Gives what a decoder remembers of a stream once, when it is there; None: not yet. From any thread."""
+
+
+class Decoding(Protocol):
+    """Decodes latents to pictures, which are delivered from a thread of its own."""
+
+    _error: BaseException | None
+
+    def submit(self, stream: int, chunk: int, latents: Tensor) -> None:
+        """Decode latents `[C, F, h, w]`, the next chunk of a stream. Does not wait."""
+
+    def forget(self, stream: int) -> None:
+        """The stream has ended; what was submitted may still come out."""
+
+    def save(self, stream: int) -> SavedMemory:
+        """What the decoder remembers of a stream after all that was submitted. Does not wait."""
+
+    def load(self, stream: int, state: State) -> None:
+        """Let a stream that has not begun go on from what was saved. Raises ConfigError where it does not fit."""
+
+    def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
+        """What the decoder may remember of a stream of chunks `[C, F, h, w]`, see `memory_outlines`; waits for it."""
+
+    def swap_out(self, stream: int) -> None:
+        """Keep what the decoder remembers of a stream elsewhere, after all that was submitted, until `swap_in`."""
+
+    def swap_in(self, stream: int) -> Outcome:
+        """Have it remembered again, before what is submitted later. NOT_YET: call again; never waits."""
+
+    def check(self) -> None:
+        """Raises what has gone wrong on the way."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self, abandon: bool = False) -> None:
+        """End the threads; what is not decoded is dropped. With `abandon` they are not waited for: the device that they
+        wait for is stuck."""
+
 
 CPU = torch.device("cpu")
 DECODE_THREADS = 1
@@ -292,7 +364,7 @@ class DecodeWorker(RankLoop):
             elif message is not None:
                 self._decode(message)
         self.sender.send(message)
-        self.close_links(LEAVE_S)
+        self.close_links()
 
     def _next(self) -> StageMessage | None:
         """The next message, None if there is none; while a stream is being saved a piece is copied. Mutates: self."""

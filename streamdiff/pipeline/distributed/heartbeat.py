@@ -24,6 +24,8 @@ from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 
 HEARTBEAT_S = 0.5
+LEAVE_S = 5.0
+"""How long ranks wait for each other when they end."""
 _SILENT_S = 8 * HEARTBEAT_S
 _HOST = socket.gethostname()
 
@@ -44,7 +46,7 @@ class Heartbeat:
 
 
 class RankLoop(ABC):
-    """A loop of a rank over the messages of a link: `pipeline.runner.worker.Worker`, or
+    """A loop of a rank over the messages of a link: `pipeline.runner.model_runner.Worker`, or
     `pipeline.decode.decode_worker.DecodeWorker`.
 
     `now` is the message being executed and `last` the one before; error messages read them, from any thread. `done`
@@ -71,11 +73,11 @@ class RankLoop(ABC):
     def where(self) -> str:
         """What is being executed, for error messages."""
 
-    def close_links(self, limit_s: float) -> None:
-        """Nothing more is sent or received; wait at most `limit_s` for the other ends, each."""
+    def close_links(self) -> None:
+        """Nothing more is sent or received; wait at most `LEAVE_S` for the other ends, each."""
         self.sender.close()
-        self.receiver.close(limit_s)
-        self.sender.flush(limit_s)
+        self.receiver.close(LEAVE_S)
+        self.sender.flush(LEAVE_S)
 
 
 class HealthMonitor:

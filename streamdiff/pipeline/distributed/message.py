@@ -14,9 +14,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from streamdiff.core import KV_CONTEXTS, MicroStep, pack, record_length, unpack
 from streamdiff.models.model import StageModel
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
-from streamdiff.pipeline.scheduler.step import MicroStep, pack, record_length, unpack
 
 _ALIGN = 64
 

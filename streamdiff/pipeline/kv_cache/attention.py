@@ -17,9 +17,12 @@ from torch import Tensor
 
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.attention_backend import AttendParts, attention_over_segments
-from streamdiff.pipeline.kv_cache.adaptive_ring import AdaptiveRing, AllHeads, likeness, take_slot
+from streamdiff.models.transformer.varlen_attention import AttendPaged, row_by_row
+from streamdiff.models.transformer.wan import SelfAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache, LayerCaches
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
+
+AllHeads = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -90,16 +93,6 @@ class AttentionMetadata(NamedTuple):
     host_slot: int | None = None
 
 
-class Projected(NamedTuple):
-    """For each row, each `[L, H, d]`: rotated queries; rotated keys, or None if they are still to be rotated; values;
-    and un-rotated keys, which are read only in that case, or if the row `keeps_unrotated`."""
-
-    query: Sequence[Tensor]
-    key: Sequence[Tensor | None]
-    value: Sequence[Tensor]
-    unrotated: Sequence[Tensor]
-
-
 class RollingAttention:
     """Self-attention of a forward over streams: each row writes its keys into its ring, then attends to what it sees.
 
@@ -125,7 +118,6 @@ class RollingAttention:
         if it is None; `all_heads` as in `likeness`."""
         self.all_heads = all_heads
         self.frames, self.device, self.attend = frames, device, attend or attention_over_segments("auto")
-        self.rows: list[AttentionMetadata] = []
         self.rotate_sinks: Callable[[Tensor, Tensor, Tensor], None] = rotate_sinks
         """What rotates the sinks of all layers, where that is done before the forward."""
         self._grid = rope.Grid(height, width, head_dim, device)
@@ -220,15 +212,9 @@ class RollingAttention:
             shape, TensorMetadata(state.layers(cache), self._index((slot,)), query_rope, None, None)
         )
 
-    def on(self, rows: list[AttentionMetadata]) -> RollingAttention:
-        """Point at the rows of the next forward. Mutates: self."""
-        self.rows = rows
-        return self
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `models.transformer.wan.SelfAttention`; `layer` counts the stage's blocks. Mutates: the rows' states."""
-        projected = rotated_rows(self.rows, query, key, value)
-        return attend_rows(self.rows, layer, projected, self.attend, self.all_heads)
+    def on(self, rows: Sequence[AttentionMetadata]) -> SelfAttention:
+        """What the next forward, of these rows, attends with; it mutates their caches."""
+        return partial(attend_rows, rows, self.attend, self.all_heads)
 
     def _make_table(self, first: int, count: int, inverse: bool = False) -> Tensor:
         factors = self._grid.factors(range(first, first + count))
@@ -243,38 +229,44 @@ def index_tensor(indices: Sequence[int], device: torch.device) -> Tensor:
     return index
 
 
-def rotated_rows(rows: Sequence[AttentionMetadata], query: Tensor, key: Tensor, value: Tensor) -> Projected:
-    """Of queries, keys and values `[R, L, H, d]` what rows attend with. Keys are rotated where they are written."""
-    queries = [rope.rotate(own, row.tensors.query_rope) for own, row in zip(query, rows, strict=True)]
-    return Projected(queries, [None] * len(rows), value.unbind(), key.unbind())
-
-
 def attend_rows(
     rows: Sequence[AttentionMetadata],
-    layer: int,
-    projected: Projected,
     attend: AttendParts,
-    all_heads: AllHeads | None = None,
+    all_heads: AllHeads | None,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotated: Tensor | None = None,
 ) -> Tensor:
     """Each row in turn writes its keys and values, then attends by the kernel `attend`; later rows that it sees are
-    written before. Returns the attention output `[R, L, H, d]`. Mutates: the caches."""
+    written before. See `models.transformer.wan.SelfAttention`; `layer` counts the stage's blocks.
+
+    Args:
+        all_heads: as in `likeness`.
+        rotated: keys that are rotated already, and then so are queries; None: both are rotated here, keys where they
+            are written. Of `key` only rows that `keeps_unrotated` are read in that case.
+
+    Mutates: the caches.
+    """
     mixed, written = [], 0
     for index, (shape, row, _) in enumerate(rows):
         while written <= index + shape.visible_later_rows:
-            value, unrotated = projected.value[written], projected.unrotated[written]
-            _write(rows[written], layer, projected.key[written], value, unrotated, all_heads)
+            own = None if rotated is None else rotated[written]
+            _write(rows[written], layer, own, value[written], key[written], all_heads)
             written += 1
         caches = row.caches
         if row.sink_rope is not None:
             tokens = len(row.sink_rope[0])
-            kept, rotated = (each[layer].flatten(0, 1)[None, :tokens] for each in (caches.sink_keys, caches.keys))
-            rotate_sinks(kept, rotated, row.sink_rope)
+            kept, turned = (each[layer].flatten(0, 1)[None, :tokens] for each in (caches.sink_keys, caches.keys))
+            rotate_sinks(kept, turned, row.sink_rope)
         keys, values = (_frames(each[layer], shape.chunk) for each in caches[:2])
         seen = [(keys[a:b].flatten(0, 1)[None], values[a:b].flatten(0, 1)[None]) for a, b in shape.ranges]
-        mixed.append(attend(projected.query[index][None], seen))
+        asking = query[index] if rotated is not None else rope.rotate(query[index], row.query_rope)
+        mixed.append(attend(asking[None], seen))
         if shape.adapt is not None:
-            sink, own = caches.sink_keys[layer], (projected.unrotated[index], projected.value[index])
-            adapt_sink((sink, caches.values[layer][: len(sink)]), own, shape.adapt, all_heads)
+            sink = caches.sink_keys[layer]
+            adapt_sink((sink, caches.values[layer][: len(sink)]), (key[index], value[index]), shape.adapt, all_heads)
     return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
 
@@ -368,3 +360,114 @@ def fold_into_sink(sink: tuple[Tensor, Tensor], gone: tuple[Tensor, Tensor], kee
     """
     for kept, leaving in zip(sink, gone, strict=True):
         kept.copy_(keep * kept.float() + (1 - keep) * leaving.float())
+
+
+# ---- a ring whose sink takes chunks in -------------------------------------------------------------------------------
+#
+# Which slot a chunk's keys and values go to is decided on the device, after StreamDiffusionV2's published code
+# (github.com/chenfengxu714/StreamDiffusionV2, `models/wan/causal_model.py`). A chunk is compared with every sink chunk
+# before it is written. One that is unlike them takes the slot of the sink chunk that it is least like *instead of* its
+# slot in the ring, which does not move on. Each layer of each cache decides for itself, so the host never knows which
+# slot is next: the queue of slots lies on the device, and the slot is a tensor.
+
+_WAITING, _STACK = 1, 2
+
+
+class AdaptiveRing(NamedTuple):
+    """What holds for many chunks of such a ring, see `StaticMetadata`.
+
+    threshold: cosine below which a chunk counts as unlike the sink.
+    sink: slots of the sink, the first of the cache.
+    rolling: slots behind it.
+    full: whether each of these has been written. Until then a chunk takes the next one whatever it is like; the sink
+        slot that it would have taken waits, and is the next to be written once the ring is full (the newest first).
+    """
+
+    threshold: float
+    sink: int
+    rolling: int
+    full: bool
+
+
+def take_slot(
+    ring: AdaptiveRing,
+    queue: Tensor,
+    sink: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    free: Tensor,
+    all_heads: AllHeads | None = None,
+) -> Tensor:
+    """The slot, int64 `[1]`, that a chunk is written to. Nothing is read back to the host. Mutates: queue.
+
+    Args:
+        queue: the layer's, int64, see `geometry.queue_length`.
+        sink: rotated keys and values of its slots `[slots, tokens, H, d]`; zeros where none was written.
+        own: those of the chunk `[tokens, H, d]`.
+        free: the next free slot `[1]`, which it takes where the ring is not full.
+        all_heads: as in `likeness`.
+    """
+    least, place = likeness(sink, own, all_heads).min(0, keepdim=True)
+    unlike = least < ring.threshold
+    following, waiting, stack = queue[:_WAITING], queue[_WAITING:_STACK], queue[_STACK:]
+    if not ring.full:
+        stack.index_copy_(0, waiting, place)  # without being counted it is not there
+        waiting.add_(unlike.long())
+        return free
+    waits = (waiting > 0) & ~unlike
+    newest = stack.index_select(0, (waiting - 1).clamp(min=0))
+    rolls = ~(waits | unlike)
+    slot = torch.where(rolls, ring.sink + following, torch.where(unlike, place, newest))
+    waiting.sub_(waits.long())
+    following.copy_((following + rolls) % ring.rolling)
+    return slot
+
+
+def likeness(sink: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], all_heads: AllHeads | None = None) -> Tensor:
+    """How like a chunk is to each sink chunk, -1 to 1, float32 `[slots]`: the cosine of the means over tokens, of keys
+    and of values, averaged; that of an empty slot is 0. Arguments as those of `take_slot`; where these are some of the
+    heads, `all_heads` puts their means `[n, H, d]` together with those of the other ranks, which then find the same."""
+    cosines = []
+    for kept, new in zip(sink, own, strict=True):
+        of_kept, of_new = kept.mean(1, dtype=torch.float32), new.mean(0, dtype=torch.float32)[None]
+        if all_heads is not None:
+            of_kept, of_new = all_heads(torch.cat([of_kept, of_new])).split((len(kept), 1))
+        cosines.append(torch.cosine_similarity(of_kept.flatten(1), of_new.flatten(1)))
+    return (cosines[0] + cosines[1]) / 2
+
+
+# ---- several sessions whose caches are found by slot numbers in a pool -----------------------------------------------
+# Nothing in it is bound to a session, so that one captured graph serves all.
+
+
+class PooledRow(NamedTuple):
+    """slot: pool slot that the row writes, int64 `[1]`. seen: indices of pool frames it sees, int64 `[n]`."""
+
+    slot: Tensor
+    seen: Tensor
+
+
+def attend_pooled(
+    whole: LayerCaches,
+    layer: int,
+    rows: Sequence[PooledRow],
+    chunk: int,
+    query: Tensor,
+    rotated: Tensor,
+    value: Tensor,
+    attend: AttendParts,
+    paged: AttendPaged | None = None,
+) -> Tensor:
+    """`attend_rows` for `plain` rows, of which queries and keys are rotated already. `chunk`: latent frames of a slot.
+    With `paged` all rows write, then attend in one call, so no row may write what another sees; without it each row
+    writes, then attends by `attend` to a copy of what it sees. Mutates: the pool."""
+    keys, values = whole.keys[layer], whole.values[layer]
+    frames = [each.unflatten(1, (chunk, -1)).flatten(0, 1) for each in (keys, values)]
+    mixed = []
+    for index, row in enumerate(rows):
+        keys.index_copy_(0, row.slot, rotated[index, None])
+        values.index_copy_(0, row.slot, value[index, None])
+        if paged is None:
+            mixed.append(row_by_row(attend, query[index, None], frames[0], frames[1], row.seen[None]))
+    if paged is None:
+        return torch.cat(mixed)
+    return paged(query, frames[0], frames[1], torch.stack([row.seen for row in rows]))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from streamdiff.core import most_steps, spare_slots
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.scheduler.kv_context import most_steps, spare_slots
 from streamdiff.session_state.fields import session_value
 
 
@@ -45,12 +46,12 @@ class CacheGeometry:
                 f"with {self.spare} spare slots cannot be: it holds whole chunks, and no slot is spare"
             )
 
-    @property
+    @cached_property
     def pinned(self) -> int:
         """Slots that are not written again, since the sink, or the end of it, is in them."""
         return -(-self.sink // self.chunk)
 
-    @property
+    @cached_property
     def slots(self) -> int:
         return self.pinned - (self.sink - self.window) // self.chunk + self.spare
 

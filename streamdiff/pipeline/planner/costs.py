@@ -1,12 +1,11 @@
 """Compute time of a forward's parts: from a measured profile, or estimated from sizes and device ceilings.
 
-Knows nothing about stages: which blocks go where is decided in `stage_layout`.
+Knows nothing about stages: which blocks go where is decided in `partition`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,31 +44,14 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """What an all-to-all among the ranks that share a stage takes: `floor_s` whatever its size, and what a rank sends
-    the others over `gbps`, 10^9 bytes per second. The ranks do the same at the same time, so a stage stays one server
-    of the simulation, which takes that longer."""
-
-    floor_s: float
-    gbps: float
-
-    def seconds(self, nbytes: float, ranks: int) -> float:
-        """Where each of `ranks` has `nbytes`, of which it keeps one part."""
-        return self.floor_s + nbytes * (ranks - 1) / ranks / (self.gbps * 1e9)
-
-
-@dataclass(frozen=True)
 class Ceilings:
     """What a device reaches at best in real work (not on its data sheet): 10^12 operations, 10^9 bytes of memory
     traffic, 10^9 bytes over a link, per second. The defaults fit one H100-class GPU in bfloat16 and PCIe links.
 
     `attention_tflops` and `decode_tflops` are those of attention and of the decoder, where they are not `tflops`;
-    `elementwise` is what a block's element-wise kernels move beside, in hidden states of a chunk; `device` its name;
-    `exchange` is what ranks that share a stage exchange by.
-
-    Raises:
-        ConfigError: a value is not above 0.
-    """
+    `elementwise` is what a block's element-wise kernels move beside, in hidden states of a chunk; `device` its name.
+    An all-to-all among the ranks that share a stage takes `exchange_floor_s` whatever its size, and goes over
+    `exchange_gbps`."""
 
     tflops: float = 400.0
     gbps: float = 2500.0
@@ -78,21 +60,24 @@ class Ceilings:
     decode_tflops: float | None = None
     elementwise: float = 0.0
     device: str | None = None
-    exchange: Exchange = Exchange(_LINK_FLOOR_S, 25.0)
-
-    def __post_init__(self) -> None:
-        for name, value in (("--tflops", self.tflops), ("--gbps", self.gbps), ("--link-gbps", self.link_gbps)):
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{name} is {value:g}, but must be a number above 0")
+    exchange_floor_s: float = _LINK_FLOOR_S
+    exchange_gbps: float = 25.0
 
     def seconds(self, flops: float, size: float, attention_flops: float = 0.0) -> float:
         """The roofline: whichever of computing `flops` and those of attention, and moving `size` bytes takes longer."""
         computing = flops / self.tflops + attention_flops / (self.attention_tflops or self.tflops)
         return max(computing / 1e12, size / (self.gbps * 1e9))
 
+    def exchange_s(self, nbytes: float, ranks: int) -> float:
+        """An all-to-all where each of `ranks` has `nbytes`, of which it keeps one part. The ranks do the same at the
+        same time, so a stage stays one server of the simulation, which takes that longer."""
+        if ranks == 1:
+            return 0.0
+        return self.exchange_floor_s + nbytes * (ranks - 1) / ranks / (self.exchange_gbps * 1e9)
+
     @property
-    def words(self) -> str:
-        """What they are, for people."""
+    def source(self) -> str:
+        """What an estimate at these ceilings is, for people."""
         rates = f"{self.tflops:g} TFLOP/s, {self.gbps:g} GB/s and links of {self.link_gbps:g} GB/s"
         if self.device is None:
             return f"an estimate from FLOPs and bytes at {rates}; not a measurement"
@@ -117,10 +102,10 @@ def estimate(
     offloaded, `block_copy_s` is what a block's copy takes: one is copied while another computes. Where `shares` ranks
     share each stage (`distributed.context_parallel`), each has 1/C of a forward's tokens and heads, all weights, and
     two exchanges per block; what a message carries is split over as many links."""
-    tokens, width, ffn = sizes.tokens, sizes.width, sizes.ffn_dim
-    seen = tokens * sizes.spec.window(kv_context) // sizes.spec.chunk_latents
-    flops, attention_flops = _block_flops(sizes, seen)
-    moved = 2 * width * (seen + sizes.text_tokens) + 10 * tokens * width + 2 * tokens * ffn
+    tokens, width = sizes.tokens, sizes.width
+    flops, attention_flops = _block_flops(sizes, kv_context)
+    seen = sizes.window_tokens(kv_context) + sizes.text_tokens
+    moved = 2 * width * seen + 10 * tokens * width + 2 * tokens * sizes.ffn_dim
     rows = range(1, max_rows + 1)
 
     def part(values: int, row_flops: float, row_values: float, floor_s: float) -> tuple[float, ...]:
@@ -134,26 +119,25 @@ def estimate(
         weights = sizes.block_values
         computing = ceilings.seconds(own * flops, (weights + own * moved) * value_bytes, own * attention_flops)
         between = ceilings.seconds(0.0, own * ceilings.elementwise * tokens * width * value_bytes)
-        return max(_BLOCK_FLOOR_S, block_copy_s, computing + between) + exchanged(own * tokens * width * value_bytes)
-
-    def exchanged(tensor: float) -> float:
-        """A block's all-to-alls, queries, keys and values there, the result back, `tensor` bytes each, and copies."""
+        alone = max(_BLOCK_FLOOR_S, block_copy_s, computing + between)
         if shares == 1:
-            return 0.0
-        there_and_back = (ceilings.exchange.seconds(count * tensor, shares) for count in (_EXCHANGED - 1, 1))
-        return sum(there_and_back) + ceilings.seconds(0.0, _COPIES * _EXCHANGED * tensor)
+            return alone
+        # Queries, keys and values go there, the result back, and all are copied.
+        tensor = own * tokens * width * value_bytes
+        there, back = (ceilings.exchange_s(count * tensor, shares) for count in (_EXCHANGED - 1, 1))
+        return alone + (there + back + ceilings.seconds(0.0, _COPIES * _EXCHANGED * tensor))
 
     message = max_rows * value_bytes / (ceilings.link_gbps * 1e9)
     flow_s = _LINK_FLOOR_S + sizes.flow_values * message
     # The head hands the others what it begins with; of the last stage each gathers the flow.
     hand_on = flow_s if shares > 1 else 0.0
-    gather = ceilings.exchange.seconds(max_rows * value_bytes * sizes.flow_values, shares) if shares > 1 else 0.0
+    gather = ceilings.exchange_s(max_rows * value_bytes * sizes.flow_values, shares)
     embed = part(sizes.embed_values, 2.0 * tokens * sizes.embed_values, 2 * tokens * width, _BLOCK_FLOOR_S / 4)
     own = tokens / shares
     head = part(sizes.output_values, 2.0 * own * sizes.output_values, 2 * own * width, _BLOCK_FLOOR_S / 4)
     decode_tflops = ceilings.decode_tflops or ceilings.tflops
     return Costs(
-        source=ceilings.words,
+        source=ceilings.source,
         block_s=(tuple(map(block, rows)),) * sizes.blocks,
         embed_s=tuple(time_s + hand_on for time_s in embed),
         head_s=tuple(time_s + gather for time_s in head),
@@ -163,18 +147,17 @@ def estimate(
     )
 
 
-def _block_flops(sizes: ModelSizes, seen: int) -> tuple[float, float]:
-    """Operations of a block on one row that sees `seen` tokens: of matrix products, and of attention."""
+def _block_flops(sizes: ModelSizes, kv_context: str) -> tuple[float, float]:
+    """Operations of a block on one row, window full: of matrix products, and of attention."""
     tokens, width = sizes.tokens, sizes.width
     # Eight projections of width x width minus the text's own keys and values, the feed-forward's two, the attentions.
     products = 2.0 * tokens * (6 * width**2 + 2 * width * sizes.ffn_dim)
-    return products, 2.0 * tokens * 2 * width * (seen + sizes.text_tokens)
+    return products, 2.0 * tokens * 2 * width * (sizes.window_tokens(kv_context) + sizes.text_tokens)
 
 
 def row_gflop(sizes: ModelSizes, kv_context: str) -> float:
     """10^9 operations of all blocks on one row, window full."""
-    seen = sizes.tokens * sizes.spec.window(kv_context) // sizes.spec.chunk_latents
-    return sizes.blocks * sum(_block_flops(sizes, seen)) / 1e9
+    return sizes.blocks * sum(_block_flops(sizes, kv_context)) / 1e9
 
 
 def read_profile(path: Path, sizes: ModelSizes, *, max_rows: int) -> Costs:
@@ -186,28 +169,44 @@ def read_profile(path: Path, sizes: ModelSizes, *, max_rows: int) -> Costs:
         ConfigError: unreadable file, a key that is missing or unknown, a time that cannot be, or another number of
             blocks than the model's.
     """
+
+    def wrong(problem: str) -> ConfigError:
+        return ConfigError(f"--profile {path}: {problem}", field="profile")
+
+    def seconds(key: str, value: object, above: bool = False) -> float:
+        # JSON has whole numbers that are larger than any float.
+        number: float = -1.0 if isinstance(value, bool) or not isinstance(value, int | float) else value
+        if not 0 <= number <= sys.float_info.max or (above and number == 0):
+            limit = "above 0" if above else "of 0 or more"
+            raise wrong(f"{key} is {json.dumps(value)[:60]}, but must be seconds {limit}")
+        return float(number)
+
+    def by_rows(key: str, value: object, above: bool = False) -> tuple[float, ...]:
+        if not isinstance(value, list):
+            return in_proportion(seconds(key, value, above), max_rows)
+        if len(value) < max_rows:
+            raise wrong(
+                f"{key} has {len(value)} entries, but --max-rows is {max_rows}; give one per number of rows, or a "
+                "single number"
+            )
+        return tuple(seconds(f"{key}[{n}]", item, above) for n, item in enumerate(value[:max_rows]))
+
     tree = read_object(path)
-    missing = [key for key in PROFILE_KEYS if key not in tree]
-    if missing:
-        meanings = ", ".join(f"{key!r} ({PROFILE_KEYS[key]})" for key in missing)
-        raise ConfigError(f"--profile {path}: missing {meanings}")
-    unknown = [key for key in tree if key not in PROFILE_KEYS]
-    if unknown:
-        raise ConfigError(f"--profile {path}: unknown key {unknown[0]!r}; known are {', '.join(PROFILE_KEYS)}")
+    if missing := [f"{key!r} ({meaning})" for key, meaning in PROFILE_KEYS.items() if key not in tree]:
+        raise wrong(f"missing {', '.join(missing)}")
+    if unknown := [key for key in tree if key not in PROFILE_KEYS]:
+        raise wrong(f"unknown key {unknown[0]!r}; known are {', '.join(PROFILE_KEYS)}")
     blocks = tree["block_s"]
     if not isinstance(blocks, list) or len(blocks) != sizes.blocks:
         found = f"{len(blocks)} entries" if isinstance(blocks, list) else json.dumps(blocks)[:60]
-        raise ConfigError(
-            f"--profile {path}: block_s is {found}, but must be a list of {sizes.blocks}, one per block of "
-            f"{sizes.spec.name}"
-        )
-    link_s = _time(path, "link_s", tree["link_s"])
+        raise wrong(f"block_s is {found}, but must be a list of {sizes.blocks}, one per block of {sizes.spec.name}")
+    link_s = seconds("link_s", tree["link_s"])
     return Costs(
         source=f"the profile {path}",
-        block_s=tuple(_rows(path, f"block_s[{n}]", value, max_rows, above=True) for n, value in enumerate(blocks)),
-        embed_s=_rows(path, "embed_s", tree["embed_s"], max_rows),
-        head_s=_rows(path, "head_s", tree["head_s"], max_rows),
-        decode_s=_time(path, "decode_s", tree["decode_s"]),
+        block_s=tuple(by_rows(f"block_s[{n}]", value, above=True) for n, value in enumerate(blocks)),
+        embed_s=by_rows("embed_s", tree["embed_s"]),
+        head_s=by_rows("head_s", tree["head_s"]),
+        decode_s=seconds("decode_s", tree["decode_s"]),
         link_s=link_s,
         flow_s=link_s,
     )
@@ -216,24 +215,3 @@ def read_profile(path: Path, sizes: ModelSizes, *, max_rows: int) -> Costs:
 def in_proportion(time_s: float, max_rows: int) -> tuple[float, ...]:
     """A forward's seconds by rows when only that of one row is known: sharing a forward then gains nothing."""
     return tuple(time_s * rows for rows in range(1, max_rows + 1))
-
-
-def _rows(path: Path, key: str, value: object, max_rows: int, above: bool = False) -> tuple[float, ...]:
-    """A number, or a list with a number for every count of rows."""
-    if not isinstance(value, list):
-        return in_proportion(_time(path, key, value, above), max_rows)
-    if len(value) < max_rows:
-        raise ConfigError(
-            f"--profile {path}: {key} has {len(value)} entries, but --max-rows is {max_rows}; give one per number of "
-            "rows, or a single number"
-        )
-    return tuple(_time(path, f"{key}[{n}]", item, above) for n, item in enumerate(value[:max_rows]))
-
-
-def _time(path: Path, key: str, value: object, above: bool = False) -> float:
-    # JSON has whole numbers that are larger than any float.
-    number: float = -1.0 if isinstance(value, bool) or not isinstance(value, int | float) else value
-    if not 0 <= number <= sys.float_info.max or (above and number == 0):
-        limit = "above 0" if above else "of 0 or more"
-        raise ConfigError(f"--profile {path}: {key} is {json.dumps(value)[:60]}, but must be seconds {limit}")
-    return float(number)

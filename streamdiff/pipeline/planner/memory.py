@@ -1,18 +1,21 @@
 """Memory of every rank, counted from shapes before anything is loaded: weights, text encoder, caches, what a forward
-and a call of the decoder take, what the decoder remembers. Pure: sizes in, bytes out.
+and a call of the decoder take, what the decoder remembers; whether a model fits into a device's memory, and options
+that would make it fit. Pure: sizes and a limit in, bytes or a message out.
 
-`streamdiff plan` and `models` ask here, and the check before loading (`fit`). The budget of running sessions
-(`kv_budget`) counts caches by the same `ModelSizes.cache_values`.
+`streamdiff plan` and `models` ask here, and the check before loading. The budget of running sessions (`kv_budget`)
+counts caches by the same `ModelSizes.cache_values`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
+from streamdiff.errors import ConfigError
 from streamdiff.models.catalogue import CatalogueEntry
-from streamdiff.pipeline.planner.model_sizes import BFLOAT16, ModelSizes, entry_sizes
-from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.planner.stage_layout import Blocks, Layout, Workload
+from streamdiff.models.spec import with_size, with_window
+from streamdiff.pipeline.planner.model_sizes import BFLOAT16, SMALL, ModelSizes, decoder_sizes, entry_sizes
+from streamdiff.pipeline.planner.partition import Blocks, Workload, split_evenly
 
 OFFLOAD_BUFFERS = 2
 """Blocks that lie on the device where blocks are offloaded: one computes, one is copied."""
@@ -23,6 +26,18 @@ LIBRARIES_BYTES = 600_000_000
 _NORM_WIDTHS, _FFN_WIDTHS, _FFN = 20, 6, 3
 _EXCHANGED = 12
 """Tensors of a rank's tokens that `distributed.context_parallel` has as buffers, three for each that is exchanged."""
+_UNIT = 32
+"""Sides of proposed pictures are multiples of it."""
+_WORDS = {
+    "weights": "weights",
+    "text_encoder": "text encoder",
+    "caches": "KV caches",
+    "activations": "a forward",
+    "decoding": "decoder's memory",
+    "decode_work": "a call of the decoder",
+}
+Limits = tuple[tuple[int, str], ...]
+"""Bytes that may be taken, and of what."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +53,18 @@ class Storage:
     decode_latents: int | None = None
     decoder_bytes: int | None = None
 
-    @property
-    def bytes_per_decoder_value(self) -> int:
-        """Of the decoder's weights and memory."""
-        return self.decoder_bytes or self.value_bytes
+    def block_bytes(self, sizes: ModelSizes) -> int:
+        """Bytes of one block's weights."""
+        saved = 0
+        if self.quantize != "none":  # a number of a matrix takes one byte, every row five for its scale and zero
+            saved = (self.value_bytes - 1) * sizes.linear_values - 5 * sizes.linear_rows
+        return self.value_bytes * sizes.block_values - saved
+
+    def copied_bytes(self, sizes: ModelSizes, blocks: int) -> int:
+        """What every forward of `blocks` blocks copies from host memory to the device; 0 where they all have a buffer,
+        and without offload."""
+        copies = self.offload != "none" and blocks > OFFLOAD_BUFFERS
+        return blocks * self.block_bytes(sizes) if copies else 0
 
 
 @dataclass(frozen=True)
@@ -52,12 +75,12 @@ class Memory:
 
     rank: int
     role: str
-    weights: int
-    text_encoder: int
-    caches: int
-    activations: int
-    decoding: int
-    decode_work: int
+    weights: int = 0
+    text_encoder: int = 0
+    caches: int = 0
+    activations: int = 0
+    decoding: int = 0
+    decode_work: int = 0
 
     @property
     def total(self) -> int:
@@ -74,60 +97,76 @@ class Memory:
         return self.activations + self.decode_work
 
 
-def block_weights(sizes: ModelSizes, storage: Storage) -> int:
-    """Bytes of one block's weights."""
-    saved = 0
-    if storage.quantize != "none":  # a number of a matrix takes one byte, every row five for its scale and zero
-        saved = (storage.value_bytes - 1) * sizes.linear_values - 5 * sizes.linear_rows
-    return storage.value_bytes * sizes.block_values - saved
+@dataclass(frozen=True)
+class Demand:
+    """What is asked of the devices: a model, how it is kept, its blocks by stage, where it is decoded, and the sessions
+    there shall be room for. The decoder is `vae`, None: the catalogue's autoencoder `own`. `changeable` is False where
+    picture, window and decoder belong to the model."""
 
+    sizes: ModelSizes
+    storage: Storage
+    blocks: Blocks
+    decode: str
+    load: Workload
+    own: str = ""
+    vae: str | None = None
+    changeable: bool = True
+    libraries: int = LIBRARIES_BYTES
 
-def offloaded_bytes(sizes: ModelSizes, blocks: int, storage: Storage) -> int:
-    """What every forward of `blocks` blocks copies from host memory to the device; 0 where they all have a buffer, and
-    without offload."""
-    copies = storage.offload != "none" and blocks > OFFLOAD_BUFFERS
-    return blocks * block_weights(sizes, storage) if copies else 0
+    def memory(self) -> tuple[Memory, ...]:
+        """Of every rank, what libraries take apart.
 
-
-def memory(sizes: ModelSizes, layout: Layout, load: Workload, storage: Storage) -> tuple[Memory, ...]:
-    """Memory of every rank.
-
-    The text encoder is on rank 0; so is the decoder, unless it is on the last rank or one of its own.
-    Caches, and what the decoder remembers, are of all sessions. A link has two slots at each of its ends, for the rows
-    of a full forward. The ranks that share a stage follow one another; the first of them has what one rank has alone.
-    """
-    last, found = load.stages - 1, list[Memory]()
-    home = {"last": last * load.shares, "dedicated": load.stages * load.shares}.get(layout.decode, 0)
-    decoder = _decoder(sizes, load, storage)
-    values = storage.value_bytes
-    for rank in range(load.stages * load.shares):
-        stage = rank // load.shares
-        first, end = layout.blocks[stage]
-        count = end - first
-        other = sizes.shared_values
-        other += sizes.embed_values + sizes.text_values if stage == 0 else 0
-        other += sizes.output_values if stage == last else 0
-        on_device = count if storage.offload == "none" else min(count, OFFLOAD_BUFFERS)
-        weights = values * other + on_device * block_weights(sizes, storage)
-        role = " ".join(
-            word for word, here in (("head", rank == 0), ("output", stage == last), ("decode", rank == home)) if here
+        The text encoder is on rank 0; so is the decoder, unless it is on the last rank or one of its own.
+        Caches, and what the decoder remembers, are of all sessions. A link has two slots at each of its ends, for the
+        rows of a full forward. The ranks that share a stage follow one another; the first of them has what one rank has
+        alone.
+        """
+        ranks, shares = self.load.stages * self.load.shares, self.load.shares
+        home = {"last": ranks - shares, "dedicated": ranks}.get(self.decode, 0)
+        found = [self._stage_rank(rank) for rank in range(ranks)]
+        found += [Memory(ranks, "")] if home == ranks else []
+        sizes, values = self.sizes, self.storage.decoder_bytes or self.storage.value_bytes
+        latents = min(sizes.spec.chunk_latents, self.storage.decode_latents or sizes.spec.chunk_latents)
+        found[home] = replace(
+            found[home],
+            role=f"{found[home].role} decode".strip(),
+            weights=found[home].weights + values * sizes.decoder.weights,
+            decoding=values * self.load.sessions * sizes.decoder.remembered,
+            decode_work=values * sizes.decoder.work(latents) if sizes.decoder.work_per_latent else 0,
         )
-        caches = sizes.cache_values(count, steps=load.steps, kv_context=load.kv_context, shares=load.shares)
-        decoding = decoder if rank == home else (0, 0, 0)
-        found.append(
-            Memory(
-                rank,
-                role,
-                weights + decoding[0],
-                storage.text_bytes if rank == 0 else 0,
-                values * load.sessions * caches,
-                values * load.max_rows * _activations(sizes, stage, load),
-                *decoding[1:],
-            )
+        return tuple(found)
+
+    def _stage_rank(self, rank: int) -> Memory:
+        """Of a rank that computes."""
+        sizes, load, storage = self.sizes, self.load, self.storage
+        stage, last = rank // load.shares, load.stages - 1
+        first, end = self.blocks[stage]
+        weights = sizes.shared_values
+        weights += sizes.embed_values + sizes.text_values if stage == 0 else 0
+        weights += sizes.output_values if stage == last else 0
+        on_device = end - first if storage.offload == "none" else min(end - first, OFFLOAD_BUFFERS)
+        caches = sizes.cache_values(end - first, steps=load.steps, kv_context=load.kv_context, shares=load.shares)
+        return Memory(
+            rank,
+            " ".join(word for word, here in (("head", rank == 0), ("output", stage == last)) if here),
+            storage.value_bytes * weights + on_device * storage.block_bytes(sizes),
+            storage.text_bytes if rank == 0 else 0,
+            storage.value_bytes * load.sessions * caches,
+            storage.value_bytes * load.max_rows * _activations(sizes, stage, load),
         )
-    if home == load.stages * load.shares:
-        found.append(Memory(home, "decode", decoder[0], 0, 0, 0, *decoder[1:]))
-    return tuple(found)
+
+    def frame_by_frame(self) -> Demand:
+        """The same, with one latent frame by each call of the decoder, as a rank decodes where a chunk does not fit."""
+        return replace(self, storage=replace(self.storage, decode_latents=1))
+
+    def total(self, rank: int) -> int:
+        """Bytes that the rank's device needs."""
+        return self.memory()[rank].total + self.libraries
+
+    def without_sessions(self, rank: int) -> int:
+        """The same, but for what sessions take."""
+        found = self.memory()[rank]
+        return self.total(rank) - found.caches - found.decoding
 
 
 def _activations(sizes: ModelSizes, stage: int, load: Workload) -> int:
@@ -143,14 +182,6 @@ def _activations(sizes: ModelSizes, stage: int, load: Workload) -> int:
     return slots + exchanged + widest
 
 
-def _decoder(sizes: ModelSizes, load: Workload, storage: Storage) -> tuple[int, int, int]:
-    """Bytes of the decoder's weights, of what it remembers of all sessions, and of a call."""
-    values, chunk = storage.bytes_per_decoder_value, sizes.spec.chunk_latents
-    latents = min(chunk, storage.decode_latents or chunk)
-    work = sizes.decoder.work(latents) if sizes.decoder.work_per_latent else 0
-    return values * sizes.decoder.weights, values * load.sessions * sizes.decoder.remembered, values * work
-
-
 def stage_memory(entry: CatalogueEntry, stages: int, quantize: str = "none") -> tuple[Memory, ...]:
     """Bytes of every stage in bfloat16: the transformer's weights, its blocks in 8 bits where `quantize` says so
     (`models.transformer.quantization`), and the caches and decoder's memory of one session at the model's own
@@ -163,16 +194,13 @@ def stage_memory(entry: CatalogueEntry, stages: int, quantize: str = "none") -> 
         ConfigError: more stages than blocks.
     """
     sizes = entry_sizes(entry)
-    blocks: Blocks = split_evenly(sizes.blocks, stages)
-    sessions = 0 if entry.stream is None else 1
     kv_context = entry.context.default if entry.context else "clean"
     steps = sizes.spec.steps[0] if sizes.spec.steps else 1
-    load = Workload(stages, sessions, steps, kv_context, 1)
-    whole = memory(sizes, Layout(blocks, (), "head", 0.0), load, Storage(BFLOAT16, quantize))
+    load = Workload(stages, 0 if entry.stream is None else 1, steps, kv_context, 1)
+    runs = split_evenly(sizes.blocks, stages)
+    whole = Demand(sizes, Storage(BFLOAT16, quantize), runs, "head", load).memory()
     decoder = BFLOAT16 * sizes.decoder.weights if entry.weights is not None else 0
-    return tuple(
-        replace(each, weights=each.weights - (decoder if each.rank == 0 else 0), decode_work=0) for each in whole
-    )
+    return replace(whole[0], weights=whole[0].weights - decoder, decode_work=0), *whole[1:]
 
 
 def decoder_bytes(entry: CatalogueEntry, vae: str | None = None) -> int:
@@ -180,3 +208,109 @@ def decoder_bytes(entry: CatalogueEntry, vae: str | None = None) -> int:
     `vae`."""
     sizes = entry_sizes(entry, vae=vae)
     return BFLOAT16 * (sizes.decoder.weights + sizes.decoder.work(sizes.spec.chunk_latents))
+
+
+# ---- what fits -------------------------------------------------------------------------------------------------
+
+Remedy = tuple[str, Demand]
+"""An option that saves memory, and the demand with it."""
+
+
+def check_fit(demand: Demand, rank: int, limits: Limits) -> None:
+    """Raises ConfigError where the rank's part will not fit into what its device had free at first, or may have."""
+    for limit, where in limits:
+        if (text := misfit(demand, rank, limit, where)) is not None:
+            raise ConfigError(text, field="model", code="memory")
+
+
+def misfit(demand: Demand, rank: int, free: int, where: str) -> str | None:
+    """Why the rank's demand is above `free` bytes, which are what `where` has, even if it decodes `frame_by_frame`:
+    what takes how much, which options by themselves make it fit, or else which do together. None where it fits."""
+    demand = demand.frame_by_frame()
+    if (needed := demand.total(rank)) <= free:
+        return None
+    parts = [f"{_WORDS[name]} {_gb(count)}" for name, count in demand.memory()[rank].parts.items() if count]
+    parts += [f"libraries {_gb(demand.libraries)}"] if demand.libraries else []
+    return (
+        f"{demand.sizes.spec.name} does not fit: rank {rank} needs {_gb(needed)} GB ({', '.join(parts)}), and {where} "
+        f"has {_gb(free)} GB. {_ways_out(demand, rank, free)}"
+    )
+
+
+def _ways_out(demand: Demand, rank: int, free: int) -> str:
+    found = [(option, changed.total(rank)) for option, changed in _remedies(demand, rank, free)]
+    if enough := [f"{option} ({_gb(total)} GB)" for option, total in found if total <= free]:
+        return f"Any of these makes it fit: {'; '.join(enough)}"
+    options, total = _together(demand, rank, free)
+    least = f"{' '.join(options)} ({_gb(total)} GB)"
+    if total <= free:
+        return f"No option alone makes it fit, these together do: {least}"
+    return f"No option makes it fit; the least is {least}. Take a smaller model, a larger device, or more --stages"
+
+
+def _together(demand: Demand, rank: int, free: int) -> tuple[list[str], int]:
+    """Options one after the other until it fits, and what is needed then; those that gain nothing are left out."""
+    options, used = list[str](), set[str]()
+    while (total := demand.total(rank)) > free:
+        left = [each for each in _remedies(demand, rank, free) if each[0].split()[0] not in used]
+        chosen = next((each for each in left if each[1].total(rank) < total), None)
+        if chosen is None:
+            break
+        option, demand = chosen
+        options.append(option)
+        used.add(option.split()[0])
+    return options, total
+
+
+def _remedies(demand: Demand, rank: int, free: int) -> Iterator[Remedy]:
+    """Options that take less memory of the rank, those that change pictures least first. A window or a picture is the
+    largest with which it fits, or the smallest there is."""
+    storage, has_blocks = demand.storage, rank < demand.load.stages * demand.load.shares
+    in_full = has_blocks and storage.quantize == "none" and storage.offload == "none"
+    if in_full:
+        yield "--quantize int8", replace(demand, storage=replace(storage, quantize="int8"))
+    if demand.changeable:
+        small = decoder_sizes(demand.sizes.spec, demand.own, SMALL)
+        if demand.memory()[rank].decode_work and small != demand.sizes.decoder:
+            yield f"--vae {SMALL}", replace(demand, sizes=replace(demand.sizes, decoder=small), vae=SMALL)
+        if has_blocks:
+            yield from _largest(_windows(demand), rank, free)
+        yield from _largest(_pictures(demand), rank, free)
+    if in_full:
+        yield "--offload blocks", replace(demand, storage=replace(storage, offload="blocks"))
+
+
+def _largest(choices: Iterator[Remedy], rank: int, free: int) -> Iterator[Remedy]:
+    """The first of the choices, which grow smaller, that fits; else the last one; none where there is none."""
+    chosen: Remedy | None = None
+    for chosen in choices:
+        if chosen[1].total(rank) <= free:
+            break
+    if chosen is not None:
+        yield chosen
+
+
+def _windows(demand: Demand) -> Iterator[Remedy]:
+    """Shorter windows, chunk by chunk, down to the sink and two chunks: what a chunk sees of the past is one then."""
+    sizes, spec = demand.sizes, demand.sizes.spec
+    longest = spec.window(demand.load.kv_context) - spec.chunk_latents
+    least = max(spec.sink_latents + 2 * spec.chunk_latents, spec.first_chunks * spec.chunk_latents)
+    for window in range(longest, least - 1, -spec.chunk_latents):
+        shorter = with_window(spec, window, None, None)
+        yield f"--window {window}", replace(demand, sizes=replace(sizes, spec=shorter))
+
+
+def _pictures(demand: Demand) -> Iterator[Remedy]:
+    """Smaller pictures of about the same shape."""
+    spec = demand.sizes.spec
+    for share in (0.85, 0.75, 0.625, 0.5, 0.375):
+        width, height = (max(_UNIT, round(side * share / _UNIT) * _UNIT) for side in (spec.width, spec.height))
+        if (width, height) == (spec.width, spec.height):
+            continue
+        smaller = with_size(spec, width, height)
+        sizes = replace(demand.sizes, spec=smaller, decoder=decoder_sizes(smaller, demand.own, demand.vae))
+        yield f"--size {width}x{height}", replace(demand, sizes=sizes)
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.3g}"

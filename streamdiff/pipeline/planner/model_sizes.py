@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from streamdiff.config import EMBEDDED, ModelConfig
+from streamdiff.core import cache_count, most_steps, spare_slots
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue
 from streamdiff.models.autoencoder.memory_size import NO_DECODER, DecoderSizes, TaehvConfig, wan_decoder
 from streamdiff.models.catalogue import CatalogueEntry
 from streamdiff.models.headers import stored_values
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
-from streamdiff.models.spec import ModelSpec, parse_size, with_size
+from streamdiff.models.spec import ModelSpec, parse_size, with_size, with_window
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
-from streamdiff.pipeline.scheduler.kv_context import cache_count, most_steps, spare_slots
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,10 @@ class ModelSizes:
     def tokens(self) -> int:
         """Tokens of a chunk."""
         return prod(size // patch for size, patch in zip(self.spec.chunk_shape[1:], self.patch, strict=True))
+
+    def window_tokens(self, kv_context: str) -> int:
+        """Tokens that a chunk sees once its window is full, its own included."""
+        return self.tokens * self.spec.window(kv_context) // self.spec.chunk_latents
 
     @property
     def text_tokens(self) -> int:
@@ -187,6 +191,13 @@ def sizes_of(model: ModelConfig) -> ModelSizes:
             raise ConfigError(f"the size of {model.name} is fixed; leave --size out")
         return read_sizes(model.name)
     return entry_sizes(entry, None if model.size is None else parse_size(model.size), model.vae)
+
+
+def sizes_with_window(model: ModelConfig) -> ModelSizes:
+    """`sizes_of`, with the window, sink and positions that the configuration asks for. Raises what that does, and
+    ConfigError where these do not go together."""
+    sizes = sizes_of(model)
+    return replace(sizes, spec=with_window(sizes.spec, model.window, model.sink, model.rope))
 
 
 def entry_sizes(entry: CatalogueEntry, size: tuple[int, int] | None = None, vae: str | None = None) -> ModelSizes:

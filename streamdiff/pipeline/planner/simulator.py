@@ -1,4 +1,5 @@
-"""The ring under virtual time: the real scheduler, with stages, links and a decoder that only take time.
+"""The ring under virtual time: the real scheduler, with stages, links and a decoder that only take time; and a run as a
+Chrome/Perfetto trace and as a plot.
 
 Reads no clock and computes no tensor, so a run is exact and repeats itself. Not modelled: the two slots of a link (a
 stage never waits for a free slot behind it; that would not change which stage is the slowest), and the transfer of
@@ -8,21 +9,28 @@ finished latents to a decoder on another rank.
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Callable, Sequence
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from statistics import linear_regression
 
+from streamdiff.atomic_write import temporary_sibling
+from streamdiff.core import MicroStep, min_ahead_frames
 from streamdiff.errors import ConfigError
-from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
-from streamdiff.pipeline.scheduler.step import MicroStep
 
 # Time inside is whole picoseconds: what happens together in exact arithmetic happens together here, whatever floats do.
 PER_SECOND = 10**12
+PICTURES = (".png", ".svg", ".pdf")
+# Beyond this many whole rounds of the ring bars are thinner than their text.
+_PLOTTED_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -43,14 +51,11 @@ class Setup:
 
     `stage_s[p][r - 1]`: stage p on a forward of r rows, above 0, for every r up to `max_rows`.
     `link_s[p]`: a message from stage p to the next; the last one is the flow's way back to rank 0. Empty: links cost
-    nothing. One stage has no links, and its entry must be 0 or missing.
+    nothing, as with one stage, which has none.
     `decode_s`: a chunk's decode, on stage `decode_stage`, or beside the stages when that is None (its own rank or
     stream). Decodes run one at a time, in the order in which the chunks were finished.
     `forwards`: forwards in the ring at once, at most; None is one more than there are stages, so that one waits.
     `chunks`: how many chunks to finish per session, on average.
-
-    Raises:
-        ConfigError: a time that cannot be, or a first chunk with fewer steps.
     """
 
     stage_s: tuple[tuple[float, ...], ...]
@@ -62,34 +67,28 @@ class Setup:
     forwards: int | None = None
     chunks: int = 100
 
-    def __post_init__(self) -> None:
-        for number, times in enumerate(self.stage_s):
-            for time_s in times:
-                _check(0 < time_s < math.inf, f"the time of stage {number} is {time_s:g} s; it must be above 0")
-        for time_s in (*self.link_s, self.decode_s):
-            _check(0 <= time_s < math.inf, f"a link or decode time is {time_s:g} s; it must be 0 or more")
-        for stream in self.streams:
-            first = stream.first_steps
-            _check(
-                first is None or first >= stream.steps, f"first_steps is {first}; at least {stream.steps} are needed"
-            )
-
 
 @dataclass(frozen=True)
-class Span:
-    """One row of a forward on a stage, or a decode. `step` is None for a decode, `stage` is None where that runs beside
-    the stages.
-
-    The rows of one forward have the same `forward`, begin and end; a decode has -1.
-    """
+class Job:
+    """A forward on a stage, or a decode, on a stage or beside them (`stage` None). `rows` are (session, chunk, step);
+    a decode's step is None."""
 
     stage: int | None
     begin_s: float
     end_s: float
-    session: int
-    chunk: int
-    step: int | None
-    forward: int
+    rows: tuple[tuple[int, int, int | None], ...]
+
+    @property
+    def is_decode(self) -> bool:
+        return self.rows[0][2] is None
+
+    @property
+    def label(self) -> str:
+        """As in `session 0 chunk 3 step 1`; `decode` in place of a step."""
+        return " + ".join(
+            f"session {session} chunk {chunk} " + ("decode" if step is None else f"step {step}")
+            for session, chunk, step in self.rows
+        )
 
 
 @dataclass(frozen=True)
@@ -132,21 +131,25 @@ class Figures:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished simulation: spans in order of their begin, chunks in order of their end."""
+    """A finished simulation: jobs in order of their begin, chunks in order of their end."""
 
-    spans: tuple[Span, ...]
+    jobs: tuple[Job, ...]
     chunks: tuple[Done, ...]
     figures: Figures
 
 
 def simulate(setup: Setup) -> Run:
-    """Run the scheduler over a ring of `setup`'s times."""
+    """Run the scheduler over a ring of `setup`'s times, until each session has finished its chunks on average."""
     ring = _Ring(setup)
-    ring.run()
+    ring.feed()
+    while len(ring.done) < setup.chunks * len(setup.streams):
+        if not ring.agenda.instant():
+            raise RuntimeError(f"the ring stands still after {len(ring.done)} chunks")
+        ring.feed()
     end_s = ring.agenda.now / PER_SECOND  # jobs that wait then are left out
-    begun = (span for span in ring.spans if span.begin_s <= end_s)
-    spans = sorted(begun, key=lambda span: (span.begin_s, -1 if span.stage is None else span.stage))
-    return Run(tuple(spans), tuple(ring.done), _figures(setup, spans, ring.done))
+    begun = (job for job in ring.jobs if job.begin_s <= end_s)
+    jobs = sorted(begun, key=lambda job: (job.begin_s, -1 if job.stage is None else job.stage))
+    return Run(tuple(jobs), tuple(ring.done), _figures(setup, jobs, ring.done))
 
 
 class Agenda:
@@ -193,118 +196,93 @@ class _Ring:
         # A chunk counts as one frame: frame credits are then in chunks.
         self.scheduler = StreamBatchScheduler(stages=self.stages, chunk_frames=1, max_rows=setup.max_rows)
         self.scheduler.set_row_costs(max(setup.stage_s, key=lambda times: times[0]))
-        self.max_ahead = []
+        self.may_admit = []  # chunks of each session, until others are finished
         for number, stream in enumerate(setup.streams):
             steps, first, context = stream.steps, stream.first_steps, stream.kv_context
             self.scheduler.open(number, steps=steps, first_steps=first, kv_context=context, epoch=0)
             least = min_ahead_frames(context, steps=steps, stages=self.stages, chunk_frames=1)
             # One more is being decoded: without it a decode of half a forward costs `same_step` 6 % of its throughput.
-            self.max_ahead.append(least + 1)
+            self.may_admit.append(least + 1)
         self.agenda = Agenda()
         self.stage = [Server(self.agenda) for _ in range(self.stages)]
         self.link = [Server(self.agenda) for _ in range(self.stages)]
         self.decoder = Server(self.agenda) if setup.decode_stage is None else self.stage[setup.decode_stage]
-        self.in_ring = self.forwards = 0
+        self.in_ring = 0
         self.admitted: dict[tuple[int, int], int] = {}
-        self.ahead = [0] * len(setup.streams)  # chunks admitted and not finished
-        self.spans: list[Span] = []
+        self.jobs: list[Job] = []
         self.done: list[Done] = []
 
-    def run(self) -> None:
-        """Run until the horizon. Mutates: self."""
-        horizon = self.setup.chunks * len(self.setup.streams)
-        self._feed()
-        while len(self.done) < horizon:
-            if not self.agenda.instant():
-                raise RuntimeError(f"the ring stands still after {len(self.done)} chunks")
-            self._feed()
-
-    def _feed(self) -> None:
+    def feed(self) -> None:
         """Let forwards enter the ring while fewer than `limit` are in it. Mutates: self."""
-        for number, max_ahead in enumerate(self.max_ahead):
-            self.scheduler.set_frame_credit(number, max_ahead - self.ahead[number])
-        while self.in_ring < self.limit and (
-            rows := self.scheduler.next(
-                slots=RingSlots(self.limit - self.in_ring, self.limit - self.in_ring, self.limit)
-            )
-        ):
+        for number, chunks in enumerate(self.may_admit):
+            self.scheduler.set_frame_credit(number, chunks)
+        while (free := self.limit - self.in_ring) > 0:
+            rows = self.scheduler.next(slots=RingSlots(free, free, self.limit))
+            if not rows:
+                return
             for row in rows:
                 if row.step == 0:
                     self.admitted[row.session, row.chunk] = self.agenda.now
-                    self.ahead[row.session] += 1
+                    self.may_admit[row.session] -= 1
             self.in_ring += 1
-            self._arrive(0, rows, self.forwards)
-            self.forwards += 1
+            self._compute(0, rows)
 
-    def _arrive(self, stage: int, rows: Sequence[MicroStep], forward: int) -> None:
+    def _compute(self, stage: int, rows: Sequence[MicroStep]) -> None:
+        """A forward has come to a stage. Mutates: self."""
         ticks = _ticks(self.setup.stage_s[stage][len(rows) - 1])
-        times = self.stage[stage].put(ticks, partial(self._send, stage, rows, forward))
-        for row in rows:
-            self._note(stage, times, row, row.step, forward)
+        times = self.stage[stage].put(ticks, partial(self._send, stage, rows))
+        self._note(stage, times, [(row.session, row.chunk, row.step) for row in rows])
 
-    def _send(self, stage: int, rows: Sequence[MicroStep], forward: int) -> None:
+    def _send(self, stage: int, rows: Sequence[MicroStep]) -> None:
         last = stage == self.stages - 1
-        received = partial(self._back, rows) if last else partial(self._arrive, stage + 1, rows, forward)
-        ticks = _ticks(self.setup.link_s[stage]) if self.setup.link_s else 0
-        self.link[stage].put(ticks, received)
+        received = partial(self._returned, rows) if last else partial(self._compute, stage + 1, rows)
+        self.link[stage].put(_ticks(self.setup.link_s[stage]) if self.setup.link_s else 0, received)
 
-    def _back(self, rows: Sequence[MicroStep]) -> None:
+    def _returned(self, rows: Sequence[MicroStep]) -> None:
         """A forward has come back to rank 0. Mutates: self."""
         self.in_ring -= 1
         for row in rows:
             self.scheduler.returned(row)
-            if row.last:
-                self._decode(row)
-
-    def _decode(self, row: MicroStep) -> None:
-        ticks = _ticks(self.setup.decode_s)
-        if ticks:
-            times = self.decoder.put(ticks, partial(self._finish, row))
-            self._note(self.setup.decode_stage, times, row, None, -1)
-        else:  # nothing to wait for, not even for a busy stage
-            self._finish(row)
+            if row.last and (ticks := _ticks(self.setup.decode_s)):
+                times = self.decoder.put(ticks, partial(self._finish, row))
+                self._note(self.setup.decode_stage, times, [(row.session, row.chunk, None)])
+            elif row.last:  # nothing to wait for, not even for a busy stage
+                self._finish(row)
 
     def _finish(self, row: MicroStep) -> None:
         admitted = self.admitted.pop((row.session, row.chunk))
         self.done.append(Done(row.session, row.chunk, admitted / PER_SECOND, self.agenda.now / PER_SECOND))
-        self.ahead[row.session] -= 1
+        self.may_admit[row.session] += 1
 
-    def _note(self, stage: int | None, times: tuple[int, int], row: MicroStep, step: int | None, forward: int) -> None:
-        begin_s, end_s = (time / PER_SECOND for time in times)
-        self.spans.append(Span(stage, begin_s, end_s, row.session, row.chunk, step, forward))
+    def _note(self, stage: int | None, times: tuple[int, int], rows: list[tuple[int, int, int | None]]) -> None:
+        begin, end = times
+        self.jobs.append(Job(stage, begin / PER_SECOND, end / PER_SECOND, tuple(rows)))
 
 
-def _figures(setup: Setup, spans: Sequence[Span], done: Sequence[Done]) -> Figures:
+def _figures(setup: Setup, jobs: Sequence[Job], done: Sequence[Done]) -> Figures:
     begin_s, end_s = done[len(done) // 4].finished_s, done[-1].finished_s
     window_s = end_s - begin_s
     steady = [chunk for chunk in done if begin_s < chunk.finished_s]
     latencies = [chunk.finished_s - chunk.admitted_s for chunk in steady]
     finished = [[chunk.finished_s for chunk in done if chunk.session == n] for n in range(len(setup.streams))]
-    stages: list[int | None] = [*range(len(setup.stage_s)), None]
-    jobs = {(span.stage, span.begin_s, span.end_s) for span in spans}  # the rows of a forward are one job
-    busy = {
-        stage: sum(max(0.0, min(end, end_s) - max(begin, begin_s)) for s, begin, end in jobs if s == stage)
-        for stage in stages
-    }
-    forwards = {span.forward for span in spans if span.stage == 0 and span.step is not None}
-    rows = sum(span.stage == 0 and span.step is not None for span in spans)
+
+    def busy(stage: int | None) -> float:
+        own = (job for job in jobs if job.stage == stage)
+        return sum(max(0.0, min(job.end_s, end_s) - max(job.begin_s, begin_s)) for job in own) / window_s
+
+    forwards = [len(job.rows) for job in jobs if job.stage == 0 and not job.is_decode]
     return Figures(
-        chunks_per_s=_rate([chunk.finished_s for chunk in steady]),
+        # The slope: a count over a window would depend on where its edges fall among chunks that finish in bursts.
+        chunks_per_s=linear_regression([chunk.finished_s for chunk in steady], range(len(steady))).slope,
         latency_s=sum(latencies) / len(latencies),
         longest_latency_s=max(latencies),
         first_chunk_s=max((times[0] if times else end_s) for times in finished),
         second_chunk_s=max((times[1] if len(times) > 1 else end_s) for times in finished),
         gaps=tuple(_gaps([time for time in times if time >= begin_s], window_s) for times in finished),
-        occupancy=tuple(busy[stage] / window_s for stage in range(len(setup.stage_s))),
-        decode_occupancy=busy[None] / window_s,
-        rows_per_forward=rows / len(forwards),
+        occupancy=tuple(map(busy, range(len(setup.stage_s)))),
+        decode_occupancy=busy(None),
+        rows_per_forward=sum(forwards) / len(forwards),
     )
-
-
-def _rate(times: Sequence[float]) -> float:
-    """Chunks per second: the least-squares slope of the count over time. A plain count over a window would depend on
-    where its edges fall among chunks that finish in bursts."""
-    return linear_regression(times, range(len(times))).slope
 
 
 def _gaps(times: Sequence[float], window_s: float) -> Gaps:
@@ -317,6 +295,90 @@ def _ticks(seconds: float) -> int:
     return round(seconds * PER_SECOND)
 
 
-def _check(good: bool, message: str) -> None:
-    if not good:
-        raise ConfigError(message)
+# ---- traces and plots ------------------------------------------------------------------------------------------
+
+
+def tracks(jobs: Sequence[Job], stages: int) -> list[tuple[int, Job]]:
+    """The jobs in order of track and begin: tracks 0 to `stages` - 1, then one for decoding. A decode that keeps a
+    stage busy stands on both."""
+    found = [(stages if job.stage is None else job.stage, job) for job in jobs]
+    found += [(stages, job) for job in jobs if job.is_decode and job.stage is not None]
+    return sorted(found, key=lambda placed: (placed[0], placed[1].begin_s))
+
+
+def chrome_trace(jobs: Sequence[Job], stages: int) -> dict[str, object]:
+    """The trace as JSON for chrome://tracing or ui.perfetto.dev; times in microseconds."""
+    events: list[dict[str, object]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "streamdiff plan"}}
+    ]
+    for track, name in enumerate(_names(stages)):
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": name}})
+        events.append({"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": track, "args": {"sort_index": track}})
+    for track, job in tracks(jobs, stages):
+        rows = [{"session": s, "chunk": c, "step": "decode" if step is None else step} for s, c, step in job.rows]
+        times = {"ts": job.begin_s * 1e6, "dur": (job.end_s - job.begin_s) * 1e6}
+        events.append({"name": job.label, "ph": "X", "pid": 0, "tid": track, **times, "args": {"rows": rows}})
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _names(stages: int) -> list[str]:
+    return [*(f"stage {number}" for number in range(stages)), "decode"]
+
+
+def write_trace(path: Path, jobs: Sequence[Job], stages: int) -> None:
+    """Write `chrome_trace` to `path`, which is replaced only by a complete file. Raises OSError."""
+    with _replacing(path) as place:
+        place.write_text(json.dumps(chrome_trace(jobs, stages)) + "\n", encoding="utf-8")
+
+
+def check_plot(path: Path) -> None:
+    """Raises ConfigError when no picture can be drawn to `path`: unknown ending of its name, or no matplotlib."""
+    if path.suffix not in PICTURES:
+        raise ConfigError(f"--plot is {str(path)!r}, but must end in {', '.join(PICTURES)}", field="plot")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed; try: pip install 'streamdiff[plot]'", field="plot"
+        )
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Where to write what takes the place of `path` once it is whole; `path` itself where that is no file that could be
+    replaced, as /dev/stdout. A link goes on pointing to where it does."""
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    target = path.resolve()
+    with temporary_sibling(target) as temporary:
+        yield temporary
+        os.replace(temporary, target)
+
+
+def write_plot(path: Path, jobs: Sequence[Job], stages: int) -> None:
+    """Draw the first chunks of a run to `path`: one line per track, one colour per chunk, the step's number inside. It
+    is replaced only by a complete file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    found = tracks([job for job in jobs if any(chunk < _PLOTTED_CHUNKS for _, chunk, _ in job.rows)], stages)
+    end_s = max(job.end_s for _, job in found)
+    figure = Figure(figsize=(16, 1.5 + 0.6 * (stages + 1)), layout="constrained")
+    axes = figure.subplots()
+    for track, job in found:
+        session, chunk, step = job.rows[0]
+        width_s = job.end_s - job.begin_s
+        colour = colormaps["tab10"]((chunk + 3 * session) % 10)
+        axes.barh(track, width_s, left=job.begin_s, height=0.8, color=colour, edgecolor="white", linewidth=0.5)
+        if width_s > end_s / 120:
+            word = "d" if step is None else f"{step}"
+            axes.text(job.begin_s + width_s / 2, track, word, ha="center", va="center")
+    axes.set_yticks(range(stages + 1), _names(stages))
+    axes.set_ylim(stages + 0.5, -0.5)  # the first stage on top
+    axes.set_xlim(0, end_s)
+    axes.set_xlabel(f"seconds; chunks 0 to {_PLOTTED_CHUNKS - 1}, a colour per chunk, the step's number inside")
+    with _replacing(path) as place:
+        figure.savefig(place, format=path.suffix[1:])

@@ -2,7 +2,7 @@
 replayed as CUDA graphs.
 
 Self-attention stays as it is: it reads and writes the caches where they lie, whatever a row sees, which no compiled
-code has to know. Beside it stands the plain path, `StageForward` as it is written; `ModelRunner` falls back on it for
+code has to know. Beside it stands the plain path, `ModelRunner.forward` as it is written, which is taken for
 what no graph was made for, as while a window fills. A *key* is what graphs are captured for: how many rows, and what
 each sees. Whatever else changes from chunk to chunk and block to block (slots, positions, prompts, weights) comes in
 tensors, so nothing is ever compiled again.
@@ -16,36 +16,42 @@ one session are attended to where they lie, which spares a copy of the window: o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from streamdiff.pipeline.runner.model_runner import ModelRunner
+
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.attention_backend import AttendParts, AttentionShape, merge_attention_states
 from streamdiff.models.transformer.varlen_attention import AttendPaged, try_paged
-from streamdiff.models.transformer.wan import KeyValue
+from streamdiff.models.transformer.wan import BlockWeights, KeyValue, TokenStates, block_modulation, concat_rows
 from streamdiff.pipeline.kv_cache.attention import (
     AttentionMetadata,
-    Projected,
+    PooledRow,
     StaticMetadata,
     TensorMetadata,
+    attend_pooled,
     attend_rows,
     index_tensor,
     rotate_sinks,
-    rotated_rows,
 )
 from streamdiff.pipeline.kv_cache.cache import CachePool, LayerCaches
-from streamdiff.pipeline.kv_cache.pooled_attention import PooledRow, attend_pooled
-from streamdiff.pipeline.runner.compiled_parts import CompiledParts, compiled, concat_rows
-from streamdiff.pipeline.runner.cuda_graphs import GraphKey, Inputs, RowInputs, Run, Texts, graph_cache_on
-from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
-from streamdiff.pipeline.runner.torch_compile import one_graph
-from streamdiff.pipeline.scheduler.kv_context import PER_STEP
-from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.runner.graphs import (
+    GraphKey,
+    Inputs,
+    RowInputs,
+    Run,
+    Tensors,
+    Texts,
+    graph_cache_on,
+    one_graph,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +76,15 @@ class Key(NamedTuple):
 class CompiledStage:
     """The compiled forwards of one stage, by key. While `learning` is true, a new key is compiled, which is slow."""
 
-    def __init__(self, forward: StageForward, device: torch.device) -> None:
-        self._forward, self._device = forward, device
+    def __init__(self, stage: ModelRunner) -> None:
+        self._stage = stage
         self._graphs: dict[Key, Run] = {}
         self._parts: dict[tuple[int, bool], CompiledParts] = {}  # by the number of rows, and what they keep
-        self._attend = forward.denoiser.attend_parts(one_graph(merge_attention_states))
+        self._attend = stage.denoiser.attend_parts(one_graph(merge_attention_states))
         self._rotate_sinks = one_graph(_rotate_all_sinks)
         self._sinks: set[tuple[torch.Size, tuple[int, ...]]] = set()
         # With an exchange in it a replay would have to be met by one of every other rank; compiled parts need not.
-        self._graph_cache = graph_cache_on(device) if forward.group is None else None
+        self._graph_cache = graph_cache_on(stage.device) if stage.group is None else None
         self.pool: CachePool | None = None
         """Where graphs of CUDA find caches; sessions that have others run compiled, not captured."""
         self.paged: AttendPaged | None = None
@@ -101,10 +107,11 @@ class CompiledStage:
     def try_paged(self, rows: int, window: int) -> None:
         """Have rows of several sessions, which see `window` latent frames, attend at once where that is faster.
         Mutates: self."""
-        denoiser, chunk = self._forward.denoiser, self._forward.denoiser.tokens(self._forward.grid)
-        tokens = chunk // self._forward.grid[0]
+        denoiser, device = self._stage.denoiser, self._stage.device
+        chunk = denoiser.tokens(self._stage.grid)
+        tokens = chunk // self._stage.grid[0]
         shape = AttentionShape(denoiser.heads, denoiser.head_dim, chunk, window * tokens)
-        self.paged, reason = try_paged(shape, rows, tokens, denoiser.attend_parts(), self._device, denoiser.dtype)
+        self.paged, reason = try_paged(shape, rows, tokens, denoiser.attend_parts(), device, denoiser.dtype)
         logger.debug("Attention of several sessions' rows is computed %s", reason)
 
     def run(self, given: Tensors, texts: Texts, metadata: Sequence[AttentionMetadata]) -> Tensors | None:
@@ -130,10 +137,10 @@ class CompiledStage:
         kind = len(key.shapes), any(shape.keeps_unrotated for shape in key.shapes)
         several = len(key.slots) > 1
         if self.learning:
-            self._parts[kind] = self._parts.get(kind) or compiled(self._forward, kind[1])
+            self._parts[kind] = self._parts.get(kind) or compiled(self._stage, kind[1])
         elif not several or kind not in self._parts or not self._graphs.keys() >= key.alone:
             return None
-        run = partial(run_parts, self._forward, self._parts[kind], self._attend, key)
+        run = partial(run_parts, self._stage, self._parts[kind], self._attend, key)
         if not several:
             self._graphs[key] = run
         return run
@@ -160,7 +167,7 @@ class CompiledStage:
         own = inputs._replace(caches=(self.pool.whole,), rows=rows)
         paged = self.paged if len(key.slots) == len(shapes) else None
         parts = self._parts[len(shapes), any(shape.keeps_unrotated for shape in shapes)]
-        pooled = partial(run_parts, self._forward, parts, self._attend, key, paged=paged)
+        pooled = partial(run_parts, self._stage, parts, self._attend, key, paged=paged)
         return set(numbers), (key.sessions, shapes), pooled, own
 
     def _make_pooled_row(self, number: int, shape: StaticMetadata) -> PooledRow:
@@ -168,7 +175,7 @@ class CompiledStage:
         assert self.pool is not None
         first = number * self.pool.slots
         seen = [first * shape.chunk + frame for begin, end in shape.ranges for frame in range(begin, end)]
-        return PooledRow(index_tensor((first,), self._device), index_tensor(seen, self._device))
+        return PooledRow(index_tensor((first,), self._stage.device), index_tensor(seen, self._stage.device))
 
     def rotate_sinks(self, kept: Tensor, rotated: Tensor, factors: Tensor) -> None:
         """As `kv_cache.attention.rotate_sinks`, all layers by one kernel for sinks of sizes that it was learned for.
@@ -180,7 +187,7 @@ class CompiledStage:
 
 
 def run_parts(
-    forward: StageForward,
+    stage: ModelRunner,
     parts: CompiledParts,
     attend: AttendParts,
     key: Key,
@@ -189,7 +196,7 @@ def run_parts(
 ) -> Tensors:
     """The stage's forward by its compiled parts, and self-attention, by the kernel `attend`, between them, with the
     exchanges of ranks that share the stage. In a pool several rows attend by `paged`. Mutates: the caches."""
-    denoiser, metadata, group = forward.denoiser, _metadata(key, inputs), forward.group
+    denoiser, metadata, group = stage.denoiser, _metadata(key, inputs), stage.group
     in_pool = [
         PooledRow(row.slot + row.base, row.seen) for row in inputs.rows if row.base is not None and row.seen is not None
     ]
@@ -198,30 +205,27 @@ def run_parts(
     # Links deliver other tensors than inference ones, which would compile to another graph.
     given = tuple(tensor if tensor.is_inference() else tensor.clone() for tensor in inputs.given)
     made = parts.begin(ropes, weights[0], given)
-    hidden, (modulation, *projected) = (made[0], made[1:]) if forward.first else (given[0], made)
+    hidden, (modulation, *projected) = (made[0], made[1:]) if stage.first else (given[0], made)
     time, last = given[1], len(weights) - 1
     for layer, own in enumerate(weights):
         if in_pool:
             chunk = key.shapes[0].chunk
-            mixed = attend_pooled(inputs.caches[0], layer, in_pool, chunk, _projected(projected), attend, paged)
+            query, rotated, value = projected[:3]
+            mixed = attend_pooled(inputs.caches[0], layer, in_pool, chunk, query, rotated, value, attend, paged)
         elif group is None:
-            mixed = attend_rows(metadata, layer, _projected(projected), attend)
+            query, rotated, value = projected[:3]
+            unrotated = projected[3] if len(projected) > 3 else rotated
+            mixed = attend_rows(metadata, attend, None, layer, query, unrotated, value, rotated)
         else:
-            shared = rotated_rows(metadata, *group.to_heads(*projected))
-            mixed = group.to_tokens(attend_rows(metadata, layer, shared, attend, group.all_heads))
+            shared = attend_rows(metadata, attend, group.all_heads, layer, *group.to_heads(*projected))
+            mixed = group.to_tokens(shared)
         texts = tuple(text[layer] for text in inputs.texts)
         if layer < last:
             hidden, *projected = parts.between(ropes, own, weights[layer + 1], hidden, modulation, texts, mixed)
     result = parts.end(weights[last], hidden, time, modulation, texts, mixed)
-    if forward.last and group is not None:
-        return forward.unite(result[0], group)
-    return result if forward.last else (*result, time)
-
-
-def _projected(tensors: Sequence[Tensor]) -> Projected:
-    """Queries, keys, values and, if any, un-rotated keys `[R, L, H, d]`, row by row."""
-    query, key, value, *unrotated = (each.unbind() for each in tensors)
-    return Projected(query, key, value, unrotated[0] if unrotated else key)
+    if stage.last and group is not None:
+        return stage.unite(result[0], group)
+    return result if stage.last else (*result, time)
 
 
 def _metadata(key: Key, inputs: Inputs) -> list[AttentionMetadata]:
@@ -237,11 +241,6 @@ def _metadata(key: Key, inputs: Inputs) -> list[AttentionMetadata]:
 def _rotate_all_sinks(kept: Tensor, rotated: Tensor, factors: Tensor) -> None:
     """`rotate_sinks` for a compiler, which makes no copies. Mutates: rotated."""
     rotated.copy_(rope.rotate(kept, factors))
-
-
-def concat_layers(texts: Texts) -> list[KeyValue]:
-    """`concat_rows` for every layer."""
-    return [concat_rows(layer) for layer in zip(*texts, strict=True)]
 
 
 def _split(given: Tensors, texts: Texts, metadata: Sequence[AttentionMetadata]) -> tuple[Key, Inputs]:
@@ -267,8 +266,72 @@ def _fresh_view(tensor: Tensor) -> Tensor:
     return tensor.view(tensor.shape)
 
 
-def forward_variants(trial: int, chunk: int, steps: int, kv_context: str) -> Iterator[MicroStep]:
-    """Yields the micro-step of each kind of forward of `chunk`: first step and clean pass; if each step has its own
-    cache, all steps."""
-    for step in range(steps) if kv_context in PER_STEP else (0, steps):
-        yield MicroStep(trial, chunk, step, steps, 0)
+# ---- the compiled parts: the pieces of `WanDenoiser` between its self-attentions -----------------------------------
+
+Ropes = tuple[Tensor, ...]
+"""Of each row the rotary factors of its queries and keys, as `rope.matrices` has them."""
+
+
+class CompiledParts(NamedTuple):
+    """A stage's forward as graphs around its self-attentions, compiled at first call: `begin` up to the first one,
+    `between` from one to the next, `end` after the last. Queries, keys and values are `[R, L, H, d]`, queries and keys
+    rotated; un-rotated keys follow if rows keep them. Where ranks share the stage: this rank's tokens, nothing rotated
+    yet."""
+
+    begin: Callable[[Ropes, BlockWeights, Tensors], tuple[Tensor, ...]]
+    between: Callable[..., tuple[Tensor, ...]]
+    end: Callable[..., Tensors]
+
+
+def compiled(stage: ModelRunner, keeps_unrotated: bool) -> CompiledParts:
+    """The stage for one number of rows. Weights of blocks are arguments, so one graph does for all of them."""
+    denoiser, attend = stage.denoiser, stage.denoiser.attend
+
+    def before(ropes: Ropes, weights: BlockWeights, hidden: Tensor, modulation: Tensor) -> tuple[Tensor, ...]:
+        own = block_modulation(weights.block.scale_shift_table, modulation)
+        query, key, value = denoiser.before_attention(weights, hidden, own)
+        if stage.group is not None:  # positions are those of all tokens, which come with the exchange
+            return query, key, value
+        factors = ropes[0] if len(ropes) == 1 else torch.stack(ropes, 1)
+        turned = rope.rotate(query, factors), rope.rotate(key, factors), value
+        return (*turned, key) if keeps_unrotated else turned
+
+    def after(
+        weights: BlockWeights, hidden: Tensor, modulation: Tensor, texts: tuple[KeyValue, ...], mixed: Tensor
+    ) -> Tensor:
+        own = block_modulation(weights.block.scale_shift_table, modulation)
+        return denoiser.after_attention(weights, hidden, own, concat_rows(texts), mixed, attend)
+
+    def begin(ropes: Ropes, weights: BlockWeights, given: Tensors) -> tuple[Tensor, ...]:
+        tokens = stage.enter(given)
+        modulation = denoiser.modulation(tokens.time).float()
+        made = (tokens.hidden,) if stage.first else ()  # what is given is not handed back
+        return (*made, modulation, *before(ropes, weights, tokens.hidden, modulation))
+
+    def between(
+        ropes: Ropes,
+        weights: BlockWeights,
+        following: BlockWeights,
+        hidden: Tensor,
+        modulation: Tensor,
+        texts: tuple[KeyValue, ...],
+        mixed: Tensor,
+    ) -> tuple[Tensor, ...]:
+        hidden = after(weights, hidden, modulation, texts, mixed)
+        return hidden, *before(ropes, following, hidden, modulation)
+
+    def end(
+        weights: BlockWeights,
+        hidden: Tensor,
+        time: Tensor,
+        modulation: Tensor,
+        texts: tuple[KeyValue, ...],
+        mixed: Tensor,
+    ) -> Tensors:
+        hidden = after(weights, hidden, modulation, texts, mixed)
+        if not stage.last:
+            return (hidden,)
+        tokens = TokenStates(hidden, time)
+        return (denoiser.output_layer(tokens, stage.grid) if stage.group is None else denoiser.output(tokens),)
+
+    return CompiledParts(one_graph(begin), one_graph(between), one_graph(end))

@@ -1,23 +1,29 @@
-"""Runs one stage: a contiguous run of transformer blocks, with the KV caches of those blocks for every open session.
+"""Runs one stage: a contiguous run of transformer blocks, with the KV caches of those blocks for every open session;
+and the loop that every rank runs it in.
 
 Does what stage messages say; never decides anything itself. Knows nothing about noise or sampling.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from streamdiff.core import PER_STEP, MicroStep, cache_count, most_steps
 from streamdiff.models.model import StageModel
 from streamdiff.models.sampling import nearest_steps
-from streamdiff.models.transformer.wan import KeyValue
+from streamdiff.models.transformer.wan import KeyValue, SelfAttention, TokenStates, concat_rows
 from streamdiff.models.transformer.weights import weights_digest
+from streamdiff.pipeline.device_timer import DeviceTimer, StreamTimer
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
+from streamdiff.pipeline.distributed.heartbeat import RankLoop
+from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import (
     LocalExchange,
@@ -31,11 +37,9 @@ from streamdiff.pipeline.kv_cache.attention import AttentionMetadata, RollingAtt
 from streamdiff.pipeline.kv_cache.cache import CachePool, CacheSizes, KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
-from streamdiff.pipeline.row_faults import StageGuard
-from streamdiff.pipeline.runner.compiled_stage import CompiledStage, concat_layers, forward_variants
-from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
-from streamdiff.pipeline.scheduler.kv_context import PER_STEP, cache_count, most_steps
-from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.row_faults import ROW_ERRORS, StageGuard
+from streamdiff.pipeline.runner.compiled_stage import CompiledStage
+from streamdiff.pipeline.runner.graphs import Tensors
 from streamdiff.session_state import walk
 from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, reset, session_state
 from streamdiff.session_state.swap_store import SwapStore
@@ -86,16 +90,16 @@ class ModelRunner:
         spec, patch = model.spec, model.denoiser.patch
         if patch[0] != 1:
             raise ValueError(f"a patch has {patch[0]} latent frames; it must have 1, as windows count latent frames")
-        grid = (spec.latent_height // patch[1], spec.latent_width // patch[2])
+        self.group, self.grid = group, spec.chunk_shape[1:]
+        self.first, self.last = index == 0, index == stages - 1
         self.shares, share = (1, 0) if group is None else (group.size, group.index)
         self.heads, self.exchange_key = self.denoiser.heads // self.shares, stage_key(index, share)
         all_heads = None if group is None else group.all_heads
+        patches = (spec.latent_height // patch[1], spec.latent_width // patch[2])
         self.attention = RollingAttention(
-            spec.chunk_latents, *grid, self.denoiser.head_dim, device, self.denoiser.attend_parts(), all_heads
+            spec.chunk_latents, *patches, self.denoiser.head_dim, device, self.denoiser.attend_parts(), all_heads
         )
-        first, last = index == 0, index == stages - 1
-        folded = self.denoiser.fold_position_planes(spec.latent_height, spec.latent_width) if first else None
-        self._forward = StageForward(self.denoiser, spec.chunk_shape[1:], first, last, group, folded)
+        self._folded = self.denoiser.fold_position_planes(*self.grid[1:]) if self.first else None
         self.compiled: CompiledStage | None = None
         self.sessions: dict[int, RunnerSession] = {}
         self.guard = StageGuard(self)
@@ -115,9 +119,15 @@ class ModelRunner:
         if self._arriving & sessions:  # what follows uses their caches: on the device it waits for what comes back
             self._arriving -= sessions
             self.swaps.follow()
-        if update is None:
-            return StageMessage(message.kind, message.rows, None, self.guard.forward(message.rows, message.tensors))
-        return self.guard.apply_update(message)
+        if update is not None:
+            return self.guard.apply_update(message)
+        rows, failed = message.rows, None
+        if not self.guard.broken:
+            try:
+                return StageMessage(message.kind, rows, None, self.forward(rows, message.tensors))
+            except ROW_ERRORS as error:
+                failed = error
+        return StageMessage(message.kind, rows, None, self.guard.forward(rows, message.tensors, failed))
 
     def apply_update(self, kind: MessageKind, update: SessionUpdate, tensors: Tensors) -> SessionUpdate:
         """Make a change to a session, see `MessageKind`; returns it for the next rank. Mutates: self."""
@@ -142,22 +152,21 @@ class ModelRunner:
                 return replace(update, outcome=max(update.outcome, self.swap_in(update)))
         return update
 
-    @property
-    def shared(self) -> bool:
-        """Whether other ranks take part in each forward."""
-        return self._forward.group is not None
-
     def nan_outputs(self, rows: int, given: Tensors) -> Tensors:
         """What `forward` would return for so many rows, with NaN for numbers; where no other rank shares the stage."""
         like = given[0]
-        if self._forward.last:
+        if self.last:
             return (like.new_full((rows, *self.spec.chunk_shape), torch.nan),)
-        tokens = self.denoiser.tokens(self._forward.grid)
+        tokens = self.denoiser.tokens(self.grid)
         return like.new_full((rows, tokens, self.denoiser.width), torch.nan), given[1].clone()
 
     def zeros(self, rows: int) -> Tensors:
         """Zeros in the shape of what `forward` is given for so many rows."""
-        return self._forward.zeros(rows, self.device)
+        like, width = torch.empty(0, dtype=self.denoiser.dtype, device=self.device), self.denoiser.width
+        time = like.new_zeros(rows, self.grid[0], width)
+        if self.first:
+            return like.new_zeros(rows, self.denoiser.latent_channels, *self.grid), time
+        return like.new_zeros(rows, self.denoiser.tokens(self.grid) // self.shares, width), time
 
     def forget_sinks(self, session: int) -> None:
         """Have the sink of a session's caches rotated anew. Mutates: its caches."""
@@ -181,7 +190,7 @@ class ModelRunner:
     def _cache_sizes(self, device: torch.device) -> CacheSizes:
         return {
             "layers": len(self.denoiser.blocks),
-            "tokens": self.denoiser.tokens(self._forward.grid),
+            "tokens": self.denoiser.tokens(self.grid),
             "heads": self.heads,
             "head_dim": self.denoiser.head_dim,
             "like": torch.empty(0, dtype=self.denoiser.dtype, device=device),  # weights may be quantised
@@ -238,9 +247,9 @@ class ModelRunner:
         session, name = update.session, swapped(update.session)
         if session in self.sessions:
             return Outcome.DONE
-        outcome, group = readiness(self.swaps, name), self._forward.group
-        if group is not None:  # a part that one of them cannot give is of no use to the others
-            outcome = Outcome(group.highest(outcome))
+        outcome = readiness(self.swaps, name)
+        if self.group is not None:  # a part that one of them cannot give is of no use to the others
+            outcome = Outcome(self.group.highest(outcome))
         if outcome is Outcome.NOT_YET:
             return outcome
         self.open(session, steps=update.steps, kv_context=update.kv_context)
@@ -267,19 +276,53 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
-        """Run this stage for `rows`, see `StageForward`. With graphs of CUDA what it returns is overwritten by the next
-        forward: whoever keeps it copies it. Mutates: the rows' caches."""
+        """Run this stage for `rows`. With graphs of CUDA what it returns is overwritten by the next forward: whoever
+        keeps it copies it. Mutates: the rows' caches.
+
+        Args:
+            given: on the first stage latents `[R, C, F, h, w]` and the time embedding `[R, F, D]`, else `TokenStates`.
+
+        Returns:
+            On the last stage the flow `[R, C, F, h, w]` alone, and where ranks share it that on the first of them only;
+            else `TokenStates`. Where ranks share the stage, hidden states are this rank's tokens only.
+        """
         metadata: list[AttentionMetadata] = []
         for index, row in enumerate(rows):
             metadata.append(self._row_metadata(row, self._visible_later_rows(rows, index), metadata))
         texts = [self.sessions[row.session].text[row.epoch] for row in rows]
         done = self.compiled.run(given, texts, metadata) if self.compiled is not None else None
         if done is None:
-            done = self._forward(given, concat_layers(texts), self.attention.on(metadata))
+            text = [concat_rows(layer) for layer in zip(*texts, strict=True)]
+            attention = self.attention.on(metadata)
+            if self.group is not None:
+                attention = partial(shared_attention, self.group, attention)
+            done = self.leave(self.denoiser.run_blocks(self.enter(given), text, attention))
         for row in rows:
             if row.chunk < self.spec.first_chunks > 1:
                 self._share(row)
         return done
+
+    def enter(self, given: Tensors) -> TokenStates:
+        """The stage's input as `TokenStates` for its first block."""
+        first, time = given
+        if not self.first:
+            return TokenStates(first, time)
+        hidden = self.denoiser.patches(first, self._folded)
+        return TokenStates(hidden if self.group is None else self.group.own_tokens(hidden), time)
+
+    def leave(self, tokens: TokenStates) -> Tensors:
+        """The stage's output from its last block's `TokenStates`."""
+        if not self.last:
+            return tuple(tokens)
+        if self.group is None:
+            return (self.denoiser.output_layer(tokens, self.grid),)
+        return self.unite(self.denoiser.output(tokens), self.group)
+
+    def unite(self, output: Tensor, group: ContextGroup) -> Tensors:
+        """The flow from the output layer's result for own tokens, and that of the other ranks of `group`; nothing on
+        these, since the first sends it on."""
+        whole = group.tokens_on_first(output)
+        return () if whole is None else (self.denoiser.unpatch(whole, self.grid),)
 
     @torch.inference_mode()
     def compile(
@@ -300,7 +343,7 @@ class ModelRunner:
         """
         kept = kept._replace(steps=most_steps(kept.steps, self.spec.steps))
         steps, kv_context = kept.steps, kept.kv_context
-        self.compiled = CompiledStage(self._forward, self.device)
+        self.compiled = CompiledStage(self)
         self.attention.rotate_sinks = self.compiled.rotate_sinks
         trials = self._try_out(kept, memory, max_rows)
         # From here on every chunk takes the slot of another. Where slots are spare, what is seen lies otherwise with
@@ -312,8 +355,8 @@ class ModelRunner:
         kinds = min(max_rows, len(trials))
         on_progress(0, kinds)
         for trial, chunk in product(trials if self._pool is not None else trials[:1], chunks):
-            for row in forward_variants(trial, chunk, steps, kv_context):
-                self.forward([row], self.zeros(1))
+            for step in range(steps) if kv_context in PER_STEP else (0, steps):
+                self.forward([MicroStep(trial, chunk, step, steps, 0)], self.zeros(1))
         on_progress(1, kinds)
         if kinds > 1 and self._pool is not None:
             self.compiled.try_paged(kinds, self.spec.window(kv_context))
@@ -336,8 +379,8 @@ class ModelRunner:
             self.compiled.pool = self._pool
         else:
             sessions = max_rows if memory is None else max(1, memory.holds(max_rows, one))
-            if self._forward.group is not None:  # all of them run the same forwards, as many as the least can
-                sessions = -self._forward.group.highest(-sessions)
+            if self.group is not None:  # all of them run the same forwards, as many as the least can
+                sessions = -self.group.highest(-sessions)
         for trial in (trials := [_TRIAL - number for number in range(sessions)]):
             self.open(trial, steps=kept.steps, kv_context=kept.kv_context)
             self.set_text(trial, 0, torch.zeros(self.spec.text_shape), 0)
@@ -391,3 +434,88 @@ class ModelRunner:
         return self.attention.row_metadata(
             session.geometry, session.state, cache, row.chunk, visible_from, adapt, fold, later, before
         )
+
+
+def shared_attention(
+    group: ContextGroup, attention: SelfAttention, layer: int, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """A `SelfAttention` over this rank's tokens: all-to-all, `attention` over all tokens of own heads, back."""
+    return group.to_tokens(attention(layer, *group.to_heads(query, key, value)))
+
+
+class Worker(RankLoop):
+    """The loop of a rank that has a stage."""
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        stage: ModelRunner,
+        sender: Sender,
+        timer: DeviceTimer | None = None,
+        timed: StreamTimer | None = None,
+    ) -> None:
+        """`timer` is that of the device, `timed` that of the stream that the stage computes on; None: made here."""
+        super().__init__(receiver, sender, timer or DeviceTimer.on(stage.device))
+        self.stage, self._timed = stage, timed or self.timer.stream()
+        self._received_rows: list[StageMessage] = []  # rows of a long forward, until all are received
+        self._rest: deque[StageMessage] = deque()  # those that are still to be sent on
+
+    @property
+    def awaits_others(self) -> bool:
+        return self.stage.heads < self.stage.denoiser.heads
+
+    @property
+    def sending(self) -> bool:
+        """Whether rows of a long forward are still to be sent: `step` does nothing else before they are."""
+        return bool(self._rest)
+
+    def step(self, wait_s: float | None = 0.0) -> StageMessage | None:
+        """Receive one message, execute it, send the result on; returns the message, or None if there was none.
+
+        A link carries few rows at once. A forward with more of them (`MicroStep.recaches`) travels row by row, which
+        are executed together when all have come; of its result, which nobody needs, the last stage sends one."""
+        if self._rest:
+            self.sender.send(self._rest.popleft())
+            return None
+        message = self.receiver.receive(wait_s)
+        if message is not None:
+            self.execute(message)
+        return message
+
+    def execute(self, message: StageMessage) -> None:
+        """Execute a message, and send the result on, of a long forward the first row. Mutates: self, the stage."""
+        self.done += 1
+        if (whole := self._assembled(message)) is not None:
+            self.now = whole
+            if not (whole.is_long or whole.kind.is_answered):  # whose record tells what became of it
+                self.sender.announce(whole)
+            with self._timed.work(whole.bare):
+                result = self.stage.carry_out(whole)
+            self.now, self.last = None, whole
+            last = self.stage.index == self.stage.stages - 1
+            first, *rest = result.as_sent[-1:] if last else result.as_sent
+            self._rest.extend(rest)
+            self.sender.send(first)
+
+    def _assembled(self, message: StageMessage) -> StageMessage | None:
+        """The complete message that `message` is or completes; None while rows of it are missing. Mutates: self."""
+        rows = message.rows
+        if not message.is_long or len(rows) > 1:
+            return message
+        # The link's buffers are written again before the last row has come.
+        self._received_rows.append(replace(message, tensors=tuple(tensor.clone() for tensor in message.tensors)))
+        if rows[-1].chunk != rows[-1].recache_end:
+            return None
+        received, self._received_rows = self._received_rows, []
+        tensors = tuple(torch.cat(parts) for parts in zip(*(each.tensors for each in received), strict=True))
+        return replace(message, rows=tuple(row for each in received for row in each.rows), tensors=tensors)
+
+    def run(self) -> None:
+        while (message := self.step(None)) is None or message.kind is not MessageKind.STOP:
+            pass
+        self.close_links()
+
+    def where(self) -> str:
+        if self.now is not None:
+            return f"at {self.now}"
+        return f"after {self.last}" if self.last is not None else "before its first message"

@@ -15,17 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamdiff.core import PER_STEP, StreamProgress
 from streamdiff.errors import ConfigError
 from streamdiff.models.sampling import TIMESTEPS
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
-from streamdiff.pipeline.output import StreamProgress
 from streamdiff.pipeline.runner.init_latents import ChunkLevels
 from streamdiff.pipeline.runner.model_runner import RunnerSession
-from streamdiff.pipeline.runner.noise import SeededNoise
-from streamdiff.pipeline.runner.sampler import PendingSteps, SamplerSession
-from streamdiff.pipeline.scheduler.kv_context import PER_STEP
-from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
+from streamdiff.pipeline.runner.sampler import PendingSteps, SamplerSession, SeededNoise
+from streamdiff.pipeline.scheduler.scheduler import ScheduledSession
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.session_state import walk
 from streamdiff.session_state.fields import LARGEST, STATE, check_tree, session_state, shown

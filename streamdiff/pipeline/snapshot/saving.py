@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from streamdiff.core import Frames, StreamProgress
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.autoencoder.picture_decoder import memory_outlines
 from streamdiff.models.model import Model
-from streamdiff.pipeline.decode.decoding import SavedMemory
+from streamdiff.pipeline.decode.decode_worker import SavedMemory
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate
 from streamdiff.pipeline.distributed.state_exchange import State, stage_key, ticket_key
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.output import Frames, StreamProgress
 from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.runner.model_runner import RunnerSession
 from streamdiff.pipeline.runner.sampler import PendingSteps

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
+from streamdiff.core import Frames
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate
-from streamdiff.pipeline.output import Frames
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.executor import RingExecutor

@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from streamdiff.core import InputFigures
 from streamdiff.errors import RequestError, StreamdiffError
 from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder, beside_others
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.output import InputFigures
 from streamdiff.pipeline.runner.init_latents import MAX_WAITING, LiveLatents
 from streamdiff.pipeline.runner.sampler import SamplerSession
 

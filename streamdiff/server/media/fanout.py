@@ -16,7 +16,7 @@ from streamdiff.server.media.codecs import Codec, Format
 from streamdiff.server.media.encoder import EncodedFrame, EncoderThread
 from streamdiff.server.media.pacer import Pacer
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.rate_limit import Rate
+from streamdiff.server.peers import Rate
 
 FLOOR = 0.4
 """The rate never falls below this share of the configured one, which is also the highest."""

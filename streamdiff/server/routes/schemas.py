@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from streamdiff.config import KVContext, PromptPolicy
+from streamdiff.core import KVContext, PromptPolicy
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures, Ready
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.bodies import MAX_JSON_BYTES

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -50,7 +50,6 @@ PICTURE = "input_reference"
 REFERENCES = ("image_reference", "reference_url", "video_reference")
 UNUSED = ("user", "metadata")
 """Fields that clients send and that change no video."""
-MAX_KEY_CHARACTERS = 255
 _NAMED = re.compile(r"video_([a-z0-9]{1,32})_")
 """An id of a server with a name."""
 
@@ -319,15 +318,9 @@ def resolve(wanted: NewVideo, ready: Ready, limit_s: float, configured: str) -> 
     return VideoRequest(ready.model, wanted.prompt or "", seed, steps, frames, fps, ready.width, ready.height)
 
 
-def idempotency(request: Request, caller: str, wanted: NewVideo, *parts: bytes | str | None) -> tuple[str, str] | None:
+def idempotency(key: str, caller: str, wanted: NewVideo, *parts: bytes | str | None) -> tuple[str, str]:
     """What a store knows a request with an `Idempotency-Key` by, and the rest of it: digests of the key of this caller,
-    and of its fields and files. None: it has no key. Raises Problem 400 for one that is too long, or not ASCII."""
-    key = request.headers.get("idempotency-key")
-    if key is None:
-        return None
-    if not (0 < len(key) <= MAX_KEY_CHARACTERS and key.isascii() and key.isprintable()):
-        why = f"`Idempotency-Key` has {len(key)} characters; it must be 1 to {MAX_KEY_CHARACTERS}, of printable ASCII."
-        raise _fault("Idempotency-Key", why)
+    and of its fields and files."""
     # A form says 4 as text, and has the picture as a file.
     same = wanted if wanted.seconds is None else wanted.model_copy(update={"seconds": float(wanted.seconds)})
     fields = same.model_dump_json(exclude_defaults=True, exclude={PICTURE, *UNUSED}).encode()
@@ -420,6 +413,14 @@ Changeable = Annotated[JobRunner, Depends(_changeable_jobs)]
 """The jobs, for a request that may ask for videos and delete them."""
 
 
+_Key = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key", min_length=1, max_length=255, pattern="^[ -~]*$", description="of a retry the same"
+    ),
+]
+
+
 def _unknown(id: str) -> Problem:
     return Problem(404, f"There is no video {id[:64]!r}: deleted, expired, or never asked for.", code="unknown")
 
@@ -440,7 +441,7 @@ Found = Annotated[Job, Depends(_visible_job)]
 
 
 @router.post("/videos", summary="Have a video made", **operation("steer", 409, 507, body=_NEW_VIDEO))
-async def create_video(request: Request, state: State, jobs: Changeable) -> Video:
+async def create_video(request: Request, state: State, jobs: Changeable, key: _Key = None) -> Video:
     serve, ready = state.config.serve, state.manager.ready
     wanted, image, files = await read_new_video(request, ready)
     made = resolve(wanted, ready, runner.LONGEST_JOB_S, state.config.model.name)
@@ -448,9 +449,9 @@ async def create_video(request: Request, state: State, jobs: Changeable) -> Vide
     prompt, share = wanted.prompt is not None, share_of(runner.QUEUE, serve.address_share)
     given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
     sent = [None if picture is None else picture.tobytes(), *(files.get(name) for name in NAMES)]
-    key = idempotency(request, state.caller(request), wanted, *sent)
+    known_by = None if key is None else idempotency(key, state.caller(request), wanted, *sent)
     try:
-        job = await jobs.submit(made, address_of(request), share, picture, given, key)
+        job = await jobs.submit(made, address_of(request), share, picture, given, known_by)
     except KeyReused as error:
         raise Problem(409, str(error), code="idempotency_key", field="Idempotency-Key") from error
     except Unavailable as error:
@@ -497,10 +498,7 @@ async def show_video(response: Response, jobs: Visible, job: Found) -> Video:
     "/videos/{id}/content", summary="The video itself", response_class=FileResponse,
     **operation("watch", 400, 422, answers=_CONTENT),
 )  # fmt: skip
-async def video_content(jobs: Visible, job: Found, variant: str = "video") -> Response:
-    if variant != "video":
-        why = f"`variant` is {variant[:40]!r}; there is `video` only."
-        raise Problem(400, why, code="invalid", field="variant")
+async def video_content(jobs: Visible, job: Found, variant: Literal["video"] = "video") -> Response:
     if job.status == "failed":
         raise Problem(422, f"The video could not be made: {job.error}.", code="failed")
     if job.status != "completed":

@@ -181,9 +181,6 @@ for endpoint in ("/whip", "/whip/{session}"):
         endpoint, describe_feeding, methods=["OPTIONS"], summary="What is taken here",
         **operation(None, answers=_ACCEPTS),
     )  # fmt: skip
-router = APIRouter()
-router.include_router(watching)
-router.include_router(feeding)
 
 
 def with_links(response: Response, servers: list[IceServer]) -> Response:

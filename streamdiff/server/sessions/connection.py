@@ -14,7 +14,7 @@ from typing import Any
 from streamdiff import clock
 from streamdiff.errors import EngineFailure
 from streamdiff.server.metrics import Metrics
-from streamdiff.server.rate_limit import TokenBucket
+from streamdiff.server.peers import TokenBucket
 from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES, MESSAGES_PER_S, ChangeMessage, ControlError, parse
 from streamdiff.server.sessions.live_session import LiveSession
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from streamdiff.config import PromptPolicy
+from streamdiff.core import PromptPolicy
 from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any, Literal
 
 from streamdiff import clock
-from streamdiff.config import PROMPT_POLICIES, Config
+from streamdiff.config import Config
+from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine import messages
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import Command, Data, FrameBatch, Pictures, Ready
@@ -22,7 +23,7 @@ from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, ViewerDemand
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.rate_limit import Rate
+from streamdiff.server.peers import Rate
 from streamdiff.server.sessions import control
 from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
 from streamdiff.server.sessions.playback import Playback
@@ -171,7 +172,6 @@ class LiveSession:
         self._opening_s: float | None = None  # when `Open` was sent, until the first frame is made
         self._chunk_s: float | None = None
         self._lag_s: float | None = None
-        self._metrics_ended = False
         self.playback = Playback(id, spec.fps, config, ready, metrics, self._on_shown, send, self.send_active)
         self.input = VideoSource(id, ready, send, lambda: self.fps, lambda: not self.idle, self._send_state)
 
@@ -388,11 +388,12 @@ class LiveSession:
 
     def _on_shown(self, frame: int, epoch: int, pts: int) -> None:
         """A new frame is on show. Mutates: self."""
+        if self.closed:  # the pacer's thread may be a frame behind
+            return
         now_s = clock.monotonic_s()
         self._latest_shown_epoch = epoch
         self._shown.add(1, now_s)
-        if not self._metrics_ended:
-            self._metrics.shown.labels(self.id).inc()
+        self._metrics.shown.labels(self.id).inc()
         self._deliver(self._requests.shown(frame, epoch, now_s, pts))
 
     # ---- requests -----------------------------------------------------------------------------------------------
@@ -604,8 +605,6 @@ class LiveSession:
     def _count_made(self, frames: int, chunk_s: float | None, now_s: float) -> None:
         """The engine made so many frames; `chunk_s` is what their chunk took, with its last ones. Mutates: self."""
         self._made.add(frames, now_s)
-        if self._metrics_ended:
-            return
         self._metrics.made.labels(self.id).inc(frames)
         if self._opening_s is not None:
             self._metrics.session_first_s.observe(now_s - self._opening_s)
@@ -616,8 +615,6 @@ class LiveSession:
 
     def update_metrics(self) -> None:
         """Copy figures that other objects hold into the metrics. Mutates: self, the metrics."""
-        if self._metrics_ended:
-            return
         playback, demand, metrics = self.playback, self._demand, self._metrics
         progress = playback.pacer.progress()
         metrics.repeated.labels(self.id).inc(self._repeated.increase(progress.repeated))
@@ -631,8 +628,8 @@ class LiveSession:
         metrics.asked_fps.labels(self.id).set(demand.fps)
 
     def _end_metrics(self) -> None:
-        """The session has ended: remove its metrics, and count nothing more. Mutates: self, the metrics."""
-        self._metrics_ended, metrics = True, self._metrics
+        """The session has ended: remove its metrics. Mutates: the metrics."""
+        metrics = self._metrics
         counted = (metrics.made, metrics.shown, metrics.repeated, metrics.dropped, metrics.chunk_s)
         waiting = (metrics.buffered, metrics.unanswered, metrics.encoder_waiting)
         by_load = (metrics.steps, metrics.asked_steps, metrics.fps, metrics.asked_fps)

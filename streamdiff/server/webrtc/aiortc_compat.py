@@ -37,7 +37,7 @@ from aiortc.sdp import MediaDescription
 from streamdiff import clock
 from streamdiff.errors import StreamdiffError
 from streamdiff.server.media.encoder import is_key_frame
-from streamdiff.server.rate_limit import TokenBucket
+from streamdiff.server.peers import TokenBucket
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from streamdiff import clock
 from streamdiff.server.media.codecs import Codec
 from streamdiff.server.media.encoder import EncodedFrame, Packet, PacketQueue
 from streamdiff.server.media.fanout import FRESH_S, TRIAL_S, Fanout
-from streamdiff.server.rate_limit import TokenBucket
+from streamdiff.server.peers import TokenBucket
 from streamdiff.server.webrtc import aiortc_compat
 
 KEY_REQUESTS_PER_S, KEY_REQUEST_BURST = 1.0, 5.0

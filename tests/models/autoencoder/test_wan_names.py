@@ -7,7 +7,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.wan import is_original, to_diffusers
+from streamdiff.models.autoencoder.wan import to_diffusers
 from tests.small_vae import original_layout
 
 
@@ -56,8 +56,3 @@ def test_other_names_are_refused_and_listed(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         to_diffusers(["conv1.weight", name])
     assert name in str(caught.value)
-
-
-def test_the_layout_is_seen_from_the_names(published: AutoencoderKLWan) -> None:
-    assert is_original(original_layout(published))
-    assert not is_original(published.state_dict())

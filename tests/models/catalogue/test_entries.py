@@ -11,7 +11,6 @@ import yaml
 
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, sampling
-from streamdiff.models.catalogue import CatalogueEntry
 from streamdiff.models.resolve import EMBEDDED_WEIGHTS
 
 FOLDER = Path(catalogue.__file__).parent / "published"
@@ -74,15 +73,6 @@ def test_the_published_timesteps(name: str) -> None:
     assert found.schedule().of(0).timesteps == pytest.approx(first_chunk or timesteps, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_what_a_chunk_begins_with(name: str) -> None:
-    """Causal-rCM's noise times 1600/1601, the first chunk's too; everybody else's as it is."""
-    entry = catalogue.find(name)
-    made = catalogue.make_spec(name, entry, catalogue.transformer_arguments(entry)).schedules[0]
-    scale = SCALE if name.startswith("causal-rcm") else 1
-    assert made.noise_scale == made.of(0).noise_scale == pytest.approx(scale, abs=1e-15)
-
-
 def test_the_step_that_is_told_0_may_be_left_out() -> None:
     """Krea's; of the others all steps are run, or none of that kind."""
     for name in PUBLISHED:
@@ -119,14 +109,6 @@ def test_bases_make_whole_clips(name: str) -> None:
     assert entry.architecture == BASES[name]
 
 
-def test_architectures_are_wans() -> None:
-    known = catalogue.parts().architectures
-    sizes = {name: (a.width, a.ffn_dim, a.heads, a.blocks, a.in_channels) for name, a in known.items()}
-    assert sizes["wan2.1-1.3b"] == (1536, 8960, 12, 30, 16)
-    assert sizes["wan2.1-14b"] == (5120, 13824, 40, 40, 16)
-    assert {known[name].width // known[name].heads for name in BASES.values()} == {128}
-
-
 def test_longlive_is_a_base_and_a_lora() -> None:
     entry = catalogue.find("longlive-1.3b")
     assert entry.weights and entry.lora and entry.switches
@@ -147,15 +129,6 @@ def test_what_a_new_prompt_does_to_the_past(name: str, switch: str) -> None:
     assert name == "tiny" or catalogue.make_spec(name, entry, catalogue.transformer_arguments(entry)).switch == switch
 
 
-def test_every_model_says_where_its_context_is_read() -> None:
-    """In code that its sources name, or in this package for the embedded one."""
-    streaming = {name: entry for name, entry in catalogue.entries().items() if entry.context is not None}
-    assert len(streaming) >= 12
-    for name, entry in streaming.items():
-        assert entry.context is not None and entry.context.source is not None, name
-        assert entry.context.source in entry.sources or name == "tiny", name
-
-
 def test_each_tiny_decoder_says_which_latents_it_takes() -> None:
     small = catalogue.parts().autoencoders["wan2.1"].tiny
     assert {each.files: each.latents for each in small} == {
@@ -163,12 +136,6 @@ def test_each_tiny_decoder_says_which_latents_it_takes() -> None:
         ("lighttaew2_1.safetensors",): "vae",
     }
     assert all(each.on_hub and each.files == (f"{each.name}.safetensors",) for each in small)
-
-
-def test_texts_are_padded_to_the_models_length() -> None:
-    text = catalogue.parts().text_encoders["umt5-xxl"]
-    assert (text.tokens, text.width) == (512, 4096)
-    assert {entry.text_encoder for entry in catalogue.entries().values() if entry.weights} == {"umt5-xxl"}
 
 
 def test_the_embedded_entry_says_what_its_weights_say() -> None:
@@ -226,41 +193,32 @@ def changed(folder: Path, old: str, new: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new"),
     [
-        ("family: longlive\n", "family: longlive\nfamly: x\n", ("famly", "Extra inputs are not permitted")),
-        ("  warp: true\n", "  warp: true\n  wrap: true\n", ("sampling.wrap", "Extra inputs")),
-        ("  warp: true\n", "", ("sampling.warp", "required")),
-        ("  warp: true\n", "  warp: 'yes'\n", ("sampling.warp", "boolean")),
-        ("[1000, 750, 500, 250]", "[1000, 750, 800]", ("below the one before it",)),
-        ("[1000, 750, 500, 250]", "[]", ("sampling.steps",)),
-        ("  warp: true\n", "  warp: true\n  first_noise_scale: 0\n", ("sampling.first_noise_scale", "greater than 0")),
-        ("  warp: true\n", "  warp: true\n  first_noise_scale: 1.1\n", ("sampling.first_noise_scale", "equal to 1")),
-        ("  warp: true\n", "  warp: true\n  keep_end: true\n", ("keep_end is for a list that ends with 0", "with 250")),
-        ("  warp: true\n", "  warp: true\n  timestep_dtype: float8\n", ("sampling.timestep_dtype", "bfloat16")),
-        (
-            "[1000, 750, 500, 250]",
-            "[1000, 999]\n  timestep_dtype: bfloat16",
-            ("steps is 1000, 1000", "below the one before it"),
-        ),
-        ("  sink_latents: 3", "  sink_latents: 10", ("a window holds at least the sink and one chunk",)),
-        ("kind: causal", "kind: bidirectional", ("another has none",)),
-        ("  trained: clean", "  trained: foggy", ("context.trained", "clean")),
-        ("architecture: wan2.1-1.3b", "architecture: wan2.1-2b", ("architecture is 'wan2.1-2b'", "wan2.1-14b")),
-        ("name: longlive-1.3b", "name: longlive", ("name is 'longlive'", "longlive-1.3b.yaml")),
-        ("kind: causal", "kind: [causal", ("not valid YAML",)),
+        ("family: longlive\n", "family: longlive\nfamly: x\n"),
+        ("  warp: true\n", "  warp: true\n  wrap: true\n"),
+        ("  warp: true\n", ""),
+        ("  warp: true\n", "  warp: 'yes'\n"),
+        ("[1000, 750, 500, 250]", "[1000, 750, 800]"),
+        ("[1000, 750, 500, 250]", "[]"),
+        ("  warp: true\n", "  warp: true\n  first_noise_scale: 0\n"),
+        ("  warp: true\n", "  warp: true\n  first_noise_scale: 1.1\n"),
+        ("  warp: true\n", "  warp: true\n  keep_end: true\n"),
+        ("  warp: true\n", "  warp: true\n  timestep_dtype: float8\n"),
+        ("[1000, 750, 500, 250]", "[1000, 999]\n  timestep_dtype: bfloat16"),
+        ("  sink_latents: 3", "  sink_latents: 10"),
+        ("kind: causal", "kind: bidirectional"),
+        ("  trained: clean", "  trained: foggy"),
+        ("architecture: wan2.1-1.3b", "architecture: wan2.1-2b"),
+        ("name: longlive-1.3b", "name: longlive"),
+        ("kind: causal", "kind: [causal"),
     ],
 )
-def test_an_entry_that_does_not_hold_is_refused(tmp_path: Path, old: str, new: str, words: tuple[str, ...]) -> None:
+def test_an_entry_that_does_not_hold_is_refused(tmp_path: Path, old: str, new: str) -> None:
     path = changed(tmp_path, old, new)
     with pytest.raises(ConfigError) as caught:
         catalogue.read_entry(path)
-    assert all(word in str(caught.value) for word in (str(path), *words)), str(caught.value)
-
-
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        catalogue.read_entry(tmp_path / "none.yaml")
+    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
@@ -276,10 +234,3 @@ def test_no_key_is_given_twice(path: Path) -> None:
                 check(part)
 
     check(yaml.compose(path.read_text(encoding="utf-8")))
-
-
-def test_entries_cannot_be_changed() -> None:
-    entry = catalogue.find("self-forcing")
-    with pytest.raises(ValueError):
-        entry.name = "other"  # type: ignore[misc]
-    assert isinstance(catalogue.find("self-forcing"), CatalogueEntry)

@@ -53,61 +53,47 @@ def test_the_usual_container_of_a_torch_file(case: str, tmp_path: Path) -> None:
     assert which(tmp_path / "model.pt") == expected
 
 
-@pytest.mark.parametrize("ending", [".pt", ".pth", ".bin"])
-def test_a_container_that_is_asked_for(ending: str, tmp_path: Path) -> None:
-    path = tmp_path / f"model{ending}"
-    torch.save({"generator": marked(1), "generator_ema": marked(2), "critic": marked(3)}, path)
-    assert which(path, "generator") == (1, "generator")
-    assert which(path, "critic") == (3, "critic")
-    with pytest.raises(ConfigError):
-        open_checkpoint(path, "teacher")
+BOTH = {"generator": marked(1), "generator_ema": marked(2), "critic": marked(3)}
+STUDENT = {"student": marked(1), "teacher": marked(2)}
+FLAT = {f"{key}.model.{name}": t for key in ("generator", "generator_ema") for name, t in BOTH[key].items()}
+ONE = {f"generator_ema.{name}": t for name, t in marked(1).items()}
+PREFIXED = {f"model.{name}": t for name, t in marked(1).items()}
+ASKED = [
+    (BOTH, "generator", (1, "generator")),
+    (BOTH, "critic", (3, "critic")),
+    (BOTH, "teacher", None),
+    (STUDENT, "teacher", (2, "teacher")),
+    (STUDENT, None, None),  # of containers that nobody knows one has to be named
+    (marked(1), "generator", (1, "")),  # without containers there is no choice
+    (FLAT, None, (2, "generator_ema")),  # in a flat file a container is the beginning of names
+    (FLAT, "generator", (1, "generator")),
+    (FLAT, "critic", None),
+    (ONE, None, (1, "generator_ema")),
+    (ONE, "generator", None),
+    (PREFIXED, "generator", (1, "")),  # only a prefix
+]
 
 
-def test_a_file_without_containers_leaves_no_choice(tmp_path: Path) -> None:
-    torch.save(marked(1), tmp_path / "model.pt")
-    save_file(marked(1), tmp_path / "model.safetensors")
-    assert which(tmp_path / "model.pt", "generator") == (1, "")
-    assert which(tmp_path / "model.safetensors", "generator") == (1, "")
-
-
-def test_containers_that_nobody_knows_have_to_be_named(tmp_path: Path) -> None:
-    torch.save({"student": marked(1), "teacher": marked(2)}, tmp_path / "model.pt")
-    with pytest.raises(ConfigError):
-        open_checkpoint(tmp_path / "model.pt")
-    assert which(tmp_path / "model.pt", "teacher") == (2, "teacher")
+@pytest.mark.parametrize(("tree", "container", "expected"), ASKED)
+def test_the_container_that_is_asked_for(
+    tree: dict[str, object], container: str | None, expected: tuple[float, str] | None, tmp_path: Path
+) -> None:
+    torch.save(tree, tmp_path / "model.pth")
+    paths = [tmp_path / "model.pth"]
+    if all(isinstance(each, torch.Tensor) for each in tree.values()):
+        save_file(tree, tmp_path / "model.safetensors")
+        paths.append(tmp_path / "model.safetensors")
+    for path in paths:
+        if expected is not None:
+            assert which(path, container) == expected
+            continue
+        with pytest.raises(ConfigError):
+            open_checkpoint(path, container)
 
 
 def test_the_container_of_a_lora(tmp_path: Path) -> None:
     torch.save({"generator": marked(1), "generator_lora": marked(2)}, tmp_path / "lora.pt")
     assert which(tmp_path / "lora.pt", order=LORA_CONTAINERS) == (2, "generator_lora")
-    assert which(tmp_path / "lora.pt") == (1, "generator")
-
-
-@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
-def test_in_a_flat_file_a_container_is_the_beginning_of_names(ending: str, tmp_path: Path) -> None:
-    path = tmp_path / f"model{ending}"
-    both = {
-        f"{key}.model.{name}": t
-        for key, value in (("generator", 1), ("generator_ema", 2))
-        for name, t in marked(value).items()
-    }
-    (save_file if ending == ".safetensors" else torch.save)(both, path)
-    assert which(path) == (2, "generator_ema")
-    assert which(path, "generator") == (1, "generator")
-    with pytest.raises(ConfigError):
-        open_checkpoint(path, "critic")
-
-
-def test_one_container_in_a_flat_file_is_not_taken_for_another(tmp_path: Path) -> None:
-    save_file({f"generator_ema.{name}": t for name, t in marked(1).items()}, tmp_path / "model.safetensors")
-    assert which(tmp_path / "model.safetensors") == (1, "generator_ema")
-    with pytest.raises(ConfigError):
-        open_checkpoint(tmp_path / "model.safetensors", "generator")
-
-
-def test_a_prefix_before_all_names_is_no_container(tmp_path: Path) -> None:
-    save_file({f"model.{name}": t for name, t in marked(1).items()}, tmp_path / "model.safetensors")
-    assert which(tmp_path / "model.safetensors", "generator") == (1, "")
 
 
 def test_what_is_known_before_anything_is_read(tmp_path: Path) -> None:
@@ -152,21 +138,16 @@ def test_a_large_file_takes_no_memory_until_it_is_read(tmp_path: Path) -> None:
 # ---- folders -------------------------------------------------------------------------------------------------------
 
 
-def test_a_folders_usual_file_is_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [".", "transformer"])
+def test_a_folders_usual_file_is_taken(place: str, tmp_path: Path) -> None:
+    model, tmp_path = tmp_path, tmp_path / place
+    tmp_path.mkdir(exist_ok=True)
     save_file(marked(1), tmp_path / "diffusion_pytorch_model.safetensors")
     save_file(marked(2), tmp_path / "another.safetensors")
     torch.save(marked(3), tmp_path / "Wan2.1_VAE.pth")
     (tmp_path / "config.json").write_text('{"num_layers": 1}')
-    assert which(tmp_path) == (1, "")
-    assert open_checkpoint(tmp_path).config == {"num_layers": 1}
-
-
-def test_a_models_folder_leads_to_its_transformer(tmp_path: Path) -> None:
-    (tmp_path / "transformer").mkdir()
-    save_file(marked(1), tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
-    (tmp_path / "transformer" / "config.json").write_text('{"num_layers": 1}')
-    assert which(tmp_path) == (1, "")
-    assert open_checkpoint(tmp_path).config == {"num_layers": 1}
+    assert which(model) == (1, "")
+    assert open_checkpoint(model).config == {"num_layers": 1}
 
 
 def test_a_folders_only_file_is_taken_whatever_its_name(tmp_path: Path) -> None:
@@ -216,12 +197,6 @@ def test_an_index_does_not_lead_out_of_its_folder(place: str, tmp_path: Path) ->
         open_checkpoint(tmp_path)
 
 
-def test_an_index_without_a_map(tmp_path: Path) -> None:
-    shards(tmp_path, {}).write_text('{"weight_map": [1]}')
-    with pytest.raises(ConfigError):
-        open_checkpoint(tmp_path)
-
-
 # ---- files that cannot be used -------------------------------------------------------------------------------------
 
 
@@ -252,15 +227,6 @@ def test_a_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> N
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError):
         open_checkpoint(tmp_path / name)
-
-
-def test_a_cut_file_is_named(tmp_path: Path) -> None:
-    for name, write in (("a.pt", torch.save), ("a.safetensors", save_file)):
-        write(marked(1), tmp_path / name)
-        whole = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(whole[:-20])
-        with pytest.raises(ConfigError):
-            open_checkpoint(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])

@@ -88,14 +88,6 @@ def test_the_decoder_gives_the_same_pictures(folder: Path) -> None:
     assert pictures.float().std() > 1
 
 
-def test_the_folder_has_the_layout_of_diffusers(folder: Path) -> None:
-    index = json.loads((folder / "model_index.json").read_text())
-    for part in ("transformer", "text_encoder", "tokenizer", "vae"):
-        assert (folder / part).is_dir() and part in index
-    assert json.loads((folder / "transformer" / "config.json").read_text())["_class_name"] == "WanTransformer3DModel"
-    assert (folder / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
-
-
 @pytest.mark.parametrize(
     "missing",
     [
@@ -142,20 +134,3 @@ def test_a_model_names_its_controls_and_one_without_has_none(folder: Path, tmp_p
 def test_controls_that_cannot_be_are_refused(folder: Path, tmp_path: Path, axes: object) -> None:
     with pytest.raises(ConfigError):
         model.load_model(rewritten(folder, tmp_path / "m", control_axes=axes), CPU)
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        model.load_model(tmp_path / "nowhere", CPU)
-
-
-def test_the_autoencoder_alone_can_be_saved(tmp_path: Path) -> None:
-    parts = small_parts(6)
-    save_model(tmp_path, parts.autoencoder, parts.mean, parts.std, None, STREAM)
-    decoder = load_decoder(tmp_path, CPU)
-    assert decoder.config == AUTOENCODER
-    normalisation = decoder.normalisation
-    assert normalisation is not None
-    torch.testing.assert_close(normalisation.mean.flatten(), parts.mean)
-    torch.testing.assert_close(normalisation.std.flatten(), parts.std)
-    assert not (tmp_path / "model_index.json").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -55,14 +54,6 @@ def test_the_number_of_heads_of_a_narrow_model_has_to_be_said(tmp_path: Path) ->
         assert_same(load(path, config=config), small_transformer(3, planes=0))
     with pytest.raises(ConfigError):
         load(path, config={"num_attention_heads": 5})
-
-
-def test_a_folder_of_original_wan_has_a_configuration_of_its_own(tmp_path: Path) -> None:
-    save(tmp_path / "diffusion_pytorch_model.safetensors", original(small_state()))
-    own = {"_class_name": "WanModel", "dim": 24, "num_heads": 2, "ffn_dim": 32, "freq_dim": 16, "in_dim": 4,
-           "out_dim": 4, "num_layers": 2, "text_len": 512, "eps": 1e-6, "model_type": "t2v"}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(own))
-    assert_same(load(tmp_path, config=None), small_transformer(3, planes=0))
 
 
 def test_what_the_caller_says_goes_before_the_folders_configuration(folder: Path) -> None:

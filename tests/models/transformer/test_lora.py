@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import open_checkpoint
-from streamdiff.models.transformer.weights import Lora, parse_lora
+from streamdiff.models.spec import Lora, parse_lora
 from tests.models.layouts import Counting, State, flow, load, original, original_name, save, small_state
 from tests.small import small_transformer
 
@@ -174,8 +174,8 @@ def pair(module: str, rows: int = 24, columns: int = 24, rank: int = RANK, up_ra
 
 OWN = "blocks.1.self_attn.q"
 MISFITS: dict[str, tuple[State, str]] = {
-    "no such block": (peft(factors()) | pair("blocks.9.self_attn.q"), "(2): blocks.9.self_attn.q.lora_A"),
-    "no such module": (peft(factors()) | pair("blocks.0.self_attn.qq"), "(2): blocks.0.self_attn.qq.lora_A"),
+    "no such block": (peft(factors()) | pair("blocks.9.self_attn.q"), "(1): blocks.9.self_attn.q.lora_A"),
+    "no such module": (peft(factors()) | pair("blocks.0.self_attn.qq"), "(1): blocks.0.self_attn.qq.lora_A"),
     "no factor": (pair(OWN) | {"blocks.0.norm3.diff_b": torch.ones(24)}, "(1): blocks.0.norm3.diff_b"),
     "half a pair": ({k: t for k, t in pair(OWN).items() if "lora_A" in k}, f"(1): {OWN}.lora_A.weight"),
     "rows": (pair(OWN, rows=25), "blocks.1.attn1.to_q.weight is 24 x 24, but [25, 3] x [3, 24] is to be added"),

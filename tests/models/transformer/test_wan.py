@@ -198,7 +198,9 @@ def test_a_block_in_few_kernels_is_the_block_as_it_is_written_in_diffusers(dtype
     text = KeyValue(*torch.randn(2, 2, 5, 2, 12, generator=generator).to(dtype))
     before = hidden.clone()
     (own,) = denoiser._modulation_of_blocks(modulation)
-    got = denoiser.run_block(denoiser.weights(0), hidden, own, text, attend, attend)
+    weights = denoiser.weights(0)
+    mixed = attend(*denoiser.before_attention(weights, hidden, own))
+    got = denoiser.after_attention(weights, hidden, own, text, mixed, attend)
 
     expected = as_written(denoiser.blocks[0], hidden, modulation, text)
     transformer.double()

@@ -26,11 +26,12 @@ from tests.models.layouts import (
     fused,
     load,
     original,
+    original_name,
     prefixed,
+    published,
     rcm,
     save,
     small_state,
-    wan_1_3b,
     wrapped,
     write_config,
     write_shards,
@@ -186,7 +187,7 @@ def test_large_files_show_progress_on_a_terminal_only(
 def test_a_stage_of_a_model_of_published_size_holds_its_own_part_only(tmp_path: Path) -> None:
     """The 1.3B architecture as it is published, in a file that is a hole: 825 tensors of zeros, 2.8 GB."""
     path = tmp_path / "model.safetensors"
-    write_zeros(path, {name: [*shape] for name, shape in wan_1_3b().items()})
+    write_zeros(path, {original_name(name): [*each.shape] for name, each in published("1.3B").items()})
     before = psutil.Process().memory_info().rss
     model = load_transformer(open_transformer(path), device=CPU, dtype=torch.bfloat16, blocks=(7, 8))
     grown = psutil.Process().memory_info().rss - before

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from streamdiff.models.autoencoder.picture_decoder import DecoderState, PictureDecoder, VideoDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
-from streamdiff.pipeline.decode.captured_step import CapturedStep
-from streamdiff.pipeline.runner.torch_compile import one_graph
+from streamdiff.pipeline.runner.graphs import CapturedStep, one_graph
 from tests.small import small_autoencoder, small_decoder
 from tests.small_vae import small_wan_autoencoder
 

@@ -14,14 +14,13 @@ import torch
 from torch._dynamo.utils import counters
 
 from streamdiff.config import ModelConfig
+from streamdiff.core import Frames
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, Step, VideoDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.pipeline import rank_loader
 from streamdiff.pipeline.build import build_pipeline
-from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding
-from streamdiff.pipeline.decode.decoding import Piece
-from streamdiff.pipeline.output import Frames
-from streamdiff.pipeline.runner.torch_compile import one_graph
+from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
+from streamdiff.pipeline.runner.graphs import one_graph
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.compiling import BACKENDS, COMPILED, TRACED, compiled_by
 from tests.pipeline.test_streaming_pipeline import open_session, pictures

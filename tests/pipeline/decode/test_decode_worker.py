@@ -15,15 +15,15 @@ import torch
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
 from streamdiff.pipeline.decode.decode_worker import (
     DecodeWorker,
+    Decoding,
     LocalDecoding,
+    Piece,
     RemoteDecoding,
     latents_layout,
     pictures_layout,
 )
-from streamdiff.pipeline.decode.decoding import Decoding, Piece
-from streamdiff.pipeline.decode.host_copy import TransferStream, decode_chunk
-from streamdiff.pipeline.distributed.link import LinkClosed
-from streamdiff.pipeline.distributed.local_link import LocalLink
+from streamdiff.pipeline.decode.decoder_memories import TransferStream, decode_chunk
+from streamdiff.pipeline.distributed.link import LinkClosed, LocalLink
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange
 from streamdiff.video.pixel_format import shape_of
 from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder, small_model

@@ -17,7 +17,7 @@ from streamdiff.pipeline import topology
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.runner.worker import Worker
+from streamdiff.pipeline.runner.model_runner import Worker
 from tests.pipeline.distributed.rendezvous_backend import Backend, Locked, Point, join_ring
 from tests.pipeline.distributed.scenarios import all_receive_first, all_send_first, connect_often
 from tests.pipeline.playing import same

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from streamdiff.core import MicroStep
 from streamdiff.pipeline import topology
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, warm_up
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.small import CPU
 

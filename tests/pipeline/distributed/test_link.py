@@ -9,8 +9,7 @@ from collections import deque
 import pytest
 import torch
 
-from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed
-from streamdiff.pipeline.distributed.local_link import LocalLink, NoLink
+from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, LocalLink, NoLink
 from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from tests.pipeline.distributed.scenarios import SCENARIOS, SMALL, check, work

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from streamdiff.core import MicroStep
 from streamdiff.pipeline.distributed import nccl
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, StageMessage
 from streamdiff.pipeline.distributed.nccl import NcclReceiver, NcclSender
-from streamdiff.pipeline.runner.worker import Worker
-from streamdiff.pipeline.scheduler.step import MicroStep
+from streamdiff.pipeline.runner.model_runner import Worker
 from tests.pipeline.distributed.fake_device import RUBBISH, Device, Wire, World
 from tests.small import CPU
 

@@ -13,8 +13,14 @@ from torch.distributed import TCPStore
 from streamdiff.config import Config, ModelConfig
 from streamdiff.engine.process.engine_process import loading_limit_s
 from streamdiff.engine.process.launcher import open_store
-from streamdiff.pipeline.distributed.rendezvous import START_LIMIT, RankContext
-from streamdiff.pipeline.distributed.start_progress import PHASES, RankState, StartProgress, StartWatch
+from streamdiff.pipeline.distributed.rendezvous import (
+    PHASES,
+    START_LIMIT,
+    RankContext,
+    RankState,
+    StartProgress,
+    StartWatch,
+)
 from tests import fork_server
 from tests.pipeline.processes import ROOT
 

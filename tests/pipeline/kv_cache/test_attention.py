@@ -237,6 +237,45 @@ def test_what_leaves_the_ring_is_folded_into_the_sink(spare: int) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("spare", [0, 2], ids=["as in clean", "as in staircase"])
+def test_a_sink_that_has_taken_a_chunk_in_is_seen_as_it_is_now(spare: int, absolute: bool) -> None:
+    """A chunk's clean pass is compared with the sink, its denoise steps are not; both see the chunks that are in the
+    sink by then, in the places of those that left."""
+    plan = CacheGeometry(2, 6, spare, absolute)
+    state, attention = allocate(plan), RollingAttention(1, 2, 2, 12, CPU)
+    generator = torch.Generator().manual_seed(6)
+    past: list[tuple[torch.Tensor, torch.Tensor]] = []
+    sink: list[tuple[torch.Tensor, torch.Tensor]] = []
+    taken = 0
+    for chunk in range(20):
+        query, key, value = torch.randn(3, 4, 2, 12, generator=generator)
+        past.append((key, value))
+        sink += [(key, value)] if chunk < 2 else []
+        window = range(max(2, chunk - 3), chunk + 1)
+        seen = [*sink, *(past[each] for each in window)]
+        for adapt in (None, 0.0):
+            view = attention.row_metadata(plan, state, 0, chunk, adapt=adapt)
+            got = attention.on([view])(1, query[None], key[None], value[None])
+            places = [*range(len(sink)), *(window if absolute else range(len(sink), len(seen)))]
+            table = rope.table(torch.tensor(places), 2, 2, 12)
+            keys = rope.rotate(torch.cat([each[0] for each in seen]), table)
+            values = torch.cat([each[1] for each in seen])
+            expected = attend(rope.rotate(query, table[-4:])[None], keys[None], values[None])
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        alike = [
+            sum(
+                float(torch.cosine_similarity(one.mean(0).flatten(), other.mean(0).flatten(), dim=0))
+                for one, other in zip(kept, (key, value), strict=True)
+            )
+            for kept in sink
+        ]
+        if chunk >= 2 and min(alike) < 0:
+            sink[alike.index(min(alike))] = (key, value)
+            taken += 1
+    assert 5 < taken < 18
+
+
 def test_what_was_flushed_is_not_folded_in() -> None:
     plan = CacheGeometry(1, 3)
     state, attention = allocate(plan), RollingAttention(1, 2, 2, 12, CPU)

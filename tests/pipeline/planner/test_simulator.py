@@ -1,9 +1,11 @@
-"""The simulated ring: nobody does two things at once, order is kept, and the figures are those of the design."""
+"""The simulated ring: nobody does two things at once, order is kept, and the figures are those of the design. Traces
+and plots of it take the place of earlier ones only when they are whole."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import errno
+import json
+import os
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -11,12 +13,20 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
-from streamdiff.errors import ConfigError
-from streamdiff.pipeline.planner.simulator import Run, Setup, Span, Stream, simulate
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+from streamdiff.core import KV_CONTEXTS
+from streamdiff.pipeline.planner.simulator import (
+    Job,
+    Run,
+    Setup,
+    Stream,
+    simulate,
+    tracks,
+    write_plot,
+    write_trace,
+)
 
-ROOT = Path(__file__).resolve().parents[3]
 CLOSE = 1e-9
 
 
@@ -29,19 +39,24 @@ def equal(
     return Setup(times, streams, max_rows=max_rows, forwards=forwards)
 
 
-def jobs(run: Run, stage: int | None) -> list[tuple[float, float, int]]:
-    """(begin, end, forward) of what a stage did, in order of begin; the rows of a forward are one job."""
-    return sorted({(s.begin_s, s.end_s, s.forward) for s in run.spans if s.stage == stage})
+def work_of(run: Run, stage: int | None) -> list[Job]:
+    """What a stage did, in order of begin."""
+    return sorted((job for job in run.jobs if job.stage == stage), key=lambda job: job.begin_s)
 
 
-def steps_of(run: Run) -> dict[tuple[int, int], dict[int, dict[int, Span]]]:
-    """(session, chunk) to step to stage to span."""
-    found: dict[tuple[int, int], dict[int, dict[int, Span]]] = defaultdict(lambda: defaultdict(dict))
-    for span in run.spans:
-        if span.step is not None:
-            assert span.stage is not None
-            assert span.stage not in found[span.session, span.chunk][span.step], "no micro-step runs twice"
-            found[span.session, span.chunk][span.step][span.stage] = span
+def forwards_of(run: Run, stage: int) -> list[Job]:
+    return [job for job in work_of(run, stage) if not job.is_decode]
+
+
+def steps_of(run: Run) -> dict[tuple[int, int], dict[int, dict[int, Job]]]:
+    """(session, chunk) to step to stage to the forward."""
+    found: dict[tuple[int, int], dict[int, dict[int, Job]]] = defaultdict(lambda: defaultdict(dict))
+    for job in run.jobs:
+        for session, chunk, step in job.rows:
+            if step is not None:
+                assert job.stage is not None
+                assert job.stage not in found[session, chunk][step], "no micro-step runs twice"
+                found[session, chunk][step][job.stage] = job
     return found
 
 
@@ -79,17 +94,15 @@ def test_nobody_does_two_things_at_once_and_order_is_kept(setup: Setup) -> None:
     run, stages = simulate(setup), len(setup.stage_s)
     links = setup.link_s or (0.0,) * stages
     for stage in [*range(stages), None]:
-        work = jobs(run, stage)
-        assert all(end <= begin + CLOSE for (_, end, _), (begin, _, _) in pairwise(work)), f"stage {stage} overlaps"
-    order = [forward for _, _, forward in jobs(run, 0) if forward >= 0]
-    assert order == sorted(order)
+        work = work_of(run, stage)
+        assert all(a.end_s <= b.begin_s + CLOSE for a, b in pairwise(work)), f"stage {stage} overlaps"
+    order = [job.rows for job in forwards_of(run, 0)]
     for stage in range(1, stages):
-        later = [forward for _, _, forward in jobs(run, stage) if forward >= 0]
+        later = [job.rows for job in forwards_of(run, stage)]
         assert later == order[: len(later)], "a forward overtook another on a link"
-    for span in run.spans:
-        rows = sum(s.forward == span.forward and s.stage == span.stage for s in run.spans)
-        if span.step is not None and span.stage is not None:
-            assert span.end_s - span.begin_s == pytest.approx(setup.stage_s[span.stage][rows - 1])
+    for stage in range(stages):
+        for job in forwards_of(run, stage):
+            assert job.end_s - job.begin_s == pytest.approx(setup.stage_s[stage][len(job.rows) - 1])
     for steps in steps_of(run).values():
         for step, at in steps.items():
             for stage in range(1, stages):
@@ -106,7 +119,7 @@ def test_nobody_does_two_things_at_once_and_order_is_kept(setup: Setup) -> None:
 def test_every_chunk_is_denoised_then_decoded_and_the_ring_is_never_overfull(setup: Setup) -> None:
     run, stages = simulate(setup), len(setup.stage_s)
     back_link = setup.link_s[-1] if setup.link_s else 0.0
-    decodes = {(s.session, s.chunk): s for s in run.spans if s.step is None}
+    decodes = {job.rows[0][:2]: job for job in run.jobs if job.is_decode}
     work = steps_of(run)
     assert len({(done.session, done.chunk) for done in run.chunks}) == len(run.chunks) >= 8 * len(setup.streams)
     for done in run.chunks:
@@ -124,8 +137,8 @@ def test_every_chunk_is_denoised_then_decoded_and_the_ring_is_never_overfull(set
         else:
             assert done.finished_s >= latents_s - CLOSE and not decodes
     limit = setup.forwards or stages + 1
-    inside = [(begin, 1) for begin, _, forward in jobs(run, 0) if forward >= 0]
-    inside += [(end + back_link, -1) for _, end, forward in jobs(run, stages - 1) if forward >= 0]
+    inside = [(job.begin_s, 1) for job in forwards_of(run, 0)]
+    inside += [(job.end_s + back_link, -1) for job in forwards_of(run, stages - 1)]
     count = 0
     for _, change in sorted((round(time, 9), change) for time, change in inside):
         count += change
@@ -240,31 +253,72 @@ def test_decoding_beside_the_ring_does_not_hold_it_back(decode_s: float) -> None
     assert figures.latency_s >= 4 + decode_s - CLOSE
 
 
-ONE = (Stream(4, "clean"),)
+def test_rows_that_share_a_forward_are_one_job() -> None:
+    """Where further rows cost little: what pays is `pipeline.scheduler.row_limit`'s."""
+    run = simulate(Setup(stage_s=((1.0, 1.1, 1.2),), streams=(Stream(4, "clean"),) * 6, max_rows=3, chunks=8))
+    full = [job for _, job in tracks(run.jobs, 1) if len(job.rows) == 3]
+    assert full[0].label == "session 0 chunk 0 step 0 + session 1 chunk 0 step 0 + session 2 chunk 0 step 0"
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Setup(((0.0,),), ONE), "stage 0 is 0 s; it must be above 0"),
-        (lambda: Setup(((1.0,), (-1.0,)), ONE), "stage 1 is -1 s"),
-        (lambda: Setup(((float("nan"),),), ONE), "nan s"),
-        (lambda: Setup(((1.0,),) * 2, ONE, (0.1, -0.1)), "must be 0 or more"),
-        (lambda: Setup(((1.0,),), ONE, decode_s=float("inf")), "inf s"),
-        (lambda: Setup(((1.0,),), (Stream(4, "clean", first_steps=2),)), "first_steps is 2; at least 4"),
-    ],
-)
-def test_bad_values_are_refused_before_anything_runs(make: object, words: str) -> None:
-    assert callable(make)
-    with pytest.raises(ConfigError, match=words):
-        make()
+@pytest.mark.parametrize(("decode_stage", "keeps_busy"), [(0, {0}), (3, {3}), (None, set())])
+def test_a_trace_has_a_track_per_stage_and_one_for_decoding(
+    tmp_path: Path, decode_stage: int | None, keeps_busy: set[int]
+) -> None:
+    setup = Setup(((0.25,),) * 4, (Stream(4, "same_step"),), decode_s=0.1, decode_stage=decode_stage, chunks=8)
+    write_trace(tmp_path / "trace.json", simulate(setup).jobs, 4)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {0: "stage 0", 1: "stage 1", 2: "stage 2", 3: "stage 3", 4: "decode"}
+    work = [e for e in events if e["ph"] == "X"]
+    first = {"name": "session 0 chunk 0 step 0", "tid": 0, "ts": 0.0, "dur": 250_000.0}
+    assert first.items() <= work[0].items()
+    assert work[0]["args"] == {"rows": [{"session": 0, "chunk": 0, "step": 0}]}
+    for track in names:
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in work if e["tid"] == track)
+        assert spans and all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(spans))
+    assert {e["tid"] for e in work if e["name"].endswith("decode")} == {4} | keeps_busy
+
+
+JOBS = simulate(Setup(((0.25,),), (Stream(2, "clean"),), decode_s=0.1, chunks=8)).jobs
 
 
 @pytest.mark.slow
-def test_planning_never_imports_torch() -> None:
-    names = ("simulator", "model_sizes", "costs", "stage_layout", "memory", "trace")
-    script = "import sys, streamdiff.commands.plan\n"
-    script += "\n".join(f"import streamdiff.pipeline.planner.{name}" for name in names)
-    script += "\nprint(sorted({'torch', 'diffusers', 'matplotlib', 'numpy'} & set(sys.modules)))"
-    process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert process.stdout.strip() == "[]"
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left on device"), SystemExit])
+@pytest.mark.parametrize("name", ["plan.json", "plan.svg"])
+def test_an_end_on_the_way_leaves_an_earlier_trace_or_plot_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException | type[BaseException]
+) -> None:
+    path = tmp_path / name
+    path.write_text("earlier")
+
+    def cut_off(target: Path, *_: object, **__: object) -> None:
+        with target.open("w") as file:
+            file.write("half")
+        raise error
+
+    monkeypatch.setattr(Path, "write_text", cut_off)
+    monkeypatch.setattr(Figure, "savefig", lambda self, target, **_: cut_off(target))
+    with pytest.raises(BaseException) as raised:
+        (write_plot if name.endswith("svg") else write_trace)(path, JOBS, 1)
+    assert raised.type is error or getattr(raised.value, "errno", None) == errno.ENOSPC
+    assert path.read_text() == "earlier" and [each.name for each in tmp_path.iterdir()] == [name]
+
+
+def test_a_trace_is_written_through_links_and_into_pipes(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target.json", tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_trace(link, (), 1)
+    write_trace(pipe, (), 1)
+    assert link.is_symlink() and pipe.is_fifo()
+    assert os.read(reading, 1 << 16) == target.read_bytes() and json.loads(target.read_text())["traceEvents"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link.json", "pipe", "target.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plan.png", "plan.svg", "plan.pdf"])
+def test_a_plot_is_of_the_kind_that_its_name_says(tmp_path: Path, name: str) -> None:
+    write_plot(tmp_path / name, JOBS, 1)
+    begin = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[Path(name).suffix]
+    assert (tmp_path / name).read_bytes().startswith(begin) and len(list(tmp_path.iterdir())) == 1

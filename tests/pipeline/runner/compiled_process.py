@@ -17,15 +17,15 @@ import torch
 from torch._dynamo.utils import counters
 
 from streamdiff.config import ModelConfig
+from streamdiff.core import MicroStep
 from streamdiff.engine.process import private_folder
 from streamdiff.pipeline import rank_loader, worker_main
 from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, Texts
+from streamdiff.pipeline.runner.graphs import Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.sampler import Finished
-from streamdiff.pipeline.runner.stage_forward import Tensors
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.small import BLUE, RED
 
 CHUNKS, SWITCH_AT = 10, 6

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.config import ModelConfig
+from streamdiff.core import MicroStep
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import WanDenoiser
@@ -21,7 +22,6 @@ from streamdiff.pipeline.load_plan import plan_load, plan_rank
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.runner.block_offload import BUFFERS, CopyAhead, offload, slab_blocks
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.distributed.fake_device import RUBBISH, Deaf, Device, Point, World
 from tests.small import CPU, RED, save_model, small_model, small_transformer
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from streamdiff.models.transformer import rope, wan
 from streamdiff.models.transformer.wan import KeyValue
-from streamdiff.pipeline.runner import compiled_parts
-from streamdiff.pipeline.runner.stage_forward import StageForward
-from streamdiff.pipeline.runner.torch_compile import one_graph
+from streamdiff.pipeline.runner import compiled_stage
+from streamdiff.pipeline.runner.graphs import one_graph
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from tests.small import CPU, small_model
 
 pytestmark = [
@@ -30,14 +30,14 @@ norms have an order of their own on each, and a number on the edge rounds to its
 DTYPE = torch.bfloat16
 
 
-def forward() -> StageForward:
+def whole_stage() -> ModelRunner:
     model = small_model(3)
     model.denoiser.model.to(DTYPE)
     model.denoiser.fuse()
-    return StageForward(model.denoiser, model.spec.chunk_shape[1:], first=True, last=True)
+    return ModelRunner(model, CPU)
 
 
-def parts_of(stage: StageForward) -> list[Tensor]:
+def parts_of(stage: ModelRunner) -> list[Tensor]:
     """What each piece of a stage of two blocks makes of random numbers, as it is compiled now."""
     generator = torch.Generator().manual_seed(1)
     draw: Callable[..., Tensor] = partial(torch.randn, generator=generator)
@@ -45,13 +45,13 @@ def parts_of(stage: StageForward) -> list[Tensor]:
     heads = (denoiser.heads, denoiser.head_dim)
     grid = rope.Grid(height // 2, width // 2, denoiser.head_dim, CPU)
     ropes = (rope.matrices(grid.factors(range(10, 10 + frames))),)
-    given = tuple(draw(each.shape).to(DTYPE) for each in stage.zeros(1, CPU))
+    given = tuple(draw(each.shape).to(DTYPE) for each in stage.zeros(1))
     texts = (KeyValue(draw(1, 16, *heads).to(DTYPE), draw(1, 16, *heads).to(DTYPE)),)
     tokens = denoiser.tokens(stage.grid)
     mixed, hidden = draw(1, tokens, *heads).to(DTYPE), draw(1, tokens, denoiser.width).to(DTYPE)
     modulation = draw(1, frames, 6, denoiser.width)
     first, second = (denoiser.weights(layer) for layer in range(2))
-    parts = compiled_parts.compiled(stage, keeps_unrotated=False)
+    parts = compiled_stage.compiled(stage, keeps_unrotated=False)
     return [
         *parts.begin(ropes, first, given),
         *parts.between(ropes, first, second, hidden, modulation, texts, mixed),
@@ -67,13 +67,13 @@ def test_with_casts_emulated_compiled_code_has_the_plain_paths_numbers(
     import torch._inductor.config as inductor_config  # imports torch's compiler, which warns
 
     monkeypatch.setattr(wan, "gelu", partial(F.gelu, approximate="tanh"))
-    stage = forward()
+    stage = whole_stage()
     with monkeypatch.context() as patch:
-        patch.setattr(compiled_parts, "one_graph", lambda function: function)
+        patch.setattr(compiled_stage, "one_graph", lambda function: function)
         expected = parts_of(stage)
     torch._dynamo.reset()
     with inductor_config.patch(emulate_precision_casts=emulated):
         got = parts_of(stage)
-    assert compiled_parts.one_graph is one_graph
+    assert compiled_stage.one_graph is one_graph
     same = [float((one == other).double().mean()) for one, other in zip(got, expected, strict=True)]
     assert (min(same) >= SAME) is emulated, same

@@ -14,14 +14,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from streamdiff.core import MicroStep
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, Texts
+from streamdiff.pipeline.runner.graphs import Tensors, keep_compiled_code
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.stage_forward import StageForward, Tensors
-from streamdiff.pipeline.runner.torch_compile import keep_compiled_code
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.compiling import BACKENDS, FINDING, FOUND, TRACED, compiled_by
 from tests.pipeline.playing import Order, play
 from tests.pipeline.processes import ROOT
@@ -171,8 +170,7 @@ def told(blocks: CompiledStage | None, ran_a_graph: list[bool]) -> Callable[...,
 
 def tokens(rows: int) -> Tensors:
     """What a stage behind the first is given."""
-    forward = StageForward(MODEL.denoiser, MODEL.spec.chunk_shape[1:], first=False, last=True)
-    return tuple(torch.randn_like(each) for each in forward.zeros(rows, CPU))
+    return tuple(torch.randn_like(each) for each in ModelRunner(MODEL, CPU, 1, 2).zeros(rows))
 
 
 @pytest.mark.parametrize("policy", ["keep", "flush", "recache"])
@@ -262,7 +260,7 @@ def test_what_is_compiled_is_the_plain_path_to_the_bit(
             cache.copy_(torch.randn(cache.shape, generator=generator))
         for chunk in range(14, 18):  # of a staircase's window in one and in two pieces
             for step in range(4):
-                like = stage._forward.zeros(1, CPU)
+                like = stage.zeros(1)
                 given = tuple(torch.randn(each.shape, generator=generator).to(dtype) for each in like)
                 results.append(stage.forward([MicroStep(0, chunk, step, 4, 0)], given)[0].clone())
         keys.append(state.key)

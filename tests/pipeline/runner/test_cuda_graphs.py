@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from streamdiff.core import MicroStep
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.attention_backend import attention_over_segments
 from streamdiff.models.transformer.varlen_attention import PagedTrial, row_by_row
@@ -25,10 +26,8 @@ from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
 from streamdiff.pipeline.runner import compiled_stage
 from streamdiff.pipeline.runner.compiled_stage import Key
-from streamdiff.pipeline.runner.cuda_graphs import Graph, GraphCache, Inputs, Run
+from streamdiff.pipeline.runner.graphs import Graph, GraphCache, Inputs, Run, Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.stage_forward import Tensors
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.session_state import swap_store, walk
 from streamdiff.session_state.swap_store import HostCopies, HostCopy
 from tests.pipeline.playing import Order, play

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamdiff.pipeline.decode.captured_step import CapturedStep, capture_on
-from streamdiff.pipeline.runner.cuda_graphs import graph_cache_on
+from streamdiff.pipeline.runner.graphs import CapturedStep, capture_on, graph_cache_on
 from tests.small import CPU
 
 CUDA = torch.device("cuda")

@@ -111,14 +111,15 @@ def test_after_a_reset_the_input_goes_on(model: Model, plain: ReferenceRun, vide
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "field"),
     [
-        ({"strength": 0.5}, "strength is 0.5; it must be at most 1, and above the noise level of the second step, 0.5"),
-        ({"strength": 1.2}, "strength is 1.2; it must be at most 1"),
-        ({"strength": 0.7, "motion_noise": True}, "of which motion takes up to 0.2; it must be at most 1, and above"),
-        ({"chunks": 6}, "the input video has 5 chunks, but 6 are to be made"),
+        ({"strength": 0.5}, "strength"),
+        ({"strength": 1.2}, "strength"),
+        ({"strength": 0.7, "motion_noise": True}, "strength"),
+        ({"chunks": 6}, "video_latents"),
     ],
 )
-def test_what_cannot_be_is_refused(plain: ReferenceRun, video: Tensor, changes: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_what_cannot_be_is_refused(plain: ReferenceRun, video: Tensor, changes: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         replace(plain, **{"video": video, **changes})  # type: ignore[arg-type]
+    assert caught.value.field == field

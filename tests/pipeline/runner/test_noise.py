@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.runner.init_latents import InitLatents
-from streamdiff.pipeline.runner.noise import PrefetchedNoise, SeededNoise
-from streamdiff.pipeline.runner.sampler import StreamInputs
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
+from streamdiff.pipeline.runner.sampler import PrefetchedNoise, SeededNoise, StreamInputs
 from tests.pipeline.playing import THREE, play, same
 from tests.small import CPU, RED, small_model
 

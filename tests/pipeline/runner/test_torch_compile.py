@@ -13,11 +13,11 @@ from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.pipeline import rank_loader
-from streamdiff.pipeline.distributed.start_progress import StartProgress
+from streamdiff.pipeline.distributed.rendezvous import StartProgress
 from streamdiff.pipeline.load_plan import plan_load, plan_rank
 from streamdiff.pipeline.planner.kv_budget import RankMemory
+from streamdiff.pipeline.runner.graphs import CACHE_VARIABLE, keep_compiled_code
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.runner.torch_compile import CACHE_VARIABLE, keep_compiled_code
 from tests.small import CPU, small_model
 
 

@@ -14,9 +14,8 @@ from functools import cache
 
 import pytest
 
-from streamdiff.pipeline.scheduler.kv_context import in_flight_limit
+from streamdiff.core import MicroStep, in_flight_limit
 from streamdiff.pipeline.scheduler.scheduler import PATIENCE, StreamBatchScheduler
-from streamdiff.pipeline.scheduler.step import MicroStep
 
 FRAMES = 12
 

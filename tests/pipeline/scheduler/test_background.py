@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
+from streamdiff.core import MicroStep, min_ahead_frames
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
-from streamdiff.pipeline.scheduler.step import MicroStep
 
 TICKS = 160
 FIRST_JOB = 100

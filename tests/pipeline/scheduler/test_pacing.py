@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.pipeline.scheduler.scheduled_session import timetable_tick
+from streamdiff.pipeline.scheduler.scheduler import timetable_tick
 from tests.pipeline.scheduler.judge import FRAMES, Judge, VirtualRing, timetable
 
 PLENTY = 100 * FRAMES

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamdiff.core import KV_CONTEXTS, MicroStep, differing_field, shared_fields
 from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS
 from streamdiff.pipeline.scheduler.row_limit import RingSlots, RowLimit, RowsNow
-from streamdiff.pipeline.scheduler.scheduled_session import ScheduledSession
-from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
-from streamdiff.pipeline.scheduler.step import MicroStep, differing_field, shared_fields
+from streamdiff.pipeline.scheduler.scheduler import ScheduledSession, StreamBatchScheduler
 
 OTHER = {
     "kv_context": "same_step", "background": True, "paused": True, "rerun_as_one": True, "draining": True,

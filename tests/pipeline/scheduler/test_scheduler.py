@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamdiff.core import KV_CONTEXTS, MicroStep, min_ahead_frames
 from streamdiff.pipeline.scheduler import scheduler as scheduler_module
-from streamdiff.pipeline.scheduler.kv_context import KV_CONTEXTS, min_ahead_frames
 from streamdiff.pipeline.scheduler.scheduler import PATIENCE, StreamBatchScheduler
-from streamdiff.pipeline.scheduler.step import MicroStep
 from tests.pipeline.scheduler.judge import FRAMES, Judge, VirtualRing
 
 sessions = st.integers(0, 3)

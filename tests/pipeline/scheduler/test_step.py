@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.pipeline.scheduler.step import (
+from streamdiff.core import (
     PER_ROW,
     SHARED,
     MicroStep,

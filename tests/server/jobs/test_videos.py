@@ -126,7 +126,7 @@ def test_openai_s_client_has_a_video_made_watches_it_takes_it_and_deletes_it(tmp
             assert [each.id async for each in client.videos.list()] == [video.id]
             deleted = await client.videos.delete(video.id)
             assert (deleted.id, deleted.deleted, deleted.object) == (video.id, True, "video.deleted")
-            with pytest.raises(openai.NotFoundError, match="There is no video"):
+            with pytest.raises(openai.NotFoundError):
                 await client.videos.retrieve(video.id)
             assert not list(tmp_path.glob("*.mp4"))
 

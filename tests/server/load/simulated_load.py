@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from streamdiff.core import MicroStep, min_ahead_frames
 from streamdiff.pipeline.planner.simulator import PER_SECOND, Agenda, Server
-from streamdiff.pipeline.scheduler.kv_context import min_ahead_frames
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
-from streamdiff.pipeline.scheduler.step import MicroStep
 from streamdiff.server.load import UNLIMITED, Capacity, LoadLimit, LoadPolicy, ViewerDemand
 
 LOOK_S = 1.0

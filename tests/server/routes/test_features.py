@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import pickle
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +22,7 @@ from streamdiff.errors import RequestError
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.sessions.keeper import SavedFolder, record_of, spec_of
 from streamdiff.server.sessions.live_session import StreamSpec
-from tests.server.conftest import Site, bearer, open_site
+from tests.server.conftest import Site, bearer, run_scene
 from tests.server.jobs.test_videos import ended, is_colour, making, pictures_of
 from tests.server.scripted import CHUNK_FRAMES, CHUNK_SHAPE, COLOURS, INFO
 
@@ -52,14 +51,6 @@ def files(**given: bytes) -> dict[str, tuple[str, bytes]]:
     return {name: (f"{name}.safetensors", data) for name, data in given.items()}
 
 
-def run(scene: Callable[[Site], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with open_site(Config()) as site:
-            await scene(site)
-
-    asyncio.run(main())
-
-
 def opened_by(site: Site, session: str) -> list[Open]:
     return [each for each in site.client.sent if isinstance(each, Open) and each.session == session]
 
@@ -86,7 +77,7 @@ def test_a_session_is_opened_with_features_and_says_so() -> None:
         capacity = (await site.http.get("/api/sessions")).json()["capacity"]
         assert (capacity["text_shape"], capacity["chunk_shape"]) == ([4, 3], list(CHUNK_SHAPE))
 
-    run(scene)
+    run_scene(scene)
 
 
 @pytest.mark.slow
@@ -112,7 +103,7 @@ def test_they_are_kept_for_an_engine_that_is_started_again_until_something_takes
         assert changed.json()["session"]["features"] == []
         assert (await asked_again()).image_latents is None
 
-    run(scene)
+    run_scene(scene)
 
 
 def test_a_session_that_has_them_from_a_snapshot_alone_begins_afresh_with_the_default_prompt() -> None:
@@ -128,7 +119,7 @@ def test_a_session_that_has_them_from_a_snapshot_alone_begins_afresh_with_the_de
         await site.until(lambda: live.opened)
         assert live.text == live.prompt == Config().session.prompt
 
-    run(scene)
+    run_scene(scene)
 
 
 @pytest.mark.slow
@@ -143,7 +134,7 @@ def test_any_legal_boundary_of_a_form_will_do(kind: str) -> None:
         cut = await site.http.post("/api/sessions", content=form[:-4], headers=headers)
         assert cut.status_code == 400, "it is cut off"
 
-    run(scene)
+    run_scene(scene)
 
 
 def test_the_next_server_has_them(tmp_path: Path) -> None:
@@ -157,7 +148,7 @@ def test_the_next_server_has_them(tmp_path: Path) -> None:
         assert spec_of(found.record, site.client.ready).features == live.features
         assert found.snapshot == b"snapshot"
 
-    run(scene)
+    run_scene(scene)
 
 
 @pytest.mark.slow
@@ -179,7 +170,7 @@ def test_the_encoder_is_skipped_which_a_counter_shows() -> None:
         while await counted(site) == before:
             await peer.frame()
 
-    run(scene)
+    run_scene(scene)
 
 
 def odd(tensor: Tensor, value: float) -> Tensor:
@@ -280,7 +271,7 @@ def test_what_would_be_ignored_is_refused(name: str) -> None:
         by_json = await site.http.post("/api/sessions", json={"prompt": "red", "prompt_embeds": "AAAA"})
         assert by_json.status_code == 422 and "no field 'prompt_embeds'" in by_json.json()["detail"]
 
-    run(scene)
+    run_scene(scene)
 
 
 def test_a_video_is_made_of_them(tmp_path: Path) -> None:
@@ -348,8 +339,9 @@ def test_no_more_than_the_header_is_read_before_it_is_found_good(good: bool) -> 
     if good:
         check_file("video_latents", file, len(data), ready())
     else:
-        with pytest.raises(RequestError, match="got \\[2000, 3, 2, 2, 3\\]"):
+        with pytest.raises(RequestError) as caught:
             check_file("video_latents", file, len(data), ready())
+        assert caught.value.field == "video_latents"
     assert isinstance(file, Watched) and file.taken < 1000 < len(data) and file.tell() == 0
 
 
@@ -357,7 +349,7 @@ def test_no_more_than_the_header_is_read_before_it_is_found_good(good: bool) -> 
 def test_a_model_that_takes_none_says_so(name: str) -> None:
     from dataclasses import replace
 
-    with pytest.raises(RequestError, match="takes no features") as caught:
+    with pytest.raises(RequestError) as caught:
         check_file(name, io.BytesIO(EMBEDS), len(EMBEDS), replace(ready(), text_shape=()))
     assert caught.value.field == name
 

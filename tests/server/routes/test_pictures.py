@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-from collections.abc import Awaitable, Callable
 from io import BytesIO
 from typing import Any
 
@@ -15,7 +13,7 @@ from PIL import Image
 
 from streamdiff.config import Config, SessionConfig
 from streamdiff.engine.messages import Open, Reset
-from tests.server.conftest import Site, bearer, open_site
+from tests.server.conftest import Site, bearer, run_scene
 from tests.server.scripted import COLOURS, SIZE
 
 
@@ -27,14 +25,6 @@ def png(colour: str, width: int = 60, height: int = 90) -> bytes:
 
 def text(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def run(scene: Callable[[Site], Awaitable[None]], config: Config | None = None) -> None:
-    async def main() -> None:
-        async with open_site(config or Config()) as site:
-            await scene(site)
-
-    asyncio.run(main())
 
 
 def is_all(picture: np.ndarray | None, colour: str) -> bool:
@@ -61,7 +51,7 @@ def test_a_session_is_opened_with_a_picture_as_a_file_or_as_base64() -> None:
         assert without.json()["image"] is False
         assert sent(site, Open, without.json()["id"])[0].image is None
 
-    run(scene)
+    run_scene(scene)
 
 
 def test_contain_leaves_bars_where_cover_fills() -> None:
@@ -71,7 +61,7 @@ def test_contain_leaves_bars_where_cover_fills() -> None:
         picture = sent(site, Open, opened.json()["id"])[0].image[0]
         assert (picture[:, :32] == 0).all() and (picture[:, 32:96] == COLOURS["green"]).all()
 
-    run(scene)
+    run_scene(scene)
 
 
 @pytest.mark.slow
@@ -96,7 +86,7 @@ def test_a_change_begins_afresh_with_a_picture_which_later_resets_keep_until_it_
         session, reset = await change(json={"image": ""})
         assert not session["image"] and reset.image is None and reset.no_image
 
-    run(scene)
+    run_scene(scene)
 
 
 def test_the_default_session_begins_with_the_picture_of_the_configuration(tmp_path: Any) -> None:
@@ -107,7 +97,7 @@ def test_the_default_session_begins_with_the_picture_of_the_configuration(tmp_pa
         assert is_all(sent(site, Open, "default")[0].image, "purple")
         assert (await site.http.get("/api/state")).json()["state"]["image"] is True
 
-    run(scene, Config(session=SessionConfig(image=str(file))))
+    run_scene(scene, Config(session=SessionConfig(image=str(file))))
 
 
 BAD: dict[str, tuple[dict[str, Any], int, str]] = {
@@ -143,7 +133,7 @@ def test_what_cannot_be_used_is_refused_by_name_and_nothing_changes(method: str)
         assert len(site.state.manager.sessions) == 2, "the default one, and this"
         assert not sent(site, Reset, opened["id"])
 
-    run(scene)
+    run_scene(scene)
 
 
 def test_a_fit_without_a_picture_is_refused() -> None:
@@ -153,4 +143,4 @@ def test_a_fit_without_a_picture_is_refused() -> None:
         for answer in (change, opening):
             assert (answer.status_code, answer.json()["field"]) == (422, "fit")
 
-    run(scene)
+    run_scene(scene)

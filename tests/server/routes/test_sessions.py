@@ -17,7 +17,7 @@ from streamdiff.engine.messages import Close, Closed, Open, SetMaxAhead, Shown
 from streamdiff.errors import NOT_FINITE
 from streamdiff.server.routes import schemas
 from streamdiff.server.sessions import manager
-from tests.server.conftest import Peer, Site, bearer, open_site
+from tests.server.conftest import Peer, Site, bearer, run_scene
 from tests.server.scripted import CHUNK_FRAMES, INFO, Painter
 from tests.server.webrtc.test_viewers import _colour, _is, _until_colour
 
@@ -25,11 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def _run(scene: Callable[[Site], Awaitable[None]], painter: Painter | None = None, **serve: Any) -> None:
-    async def main() -> None:
-        async with open_site(Config(serve=ServeConfig(**serve)), painter) as site:
-            await scene(site)
-
-    asyncio.run(main())
+    run_scene(scene, Config(serve=ServeConfig(**serve)), painter)
 
 
 async def _open(site: Site, **body: Any) -> dict[str, Any]:

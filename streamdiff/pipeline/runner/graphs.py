@@ -1,18 +1,27 @@
-"""Forwards captured as CUDA graphs, and what they read and write: replayed, each is one launch, not thousands."""
+"""How code becomes graphs: compiled by `torch.compile`, a function as one graph without breaks, whose code is kept on
+disk; captured as CUDA graphs, forwards of the transformer and steps of a decoder."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from streamdiff.errors import ConfigError
+from streamdiff.models.autoencoder.picture_decoder import Capture, DecoderState, Step
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.kv_cache.cache import LayerCaches
-from streamdiff.pipeline.runner.stage_forward import Tensors
 
+Tensors = tuple[Tensor, ...]
 Texts = Sequence[Sequence[KeyValue]]
 """Of each row, of each layer."""
 
@@ -171,3 +180,92 @@ def _copy_inputs(static: Inputs, inputs: Inputs) -> None:
         for to, source in zip(there, here, strict=True):
             if to is not None and source is not None:
                 to.copy_(source)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Where torch keeps compiled code, of Triton too."""
+TRITON_CAPABILITY = (7, 0)
+"""Compute capability of NVIDIA GPUs from which on torch compiles for them."""
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def one_graph(function: Function) -> Function:
+    """`function` as one graph for fixed shapes, compiled when it is called first.
+
+    Raises, when called:
+        torch._dynamo.exc.Unsupported: it cannot be one graph.
+    """
+    # torch keeps what it has compiled with the code object, and stops at eight versions: each call here has its own.
+    plain = cast(FunctionType, function)
+    own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, None, plain.__closure__)
+    return cast(Function, torch.compile(own, fullgraph=True, dynamic=False))
+
+
+def keep_compiled_code() -> Path:
+    """Let torch keep what it compiles in a private folder, and find there what an earlier process compiled: the folder
+    that TORCHINDUCTOR_CACHE_DIR names, else `streamdiff/compiled` in the user's cache folder. torch itself tells by
+    graph, shapes, versions and device what fits. To be called before anything is compiled. Returns the folder.
+    Mutates: the process's environment.
+
+    Raises:
+        ConfigError: the folder cannot be made, or others may write there; torch unpickles what lies in it.
+    """
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get(CACHE_VARIABLE) or user / "streamdiff" / "compiled")
+    way_out = f"name another folder with {CACHE_VARIABLE}, or leave --compile off"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"compiled code cannot be kept in {folder} ({error.strerror}); {way_out}") from error
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            f"compiled code is not kept in {folder}: its owner is user {found.st_uid} and its mode "
+            f"{found.st_mode & 0o777:o}, but it must be of user {os.getuid()} and for nobody else to write, as code in "
+            f"it is run; chmod 700 {folder}, or {way_out}"
+        )
+    os.environ[CACHE_VARIABLE] = str(folder)
+    return folder
+
+
+def compile_fault(device: torch.device) -> str | None:
+    """Why torch cannot compile for a CUDA `device` here; None if it can, as far as that is known before."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
+    if not any(map(shutil.which, compilers)):  # Triton compiles what launches its kernels
+        return f"there is no C compiler ({', '.join(compilers)})"
+    if (found := torch.cuda.get_device_capability(device)) < TRITON_CAPABILITY:
+        return f"the GPU's compute capability is {found[0]}.{found[1]}, and compiling takes {TRITON_CAPABILITY[0]}.0"
+    return None
+
+
+class CapturedStep:
+    """A compiled step as one CUDA graph, for all streams: inputs are copied to where the graph looks for them, and
+    results from where it puts them, so that no stream's past lies in the graph's memory."""
+
+    def __init__(self, step: Step, piece: Tensor, past: DecoderState, capture: CudaGraphCapture) -> None:
+        """Of tensors like these, which are not kept; the step is executed first, to warm up."""
+        self._piece, self._past = piece.clone(), _cloned(past)
+        self._graph, (self._pictures, self._after) = capture(lambda given: step(*given), (self._piece, self._past))
+
+    def __call__(self, piece: Tensor, past: DecoderState) -> tuple[Tensor, DecoderState]:
+        """See `Step`."""
+        self._piece.copy_(piece)
+        for layer, there in self._past.items():
+            if isinstance(there, Tensor):
+                there.copy_(cast(Tensor, past[layer]))
+        self._graph.replay()
+        return self._pictures.clone(), _cloned(self._after)
+
+
+def capture_on(device: torch.device) -> Capture | None:
+    """What captures a decoder's steps on `device`; None where there are no CUDA graphs. Their memory is a pool of their
+    own, as the transformer's graphs are replayed at the same time."""
+    return partial(CapturedStep, capture=CudaGraphCapture()) if device.type == "cuda" else None
+
+
+def _cloned(past: DecoderState) -> DecoderState:
+    return {layer: each.clone() if isinstance(each, Tensor) else each for layer, each in past.items()}

@@ -1,0 +1,261 @@
+"""The nouns: what a chunk sees of the past, what the scheduler hands out, what comes out of a pipeline, and how far a
+stream is. Who keeps what else of a session: the table in docs/design.md. Imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from streamdiff import clock
+from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# ---- KV contexts and prompt policies -----------------------------------------------------------------------------
+
+KVContext = Literal["clean", "staircase", "same_step"]
+PromptPolicy = Literal["keep", "recache", "recache-causal", "flush", "reset"]
+"""What a new prompt does to the past: all of it stays as it was cached; it is cached again under the new prompt, in one
+forward or chunk by chunk; only the oldest chunks that always stay (the sink) are kept; or the stream begins afresh."""
+RECACHES = ("recache", "recache-causal")
+PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
+KV_CONTEXTS: tuple[str, ...] = get_args(KVContext)
+PER_STEP = ("same_step",)
+"""Those with a cache for each step."""
+
+
+def in_flight_limit(kv_context: str, *, steps: int, stages: int) -> int:
+    """Chunks of one session that may be in flight at once.
+
+    Raises:
+        ValueError: unknown KV context.
+    """
+    if kv_context not in KV_CONTEXTS:
+        raise ValueError(f"kv_context is {kv_context!r}; it can be {', '.join(KV_CONTEXTS)}")
+    return {"clean": 1, "staircase": steps + 1}.get(kv_context, stages)
+
+
+def sessions_to_fill(kv_context: str, *, steps: int, stages: int) -> int:
+    """Sessions that keep all stages busy."""
+    return -(-stages // in_flight_limit(kv_context, steps=steps, stages=stages))
+
+
+def most_steps(steps: int, known: Sequence[int]) -> int:
+    """The largest number of steps that a session may change to (`known`: those its model has). Its caches are sized for
+    it, so that nothing is allocated while it runs."""
+    return max(steps, *known) if known else steps
+
+
+def cache_count(kv_context: str, *, steps: int) -> int:
+    """Caches of one session: `same_step` keeps one per step."""
+    return steps if kv_context in PER_STEP else 1
+
+
+def spare_slots(kv_context: str, *, steps: int) -> int:
+    """Slots, in chunks, that a cache has beyond the window, for newer chunks in flight.
+
+    Only a staircase's newcomers write into the cache that older chunks still read, so it needs one for each of them,
+    in-flight limit less one. A cache of `same_step` holds one step, which chunks pass in order. So no cache
+    depends on the number of stages, and on any number the same keys are summed in the same order.
+    """
+    return in_flight_limit(kv_context, steps=steps, stages=1) - 1 if kv_context == "staircase" else 0
+
+
+def min_ahead_frames(kv_context: str, *, steps: int, stages: int, chunk_frames: int, first_chunks: int = 1) -> int:
+    """Frames that must be allowed ahead of those shown so that the ring can run: the chunks in flight and one being
+    shown; at the beginning those that are made together."""
+    return chunk_frames * max(in_flight_limit(kv_context, steps=steps, stages=stages) + 1, first_chunks)
+
+
+# ---- micro-steps -------------------------------------------------------------------------------------------------
+
+SHARED: dict[str, str] = {"in_a_forward": "shared"}
+"""Metadata of a field that must be equal in all rows of a forward."""
+PER_ROW: dict[str, str] = {"in_a_forward": "per_row"}
+"""Metadata of a field that each row of a forward has for itself: the model takes a vector of it."""
+
+_HEAD = 2  # sequence number and count go before the rows
+
+
+@dataclass(frozen=True, order=True)
+class MicroStep:
+    """One step of one chunk of one session; integers only, so that a forward's rows travel as a fixed-size record.
+
+    `step` counts from 0; `step == steps` is the clean pass, which only rewrites the chunk's keys and values. `epoch`
+    is the session's epoch when the chunk was admitted: all of a chunk's steps use the same prompt. `recache_end` is the
+    newest chunk of a window that is run again in one forward, of which this is a row; -1: it is no such row.
+    """
+
+    session: int = field(metadata=PER_ROW)
+    chunk: int = field(metadata=PER_ROW)
+    step: int = field(metadata=PER_ROW)
+    steps: int = field(metadata=PER_ROW)
+    epoch: int = field(metadata=PER_ROW)
+    recache_end: int = field(default=-1, metadata=SHARED)
+
+    @property
+    def clean(self) -> bool:
+        """Whether this is the clean pass."""
+        return self.step == self.steps
+
+    @property
+    def recaches(self) -> bool:
+        """Whether it is a row of a forward in which a window is run again, which has no other rows."""
+        return self.recache_end >= 0
+
+    @property
+    def last(self) -> bool:
+        """Whether the chunk's latents are finished when this step has come back."""
+        return self.step == self.steps - 1
+
+
+@cache
+def shared_fields(kind: type) -> tuple[str, ...]:
+    """Fields of a dataclass in which all rows of a forward must be equal.
+
+    Raises:
+        TypeError: a field does not say whether it is shared.
+    """
+    for each in fields(kind):
+        if each.metadata.get("in_a_forward") not in ("shared", "per_row"):
+            raise TypeError(
+                f"{kind.__name__}.{each.name} does not say whether rows of one forward may differ in it; "
+                "declare it as field(metadata=SHARED) or field(metadata=PER_ROW)"
+            )
+    return tuple(each.name for each in fields(kind) if each.metadata["in_a_forward"] == "shared")
+
+
+def differing_field(one: Any, other: Any) -> str | None:
+    """The first shared field in which two of the same kind differ, so that they cannot share a forward; None: they may.
+    If each of some may with the first, all may."""
+    return next(
+        (name for name in shared_fields(cast(Hashable, type(one))) if getattr(one, name) != getattr(other, name)), None
+    )
+
+
+_FIELDS = len(fields(MicroStep))
+_VALUES = attrgetter(*(each.name for each in fields(MicroStep)))
+
+
+def record_length(max_rows: int) -> int:
+    """Integers in the record of a forward of up to `max_rows` rows."""
+    return _HEAD + max_rows * _FIELDS
+
+
+def pack(rows: Sequence[MicroStep], max_rows: int, sequence: int) -> list[int]:
+    """The record of a forward: sequence number, count, each row's fields in order, zeros up to `record_length`.
+
+    Raises:
+        ValueError: more rows than `max_rows`.
+    """
+    if len(rows) > max_rows:
+        raise ValueError(f"there are {len(rows)} rows; a record for max_rows {max_rows} holds at most {max_rows}")
+    record = [sequence, len(rows)]
+    for row in rows:
+        record += _VALUES(row)
+    return record + [0] * (record_length(max_rows) - len(record))
+
+
+def unpack(record: Sequence[int], max_rows: int) -> tuple[int, list[MicroStep]]:
+    """Sequence number and rows of a record that `pack` made for the same `max_rows`.
+
+    Raises:
+        ValueError: the record has another length, a count that cannot be, or something behind its rows.
+    """
+    if len(record) != record_length(max_rows):
+        raise ValueError(
+            f"a record has {len(record)} integers; for max_rows {max_rows} it must have {record_length(max_rows)}"
+        )
+    sequence, count = record[:_HEAD]
+    if not 0 <= count <= max_rows:
+        raise ValueError(f"a record's count is {count}; for max_rows {max_rows} it must be from 0 to {max_rows}")
+    end = record_length(count)
+    if any(record[end:]):
+        raise ValueError(f"a record of {count} rows has something other than zeros behind them: {list(record[end:])}")
+    return sequence, [MicroStep(*record[at : at + _FIELDS]) for at in range(_HEAD, end, _FIELDS)]
+
+
+# ---- models, frames, streams -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A loaded model, by name, and how it runs: sizes in pixels; `chunk_frames` frames come out of one chunk. `steps`
+    and `kv_context` are those of a session that does not name its own, `steps_known` the numbers of steps that it may
+    name, `switch` what a new prompt does to the past (PROMPT_POLICIES) unless it says. `text_shape` is (most rows,
+    width) of a prompt's embeddings, `chunk_shape` that of a chunk's latents, `[C, F, h, w]`, and `first_chunks` how
+    many are made together at a stream's beginning; without them it takes no features that were made elsewhere."""
+
+    model: str
+    device: str
+    width: int
+    height: int
+    native_fps: float
+    chunk_frames: int
+    steps: int
+    kv_context: str
+    steps_known: tuple[int, ...] = ()
+    switch: str = "keep"
+    text_shape: tuple[int, ...] = ()
+    chunk_shape: tuple[int, ...] = ()
+    first_chunks: int = 1
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Decoded frames of one chunk, in order, possibly several pieces per chunk.
+
+    pictures are uint8 `[n, *P]`, P as in `streamdiff.video.pixel_format`; `last` marks a chunk's last piece, which also
+    tells the seconds from the chunk's admission until now.
+    """
+
+    session: int
+    chunk: int
+    epoch: int
+    pictures: NDArray[np.uint8]
+    last: bool
+    chunk_s: float | None
+
+
+@dataclass(frozen=True)
+class InputFigures:
+    """A session's video input: the noise level of the latest chunk, None before the first; frames that were used, and
+    that came too fast; what ended it, where it failed."""
+
+    level: float | None
+    used: int
+    dropped: int
+    fault: str = ""
+
+
+@session_state("chunk-made")
+@dataclass
+class Chunk:
+    """A chunk that is in the ring or decoding. `cost` is relative to a chunk in the default number of steps;
+    `admitted_s` is on this process's clock."""
+
+    epoch: int = field(metadata=KEPT)
+    cost: float = field(metadata=KEPT)
+    admitted_s: float = field(default_factory=clock.monotonic_s, metadata=DERIVED)
+
+
+@session_state("stream")
+@dataclass
+class StreamProgress:
+    """One run of a session, from open or reset to the next reset. `number` is unique, so late pieces of an earlier run
+    are dropped; `ahead_frames` are admitted and not handed out yet, `frame_credit` is as `set_frame_credit` said, and
+    `decoding` counts chunks that are finished and not handed out whole."""
+
+    number: int = field(metadata=DERIVED)
+    session: int = field(metadata=DERIVED)
+    background: bool = field(default=False, metadata=KEPT)
+    decoding: int = field(default=0, metadata=DERIVED)
+    frame_credit: int = field(default=0, metadata=DERIVED)
+    chunks: dict[int, Chunk] = field(default_factory=dict, metadata=STATE)
+    ahead_frames: int = field(default=0, metadata=STATE)

@@ -1,0 +1,208 @@
+"""`streamdiff plan`: what comes out for people and programs, and what cannot be planned is refused before any work."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from streamdiff.cli import main
+from streamdiff.commands import plan as plan_command
+from streamdiff.commands.plan import PlanJob, make
+from streamdiff.commands.plan_report import as_text, as_tree
+from streamdiff.config import ModelConfig
+from streamdiff.core import KV_CONTEXTS
+from streamdiff.errors import ConfigError
+from streamdiff.models.tiny import model as tiny
+from streamdiff.pipeline.planner import simulator
+from tests.rules.source import ROOT
+
+SAME_STEP = ModelConfig(kv_context="same_step")
+QUARTERS = "0.25,0.25,0.25,0.25"
+H100S = "plan --gpus 4 --gpu h100 --model self-forcing --vae taew2_1 --sessions 4"
+
+
+def test_the_plan_says_what_was_asked_for() -> None:
+    text = "\n".join(as_text(make(SAME_STEP, PlanJob(stage_times=QUARTERS, decode_time=0.0))))
+    assert "tiny: 4 stages, 1 session, KV context same_step, 4 steps" in text
+    assert "times: stage times given by hand" in text
+    assert "latency      4 s" in text and "first chunk  after 4 s" in text
+    assert "an estimate from FLOPs and bytes at 400 TFLOP/s" in "\n".join(as_text(make(SAME_STEP, PlanJob())))
+
+
+def test_blocks_are_split_by_a_profile(tmp_path: Path) -> None:
+    profile = {"block_s": [0.1, 0.1, 0.1, 0.2, 0.3, 0.4], "embed_s": 0.05, "head_s": 0.01, "decode_s": 0.2, "link_s": 0}
+    (tmp_path / "p.json").write_text(json.dumps(profile))
+    layout = make(SAME_STEP, PlanJob(stages=2, profile=tmp_path / "p.json", decode_rank="own-stream")).layout
+    assert layout.blocks == ((0, 4), (4, 6))
+    assert [times[0] for times in layout.stage_s] == pytest.approx([0.55, 0.71])
+
+
+def test_a_plan_in_8_bits_has_smaller_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the command line; the rest of the memory stays."""
+    found = []
+    for mode in ("none", "int8"):
+        assert main.main(["plan", "--stages", "2", "--dtype", "bfloat16", "--json", "--quantize", mode]) == 0
+        found.append([rank["bytes"] for rank in json.loads(capsys.readouterr().out)["ranks"]])
+    for whole, small in zip(*found, strict=True):
+        assert small["weights"] < whole["weights"] * 0.8
+        assert (small["caches"], small["activations"]) == (whole["caches"], whole["activations"])
+
+
+def test_a_shorter_window_is_planned_with() -> None:
+    def caches(**asked: int) -> int:
+        return make(ModelConfig(name="self-forcing", **asked), PlanJob(stages=1)).memory[0].caches  # type: ignore[arg-type]
+
+    chunk = caches(window=9) - caches(window=6)
+    assert chunk > 0 and caches() - caches(window=6) == 5 * chunk
+    kept = chunk // 2  # the sink's keys, un-rotated
+    assert caches(window=7, sink=1) == caches(window=9) + kept, "the sink's chunk is kept whole"
+    with pytest.raises(ConfigError):
+        caches(window=6, sink=4)
+
+
+def test_a_step_that_may_be_left_out_is_planned_with_and_without() -> None:
+    """Krea's fifth, of the first chunk too."""
+
+    def first_chunk_s(steps: int | None) -> float:
+        model = ModelConfig(name="krea-realtime-14b", steps=steps)
+        return make(model, PlanJob(stages=1, stage_times="1", decode_time=0.0)).run.figures.first_chunk_s
+
+    assert (first_chunk_s(None), first_chunk_s(4)) == (5, 4)
+
+
+def test_json_holds_the_whole_plan_and_is_json() -> None:
+    outcome = make(SAME_STEP, PlanJob(stage_times=QUARTERS, decode_rank="dedicated", decode_time=0.5))
+    tree = json.loads(json.dumps(as_tree(outcome), allow_nan=False))
+    assert [rank["blocks"] for rank in tree["ranks"]] == [[0, 2], [2, 4], [4, 5], [5, 6], []]
+    assert tree["ranks"][4]["role"] == ["decode"]
+    assert tree["ranks"][4]["occupancy"] == pytest.approx(0.5, abs=0.03)
+    for rank in tree["ranks"]:
+        parts = rank["bytes"]
+        assert parts.pop("total") == sum(parts.values())
+    assert tree["figures"]["chunks_per_s"] == pytest.approx(1, rel=0.03)
+    assert tree["figures"]["frames_per_s"] == pytest.approx(12, rel=0.03)
+    assert tree["figures"]["latency_s"] == pytest.approx(4.5, rel=0.1)
+
+
+def test_the_forecast_is_in_the_json() -> None:
+    found = json.loads(json.dumps(as_tree(make(ModelConfig(), PlanJob(gpu="h200", sessions=2, chunks=8)))))["forecast"]
+    assert found["estimate"] is True and found["gpu"]["source"] and found["published_figures_within_factor"] == 1.5
+    assert {(each["kv_context"], each["sessions"]) for each in found["expected"]} == {
+        (kv_context, count) for kv_context in KV_CONTEXTS for count in (1, 2)
+    }
+    assert set(found["reaching"]) == {"1", "2"}
+
+
+def test_a_forecast_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --gpu 5090 --model self-forcing --vae taew2_1 --size 640x384 --sessions 2 --fps 12 --chunks 8"
+    assert main.main(words.split()) == 0
+    assert "2 sessions reach it in: " in capsys.readouterr().out
+
+
+def test_the_pages_example_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(H100S.split()) == 0
+    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    printed = capsys.readouterr().out.splitlines()
+    shown = [line for line in printed if line[:4] in ("PxC ", "4x1 ", "2x2 ", "1x4 ", "one ", "best")]
+    assert len(shown) == 8 and all(line in page for line in shown)
+
+
+@pytest.mark.slow
+def test_a_comparison_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([*H100S.split(), "--link", "pcie", "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["link"] == "pcie" and tree["best"]["one"] == ["1x4", "head"]
+    assert {len(case["rank_bytes"]) for case in tree["cases"] if case["decode"] == "head"} == {4}
+
+
+@pytest.mark.slow
+def test_a_trace_and_a_plot_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = PlanJob(stage_times=QUARTERS, trace=tmp_path / "plan.json", plot=tmp_path / "plan.png", chunks=8)
+    assert plan_command.run(SAME_STEP, job) == 0
+    assert "throughput" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["traceEvents"]
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- what cannot be planned ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("job", "field"),
+    [
+        (PlanJob(stages=7), "model.stages"),
+        (PlanJob(stages=0), "stages"),
+        (PlanJob(sessions=0), "sessions"),
+        (PlanJob(max_rows=-1), "max_rows"),
+        (PlanJob(chunks=1), "chunks"),
+        (PlanJob(stage_times="0.1,0.1"), "stage_times"),
+        (PlanJob(stage_times="0.1,0.1,0.1,0"), "stage_times"),
+        (PlanJob(stage_times="0.1,0.1,0.1,-1"), "stage_times"),
+        (PlanJob(stage_times="0.1,0.1,0.1,x"), "stage_times"),
+        (PlanJob(stage_times=QUARTERS, profile=Path("p.json")), "stage_times"),
+        (PlanJob(stage_times=QUARTERS, tflops=3), "tflops"),
+        (PlanJob(tflops=0), "tflops"),
+        (PlanJob(gbps=float("nan")), "gbps"),
+        (PlanJob(link_time=-1), "link_time"),
+        (PlanJob(decode_time=float("inf")), "decode_time"),
+        (PlanJob(decode_rank="roof"), "decode_rank"),
+        (PlanJob(dtype="int8"), "dtype"),
+        (PlanJob(trace=Path("nowhere/t.json")), "trace"),
+        (PlanJob(trace=Path(".")), "trace"),
+        (PlanJob(trace=Path("plan.svg"), plot=Path("./plan.svg")), "trace"),
+        (PlanJob(plot=Path("plan.bmp")), "plot"),
+        (PlanJob(gpu="a100"), "gpu"),
+        (PlanJob(gpu="h100", tflops=300), "gpu"),
+        (PlanJob(gpu="h100", stage_times="1"), "gpu"),
+        (PlanJob(fps=25), "fps"),
+        (PlanJob(gpu="h100", fps=-1), "fps"),
+        (PlanJob(link="pcie"), "link"),
+        (PlanJob(gpus=4), "gpus"),
+        (PlanJob(gpus=0, gpu="h100"), "gpus"),
+        (PlanJob(gpus=4, gpu="h100", stages=4), "stages"),
+        (PlanJob(gpus=4, gpu="h100", trace=Path("x.json")), "trace"),
+        (PlanJob(gpus=4, gpu="h100", link="ib"), "link"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_before_anything_is_computed(
+    monkeypatch: pytest.MonkeyPatch, job: PlanJob, field: str
+) -> None:
+    def never(setup: object) -> None:
+        raise AssertionError("simulated")
+
+    monkeypatch.setattr(simulator, "simulate", never)
+    with pytest.raises(ConfigError) as error:
+        plan_command.run(SAME_STEP, job)
+    assert error.value.field == field
+
+
+def test_a_plot_needs_matplotlib_and_a_trace_a_folder_that_can_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulator.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError):
+        make(SAME_STEP, PlanJob(plot=tmp_path / "plan.png"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ConfigError):
+        make(SAME_STEP, PlanJob(trace=tmp_path / "t.json"))
+
+
+@pytest.mark.parametrize("model", [{"name": "wan2.1-t2v-1.3b"}, {"name": "tinny"}, {"name": "tiny", "steps": 1}])
+def test_models_and_steps_that_there_are_not_are_refused(model: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        make(ModelConfig.model_validate(model), PlanJob())
+
+
+def test_a_folder_is_planned_in_the_steps_it_has(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.WEIGHTS, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    index["stream"]["steps"] = [2]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    assert make(ModelConfig(name=str(folder)), PlanJob()).load.steps == 2
+    with pytest.raises(ConfigError):
+        make(ModelConfig(name=str(folder), steps=4), PlanJob())

@@ -1,4 +1,4 @@
-"""The split that ranks agree on: measured or from a profile, the same for all, with less for who has more to do."""
+"""The split that ranks agree on: measured, the same for all, with less for who has more to do."""
 
 from __future__ import annotations
 

@@ -248,28 +248,6 @@ def test_what_cannot_be_written_is_refused_at_once(text: str) -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_outputs_come_from_a_file_that_is_not_shown(tmp_path: Path) -> None:
-    file, show = tmp_path / "outputs", tmp_path / "show.mp4"
-    file.write_text(f"\ufeff{show}\n\n  RTMP://host.example/live/Key1\r\n")
-    targets = parse_targets(read_targets(str(file)))
-    assert [target.name for target in targets] == ["show.mp4", "rtmp://host.example"]
-    assert targets[1].url == "rtmp://host.example/live/Key1"
-    file.write_text("ftp://host.example/live/key1\n")
-    with pytest.raises(ConfigError) as caught:
-        parse_targets(read_targets(str(file)))
-    assert "key1" not in str(caught.value)
-    with pytest.raises(ConfigError):
-        read_targets(str(tmp_path / "none"))
-
-    async def main(config: ServeConfig) -> None:
-        async with open_site(Config(serve=config)) as site:
-            await site.until(lambda: _statuses(site)[0].frames > 20)
-
-    file.write_text(str(show))
-    asyncio.run(main(ServeConfig(outputs_file=str(file))))
-    assert show.stat().st_size > 1000
-
-
 def test_a_recording_never_replaces_a_file(tmp_path: Path) -> None:
     (tmp_path / "show.mp4").write_text("precious")
     with pytest.raises(ConfigError):

@@ -134,7 +134,7 @@ def _settled(model: ModelConfig, job: PlanJob) -> tuple[ModelSizes, Workload, St
     _check(job)
     assert job.stages is not None and job.dtype is not None
     sizes = sizes_with_window(model)
-    steps = choose_steps(model.steps, sizes.spec.steps, sizes.spec.name)
+    steps = choose_steps(model.step_count, sizes.spec.steps, sizes.spec.name)
     quantize = "none" if model.quantize == "auto" else model.quantize  # which only a trial on the device tells
     storage = Storage(DTYPES[job.dtype], quantize, model.offload)
     return sizes, Workload(job.stages, job.sessions, steps, model.kv_context, job.max_rows), storage

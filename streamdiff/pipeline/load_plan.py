@@ -18,18 +18,23 @@ from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.core import sessions_to_fill
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
-from streamdiff.models.loader import Kernels, ModelLoader, expected_bytes
+from streamdiff.models.loader import Kernels, ModelLoader
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
-from streamdiff.pipeline import balance
 from streamdiff.pipeline.distributed import rendezvous
-from streamdiff.pipeline.planner import partition
-from streamdiff.pipeline.planner.costs import read_profile
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes, host_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Demand, Limits, Storage, check_fit
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, folder_sizes, sizes_from
+from streamdiff.pipeline.planner.partition import (
+    Blocks,
+    Workload,
+    check_ranks,
+    max_rows_of,
+    rows_carried,
+    split_evenly,
+)
 from streamdiff.pipeline.runner.graphs import compile_fault, one_graph
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.version import __version__
@@ -60,7 +65,7 @@ class LoadPlan:
     cudnn_benchmark: bool
     channels_last: bool | None
     decode_latents: int
-    runs: partition.Blocks
+    runs: Blocks
     reference: bool = False
 
     @property
@@ -72,9 +77,9 @@ class LoadPlan:
         return self.sizes.spec
 
     @property
-    def batching(self) -> partition.Batching:
+    def max_rows(self) -> int:
         """How many rows may share a forward."""
-        return partition.batching_of(self.config, self.sizes)
+        return max_rows_of(self.config, self.sizes)
 
     @property
     def pixel_format(self) -> PictureKind:
@@ -103,7 +108,7 @@ class LoadPlan:
         return {
             **rank_facts(self.config, self.models),
             # A server has it in its configuration, its other ranks leave it out where it is off.
-            "model.batching": str(self.batching),
+            "model.batching": str(self.max_rows),
             "model.steps": str(self.steps),
             "spec": str(self.spec),
             "model.pictures": self.pixel_format if self.config.decode_rank_number else "rgb",
@@ -118,7 +123,7 @@ class LoadPlan:
         check_world(self.config)
         return rendezvous.join(self.rank_facts()) if self.config.ranks > 1 else None
 
-    def demand(self, runs: partition.Blocks) -> Demand:
+    def demand(self, runs: Blocks) -> Demand:
         """What the ring takes of its devices, one session included, when its stages have these blocks."""
         config, models = self.config, self.models
         on_cuda = self.device.type == "cuda"
@@ -126,17 +131,16 @@ class LoadPlan:
             models.dtype.itemsize,
             "none" if config.quantize == "auto" else config.quantize,  # not known before it is tried
             config.offload,
-            text_bytes=expected_bytes(models.model) if on_cuda and config.text_device == "cuda" else 0,
             decode_latents=self.decode_latents,
             decoder_bytes=models.decoder_dtype.itemsize,
         )
-        rows = partition.rows_carried(self.spec, self.batching.max_rows)
+        rows = rows_carried(self.spec, self.max_rows)
         return Demand(
             self.sizes,
             storage,
             runs,
             config.decode_rank,
-            partition.Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
+            Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
             models.model.autoencoder,
             config.vae,
             changeable=not models.model.embedded,
@@ -158,7 +162,7 @@ class LoadPlan:
         folder = config.state_dir if isinstance(config, ServedModel) else None
         return SwapStore(self.device, self.swap_bytes, None if folder is None else Path(folder))
 
-    def session_bytes(self, rank: int, runs: partition.Blocks) -> int:
+    def session_bytes(self, rank: int, runs: Blocks) -> int:
         """Bytes for sessions on the rank, now that the weights are loaded."""
         config, demand = self.config, self.demand(runs)
         work = demand.memory()[rank].work + demand.libraries
@@ -199,12 +203,9 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     else:
         decoder = decoder_sizes(spec, models.model.autoencoder, config.vae)
         sizes = sizes_from(models.checkpoint.architecture, spec, decoder)
-    partition.check_ranks(config, sizes)
-    steps = settled.config.steps or spec.steps[0]
-    if config.profile is not None and config.ranks > 1:
-        runs = balance.assign_blocks(config, steps, read_profile(Path(config.profile), sizes, max_rows=1))
-    else:
-        runs = partition.split_evenly(sizes.blocks, config.stages)
+    check_ranks(config, sizes)
+    steps = settled.config.step_count or spec.steps[0]
+    runs = split_evenly(sizes.blocks, config.stages)
     decode_latents = 1 if device.type == "cpu" else spec.chunk_latents
     return LoadPlan(
         settled.config, models, sizes, steps, choices, (models.model.note,), settled.cudnn_benchmark,

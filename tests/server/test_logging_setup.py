@@ -120,7 +120,6 @@ def test_a_warning_has_its_facts_and_a_fault_its_traceback(capsys: pytest.Captur
             raise ValueError("no\nink")
         except ValueError:
             logger.exception("it broke")
-        logging_setup.prompt_log.info("a secret")
     first, second = _records(capsys.readouterr().err)
     assert (first["level"], first["message"], first["left_ml"]) == ("warning", "low ink", 3)
     assert first["path"] == str(os), "what JSON does not know is told as text"
@@ -128,7 +127,7 @@ def test_a_warning_has_its_facts_and_a_fault_its_traceback(capsys: pytest.Captur
 
 
 def test_afterwards_logging_is_as_it_was() -> None:
-    names = ["", "streamdiff", "streamdiff.console", "streamdiff.fatal", "streamdiff.prompts"]
+    names = ["", "streamdiff", "streamdiff.console", "streamdiff.fatal"]
 
     def state() -> list[object]:
         loggers = [logging.getLogger(name) for name in names]
@@ -136,6 +135,6 @@ def test_afterwards_logging_is_as_it_was() -> None:
 
     before = state()
     for kind in ("text", "json"):
-        with logging_setup.configure(ServeConfig(log_format=kind, log_prompts=True)):  # type: ignore[arg-type]
+        with logging_setup.configure(ServeConfig(log_format=kind)):  # type: ignore[arg-type]
             assert state() != before
         assert state() == before

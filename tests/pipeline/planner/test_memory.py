@@ -277,6 +277,12 @@ def test_a_gpu_is_asked_what_it_has_free(monkeypatch: pytest.MonkeyPatch) -> Non
         load_rank(plan_rank(plan_load(ModelConfig(**SMALL), GPU)))
 
 
+def test_the_embedded_model_is_not_offered_what_it_cannot_have() -> None:
+    text = refused(ModelConfig(device_memory_gb=0.01))
+    assert "tiny does not fit" in text
+    assert not any(option in text for option in ("--window", "--size", "--vae"))
+
+
 def test_a_cpu_without_a_limit_refuses_nothing() -> None:
     with pytest.raises(AssertionError, match="loaded"):
         load_rank(plan_rank(plan_load(ModelConfig(**LARGE), CPU)))

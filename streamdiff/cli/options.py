@@ -171,7 +171,7 @@ GENERATE = (
     Option("--prompts", "FILE", "many videos by one engine, into the folder --output: a prompt a line, or .jsonl with "
            "prompt, seed, seconds, size, output (below the folder)", Path),
     Option("--resume", "", "with --prompts: skip the videos that are there", action=SWITCH),
-    *settings("model", "session.prompt", "session.seed", "session.image", "playback.fps"),
+    *settings("model", "session.prompt", "session.seed", "session.image", "session.fit", "playback.fps"),
 )
 PLAN = (
     CONFIG,

@@ -106,9 +106,9 @@ class Engine:
             examples=tuple(text.examples),
             suggestions=text.suggestions,
             vocabulary=text.vocabulary,
-            work_s=pipeline.figures.work_s(),
-            sessions_fit=pipeline.figures.sessions_fit(),
-            sessions_away=pipeline.figures.sessions_away(),
+            chunk_compute_s=pipeline.figures.chunk_compute_s(),
+            max_sessions=pipeline.figures.max_sessions(),
+            max_swapped_sessions=pipeline.figures.max_swapped_sessions(),
         )
 
     def handle(self, command: Command) -> list[Event]:
@@ -173,14 +173,14 @@ class Engine:
     def _measured(self) -> list[Event]:
         """The `Measured` event; empty before the first chunk."""
         figures = self._pipeline.figures
-        work_s, counts = figures.work_s(), figures.forwards()
-        if work_s is None:
+        chunk_compute_s, counts = figures.chunk_compute_s(), figures.forwards()
+        if chunk_compute_s is None:
             return []
         forwards = tuple(counts.rows[rows] for rows in range(1, max(counts.rows, default=0) + 1))
         encodings = self._text.calls, self._picture.calls, self._pipeline.video.encodings
         return [
             Measured(
-                work_s, tuple(figures.occupancy()), tuple(figures.busy_s()),
+                chunk_compute_s, tuple(figures.occupancy()), tuple(figures.busy_s()),
                 forwards, tuple(counts.alone), tuple(counts.alone.values()), encodings,
                 self._pipeline.memory_bytes(),
             )

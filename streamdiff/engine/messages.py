@@ -197,16 +197,16 @@ Command = (
 
 @dataclass(frozen=True)
 class Ready(ModelInfo):
-    """The engine is warm. What the model is; `work_s`: seconds of work in a chunk, measured while warming up (None: not
-    measured); `sessions_fit`: sessions of the default kind that fit into memory (None: unknown); `sessions_away`: how
-    many more may be open while swapped out (None: no limit)."""
+    """The engine is warm, and what its model is. `chunk_compute_s`: seconds of work in a chunk, measured while warming
+    up (None: not measured); `max_sessions`: sessions of the default kind that fit into memory (None: unknown);
+    `max_swapped_sessions`: how many more may be open while swapped out (None: no limit)."""
 
     examples: tuple[str, ...] = ()
     suggestions: tuple[tuple[str, ...], ...] = ()
     vocabulary: str = ""
-    work_s: float | None = None
-    sessions_fit: int | None = None
-    sessions_away: int | None = 0
+    chunk_compute_s: float | None = None
+    max_sessions: int | None = None
+    max_swapped_sessions: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -307,14 +307,14 @@ class Closed(SessionMessage):
 
 @dataclass(frozen=True)
 class Measured:
-    """Sent with every finished chunk. `work_s`: seconds of work per chunk of the default number of steps, of late;
-    `occupancy`: share of the time each rank was at work (empty with one rank); `busy_s`: seconds of work of each rank
-    since its process began. `forwards`: their number since then with 1 row, 2 rows, and so on; `alone`: the reasons why
-    those of one row had no more (see `ForwardCounts`), and `alone_forwards`, how many had each.
+    """Sent with every finished chunk. `chunk_compute_s`: seconds of work per chunk of the default number of steps, of
+    late; `occupancy`: share of the time each rank was at work (empty with one rank); `busy_s`: seconds of work of each
+    rank since its process began. `forwards`: their number since then with 1 row, 2 rows, and so on; `alone`: the
+    reasons why those of one row had no more (see `ForwardCounts`), and `alone_forwards`, how many had each.
     `encodings`: how many texts, pictures and pieces of video were encoded since its process began. `memory_bytes`: what
     the first rank has taken of its GPU, or without one of the machine's memory."""
 
-    work_s: float
+    chunk_compute_s: float
     occupancy: tuple[float, ...] = ()
     busy_s: tuple[float, ...] = ()
     forwards: tuple[int, ...] = ()

@@ -23,18 +23,11 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.pipeline.distributed import rendezvous
+from streamdiff.pipeline.planner import partition
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes, host_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Demand, Limits, Storage, check_fit
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, folder_sizes, sizes_from
-from streamdiff.pipeline.planner.partition import (
-    Blocks,
-    Workload,
-    check_ranks,
-    max_rows_of,
-    rows_carried,
-    split_evenly,
-)
 from streamdiff.pipeline.runner.graphs import compile_fault, one_graph
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.version import __version__
@@ -65,7 +58,7 @@ class LoadPlan:
     cudnn_benchmark: bool
     channels_last: bool | None
     decode_latents: int
-    runs: Blocks
+    runs: partition.Blocks
     reference: bool = False
 
     @property
@@ -79,7 +72,7 @@ class LoadPlan:
     @property
     def max_rows(self) -> int:
         """How many rows may share a forward."""
-        return max_rows_of(self.config, self.sizes)
+        return partition.max_rows_of(self.config, self.sizes)
 
     @property
     def pixel_format(self) -> PictureKind:
@@ -123,7 +116,7 @@ class LoadPlan:
         check_world(self.config)
         return rendezvous.join(self.rank_facts()) if self.config.ranks > 1 else None
 
-    def demand(self, runs: Blocks) -> Demand:
+    def demand(self, runs: partition.Blocks) -> Demand:
         """What the ring takes of its devices, one session included, when its stages have these blocks."""
         config, models = self.config, self.models
         on_cuda = self.device.type == "cuda"
@@ -134,13 +127,13 @@ class LoadPlan:
             decode_latents=self.decode_latents,
             decoder_bytes=models.decoder_dtype.itemsize,
         )
-        rows = rows_carried(self.spec, self.max_rows)
+        rows = partition.rows_carried(self.spec, self.max_rows)
         return Demand(
             self.sizes,
             storage,
             runs,
             config.decode_rank,
-            Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
+            partition.Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
             models.model.autoencoder,
             config.vae,
             changeable=not models.model.embedded,
@@ -162,7 +155,7 @@ class LoadPlan:
         folder = config.state_dir if isinstance(config, ServedModel) else None
         return SwapStore(self.device, self.swap_bytes, None if folder is None else Path(folder))
 
-    def session_bytes(self, rank: int, runs: Blocks) -> int:
+    def session_bytes(self, rank: int, runs: partition.Blocks) -> int:
         """Bytes for sessions on the rank, now that the weights are loaded."""
         config, demand = self.config, self.demand(runs)
         work = demand.memory()[rank].work + demand.libraries
@@ -203,9 +196,9 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     else:
         decoder = decoder_sizes(spec, models.model.autoencoder, config.vae)
         sizes = sizes_from(models.checkpoint.architecture, spec, decoder)
-    check_ranks(config, sizes)
+    partition.check_ranks(config, sizes)
     steps = settled.config.step_count or spec.steps[0]
-    runs = split_evenly(sizes.blocks, config.stages)
+    runs = partition.split_evenly(sizes.blocks, config.stages)
     decode_latents = 1 if device.type == "cpu" else spec.chunk_latents
     return LoadPlan(
         settled.config, models, sizes, steps, choices, (models.model.note,), settled.cudnn_benchmark,

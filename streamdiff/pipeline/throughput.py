@@ -53,7 +53,7 @@ class ChunkCostMeter:
         while len(marks) > 2 and marks[0].at_s < now_s - _LATEST_S and mark.chunks - marks[1].chunks >= _FEW:
             marks.popleft()
 
-    def work_s(self) -> float | None:
+    def chunk_compute_s(self) -> float | None:
         """Seconds of work in a chunk of the usual kind, of the busiest rank; None before the first, and before any rank
         has said that it worked."""
         first, last = self._marks[0], self._marks[-1]
@@ -82,21 +82,21 @@ class PipelineFigures:
         """Seconds that each rank's device was at work since its process began, decoding included where it is done."""
         return self._workers.busy_s() if self._workers is not None else [self._ring.worker.timer.busy_s]
 
-    def work_s(self) -> float | None:
+    def chunk_compute_s(self) -> float | None:
         """Seconds of work in a chunk in the default number of steps, as the latest ones tell: of the busiest rank."""
-        return self._meter.work_s()
+        return self._meter.chunk_compute_s()
 
     def finished(self, costs: Sequence[float]) -> None:
         """Chunks were finished; `costs` as `ChunkCostMeter.finished` takes them. Mutates: self."""
         self._meter.finished(clock.monotonic_s(), self.busy_s(), costs)
 
-    def sessions_fit(self) -> int | None:
+    def max_sessions(self) -> int | None:
         """How many sessions of the default kind the memory for caches holds; None without a budget."""
         if self._budget is None:
             return None
         return self._budget.fits(steps=self._info.steps, kv_context=self._info.kv_context)
 
-    def sessions_away(self) -> int | None:
+    def max_swapped_sessions(self) -> int | None:
         """How many of them may be swapped out; None: as many as one likes, as there is a disk to write to."""
         if self._budget is None or self._ring.stage.swaps.spills:
             return None

@@ -45,7 +45,7 @@ class BarePipeline:
     def input_figures(self, session: int) -> None:
         return None
 
-    def sessions_away(self) -> int | None:
+    def max_swapped_sessions(self) -> int | None:
         return 0
 
     def is_away(self, session: int) -> bool:

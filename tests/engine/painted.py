@@ -223,10 +223,10 @@ class PaintedPipeline(BarePipeline):
     def busy_s(self) -> list[float]:
         return [0.0]
 
-    def work_s(self) -> float | None:
+    def chunk_compute_s(self) -> float | None:
         return None
 
-    def sessions_fit(self) -> int | None:
+    def max_sessions(self) -> int | None:
         return None
 
     def close(self) -> None:

@@ -450,11 +450,11 @@ def test_a_session_has_the_lead_it_asks_for(start: Start) -> None:
 def test_the_engine_says_what_a_chunk_costs(start_real: Start) -> None:
     engine = start_real(2)
     ready = engine.ready()
-    assert ready.work_s is not None and ready.sessions_fit is not None
+    assert ready.chunk_compute_s is not None and ready.max_sessions is not None
     assert ready.steps == 4 and ready.steps_known == (4, 2)
     engine.handle(Open("a", RED))
     events = run(engine, until=chunks(3, engine))
-    measured = [event.work_s for event in events if isinstance(event, Measured)]
+    measured = [event.chunk_compute_s for event in events if isinstance(event, Measured)]
     assert 2 <= len(measured) <= 3 and min(measured) > 0, "two chunks may come out of one step, the lead is no longer"
     busy_s = [stage_s for event in events if isinstance(event, Measured) for stage_s in event.busy_s]
     assert len(busy_s) == len(measured) and busy_s[0] > 0, "one stage"

@@ -11,11 +11,11 @@ from streamdiff.pipeline.throughput import ChunkCostMeter
 
 def test_time_with_nothing_to_do_costs_nothing() -> None:
     meter = ChunkCostMeter(0.0, [7.0])  # warming up
-    assert meter.work_s() is None
+    assert meter.chunk_compute_s() is None
     meter.finished(0.5, [7.5], [1])  # half a second of work
-    assert meter.work_s() == pytest.approx(0.5)
+    assert meter.chunk_compute_s() == pytest.approx(0.5)
     meter.finished(61.0, [8.5], [1, 1])  # a minute of waiting for viewers, then two sessions' chunks in a second
-    assert meter.work_s() == pytest.approx(0.5)
+    assert meter.chunk_compute_s() == pytest.approx(0.5)
 
 
 def test_chunks_in_other_numbers_of_steps_count_as_what_they_are() -> None:
@@ -24,7 +24,7 @@ def test_chunks_in_other_numbers_of_steps_count_as_what_they_are() -> None:
     for number in range(1, 8):
         usual.finished(number * 2.5, [number * 2.5], [1])
         fewer.finished(number * 1.5, [number * 1.5], [3 / 5])
-    assert usual.work_s() == pytest.approx(2.5) == fewer.work_s()
+    assert usual.chunk_compute_s() == pytest.approx(2.5) == fewer.chunk_compute_s()
 
 
 @pytest.mark.parametrize("pace_s", [0.1, 1.0, 12.0], ids=["many chunks", "some", "one at a time"])
@@ -33,27 +33,27 @@ def test_a_busy_moment_is_forgotten(pace_s: float) -> None:
     meter = ChunkCostMeter(0.0, [0.0])
     for number in range(1, 11):
         meter.finished(number * 1.0, [number * 1.0], [1])
-    assert meter.work_s() == pytest.approx(1.0)
+    assert meter.chunk_compute_s() == pytest.approx(1.0)
     for number in range(1, 600):
         meter.finished(10 + number * pace_s, [10 + number * 0.1], [1])
         if number * pace_s > 31 and number >= 5:
             break
-    assert meter.work_s() == pytest.approx(0.1, rel=0.2)
+    assert meter.chunk_compute_s() == pytest.approx(0.1, rel=0.2)
 
 
 def test_in_a_ring_the_busiest_rank_decides() -> None:
     meter = ChunkCostMeter(0.0, [0.0, 0.0])
     meter.finished(1.0, [0.0, 0.0], [1])
-    assert meter.work_s() is None, "no rank has told yet that it worked"
+    assert meter.chunk_compute_s() is None, "no rank has told yet that it worked"
     for number in range(2, 20):
         meter.finished(number * 1.0, [number * 0.1, number * 0.5], [1])
-    assert meter.work_s() == pytest.approx(0.5)
+    assert meter.chunk_compute_s() == pytest.approx(0.5)
 
 
 @pytest.mark.slow
 def test_the_runtime_knows_after_warming_up_what_a_chunk_takes() -> None:
     runtime = build_pipeline(ModelConfig())
-    work_s, fits = runtime.figures.work_s(), runtime.figures.sessions_fit()
-    assert work_s is not None and work_s > 0
+    chunk_compute_s, fits = runtime.figures.chunk_compute_s(), runtime.figures.max_sessions()
+    assert chunk_compute_s is not None and chunk_compute_s > 0
     assert fits is not None and fits >= 1
     runtime.close()

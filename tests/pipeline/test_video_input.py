@@ -76,7 +76,7 @@ class Fed(StreamingPipeline):
             self.turn()
         return self.made[0][:count]
 
-    def figures(self) -> InputFigures:
+    def usage(self) -> InputFigures:
         figures = self.video.input_figures(0)
         assert figures is not None
         return figures
@@ -160,7 +160,7 @@ def test_a_chunk_waits_for_its_video_and_goes_on_when_there_is_more(pipeline: Fe
     pipeline.video.feed(0, clip(1, 1))
     pipeline.settle()
     assert len(pipeline.made[0]) == 2
-    assert pipeline.figures().used == 2 * FRAMES
+    assert pipeline.usage().used == 2 * FRAMES
 
 
 def test_of_what_comes_too_fast_the_newest_is_used() -> None:
@@ -179,7 +179,7 @@ def test_of_what_comes_too_fast_the_newest_is_used() -> None:
             pipeline.video.feed(0, video[begin : begin + 3])
         held.set()
         pipeline.settle()
-        assert pipeline.figures().dropped == len(video) - MAX_UNENCODED * FRAMES
+        assert pipeline.usage().dropped == len(video) - MAX_UNENCODED * FRAMES
         other.begin()
         other.set_input(0, 0.5, epoch=1)
         newest = other.play(video[-MAX_UNENCODED * FRAMES :], MAX_UNENCODED)
@@ -217,11 +217,11 @@ def test_when_it_ends_the_session_goes_on_from_its_text(pipeline: Fed) -> None:
     pipeline.set_input(0, None, epoch=2)
     while len(pipeline.made[0]) < 6:
         pipeline.turn()
-    assert pipeline.figures().used <= 3 * FRAMES
+    assert pipeline.usage().used <= 3 * FRAMES
     pipeline.set_input(0, 0.5, epoch=3)  # and another may come
-    assert (pipeline.figures().used, pipeline.figures().level) == (0, None), "it begins afresh"
+    assert (pipeline.usage().used, pipeline.usage().level) == (0, None), "it begins afresh"
     pipeline.video.feed(0, clip(1))
-    while pipeline.figures().used == 0:
+    while pipeline.usage().used == 0:
         pipeline.turn()
 
 
@@ -232,11 +232,11 @@ def test_a_reset_goes_on_with_the_video(pipeline: Fed) -> None:
     pipeline.reset(0, pipeline.text.encode(RED), seed=4, epoch=5)
     pipeline.made.clear()
     pipeline.play(clip(3, 1), 1)
-    used = pipeline.figures().used
+    used = pipeline.usage().used
     pipeline.settle()
     pipeline.video.feed(0, clip(1, 2))
     pipeline.settle()
-    assert pipeline.figures().used > used
+    assert pipeline.usage().used > used
 
 
 def test_video_that_cannot_be_encoded_ends_the_input_alone() -> None:
@@ -257,8 +257,8 @@ def test_video_that_cannot_be_encoded_ends_the_input_alone() -> None:
         pipeline.video.feed(0, clip(1))
         while len(pipeline.made.get(0, [])) < 2:
             pipeline.turn()
-        assert pipeline.figures().fault == "no memory for it"
-        assert pipeline.figures().used == 0
+        assert pipeline.usage().fault == "no memory for it"
+        assert pipeline.usage().used == 0
     finally:
         pipeline.close()
 
@@ -291,7 +291,7 @@ def test_what_cannot_be_is_refused(pipeline: Fed) -> None:
     without = StreamingPipeline(MODEL, CPU)
     try:
         with pytest.raises(RequestError, match="encodes no video"):
-            without.check_input(0.5)
+            without.video.check_input(0.5)
     finally:
         without.close()
     pipeline.video.feed(0, clip(1))  # to nobody

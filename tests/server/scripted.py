@@ -290,10 +290,10 @@ class Painter(BarePipeline):
     def busy_s(self) -> list[float]:
         return [self._made * self.chunk_s]
 
-    def work_s(self) -> float | None:
+    def chunk_compute_s(self) -> float | None:
         return self.chunk_s
 
-    def sessions_fit(self) -> int | None:
+    def max_sessions(self) -> int | None:
         return self.fits
 
     def close(self) -> None:

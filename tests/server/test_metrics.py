@@ -206,7 +206,7 @@ def test_an_ended_session_leaves_no_figures() -> None:
             assert live is not None
             headers = {"Authorization": f"Bearer {session['control_token']}"}
             await site.http.delete(f"/api/sessions/{session['id']}", headers=headers)
-            live._take_shown(99, 0, 0)
+            live._on_shown(99, 0, 0)
             live.update_metrics()
             assert f'session="{session["id"]}"' not in (await site.http.get("/metrics")).text
 
@@ -226,7 +226,7 @@ def test_an_engine_that_ended_is_down() -> None:
 
 def test_room_is_unknown_before_anything_was_measured() -> None:
     class Unmeasured(Painter):
-        def work_s(self) -> float | None:
+        def chunk_compute_s(self) -> float | None:
             return None
 
     async def scene(site: Site) -> None:

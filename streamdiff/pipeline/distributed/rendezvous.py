@@ -90,7 +90,8 @@ def join(facts: Mapping[str, str]) -> RankContext:
             if theirs.get(name) != everybody[0].get(name):
                 raise ConfigError(
                     f"rank {other} has {name} {theirs.get(name)}, but rank 0 has {everybody[0].get(name)}; all ranks "
-                    "of a ring need the same"
+                    "of a ring need the same",
+                    field=name,
                 )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_FOR_EVER)
     return RankContext(rank, world, store)

@@ -84,7 +84,7 @@ class OffloadedBlocks:
         """
         layouts = [{name: (each.shape, each.dtype) for name, each in tensors_of(own).items()} for own in blocks]
         if any(layout != layouts[0] for layout in layouts):
-            raise ConfigError("blocks of different shapes cannot be offloaded; leave --offload out")
+            raise ConfigError("blocks of different shapes cannot be offloaded; leave --offload out", field="offload")
         self.block_bytes = sum(_aligned(each.nbytes) for each in tensors_of(blocks[0]).values())
         self._blocks, self._device = blocks, device
         self._streams = streams or (CudaStreams(device) if device.type == "cuda" else HostStreams())
@@ -241,5 +241,6 @@ def _check_host_memory(nbytes: int, pinned: bool) -> None:
     if pinned and nbytes > free:
         raise ConfigError(
             f"--offload blocks keeps {nbytes / 1e9:.3g} GB of weights in pinned host memory, and {free / 1e9:.3g} GB "
-            "are left; use --quantize int8 without --offload, more --stages on other machines, or a smaller model"
+            "are left; use --quantize int8 without --offload, more --stages on other machines, or a smaller model",
+            field="offload",
         )

@@ -219,12 +219,15 @@ def keep_compiled_code() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
-        raise ConfigError(f"compiled code cannot be kept in {folder} ({error.strerror}); {way_out}") from error
+        raise ConfigError(
+            f"compiled code cannot be kept in {folder} ({error.strerror}); {way_out}", field=CACHE_VARIABLE
+        ) from error
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ConfigError(
             f"compiled code is not kept in {folder}: its owner is user {found.st_uid} and its mode "
             f"{found.st_mode & 0o777:o}, but it must be of user {os.getuid()} and for nobody else to write, as code in "
-            f"it is run; chmod 700 {folder}, or {way_out}"
+            f"it is run; chmod 700 {folder}, or {way_out}",
+            field=CACHE_VARIABLE,
         )
     os.environ[CACHE_VARIABLE] = str(folder)
     return folder

@@ -74,7 +74,7 @@ _LATER: Responses = {
         "model": Receipts,
     }
 }
-_OF_READY = ("chunk_frames", "sessions_fit", "sessions_away", "native_fps", "text_shape", "chunk_shape", "first_chunks")
+_OF_READY = ("chunk_frames", "native_fps", "text_shape", "chunk_shape", "first_chunks")
 """Fields of `Ready` that the capacity has under the same name."""
 _SENT = "a file"
 """Stands for a picture that came as a file of a form, which is never text."""
@@ -259,6 +259,8 @@ def _capacity(state: AppState) -> schemas.CapacityInfo:
     manager, ready = state.manager, state.manager.ready
     return schemas.CapacityInfo(
         **{name: getattr(ready, name) for name in _OF_READY},
+        sessions_fit=ready.max_sessions,
+        sessions_away=ready.max_swapped_sessions,
         free_sessions=manager.load.free_sessions(),
         work_s=manager.load.capacity.work_s(clock.monotonic_s()),
         share=round(sum(manager.load.shares()), 4),

@@ -615,6 +615,8 @@ class LiveSession:
 
     def update_metrics(self) -> None:
         """Copy figures that other objects hold into the metrics. Mutates: self, the metrics."""
+        if self.closed:
+            return
         playback, demand, metrics = self.playback, self._demand, self._metrics
         progress = playback.pacer.progress()
         metrics.repeated.labels(self.id).inc(self._repeated.increase(progress.repeated))

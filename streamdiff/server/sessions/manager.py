@@ -57,7 +57,7 @@ class EngineLoad:
         self, config: Config, ready: Ready, metrics: Metrics, sessions: Callable[[], Sequence[LiveSession]]
     ) -> None:
         """`sessions` are the open ones, oldest first."""
-        self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.max_utilization, ready.work_s)
+        self.capacity = Capacity(ready.chunk_frames, ready.steps, config.serve.max_utilization, ready.chunk_compute_s)
         self.occupancy: tuple[float, ...] = ()
         self.batching: dict[str, dict[str, int]] = {"rows": {}, "alone": {}}
         self._policy = LoadPolicy(ready.steps_known, config.serve.max_utilization)
@@ -71,7 +71,7 @@ class EngineLoad:
         """How many more sessions of the default kind could play, with all that adaptive ones can give up; None: not
         measured yet."""
         free = self.capacity.free_sessions(self._least_shares(), self._default_share())
-        by_memory, away, sessions = self._ready.sessions_fit, self._ready.sessions_away, self._sessions()
+        by_memory, away, sessions = self._ready.max_sessions, self._ready.max_swapped_sessions, self._sessions()
         if free is None or by_memory is None:
             return free
         most = by_memory - sum(not session.idle for session in sessions)
@@ -81,7 +81,7 @@ class EngineLoad:
 
     def sessions_limit(self) -> int | None:
         """How many sessions of the default kind can play at once; None: not measured yet."""
-        by_time, by_memory = self.capacity.free_sessions((), self._default_share()), self._ready.sessions_fit
+        by_time, by_memory = self.capacity.free_sessions((), self._default_share()), self._ready.max_sessions
         return by_time if by_time is None or by_memory is None else min(by_time, by_memory)
 
     def _default_share(self) -> float:
@@ -120,7 +120,7 @@ class EngineLoad:
     def restart(self, ready: Ready) -> None:
         """The engine was restarted. Mutates: self."""
         self._ready = ready
-        self.capacity.restart(ready.work_s)
+        self.capacity.restart(ready.chunk_compute_s)
 
     def chunk(self, session: LiveSession, batch: FrameBatch) -> None:
         """Measure a session's slack by new frames, before they are pushed. Mutates: self."""
@@ -130,7 +130,7 @@ class EngineLoad:
 
     def measured(self, measured: Measured) -> None:
         """Take a `Measured` event of the engine. Mutates: self, the metrics."""
-        self.capacity.measured(measured.work_s, clock.monotonic_s())
+        self.capacity.measured(measured.chunk_compute_s, clock.monotonic_s())
         self._changed.set()
         self.occupancy = measured.occupancy
         for stage, total_s in enumerate(measured.busy_s):
@@ -268,7 +268,7 @@ class SessionManager:
 
     def refuse_viewer(self, session: LiveSession) -> str:
         """Why a session that is not on the device cannot come there to be watched now, or "" if it can."""
-        fit, others = self.ready.sessions_fit, [each for each in self.sessions if each is not session]
+        fit, others = self.ready.max_sessions, [each for each in self.sessions if each is not session]
         if session.place == "device" or fit is None or sum(not each.idle for each in others) < fit:
             return ""
         return (

@@ -57,7 +57,9 @@ MESSAGES = [
     messages.SetActive("a", False, True),
     messages.Swapped("a", "host"),
     messages.Closed("a"),
-    messages.Ready("tiny", "cpu", 128, 96, 40.0, 12, 4, "clean", steps_known=(2, 4), work_s=0.2, sessions_fit=7),
+    messages.Ready(
+        "tiny", "cpu", 128, 96, 40.0, 12, 4, "clean", steps_known=(2, 4), chunk_compute_s=0.2, max_sessions=7
+    ),
     messages.Refused("a", "", "session", "why", "memory"),
     messages.Measured(0.25, (0.5, 1.0), (3.0, 4.5)),
     messages.Alive(),

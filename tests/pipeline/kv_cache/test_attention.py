@@ -88,8 +88,8 @@ def test_positions_never_leave_the_window(plan: CacheGeometry, chunk: int) -> No
     ("sink", "window", "spare", "chunk"),
     [(3, 3, 0, 1), (-1, 3, 0, 1), (0, 0, 0, 1), (0, 3, -1, 1), (2, 4, 0, 3), (0, 3, 0, 0)],
 )
-def test_an_impossible_ring_is_refused_with_its_numbers(sink: int, window: int, spare: int, chunk: int) -> None:
-    with pytest.raises(ValueError, match=rf"window {window}, sink {sink} and chunks of {chunk} .* {spare} spare"):
+def test_an_impossible_ring_is_refused(sink: int, window: int, spare: int, chunk: int) -> None:
+    with pytest.raises(ValueError):
         CacheGeometry(sink, window, spare, chunk=chunk)
 
 

@@ -150,7 +150,7 @@ def test_sessions_have_what_a_limit_of_the_device_leaves() -> None:
     session = demand.total(0) - demand.without_sessions(0)
     limit = demand.without_sessions(0) + 3 * session + session // 2
     runtime = build_pipeline(ModelConfig(device_memory_gb=limit / 1e9))
-    assert runtime.figures.sessions_fit() == 3
+    assert runtime.figures.max_sessions() == 3
     runtime.close()
 
 

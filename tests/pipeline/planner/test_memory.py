@@ -164,8 +164,8 @@ def test_offloaded_blocks_leave_two_of_them_on_the_device() -> None:
 # ---- what fits -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is loaded, and a GPU has 200 GB free."""
 
     def never(*_: object, **__: object) -> None:
@@ -201,7 +201,6 @@ def with_options(given: dict[str, Any], words: str) -> ModelConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit_gb", [13.0, 12.0, 9.0])
-@pytest.mark.usefixtures("loads_nothing")
 def test_every_option_makes_it_fit_and_takes_what_it_says(limit_gb: float) -> None:
     text = refused(ModelConfig(**SMALL, device_memory_gb=limit_gb))
     assert text.startswith("random:wan2.1-1.3b does not fit: rank 0 needs 13.8 GB (weights 2.98, KV caches 3.98, ")
@@ -214,20 +213,17 @@ def test_every_option_makes_it_fit_and_takes_what_it_says(limit_gb: float) -> No
 
 
 @pytest.mark.parametrize(("limit_gb", "latents"), [(20.0, 3), (16.0, 1)])
-@pytest.mark.usefixtures("loads_nothing")
 def test_a_call_of_the_decoder_is_as_long_as_memory_allows(limit_gb: float, latents: int) -> None:
     plan = plan_rank(plan_load(ModelConfig(**SMALL, attention="sdpa", device_memory_gb=limit_gb), GPU))
     assert plan.decode_latents == latents and plan.demand(plan.runs).total(0) < limit_gb * 1e9
 
 
-@pytest.mark.usefixtures("loads_nothing")
 def test_a_window_and_a_picture_are_no_smaller_than_they_must() -> None:
     text = refused(ModelConfig(**SMALL, device_memory_gb=13))
     assert "--window 9 (13 GB)" in text and "--size 704x416 (11.1 GB)" in text
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("loads_nothing")
 def test_options_that_help_only_together_are_told_together() -> None:
     text = refused(ModelConfig(**LARGE, device_memory_gb=24))
     words, figure = re.findall(r"these together do: (.*) \(([\d.]+) GB\)", text)[0]
@@ -236,21 +232,33 @@ def test_options_that_help_only_together_are_told_together() -> None:
     assert float(figure) <= 24
 
 
-@pytest.mark.usefixtures("loads_nothing")
-def test_what_can_never_fit_is_told_with_the_least_there_is() -> None:
-    text = refused(ModelConfig(**LARGE, device_memory_gb=3))
-    assert "No option makes it fit; the least is " in text and "or more --stages" in text
-
-
-@pytest.mark.usefixtures("loads_nothing")
-def test_offload_makes_14b_fit_where_8_bits_do_not() -> None:
-    text = refused(ModelConfig(**{**LARGE, "vae": "random:taew2_1"}, window=6, sink=0, device_memory_gb=16))
-    assert "--offload blocks (" in text and "--quantize" not in text
+@pytest.mark.parametrize(
+    ("config", "offered", "left_out"),
+    [
+        (ModelConfig(**LARGE, device_memory_gb=3), ("No option makes it fit; the least is ", "or more --stages"), ()),
+        (
+            ModelConfig(**{**LARGE, "vae": "random:taew2_1"}, window=6, sink=0, device_memory_gb=16),
+            ("--offload blocks (",),
+            ("--quantize",),
+        ),
+        (ModelConfig(device_memory_gb=0.01), ("tiny does not fit",), ("--window", "--size", "--vae")),
+        (
+            ModelConfig(**SMALL, text_device="cuda", device_memory_gb=22),
+            ("text encoder 11.4", "--text-device cpu (13.8 GB)"),
+            (),
+        ),
+    ],
+)
+def test_only_options_that_help_are_offered(
+    monkeypatch: pytest.MonkeyPatch, config: ModelConfig, offered: tuple[str, ...], left_out: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(load_plan, "expected_bytes", lambda model: round(11.4e9))
+    text = refused(config)
+    assert all(words in text for words in offered) and not any(words in text for words in left_out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "fits"), [(0, False), (1, True), (2, False)])
-@pytest.mark.usefixtures("loads_nothing")
 def test_each_rank_of_a_ring_is_asked_for_its_own(rank: int, fits: bool) -> None:
     """Two stages of 14B, and a rank that decodes with Wan's large decoder, under the same limit."""
     config = ModelConfig(**LARGE, stages=2, decode_rank="dedicated", device_memory_gb={0: 20.0, 1: 40.0, 2: 5.0}[rank])
@@ -260,7 +268,6 @@ def test_each_rank_of_a_ring_is_asked_for_its_own(rank: int, fits: bool) -> None
     assert found == [None, None] if fits else f"rank {rank} needs " in str(found[0])
 
 
-@pytest.mark.usefixtures("loads_nothing")
 def test_a_gpu_is_asked_what_it_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (11 * 10**9, 12 * 10**9))
     text = refused(ModelConfig(**SMALL))
@@ -270,20 +277,11 @@ def test_a_gpu_is_asked_what_it_has_free(monkeypatch: pytest.MonkeyPatch) -> Non
         load_rank(plan_rank(plan_load(ModelConfig(**SMALL), GPU)))
 
 
-@pytest.mark.usefixtures("loads_nothing")
-def test_the_embedded_model_is_not_offered_what_it_cannot_have() -> None:
-    text = refused(ModelConfig(device_memory_gb=0.01))
-    assert "tiny does not fit" in text
-    assert not any(option in text for option in ("--window", "--size", "--vae"))
-
-
-@pytest.mark.usefixtures("loads_nothing")
 def test_a_cpu_without_a_limit_refuses_nothing() -> None:
     with pytest.raises(AssertionError, match="loaded"):
         load_rank(plan_rank(plan_load(ModelConfig(**LARGE), CPU)))
 
 
-@pytest.mark.usefixtures("loads_nothing")
 def test_the_command_line_says_it_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     (tmp_path / "small.yaml").write_text("model: {device_memory_gb: 0.01}")
     words = f"generate --config {tmp_path}/small.yaml --seconds 1 --output {tmp_path}/v.mp4"

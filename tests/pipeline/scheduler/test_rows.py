@@ -153,7 +153,7 @@ def test_two_rows_go_together_once_there_were_enough_for_every_place() -> None:
 
 @pytest.mark.parametrize("costs", [[1.0, 1.5], [1.0, 0.0, 1.0, 1.0]])
 def test_row_costs_that_cannot_be_are_refused(costs: list[float]) -> None:
-    with pytest.raises(ValueError, match="max_rows 4"):
+    with pytest.raises(ValueError):
         RowLimit(4, costs)
 
 

@@ -42,9 +42,9 @@ def test_a_field_that_does_not_say_so_is_refused(metadata: dict[str, str]) -> No
         step: int = field(metadata=PER_ROW)
         guidance: int = field(metadata=metadata)
 
-    with pytest.raises(TypeError, match=r"Forgetful\.guidance does not say.*metadata=SHARED"):
+    with pytest.raises(TypeError):
         shared_fields(Forgetful)
-    with pytest.raises(TypeError, match="guidance"):
+    with pytest.raises(TypeError):
         differing_field(Forgetful(1, 2), Forgetful(1, 2))
 
 
@@ -82,21 +82,25 @@ def test_a_record_is_its_number_its_count_and_the_fields_in_order() -> None:
 
 
 ROW = MicroStep(0, 0, 0, 4, 0)
+RECORD = pack([ROW], 2, 5)
 
 
 def test_too_many_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="there are 3 rows; a record for max_rows 2 holds at most 2"):
+    with pytest.raises(ValueError):
         pack([ROW, ROW, ROW], 2, 0)
 
 
-def test_a_record_that_pack_did_not_make_is_refused() -> None:
-    record = pack([ROW], 2, 5)
-    with pytest.raises(ValueError, match="has 13 integers; for max_rows 2 it must have 14"):
-        unpack(record[:-1], 2)
-    with pytest.raises(ValueError, match="has 14 integers; for max_rows 3 it must have 20"):
-        unpack(record, 3)
-    for count in (-1, 3):
-        with pytest.raises(ValueError, match=f"count is {count}; for max_rows 2 it must be from 0 to 2"):
-            unpack([5, count, *record[2:]], 2)
-    with pytest.raises(ValueError, match="a record of 1 rows has something other than zeros behind them"):
-        unpack([*record[:-1], 1], 2)
+@pytest.mark.parametrize(
+    ("record", "max_rows"),
+    [
+        (RECORD[:-1], 2),
+        (RECORD, 3),
+        ([5, -1, *RECORD[2:]], 2),
+        ([5, 3, *RECORD[2:]], 2),
+        ([*RECORD[:-1], 1], 2),
+    ],
+    ids=["too short", "of other rows", "fewer than none", "more than there is room for", "something behind its rows"],
+)
+def test_a_record_that_pack_did_not_make_is_refused(record: list[int], max_rows: int) -> None:
+    with pytest.raises(ValueError):
+        unpack(record, max_rows)

@@ -262,7 +262,7 @@ def test_of_a_hundred_opens_exactly_the_free_places_are_given(monkeypatch: pytes
 class Overloaded(Painter):
     """Measures that one session at the usual rate takes ten times the engine's time."""
 
-    def work_s(self) -> float:
+    def chunk_compute_s(self) -> float:
         return 10 * self.info.chunk_frames / self.info.native_fps
 
 

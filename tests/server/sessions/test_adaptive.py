@@ -122,7 +122,7 @@ def test_then_frame_rate_is_lost_and_only_then_is_somebody_refused() -> None:
 
 def test_chunks_that_come_late_are_noticed_whatever_was_measured() -> None:
     class TooCheap(Painter):
-        def work_s(self) -> float:
+        def chunk_compute_s(self) -> float:
             return 0.001
 
     async def scene(site: Site) -> None:

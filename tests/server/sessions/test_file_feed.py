@@ -191,7 +191,7 @@ def test_an_engine_that_ends_at_the_start_is_no_error_of_the_file_and_the_next_o
         feed = FileFeed(SessionConfig(input=path), told.input, ask)
         await feed.start()
         await told.input.announce()
-        assert told.sent == [SetInput("a", 0.3)]
+        assert told.sent == [SetInput("a", 0.4)]
         await feed.stop()
         await told.input.close()
 

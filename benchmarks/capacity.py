@@ -6,7 +6,7 @@ packet but decodes nothing, sets other prompts, and ends the session. Nobody wai
 
     python -m benchmarks.capacity --loads 2,4,6 --rows 1,4 --seconds 15
     python -m benchmarks.capacity --rows 1,2,4,8 --adaptive 1,4 --out mine.json
-    python -m benchmarks.capacity --rows "" --variant "wait 20 ms=--batching dynamic --batching-wait-ms 20"
+    python -m benchmarks.capacity --rows "" --variant "two=--max-rows 2" --variant "codec=--codec vp8"
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def variant_of(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def rows_variant(rows: int, adaptive: bool) -> tuple[str, tuple[str, ...]]:
-    words = ("--batching", "dynamic", "--max-rows", str(rows)) if rows > 1 else ()
+    words = ("--max-rows", str(rows)) if rows > 1 else ()
     return (f"max_rows {rows}, adaptive", (*words, "--adaptive")) if adaptive else (f"max_rows {rows}", words)
 
 

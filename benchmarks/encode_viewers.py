@@ -161,7 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.painted and arguments.device != "auto":
         parser.error("--painted computes nothing, so it has no --device; leave one of them out")
     places = ("--max-viewers", str(max(counts)))
-    served = (*SERVE, "--device", arguments.device, *places, "--address-share", "1", *arguments.serve)
+    # One address may have half of the places.
+    served = (*SERVE, "--device", arguments.device, "--max-viewers", str(2 * max(counts)), *arguments.serve)
     command = (*PAINTED, *places) if arguments.painted else served
     found = measure(counts, arguments.seconds, command)
     print(report.table(found["rows"]))

@@ -25,12 +25,10 @@ from benchmarks.stream_figures import Raw, figures
 from benchmarks.stream_rank import CASE, RAW
 from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.config import Config
-from streamdiff.config_file import load
 from streamdiff.device import pick_device
 from streamdiff.engine.process import private_folder
 from streamdiff.errors import ConfigError
 from streamdiff.models.catalogue import is_random
-from streamdiff.pipeline.profiler import check_traced
 
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 128 + signal.SIGINT, 128 + signal.SIGTERM
 _STOP_S = 15.0
@@ -76,7 +74,6 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
     made.add_argument("--profile", type=Path, metavar="DIR", help="after measuring, trace some chunks of every case")
-    made.add_argument("--profile-chunks", type=int, metavar="N", help="how many, 1 to 100 (default 4)")
     return made
 
 
@@ -88,18 +85,11 @@ _AMOUNTS = {
 }
 
 
-def profiled(cases: list[Case], folder: Path | None, chunks: int | None = None) -> list[Case]:
-    """The cases, each with a folder of its own for its trace of so many `chunks`.
-
-    Raises:
-        ConfigError: a number of chunks that cannot be, or that has no folder.
-    """
-    if chunks is not None:
-        load(None, {"model.trace_chunks": chunks}, {"model.trace_chunks": "--profile-chunks"})
-    check_traced(folder, chunks)
+def profiled(cases: list[Case], folder: Path | None) -> list[Case]:
+    """The cases, each with a folder of its own for its trace."""
     if folder is None:
         return cases
-    return [replace(case, profile=str((folder / slug(case)).resolve()), profile_chunks=chunks) for case in cases]
+    return [replace(case, profile=str((folder / slug(case)).resolve())) for case in cases]
 
 
 def slug(case: Case) -> str:
@@ -201,7 +191,7 @@ def note(all_cases: Sequence[Case]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
-        all_cases = profiled(stream_options.cases_of(options), options.profile, options.profile_chunks)
+        all_cases = profiled(stream_options.cases_of(options), options.profile)
         if options.plot is not None:
             stream_plot.check(options.plot)
         device = pick_device(all_cases[0].config.device)

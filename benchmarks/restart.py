@@ -3,7 +3,7 @@
 Starts `streamdiff serve` as a user would, with real aiortc viewers that decode what they get and listen on a data
 channel, as the page does. Then `kill -9` to one process of the engine, again and again, and each time the clock runs
 from the kill until every viewer has decoded a new picture, over the connection it had. Restarts come at once here; a
-server makes the second one within five minutes wait half a second, and later ones longer (`serve.restart_wait_s`).
+server makes the second one within five minutes wait half a second, and later ones longer.
 With --keep-s streams go on from what was kept of them; `kept_past` is the most seconds of a stream that a kill lost.
 Each kill comes after so many seconds of video that the spare engine is ready (`serve.warm_standby`); `--rest 0` does
 not wait.
@@ -42,6 +42,9 @@ from benchmarks import peers, report
 from benchmarks.browser import SERVE, Server, running_server
 from streamdiff import clock
 
+_PATCH = "from streamdiff.engine.process import supervisor; supervisor.FIRST_WAIT_S = 0.0; import streamdiff.__main__"
+AT_ONCE = (*SERVE[:1], "-c", _PATCH, *SERVE[3:])
+"""`streamdiff serve` that starts every engine at once."""
 OK, LOST, STOPPED = 0, 1, 128 + signal.SIGTERM
 LIMIT_S = 300.0
 STEADY_FRAMES = 40
@@ -226,12 +229,12 @@ def measure(options: argparse.Namespace) -> list[Restart]:
     """All restarts of a server of its own; see `parser`."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="streamdiff-") as limits:
         # One more than wanted: an engine that cannot start again ends the benchmark with the server's own reason.
-        serve = {"max_restarts": options.repeats + 1, "restart_wait_s": 0.0}
+        serve = {"max_restarts": options.repeats + 1}
         serve |= {"warm_standby": not options.no_spare, "keep_s": options.keep_s}
         yaml.safe_dump({"serve": serve}, limits)
         limits.flush()
         with running_server(
-            (*SERVE, "--config", limits.name, "--stages", str(options.stages), *options.serve)
+            (*AT_ONCE, "--config", limits.name, "--stages", str(options.stages), *options.serve)
         ) as server:
             return asyncio.run(_measure(server, options))
 

@@ -37,7 +37,6 @@ class Case:
     playback_fps: float | None = None
     prompt: str = PROMPT
     profile: str | None = None
-    profile_chunks: int | None = None
 
     @property
     def label(self) -> str:
@@ -45,7 +44,8 @@ class Case:
         config = self.config
         size = f" {config.size}" if config.size else ""
         vae = f", {'full' if decoder_of(config) == 'full' else 'tiny'} decoder" if config.vae else ""
-        steps = "own steps" if config.steps is None else f"{config.steps} step{'s' if config.steps > 1 else ''}"
+        count = config.step_count
+        steps = "own steps" if count is None else f"{count} step{'s' if count > 1 else ''}"
         stages = f"{config.stages} stage{'s' if config.stages > 1 else ''}"
         stages = stages if config.shares == 1 else f"{config.parallel} ranks"
         fast = ", compiled" if config.compile == "on" else ""
@@ -139,5 +139,5 @@ def settings(all_cases: Sequence[Case], device: str) -> dict[str, Any]:
             key: public_path(value) if isinstance(value, str) else value
             for key, value in {**case.config.model_dump(), "device": device}.items()
         }
-        found[case.label] = {**replace(case, profile=None, profile_chunks=None).to_json(), "config": config}
+        found[case.label] = {**replace(case, profile=None).to_json(), "config": config}
     return found

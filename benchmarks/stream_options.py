@@ -41,7 +41,7 @@ def add(made: argparse.ArgumentParser) -> None:
     model = made.add_argument_group("model and machine, as in `streamdiff serve`")
     for field in (
         *("device", "dtype", "attention", "compile"),
-        *("weights", "vae", "text_encoder", "decode_rank", "threads"),
+        *("weights", "vae", "text_encoder", "decode_rank"),
     ):
         about = ModelConfig.model_fields[field].description
         model.add_argument(f"--{field.replace('_', '-')}", dest=f"model.{field}", metavar="VALUE", help=about)
@@ -70,7 +70,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         key, equals, value = word.partition("=")
         if not equals:
             raise ConfigError(f"--set is {word!r}, but must be KEY=VALUE, for example --set attention=cudnn")
-        if key in ("trace", "trace_chunks"):
+        if key == "trace":
             raise ConfigError(f"--set {key} is for one stream; every case is traced with --profile DIR")
         given[f"model.{key}"], names[f"model.{key}"] = value, f"--set {key}"
     base = {"model.name": preset.model, **{key: _typed(value) for key, value in given.items()}}

@@ -34,7 +34,7 @@ from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.pipeline import worker_main
 from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.load_plan import plan_load
-from streamdiff.pipeline.profiler import CHUNKS, Profiler
+from streamdiff.pipeline.profiler import Profiler
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 CASE, RAW = "case.json", "raw.json"
@@ -169,7 +169,7 @@ def _text(runtime: StreamingPipeline, number: int) -> str:
 
 def _profile(runtime: StreamingPipeline, case: Case, folder: Path) -> Engine:
     """Trace some chunks of another stream, when everything else is measured; the engine that has to be closed."""
-    profiler = Profiler(runtime, folder, case.profile_chunks or CHUNKS)
+    profiler = Profiler(runtime, folder)
     engine = Engine(runtime, LEAD_CHUNKS * runtime.info.chunk_frames)
     player = Player(engine, "profile", case.prompt)
     player.play(lambda piece: profiler.traced)

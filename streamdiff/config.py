@@ -6,6 +6,7 @@ Names, types, limits and docstrings of the fields make the keys of YAML files (`
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Annotated, Literal
@@ -19,6 +20,9 @@ EMBEDDED = "tiny"
 
 RENAMED = {
     "model.decode": "model.decode_rank",
+    "model.memory_gb": "model.device_memory_gb",
+    "model.timesteps": "model.steps",
+    "batching.mode": "batching.max_rows",
     "model.hang_s": "model.watchdog_s",
     "playback.lead_s": "playback.max_ahead_s",
     "serve.grace_s": "serve.pause_after_s",
@@ -27,8 +31,9 @@ RENAMED = {
     "serve.scale": "serve.upscale",
     "serve.spare": "serve.warm_standby",
     "--decode": "--decode-rank",
+    "--batching": "--max-rows",
     "--lead": "--max-ahead-s",
-    "--scale": "--upscale",
+    "--scale": "serve.upscale",
     "matched": "same_step",
     "own-rank": "dedicated",
 }
@@ -52,10 +57,6 @@ MODEL, STREAM, GPUS, SERVER, ACCESS = "model", "stream", "device and GPUs", "ser
 # What a browser sends as Origin, or * for every page there is; a DNS name, as in a Host header but without the port.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
-
-PREFIX = r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*/?"
-"""A path prefix: plain segments, none of which begins with a dot."""
-PathPrefix = Annotated[str, Field(pattern=f"^{PREFIX}$"), AfterValidator(lambda value: value.rstrip("/"))]
 
 
 def _network(value: str) -> str:
@@ -84,6 +85,19 @@ def _tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _steps(value: object) -> object:
+    """A union that pydantic checks by itself would be refused twice."""
+    if isinstance(value, list | tuple) and value and all(isinstance(each, int | float) for each in value):
+        return tuple(float(each) for each in value)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_STEPS):
+        return value
+    raise ValueError("no steps")
+
+
+MOST_STEPS = 50
+Steps = Annotated[int | tuple[float, ...], BeforeValidator(_steps)]
+
+
 class ModelConfig(_Section):
     """Which weights run, where, and how."""
 
@@ -100,12 +114,6 @@ class ModelConfig(_Section):
     preset: Annotated[Literal["default", "plain", "fast"], Flag("--plain --fast", group=MODEL)] = "default"
     """What is left open otherwise. plain: no graphs, torch's own attention; fast: also what changes pictures a little,
     the small autoencoder and the fewest steps that the model has; default: neither."""
-    text_device: Annotated[Literal["cpu", "cuda"] | None, Flag()] = None
-    """Where a large text encoder runs; default: cuda where it takes a third of what is free, or less."""
-    keep_text_encoder: bool = True
-    """Keep its weights in memory, or read them again for every text."""
-    keep_embeddings: bool = True
-    """Keep prompts' embeddings of a large text encoder on disk too, in the user's cache folder."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], Flag()] = "auto"
     """Of the transformer's numbers. auto: bfloat16 on cuda, float32 on cpu."""
     attention: Annotated[Attention, Flag(metavar="KERNEL")] = "auto"
@@ -113,20 +121,17 @@ class ModelConfig(_Section):
     quantize: Annotated[Literal["none", "auto", "fp8", "int8"], Flag()] = "none"
     """The blocks' linear layers in 8 bits: fp8 on recent NVIDIA GPUs, int8 anywhere; auto: fp8 where it is faster."""
     offload: Annotated[Literal["none", "blocks"], Flag()] = "none"
-    """blocks: the transformer's blocks lie in pinned host memory and are copied to the device one
-    ahead; slow, for cards that are too small."""
+    """blocks: the transformer's blocks lie in pinned host memory and are copied to the device one ahead; slow, for
+    cards that are too small."""
     compile: Annotated[Literal["auto", "off", "on"], BeforeValidator(_switch), Flag()] = "auto"
     """Run compiled graphs of transformer and decoder; made at the first start, then kept on disk. auto: on cuda."""
     size: Annotated[str | None, Flag(metavar="WxH", group=MODEL)] = None
     """Of the picture in pixels; default: the model's own."""
     device: Annotated[Literal["auto", "cpu", "cuda"], Flag(group=GPUS)] = "auto"
     """Where the model runs. auto: cuda where there is one, else cpu."""
-    threads: Annotated[int, Flag()] = Field(1, ge=1, le=64)
-    """CPU threads of the transformer; decoding has one of its own."""
-    steps: Annotated[int | None, Flag(group=MODEL)] = Field(None, ge=1, le=50)
-    """Denoise steps per chunk, of those the model has (`tiny`: 4, 2); default: what it was made for."""
-    timesteps: Annotated[tuple[float, ...] | None, BeforeValidator(_tuple)] = None
-    """The timestep of each denoise step, from 1000 to 0, of a model that the catalogue does not know."""
+    steps: Annotated[Steps | None, Flag("--steps", "N", MODEL)] = None
+    """Denoise steps per chunk, of those the model has (`tiny`: 4, 2); default: what it was made for. Of a model that
+    the catalogue does not know: the timestep of each, from 1000 to 0, as 1000,937.5,833.33,625."""
     chunk_latents: Annotated[int | None, Flag("--chunk-frames")] = Field(None, ge=1)
     """Latent frames of a chunk, of a model that the catalogue does not know."""
     kv_context: Annotated[KVContext, Flag(group=GPUS)] = "clean"
@@ -144,20 +149,28 @@ class ModelConfig(_Section):
     """P stages, each of which C ranks share, as 2x2; default: stages x 1."""
     decode_rank: Annotated[Literal["head", "last", "dedicated"], Flag()] = "head"
     """Which rank of a ring decodes; dedicated: one more, for that alone."""
-    link: Literal["auto", "gloo", "nccl"] = "auto"
-    """What moves tensors between ranks. gloo: through host memory, over TCP; auto: nccl between GPUs, else gloo."""
     watchdog_s: float = Field(60.0, ge=1)
     """Seconds without a heartbeat of a rank, or with its device at one forward, after which it counts as hung."""
-    profile: str | None = None
-    """A JSON file of measured times to split the blocks by; default: measured at the start."""
     trace: Annotated[str | None, Flag("--profile", "DIR")] = None
     """Folder for a trace of some chunks by PyTorch's profiler, for ui.perfetto.dev."""
-    trace_chunks: Annotated[int | None, Flag("--profile-chunks")] = Field(None, ge=1, le=100)
-    """Chunks that are traced; default: 4."""
     device_memory_gb: float | None = Field(None, gt=0)
     """Memory of its device that a rank may take, weights and all; default: what is free on cuda, no limit on cpu."""
-    memory_gb: float | None = Field(None, gt=0)
-    """Memory for sessions' KV caches, per rank; default: what is free."""
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of the transformer: OMP_NUM_THREADS, as everywhere in torch, else one; decoding has its own."""
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        return max(1, int(given)) if given.isdecimal() else 1
+
+    @property
+    def step_count(self) -> int | None:
+        """Denoise steps that are asked for as a number."""
+        return self.steps if isinstance(self.steps, int) else None
+
+    @property
+    def timesteps(self) -> tuple[float, ...] | None:
+        """Those that are asked for one by one."""
+        return self.steps if isinstance(self.steps, tuple) else None
 
     @model_validator(mode="before")
     @classmethod
@@ -203,31 +216,20 @@ class BatchingRule(_Section):
     """A row costs so many 10^9 operations, or more."""
     max_rows: int | None = Field(None, ge=1, le=16)
     """Then no more rows."""
-    wait_ms: float | None = Field(None, ge=0, le=1000)
-    """Then no longer a wait."""
 
 
 class BatchingConfig(_Section):
     """Rows of several sessions in one forward (docs/batching.md)."""
 
-    mode: Annotated[Literal["off", "dynamic"], BeforeValidator(_switch), Flag("--batching")] = "off"
-    """dynamic: micro-steps of different sessions share a forward where the ring has more of them than places."""
-    max_rows: Annotated[int | None, Flag()] = Field(None, ge=1, le=16)
-    """Most rows of a forward; default: 4."""
-    wait_ms: Annotated[float, Flag("--batching-wait-ms")] = Field(0.0, ge=0, le=1000)
-    """How long a row that could enter may wait for others; 0: never."""
+    max_rows: Annotated[int, Flag()] = Field(1, ge=1, le=16)
+    """Most rows of a forward: so many sessions share one where the ring has more of them than places; 4 is usual."""
     rules: Annotated[tuple[BatchingRule, ...], BeforeValidator(_tuple)] = ()
-    """The first that applies lowers both."""
-
-    @property
-    def most_rows(self) -> int:
-        """`max_rows`, or its default."""
-        return 4 if self.max_rows is None else self.max_rows
+    """The first that applies lowers `max_rows`."""
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> BatchingConfig:
-        if self.mode == "off" and (self.max_rows is not None or self.wait_ms or self.rules):
-            raise ValueError("max_rows, wait_ms and rules need mode dynamic (--batching dynamic)")
+        if self.max_rows == 1 and self.rules:
+            raise ValueError("rules lower max_rows, which is 1: no forward is shared; give it too, as max_rows: 4")
         return self
 
 
@@ -254,16 +256,10 @@ class SessionConfig(_Section):
     """The same seed and prompts give the same video."""
     image: Annotated[str | None, Flag(metavar="FILE", group=STREAM)] = None
     """A picture (JPEG, PNG, WebP or AVIF) that the stream begins with."""
-    fit: Annotated[Literal["cover", "contain"], Flag()] = "cover"
-    """How a picture of other proportions is fitted: filling the frame, or whole between black bars."""
     snapshot: Annotated[str | None, Flag("--from", "FILE")] = None
     """Resume a saved session's file; with its own prompt, unless one is set."""
     input: Annotated[str | None, Flag(metavar="FILE")] = None
     """Of `serve`: a video file that the default session follows, at its own pace."""
-    strength: Annotated[float, Flag()] = Field(0.4, gt=0, le=1)
-    """Of `input`: level of the noise that is mixed into the video."""
-    input_end: Annotated[Literal["text", "loop", "end"], Flag()] = "text"
-    """What is behind the file's end: the prompt alone, the file again, or nothing, as the session ends."""
 
 
 class PlaybackConfig(_Section):
@@ -273,8 +269,6 @@ class PlaybackConfig(_Section):
     """Frames shown per second; default: the model's own (`tiny`: 40)."""
     max_ahead_s: Annotated[float, Flag()] = Field(0.9, gt=0, le=10)
     """Seconds of video made ahead of what is shown, at most."""
-    skip_to_prompt: bool = True
-    """Whether frames that wait to be shown are skipped when the first ones under a new prompt are there."""
 
 
 class IceServer(_Section):
@@ -317,16 +311,12 @@ class ServeConfig(_Section):
     """A DNS name that users may call this server by, besides localhost and `host`."""
     codec: Annotated[Literal["auto", "h264", "vp8"], Flag()] = "auto"
     """Of the video. auto: H.264, and VP8 for viewers without it."""
-    encoder: Annotated[Literal["auto", "x264", "nvenc"], Flag()] = "auto"
-    """Of H.264, opened once at the start as a trial. auto: NVENC where it can be opened, else x264."""
-    upscale: Annotated[int, Flag()] = Field(1, ge=1, le=8)
+    upscale: int = Field(1, ge=1, le=8)
     """The picture is enlarged by this before encoding."""
-    bitrate: Annotated[int | None, Flag()] = Field(None, ge=100_000, le=50_000_000)
+    bitrate: int | None = Field(None, ge=100_000, le=50_000_000)
     """bit/s of the video; default: by size and fps."""
     max_viewers: Annotated[int, Flag(group=SERVER)] = Field(32, ge=1, le=1000)
     """Viewers at the same time, at most."""
-    max_connections: int = Field(1000, ge=8, le=100_000)
-    """Open HTTP connections, at most."""
     max_snapshot_mb: int = Field(1024, ge=1, le=65536)
     """MiB of a saved session that is sent to go on here, at most."""
     snapshot_key_file: str | None = None
@@ -334,14 +324,10 @@ class ServeConfig(_Section):
     null: one in the user's state folder."""
     trust_snapshots: Annotated[bool, Flag()] = False
     """Open saved sessions that are sent without this server's signature."""
-    address_share: Annotated[float, Flag()] = Field(0.5, gt=0, le=1)
-    """Of viewers' places, control WebSockets and connections, what one address may hold."""
-    request_s: float = Field(10.0, gt=0)
-    """Seconds within which a request's head, and then its body, has to arrive."""
+    address_share: float = Field(0.5, gt=0, le=1)
+    """Of viewers' places, control WebSockets, connections and jobs, what one address may hold."""
     trusted_proxies: Annotated[list[Proxy], Flag("--trusted-proxy", "ADDRESS")] = []
     """Addresses and networks whose X-Forwarded-For, -Proto and -Prefix are believed; they pass on Host as it is."""
-    root_path: PathPrefix = ""
-    """Path below which a proxy shows the server, as /ai; X-Forwarded-Prefix of a trusted proxy comes first."""
     pause_after_s: float = Field(5.0, ge=0)
     """Seconds for which a stream goes on when its last viewer has left."""
     idle_s: float | None = Field(300.0, gt=0)
@@ -358,8 +344,6 @@ class ServeConfig(_Section):
     """Open a browser where there is a display."""
     outputs: Annotated[list[str], Flag("--output", "FILE|URL", STREAM)] = []
     """Also send the default session to a .mp4 or .webm file, rtmp://, srt://, udp://, tcp://, whip+https://."""
-    outputs_file: str | None = None
-    """A file with more of them, one a line: addresses may hold stream keys."""
     udp_ports: Annotated[str | None, Flag(metavar="LOW-HIGH")] = Field(None, pattern=r"^\d{1,5}-\d{1,5}$")
     """UDP ports for viewers' media, as 50000-50100; a viewer takes one per local address. null: any."""
     tls_cert: Annotated[str | None, Flag(metavar="FILE")] = None
@@ -380,8 +364,6 @@ class ServeConfig(_Section):
     """File with the token that is needed to steer."""
     log_format: Annotated[Literal["text", "json"], Flag()] = "text"
     """json: one object per line, viewers that connect and leave included."""
-    log_prompts: bool = False
-    """Write prompts into the log."""
     drain_s: float = Field(0.0, ge=0)
     """Seconds for which viewers may stay after SIGTERM; no session is opened meanwhile."""
     handover: Annotated[str | None, Flag(metavar="FOLDER")] = None
@@ -392,24 +374,14 @@ class ServeConfig(_Section):
     """Folder for sessions that are swapped out or kept; null: both lie in memory, and end with the server."""
     max_restarts: int = Field(5, ge=0, le=1000)
     """How often an engine that fails is started again within a window; 0: the server ends."""
-    restart_window_s: float = Field(300.0, gt=0)
-    """Seconds of that window."""
-    restart_wait_s: float = Field(0.5, ge=0)
-    """Seconds before the second restart; then twice as long each time."""
     warm_standby: bool = True
     """Keep a second engine process on standby, torch imported, to take over when the first one fails."""
     cors_origins: list[Origin] = []
     """Origins of pages that may use the API."""
     jobs_dir: Annotated[str | None, Flag(metavar="FOLDER")] = None
     """Folder for the videos of /v1/videos; null: that API is off."""
-    jobs_queue: int = Field(64, ge=1, le=10_000)
-    """Jobs that wait or run, at most; one address may have `address_share` of them."""
-    jobs_seconds: float = Field(60.0, gt=0, le=3600)
-    """Seconds of a job's video at the model's own rate, at most."""
     jobs_disk_gb: float = Field(10.0, gt=0)
     """GB of kept videos above which no job is taken."""
-    jobs_keep_s: float = Field(86_400.0, gt=0)
-    """Seconds after its end at which a job and its video are deleted."""
 
     @model_validator(mode="after")
     def _ports_and_certificate(self) -> ServeConfig:

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from streamdiff.config import RENAMED, BatchingRule, Config, HostName, IceServer, Origin, Parallel, Proxy
+from streamdiff.config import RENAMED, BatchingRule, Config, HostName, IceServer, Origin, Parallel, Proxy, Steps
 from streamdiff.errors import ConfigError
 
 KNOWN_CHARACTERS = 300
@@ -150,6 +150,7 @@ _TYPES: dict[Any, str] = {
     list[Proxy]: "a list of addresses and networks such as 10.0.0.5 or 10.0.0.0/8",
     list[str]: "a list of files and addresses",
     tuple[BatchingRule, ...]: f"a list of rules, each with keys among {', '.join(BatchingRule.model_fields)}",
+    Steps: "a whole number from 1 to 50, or a list of timesteps",
     Parallel: "PxC, a number of stages and of ranks that share each, such as 2x2",
     list[IceServer]: (
         "a list of servers, each with url (stun:HOST:PORT or turn:HOST:PORT), a turn server also with username and "

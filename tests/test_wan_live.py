@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +29,6 @@ from streamdiff.engine.messages import Close, FrameBatch, Open
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.loader import ModelLoader, load_text_encoder
-from streamdiff.models.spec import TextEncoder
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.executor import RingExecutor
@@ -609,35 +608,21 @@ def test_the_text_encoder_may_be_original_wans_file(files: Files, tmp_path: Path
 def test_a_configuration_file_counts_on_the_exact_way_too(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stages, steps, and whether the text encoder stays in memory once the prompt is encoded."""
-    (tmp_path / "config.yaml").write_text("model: {stages: 2, keep_text_encoder: false}\n")
-    texts: list[TextEncoder] = []
-    seen: list[tuple[bool, int]] = []
-
-    def watched(*given: Any) -> TextEncoder:
-        texts.append(load_text_encoder(*given))
-        return texts[-1]
+    """Stages and steps."""
+    (tmp_path / "config.yaml").write_text("model: {stages: 2}\n")
+    seen: list[int] = []
 
     def run(ring: RingExecutor, *given: Any) -> Iterator[tuple[torch.Tensor, bool]]:
-        seen.append((cast(Any, texts[-1]).encoder.loaded, ring.stage.stages))
+        seen.append(ring.stage.stages)
         return run_reference(ring, *given)
 
-    monkeypatch.setattr(reference, "load_text_encoder", watched)
     monkeypatch.setattr(reference, "run_reference", run)
     parts = ["--chunks", "1", "--no-decode", "--latents-out", str(tmp_path / "latents.safetensors")]
     for number, more in enumerate((["--config", str(tmp_path / "config.yaml")], ["--stages", "1"])):
         prompt = f"{PROMPT} {number}"  # a new one: what was encoded before is on disk
         assert main.main(["generate", "--model", "self-forcing", "--prompt", prompt, *files.flags, *parts, *more]) == 0
-    assert seen == [(False, 2), (True, 1)]
+    assert seen == [2, 1]
     (tmp_path / "config.yaml").write_text("model: {steps: 2}\n")
     asked = ["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts]
     assert main.main([*asked, "--config", str(tmp_path / "config.yaml")]) == main.USER_ERROR
     assert "--steps is 2; model self-forcing has 4" in capsys.readouterr().err
-
-
-def test_the_text_encoders_device_is_checked(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="--text-device is cuda, but torch sees no CUDA device"):
-        taken(files, text_device="cuda")
-    with pytest.raises(ConfigError, match=r"the text encoder of tiny is small .* leave --text-device out"):
-        streamdiff.open(PROMPT, text_device="cpu")

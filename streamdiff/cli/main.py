@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from streamdiff.cli import job_options, options, parser
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
@@ -77,13 +77,24 @@ def _carry_out(argv: list[str]) -> int:
             with log_on_stderr():
                 return _generate(arguments, argv)
         case "plan":
-            return _plan(arguments)
+            from streamdiff.commands import plan
+
+            return plan.run(_config(arguments).model, _job(plan.PlanJob, arguments))
         case "doctor":
-            return _doctor(arguments)
+            from streamdiff.commands import doctor
+
+            return doctor.report(_config(arguments))
         case "models":
-            return _models(arguments)
+            from streamdiff.commands import models
+
+            return models.run(arguments.name, as_json=bool(arguments.as_json))
         case "decode" | "encode":
-            return _convert(arguments)
+            from streamdiff.commands import convert
+            from streamdiff.commands.jobs import DecodeJob, EncodeJob
+
+            if arguments.command == "decode":
+                return convert.decode(_job(DecodeJob, arguments))
+            return convert.encode(_job(EncodeJob, arguments))
     parser.parsers()[""].print_help()
     return OK
 
@@ -115,8 +126,6 @@ def _serve(arguments: argparse.Namespace) -> int:
         from streamdiff.video.picture import fit_picture
 
         fit_picture(config.session.image, 16, 16)  # what is wrong with it is said before anything is loaded
-    _check_settings(config, "image")
-    _check_settings(config, "input")
     if config.session.input is not None:
         from streamdiff.server.media.video_input import check_video
 
@@ -129,13 +138,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     from streamdiff.server import main as server
 
     return server.run(_at_native_rate(config))
-
-
-def _check_settings(config: Config, file: Literal["input", "image"]) -> None:
-    """Raises ConfigError for settings of a video file, or of a picture, where there is none."""
-    what, settings = {"input": ("a video file", {"input_end", "strength"}), "image": ("a picture", {"fit"})}[file]
-    if getattr(config.session, file) is None and (given := settings & config.session.model_fields_set):
-        raise ConfigError(f"session.{min(given)} is of {what}; name it too: --{file} FILE (session.{file})")
 
 
 def _at_native_rate(config: Config) -> Config:
@@ -151,13 +153,6 @@ def _at_native_rate(config: Config) -> Config:
     return config.model_copy(update={"playback": playback})
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    config = _config(arguments)
-    from streamdiff.commands import doctor
-
-    return doctor.report(config)
-
-
 def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if job_options.is_reference(arguments):
         return _reference(arguments, argv)
@@ -167,7 +162,6 @@ def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         raise ConfigError("--resume goes with --prompts FILE: it skips the lines whose videos are there")
     config = _config(arguments)
     _check_model(config)
-    _check_settings(config, "image")
     from streamdiff.commands import generate
 
     generate.check_start(config.session)  # here too, before ranks are started
@@ -190,7 +184,6 @@ def _generate_list(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     job = _job(generate.PromptListJob, arguments)
     config = _config(arguments)
     _check_model(config)
-    _check_settings(config, "image")
     generate.check_start(config.session)
     run = partial(generate.run_list, config, job)
     # With nothing left to make no rank is needed.
@@ -209,11 +202,8 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
     ]
     for key, instead in (
         ("session.image", "--given-latents"),
-        ("session.fit", "--given-latents"),
-        ("session.strength", "--strength, with --video-latents"),
         ("model.decode_rank", "rank 0, which decodes there, or --seconds"),
         ("model.trace", "--seconds instead of them"),
-        ("model.trace_chunks", "--seconds instead of them"),
     ):
         section, name = key.split(".")
         settings: BaseModel = getattr(config, section)
@@ -258,28 +248,6 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     return generate.run_as_ranks(config, check, run, argv, partial(reference.follow, job))
 
 
-def _plan(arguments: argparse.Namespace) -> int:
-    config = _config(arguments)
-    from streamdiff.commands import plan as plan_report
-
-    return plan_report.run(config.model, _job(plan_report.PlanJob, arguments))
-
-
-def _models(arguments: argparse.Namespace) -> int:
-    from streamdiff.commands import models
-
-    return models.run(arguments.name, as_json=bool(arguments.as_json))
-
-
-def _convert(arguments: argparse.Namespace) -> int:
-    from streamdiff.commands import convert
-    from streamdiff.commands.jobs import DecodeJob, EncodeJob
-
-    if arguments.command == "decode":
-        return convert.decode(_job(DecodeJob, arguments))
-    return convert.encode(_job(EncodeJob, arguments))
-
-
 def _job(kind: type[_JobT], arguments: argparse.Namespace, **known: object) -> _JobT:
     """The dataclass `kind` of what was typed, else of what is `known`, else of its defaults."""
     typed = {name: getattr(arguments, name, None) for name in inspect.signature(kind).parameters}
@@ -293,10 +261,7 @@ def _config(arguments: argparse.Namespace) -> Config:
 
     given = {key: getattr(arguments, key, None) for key in options.SETTINGS}
     overrides = {key: value for key, value in given.items() if value is not None}
-    if isinstance(steps := overrides.get("model.steps"), tuple):
-        del overrides["model.steps"]
-        overrides["model.timesteps"] = steps
-    names = {key: option.flag for key, option in options.SETTINGS.items()} | {"model.timesteps": "--steps"}
+    names = {key: option.flag for key, option in options.SETTINGS.items()}
     from streamdiff.models.resolve import completed
 
     config = load(arguments.config, overrides, names)

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from streamdiff.cli import job_options, options
 from streamdiff.cli.options import Option
+from streamdiff.config import RENAMED
 from streamdiff.errors import ConfigError
 from streamdiff.version import __version__
 
@@ -50,12 +51,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
             raise ConfigError(f"unexpected argument {word!r}; a text with spaces needs quotes around it")
-        from streamdiff.config import RENAMED  # with pydantic, which `--version` does without
-
         if word in RENAMED:
             raise ConfigError(f"the option {word} is called {RENAMED[word]} now")
+        if command == "serve" and (key := _setting(word)) is not None:
+            raise ConfigError(f"{key} has no option; it is set in a file of --config")
         raise ConfigError(f"unknown option {word}{_suggestion(word, list(known[command]._option_string_actions))}")
     return arguments
+
+
+def _setting(flag: str) -> str | None:
+    """The key of the setting that a flag would be of."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return next((key for key, *_ in options.fields() if key.endswith(f".{name}")), None)
 
 
 class _HelpAll(argparse.Action):

@@ -56,7 +56,7 @@ def with_best(
     job = plan.PlanJob(
         gpu=gpu.name,
         gpus=count,
-        max_rows=1 if config.batching.mode == "off" else config.batching.most_rows,
+        max_rows=config.batching.max_rows,
         decode_rank=model.decode_rank if has_place else "auto",
         dtype=None if model.dtype == "auto" else model.dtype,
     )

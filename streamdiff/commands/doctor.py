@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 _HEAD_DIM = 128
 """Width of a head of Wan's."""
-# Title, library, and the value of serve.codec or serve.encoder that cannot do without it.
+# Title, library, and the value of serve.codec that cannot do without it.
 _ENCODERS: tuple[tuple[str, Library, str], ...] = (
-    ("H.264", "h264_nvenc", "nvenc"),
-    ("H.264", "libx264", "x264"),
+    ("H.264", "h264_nvenc", ""),
+    ("H.264", "libx264", ""),
     ("VP8", "libvpx", "vp8"),
 )
 Grade = Literal["ok", "note", "FAIL"]
@@ -235,7 +235,7 @@ def _of_published(what: str, files: Files) -> Finding:
 
 def _look_at_steps(config: Config) -> Iterator[Finding]:
     """Findings on the number of denoise steps per chunk, as far as it is known before the model is loaded."""
-    wanted, own = config.model.steps, "what the model was made for"
+    wanted, own = config.model.step_count, "what the model was made for"
     try:
         spec = sizes_of(config.model).spec
     except ConfigError:  # neither a known model nor a folder of the embedded kind: its files say it when it is loaded
@@ -266,13 +266,12 @@ def _look_at_codecs(config: Config) -> Iterator[Finding]:
         "ok", "pyav", f"{av.__version__} with libavcodec {_dotted(av.library_versions.get('libavcodec', ()))}"
     )
     faults = {encoder: codecs.fault(encoder) for _, encoder, _ in _ENCODERS}
-    wanted = {config.serve.codec, config.serve.encoder}
     for title, encoder, value in _ENCODERS:
         fault = faults[encoder]
         if fault is None:
             yield Finding("ok", "encoder", f"{title} by {encoder} (one picture encoded)")
         else:
-            grade: Grade = "FAIL" if value in wanted else "note"
+            grade: Grade = "FAIL" if value == config.serve.codec else "note"
             yield Finding(grade, "encoder", f"{title} by {encoder} cannot be opened: {fault}")
     if config.serve.codec == "h264" and faults["h264_nvenc"] and faults["libx264"]:
         yield Finding("FAIL", "encoder", "H.264 is asked for and cannot be encoded")
@@ -346,8 +345,7 @@ def _uses(config: Config, findings: list[Finding]) -> Iterator[tuple[str, str]]:
 
 
 def _codec_in_use(config: Config, found: list[str]) -> str:
-    unwanted = {"auto": "", "x264": "h264_nvenc", "nvenc": "libx264"}[config.serve.encoder]
-    h264 = [text for text in found if "H.264" in text and (not unwanted or unwanted not in text)][:1]
+    h264 = [text for text in found if "H.264" in text][:1]
     vp8 = [text for text in found if "VP8" in text]
     wanted = {"auto": h264 + vp8, "h264": h264, "vp8": vp8}[config.serve.codec]
     return " first, then ".join(wanted) or "none"

@@ -176,7 +176,7 @@ def run(config: Config, job: GenerateJob) -> int:
     output, start = check(job), config.session
     image = None if start.image is None else picture.read_bytes(start.image)
     with exit_on_sigterm(), api.StreamSession(api.load_model(config.model), None) as session:
-        session.restart(start.prompt, seed=start.seed, image=image, fit=start.fit)
+        session.restart(start.prompt, seed=start.seed, image=image)
         fps = _fps_of(config, session)
         total = _frames_in(job.seconds, fps)
         with tqdm(total=total, unit="frame", desc=output.name, dynamic_ncols=True) as bar:
@@ -342,7 +342,7 @@ def _make(
     if video.line.size not in (None, size):
         raise RequestError("size", f"the size is {video.line.size}; this engine makes {size}")
     seed = start.seed if video.line.seed is None else video.line.seed
-    session.restart(video.line.prompt, seed=seed, image=start.image, fit=start.fit)
+    session.restart(video.line.prompt, seed=seed, image=start.image)
     if session.notice:
         bar.write(f"line {video.number}: {session.notice}", file=sys.stderr)
     write_video(video.output, _frames(session, _frames_in(video.seconds, fps), bar, fps), fps)

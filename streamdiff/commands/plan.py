@@ -16,21 +16,12 @@ from streamdiff.core import KV_CONTEXTS
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue
 from streamdiff.models.spec import choose_steps
-from streamdiff.pipeline.planner import forecast, memory, simulator
+from streamdiff.pipeline.planner import forecast, memory, partition, simulator
 from streamdiff.pipeline.planner.costs import Ceilings, Costs, estimate, in_proportion, read_profile
 from streamdiff.pipeline.planner.forecast import Comparison, GpuRing, ring_setup
 from streamdiff.pipeline.planner.memory import Demand, Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, sizes_with_window
-from streamdiff.pipeline.planner.partition import (
-    PLACES,
-    Layout,
-    Workload,
-    check_stages,
-    choose_layout,
-    fastest,
-    places,
-    split_evenly,
-)
+from streamdiff.pipeline.planner.partition import PLACES, Layout, Workload
 
 DTYPES = {name: size for size, name in forecast.DTYPES.items()}
 CHUNKS = 100
@@ -98,7 +89,7 @@ def make(model: ModelConfig, job: PlanJob) -> Plan:
         ConfigError: something cannot be planned.
     """
     sizes, load, storage = _settled(model, job)
-    check_stages(load.stages, sizes.blocks)
+    partition.check_stages(load.stages, sizes.blocks)
     ring = _ring(job, sizes, load, storage)
     if job.stage_times is not None:
         source, layout = "stage times given by hand; blocks spread evenly", _by_hand(job, sizes, load)
@@ -108,7 +99,7 @@ def make(model: ModelConfig, job: PlanJob) -> Plan:
             costs = replace(costs, decode_s=job.decode_time)
         if job.link_time is not None:
             costs = replace(costs, link_s=job.link_time, flow_s=job.link_time)
-        source, layout = costs.source, choose_layout(costs, load, job.decode_rank)
+        source, layout = costs.source, partition.choose_layout(costs, load, job.decode_rank)
     setup = ring_setup(sizes, load, layout, job.chunks or CHUNKS)
     ranks = Demand(sizes, storage, layout.blocks, layout.decode, load).memory()
     found = None if ring is None else _forecast(ring, model, layout, job.fps or sizes.spec.native_fps)
@@ -143,7 +134,7 @@ def _settled(model: ModelConfig, job: PlanJob) -> tuple[ModelSizes, Workload, St
     _check(job)
     assert job.stages is not None and job.dtype is not None
     sizes = sizes_with_window(model)
-    steps = choose_steps(model.steps, sizes.spec.steps, sizes.spec.name)
+    steps = choose_steps(model.step_count, sizes.spec.steps, sizes.spec.name)
     quantize = "none" if model.quantize == "auto" else model.quantize  # which only a trial on the device tells
     storage = Storage(DTYPES[job.dtype], quantize, model.offload)
     return sizes, Workload(job.stages, job.sessions, steps, model.kv_context, job.max_rows), storage
@@ -231,10 +222,12 @@ def _by_hand(job: PlanJob, sizes: ModelSizes, load: Workload) -> Layout:
             f"is {job.stage_times!r}, but must be {load.stages} times in seconds, each above 0, separated by commas "
             f"(--stages is {load.stages})",
         )
-    blocks, links = split_evenly(sizes.blocks, load.stages), (job.link_time or 0.0,) * load.stages
+    blocks, links = partition.split_evenly(sizes.blocks, load.stages), (job.link_time or 0.0,) * load.stages
     stage_s = tuple(in_proportion(time_s, load.max_rows) for time_s in times)
     decode_s = job.decode_time or 0.0
-    return fastest((Layout(blocks, stage_s, links, place, decode_s) for place in places(job.decode_rank)), load)
+    return partition.fastest(
+        (Layout(blocks, stage_s, links, place, decode_s) for place in partition.places(job.decode_rank)), load
+    )
 
 
 def _forecast(ring: GpuRing, model: ModelConfig, layout: Layout, target_fps: float) -> Forecast:

@@ -241,7 +241,7 @@ def _schedule(job: ReferenceJob, model: ResolvedModel, spec: ModelSpec) -> Sched
             )
         if not spec.steps:
             raise ConfigError("--steps is missing: the timesteps the model is told, for example 1000,937.5,833.33,625")
-        return spec.schedule(choose_steps(job.model.steps, spec.steps, model.name))
+        return spec.schedule(choose_steps(job.model.step_count, spec.steps, model.name))
     if job.sigmas is not None and (shifts or job.shift is not None):
         raise ConfigError("--sigmas says the noise levels, so leave --shift, --warp and --nearest out")
     if job.shift is not None and not shifts:

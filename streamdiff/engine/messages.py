@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from streamdiff.config import SessionConfig
 from streamdiff.core import PROMPT_POLICIES, ModelInfo
 
 Pictures = NDArray[np.uint8]
 Data = bytes | memoryview
 """A file's content."""
-DEFAULT_STRENGTH: float = SessionConfig.model_fields["strength"].default
+DEFAULT_STRENGTH = 0.4
 """Noise level of a video input that names none."""
 
 

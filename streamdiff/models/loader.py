@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from streamdiff.config import ModelConfig
-from streamdiff.device import embedded_autoencoder_dtype, pick_device, pick_dtype
+from streamdiff.device import embedded_autoencoder_dtype, pick_dtype
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue, hub, sampling, text_encoder
+from streamdiff.models import catalogue, hub, sampling
 from streamdiff.models.autoencoder import autoencoder
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.catalogue import Files
@@ -140,7 +140,7 @@ class ModelLoader:
                     "and --rope out"
                 )
             spec = with_window(spec, *overrides)
-        choose_steps(config.steps, spec.steps, spec.name)
+        choose_steps(config.step_count, spec.steps, spec.name)
         return spec
 
     def digest(self) -> str:
@@ -246,17 +246,14 @@ _CACHE_BYTES = 256 * 2**20  # some sixty prompts of 512 x 4096 in bfloat16
 def load_text_encoder(
     model: ResolvedModel, config: ModelConfig, text_shape: tuple[int, int], device: torch.device
 ) -> TextEncoder:
-    """The text encoder, which puts embeddings of `text_shape` on `device`. That of a large model runs on the configured
-    `text_device`, else see `WanText`. Its weights come with the first text, and go after every text unless they are to
-    be kept. Embeddings of a large one are kept in the user's cache folder too (`EmbeddingFolder`), unless the
-    configuration says no.
+    """The text encoder, which puts embeddings of `text_shape` on `device`. Where that of a large model runs: see
+    `WanText`. Its weights come with the first text. Embeddings of a large one are kept in the user's cache folder too
+    (`EmbeddingFolder`).
 
     Raises:
-        ConfigError: there is none, or `text_device` is no device that there is, or the model is a small one.
+        ConfigError: there is none.
     """
     if model.index is not None:
-        if config.text_device is not None:
-            raise ConfigError(f"the text encoder of {model.name} is small and runs beside it; leave --text-device out")
         assert model.folder is not None
         return TinyText.load(model.folder, device)
     if (path := model.text_encoder) is None:
@@ -268,25 +265,14 @@ def load_text_encoder(
         )
     if isinstance(path, Files):
         path = hub.fetch_folder(path)
-    home = None if config.text_device is None else pick_device(config.text_device, "--text-device")
     length, width = text_shape
-    encoder = WanText(path, length=length, width=width, device=home, output=device, keep=config.keep_text_encoder)
-    return CachedText(encoder, EmbeddingCache(_CACHE_BYTES), EmbeddingFolder() if config.keep_embeddings else None)
+    encoder = WanText(path, length=length, width=width, output=device)
+    return CachedText(encoder, EmbeddingCache(_CACHE_BYTES), EmbeddingFolder())
 
 
 def awaited_bytes(text: TextEncoder, device: torch.device) -> int:
     """Bytes that a text encoder's weights will take on `device` once the first text loads them."""
     return text.encoder.awaited_bytes(device) if isinstance(text, CachedText) else 0
-
-
-def expected_bytes(model: ResolvedModel) -> int:
-    """Bytes of the text encoder's weights in bfloat16, known before it is loaded or fetched: from its headers where it
-    is given, else from the catalogue; 0 where there is none."""
-    if isinstance(model.text_encoder, Path):
-        return 2 * text_encoder.find_text_files(model.text_encoder).values
-    if model.entry is None or model.text_encoder is None:
-        return 0
-    return round(1e9 * (catalogue.parts().text_encoders[model.entry.text_encoder].gigabytes or 0))
 
 
 class RandomText:

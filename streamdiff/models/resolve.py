@@ -347,7 +347,7 @@ def settle(
     cuda, plain, own = device == "cuda", config.preset == "plain", "as asked"
     attention, compiled = _attention(config, cuda), _compile(config, cuda, compile_fault)
     settled: dict[str, object] = {"attention": attention.value, "compile": compiled.value}
-    if config.preset == "fast" and not _steps_are_given(config) and steps:
+    if config.preset == "fast" and config.steps is None and steps:
         settled["steps"] = min(steps)
     benchmark = cuda and not plain
     found = f"torch sees {'a' if cuda else 'no'} CUDA device"
@@ -396,13 +396,9 @@ def _vae(config: ModelConfig) -> Choice:
     return Choice("vae", "the model's own", "no smaller one is known" if fast else "--fast takes a small one")
 
 
-def _steps_are_given(config: ModelConfig) -> bool:
-    return config.steps is not None or config.timesteps is not None
-
-
 def _steps(config: ModelConfig, steps: Sequence[int]) -> Choice:
-    if _steps_are_given(config):
-        return Choice("steps", str(config.steps or len(config.timesteps or ())), "as asked")
+    if config.steps is not None:
+        return Choice("steps", str(config.step_count or len(config.timesteps or ())), "as asked")
     if not steps:
         return Choice("steps", "the model's own", "nothing is known of others")
     fewer = min(steps) < steps[0]

@@ -81,7 +81,6 @@ class WanText:
         width: int | None = None,
         device: torch.device | str | None = None,
         output: torch.device | str | None = None,
-        keep: bool = True,
     ) -> None:
         """Reads the tokenizer and the encoder's sizes; the weights come with the first text.
 
@@ -92,12 +91,11 @@ class WanText:
             device: where the encoder runs, in bfloat16 on a GPU, float32 on the CPU; None: on `output` where it takes a
                 third of the free memory or less, else on the CPU.
             output: where embeddings are put; None: `device`, or the CPU.
-            keep: keep the weights after a text, or free them and read them again for the next one.
 
         Raises:
             ConfigError: a part that is missing or cannot be read, or an encoder of another kind or width.
         """
-        self.path, self.length, self.keep = path, length, keep
+        self.path, self.length = path, length
         self._files = find_text_files(path)
         self.width, words = read_sizes(self._files, width)
         self.output = torch.device(output or device or "cpu")
@@ -145,12 +143,11 @@ class WanText:
         """
         tokens = self.tokens(text)
         with self._encoding:
-            encoder = self._encoder or load_encoder(self._files, self.device, self.dtype)
-            self._encoder = encoder if self.keep else None
+            if self._encoder is None:
+                self._encoder = load_encoder(self._files, self.device, self.dtype)
             with torch.inference_mode(), _beside(self.device), _all_cores(self.device):
                 ids = tokens.to(self.device)
-                hidden = encoder(ids, torch.ones_like(ids)).last_hidden_state[0]
-            del encoder
+                hidden = self._encoder(ids, torch.ones_like(ids)).last_hidden_state[0]
         if not bool(hidden.isfinite().all()):
             raise ValueError(f"the text encoder in {self.path} gave values that are not finite in {self.dtype}")
         embeddings = torch.zeros(self.length, self.width, dtype=self.dtype, device=self.output)

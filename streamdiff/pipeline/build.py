@@ -16,7 +16,7 @@ from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.distributed.rendezvous import StartProgress
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, RankMemory
-from streamdiff.pipeline.profiler import CHUNKS, Profiler, check_folder, check_traced
+from streamdiff.pipeline.profiler import Profiler, check_folder
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.worker_group import WorkerGroup
@@ -53,13 +53,13 @@ def load_head(plan: load_plan.LoadPlan) -> RingHead:
     progress = StartProgress(None, 1) if context is None else start_progress(context, config)
     rank_plan = load_plan.plan_rank(plan, context)
     loaded = rank_loader.load_rank(rank_plan, context)
-    model, memory, batching = loaded.model, loaded.memory, plan.batching
+    model, memory = loaded.model, loaded.memory
     assert isinstance(model, Model), "this is rank 0"
     if context is None:
-        ring = RingExecutor(model, device, batching.max_rows, wait_s=batching.wait_s)
+        ring = RingExecutor(model, device, plan.max_rows)
     else:
         context.send_memory(memory)
-        rank_topology = topology.StageTopology.of(config, 0, device, batching)
+        rank_topology = topology.StageTopology.of(config, 0, device, plan.max_rows)
         ring = topology.connect_head(model, rank_topology, device, progress.enter)
         progress.enter("graphs")
         if config.decode_rank_number != 0:
@@ -83,7 +83,7 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
     head = load_head(load_plan.plan_load(config, own_device(config.device)))
     plan, ring, model = head.plan, head.ring, head.model
     config, device = plan.config, plan.device
-    if plan.batching.max_rows > 1:
+    if plan.max_rows > 1:
         _measure_rows(ring, model, plan, head.loaded.memory)
     blocks = [last - first for first, last in head.loaded.runs for _ in range(config.shares)]
     blocks += [0] * (config.ranks - config.stage_ranks)
@@ -91,7 +91,7 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
     itemsize = model.denoiser.dtype.itemsize
     budget = KVCacheBudget(plan.sizes, head.memories, blocks, itemsize, preallocated, config.shares)
     pipeline = StreamingPipeline(
-        model, device, config.steps, config.kv_context, head.workers, budget, ring, plan.decode_latents,
+        model, device, config.step_count, config.kv_context, head.workers, budget, ring, plan.decode_latents,
         config.watchdog_s, plan.models.picture_encoder(model.spec),
     )  # fmt: skip
     try:
@@ -145,13 +145,12 @@ def load_pipeline(config: ModelConfig) -> StreamingPipeline:
     """`build_pipeline`, with a `Profiler` if the configuration asks for a trace.
 
     Raises:
-        ConfigError: as `build_pipeline`, `check_folder` and `check_traced`.
+        ConfigError: as `build_pipeline` and `check_folder`.
     """
-    if config.trace is None and config.trace_chunks is None:
+    if config.trace is None:
         return build_pipeline(config)
-    check_traced(config.trace, config.trace_chunks)
-    folder = Path(config.trace or "")
+    folder = Path(config.trace)
     check_folder(folder)
     pipeline = build_pipeline(config)
-    Profiler(pipeline, folder, config.trace_chunks or CHUNKS)
+    Profiler(pipeline, folder)
     return pipeline

@@ -18,23 +18,20 @@ from streamdiff.config import ModelConfig, ServedModel
 from streamdiff.core import sessions_to_fill
 from streamdiff.errors import ConfigError
 from streamdiff.models import resolve
-from streamdiff.models.loader import Kernels, ModelLoader, expected_bytes
+from streamdiff.models.loader import Kernels, ModelLoader
 from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
-from streamdiff.pipeline import balance
 from streamdiff.pipeline.distributed import rendezvous
-from streamdiff.pipeline.planner.costs import read_profile
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes, host_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Demand, Limits, Storage, check_fit
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, folder_sizes, sizes_from
 from streamdiff.pipeline.planner.partition import (
-    Batching,
     Blocks,
     Workload,
-    batching_of,
     check_ranks,
+    max_rows_of,
     rows_carried,
     split_evenly,
 )
@@ -80,9 +77,9 @@ class LoadPlan:
         return self.sizes.spec
 
     @property
-    def batching(self) -> Batching:
+    def max_rows(self) -> int:
         """How many rows may share a forward."""
-        return batching_of(self.config, self.sizes)
+        return max_rows_of(self.config, self.sizes)
 
     @property
     def pixel_format(self) -> PictureKind:
@@ -111,7 +108,7 @@ class LoadPlan:
         return {
             **rank_facts(self.config, self.models),
             # A server has it in its configuration, its other ranks leave it out where it is off.
-            "model.batching": str(self.batching),
+            "model.batching": str(self.max_rows),
             "model.steps": str(self.steps),
             "spec": str(self.spec),
             "model.pictures": self.pixel_format if self.config.decode_rank_number else "rgb",
@@ -134,11 +131,10 @@ class LoadPlan:
             models.dtype.itemsize,
             "none" if config.quantize == "auto" else config.quantize,  # not known before it is tried
             config.offload,
-            text_bytes=expected_bytes(models.model) if on_cuda and config.text_device == "cuda" else 0,
             decode_latents=self.decode_latents,
             decoder_bytes=models.decoder_dtype.itemsize,
         )
-        rows = rows_carried(self.spec, self.batching.max_rows)
+        rows = rows_carried(self.spec, self.max_rows)
         return Demand(
             self.sizes,
             storage,
@@ -208,11 +204,8 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
         decoder = decoder_sizes(spec, models.model.autoencoder, config.vae)
         sizes = sizes_from(models.checkpoint.architecture, spec, decoder)
     check_ranks(config, sizes)
-    steps = settled.config.steps or spec.steps[0]
-    if config.profile is not None and config.ranks > 1:
-        runs = balance.assign_blocks(config, steps, read_profile(Path(config.profile), sizes, max_rows=1))
-    else:
-        runs = split_evenly(sizes.blocks, config.stages)
+    steps = settled.config.step_count or spec.steps[0]
+    runs = split_evenly(sizes.blocks, config.stages)
     decode_latents = 1 if device.type == "cpu" else spec.chunk_latents
     return LoadPlan(
         settled.config, models, sizes, steps, choices, (models.model.note,), settled.cudnn_benchmark,

@@ -43,15 +43,6 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"--profile {folder}: cannot be written to; name another folder")
 
 
-def check_traced(folder: object, chunks: int | None) -> None:
-    """Raises ConfigError: a number of chunks, and no folder for what is said about them."""
-    if chunks is not None and folder is None:
-        raise ConfigError(
-            f"--profile-chunks (model.trace_chunks) is {chunks}, but nothing is traced: "
-            "say where to, with --profile DIR"
-        )
-
-
 class Profiler:
     """Traces `chunks` chunks of a pipeline, whose `profiler` it is, once a stream's window is full."""
 

@@ -63,7 +63,7 @@ def load_rank(plan: RankPlan, context: RankContext | None = None) -> LoadedRank:
     remembering = [each for each in (decoder, reencoder) if each is not None]
     remembered = sum(each.stream_bytes(spec.latent_height, spec.latent_width) for each in remembering)
     free = plan.session_bytes(plan.rank, runs)
-    if text is not None and device.type == "cuda" and config.memory_gb is None:
+    if text is not None and device.type == "cuda":
         free = max(0, free - awaited_bytes(text, device))
     return LoadedRank(model, decoder, runs, RankMemory(free, remembered, plan.swap_bytes), plan.swap_store())
 
@@ -80,10 +80,10 @@ def _load_decoder(plan: RankPlan) -> PictureDecoder:
 def _load_stage(
     plan: RankPlan, decoder: PictureDecoder | None, context: RankContext | None
 ) -> tuple[StageModel, Blocks]:
-    """The rank's run of the transformer's blocks, and the runs of all. Without a profile each stage of a ring measures
+    """The rank's run of the transformer's blocks, and the runs of all. Each stage of a ring measures
     the even share that it has loaded; where its share then turns out to be another, that one is loaded instead."""
     config, runs, stage = plan.config, plan.runs, plan.rank // plan.config.shares
-    even = context is not None and config.profile is None and not plan.reference
+    even = context is not None and not plan.reference
     host = torch.device("cpu") if config.offload != "none" else None
     while True:
         denoiser = plan.models.transformer(runs[stage], plan.kernels, host)
@@ -111,7 +111,7 @@ def compile_stage(plan: LoadPlan, stage: ModelRunner, memory: RankMemory, progre
         stage.compile(
             kept,
             memory=memory,
-            max_rows=plan.batching.max_rows,
+            max_rows=plan.max_rows,
             on_progress=progress.report,
         )
 

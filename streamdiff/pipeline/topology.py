@@ -27,7 +27,7 @@ from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.planner.partition import ALONE, Batching, rows_carried
+from streamdiff.pipeline.planner.partition import rows_carried
 from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
 from streamdiff.video.pixel_format import PictureKind
 
@@ -47,26 +47,23 @@ _LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's
 class StageTopology:
     """Rank `rank` of a ring of `stages`, and what all of its ranks have to agree on: `rows` in a forward, `link`,
     whether a clean pass takes the next chunk's first step with it, and how many ranks share a stage, `shares`: those of
-    a stage are numbered one after the other. `wait_s` is what a row may wait for others. `ring` tells rings over the
-    same processes apart."""
+    a stage are numbered one after the other. `ring` tells rings over the same processes apart."""
 
     rank: int
     stages: int
     ring: int = 0
     rows: int = 1
     link: Link = "gloo"
-    wait_s: float = 0.0
     shares: int = 1
 
     @classmethod
-    def of(cls, config: ModelConfig, rank: int, device: torch.device, batching: Batching = ALONE) -> StageTopology:
-        """That of a configuration, whose `batching` was resolved. Raises ConfigError as `pick_link`."""
+    def of(cls, config: ModelConfig, rank: int, device: torch.device, max_rows: int = 1) -> StageTopology:
+        """That of a configuration. Raises ConfigError as `link_of`."""
         return cls(
             rank,
             config.stages,
-            rows=batching.max_rows,
+            rows=max_rows,
             link=link_of(config, device),
-            wait_s=batching.wait_s,
             shares=config.shares,
         )
 
@@ -168,12 +165,12 @@ def link_of(config: ModelConfig, device: torch.device) -> Link:
     """The link of a configuration; the same on all ranks of machines that are alike.
 
     Raises:
-        ConfigError: as `pick_link`.
+        ConfigError: ranks would share a stage on CUDA, without NCCL between them.
     """
     # A rank that only decodes is at no edge, and may share a stage's device.
     stages_here = min(config.stage_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     shared = device.type == "cuda" and stages_here > torch.cuda.device_count()
-    link = pick_link(config.link, device, shared)
+    link = pick_link(device, shared)
     if config.shares > 1 and device.type == "cuda" and link != "nccl":
         raise ConfigError(
             f"parallel is {config.parallel}, and the link is gloo: ranks that share a stage on CUDA exchange over "
@@ -182,28 +179,10 @@ def link_of(config: ModelConfig, device: torch.device) -> Link:
     return link
 
 
-def pick_link(wanted: Link | Literal["auto"], device: torch.device, shared_device: bool = False) -> Link:
-    """The kind of link for `wanted` between ranks on devices like `device`.
-
-    `auto` is NCCL between CUDA devices where torch has it, unless ranks share a device (`shared_device`), which NCCL
-    refuses before 2.30; else gloo.
-
-    Raises:
-        ConfigError: NCCL is asked for and cannot be.
-    """
-    if wanted == "auto":
-        return "nccl" if device.type == "cuda" and dist.is_nccl_available() and not shared_device else "gloo"
-    if wanted == "nccl" and device.type != "cuda":
-        raise ConfigError(
-            f"the link is nccl, but the device is {device.type}: NCCL moves data between CUDA devices only; "
-            "use `auto` or `gloo`, or a CUDA device"
-        )
-    if wanted == "nccl" and not dist.is_nccl_available():
-        raise ConfigError(
-            "the link is nccl, but this build of torch has no NCCL; use `auto` or `gloo`, or install torch for CUDA on "
-            "Linux"
-        )
-    return wanted
+def pick_link(device: torch.device, shared_device: bool = False) -> Link:
+    """The kind of link between ranks on devices like `device`: NCCL between CUDA devices where torch has it, unless
+    ranks share a device (`shared_device`), which NCCL refuses before 2.30; else gloo, through host memory."""
+    return "nccl" if device.type == "cuda" and dist.is_nccl_available() and not shared_device else "gloo"
 
 
 def connect_head(
@@ -214,7 +193,7 @@ def connect_head(
     links = connect(model, topology, device, on_edge) if topology.stages * topology.shares > 1 else None
     stage = ModelRunner(model, device, topology.stage, topology.stages, group)
     others = links[0].others if links is not None and isinstance(links[0], FanOutSender) else ()
-    return RingExecutor(model, device, topology.rows, stage=stage, links=links, others=others, wait_s=topology.wait_s)
+    return RingExecutor(model, device, topology.rows, stage=stage, links=links, others=others)
 
 
 def stage_worker(model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> Worker:

@@ -46,7 +46,7 @@ def run_rank(plan: LoadPlan) -> None:
             "there is nothing to work for: the ring has one rank, which is rank 0; give --stages or --parallel "
             "(Python: stages, parallel), the same as on rank 0, under torchrun"
         )
-    rank_topology = topology.StageTopology.of(config, context.rank, device, plan.batching)
+    rank_topology = topology.StageTopology.of(config, context.rank, device, plan.max_rows)
     progress = start_progress(context, config)
     loaded = rank_loader.load_rank(load_plan.plan_rank(plan, context), context)
     decoder = loaded.decoder

@@ -15,6 +15,7 @@ from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
 from streamdiff.server.auth import Role, Tokens, read_snapshot_key, role_of
+from streamdiff.server.jobs import runner as job_runner
 from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.media.codecs import Codec
@@ -75,7 +76,7 @@ class AppState:
         self.jobs: JobRunner | None = None
         """None: this server makes no videos."""
         self.metrics.viewers_limit.set(serve.max_viewers)
-        self.metrics.jobs_limit.set(0 if serve.jobs_dir is None else serve.jobs_queue)
+        self.metrics.jobs_limit.set(0 if serve.jobs_dir is None else job_runner.QUEUE)
         if serve.jobs_dir is not None:
             self.jobs = self._make_jobs(JobStore(Path(serve.jobs_dir).expanduser(), serve.name), connection)
         default = partial(self.manager.get, DEFAULT_SESSION)
@@ -89,7 +90,7 @@ class AppState:
         """
         session = self.manager.get(DEFAULT_SESSION)
         if self.config.session.input is not None and session is not None:
-            self.file_feed = FileFeed(self.config.session, session.input, session.control_and_wait, self.manager.end)
+            self.file_feed = FileFeed(self.config.session, session.input, session.control_and_wait)
             await self.file_feed.start()
 
     async def end_input(self, session: LiveSession) -> bool:
@@ -100,8 +101,8 @@ class AppState:
 
     async def _session_ends(self, session: LiveSession, reason: str) -> None:
         """Close a session's viewers, outputs and inputs."""
-        if session.id == DEFAULT_SESSION and self.file_feed is not None and reason != "input_ended":
-            await self.file_feed.stop()  # with `input_ended` this is its own task
+        if session.id == DEFAULT_SESSION and self.file_feed is not None:
+            await self.file_feed.stop()
         await self.feeders.end_session(session)
         await self.viewers.end_session(session)
         await self.session_outputs.end_session(session)

@@ -24,7 +24,7 @@ from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 from wsproto.events import Ping
 
 from streamdiff import clock
-from streamdiff.config import PREFIX, ServeConfig
+from streamdiff.config import ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server.peers import group_of, parse_address, share_of
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES
@@ -43,6 +43,14 @@ BACKLOG = 512
 ACCEPTS = 8
 """Connections accepted in a turn of the loop: those above the limits are closed in the next ones."""
 FULL_AGAIN_S = 60.0
+REQUEST_S = 10.0
+"""Seconds within which a request's head, and then its body, has to arrive; of a larger body so many more that it may
+come at BODY_BYTES_PER_S."""
+BODY_BYTES_PER_S = 1_600_000
+PREFIX = r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*/?"
+"""A path prefix: plain segments, none of which begins with a dot."""
+MAX_CONNECTIONS = 10_000
+"""Open at the same time, where there are file descriptors for so many."""
 """After which it is logged again that descriptors are used up."""
 Admission = Literal["served", "crowded", "refused"]
 logger = logging.getLogger(__name__)
@@ -114,14 +122,15 @@ class BoundedWebSocket(WSProtocol):
 
 
 class BoundedProtocol(H11Protocol):
-    """One HTTP connection, closed when the head of a request, or then its body, takes longer than `limit_s` to arrive.
+    """One HTTP connection, closed when the head of a request, or then its body of up to `largest_bytes`, takes longer
+    than it may to arrive (REQUEST_S).
 
     uvicorn itself has no limit. `waiting`: whether it waits for (the rest of) a request.
     """
 
-    def __init__(self, *args: Any, connections: Connections, limit_s: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, connections: Connections, largest_bytes: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._connections, self._limit_s = connections, limit_s
+        self._connections, self._largest_bytes = connections, largest_bytes
         self._waits_for: object = None
         self._timer: asyncio.TimerHandle | None = None
         self._counted = False
@@ -197,7 +206,12 @@ class BoundedProtocol(H11Protocol):
         self._waits_for = waits_for
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(self._limit_s, self._expire) if waits_for is not None else None
+        limit_s = self._body_limit_s() if state is h11.SEND_BODY else REQUEST_S
+        self._timer = self.loop.call_later(limit_s, self._expire) if waits_for is not None else None
+
+    def _body_limit_s(self) -> float:
+        given = next((value for name, value in self.scope["headers"] if name == b"content-length"), b"0")
+        return max(REQUEST_S, min(int(given), self._largest_bytes) / BODY_BYTES_PER_S)
 
     def _expire(self) -> None:
         # Where the loop was busy, what has come meanwhile is in the socket still: one more turn of the loop reads it.
@@ -276,8 +290,9 @@ class HttpServer(uvicorn.Server):
     It leaves signals alone: ours also cover the time before and after it runs.
     """
 
-    def __init__(self, app: ASGIApp, serve: ServeConfig) -> None:
-        """
+    def __init__(self, app: ASGIApp, serve: ServeConfig, max_connections: int | None = None) -> None:
+        """At most `max_connections` are open at once, else `MAX_CONNECTIONS`.
+
         Raises:
             ConfigError: a certificate that cannot be used.
         """
@@ -285,8 +300,8 @@ class HttpServer(uvicorn.Server):
         self._full_s = -FULL_AGAIN_S
         if serve.tls_cert is not None and serve.tls_key is not None:
             self._certificate = Certificate(serve.tls_cert, serve.tls_key)
-        connections = Connections(serve.max_connections, serve.address_share, serve.trusted_proxies)
-        protocol = partial(BoundedProtocol, connections=connections, limit_s=serve.request_s)
+        connections = Connections(max_connections or MAX_CONNECTIONS, serve.address_share, serve.trusted_proxies)
+        protocol = partial(BoundedProtocol, connections=connections, largest_bytes=serve.max_snapshot_mb << 20)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -306,7 +321,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.config.load()
-        self.config.loaded_app = _below_prefix(self.config.loaded_app, serve.root_path, connections.is_proxy)
+        self.config.loaded_app = _below_prefix(self.config.loaded_app, connections.is_proxy)
         self.config.ssl = None if self._certificate is None else self._certificate.context
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -325,7 +340,7 @@ class HttpServer(uvicorn.Server):
             self._full_s = clock.monotonic_s()
             logger.warning(
                 "Connections wait: all file descriptors are in use (%s). Raise the limit (ulimit -n, LimitNOFILE), or "
-                "lower serve.max_connections or serve.max_viewers.",
+                "lower serve.max_viewers.",
                 error.strerror,
             )
 
@@ -339,14 +354,14 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def _below_prefix(app: ASGIApp, root_path: str, is_proxy: Callable[[str], bool]) -> ASGIApp:
-    """`app` with the path prefix of each request in its scope, as ASGI has it: `root_path`, which `path` begins with,
-    whether the proxy has taken it off or not."""
+def _below_prefix(app: ASGIApp, is_proxy: Callable[[str], bool]) -> ASGIApp:
+    """`app` with the path prefix that a trusted proxy says in the request's scope, as ASGI has it: `root_path`, which
+    `path` begins with, whether the proxy has taken it off or not."""
 
     async def with_prefix(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
             client, path = scope.get("client"), scope["path"]
-            prefix = (_forwarded_prefix(scope["headers"]) if client and is_proxy(client[0]) else "") or root_path
+            prefix = _forwarded_prefix(scope["headers"]) if client and is_proxy(client[0]) else ""
             if prefix:
                 whole = path == prefix or path.startswith(f"{prefix}/")
                 scope.update(root_path=prefix, path=path if whole else prefix + path)

@@ -1,6 +1,6 @@
 """Logging of the server: lines for a person at a terminal, or JSON objects for a log collector.
 
-Nothing is written per frame, chunk or micro-step. Prompts are written by `prompt_log` alone, and only if asked for.
+Nothing is written per frame, chunk or micro-step. Prompts never are.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ console = logging.getLogger("streamdiff.console")
 """Messages to the operator: the server's address, its end. As text they go to standard output."""
 fatal = logging.getLogger("streamdiff.fatal")
 """Why the server cannot go on."""
-prompt_log = logging.getLogger("streamdiff.prompts")
-"""Logger of prompts, used if `serve.log_prompts` is set."""
 
 
 def log_fields(**values: object) -> dict[str, Any]:
@@ -52,7 +50,7 @@ def configure(config: ServeConfig) -> Iterator[None]:
     which sessions and viewers come and go.
     """
     root, package = logging.getLogger(), logging.getLogger("streamdiff")
-    loggers = (root, package, console, fatal, prompt_log)
+    loggers = (root, package, console, fatal)
     saved = [(each, each.handlers[:], each.level, each.propagate) for each in loggers]
     as_json = config.log_format == "json"
     try:
@@ -65,7 +63,6 @@ def configure(config: ServeConfig) -> Iterator[None]:
                 logger.propagate = False
         package.setLevel(logging.INFO if as_json else logging.WARNING)
         console.setLevel(logging.INFO)
-        prompt_log.setLevel(logging.INFO if config.log_prompts else logging.CRITICAL + 1)
         yield
     finally:
         for logger, handlers, level, propagate in saved:

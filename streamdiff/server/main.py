@@ -34,7 +34,7 @@ from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.app import attach_engine, create_app
 from streamdiff.server.app_state import MAX_SOCKETS, AppState
 from streamdiff.server.auth import Tokens, read_tokens
-from streamdiff.server.http_server import ACCEPTS, BACKLOG, SPARE, HttpServer
+from streamdiff.server.http_server import ACCEPTS, BACKLOG, MAX_CONNECTIONS, SPARE, HttpServer
 from streamdiff.server.load import serve_agent
 from streamdiff.server.logging_setup import configure, console, fatal, log_fields
 from streamdiff.server.middleware import LoadingStatus
@@ -47,6 +47,8 @@ UNREAD_S = 20
 """A connection whose other end takes nothing for so long is ended."""
 OWN_DESCRIPTORS = 48 + 3 * ACCEPTS
 """Of engines, jobs, the log and the loop, and of connections that are accepted and then refused."""
+FEW_CONNECTIONS = 1000
+"""Below that many the log says so."""
 DRAIN_POLL_S = 0.1
 FETCHED_PERCENT = 5
 """Of a file, after which progress is logged again."""
@@ -68,35 +70,34 @@ def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineP
             tokens = read_tokens(config.serve)
             with open_folders(config.serve):  # or its error, before a model is loaded
                 pass
-            config = within_descriptors(config)
+            connections = connections_within_descriptors(config.serve.max_viewers)
             ports = config.serve.media_ports
             make_loop = None if ports is None else partial(UdpPortLoop, ports)  # None: asyncio's own choice
             with listen(config.serve.host, config.serve.port) as listener:
                 _check_exposed(config.serve, listener, tokens)
                 with asyncio.Runner(loop_factory=make_loop) as runner:
-                    return runner.run(_serve(config, listener, supervise, fetch))
+                    return runner.run(_serve(config, listener, connections, supervise, fetch))
         except (ConfigError, EngineFailure) as error:
             fatal.error("%s", error)
             return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ENGINE
 
 
-def within_descriptors(config: Config) -> Config:
-    """`config` with so many connections as this process may have file descriptors for, beside viewers and WebSockets,
-    and half of them at least. Mutates: the process's soft limit, which becomes the hard one."""
+def connections_within_descriptors(max_viewers: int) -> int:
+    """How many connections this process may have file descriptors for, beside viewers and WebSockets: half of them at
+    least, `MAX_CONNECTIONS` at most. Mutates: the process's soft limit, which becomes the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = max(soft, 65536) if hard == resource.RLIM_INFINITY else hard
     if soft not in (limit, resource.RLIM_INFINITY):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    serve, left = config.serve, limit - OWN_DESCRIPTORS - SPARE
-    others = serve.max_viewers * len(host_addresses(use_ipv4=True, use_ipv6=True)) + MAX_SOCKETS
-    fit = max(8, left // 2, left - others)
-    if serve.max_connections <= fit:
-        return config
-    console.warning(
-        "serve.max_connections is %d here, not %d: a process may have %d file descriptors. Raise the limit (ulimit -n, "
-        "LimitNOFILE)", fit, serve.max_connections, limit,
-    )  # fmt: skip
-    return config.model_copy(update={"serve": serve.model_copy(update={"max_connections": fit})})
+    left = limit - OWN_DESCRIPTORS - SPARE
+    others = max_viewers * len(host_addresses(use_ipv4=True, use_ipv6=True)) + MAX_SOCKETS
+    fit = min(MAX_CONNECTIONS, max(8, left // 2, left - others))
+    if fit < FEW_CONNECTIONS:
+        console.warning(
+            "At most %d connections are open here at the same time: a process may have %d file descriptors. Raise the "
+            "limit (ulimit -n, LimitNOFILE)", fit, limit,
+        )  # fmt: skip
+    return fit
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -164,16 +165,20 @@ class ShutdownRequest:
 
 
 async def _serve(
-    config: Config, listener: socket.socket, supervise: Callable[[Config], EngineHandle], fetch: Fetch
+    config: Config,
+    listener: socket.socket,
+    connections: int,
+    supervise: Callable[[Config], EngineHandle],
+    fetch: Fetch,
 ) -> int:
     shutdown = ShutdownRequest()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, shutdown.request, True)
     loop.add_signal_handler(signal.SIGTERM, shutdown.request, False)
-    limits = RestartPolicy(config.serve.max_restarts, config.serve.restart_window_s, config.serve.restart_wait_s)
+    limits = RestartPolicy(config.serve.max_restarts)
     engine = EngineSupervisor(lambda: supervise(config), limits, spare=config.serve.warm_standby)
     app = create_app(config)
-    http = HttpServer(app, config.serve)
+    http = HttpServer(app, config.serve, connections)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     try:
         if not await _unless_shut_down(_start_engine(config, engine, app.state.loading, fetch), shutdown):

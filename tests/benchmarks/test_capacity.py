@@ -94,7 +94,7 @@ def test_visitors_note_what_they_were_shown_and_leave_nothing_open() -> None:
 @pytest.mark.soak
 def test_a_short_run(tmp_path: Path) -> None:
     out = tmp_path / "capacity.json"
-    words = ["--loads", "1", "--rows", "", "--variant", "two=--batching dynamic --max-rows 2", "--seconds", "3"]
+    words = ["--loads", "1", "--rows", "", "--variant", "two=--max-rows 2", "--seconds", "3"]
     # Whatever a busy machine does, somebody comes, and is counted.
     words += ["--stay", "5", "--slo", "first_frame=60", "--share", "0.01", "--out", str(out)]
     assert capacity.main(words) == capacity.OK

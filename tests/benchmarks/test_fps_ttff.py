@@ -53,11 +53,12 @@ def test_options_stand_in_place_of_the_presets_lists(tmp_path: Path) -> None:
         "--preset", "wan-1.3b", "--steps", "2", "--decoder", "full", "--stages", "4", "--kv-context", "clean"
     )
     assert (case.config.steps, case.config.stages, case.config.vae) == (2, 4, "random:wan2.1")
-    (case,) = cases("--preset", "wan-1.3b", "--model", "self-forcing", "--threads", "3", "--set", "memory_gb=2.5")
+    (case,) = cases(
+        "--preset", "wan-1.3b", "--model", "self-forcing", "--dtype", "float32", "--set", "device_memory_gb=2.5"
+    )
     config = case.config
-    assert (config.name, config.vae, config.threads, config.memory_gb) == ("self-forcing", None, 3, 2.5)
-    one, two = cases("--stages", "2,4", "--profile", str(tmp_path), "--profile-chunks", "7")
-    assert one.profile_chunks == two.profile_chunks == 7
+    assert (config.name, config.vae, config.dtype, config.device_memory_gb) == ("self-forcing", None, "float32", 2.5)
+    one, two = cases("--stages", "2,4", "--profile", str(tmp_path))
     assert one.profile != two.profile and Path(str(one.profile)).parent == tmp_path
     assert Case.from_json(json.loads(json.dumps(one.to_json()))) == one
 

@@ -33,14 +33,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[ReferenceJob]:
     ("line", "settings", "words"),
     [
         (BY_CHUNKS, "session: {image: p.png}", "session.image does not go with the options that say everything by"),
-        (
-            BY_CHUNKS,
-            "session: {fit: contain}",
-            "session.fit does not go with the options that say everything by chunks",
-        ),
-        (BY_CHUNKS, "session: {strength: 0.8}", "session.strength does not go with the options that say everything"),
         (BY_CHUNKS, "model: {trace: costs}", "model.trace does not go with the options that say everything by chunks"),
-        (BY_CHUNKS, "model: {trace_chunks: 2}", "model.trace_chunks does not go with the options that say everything"),
         (
             BY_CHUNKS,
             "model: {decode_rank: last}",

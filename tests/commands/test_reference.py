@@ -200,7 +200,6 @@ def test_the_embedded_model_writes_latents_and_video(tmp_path: Path) -> None:
         (["--size", "64x64"], "--size is 64x64, but"),
         (["--seconds", "3"], "--seconds does not go with"),
         (["--profile", "costs"], "--profile does not go with"),
-        (["--profile-chunks", "2"], "--profile-chunks does not go with"),
         (["--prompt-at", "3:a blue star"], "use --prompt-switch"),
         (["--adaptive-sink", "0.2"], "goes with a --sink"),
         (["--adaptive-sink", "2", "--window", "9", "--sink", "3"], "--adaptive-sink is 2"),

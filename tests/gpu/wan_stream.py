@@ -92,7 +92,7 @@ def main(rank: int, stages: int, folder: Path, out: Path, variant: str, device: 
     if device == "cpu":
         use_rendezvous()
         topology.link_of = lambda config, device: "nccl"
-    config = config_of(folder, variant, device, stages=stages, link="auto" if device == "cpu" else "nccl")
+    config = config_of(folder, variant, device, stages=stages)
     if rank:
         run_worker(config)
     else:

@@ -48,7 +48,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     use_rendezvous()
-    config = ModelConfig(parallel=f"{stages}x{shares}", decode_rank=decode, device="cpu", threads=1)
+    config = ModelConfig(parallel=f"{stages}x{shares}", decode_rank=decode, device="cpu")
     if rank:
         worker_main.run_worker(config)
         return

@@ -99,7 +99,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     use_rendezvous()
     topology.TcpSender, topology.TcpReceiver = LINKS["rough"]  # type: ignore[misc]
     config = ServedModel(
-        parallel=f"{stages}x{shares}", decode_rank=decode, device="cpu", threads=1, pictures="rgb",
+        parallel=f"{stages}x{shares}", decode_rank=decode, device="cpu", pictures="rgb",
         host_memory_gb=0.0 if (folder / "disk").exists() else 1.0, state_dir=str(folder / "state"),
     )  # fmt: skip
     if rank:

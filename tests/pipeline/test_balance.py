@@ -1,22 +1,18 @@
-"""The split that ranks agree on: measured or from a profile, the same for all, with less for who has more to do."""
+"""The split that ranks agree on: measured, the same for all, with less for who has more to do."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.core import MicroStep
-from streamdiff.errors import ConfigError
 from streamdiff.pipeline.balance import Measured, assign_blocks, gather_costs, interpolate_costs, measure, row_costs
 from streamdiff.pipeline.distributed.rendezvous import RankContext
-from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.planner.kv_budget import RankMemory
 from streamdiff.pipeline.planner.model_sizes import read_sizes
 from streamdiff.pipeline.runner.graphs import Tensors
@@ -56,15 +52,6 @@ def test_a_head_that_decodes_gets_fewer_blocks(monkeypatch: pytest.MonkeyPatch) 
 def test_a_disturbed_rank_does_not_count() -> None:
     """Blocks are alike: that one rank measured long does not make its blocks longer."""
     assert agree(ModelConfig(stages=2), [Measured(0.1), Measured(7.0)]) == {((0, 3), (3, 6))}
-
-
-def test_a_profile_is_used_instead(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    times = {"block_s": [3, 1, 1, 1, 1, 1], "embed_s": 0, "head_s": 0, "decode_s": 0, "link_s": 0}
-    path.write_text(json.dumps(times))
-    assert plan_load(ModelConfig(stages=2, profile=str(path)), CPU).runs == ((0, 2), (2, 6))
-    with pytest.raises(ConfigError, match="gone"):
-        plan_load(ModelConfig(stages=2, profile=str(tmp_path / "gone.json")), CPU)
 
 
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])

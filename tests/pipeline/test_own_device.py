@@ -52,7 +52,7 @@ def test_a_rank_binds_its_device_before_anything_else(
 ) -> None:
     monkeypatch.setattr(load_plan, "plan_load", stop)
     with pytest.raises(FirstStep):
-        begin(ModelConfig(stages=4, decode_rank="dedicated", link="gloo"))
+        begin(ModelConfig(stages=4, decode_rank="dedicated"))
     assert devices.bound == [("MainThread", torch.device("cuda", 3))]
 
 

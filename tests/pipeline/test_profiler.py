@@ -82,11 +82,6 @@ def test_what_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert told == ["no room"] and list(tmp_path.iterdir()) == []
 
 
-def test_chunks_without_a_folder_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"is 8, but nothing is traced: say where to, with --profile DIR"):
-        load_pipeline(ModelConfig(trace_chunks=8))
-
-
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--profile .*file: cannot be made"):
@@ -99,11 +94,11 @@ def test_a_configuration_with_a_folder_is_traced(tmp_path: Path) -> None:
     name = str(tmp_path / "model")
     plain, traced = (
         load_pipeline(ModelConfig(name=name)),
-        load_pipeline(ModelConfig(name=name, trace=str(tmp_path / "new"), trace_chunks=3)),
+        load_pipeline(ModelConfig(name=name, trace=str(tmp_path / "new"))),
     )
     try:
-        assert plain.profiler is None
-        assert isinstance(traced.profiler, Profiler) and traced.profiler.folder.is_dir() and traced.profiler.chunks == 3
+        assert plain.hook is None
+        assert isinstance(traced.hook, Profiler) and traced.hook.folder.is_dir() and traced.hook.chunks == 4
         assert traced.min_ahead_frames(steps=4, kv_context="clean") == plain.min_ahead_frames(
             steps=4, kv_context="clean"
         )

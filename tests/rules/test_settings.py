@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import runpy
 
 from streamdiff.cli.options import SETTINGS, fields
+from streamdiff.cli.parser import parsers
 from tests.rules.source import ROOT
+
+MOST_SETTINGS, MOST_FLAGS, MOST_FLAGS_OF_ALL = 75, 25, 60
+
+
+def flags_shown(*, everything: bool) -> list[str]:
+    """What the help of `serve` lists."""
+    shown = [each for each in parsers(everything=everything)["serve"]._actions if each.help != argparse.SUPPRESS]
+    return [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
+
+
+def test_there_are_not_too_many() -> None:
+    """More of them take a decision (docs/decisions/0064-settings.md)."""
+    assert len(list(fields())) <= MOST_SETTINGS
+    assert len(flags_shown(everything=False)) <= MOST_FLAGS
+    assert len(flags_shown(everything=True)) <= MOST_FLAGS_OF_ALL
 
 
 def test_the_page_of_settings_is_of_today() -> None:

@@ -336,7 +336,6 @@ def main() -> int:
     parser.add_argument("--drain-s", type=float, default=0.0)
     parser.add_argument("--restarts", type=int, default=5)
     parser.add_argument("--insecure", action="store_true")
-    parser.add_argument("--log-prompts", action="store_true")
     parser.add_argument("--log-format", default="text")
     parser.add_argument("--no-browser", action="store_true")
     parser.add_argument("--jobs-dir")
@@ -363,7 +362,6 @@ def main() -> int:
         drain_s=arguments.drain_s,
         max_restarts=arguments.restarts,
         insecure=arguments.insecure,
-        log_prompts=arguments.log_prompts,
         log_format=arguments.log_format,
         open_browser=not arguments.no_browser,
         jobs_dir=arguments.jobs_dir,

@@ -82,7 +82,11 @@ def test_small_answers_do_not_wait_for_an_acknowledgement() -> None:
     run_scene(scene)
 
 
-def test_requests_that_do_not_come_are_not_waited_for_and_web_sockets_are_left_alone() -> None:
+def test_requests_that_do_not_come_are_not_waited_for_and_web_sockets_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_S", 1.0)
+
     async def scene(site: Site) -> None:
         steering = await SocketClient.connect(site.base, CONTROL)
         late = (b"", HEAD, HEAD + b"\r\n", HEAD + b"\r\n{", b"", HEAD + b"\r\n")
@@ -97,10 +101,15 @@ def test_requests_that_do_not_come_are_not_waited_for_and_web_sockets_are_left_a
         assert await steering.message({"type": "pong", "id": "still there"})
         await steering.close()
 
-    run_scene(scene, Config(serve=ServeConfig(request_s=1.0)))
+    run_scene(scene)
 
 
-def test_silent_connections_make_room_for_those_that_ask(caplog: pytest.LogCaptureFixture) -> None:
+def test_silent_connections_make_room_for_those_that_ask(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_S", 3600.0)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 20)
+
     async def scene(site: Site) -> None:
         async with connected(site, *[b""] * 50) as opened:
             for path in ("/healthz", "/api/state"):
@@ -109,11 +118,13 @@ def test_silent_connections_make_room_for_those_that_ask(caplog: pytest.LogCaptu
             assert [await until_closed(each) for each in opened[:41]] == [b""] * 41, "the oldest went"
             assert len(site.server.server_state.connections) <= 10, "half of twenty"
 
-    run_scene(scene, Config(serve=ServeConfig(max_connections=20, request_s=3600)))
+    run_scene(scene)
     assert caplog.text == ""
 
 
-def test_where_all_connections_are_at_work_health_is_answered_still() -> None:
+def test_where_all_connections_are_at_work_health_is_answered_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
+
     async def scene(site: Site) -> None:
         async def steer() -> int:
             async with httpx.AsyncClient(base_url=site.base, timeout=20) as http:
@@ -135,11 +146,12 @@ def test_where_all_connections_are_at_work_health_is_answered_still() -> None:
         async with httpx.AsyncClient(base_url=site.base, timeout=20) as http:
             assert (await http.get("/api/state")).status_code == 200
 
-    run_scene(scene, Config(serve=ServeConfig(max_connections=8)))
+    run_scene(scene)
 
 
 def test_clients_that_read_nothing_make_room_for_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "STALLED_S", 0.2)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
     monkeypatch.setattr(main, "UNREAD_S", 600)  # which would end them too
     much = b"GET /static/app.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000
 
@@ -157,7 +169,7 @@ def test_clients_that_read_nothing_make_room_for_those_that_do(monkeypatch: pyte
                         status = (await http.get("/")).status_code
             assert status == 200 and len(held) >= 7, "the others were left alone"
 
-    run_scene(scene, Config(serve=ServeConfig(max_connections=8, address_share=1.0)))
+    run_scene(scene, Config(serve=ServeConfig(address_share=1.0)))
 
 
 def test_nobody_escapes_a_limit_by_a_header(monkeypatch: pytest.MonkeyPatch) -> None:

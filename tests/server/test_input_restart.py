@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 
 def test_the_next_engine_is_fed_with_the_frames_that_come_then(tmp_path: Path) -> None:
-    file = video(tmp_path / "loop.mp4", 50)
-    server = start("--input", file, "--input-end", "loop", "--strength", "0.3", "--device", "cpu", program=MODEL)
+    file = video(tmp_path / "long.mp4", 3000)
+    server = start("--input", file, "--device", "cpu", program=MODEL)
 
     async def figures(http: httpx.AsyncClient, wanted: Any) -> dict[str, Any]:
         async with asyncio.timeout(LIMIT_S):
@@ -36,7 +36,7 @@ def test_the_next_engine_is_fed_with_the_frames_that_come_then(tmp_path: Path) -
             await viewer.after(said, {"type": "state", "engine": "restarting"})
             before = (await figures(http, lambda used: True))["stats"]["input"]["used"]
             after = await figures(http, lambda used: used not in (0, before))
-            assert after["state"]["input"] == {"kind": "file", "strength": 0.3, "fault": ""}
+            assert after["state"]["input"] == {"kind": "file", "strength": 0.4, "fault": ""}
             assert after["state"]["engine"] == "running"
             await viewer.until_frame(lambda pts, colour: True)
 

@@ -54,9 +54,9 @@ async def _play(url: str, frames: int, prompts: list[str]) -> dict[str, Any]:
     return session | {"viewer": viewer.location.rpartition("/")[2]}
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told(asked: bool) -> None:
-    process = start("--log-format", "json", *(["--log-prompts"] if asked else []))
+def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told() -> None:
+    """No prompt is."""
+    process = start("--log-format", "json")
     try:
         url, begin = _first_with_url(process)
         session = asyncio.run(_play(url, 80, [f"green secret {number}" for number in range(5)]))
@@ -68,9 +68,7 @@ def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told(as
     for record in records:
         assert datetime.fromisoformat(record["time"]).tzinfo is not None
         assert record["level"] == "info" and record["logger"].startswith("streamdiff") and record["message"]
-    prompts = [record["message"] for record in records if "secret" in json.dumps(record)]
-    assert len(prompts) == (6 if asked else 0)
-    ours = [record for record in records if record.get("session") == session["id"] and "prompt" not in record["logger"]]
+    ours = [record for record in records if record.get("session") == session["id"]]
     whispered = session["viewer"][:6]
     assert [(each["logger"].rpartition(".")[2], each.get("viewer"), each.get("end")) for each in ours] == [
         ("manager", None, None),
@@ -79,9 +77,9 @@ def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told(as
         ("manager", None, None),
     ]
     text = json.dumps(records)
-    for secret in (session["viewer"], session["control_token"], session["view_token"]):
+    for secret in ("secret", session["viewer"], session["control_token"], session["view_token"]):
         assert secret not in text
-    assert len(records) <= len(begin) + len(ours) + len(prompts), "80 frames add no line"
+    assert len(records) <= len(begin) + len(ours), "80 frames add no line"
 
 
 def test_as_json_the_engine_s_last_words_and_the_end_are_objects_too() -> None:
@@ -120,7 +118,6 @@ def test_a_warning_has_its_facts_and_a_fault_its_traceback(capsys: pytest.Captur
             raise ValueError("no\nink")
         except ValueError:
             logger.exception("it broke")
-        logging_setup.prompt_log.info("a secret")
     first, second = _records(capsys.readouterr().err)
     assert (first["level"], first["message"], first["left_ml"]) == ("warning", "low ink", 3)
     assert first["path"] == str(os), "what JSON does not know is told as text"
@@ -128,7 +125,7 @@ def test_a_warning_has_its_facts_and_a_fault_its_traceback(capsys: pytest.Captur
 
 
 def test_afterwards_logging_is_as_it_was() -> None:
-    names = ["", "streamdiff", "streamdiff.console", "streamdiff.fatal", "streamdiff.prompts"]
+    names = ["", "streamdiff", "streamdiff.console", "streamdiff.fatal"]
 
     def state() -> list[object]:
         loggers = [logging.getLogger(name) for name in names]
@@ -136,6 +133,6 @@ def test_afterwards_logging_is_as_it_was() -> None:
 
     before = state()
     for kind in ("text", "json"):
-        with logging_setup.configure(ServeConfig(log_format=kind, log_prompts=True)):  # type: ignore[arg-type]
+        with logging_setup.configure(ServeConfig(log_format=kind)):  # type: ignore[arg-type]
             assert state() != before
         assert state() == before

@@ -178,12 +178,12 @@ def test_what_a_server_can_hold_and_its_disks_have_free(tmp_path: Path) -> None:
         then = await _figures(site)
         assert then["streamdiff_sessions_limit"] == first["streamdiff_sessions_limit"] > 1
         assert then["streamdiff_sessions_room"] < first["streamdiff_sessions_room"]
-        assert (then["streamdiff_jobs_limit"], then["streamdiff_viewers_limit"]) == (7, 5)
+        assert (then["streamdiff_jobs_limit"], then["streamdiff_viewers_limit"]) == (64, 5)
         folders = ("jobs_dir", "state_dir", "handover")
         assert all(0 <= then[f'streamdiff_disk_free_ratio{{folder="{folder}"}}'] <= 1 for folder in folders)
 
     own = {name: str(tmp_path / name) for name in ("jobs_dir", "state_dir", "handover")}
-    run_scene(scene, Config(serve=ServeConfig(**own, keep_s=30.0, jobs_queue=7, max_viewers=5)))
+    run_scene(scene, Config(serve=ServeConfig(**own, keep_s=30.0, max_viewers=5)))
 
 
 async def _watch(site: Site, session: str) -> Peer:
@@ -206,7 +206,7 @@ def test_an_ended_session_leaves_no_figures() -> None:
             assert live is not None
             headers = {"Authorization": f"Bearer {session['control_token']}"}
             await site.http.delete(f"/api/sessions/{session['id']}", headers=headers)
-            live._take_shown(99, 0, 0)
+            live._on_shown(99, 0, 0)
             live.update_metrics()
             assert f'session="{session["id"]}"' not in (await site.http.get("/metrics")).text
 

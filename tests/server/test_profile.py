@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import pytest
 
-from streamdiff.cli.main import main
 from streamdiff.pipeline.profiler import TRACE
 from tests.server.test_restart import LIMIT_S, ROOT, watching
 
@@ -78,11 +77,11 @@ def written(folder: Path) -> set[str]:
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_stream_that_is_watched_is_traced(tmp_path: Path, stages: int) -> None:
     ring = ("--stages", "2", "--kv-context", "staircase") if stages == 2 else ()
-    with serving(tmp_path, "--profile", str(tmp_path / "costs"), "--profile-chunks", "2", *ring) as (process, url):
-        watched_until(process, url, "streamdiff: trace of 2 chunks")
+    with serving(tmp_path, "--profile", str(tmp_path / "costs"), *ring) as (process, url):
+        watched_until(process, url, "streamdiff: trace of 4 chunks")
         names = written(tmp_path / "costs")
     assert {"aten::scaled_dot_product_attention", "aten::addmm"} <= names
-    assert sum(name.startswith("ProfilerStep#") for name in names) == 2
+    assert sum(name.startswith("ProfilerStep#") for name in names) == 4
 
 
 def test_a_server_that_is_ended_meanwhile_writes_what_it_has(tmp_path: Path) -> None:
@@ -99,9 +98,3 @@ def test_a_server_that_is_ended_meanwhile_writes_what_it_has(tmp_path: Path) -> 
         asyncio.run(main())
     names = written(tmp_path / "costs")
     assert 1 <= sum(name.startswith("ProfilerStep#") for name in names) < 100
-
-
-def test_a_number_of_chunks_without_a_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """That what `main` returns is the exit code has tests of its own (`test_main`)."""
-    assert main(["serve", "--no-browser", "--port", "0", "--profile-chunks", "8"]) == 2
-    assert "is 8, but nothing is traced: say where to, with --profile DIR" in capsys.readouterr().err

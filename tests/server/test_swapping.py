@@ -5,20 +5,34 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import AsyncExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 import yaml
 
+from streamdiff.config import ModelConfig
+from streamdiff.pipeline.load_plan import plan_load
+from streamdiff.pipeline.planner.partition import split_evenly
 from tests.server.test_restart import MODEL, Server, Watching, start, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 LIMIT_S = 60.0
 SESSION_GB = 0.00666
-"""Of the embedded model, a little more than it takes."""
+"""Of the embedded model swapped out, a little more than it takes."""
 PLAY = 2
+
+
+@cache
+def device_memory_gb(sessions: int) -> float:
+    """What the embedded model takes with so many sessions, and a little more."""
+    plan = plan_load(ModelConfig(steps=2), torch.device("cpu"))
+    demand = plan.demand(split_evenly(plan.sizes.blocks, 1))
+    alone = demand.without_sessions(0)
+    return (alone + (sessions + 0.05) * (demand.total(0) - alone)) / 1e9
 
 
 def serve(tmp_path: Path, play: int = PLAY, **settings: Any) -> Server:
@@ -27,7 +41,7 @@ def serve(tmp_path: Path, play: int = PLAY, **settings: Any) -> Server:
     config.write_text(
         yaml.safe_dump(
             {
-                "model": {"memory_gb": play * SESSION_GB, "steps": 2},
+                "model": {"device_memory_gb": device_memory_gb(play), "steps": 2},
                 "serve": {"pause_after_s": 0.2, "warm_standby": False, "max_utilization": 10.0, **settings},
             }
         )

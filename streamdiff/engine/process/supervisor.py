@@ -185,7 +185,7 @@ class EngineSupervisor:
             return reason
         return (
             f"the engine failed again after {most} restarts within {window_s:g} s, and is not started any more "
-            f"(serve.max_restarts, serve.restart_window_s); start the server again when this is mended: {reason}"
+            f"(serve.max_restarts); start the server again when this is mended: {reason}"
         )
 
 
@@ -203,7 +203,7 @@ def _check_same_model(before: Ready, after: Ready) -> None:
         raise EngineFailure(f"the engine came back as another one: {', '.join(differs)}")
 
 
-LONGEST_WAIT_S = 30.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 
 
 @dataclass
@@ -212,8 +212,8 @@ class RestartPolicy:
     further one after twice as long, up to LONGEST_WAIT_S; what is older than the window is forgotten."""
 
     most: int
-    window_s: float
-    wait_s: float
+    window_s: float = 300.0
+    wait_s: float = field(default_factory=lambda: FIRST_WAIT_S)
     _at_s: deque[float] = field(default_factory=deque)
 
     @property

@@ -89,7 +89,7 @@ class KVCacheBudget:
                     "session",
                     f"the session does not fit: {what}{also} need "
                     f"{wanted / _GB:.3g} GB on rank {rank}, where {left / _GB:.3g} of {free / _GB:.3g} GB are left "
-                    f"({len(self._taken)} sessions open). Close one, or give more with model.memory_gb",
+                    f"({len(self._taken)} sessions open). Close one, or give more with model.device_memory_gb",
                     "memory",
                 )
 
@@ -163,11 +163,9 @@ def host_bytes(config: ModelConfig, sharers: int) -> int:
 
 
 def free_bytes(config: ModelConfig, device: torch.device, sharers: int, work: int = 0, swapped: int = 0) -> int:
-    """What this rank has for caches: `memory_gb`, or what is free now, less on a GPU the `work` bytes that computing
+    """What this rank has for caches: what is free now, less on a GPU the `work` bytes that computing
     will take, and on a CPU, which `sharers` share, a quarter and the `swapped` bytes that sessions may take which are
     swapped out: there it is the same memory."""
-    if config.memory_gb is not None:
-        return round(config.memory_gb * _GB)
     if device.type == "cuda":
         return max(0, torch.cuda.mem_get_info(device)[0] - work)
     return max(0, int(_host_share(config, sharers) * (1 - _KEPT_BACK)) - swapped)

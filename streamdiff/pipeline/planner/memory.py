@@ -267,8 +267,6 @@ def _remedies(demand: Demand, rank: int, free: int) -> Iterator[Remedy]:
     largest with which it fits, or the smallest there is."""
     storage, has_blocks = demand.storage, rank < demand.load.stages * demand.load.shares
     in_full = has_blocks and storage.quantize == "none" and storage.offload == "none"
-    if rank == 0 and storage.text_bytes:
-        yield "--text-device cpu", replace(demand, storage=replace(storage, text_bytes=0))
     if in_full:
         yield "--quantize int8", replace(demand, storage=replace(storage, quantize="int8"))
     if demand.changeable:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from streamdiff.config import BatchingRule, ModelConfig, ServedModel
 from streamdiff.core import PER_STEP
@@ -217,29 +216,13 @@ def check_ranks(config: ModelConfig, sizes: ModelSizes) -> None:
 # ---- rows of a forward -----------------------------------------------------------------------------------------
 
 
-class Batching(NamedTuple):
-    """Most rows of a forward, and the seconds for which a row that is ready may wait for others."""
-
-    max_rows: int = 1
-    wait_s: float = 0.0
-
-
-ALONE = Batching()
-"""Every row has a forward of its own."""
-
-
-def batching_of(config: ModelConfig, sizes: ModelSizes) -> Batching:
-    """That of a configuration and its model, the same on all ranks. Only a server's sessions share forwards, and with
-    mode `off` none do; the first rule that applies can lower what is configured, not raise it."""
-    if not isinstance(config, ServedModel) or config.batching.mode == "off":
-        return ALONE
-    max_rows, wait_ms = config.batching.most_rows, config.batching.wait_ms
+def max_rows_of(config: ModelConfig, sizes: ModelSizes) -> int:
+    """Most rows of a forward of a configuration and its model, the same on all ranks. Only a server's sessions share
+    forwards; the first rule that applies can lower what is configured, not raise it."""
+    if not isinstance(config, ServedModel):
+        return 1
     rule = next((rule for rule in config.batching.rules if _applies(rule, sizes, config.kv_context)), BatchingRule())
-    if rule.max_rows is not None:
-        max_rows = min(max_rows, rule.max_rows)
-    if rule.wait_ms is not None:
-        wait_ms = min(wait_ms, rule.wait_ms)
-    return Batching(max_rows, wait_ms / 1000 if max_rows > 1 else 0.0)
+    return min(config.batching.max_rows, rule.max_rows or config.batching.max_rows)
 
 
 def _applies(rule: BatchingRule, sizes: ModelSizes, kv_context: str) -> bool:

@@ -54,6 +54,12 @@ TELL_S = 60.0
 """How often the log says that the disk has no room."""
 LONGEST_HOUSEKEEPING_S = 60.0
 NICENESS = 10
+QUEUE = 64
+"""Jobs that wait or run, at most."""
+KEEP_S = 86_400.0
+"""Seconds after its end at which a job and its video are deleted."""
+LONGEST_JOB_S = 60.0
+"""Of a job's video, at the model's own rate."""
 """How much less of the CPU an encoder gets than the server's other threads, where they compete (Linux)."""
 
 _T = TypeVar("_T")
@@ -187,11 +193,11 @@ class JobRunner:
     def _check_room(self, owner: str, owner_share: int) -> None:
         """Raises Unavailable where the queue, the owner's share of it, or the disk is full."""
         serve = self._config
-        if self._store.count() >= serve.jobs_queue:
-            raise Unavailable("queue", f"All {serve.jobs_queue} places are taken (serve.jobs_queue).", 10)
+        if self._store.count() >= QUEUE:
+            raise Unavailable("queue", f"All {QUEUE} places are taken.", 10)
         if self._store.count(owner) >= owner_share:
             raise Unavailable(
-                "address", f"One address may have {owner_share} jobs of {serve.jobs_queue} that wait "
+                "address", f"One address may have {owner_share} jobs of {QUEUE} that wait "
                 "(serve.address_share), and yours does.", 10,
             )  # fmt: skip
         used_gb = self._store.used_bytes() / 1e9
@@ -272,7 +278,7 @@ class JobRunner:
 
     async def start(self) -> None:
         """Recover the jobs of the last server, and start to run jobs."""
-        waiting = await self._stored(self._store.recover, await self._now_s() + self._config.jobs_keep_s)
+        waiting = await self._stored(self._store.recover, await self._now_s() + KEEP_S)
         if waiting:
             logger.info("%d jobs of an earlier run begin again.", waiting)
         self._tasks = [
@@ -336,7 +342,7 @@ class JobRunner:
             logger.error("Job %s stays as it is until the server starts again.", run.job.id, exc_info=error)
 
     async def _expire(self) -> None:
-        period_s = min(LONGEST_HOUSEKEEPING_S, self._config.jobs_keep_s / 4)
+        period_s = min(LONGEST_HOUSEKEEPING_S, KEEP_S / 4)
         while True:
             try:
                 for id in await self._stored(self._store.expire, await self._now_s()):
@@ -411,9 +417,9 @@ class JobRunner:
             await self._put_back(run, _RequeueJob())
 
     async def _keep(self, note: Callable[[float, float], None]) -> None:
-        """Store a job's end now, and its expiry `serve.jobs_keep_s` later, by `note(now_s, expires_s)`."""
+        """Store a job's end now, and its expiry `KEEP_S` later, by `note(now_s, expires_s)`."""
         now_s = await self._now_s()
-        await self._noted(note, now_s, now_s + self._config.jobs_keep_s)
+        await self._noted(note, now_s, now_s + KEEP_S)
 
     async def _fail(self, run: _Run, why: str) -> None:
         await self._keep(partial(self._store.fail, run.job.id, why))

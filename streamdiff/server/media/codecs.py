@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Literal
 
 import av
@@ -21,12 +22,8 @@ Library = Literal["libx264", "h264_nvenc", "libvpx"]
 TIME_BASE = Fraction(1, 90_000)
 PERIODIC_KEY_S = 10.0
 BITS_PER_PIXEL = 0.35
-H264_CHOICES: dict[str, tuple[Library, ...]] = {
-    "auto": ("h264_nvenc", "libx264"),
-    "x264": ("libx264",),
-    "nvenc": ("h264_nvenc",),
-}
-"""Values of `serve.encoder`, and the libraries that are tried for H.264, best first."""
+H264_LIBRARIES: tuple[Library, ...] = ("h264_nvenc", "libx264")
+"""What is tried for H.264, best first."""
 
 _MIN_BITRATE, _MAX_BITRATE = 1_000_000, 12_000_000
 _PROBE_SIDE = 256
@@ -106,6 +103,7 @@ def _options(name: Library, bitrate_bps: int) -> dict[str, str]:
             return latency | {"minrate": rate, "maxrate": rate, "qmin": "2", "qmax": "56"}
 
 
+@cache
 def fault(name: Library) -> str | None:
     """Why `name` cannot be used here, found by encoding one grey picture with it; None when it can.
 
@@ -124,10 +122,10 @@ def fault(name: Library) -> str | None:
     return None if packets else "it made no packet"
 
 
-def openable(encoder: str, wanted: str = "auto") -> dict[Codec, Library]:
-    """The codecs that can be encoded here, best first, and the library of each, found by opening them; for values of
-    `serve.encoder` and `serve.codec`, and nothing else is tried."""
-    tried: dict[Codec, tuple[Library, ...]] = {"h264": H264_CHOICES[encoder], "vp8": ("libvpx",)}
+def openable(wanted: str = "auto") -> dict[Codec, Library]:
+    """The codecs that can be encoded here, best first, and the library of each, found by opening them; for a value of
+    `serve.codec`, and nothing else is tried."""
+    tried: dict[Codec, tuple[Library, ...]] = {"h264": H264_LIBRARIES, "vp8": ("libvpx",)}
     found: dict[Codec, Library] = {}
     for codec, names in tried.items():
         name = next((name for name in names if fault(name) is None), None) if wanted in ("auto", codec) else None
@@ -136,22 +134,13 @@ def openable(encoder: str, wanted: str = "auto") -> dict[Codec, Library]:
     return found
 
 
-def choose(wanted: str, encoder: str) -> tuple[tuple[Codec, ...], str]:
-    """The codecs to offer, best first, for values of `serve.codec` and `serve.encoder`; and the H.264 encoder, x264
-    or nvenc.
+def choose(wanted: str) -> dict[Codec, Library]:
+    """The codecs to offer, best first, for a value of `serve.codec`, and the library of each.
 
     Raises:
         ConfigError: what was asked for cannot be encoded here; says what can.
     """
-    if encoder == "nvenc" and wanted == "vp8":
-        raise ConfigError("serve.encoder is 'nvenc', which does not make vp8. Choose another of the two.")
-    found = openable(encoder, wanted)
-    if encoder == "nvenc" and "h264" not in found:
-        raise ConfigError(
-            f"serve.encoder is 'nvenc', which cannot be opened here: {fault('h264_nvenc')}. "
-            "Use auto or x264; data-centre GPUs such as the H100 have no video encoder."
-        )
-    if not found:
-        known = ", ".join(openable("auto")) or "none of h264 and vp8: install another build of PyAV (pip install av)"
+    if not (found := openable(wanted)):
+        known = ", ".join(openable()) or "none of h264 and vp8: install another build of PyAV (pip install av)"
         raise ConfigError(f"serve.codec is {wanted!r}, which cannot be encoded here; what can: {known}.")
-    return tuple(found), "nvenc" if found.get("h264") == "h264_nvenc" else "x264"
+    return found

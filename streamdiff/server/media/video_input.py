@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from numpy.typing import NDArray
 from streamdiff import clock
 from streamdiff.errors import ConfigError
 from streamdiff.video.files import upright
-
-logger = logging.getLogger(__name__)
 
 PIECE_FRAMES = 4
 """Frames that are handed on together: a latent frame's."""
@@ -33,8 +30,6 @@ Frames = NDArray[np.uint8]
 _LOOK_S = 0.1
 """Polling interval of a file input whose frames are not wanted."""
 _USUAL_RATE = 25.0
-_AGAIN_S = 1.0
-"""Pause before a loop tries a file again that could not be read."""
 
 
 class VideoInput:
@@ -146,31 +141,13 @@ def check_video(path: str) -> None:
         raise ConfigError(f"session.input: {path} has {width} x {height}; give a video of at most 3840 x 2160")
 
 
-async def play(path: str, *, loop: bool, push: Callable[[av.VideoFrame], None], wanted: Callable[[], bool]) -> None:
+async def play(path: str, *, push: Callable[[av.VideoFrame], None], wanted: Callable[[], bool]) -> None:
     """Hand a file's frames to `push` at the moments that the file says, or at once where they are late, and wait while
-    they are not `wanted`; until the last one has had its time, or with `loop` for ever, also while the file is away.
+    they are not `wanted`; until the last one has had its time.
 
     Raises:
-        ConfigError: the file cannot be read, or has no frame, and is not to be played again.
+        ConfigError: the file cannot be read, or has no frame.
     """
-    said = ""
-    while True:
-        try:
-            await _play_once(path, push, wanted)
-            said = ""
-        except ConfigError as error:
-            if not loop:
-                raise
-            if str(error) != said:
-                logger.warning("%s. It is tried again every %g s.", error, _AGAIN_S)
-            said = str(error)
-            await asyncio.sleep(_AGAIN_S)
-        if not loop:
-            return
-
-
-async def _play_once(path: str, push: Callable[[av.VideoFrame], None], wanted: Callable[[], bool]) -> None:
-    """See `play`."""
     frames, begun_s, end_s, count = _frames(path), clock.monotonic_s(), 0.0, 0
     while (timed := await asyncio.to_thread(next, frames, None)) is not None:
         time_s, end_s, frame = timed

@@ -19,6 +19,7 @@ from streamdiff.engine.messages import DEFAULT_STRENGTH, Ready
 from streamdiff.engine.validation import MAX_SEED
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
+from streamdiff.server.jobs import runner
 from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import Job, KeyReused, VideoRequest
 from streamdiff.server.load import Unavailable
@@ -312,7 +313,7 @@ def resolve(wanted: NewVideo, ready: Ready, limit_s: float, configured: str) -> 
     frames = _frames(wanted, fps)
     if frames > (most := round(limit_s * ready.native_fps)):
         name = "seconds" if wanted.num_frames is None else "num_frames"
-        raise _fault(name, f"That is {frames:,} frames; this server makes {most:,} at most (serve.jobs_seconds).")
+        raise _fault(name, f"That is {frames:,} frames; this server makes {most:,} at most.")
     seed = secrets.randbelow(MAX_SEED + 1) if wanted.seed is None or wanted.seed < 0 else wanted.seed
     return VideoRequest(ready.model, wanted.prompt or "", seed, steps, frames, fps, ready.width, ready.height)
 
@@ -443,9 +444,9 @@ Found = Annotated[Job, Depends(_visible_job)]
 async def create_video(request: Request, state: State, jobs: Changeable, key: _Key = None) -> Video:
     serve, ready = state.config.serve, state.manager.ready
     wanted, image, files = await read_new_video(request, ready)
-    made = resolve(wanted, ready, serve.jobs_seconds, state.config.model.name)
+    made = resolve(wanted, ready, runner.LONGEST_JOB_S, state.config.model.name)
     picture = await given_picture(image, ready, wanted.fit, status=400, field="input_reference")
-    prompt, share = wanted.prompt is not None, share_of(serve.jobs_queue, serve.address_share)
+    prompt, share = wanted.prompt is not None, share_of(runner.QUEUE, serve.address_share)
     given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
     sent = [None if picture is None else picture.tobytes(), *(files.get(name) for name in NAMES)]
     known_by = None if key is None else idempotency(key, state.caller(request), wanted, *sent)

@@ -22,7 +22,6 @@ from streamdiff.engine.messages import Command, Data, FrameBatch, Pictures, Read
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, ViewerDemand
-from streamdiff.server.logging_setup import log_fields, prompt_log
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.peers import Rate
 from streamdiff.server.sessions import control
@@ -214,7 +213,6 @@ class LiveSession:
         playback, self._sent_active, self.asked_s = self.playback, None, clock.monotonic_s()
         self.steps = self._sent_steps = self.limit.steps_of(self._demand.steps)
         if self.epoch < 0:
-            self._log(self.prompt)
             self._opening_s = self.asked_s
         text = self.text or self.prompt  # as it was read last: words that said nothing then say nothing now
         if not text and snapshot is None and self.features.prompt_embeds is None:
@@ -284,10 +282,6 @@ class LiveSession:
         """Send `Pause` or `Resume`, as a snapshot may have the other state."""
         with suppress(EngineFailure):  # `ask_open` sends it to the next engine
             await self._send(messages.Pause(self.id) if self.paused else messages.Resume(self.id))
-
-    def _log(self, prompt: str) -> None:
-        if self._config.serve.log_prompts:
-            prompt_log.info("session %s: prompt %r", self.id, prompt, extra=log_fields(session=self.id))
 
     def engine_lost(self, engine: EngineStatus) -> None:
         """The engine has ended: refuse the requests that ended with it. The last picture stays; `ask_open` continues.
@@ -419,7 +413,6 @@ class LiveSession:
         self.rev += isinstance(message, control.ChangeMessage)
         match message:
             case control.PromptMessage(prompt=prompt, switch=switch):
-                self._log(prompt)
                 # Video is shown as it came in, or was given: frames that are skipped would be missing at its end.
                 follows = self.input.video_input is not None or self.features.video_latents is not None
                 skip = switch != "reset" and not follows and self.playback.may_skip()
@@ -622,6 +615,8 @@ class LiveSession:
 
     def update_metrics(self) -> None:
         """Copy figures that other objects hold into the metrics. Mutates: self, the metrics."""
+        if self.closed:
+            return
         playback, demand, metrics = self.playback, self._demand, self._metrics
         progress = playback.pacer.progress()
         metrics.repeated.labels(self.id).inc(self._repeated.increase(progress.repeated))

@@ -221,7 +221,7 @@ class SessionManager:
         self._reopening: dict[str, Data | None] = {}
         """Sessions that a new engine was asked for and has not answered, and what `keeper.snapshot` gave of each."""
         start = config.session
-        image = None if start.image is None else fit_picture(start.image, ready.width, ready.height, start.fit)[None]
+        image = None if start.image is None else fit_picture(start.image, ready.width, ready.height)[None]
         spec = StreamSpec(start.prompt, start.seed, config.playback.fps, image=image, adaptive=config.serve.adaptive)
         self._begin_with = None if start.snapshot is None else read_snapshot(start.snapshot)
         if any(each.record.id == DEFAULT_SESSION for each in found):

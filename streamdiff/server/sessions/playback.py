@@ -17,7 +17,7 @@ from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Command, FrameBatch, Ready, SetMaxAhead, Shown
 from streamdiff.errors import EngineFailure
-from streamdiff.server.media.codecs import H264_CHOICES, Format
+from streamdiff.server.media.codecs import Format, openable
 from streamdiff.server.media.encoder import as_rgb
 from streamdiff.server.media.fanout import Fanout
 from streamdiff.server.media.pacer import Pacer
@@ -63,7 +63,7 @@ class Playback:
         self.lead = PlayoutLead(ready.chunk_frames / fps, self._most_ahead_s)
         self.fps = fps
         """Frames shown per second; under load fewer than `format` says."""
-        h264 = H264_CHOICES[config.serve.encoder][-1]
+        h264 = openable(config.serve.codec).get("h264", "libx264")
         self.format = Format(ready.width, ready.height, fps, config.serve.upscale, config.serve.bitrate, h264)
         take = asyncio.get_running_loop().call_soon_threadsafe
         self.pacer = Pacer(fps, ready.chunk_frames, lambda slot: take(self._shown, slot), config.serve.pause_after_s)
@@ -75,7 +75,7 @@ class Playback:
         self._made_s = clock.monotonic_s()
         self.made_frames = 0
         self._chunk, self._dry = (-1, -1), 0
-        self._skips_to_prompts, self._skip_s, self._skipped = config.playback.skip_to_prompt, -math.inf, False
+        self._skip_s, self._skipped = -math.inf, False
         self._sent_ahead = self.ahead_frames
         self._begun_frames = 0  # made, and shown or lost, before this playback
         self._reporting = asyncio.create_task(self._report_progress(), name=f"shown-{session}")
@@ -113,7 +113,7 @@ class Playback:
         """Whether frames may be skipped for a prompt that comes now: not while the media clock is held, nor within
         `SKIP_EVERY_S` of the last skip. Mutates: self."""
         now_s = clock.monotonic_s()
-        if not self._skips_to_prompts or self.pacer.held or now_s < self._skip_s + SKIP_EVERY_S:
+        if self.pacer.held or now_s < self._skip_s + SKIP_EVERY_S:
             return False
         self._skip_s = now_s
         return True

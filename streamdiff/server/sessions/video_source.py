@@ -142,12 +142,10 @@ class FileFeed:
         config: SessionConfig,
         feeds: VideoSource,
         ask: Callable[[StrengthMessage, str, float], Awaitable[Receipt]],
-        end: Callable[[str, str], Awaitable[None]],
     ) -> None:
-        """`ask` is the session's `control_and_wait`; `end` ends a session by its id, for a reason."""
+        """`ask` is the session's `control_and_wait`."""
         assert config.input is not None
-        self._path, self._then, self._strength = config.input, config.input_end, config.strength
-        self._input, self._ask, self._end = feeds, ask, end
+        self._path, self._input, self._ask = config.input, feeds, ask
         self._task: asyncio.Task[None] | None = None
         self._playing: asyncio.Task[None] | None = None
 
@@ -159,15 +157,12 @@ class FileFeed:
         """
         video_input = self._input.take("file")
         self._playing = playing = asyncio.create_task(
-            play(
-                self._path, loop=self._then == "loop", push=video_input.push, wanted=self._input.wanted
-            ), name="input-file",
-        )  # fmt: skip
+            play(self._path, push=video_input.push, wanted=self._input.wanted), name="input-file"
+        )
         video_input.on_fault = playing.cancel
         self._input.begin()
         self._task = asyncio.create_task(self._run(video_input, playing), name="input-file-end")
-        self._input.strength = self._strength  # for an engine that is restarted
-        message = StrengthMessage(type="strength", strength=self._strength)
+        message = StrengthMessage(type="strength", strength=self._input.strength)
         try:
             receipt = await self._ask(message, "file", ANSWER_S)
         except (ControlError, EngineFailure, StreamEnded, TimeoutError):
@@ -177,7 +172,7 @@ class FileFeed:
             raise ConfigError(f"session.input: {receipt.reason}")
 
     async def _run(self, video_input: VideoInput, playing: asyncio.Task[None]) -> None:
-        """Wait for the file's end; then end the session if `session.input_end` is `end`."""
+        """Wait for the file's end, after which the session goes on from its prompt alone."""
         session = self._input.session
         try:
             await asyncio.wait({playing})
@@ -187,8 +182,6 @@ class FileFeed:
             fields = log_fields(session=session)
             logger.error("The video for session %s has ended: %s", session, error, extra=fields)
         await self._input.give_back(video_input)
-        if self._then == "end":
-            await self._end(session, "input_ended")
 
     async def end(self) -> bool:
         """End the file before its end; False if it has ended already."""

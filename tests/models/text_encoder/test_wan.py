@@ -130,7 +130,7 @@ def test_a_prompt_is_read_as_it_is_and_a_long_one_gets_a_notice(text: WanText, f
     assert text.encode(cut.text).shape == (LENGTH, umt5.WIDTH), "reading with another length changed no setting"
 
 
-def test_weights_are_kept_or_freed_by_choice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_come_with_the_first_text_and_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[UMT5EncoderModel]] = []
     load = text_encoder.load_encoder
 
@@ -140,22 +140,20 @@ def test_weights_are_kept_or_freed_by_choice(folder: Path, monkeypatch: pytest.M
         return encoder
 
     monkeypatch.setattr(text_encoder, "load_encoder", watched)
-    kept, freed = WanText(folder, length=LENGTH), WanText(folder, length=LENGTH, keep=False)
-    assert not kept.loaded and not made, "nothing is loaded before the first text"
-    assert torch.equal(kept.encode(FOX), freed.encode(FOX))
-    assert kept.loaded and not freed.loaded
-    assert made[0]() is not None and made[1]() is None
-    assert torch.equal(kept.encode("two stars"), freed.encode("two stars"))
-    assert len(made) == 3, "the one that is kept is not loaded again"
+    text = WanText(folder, length=LENGTH)
+    assert not text.loaded and not made, "nothing is loaded before the first text"
+    text.encode(FOX)
+    assert text.loaded and made[0]() is not None
+    text.encode("two stars")
+    assert len(made) == 1, "it is not loaded again"
 
 
-def test_a_failed_encoding_keeps_nothing_that_was_to_be_freed(
+def test_embeddings_that_are_not_finite_are_refused(
     changed: Callable[[Callable[[Names], object]], Path],
 ) -> None:
-    text = WanText(changed(lambda t: t["encoder.final_layer_norm.weight"].fill_(torch.nan)), length=LENGTH, keep=False)
-    with pytest.raises(ValueError):
+    text = WanText(changed(lambda t: t["encoder.final_layer_norm.weight"].fill_(torch.nan)), length=LENGTH)
+    with pytest.raises(ValueError, match=r"values that are not finite in torch\.float32"):
         text.encode(FOX)
-    assert not text.loaded
 
 
 def test_the_number_format_is_that_of_the_device(text: WanText, folder: Path) -> None:
@@ -255,8 +253,8 @@ def test_the_revision_follows_the_files(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_reading_and_encoding_at_once_do_not_disturb_each_other(folder: Path) -> None:
-    """One tokenizer, whose padding and cutting are settings of its own; one encoder, loaded and freed again."""
-    text = WanText(folder, length=LENGTH, keep=False)
+    """One tokenizer, whose padding and cutting are settings of its own; one encoder."""
+    text = WanText(folder, length=LENGTH)
     expected = {prompt: (text.encode(prompt), text.read(prompt, None)) for prompt in PROMPTS}
     start, wrong = threading.Barrier(3), []
 

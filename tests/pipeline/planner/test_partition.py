@@ -14,11 +14,9 @@ from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner.costs import Costs, in_proportion
 from streamdiff.pipeline.planner.model_sizes import read_sizes, sizes_of
 from streamdiff.pipeline.planner.partition import (
-    ALONE,
-    Batching,
     Workload,
-    batching_of,
     choose_layout,
+    max_rows_of,
     split_blocks,
     split_evenly,
 )
@@ -100,31 +98,29 @@ def test_decode_goes_where_it_costs_least_and_blocks_make_room_for_it() -> None:
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
-        ([], (8, 0.02)),
-        ([{"max_rows": 2}], (2, 0.02)),
-        ([{"max_rows": 16, "wait_ms": 900.0}], (8, 0.02)),
-        ([{"model": "self-*", "max_rows": 3}, {"max_rows": 2}], (3, 0.02)),
-        ([{"model": "longlive-*", "max_rows": 3}, {"max_rows": 2}], (2, 0.02)),
-        ([{"size": "480x832", "max_rows": 2}], (8, 0.02)),
-        ([{"size": "832x480", "max_rows": 2, "wait_ms": 5.0}], (2, 0.005)),
-        ([{"min_tokens": 4680, "wait_ms": 0.0}], (8, 0.0)),
-        ([{"min_tokens": 4681, "max_rows": 1}], (8, 0.02)),
-        ([{"min_gflop": 40405.0, "max_rows": 4}], (4, 0.02)),
-        ([{"min_gflop": 40405.5, "max_rows": 4}], (8, 0.02)),
-        ([{"min_tokens": 1, "min_gflop": 90000.0, "max_rows": 1}], (8, 0.02)),
-        ([{"max_rows": 1}], (1, 0.0)),
+        ([], 8),
+        ([{"max_rows": 2}], 2),
+        ([{"max_rows": 16}], 8),
+        ([{"model": "self-*", "max_rows": 3}, {"max_rows": 2}], 3),
+        ([{"model": "longlive-*", "max_rows": 3}, {"max_rows": 2}], 2),
+        ([{"size": "480x832", "max_rows": 2}], 8),
+        ([{"size": "832x480", "max_rows": 2}], 2),
+        ([{"min_tokens": 4680, "max_rows": 5}], 5),
+        ([{"min_tokens": 4681, "max_rows": 1}], 8),
+        ([{"min_gflop": 40405.0, "max_rows": 4}], 4),
+        ([{"min_gflop": 40405.5, "max_rows": 4}], 8),
+        ([{"min_tokens": 1, "min_gflop": 90000.0, "max_rows": 1}], 8),
+        ([{"max_rows": 1}], 1),
     ],
 )
-def test_the_first_rule_that_applies_lowers_what_is_configured(
-    rules: list[dict[str, object]], expected: tuple[int, float]
-) -> None:
+def test_the_first_rule_that_applies_lowers_what_is_configured(rules: list[dict[str, object]], expected: int) -> None:
     given = tuple(BatchingRule.model_validate(rule) for rule in rules)
-    told = Config(batching=BatchingConfig(mode="dynamic", max_rows=8, wait_ms=20.0, rules=given))
-    assert batching_of(told.served_model(), SIZES) == expected
+    told = Config(batching=BatchingConfig(max_rows=8, rules=given))
+    assert max_rows_of(told.served_model(), SIZES) == expected
 
 
 def test_only_a_server_that_is_told_so_shares_forwards() -> None:
     sizes = read_sizes("tiny")
-    assert batching_of(Config().served_model(), sizes) == batching_of(ModelConfig(), sizes) == ALONE
-    told = Config(batching=BatchingConfig(mode="dynamic"))
-    assert batching_of(told.served_model(), sizes) == Batching(4, 0.0)
+    assert max_rows_of(Config().served_model(), sizes) == max_rows_of(ModelConfig(), sizes) == 1
+    told = Config(batching=BatchingConfig(max_rows=4))
+    assert max_rows_of(told.served_model(), sizes) == 4

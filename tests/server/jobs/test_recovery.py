@@ -205,9 +205,11 @@ def test_videos_outlive_a_clock_that_jumps_and_expire_by_the_time_that_passes(tm
 
 
 @pytest.mark.slow
-def test_videos_expire_with_their_files(tmp_path: Path) -> None:
+def test_videos_expire_with_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "KEEP_S", 0.4)
+
     async def main() -> None:
-        async with making(tmp_path, jobs_keep_s=0.4) as site:
+        async with making(tmp_path) as site:
             job = await ask(site)
             async with asyncio.timeout(20):
                 while (await site.http.get(f"/v1/videos/{job['id']}")).status_code != 404:

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, Command, Open
+from streamdiff.server.jobs import runner
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.videos import read_new_video, resolve
 from tests.server.conftest import Site, bearer, open_site
@@ -204,15 +205,19 @@ def test_what_changes_no_video_is_taken_and_what_would_is_refused_by_name(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_request_that_is_repeated_with_its_key_is_one_job_after_a_restart_too(tmp_path: Path) -> None:
+def test_a_request_that_is_repeated_with_its_key_is_one_job_after_a_restart_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import openai
+
+    monkeypatch.setattr(runner, "QUEUE", 4)
 
     async def create(client: openai.AsyncOpenAI, key: str, **body: Any) -> str:
         given = {"prompt": PROMPT, "extra_body": {"num_frames": 8, "input_reference": yellow_png()}} | body
         return (await client.videos.create(**given, extra_headers={"Idempotency-Key": key})).id
 
     async def main() -> None:
-        async with making(tmp_path, jobs_queue=4) as site, client_of(site) as client:
+        async with making(tmp_path) as site, client_of(site) as client:
             with site.client.held():
                 first, again = await asyncio.gather(*(create(client, "a key") for _ in range(2)))
                 assert first == again
@@ -450,9 +455,12 @@ def test_a_video_that_is_deleted_while_its_session_is_asked_for_leaves_none_to_t
 
 
 @pytest.mark.slow
-def test_queue_share_and_disk_have_limits_that_say_when_to_come_back(tmp_path: Path) -> None:
+def test_queue_share_and_disk_have_limits_that_say_when_to_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
-        async with making(tmp_path, jobs_queue=4, address_share=0.5) as site:
+        monkeypatch.setattr(runner, "QUEUE", 4)
+        async with making(tmp_path, address_share=0.5) as site:
             with site.client.held():
                 ids = [(await ask(site))["id"] for _ in range(2)]
                 full = await site.http.post("/v1/videos", json={"prompt": PROMPT})
@@ -460,10 +468,12 @@ def test_queue_share_and_disk_have_limits_that_say_when_to_come_back(tmp_path: P
             for id in ids:
                 await ended(site, id)
             await ended(site, (await ask(site))["id"])
-        async with making(tmp_path, jobs_queue=1) as site:
+        monkeypatch.setattr(runner, "QUEUE", 1)
+        async with making(tmp_path) as site:
             with site.client.held():
                 await ask(site)
                 assert refusal(await site.http.post("/v1/videos", json={"prompt": PROMPT})) == (429, None, "queue")
+        monkeypatch.undo()
         used_gb = sum(path.stat().st_size for path in tmp_path.glob("*.mp4")) / 1e9
         for limit_gb, status in ((0.9 * used_gb, 429), (1.1 * used_gb, 200)):
             async with making(tmp_path, jobs_disk_gb=limit_gb) as site:

@@ -328,8 +328,10 @@ def test_an_input_is_ended_by_whoever_may_steer(tmp_path: Path) -> None:
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=25)
         stream.width, stream.height = 64, 48
-        container.mux([*stream.encode(av.VideoFrame(64, 48, "yuv420p")), *stream.encode()])
-    session = SessionConfig(input=str(path), input_end="loop")
+        for _ in range(1500):
+            container.mux(stream.encode(av.VideoFrame(64, 48, "yuv420p")))
+        container.mux(stream.encode())
+    session = SessionConfig(input=str(path))
     run(scene, Config(session=session, playback=PlaybackConfig(max_ahead_s=1.0)))
 
 

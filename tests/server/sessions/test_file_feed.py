@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from streamdiff.server.sessions.receipts import Receipt, StreamEnded
 from streamdiff.server.sessions.video_source import FileFeed
 from streamdiff.video.files import open_clip
 from tests.server.conftest import Site, bearer, open_site
-from tests.server.routes.test_whip import Colour, run, sending, state, used
+from tests.server.routes.test_whip import Colour, run, sending, state
 from tests.server.scripted import Painter
 from tests.server.sessions.test_session_input import Told
 
@@ -61,7 +60,7 @@ async def until(holds: Any) -> None:
 @pytest.mark.slow
 def test_the_stream_follows_the_file_and_goes_on_from_its_prompt_at_the_end(tmp_path: Path) -> None:
     async def scene(site: Site) -> None:
-        assert (await state(site))["input"] == {"kind": "file", "strength": 0.3, "fault": ""}
+        assert (await state(site))["input"] == {"kind": "file", "strength": 0.4, "fault": ""}
         assert not [each for each in site.client.sent if isinstance(each, InputFrames)], "nobody watches yet"
         viewer = await site.watch()
 
@@ -71,40 +70,14 @@ def test_the_stream_follows_the_file_and_goes_on_from_its_prompt_at_the_end(tmp_
         await until(over)
         [first, *_] = [each for each in site.client.sent if isinstance(each, InputFrames)]
         assert np.abs(np.median(first.pictures.reshape(-1, 3), axis=0) - GREEN).max() < 30
-        assert [each.strength for each in site.client.sent if isinstance(each, SetInput)] == [0.3, None]
+        assert [each.strength for each in site.client.sent if isinstance(each, SetInput)] == [0.4, None]
         shown = site.client.shown
         while site.client.shown < shown + 8:
             await viewer.frame()
         again = await site.http.post("/whip", content="v=0", headers={"Content-Type": "application/sdp"})
         assert again.status_code == 400, "another may feed it now"
 
-    run(scene, with_file(video(tmp_path / "a.mp4", 30), strength=0.3))
-
-
-@pytest.mark.slow
-def test_a_loop_begins_the_file_again(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
-        await site.watch()
-        figures = await used(site, 60)
-        assert figures["used"] >= 60 and (await state(site))["input"]["kind"] == "file"
-
-    run(scene, with_file(video(tmp_path / "a.mp4", 20), input_end="loop"))
-
-
-@pytest.mark.slow
-def test_the_session_ends_with_the_file_where_that_was_asked_for(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
-        viewer = await site.watch()
-
-        async def ended() -> bool:
-            return site.state.manager.end_reason("default") is not None
-
-        await until(ended)
-        assert (await viewer.message({"type": "session_ended"}))["reason"] == "input_ended"
-        assert (await site.http.get("/api/state")).status_code == 410
-        assert (await site.http.get("/readyz")).status_code == 200, "others may play"
-
-    run(scene, with_file(video(tmp_path / "a.mp4", 20), input_end="end"))
+    run(scene, with_file(video(tmp_path / "a.mp4", 30)))
 
 
 @pytest.mark.slow
@@ -176,21 +149,14 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-@pytest.mark.parametrize(("fps", "loop"), [(1000, False), (7, False), (7, True)])
-def test_frames_come_when_the_file_says(tmp_path: Path, fps: int, loop: bool, now: list[float]) -> None:
-    """Whatever the rate: what is waited for is the time between frames, and in a loop that of the last one."""
-    path, came = video(tmp_path / "a.mp4", 5 if loop else 12, fps, (64, 48)), list[float]()
-
-    def push(frame: av.VideoFrame) -> None:
-        came.append(now[0])
-        if loop and len(came) == 12:
-            raise InterruptedError
-
-    with contextlib.suppress(InterruptedError):
-        asyncio.run(play(path, loop=loop, push=push, wanted=lambda: True))
+@pytest.mark.parametrize("fps", [1000, 7])
+def test_frames_come_when_the_file_says(tmp_path: Path, fps: int, now: list[float]) -> None:
+    """Whatever the rate: what is waited for is the time between frames."""
+    path, came = video(tmp_path / "a.mp4", 12, fps, (64, 48)), list[float]()
+    asyncio.run(play(path, push=lambda frame: came.append(now[0]), wanted=lambda: True))
     assert len(came) == 12
     assert np.allclose(np.diff(came), 1 / fps, atol=1e-3)
-    assert loop or np.isclose(now[0] - came[-1], 1 / fps, atol=1e-3), "the last one has its time too"
+    assert np.isclose(now[0] - came[-1], 1 / fps, atol=1e-3), "the last one has its time too"
 
 
 def test_a_damaged_packet_is_left_out_and_the_file_plays_on(tmp_path: Path, now: list[float]) -> None:
@@ -206,30 +172,8 @@ def test_a_damaged_packet_is_left_out_and_the_file_plays_on(tmp_path: Path, now:
     at, length = places[5]
     data = path.read_bytes()
     path.write_bytes(data[:at] + b"\xff" * length + data[at + length :])
-    asyncio.run(play(str(path), loop=False, push=lambda frame: came.append(now[0]), wanted=lambda: True))
+    asyncio.run(play(str(path), push=lambda frame: came.append(now[0]), wanted=lambda: True))
     assert len(came) == 9 and came[-1] - came[0] == pytest.approx(9 / 25), "each in its own time"
-
-
-def test_a_loop_waits_for_a_file_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, came = Path(video(tmp_path / "a.mp4", 3, 100, (64, 48))), list[int]()
-    data, waited, sleep = path.read_bytes(), list[float](), asyncio.sleep
-
-    async def pause(seconds: float) -> None:
-        if seconds == video_input._AGAIN_S:
-            waited.append(seconds)
-            path.write_bytes(data[: 40 * len(waited)] if len(waited) < 3 else data)  # it is being copied
-        await sleep(0)
-
-    def push(frame: av.VideoFrame) -> None:
-        came.append(1)
-        path.unlink(missing_ok=True)
-        if len(came) == 6:
-            raise InterruptedError
-
-    monkeypatch.setattr("streamdiff.server.media.video_input.asyncio.sleep", pause)
-    with pytest.raises(InterruptedError):
-        asyncio.run(play(str(path), loop=True, push=push, wanted=lambda: True))
-    assert len(waited) == 3
 
 
 @pytest.mark.parametrize(
@@ -241,16 +185,13 @@ def test_an_engine_that_ends_at_the_start_is_no_error_of_the_file_and_the_next_o
     async def ask(*asked: Any) -> Receipt:
         raise error
 
-    async def end(session: str, reason: str) -> None:
-        raise AssertionError("nobody asked for that")
-
     async def main() -> None:
         told = Told(wanted=False)
         path = video(tmp_path / "a.mp4", 3)
-        feed = FileFeed(SessionConfig(input=path, strength=0.3), told.input, ask, end)
+        feed = FileFeed(SessionConfig(input=path), told.input, ask)
         await feed.start()
         await told.input.announce()
-        assert told.sent == [SetInput("a", 0.3)]
+        assert told.sent == [SetInput("a", 0.4)]
         await feed.stop()
         await told.input.close()
 
@@ -264,4 +205,4 @@ def test_a_session_that_is_ended_is_fed_no_more(tmp_path: Path) -> None:
         assert (await site.http.delete("/api/sessions/default")).status_code == 200
         assert not [task for task in asyncio.all_tasks() if task.get_name() == "input-file"]
 
-    run(scene, with_file(video(tmp_path / "a.mp4", 20), input_end="loop"))
+    run(scene, with_file(video(tmp_path / "a.mp4", 500)))

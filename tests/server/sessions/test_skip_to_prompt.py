@@ -19,9 +19,9 @@ pytestmark = pytest.mark.slow
 LEAD_S = 4.0
 
 
-def run(scene: Callable[[Site, LiveSession], Awaitable[None]], skip_to_prompt: bool = True) -> None:
+def run(scene: Callable[[Site, LiveSession], Awaitable[None]]) -> None:
     async def main() -> None:
-        config = Config(playback=PlaybackConfig(max_ahead_s=LEAD_S, skip_to_prompt=skip_to_prompt))
+        config = Config(playback=PlaybackConfig(max_ahead_s=LEAD_S))
         async with open_site(config, Painter(chunk_s=0.001)) as site:
             session = site.state.manager.get("default")
             assert session is not None
@@ -37,21 +37,20 @@ async def prompt(site: Site, text: str) -> SetPrompt:
     return next(command for command in reversed(site.client.sent) if isinstance(command, SetPrompt))
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_what_waits_is_skipped_for_a_new_prompt_where_that_is_wanted(skips: bool) -> None:
+def test_what_waits_is_skipped_for_a_new_prompt() -> None:
     async def scene(site: Site, session: LiveSession) -> None:
         peer = await site.watch()
         await peer.frame()
         await site.until(lambda: session.playback.pacer.progress().buffered > 40)
         shown = session.playback.pacer.progress().frame
-        assert (await prompt(site, "blue")).skip == skips
+        assert (await prompt(site, "blue")).skip
         await site.until(lambda: session._latest_shown_epoch == session.epoch)
         progress = session.playback.pacer.progress()
         assert progress.frame > shown
-        assert (progress.dropped > 0) == skips
+        assert progress.dropped > 0
         assert progress.passed == progress.shown + progress.dropped, "each was either shown or skipped"
 
-    run(scene, skips)
+    run(scene)
 
 
 def test_prompts_without_end_skip_now_and_then_only() -> None:

@@ -83,7 +83,7 @@ class StreamingPipeline:
         self._pending = 0  # chunks that are decoding
         self._put_off: deque[tuple[int, int, Tensor]] = deque()  # background chunks that wait for an idle decoder
         self._given: deque[tuple[int, int, Tensor]] = deque()  # chunks that streams begin with, to be decoded
-        self.came: list[Frames] = []  # meanwhile, and nobody has had them
+        self.undelivered: list[Frames] = []  # that came while a session was saved or loaded
         self._finished_costs: list[float] = []  # of the chunks that this step finished
         self.on_fault: OnFault = fail_all
         """Called within `step` with a session that has failed and is to be closed, and why."""
@@ -291,8 +291,8 @@ class StreamingPipeline:
         """The frames that are decoded by now; waits up to `wait_s` for some, while any are to come. Mutates: self."""
         if self._saves and self.saving.advance():
             wait_s = 0.0  # the next piece is to be copied
-        came, self.came = self.came, []
-        frames = came + self._collect(0.0 if came else wait_s)
+        undelivered, self.undelivered = self.undelivered, []
+        frames = undelivered + self._collect(0.0 if undelivered else wait_s)
         if self._finished_costs:
             self.figures.finished(self._finished_costs)
             self._finished_costs = []
@@ -303,7 +303,7 @@ class StreamingPipeline:
     @property
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
-        waiting = self._given or self._put_off or self.came or self._others_busy
+        waiting = self._given or self._put_off or self.undelivered or self._others_busy
         return self.ring.has_work or self._pending > 0 or bool(waiting) or not self._ready.empty()
 
     @property

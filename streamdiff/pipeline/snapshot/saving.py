@@ -268,14 +268,14 @@ class RingSaving:
             self._check_well(session)
             ticket = self.begin(session, held=True)
         except (ConfigError, RequestError):
-            self._pipeline.came += frames
+            self._pipeline.undelivered += frames
             raise
         while (made := self.savings[ticket].made) is None or not made.done():
             frames += self._pipeline.step(_REST_WAIT_S)
         saved = self._taken(ticket)
         self._let_go(session)
         if isinstance(saved, ConfigError):
-            self._pipeline.came += frames
+            self._pipeline.undelivered += frames
             raise saved
         return saved, frames
 
@@ -376,7 +376,7 @@ class RingSaving:
             self._pipeline.decoding.load(stream.number, (snapshot.tensors, snapshot.trees["decoder"]))
             frames += self._ask(MessageKind.LOAD, session)
         except (ConfigError, RequestError) as error:
-            self._pipeline.came += frames
+            self._pipeline.undelivered += frames
             if session in self._pipeline.streams:
                 self._pipeline.close_session(session)
             if isinstance(error, RequestError):
@@ -400,7 +400,7 @@ class RingSaving:
         try:
             self._check_well(session)
         except RequestError:
-            self._pipeline.came += frames
+            self._pipeline.undelivered += frames
             raise
         return frames
 

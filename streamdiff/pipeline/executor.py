@@ -25,7 +25,7 @@ from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, 
 from streamdiff.pipeline.planner.partition import rows_carried, split_evenly
 from streamdiff.pipeline.row_faults import ROW_ERRORS, ReturnedRows, at, check_own, describe, fault_key
 from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
-from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, PendingSteps, SamplerSession, StreamInputs
+from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, PendingSteps, SamplerState, StreamInputs
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 
@@ -72,7 +72,7 @@ class RingExecutor:
         self.changes: dict[int, PendingSteps] = {}  # by session
         self.queued: deque[StageMessage] = deque()  # what enters before anything that the scheduler hands out
         self.in_ring: deque[StageMessage] = deque()  # in order; rows with their inputs, as they may be tried again
-        self._streams: deque[list[SamplerSession | None]] = deque()  # of each message in the ring that of each row
+        self._streams: deque[list[SamplerState | None]] = deque()  # of each message in the ring that of each row
         self._finished: list[Finished] = []  # that `sample` has not returned yet
         self._answers: deque[tuple[MessageKind, SessionUpdate]] = deque()  # come back, of messages that are answered
         self.faults = ReturnedRows()
@@ -326,7 +326,7 @@ class RingExecutor:
         self.tell(MessageKind.OPEN, SessionUpdate(session, epoch, epoch, steps, kv_context))
         self.tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
 
-    def _begin(self, session: int, state: SamplerSession) -> None:
+    def _begin(self, session: int, state: SamplerState) -> None:
         """Let a stream that the scheduler knows begin, behind what is given. Mutates: self."""
         self.faults.forget(session)
         if state.given_latents and state.clean_pass:

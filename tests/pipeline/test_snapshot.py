@@ -190,7 +190,7 @@ def test_tensors_of_another_size_are_refused_before_any_stage_has_them(snapshot:
     name = next(name for name in snapshot.tensors if name.endswith("state.value"))
     broken = replace(snapshot, tensors={**snapshot.tensors, name: snapshot.tensors[name][:, :, :1]})
     pipeline = started(2)
-    with pytest.raises(RequestError, match=r"RunnerSession\.state\.value is float32 .* in the snapshot, but float32"):
+    with pytest.raises(RequestError, match=r"StageState\.state\.value is float32 .* in the snapshot, but float32"):
         pipeline.saving.load(0, broken)
     play_after = list[np.ndarray]()
     pipeline.saving.load(0, snapshot)

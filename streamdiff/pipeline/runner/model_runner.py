@@ -50,7 +50,7 @@ _TRIAL = -1
 
 @session_state("stage")
 @dataclass
-class RunnerSession:
+class StageState:
     """A session's state on one stage: its KV cache, its steps per chunk (without the first chunk's extra ones), and by
     epoch still in use the cross-attention keys and values, and the first chunk that is visible outside the sink."""
 
@@ -101,7 +101,7 @@ class ModelRunner:
         )
         self._folded = self.denoiser.fold_position_planes(*self.grid[1:]) if self.first else None
         self.compiled: CompiledStage | None = None
-        self.sessions: dict[int, RunnerSession] = {}
+        self.sessions: dict[int, StageState] = {}
         self.guard = StageGuard(self)
         self.exchange: StateExchange = LocalExchange()
         """Where states are left for the head, and found."""
@@ -180,7 +180,7 @@ class ModelRunner:
         geometry, caches = self._cache_kind(steps, kv_context)
         state = self._pool and self._pool.take(geometry, caches)
         state = state or KVCache.allocate(geometry, caches=caches, **self._cache_sizes(self.device))
-        self.sessions[session] = RunnerSession(geometry, state, steps, kv_context in PER_STEP, steps)
+        self.sessions[session] = StageState(geometry, state, steps, kv_context in PER_STEP, steps)
 
     def _cache_kind(self, steps: int, kv_context: str) -> tuple[CacheGeometry, int]:
         """Geometry and number of a session's caches."""
@@ -265,7 +265,7 @@ class ModelRunner:
         """Digests of its blocks."""
         return [weights_digest(block) for block in self.denoiser.blocks]
 
-    def _fit_caches(self, session: RunnerSession) -> None:
+    def _fit_caches(self, session: StageState) -> None:
         """Where each step has a cache: after a change of step count, give each step the cache of the old step with the
         nearest timestep. Runs on the first row that needs it. Mutates: session."""
         if session.same_step and session.cached_steps != session.steps:
@@ -405,7 +405,7 @@ class ModelRunner:
         if session.same_step and row.last:
             session.state.share(self._cache(session, row), session.geometry.slot(row.chunk))
 
-    def _cache(self, session: RunnerSession, row: MicroStep) -> int:
+    def _cache(self, session: StageState, row: MicroStep) -> int:
         """A first chunk may have more steps: those before the others' first write where that one will."""
         return min(max(0, row.step - (row.steps - session.steps)), session.steps - 1) if session.same_step else 0
 

@@ -176,7 +176,7 @@ class StreamInputs:
 
 @session_state("head")
 @dataclass
-class SamplerSession:
+class SamplerState:
     """What rank 0 keeps of one stream."""
 
     given: Noise = field(metadata=KEPT)
@@ -235,12 +235,12 @@ class LatentSampler:
     def __init__(self, model: Model, device: torch.device) -> None:
         self.dtype, self.spec, self.device = model.denoiser.dtype, model.spec, device
         self.reencoder = model.first_frame_reencoder
-        self.sessions: dict[int, SamplerSession] = {}
+        self.sessions: dict[int, SamplerState] = {}
         self._embed = model.denoiser.time_embedding
         self._zeros = torch.zeros(model.spec.chunk_latents, device=device)
         self._thread = ThreadPoolExecutor(1, "noise")
 
-    def prepare(self, seed: int, schedule: Schedule, kv_context: str, given: StreamInputs) -> SamplerSession:
+    def prepare(self, seed: int, schedule: Schedule, kv_context: str, given: StreamInputs) -> SamplerState:
         """State of a new stream, which starts once it is put into `sessions`.
 
         Raises:
@@ -252,7 +252,7 @@ class LatentSampler:
         geometry = cache_geometry(self.spec, kv_context, steps=schedule.steps)
         noise = given.noise or SeededNoise(self.spec.chunk_shape, seed)
         times, drawn = self._times(schedule), self._prefetched(noise, schedule)
-        state = SamplerSession(noise, drawn, schedule, kv_context, geometry, times, video=given.video)
+        state = SamplerState(noise, drawn, schedule, kv_context, geometry, times, video=given.video)
         if given.source is not None:
             state.source = given.source.on(self.device)
             state.source_levels = levels_of(given.source.timestep, schedule).to(self.device)
@@ -382,7 +382,7 @@ class LatentSampler:
             own = self._own_timesteps(session, row.chunk, row.step)
         return session.times[row.chunk > 0][row.step] if own is None else self._embedded(own)
 
-    def _own_timesteps(self, session: SamplerSession, chunk: int, step: int) -> Tensor | None:
+    def _own_timesteps(self, session: SamplerState, chunk: int, step: int) -> Tensor | None:
         """The timesteps `[F]` of a denoise step of a chunk, where they are not the schedule's."""
         if (video := session.video_levels.get(chunk)) is not None:
             return torch.full((self.spec.chunk_latents,), video.timesteps[step], device=self.device)
@@ -392,7 +392,7 @@ class LatentSampler:
             return session.source.of_chunk(session.source.timestep, chunk).expand(self.spec.chunk_latents)
         return None
 
-    def _prepare_begin(self, session: SamplerSession, chunk: int) -> None:
+    def _prepare_begin(self, session: SamplerState, chunk: int) -> None:
         """Have noise and time embedding of a chunk's first step ready before it may enter. Mutates: session."""
         session.noise.prefetch(chunk, 0, 1)
         # Given video says the timesteps when the chunk begins: the schedule may be another one by then.
@@ -421,14 +421,14 @@ class LatentSampler:
 
     @torch.inference_mode()
     def _times(self, schedule: Schedule) -> tuple[Tensor, Tensor]:
-        """See `SamplerSession.times`. One by one, so that a step has the same bits whatever the others are."""
+        """See `SamplerState.times`. One by one, so that a step has the same bits whatever the others are."""
         clean, frames = self.spec.context_sigma * sampling.TIMESTEPS, self.spec.chunk_latents
         both = ((*each.timesteps, clean) for each in (schedule.of(0), schedule))
         timesteps = (torch.tensor(each, device=self.device)[:, None].expand(-1, frames) for each in both)
         first, other = (torch.cat([self._embed(step[None]).to(self.dtype) for step in each]) for each in timesteps)
         return first, other
 
-    def _remembered(self, session: SamplerSession, chunk: int, x0: Tensor) -> Tensor:
+    def _remembered(self, session: SamplerState, chunk: int, x0: Tensor) -> Tensor:
         """The latents that the clean pass of a chunk gets, before noise is added. Mutates: session."""
         if self.reencoder is None:
             return x0

@@ -2,7 +2,7 @@
 
 Pure logic: no torch, no clock, no I/O. Events in (`open`, `returned`, `set_frame_credit`, ...), decisions out (`next`).
 The rules are in docs/design.md, section 4; what a micro-step attends to follows from them, never from timing. New
-chunks of `same_step` sessions are paced, see `timetable_tick`; `ScheduledSession` has one session's rules.
+chunks of `same_step` sessions are paced, see `timetable_tick`; `SchedulerState` has one session's rules.
 
 **A first chunk with more steps.** Steps are numbered from the end: the last step and the clean pass have the same
 number in every chunk. A longer first chunk begins at a negative step, so rules compare steps equally far from the end.
@@ -20,7 +20,7 @@ another session waits.
 
 **Rows.** Where `max_rows` is above 1, rows of several sessions share a forward, as many as leave the ring no emptier
 than it is without, and only as many as pay for what they cost (`RowLimit`; docs/decisions/0031-batching.md). Which may
-is declared on the fields of `MicroStep` and `ScheduledSession`.
+is declared on the fields of `MicroStep` and `SchedulerState`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ChunkInFlight:
 
 @session_state("scheduled")
 @dataclass(slots=True)
-class ScheduledSession:
+class SchedulerState:
     """State of one session. `chunks` are those in flight, oldest first, numbered without gaps up to `next_chunk` - 1. A
     chunk has `steps` steps, the stream's first `first_extra` more; the first `first_chunks` are made together.
 
@@ -285,7 +285,7 @@ class StreamBatchScheduler:
     ) -> None:
         self.stages, self.chunk_frames, self.max_rows = stages, chunk_frames, max_rows
         self.first_chunks = first_chunks
-        self._sessions: dict[int, ScheduledSession] = {}
+        self._sessions: dict[int, SchedulerState] = {}
         self._forwards = 0  # handed out so far: what waiting is counted in
         self._rows = 0  # the same of rows, where forwards may have several
         self._batch_break_reason = ""  # why nothing has joined the forward that is being put together
@@ -317,7 +317,7 @@ class StreamBatchScheduler:
         if session in self._sessions:
             raise ValueError(f"session {session} is open already; close it first")
         extra, limit = (first_steps or steps) - steps, self._limit(kv_context, steps)
-        self._sessions[session] = ScheduledSession(
+        self._sessions[session] = SchedulerState(
             session, steps, extra, kv_context, epoch, self.stages, self.chunk_frames, limit,
             self._forwards, self.first_chunks, background,
         )  # fmt: skip
@@ -396,7 +396,7 @@ class StreamBatchScheduler:
         state = self._sessions[session]
         state.paused, state.stale = paused, True
 
-    def session(self, session: int) -> ScheduledSession:
+    def session(self, session: int) -> SchedulerState:
         """The state of a session, which is not to be changed while it is not held."""
         return self._sessions[session]
 
@@ -521,7 +521,7 @@ class StreamBatchScheduler:
             self._batch_break_reason = differs or ("ring" if apart else "same_session")
         return []
 
-    def _rank(self, state: ScheduledSession, open_sessions: int, taken: int, most: int) -> tuple[int, ...]:
+    def _rank(self, state: SchedulerState, open_sessions: int, taken: int, most: int) -> tuple[int, ...]:
         """Sessions with a smaller rank go first; `open_sessions` of the same kind are open, and the forward that is put
         together has `taken` rows of this one, of `most` in all.
 
@@ -534,7 +534,7 @@ class StreamBatchScheduler:
         turn = state.rows_before if most > 1 else 0
         return state.background, patient, taken, slack, state.waiting_since, turn, state.name
 
-    def _choice(self, state: ScheduledSession) -> int | None:
+    def _choice(self, state: SchedulerState) -> int | None:
         """The session's `choice`, recomputed if it is stale. Mutates: state."""
         if state.stale:
             waited, state.choice, state.stale = state.choice is not None, state.choose(), False

@@ -21,9 +21,9 @@ from streamdiff.models.sampling import TIMESTEPS
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
 from streamdiff.pipeline.runner.init_latents import ChunkLevels
-from streamdiff.pipeline.runner.model_runner import RunnerSession
-from streamdiff.pipeline.runner.sampler import PendingSteps, SamplerSession, SeededNoise
-from streamdiff.pipeline.scheduler.scheduler import ScheduledSession
+from streamdiff.pipeline.runner.model_runner import StageState
+from streamdiff.pipeline.runner.sampler import PendingSteps, SamplerState, SeededNoise
+from streamdiff.pipeline.scheduler.scheduler import SchedulerState
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.session_state import walk
 from streamdiff.session_state.fields import LARGEST, STATE, check_tree, session_state, shown
@@ -38,8 +38,8 @@ _MOST_COST = 1000.0
 class HeadState:
     """What the head alone has of a session."""
 
-    scheduled: ScheduledSession = field(metadata=STATE)
-    sampler: SamplerSession = field(metadata=STATE)
+    scheduled: SchedulerState = field(metadata=STATE)
+    sampler: SamplerState = field(metadata=STATE)
     pending: PendingSteps | None = field(default=None, metadata=STATE)
 
 
@@ -50,12 +50,12 @@ class Opened:
 
     spec: ModelSpec
     head: HeadState
-    stages: RunnerSession
+    stages: StageState
     stream: StreamProgress
     pictures: tuple[Any, ...] = (None,)
 
 
-_TREES: dict[str, Any] = {"stages": RunnerSession, "head": HeadState, "stream": StreamProgress, "decoder": Any}
+_TREES: dict[str, Any] = {"stages": StageState, "head": HeadState, "stream": StreamProgress, "decoder": Any}
 
 
 def check_session(snapshot: Snapshot, opened: Opened, loose: Iterable[str]) -> None:
@@ -128,7 +128,7 @@ def _check_pending(pending: PendingSteps | None, spec: ModelSpec, epoch: int) ->
         _within("head.pending.epoch", pending.epoch, 0, _MOST)
 
 
-def _check_scheduled(head: HeadState, fresh: ScheduledSession) -> None:
+def _check_scheduled(head: HeadState, fresh: SchedulerState) -> None:
     new, where = head.scheduled, "head.scheduled"
     _alike(new, fresh, where, ("steps", "first_extra", "kv_context", "epoch"))
     _within(f"{where}.epoch", new.epoch, 0, _MOST)
@@ -219,7 +219,7 @@ def _check_levels(levels: ChunkLevels, steps: int, where: str) -> None:
         _must(well, f"{where}.{name}", values, f"{steps} numbers from 0 to {most:g}")
 
 
-def _check_stages(new: RunnerSession, opened: Opened, scheduled: ScheduledSession) -> None:
+def _check_stages(new: StageState, opened: Opened, scheduled: SchedulerState) -> None:
     fresh, where = opened.stages, "stages"
     _alike(new, fresh, where, ("geometry", "steps", "same_step"))
     known = {*opened.spec.steps, fresh.steps}
@@ -242,7 +242,7 @@ def _check_stages(new: RunnerSession, opened: Opened, scheduled: ScheduledSessio
         _within(f"{where}.visible_from_chunk[{epoch}]", chunk, 0, scheduled.next_chunk)
 
 
-def _check_stream(new: StreamProgress, opened: Opened, scheduled: ScheduledSession) -> None:
+def _check_stream(new: StreamProgress, opened: Opened, scheduled: SchedulerState) -> None:
     epochs = _unfinished(scheduled)
     theirs = {number: chunk.epoch for number, chunk in new.chunks.items()}
     _must(theirs == epochs, "stream.chunks", f"{theirs} (epochs by chunk)", f"{epochs}, as `head.scheduled.chunks`")
@@ -290,12 +290,12 @@ def _check_queue(queue: Tensor, geometry: CacheGeometry, scheduled: Mapping[str,
 # ---- what they have in common -----------------------------------------------------------------------------------
 
 
-def _numbers(scheduled: ScheduledSession, number: int) -> range:
+def _numbers(scheduled: SchedulerState, number: int) -> range:
     """The chunks that one in flight stands for."""
     return range(number, number + scheduled.together(number))
 
 
-def _unfinished(scheduled: ScheduledSession) -> dict[int, int]:
+def _unfinished(scheduled: SchedulerState) -> dict[int, int]:
     """The epochs of the chunks that are not finished, by their numbers."""
     return {
         number: chunk.epoch
@@ -305,8 +305,8 @@ def _unfinished(scheduled: ScheduledSession) -> dict[int, int]:
     }
 
 
-def _kept(sampler: SamplerSession, scheduled: ScheduledSession) -> set[int]:
-    """Finished chunks whose latents the sampler has, see `SamplerSession.keep`."""
+def _kept(sampler: SamplerState, scheduled: SchedulerState) -> set[int]:
+    """Finished chunks whose latents the sampler has, see `SamplerState.keep`."""
     if not sampler.clean_pass:
         return set()
     geometry, gone = sampler.geometry, {*_unfinished(scheduled), *sampler.given_latents}

@@ -23,7 +23,7 @@ from streamdiff.pipeline.distributed.message import MessageKind, Outcome, Sessio
 from streamdiff.pipeline.distributed.state_exchange import State, stage_key, ticket_key
 from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.runner.init_latents import GivenVideo
-from streamdiff.pipeline.runner.model_runner import RunnerSession
+from streamdiff.pipeline.runner.model_runner import StageState
 from streamdiff.pipeline.runner.sampler import PendingSteps
 from streamdiff.pipeline.snapshot.checks import (
     HeadState,
@@ -47,7 +47,7 @@ class StageStates:
     """The stages' states of a session, in host memory: by stage, first to last, one for each rank that shares it; and
     digests of the weights of all blocks."""
 
-    parts: Sequence[Sequence[RunnerSession]]
+    parts: Sequence[Sequence[StageState]]
     weights: Sequence[str]
 
     @staticmethod
@@ -67,16 +67,16 @@ class StageStates:
         return cls(parts, [digest for there in taken for digest in there[0][1]["weights"]])
 
     @property
-    def merged(self) -> RunnerSession:
+    def merged(self) -> StageState:
         """One state with all layers and heads."""
         return walk.joined([walk.with_all_heads(shares) for shares in self.parts])
 
     @property
-    def merged_outline(self) -> RunnerSession:
+    def merged_outline(self) -> StageState:
         """The same without content."""
         return StageStates([[walk.to_device(each, walk.META) for each in part] for part in self.parts], ()).merged
 
-    def replaced(self, whole: RunnerSession) -> StageStates:
+    def replaced(self, whole: StageState) -> StageStates:
         """The same stages and ranks with their layers and heads of `whole`. Mutates: self.
 
         Raises:

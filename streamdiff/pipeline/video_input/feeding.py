@@ -24,7 +24,7 @@ from streamdiff.errors import RequestError, StreamdiffError
 from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder, beside_others
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.runner.init_latents import MAX_WAITING, LiveLatents
-from streamdiff.pipeline.runner.sampler import SamplerSession
+from streamdiff.pipeline.runner.sampler import SamplerState
 
 MAX_UNENCODED = 2
 _FAULTS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
@@ -78,7 +78,7 @@ class VideoInputs:
         if self._pictures is None:
             raise RequestError("input", f"model {self._spec.name} encodes no video; steer it by its prompt alone")
 
-    def set_input(self, session: int, state: SamplerSession, strength: float | None) -> None:
+    def set_input(self, session: int, state: SamplerState, strength: float | None) -> None:
         """From the next admitted chunk on, start from the video that `feed` brings, with noise of level `strength`
         mixed in, less where it moves; or change the strength (see `LiveLatents`). With None the input ends: what was
         fed is used, as far as it fills chunks, and then the session goes on from its text alone. Mutates: self, state.
@@ -146,7 +146,7 @@ class VideoInputs:
             return None
         return len(entry.latents.waiting) * self._spec.chunk_frames
 
-    def begin_again(self, session: int, state: SamplerSession) -> None:
+    def begin_again(self, session: int, state: SamplerState) -> None:
         """The session's stream begins, or begins afresh, and goes on being fed if it was. Mutates: self, state."""
         if (entry := self.inputs.get(session)) is not None:
             entry.latents.begin_again()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from streamdiff.core import KV_CONTEXTS, MicroStep, differing_field, shared_fields
 from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
 from streamdiff.pipeline.scheduler.row_limit import RingSlots, RowLimit, RowsNow
-from streamdiff.pipeline.scheduler.scheduler import ScheduledSession, StreamBatchScheduler
+from streamdiff.pipeline.scheduler.scheduler import SchedulerState, StreamBatchScheduler
 
 OTHER = {
     "kv_context": "same_step", "background": True, "paused": True, "rerun_as_one": True, "draining": True,
@@ -20,15 +20,15 @@ OTHER = {
 """Of a field that is no number: a value other than `session` has."""
 
 
-def session() -> ScheduledSession:
-    return ScheduledSession(0, 4, 0, "clean", 0, 1, 4, 1, 0)
+def session() -> SchedulerState:
+    return SchedulerState(0, 4, 0, "clean", 0, 1, 4, 1, 0)
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(ScheduledSession)])
+@pytest.mark.parametrize("name", [each.name for each in fields(SchedulerState)])
 def test_a_sessions_field_keeps_rows_apart_exactly_when_it_is_declared_shared(name: str) -> None:
     one, other = session(), session()
     setattr(other, name, OTHER.get(name, 77))
-    declared = next(each.metadata for each in fields(ScheduledSession) if each.name == name)
+    declared = next(each.metadata for each in fields(SchedulerState) if each.name == name)
     assert differing_field(one, other) == (name if declared["in_a_forward"] == "shared" else None)
 
 

@@ -58,7 +58,7 @@ class LoadPlan:
     cudnn_benchmark: bool
     channels_last: bool | None
     decode_latents: int
-    runs: partition.Blocks
+    runs: Blocks
     reference: bool = False
 
     @property
@@ -116,7 +116,7 @@ class LoadPlan:
         check_world(self.config)
         return rendezvous.join(self.rank_facts()) if self.config.ranks > 1 else None
 
-    def demand(self, runs: partition.Blocks) -> Demand:
+    def demand(self, runs: Blocks) -> Demand:
         """What the ring takes of its devices, one session included, when its stages have these blocks."""
         config, models = self.config, self.models
         on_cuda = self.device.type == "cuda"
@@ -133,7 +133,7 @@ class LoadPlan:
             storage,
             runs,
             config.decode_rank,
-            partition.Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
+            Workload(config.stages, 1, self.steps, config.kv_context, rows, shares=config.shares),
             models.model.autoencoder,
             config.vae,
             changeable=not models.model.embedded,
@@ -155,7 +155,7 @@ class LoadPlan:
         folder = config.state_dir if isinstance(config, ServedModel) else None
         return SwapStore(self.device, self.swap_bytes, None if folder is None else Path(folder))
 
-    def session_bytes(self, rank: int, runs: partition.Blocks) -> int:
+    def session_bytes(self, rank: int, runs: Blocks) -> int:
         """Bytes for sessions on the rank, now that the weights are loaded."""
         config, demand = self.config, self.demand(runs)
         work = demand.memory()[rank].work + demand.libraries

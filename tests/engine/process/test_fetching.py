@@ -124,8 +124,7 @@ async def test_what_cannot_be_had_is_told_with_the_way_out(hub: Hub, name: str, 
 
 
 FETCH_FOLDER = """
-from streamdiff.models.catalogue import entries
-from streamdiff.models.checkpoint import hub
+from streamdiff.models import catalogue, hub
 hub.fetch_folder(catalogue.parts().text_encoders[catalogue.find("self-forcing").text_encoder].weights)
 """
 

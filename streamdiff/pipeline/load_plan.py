@@ -23,11 +23,18 @@ from streamdiff.models.spec import ModelSpec
 from streamdiff.models.transformer import attention_backend, quantization
 from streamdiff.models.transformer.attention_backend import AttentionShape
 from streamdiff.pipeline.distributed import rendezvous
-from streamdiff.pipeline.planner import partition
 from streamdiff.pipeline.planner.forecast import offload_note
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, free_bytes, host_bytes
 from streamdiff.pipeline.planner.memory import LIBRARIES_BYTES, Demand, Limits, Storage, check_fit
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, decoder_sizes, folder_sizes, sizes_from
+from streamdiff.pipeline.planner.partition import (
+    Blocks,
+    Workload,
+    check_ranks,
+    max_rows_of,
+    rows_carried,
+    split_evenly,
+)
 from streamdiff.pipeline.runner.graphs import compile_fault, one_graph
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.version import __version__
@@ -72,7 +79,7 @@ class LoadPlan:
     @property
     def max_rows(self) -> int:
         """How many rows may share a forward."""
-        return partition.max_rows_of(self.config, self.sizes)
+        return max_rows_of(self.config, self.sizes)
 
     @property
     def pixel_format(self) -> PictureKind:
@@ -127,7 +134,7 @@ class LoadPlan:
             decode_latents=self.decode_latents,
             decoder_bytes=models.decoder_dtype.itemsize,
         )
-        rows = partition.rows_carried(self.spec, self.max_rows)
+        rows = rows_carried(self.spec, self.max_rows)
         return Demand(
             self.sizes,
             storage,
@@ -196,9 +203,9 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     else:
         decoder = decoder_sizes(spec, models.model.autoencoder, config.vae)
         sizes = sizes_from(models.checkpoint.architecture, spec, decoder)
-    partition.check_ranks(config, sizes)
+    check_ranks(config, sizes)
     steps = settled.config.step_count or spec.steps[0]
-    runs = partition.split_evenly(sizes.blocks, config.stages)
+    runs = split_evenly(sizes.blocks, config.stages)
     decode_latents = 1 if device.type == "cpu" else spec.chunk_latents
     return LoadPlan(
         settled.config, models, sizes, steps, choices, (models.model.note,), settled.cudnn_benchmark,

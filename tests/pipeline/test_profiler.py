@@ -97,8 +97,8 @@ def test_a_configuration_with_a_folder_is_traced(tmp_path: Path) -> None:
         load_pipeline(ModelConfig(name=name, trace=str(tmp_path / "new"))),
     )
     try:
-        assert plain.hook is None
-        assert isinstance(traced.hook, Profiler) and traced.hook.folder.is_dir() and traced.hook.chunks == 4
+        assert plain.profiler is None
+        assert isinstance(traced.profiler, Profiler) and traced.profiler.folder.is_dir() and traced.profiler.chunks == 4
         assert traced.min_ahead_frames(steps=4, kv_context="clean") == plain.min_ahead_frames(
             steps=4, kv_context="clean"
         )

@@ -47,12 +47,10 @@ class RingExecutor:
         links: tuple[Sender, Receiver] | None = None,
         others: Sequence[Sender] = (),
         timer: DeviceTimer | None = None,
-        wait_s: float = 0.0,
     ) -> None:
         """`stage` is this rank's part (all blocks of `model` by default), `links` lead to stage 1 and back; they have
-        to carry the rows that `rows_carried` says. `others` lead to the ranks that share its
-        stage. `timer` is that of this rank's device; None: one that is made
-        here. Where `max_rows` is above 1, a row may wait `wait_s` for others."""
+        to carry the rows that `rows_carried` says. `others` lead to the ranks that share its stage. `timer` is that of
+        this rank's device; None: one that is made here."""
         self.stage = stage or ModelRunner(model, device)
         stages = self.stage.stages
         self.scheduler = StreamBatchScheduler(
@@ -66,7 +64,7 @@ class RingExecutor:
         self._timed = timer.stream()
         loop = NoLink()
         self._sender, self._receiver = links or (loop, loop)
-        self._others, self._wait_s = others, wait_s
+        self._others = others
         self.worker = Worker(self._receiver, self.stage, self._sender, timer, self._timed)
         self.limit = stages + 1 if stages > 1 else 1
         self.changes: dict[int, PendingSteps] = {}  # by session
@@ -77,7 +75,6 @@ class RingExecutor:
         self._answers: deque[tuple[MessageKind, SessionUpdate]] = deque()  # come back, of messages that are answered
         self.faults = ReturnedRows()
         """Handles rows that fail and their sessions; the caller sets its `on_fault`."""
-        self._held_since_s: float | None = None
         self._stopping = False
 
     # ---- one step ------------------------------------------------------------------------------------------------
@@ -93,7 +90,7 @@ class RingExecutor:
         self._send_updates()
         if self.queued and self._has_room:
             return self.queued.popleft()  # rows that run once more
-        if self.queued or self._stopping or not self._has_room or self.held_s > 0:
+        if self.queued or self._stopping or not self._has_room:
             return None
         rows = self.scheduler.next(background=len(self.in_ring) < self.scheduler.stages, slots=self._slots())
         return self._with_inputs(rows) if rows else None
@@ -149,7 +146,6 @@ class RingExecutor:
 
     def _with_inputs(self, rows: list[MicroStep]) -> StageMessage | None:
         """A forward of rows, with their inputs; None where none of them has any. Mutates: self, sampler."""
-        self._held_since_s = None
         with self._timed.work(StageMessage(MessageKind.ROWS, tuple(rows))):
             rows, tensors = self._inputs(rows)
         self.sampler.look_ahead(rows)
@@ -259,16 +255,6 @@ class RingExecutor:
         """Whether something can enter the ring now, or is in it."""
         may_change = any(map(self.scheduler.drained, self.changes))
         return self.scheduler.has_work or bool(self.queued) or may_change or self.waiting
-
-    @property
-    def held_s(self) -> float:
-        """Seconds for which what could enter still waits for rows of other sessions; 0: for nothing. Mutates: self."""
-        if self._wait_s == 0 or len(self.in_ring) >= self.limit or not self.scheduler.may_gain_rows:
-            self._held_since_s = None
-            return 0.0
-        now_s = clock.monotonic_s()
-        self._held_since_s = now_s if self._held_since_s is None else self._held_since_s
-        return max(0.0, self._held_since_s + self._wait_s - now_s)
 
     @property
     def waiting(self) -> bool:

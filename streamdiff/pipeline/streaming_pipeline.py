@@ -393,8 +393,6 @@ class StreamingPipeline:
         while True:
             under_way = self._pending or self.ring.waiting or self._others_busy
             wait = wait_s if under_way and not out else 0.0
-            if not out and (held_s := self.ring.held_s):  # nothing else would wake it
-                wait = min(wait_s, held_s)
             try:
                 item = self._ready.get(timeout=wait) if wait > 0 else self._ready.get_nowait()
             except queue.Empty:

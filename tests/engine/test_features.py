@@ -75,7 +75,7 @@ class Place:
     """An engine, and what its sessions have shown."""
 
     def __init__(self, stages: int = 1, max_rows: int = 1, model: Model = MODEL) -> None:
-        ring = RingExecutor(model, CPU, max_rows, wait_s=0.0) if stages == 1 else LocalRing(model, CPU, stages)
+        ring = RingExecutor(model, CPU, max_rows) if stages == 1 else LocalRing(model, CPU, stages)
         for stage in (ring.stage, *(worker.stage for worker in getattr(ring, "others", ()))):
             stage.swaps = SwapStore(CPU, None, None)
         encoder = ImageEncoder(lambda: small_encoder(4), SPEC)

@@ -440,13 +440,6 @@ class StreamBatchScheduler:
                 self.counts.alone[self._batch_break_reason] += 1
         return rows
 
-    @property
-    def may_gain_rows(self) -> bool:
-        """Whether the next forward could have more rows than are ready now: another session is open, and not paused."""
-        ready = self._rows_now().ready
-        running = sum(not state.paused and not state.background for state in self._sessions.values())
-        return self.row_limit.shares and 0 < ready < min(self.max_rows, running)
-
     def _most_rows(self, slots: RingSlots) -> int:
         """Most rows of the next forward. Mutates: why nothing joins it."""
         if not self.row_limit.shares:

@@ -446,7 +446,7 @@ def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
         ({"window": 3, "sink": 1}, "must leave room for the chunk itself, 3 latent frames"),
         ({"window": 0}, "window is 0"),
         ({"model": "wan2.1-t2v-1.3b"}, "wan2.1-t2v-1.3b makes whole clips, so it cannot run live"),
-        ({"timesteps": (1000, 500)}, "the timesteps and the chunk of self-forcing are known"),
+        ({"steps": (1000, 500)}, "the timesteps and the chunk of self-forcing are known"),
         ({"model": "tiny", "size": "64x64"}, "the size of tiny is fixed"),
         ({"model": "tiny", "text_encoder": "/nowhere"}, "the text encoder of tiny is fixed"),
         ({"weights": "/nowhere.pt"}, "/nowhere.pt: no such file"),
@@ -515,7 +515,7 @@ def test_a_repository_of_the_hub_lends_its_parts(files: Files, monkeypatch: pyte
 
 
 TOLD: dict[str, Any] = {
-    **{"timesteps": (1000.0, 937.5, 833.33, 625.0), "chunk_latents": 3, "window": 12, "sink": 3, "rope": "relative"},
+    **{"steps": (1000.0, 937.5, 833.33, 625.0), "chunk_latents": 3, "window": 12, "sink": 3, "rope": "relative"},
     "size": "64x32",
 }
 
@@ -562,8 +562,8 @@ def test_a_folder_or_a_repository_runs_live_once_everything_is_said_of_it(
 
 
 def test_what_the_catalogue_does_not_know_is_asked_for_by_name(in_diffusers_layout: Path) -> None:
-    options = {"timesteps": "--steps ", "chunk_latents": "--chunk-frames N", "window": "--window N", "sink": "--sink N"}
-    for left_out in ({"rope"}, {"timesteps", "window"}, set(TOLD) - {"size"}):
+    options = {"steps": "--steps ", "chunk_latents": "--chunk-frames N", "window": "--window N", "sink": "--sink N"}
+    for left_out in ({"rope"}, {"steps", "window"}, set(TOLD) - {"size"}):
         given = {name: value for name, value in TOLD.items() if name not in left_out}
         with pytest.raises(ConfigError, match="is not in the catalogue, and not guessed: say --") as caught:
             streamdiff.open(PROMPT, model=str(in_diffusers_layout), **given)
@@ -574,9 +574,9 @@ def test_what_the_catalogue_does_not_know_is_asked_for_by_name(in_diffusers_layo
 def test_serve_takes_a_list_of_steps_and_a_chunk(tmp_path: Path, in_diffusers_layout: Path) -> None:
     command = ["serve", "--model", "someone/Wan", "--steps", "1000,500", "--chunk-frames", "3"]
     config = main._at_native_rate(main._config(parser.parse(command)))
-    assert (config.model.timesteps, config.model.steps, config.model.chunk_latents) == ((1000.0, 500.0), None, 3)
+    assert (config.model.steps, config.model.chunk_latents) == ((1000.0, 500.0), 3)
     assert (config.playback.fps, config.serve.upscale) == (16.0, 1)
-    (tmp_path / "c.yaml").write_text("model: {name: someone/Wan, timesteps: [1000.0, 500.0], chunk_latents: 3}")
+    (tmp_path / "c.yaml").write_text("model: {name: someone/Wan, steps: [1000.0, 500.0], chunk_latents: 3}")
     assert main._config(parser.parse(["serve", "--config", str(tmp_path / "c.yaml")])).model == config.model
     served = main._at_native_rate(main._config(parser.parse(["serve", "--model", str(in_diffusers_layout)])))
     assert served.playback.fps == 16.0

@@ -69,7 +69,6 @@ def config_of(folder: Path, variant: str, device: str, **more: Any) -> ModelConf
         "size": "64x32",
         "device": device,
         "preset": "plain",
-        "threads": 1,
         "window": 9 if device == "cpu" else None,  # as few chunks as fill it and go on
         **{k: str(v) for k, v in parts.items()},
     }

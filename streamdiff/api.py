@@ -15,6 +15,7 @@ codecs. torch is imported when a model is loaded, not before.
 
 from __future__ import annotations
 
+import difflib
 import math
 import threading
 from collections import deque
@@ -29,8 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.atomic_write import check_parent
-from streamdiff.config import ModelConfig
-from streamdiff.config_file import explain
+from streamdiff.config import RENAMED, ModelConfig
 from streamdiff.config_file import load as load_config
 from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine import messages
@@ -334,8 +334,13 @@ def model_config(options: Mapping[str, object]) -> ModelConfig:
         ConfigError: a value out of range, or weights that do not tell whose they are.
         TypeError: an option that there is not.
     """
-    if unknown := set(options) - ({"model", *ModelConfig.model_fields} - {"name"}):
-        raise TypeError("; ".join(f"{each} {explain('extra_forbidden', ('model', each), None)}" for each in unknown))
+    known = ["model", *(name for name in ModelConfig.model_fields if name != "name")]
+    for option in options:
+        if option not in known:
+            near = [RENAMED.get(f"model.{option}", "").removeprefix("model.")] if f"model.{option}" in RENAMED else []
+            near = near or difflib.get_close_matches(option, known, n=1)
+            told = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise TypeError(f"{option} is no option; {told}")
     names = {f"model.{'name' if option == 'model' else option}": option for option in options}
     from streamdiff.models.resolve import completed
 

@@ -180,7 +180,6 @@ def test_steering_from_another_thread(session: StreamSession) -> None:
         ({"steps": 0}, "steps is 0"),
         ({"kv_context": "dirty"}, "kv_context is 'dirty'"),
         ({"device": "tpu"}, "device is 'tpu'"),
-        ({"threads": 0}, "threads is 0"),
         ({"seconds": 0}, "seconds is 0"),
         ({"seconds": float("nan")}, "seconds is nan"),
         ({"seconds": float("inf")}, "seconds is inf"),

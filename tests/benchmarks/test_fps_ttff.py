@@ -17,7 +17,7 @@ SMALL = ["--openings", "1", "--chunks", "2", "--margin", "1", "--prompts", "1", 
 
 def cases(*words: str) -> list[Case]:
     options = fps_ttff.parser().parse_args(list(words))
-    return fps_ttff.profiled(stream_options.cases_of(options), options.profile, options.profile_chunks)
+    return fps_ttff.profiled(stream_options.cases_of(options), options.profile)
 
 
 @pytest.mark.slow

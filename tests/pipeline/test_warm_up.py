@@ -25,6 +25,7 @@ class Recording:
         self.opened: list[str] = []
         self.chunks = 0
         self.measured: list[int] = []
+        self.figures = SimpleNamespace(measure_from_here=self._measure, measure_to_here=self._measure)
 
     def open(self, session: int, conditioning: Any, *, kv_context: str, **more: Any) -> None:
         self.opened.append(kv_context)
@@ -33,10 +34,8 @@ class Recording:
         self.chunks += 1
         return [SimpleNamespace(last=True)]
 
-    def measure_from_here(self) -> None:
+    def _measure(self) -> None:
         self.measured.append(self.chunks)
-
-    measure_to_here = measure_from_here
 
     def set_frame_credit(self, session: int, frames: int) -> None: ...
 

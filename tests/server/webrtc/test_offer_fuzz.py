@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.server.app import attach_engine, create_app
-from streamdiff.server.webrtc import peer_connections, viewers
+from streamdiff.server.webrtc import peer_connections
 from tests.server.conftest import InMemoryClient
 from tests.server.scripted import Painter
 from tests.server.webrtc.test_sdp import BAD_CANDIDATES
@@ -127,10 +127,8 @@ async def _offer() -> str:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    for name in ("POSTS_PER_S", "POST_BURST", "CONNECT_TIMEOUT_S"):
+    for name in ("POSTS_PER_S", "POST_BURST", "CONNECT_TIMEOUT_S", "CHANGES_PER_S", "CHANGE_BURST"):
         monkeypatch.setattr(peer_connections, name, 1e9)
-    for name in ("CHANGES_PER_S", "CHANGE_BURST"):
-        monkeypatch.setattr(viewers, name, 1e9)
     with contextlib.ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
 

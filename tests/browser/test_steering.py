@@ -121,7 +121,7 @@ def test_another_session_is_watched_and_steered_by_its_address(server: Server, b
     assert text(browser, "playing-label") == f"Now playing in session {opened['id']}"
     assert text(browser, "playing") == "a green circle"
     usable = "return [...document.getElementById('switch').options].filter((o) => !o.disabled).map((o) => o.value)"
-    assert browser.execute_script(usable) == ["keep", "flush", "reset"]
+    assert browser.execute_script(usable) == ["keep", "reset", "flush"]
     ask(browser, "a blue circle")
     until(browser, lambda seen: coloured(seen, 2, 0) > 500)
     assert state(server)["prompt"] != "a blue circle", "the default session plays its own"

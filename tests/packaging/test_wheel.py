@@ -80,7 +80,7 @@ def test_weights_and_page_are_inside(wheel: Path) -> None:
     assert any(name.endswith(".safetensors") for name in weights)
     assert sum(weights.values()) <= 12e6
     catalogue = {name for name in sizes if name.startswith("streamdiff/models/published/")}
-    entries = ROOT / "streamdiff" / "models" / "catalogue" / "data"
+    entries = ROOT / "streamdiff" / "models" / "published"
     assert catalogue == {str(path.relative_to(ROOT)) for path in entries.glob("*.yaml")} and len(catalogue) > 15
     for page in ("index.html", "app.js", "style.css"):
         assert sizes[f"streamdiff/server/static/{page}"] > 0

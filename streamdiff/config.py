@@ -56,6 +56,9 @@ MODEL, STREAM, GPUS, SERVER, ACCESS = "model", "stream", "device and GPUs", "ser
 
 # What a browser sends as Origin, or * for every page there is; a DNS name, as in a Host header but without the port.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
+PREFIX = r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*/?"
+"""A path prefix: plain segments, none of which begins with a dot."""
+PathPrefix = Annotated[str, Field(pattern=f"^{PREFIX}$"), AfterValidator(lambda value: value.rstrip("/"))]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
 
 
@@ -328,6 +331,8 @@ class ServeConfig(_Section):
     """Of viewers' places, control WebSockets, connections and jobs, what one address may hold."""
     trusted_proxies: Annotated[list[Proxy], Flag("--trusted-proxy", "ADDRESS")] = []
     """Addresses and networks whose X-Forwarded-For, -Proto and -Prefix are believed; they pass on Host as it is."""
+    root_path: PathPrefix = ""
+    """Path below which a proxy shows the server, as /ai; X-Forwarded-Prefix of a trusted proxy comes first."""
     pause_after_s: float = Field(5.0, ge=0)
     """Seconds for which a stream goes on when its last viewer has left."""
     idle_s: float | None = Field(300.0, gt=0)
@@ -344,6 +349,8 @@ class ServeConfig(_Section):
     """Open a browser where there is a display."""
     outputs: Annotated[list[str], Flag("--output", "FILE|URL", STREAM)] = []
     """Also send the default session to a .mp4 or .webm file, rtmp://, srt://, udp://, tcp://, whip+https://."""
+    outputs_file: str | None = None
+    """A file with more of them, one a line: addresses may hold stream keys."""
     udp_ports: Annotated[str | None, Flag(metavar="LOW-HIGH")] = Field(None, pattern=r"^\d{1,5}-\d{1,5}$")
     """UDP ports for viewers' media, as 50000-50100; a viewer takes one per local address. null: any."""
     tls_cert: Annotated[str | None, Flag(metavar="FILE")] = None

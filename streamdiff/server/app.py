@@ -24,7 +24,7 @@ from streamdiff.server.auth import read_tokens
 from streamdiff.server.media import codecs as known_codecs
 from streamdiff.server.media.codecs import Format
 from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
-from streamdiff.server.outputs.output import parse_targets
+from streamdiff.server.outputs.output import parse_targets, read_targets
 from streamdiff.server.problem import OPENAI, OPENAI_DOCUMENT, PROBLEM_TYPE, Problem, respond, route_path
 from streamdiff.server.routes import control, health, sessions, videos, webrtc
 from streamdiff.server.sessions.keeper import Keeper, find_sessions, open_folders
@@ -89,7 +89,7 @@ async def attach_engine(
     """
     codecs = tuple(known_codecs.choose(config.serve.codec))
     Format(ready.width, ready.height, config.playback.fps, config.serve.upscale, config.serve.bitrate)  # or its error
-    targets = parse_targets(config.serve.outputs)
+    targets = parse_targets([*config.serve.outputs, *read_targets(config.serve.outputs_file)])
     with open_folders(config.serve) as folders:
         found = await asyncio.to_thread(find_sessions, folders)
         keeper = Keeper(config.serve, folders)

@@ -24,7 +24,7 @@ from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
 from wsproto.events import Ping
 
 from streamdiff import clock
-from streamdiff.config import ServeConfig
+from streamdiff.config import PREFIX, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server.peers import group_of, parse_address, share_of
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES
@@ -47,8 +47,6 @@ REQUEST_S = 10.0
 """Seconds within which a request's head, and then its body, has to arrive; of a larger body so many more that it may
 come at BODY_BYTES_PER_S."""
 BODY_BYTES_PER_S = 1_600_000
-PREFIX = r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*/?"
-"""A path prefix: plain segments, none of which begins with a dot."""
 MAX_CONNECTIONS = 10_000
 """Open at the same time, where there are file descriptors for so many."""
 """After which it is logged again that descriptors are used up."""
@@ -321,7 +319,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.config.load()
-        self.config.loaded_app = _below_prefix(self.config.loaded_app, connections.is_proxy)
+        self.config.loaded_app = _below_prefix(self.config.loaded_app, serve.root_path, connections.is_proxy)
         self.config.ssl = None if self._certificate is None else self._certificate.context
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -354,14 +352,14 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def _below_prefix(app: ASGIApp, is_proxy: Callable[[str], bool]) -> ASGIApp:
-    """`app` with the path prefix that a trusted proxy says in the request's scope, as ASGI has it: `root_path`, which
-    `path` begins with, whether the proxy has taken it off or not."""
+def _below_prefix(app: ASGIApp, root_path: str, is_proxy: Callable[[str], bool]) -> ASGIApp:
+    """`app` with the path prefix of each request in its scope, as ASGI has it: `root_path`, or what a trusted proxy
+    says instead. `path` begins with it, whether the proxy has taken it off or not."""
 
     async def with_prefix(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
             client, path = scope.get("client"), scope["path"]
-            prefix = _forwarded_prefix(scope["headers"]) if client and is_proxy(client[0]) else ""
+            prefix = (_forwarded_prefix(scope["headers"]) if client and is_proxy(client[0]) else "") or root_path
             if prefix:
                 whole = path == prefix or path.startswith(f"{prefix}/")
                 scope.update(root_path=prefix, path=path if whole else prefix + path)

@@ -99,10 +99,12 @@ def test_an_address_names_its_methods_once() -> None:
 
 
 @pytest.mark.parametrize("base", ["", "/ai"])
-@pytest.mark.parametrize("prefix", ["/ai", "/ai/"])
-def test_below_a_path_prefix_every_address_has_it(prefix: str, base: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "prefix"), [({"root_path": "/ai/"}, ""), (PROXY, "/ai"), ({**PROXY, "root_path": "/other"}, "/ai/")]
+)
+def test_below_a_path_prefix_every_address_has_it(config: dict[str, Any], prefix: str, base: str) -> None:
     """Whether the proxy takes it off or not: `base`."""
-    root, forwarded = "/ai", {"X-Forwarded-Prefix": prefix}
+    root, forwarded = "/ai", {"X-Forwarded-Prefix": prefix} if prefix else {}
 
     async def scene(site: Site) -> None:
         site.http.headers.update(forwarded)
@@ -130,7 +132,7 @@ def test_below_a_path_prefix_every_address_has_it(prefix: str, base: str) -> Non
         assert socket.status == 101
         await socket.close()
 
-    run_scene(scene, Config(serve=ServeConfig(**PROXY)))
+    run_scene(scene, Config(serve=ServeConfig(**config)))
 
 
 @pytest.mark.parametrize(

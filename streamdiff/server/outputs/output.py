@@ -133,6 +133,18 @@ def _address(text: str) -> SplitResult:
     raise ConfigError(f"an output names the host and port {shown[:60]!r}, which can never be; write HOST:PORT")
 
 
+def read_targets(path: str | None) -> list[str]:
+    """The targets in `serve.outputs_file`, one a line; none without a file. Raises ConfigError."""
+    if path is None:
+        return []
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"serve.outputs_file: {path} cannot be read: {why}", field="serve.outputs_file") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
 def parse_targets(texts: Sequence[str]) -> list[Target]:
     """Parse all targets; each gets a unique name.
 

@@ -16,7 +16,7 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server.outputs import output as outputs
-from streamdiff.server.outputs.output import parse_target, parse_targets
+from streamdiff.server.outputs.output import parse_target, parse_targets, read_targets
 from streamdiff.video.files import open_clip
 from tests.free_ports import free_port
 from tests.full_disk import fill
@@ -246,6 +246,28 @@ def test_what_cannot_be_written_is_refused_at_once(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_target(text)
     assert "secret" not in str(refused.value)
+
+
+def test_outputs_come_from_a_file_that_is_not_shown(tmp_path: Path) -> None:
+    file, show = tmp_path / "outputs", tmp_path / "show.mp4"
+    file.write_text(f"\ufeff{show}\n\n  RTMP://host.example/live/Key1\r\n")
+    targets = parse_targets(read_targets(str(file)))
+    assert [target.name for target in targets] == ["show.mp4", "rtmp://host.example"]
+    assert targets[1].url == "rtmp://host.example/live/Key1"
+    file.write_text("ftp://host.example/live/key1\n")
+    with pytest.raises(ConfigError) as caught:
+        parse_targets(read_targets(str(file)))
+    assert "key1" not in str(caught.value)
+    with pytest.raises(ConfigError):
+        read_targets(str(tmp_path / "none"))
+
+    async def main(config: ServeConfig) -> None:
+        async with open_site(Config(serve=config)) as site:
+            await site.until(lambda: _statuses(site)[0].frames > 20)
+
+    file.write_text(str(show))
+    asyncio.run(main(ServeConfig(outputs_file=str(file))))
+    assert show.stat().st_size > 1000
 
 
 def test_a_recording_never_replaces_a_file(tmp_path: Path) -> None:

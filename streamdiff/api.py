@@ -337,10 +337,10 @@ def model_config(options: Mapping[str, object]) -> ModelConfig:
     known = ["model", *(name for name in ModelConfig.model_fields if name != "name")]
     for option in options:
         if option not in known:
-            near = [RENAMED.get(f"model.{option}", "").removeprefix("model.")] if f"model.{option}" in RENAMED else []
-            near = near or difflib.get_close_matches(option, known, n=1)
-            told = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise TypeError(f"{option} is no option; {told}")
+            renamed = RENAMED.get(f"model.{option}")
+            near = [renamed.removeprefix("model.")] if renamed else difflib.get_close_matches(option, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise TypeError(f"{option} is no option; {hint}")
     names = {f"model.{'name' if option == 'model' else option}": option for option in options}
     from streamdiff.models.resolve import completed
 

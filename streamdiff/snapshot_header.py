@@ -109,7 +109,7 @@ def read_entries(data: bytes | memoryview, name: str) -> tuple[SnapshotHeader, M
 
 
 @dataclass(frozen=True)
-class SavedSession:
+class SavedStream:
     """A saved session: the prompt as the model was given it, what it was opened with, and the number of its next
     frame."""
 
@@ -123,7 +123,7 @@ class SavedSession:
 _ABOUT = {"text": str, "seed": int, "kv_context": str, "epoch": int, "chunk": int, "_made_frames": int, "_paused": bool}
 
 
-def read_saved_session(data: bytes | memoryview, name: str = "the snapshot") -> SavedSession:
+def read_saved_session(data: bytes | memoryview, name: str = "the snapshot") -> SavedStream:
     """The session in a snapshot's file, of which `data` is the content; errors call it `name`.
 
     Raises:
@@ -137,7 +137,7 @@ def read_saved_session(data: bytes | memoryview, name: str = "the snapshot") -> 
         session["text"].encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"{name}: the text of its session has half of a surrogate pair") from error
-    return SavedSession(session["text"], session["seed"], header.steps, session["kv_context"], session["_made_frames"])
+    return SavedStream(session["text"], session["seed"], header.steps, session["kv_context"], session["_made_frames"])
 
 
 # ---- signatures -------------------------------------------------------------------------------------------------

@@ -144,6 +144,8 @@ SETTINGS = _settings()
 
 def settings(*keys: str) -> tuple[Option, ...]:
     """Options by key, or of a whole section by its name."""
+    sections = {key.split(".")[0] for key in SETTINGS}
+    assert set(keys) <= SETTINGS.keys() | sections, f"no such setting: {sorted(set(keys) - SETTINGS.keys() - sections)}"
     return tuple(option for key, option in SETTINGS.items() if key in keys or key.split(".")[0] in keys)
 
 
@@ -171,7 +173,7 @@ GENERATE = (
     Option("--prompts", "FILE", "many videos by one engine, into the folder --output: a prompt a line, or .jsonl with "
            "prompt, seed, seconds, size, output (below the folder)", Path),
     Option("--resume", "", "with --prompts: skip the videos that are there", action=SWITCH),
-    *settings("model", "session.prompt", "session.seed", "session.image", "session.fit", "playback.fps"),
+    *settings("model", "session.prompt", "session.seed", "session.image", "playback.fps"),
 )
 PLAN = (
     CONFIG,

@@ -195,7 +195,7 @@ class Engine:
 
     def settle(self) -> list[Event]:
         """Carry out the requests whose text, picture and features are encoded by now."""
-        return [event for pending in self._prompt_queue.turn() for event in self._answer(pending)]
+        return [event for pending in self._prompt_queue.poll() for event in self._answer(pending)]
 
     def encodings(self) -> list[futures.Future[Any]]:
         """Encodings in progress: one that is done lets `settle` do something."""

@@ -68,7 +68,7 @@ class _Line:
     target: PendingRequest | None = None
     encoding: Future[Encoded] | None = None
 
-    def turn(self, submit: Callable[[PendingRequest], Future[Encoded]]) -> list[PendingRequest]:
+    def poll(self, submit: Callable[[PendingRequest], Future[Encoded]]) -> list[PendingRequest]:
         """Take the requests that may run now. Mutates: self."""
         ready: list[PendingRequest] = []
         while self.pending:
@@ -145,15 +145,15 @@ class PromptQueue:
             line.encoding.cancel()
         return list(line.pending)
 
-    def turn(self) -> list[PendingRequest]:
+    def poll(self) -> list[PendingRequest]:
         """Take the requests that may run now, each session's in order, and start encoding the next texts. Mutates:
         self."""
-        answers = [answer for line in self.lines.values() for answer in line.turn(self._submit)]
+        answers = [answer for line in self.lines.values() for answer in line.poll(self._submit)]
         self.lines = {name: line for name, line in self.lines.items() if line.pending}
         return answers
 
     def encodings(self) -> list[Future[Any]]:
-        """Encodings in progress; when one is done, `turn` returns more."""
+        """Encodings in progress; when one is done, `poll` returns more."""
         return [line.encoding for line in self.lines.values() if line.encoding is not None]
 
     def close(self) -> None:

@@ -222,13 +222,10 @@ class RingExecutor:
         row = entered.rows[row_index]
         if self._stopping or row.session in self.faults.failed_sessions:
             return
-        fault, session = (
-            self.stage.exchange.pop_text(fault_key(row.session, row.epoch)),
-            self.sampler.sessions[row.session],
-        )
+        fault = self.stage.exchange.pop_text(fault_key(row.session, row.epoch))
         behind = [replace(entered.bare, rows=entered.rows[row_index + 1 :]), *self.in_ring]
         may_repeat = self.sampler.spec.repeats and not row.recaches
-        if may_repeat and self.faults.should_retry(row, fault, behind, session.kv_context):
+        if may_repeat and self.faults.should_retry(row, fault, behind, self.sampler.sessions[row.session].kv_context):
             tensors = tuple(tensor[row_index : row_index + 1] for tensor in entered.tensors)
             self.queued.appendleft(StageMessage(MessageKind.ROWS, (row,), None, tensors))
         else:

@@ -27,7 +27,7 @@ from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
 from streamdiff.server.outputs.output import parse_targets, read_targets
 from streamdiff.server.problem import OPENAI, OPENAI_DOCUMENT, PROBLEM_TYPE, Problem, respond, route_path
 from streamdiff.server.routes import control, health, sessions, videos, webrtc
-from streamdiff.server.sessions.keeper import Keeper, find_sessions, open_folders
+from streamdiff.server.sessions.keeper import SnapshotKeeper, find_sessions, open_folders
 from streamdiff.server.sessions.manager import EngineConnection
 from streamdiff.version import __version__
 
@@ -92,7 +92,7 @@ async def attach_engine(
     targets = parse_targets([*config.serve.outputs, *read_targets(config.serve.outputs_file)])
     with open_folders(config.serve) as folders:
         found = await asyncio.to_thread(find_sessions, folders)
-        keeper = Keeper(config.serve, folders)
+        keeper = SnapshotKeeper(config.serve, folders)
         state = AppState(config, connection, ready, codecs, read_tokens(config.serve), targets, keeper, found)
         await state.manager.start()
         if state.jobs is not None:

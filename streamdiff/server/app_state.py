@@ -23,7 +23,7 @@ from streamdiff.server.metrics import Metrics
 from streamdiff.server.outputs.output import AddedOutputs, AllowedTargets, Output, Target
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
-from streamdiff.server.sessions.keeper import Keeper, SavedFile
+from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper
 from streamdiff.server.sessions.live_session import EngineStatus, LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, SessionManager
 from streamdiff.server.sessions.video_source import FileFeed
@@ -49,7 +49,7 @@ class AppState:
         codecs: tuple[Codec, ...],
         tokens: Tokens,
         targets: Sequence[Target],
-        keeper: Keeper,
+        keeper: SnapshotKeeper,
         found: Sequence[SavedFile],
     ) -> None:
         """`keeper` and `found`: see `SessionManager`."""

@@ -22,7 +22,7 @@ FUNCTION_LINES = 60
 CAPS = {
     "code lines": 28_750,
     "files": 200,
-    "classes with Session in their name": 19,
+    "classes with Session in their name": 15,
     "class names with two meanings": 6,
     "raw lines of tests": 53_150,
     "raw lines of benchmarks": 5_500,

@@ -23,7 +23,7 @@ LIBRARIES_BYTES = 600_000_000
 """What cuBLAS and cuDNN take to work in, and what torch's allocator cannot hand out: an assumption, not measured."""
 # Tensors that are alive at a block's widest moment, of width D, by the norms in float32, or D and the feed-forward's.
 # Measured without compilation (tests/pipeline/planner/test_memory.py).
-_NORM_WIDTHS, _FFN_WIDTHS, _FFN = 20, 6, 3
+_NORM_WIDTHS, _FFN_WIDTHS, _FFN = 16, 7, 2
 _EXCHANGED = 12
 """Tensors of a rank's tokens that `distributed.context_parallel` has as buffers, three for each that is exchanged."""
 _UNIT = 32

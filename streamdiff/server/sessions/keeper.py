@@ -194,7 +194,7 @@ class _Kept:
     resets: int
 
 
-class Keeper:
+class SnapshotKeeper:
     """The snapshots of one server. `folders` are `serve.handover` and `serve.state_dir`, see `open_folders`."""
 
     def __init__(self, serve: ServeConfig, folders: Sequence[SavedFolder | None]) -> None:

@@ -37,7 +37,7 @@ from streamdiff.server.sessions.receipts import (
     Subscribers,
 )
 from streamdiff.server.sessions.video_source import VideoSource
-from streamdiff.snapshot_header import SavedSession
+from streamdiff.snapshot_header import SavedStream
 
 STALLED_S = 2.0
 OPENING = "open"
@@ -102,7 +102,7 @@ class StreamSpec:
     features: Features = NOTHING
     adaptive: bool = False
 
-    def resumed(self, saved: SavedSession, prompt: str | None, steps: int | None = None) -> StreamSpec:
+    def resumed(self, saved: SavedStream, prompt: str | None, steps: int | None = None) -> StreamSpec:
         """The spec of a session that resumes from a snapshot, with what was saved; a prompt and steps may replace
         it."""
         prompt, steps = saved.text if prompt is None else prompt, saved.steps if steps is None else steps

@@ -26,7 +26,7 @@ from streamdiff.server.auth import Tokens
 from streamdiff.server.load import Capacity, Lifetime, LoadPolicy, Unavailable, ViewerDemand, least_share
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import CounterDelta, Metrics
-from streamdiff.server.sessions.keeper import Keeper, SavedFile, read_snapshot, spec_of
+from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper, read_snapshot, spec_of
 from streamdiff.server.sessions.live_session import OPENING, EngineStatus, LiveSession, SessionEvent, StreamSpec
 from streamdiff.snapshot_header import read_saved_session
 from streamdiff.video.picture import fit_picture
@@ -197,7 +197,7 @@ class SessionManager:
         connection: EngineConnection,
         ready: Ready,
         metrics: Metrics,
-        keeper: Keeper,
+        keeper: SnapshotKeeper,
         found: Sequence[SavedFile],
     ) -> None:
         """`found`: sessions of a previous server to resume."""

@@ -117,8 +117,7 @@ def test_another_picture_has_other_tokens() -> None:
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # said where its flags are set
 @pytest.mark.parametrize("ffn", [5.833, 2.7])
 def test_a_forward_takes_the_memory_that_is_counted(ffn: float) -> None:
-    """Wan's proportions, 1.3B's and 14B's, in bfloat16, at the widest moment, without compilation. The count has
-    queries, keys and values until the block's end, which are freed before: it is too high by a fifth."""
+    """Wan's proportions, 1.3B's and 14B's, in bfloat16, at the widest moment, without compilation."""
     width = 4 * 64
     architecture = {
         "patch_size": (1, 2, 2),
@@ -149,7 +148,7 @@ def test_a_forward_takes_the_memory_that_is_counted(ffn: float) -> None:
         taken = peak_bytes(lambda: runner.forward([MicroStep(0, 4, 0, 4, 0)], given))
     sizes = sizes_from(architecture, spec)
     (counted,) = Demand(sizes, Storage(2), ((0, 2),), "head", Workload(1, 1, 4, "clean", 1)).memory()
-    assert 0.75 * counted.activations < taken < 1.1 * counted.activations
+    assert 0.9 * counted.activations < taken < 1.1 * counted.activations
 
 
 def test_offloaded_blocks_leave_two_of_them_on_the_device() -> None:
@@ -221,7 +220,7 @@ def test_a_call_of_the_decoder_is_as_long_as_memory_allows(limit_gb: float, late
 
 def test_a_window_and_a_picture_are_no_smaller_than_they_must() -> None:
     text = refused(ModelConfig(**SMALL, device_memory_gb=13))
-    assert "--window 9 (13 GB)" in text and "--size 704x416 (11.1 GB)" in text
+    assert "--window 9 (12.9 GB)" in text and "--size 704x416 (11.1 GB)" in text
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import aioice.ice
 import av
+import httpx
 import psutil
 import pytest
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
@@ -450,3 +451,25 @@ def test_a_page_that_is_reloaded_without_end_leaves_nothing_behind() -> None:
             await late.frame()
 
     run_scene(scene)
+
+
+def test_a_connection_that_never_lived_makes_room_for_the_next_of_its_client_and_the_oldest_goes_first() -> None:
+    async def scene(site: Site) -> None:
+        offer = (await site.offer()).pc.localDescription.sdp
+
+        async def post(client: str) -> httpx.Response:
+            return await site.http.post("/whep", params={"client": client}, content=offer, headers=SDP)
+
+        first, second = await post("tab-one-1"), await post("tab-one-1")
+        assert [first.status_code, second.status_code] == [201, 201], "there is room: both stay"
+        assert (await post("tab-two-2")).status_code == 503
+        third = await post("tab-one-1")
+        assert third.status_code == 201
+        ids = [each.headers["location"].rsplit("/", 1)[1] for each in (second, third)]
+        assert list(site.state.viewers._peers) == ids
+        assert (await site.http.delete(first.headers["location"])).status_code == 200, "it is remembered for a while"
+        crowd = await asyncio.gather(*(post("tab-one-1") for _ in range(20)))
+        assert {each.status_code for each in crowd} <= {201, 503}
+        assert site.state.viewers.count == 2
+
+    run_scene(scene, Config(serve=ServeConfig(max_viewers=2, address_share=1.0)))

@@ -364,7 +364,7 @@ class ServeConfig(_Section):
     whep_url: str | None = Field(None, pattern=r'^https?://[^\s"<>;,]+$')
     """A media server's WHEP address, from which the page of who only watches plays the default session."""
     insecure: Annotated[bool, Flag(group=ACCESS)] = False
-    """Let other machines in without a token."""
+    """Non-loopback clients need no token."""
     view_token_file: Annotated[str | None, Flag(metavar="FILE", group=ACCESS)] = None
     """File with the token that is needed to watch."""
     control_token_file: Annotated[str | None, Flag(metavar="FILE", group=ACCESS)] = None

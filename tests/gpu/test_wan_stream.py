@@ -53,7 +53,7 @@ def test_on_the_cpu_bfloat16_and_flash_are_near_the_formula(folder: Path) -> Non
 
 @pytest.mark.slow
 def test_on_the_cpu_a_ring_makes_what_one_stage_makes(folder: Path) -> None:
-    """Two processes, over a transport with NCCL's manners."""
+    """Two processes, over a CPU stand-in for NCCL."""
     alone, _ = two_streams(config_of(folder, "flash", "cpu"))
     assert torch.equal(ring_of(folder, "flash", "cpu", 2), alone)
 

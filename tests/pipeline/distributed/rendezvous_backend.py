@@ -1,4 +1,4 @@
-"""A backend of torch.distributed with NCCL's manners, on the CPU, below the NCCL link: it runs the product's own code.
+"""A backend of torch.distributed that behaves as NCCL, on the CPU, below the NCCL link: it runs the product's own code.
 
 What it has of NCCL, and gloo has not: at the first send, and at the first receive, of a communicator the host waits for
 the peer's call. Transfers run later, in order, on a thread of the communicator; one begins after what the stream was

@@ -62,7 +62,7 @@ def case(layout: str, chunks: int, names: Mapping[int, Order] = ORDERS, link: st
 @pytest.mark.slow
 def test_shared_stages_make_what_one_rank_makes(tmp_path: Path) -> None:
     """Five sessions at once, of all contexts, with a sink, evictions, a prompt switch and both recaches; also over a
-    transport with NCCL's manners, where a send waits for its receive; and of a model whose sink takes chunks in."""
+    CPU stand-in for NCCL, where a send waits for its receive; and of a model whose sink takes chunks in."""
     cases = [case("1x2", 12), case("2x2", 12, link="nccl"), case("2x2", 12, ADAPTIVE)]
     check(cases, tmp_path)
 

@@ -1,4 +1,4 @@
-"""Rings of processes over a transport with NCCL's manners start, stream, pause and end, and nobody waits for ever.
+"""Rings of processes over a CPU stand-in for NCCL start, stream, pause and end, and nobody waits for ever.
 
 What gloo lets pass locks here: the first use of an edge waits for the other host, a send for its receive.
 """

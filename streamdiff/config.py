@@ -52,7 +52,7 @@ class Flag:
     """Heading under which --help lists it; without one, --help-all does."""
 
 
-MODEL, STREAM, GPUS, SERVER, ACCESS = "model", "stream", "device and GPUs", "server", "who may"
+MODEL, STREAM, GPUS, SERVER, ACCESS = "model", "stream", "device and GPUs", "server", "access"
 
 # What a browser sends as Origin, or * for every page there is; a DNS name, as in a Host header but without the port.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]

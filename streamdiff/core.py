@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 KVContext = Literal["clean", "staircase", "same_step"]
 PromptPolicy = Literal["keep", "recache", "recache-causal", "flush", "reset"]
 """What a new prompt does to the past: all of it stays as it was cached; it is cached again under the new prompt, in one
-forward or chunk by chunk; only the oldest chunks that always stay (the sink) are kept; or the stream begins afresh."""
+forward or chunk by chunk; only the oldest chunks that always stay (the sink) are kept; or the stream restarts."""
 RECACHES = ("recache", "recache-causal")
 PROMPT_POLICIES: tuple[str, ...] = get_args(PromptPolicy)
 KV_CONTEXTS: tuple[str, ...] = get_args(KVContext)

@@ -11,9 +11,9 @@ import hmac
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from streamdiff.core import KVContext
+from streamdiff.core import KV_CONTEXTS
 from streamdiff.errors import ConfigError
 from streamdiff.models.headers import LENGTH_BYTES, TensorEntry, parse_data
 
@@ -21,7 +21,6 @@ KIND, FORMAT = "streamdiff session", 2
 MAX_HEADER_BYTES = 1 << 20
 """Of a snapshot's header; real ones have some ten kilobytes, and reading a full one takes a quarter of a second."""
 _MOST = 2**40
-_CONTEXTS: tuple[str, ...] = get_args(KVContext)
 _OPENED = {
     "seed": (0, _MOST),
     "steps": (1, 1000),
@@ -89,8 +88,8 @@ def _check_opened(session: Mapping[str, Any], name: str) -> None:
         low, high = _OPENED.get(key, (0, 0))
         if key in _OPENED and (type(value) is not int or not low <= value <= high):
             raise ConfigError(f"{name}: {key} is {value!r:.60}; it must be a whole number from {low} to {high}")
-    if session["kv_context"] not in _CONTEXTS:
-        raise ConfigError(f"{name}: kv_context is {session['kv_context']!r:.60}; it can be {', '.join(_CONTEXTS)}")
+    if session["kv_context"] not in KV_CONTEXTS:
+        raise ConfigError(f"{name}: kv_context is {session['kv_context']!r:.60}; it can be {', '.join(KV_CONTEXTS)}")
 
 
 def read_header(data: bytes | memoryview, name: str = "the snapshot") -> SnapshotHeader:

@@ -1,7 +1,7 @@
 """Bodies of requests, JSON or forms with files among their fields, read within bounds; pictures and features in them.
 
 A route reads its body when it knows that the caller may send it. FastAPI reads bodies before it asks a dependency, and
-an operation of its takes JSON or a form, never either.
+its operations take JSON or a form, not both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hook of mkdocs: links that leave docs/ (to examples, results, configurations) become plain code, as the site lacks them."""
+"""Hook of mkdocs: links that leave docs/ (examples, results, configurations) become plain code; the site lacks them."""
 
 import re
 from typing import Any

@@ -70,14 +70,3 @@ def test_a_case_that_fails_is_named(tmp_path: Path, capfd: pytest.CaptureFixture
     told = capfd.readouterr().err
     assert "steps is 3; model tiny has" in told
     assert "error: tiny, 3 steps, clean, 1 stage: its processes ended with exit code 2" in told
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked")
-@pytest.mark.soak
-def test_ranks_that_share_a_stage_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "shared.json"
-    assert fps_ttff.main(["--parallel", "1x2", "--kv-context", "clean", *SMALL, "--out", str(out)]) == fps_ttff.OK
-    (result,) = json.loads(out.read_text())["results"].values()
-    assert result["figures"]["fps"] > 0 and len(result["raw"]["peak_bytes"]) == 2
-    assert "by rank" in capsys.readouterr().out

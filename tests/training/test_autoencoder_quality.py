@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.scene import Scene, Thing
 from training.autoencoder import AUTOENCODER
@@ -69,8 +68,3 @@ def test_an_untrained_autoencoder_fails_every_bar(tmp_path: Path) -> None:
     assert found["psnr_worst_chunk_db"] == pytest.approx(found["psnr_db"])
     assert [strip.good for strip in strips] == [True, False]  # truth above what is left of it
     assert len(found["wrong"]) == 1 and "place" in found["wrong"][0].partition(":")[0]
-
-
-def test_a_missing_autoencoder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no autoencoder at .*nowhere.*autoencoder\.pt"):
-        quality.load_weights(tmp_path / "nowhere")

@@ -8,10 +8,10 @@ import torch
 from streamdiff.models.tiny.scene import Scene, Thing
 from training.judges import steering_quality as quality
 from training.judges.world_judge import Verdict, judge
-from training.keys import PAN, STOP
-from training.scene_rows import from_row, row_of
+from training.keys import PAN
+from training.scene_rows import row_of
 from training.world.render import render
-from training.world.tracks import CONTROLS, Streams
+from training.world.tracks import Streams
 
 ALONE = Scene(Thing("red", "star", "left"), camera="right")
 TWO = Scene(
@@ -48,19 +48,6 @@ def test_the_world_obeys_its_keys_and_no_others(name: str) -> None:
     away = torch.tensor((0.0, 1.0, -1.0 if scene.camera == "right" and keys[PAN] == 0 else 1.0, 0.0)).expand(3, -1)
     other = quality.look(scene, away, *verdicts)
     assert not other.thing and not other.camera
-
-
-def test_what_is_played_can_be_told_apart_and_keys_are_new_at_the_marks() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for row in quality.draw_played(20, generator).tolist():
-        scene = from_row(row)
-        assert scene.hour != "passing" and (scene.second is None or scene.second.color != scene.first.color)
-    keys = quality.draw_played_keys(30, 14, (3, 9), generator)
-    assert keys.shape == (30, 14, len(CONTROLS))
-    for mark in (3, 9):
-        assert (keys[:, mark] != 0).any(1).all() and torch.equal(keys[:, mark], keys[:, mark + 1])
-        assert not keys[:, mark + 2 : mark + 4].any()
-    assert keys[..., PAN].any() and keys[..., STOP].any()
 
 
 def test_figures_count_what_is_steered_apart() -> None:

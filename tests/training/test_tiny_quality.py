@@ -15,7 +15,6 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks import report
-from streamdiff.config import ModelConfig
 from streamdiff.models.tiny.prompts import scene_of
 from streamdiff.models.tiny.scene import Scene
 from training.judges import tiny_figures, tiny_quality
@@ -197,18 +196,6 @@ def test_both_counts_scenes_with_two_things_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("judge_once")
-def test_what_hides_for_both_chunks_of_a_look_is_lost_in_the_world_too() -> None:
-    scene = scene_of(
-        "a green star moving down slowly and an orange circle moving left fast over the sea at dawn, camera panning "
-        "right"
-    )
-    meeting, apart = tiny_figures.truth_figures([scene], (2, 4)).values()
-    assert (meeting["both"], apart["both"]) == (0.0, 1.0)
-    assert meeting["place"] == meeting["count"] == 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("judge_once")
 def test_what_hides_for_one_chunk_of_a_look_is_read() -> None:
     scene = scene_of(
         "a small purple circle moving left and a small purple heart moving up fast in the desert at dusk in the wind, "
@@ -220,47 +207,3 @@ def test_what_hides_for_one_chunk_of_a_look_is_read() -> None:
         track = streams.play(rows)
     assert not all(judge(render(track.flat()).frames).right(scene).values())
     assert tiny_figures.truth_figures([scene], (4,))["4"]["all"] == 1.0
-
-
-def test_contexts_without_a_bar_are_reported_without_one() -> None:
-    assert tiny_figures.bars_met("same_step", {}, {}) == {}
-
-
-def test_what_no_scene_shows_is_held_to_no_bar() -> None:
-    part = dict.fromkeys(ATTRIBUTES, 1.0)
-    met = tiny_figures.bars_met("clean", {"5": part}, {"color_and_place": 1.0})
-    assert all(met.values()) and not any("both" in bar for bar in met)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("judge_once")
-def test_the_estimate_grows_with_the_plan() -> None:
-    subject = Painter().subject()
-    small = tiny_quality.estimate_s(subject, ONE)
-    assert 0 < small < tiny_quality.estimate_s(subject, replace(PLAN, batch=1, prompts=600))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--marks", "50", "5"], "rising"),
-        (["--contexts", "blurry"], "clean"),
-        (["--prompts", "0"], "at least 1"),
-    ],
-)
-def test_bad_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tiny_quality.parse(words)
-    assert message in capsys.readouterr().err
-
-
-def test_results_of_other_weights_of_any_part_are_others(tmp_path: Path) -> None:
-    for part in ("transformer", "vae"):
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "weights.safetensors").write_bytes(b"old")
-    stamps = [tiny_quality.stamp_of(tmp_path, PLAN, ModelConfig())]
-    (tmp_path / "vae" / "weights.safetensors").write_bytes(b"new")
-    stamps.append(tiny_quality.stamp_of(tmp_path, PLAN, ModelConfig()))
-    stamps.append(tiny_quality.stamp_of(tmp_path, PLAN, ModelConfig(sink=2)))
-    stamps.append(tiny_quality.stamp_of(tmp_path, replace(PLAN, seed=1), ModelConfig(sink=2)))
-    assert len(set(stamps)) == 4

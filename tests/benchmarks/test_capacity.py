@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import capacity
-from benchmarks.capacity import Visit, Visitor, figures, play
+from benchmarks.capacity import Visit, Visitor, play
 from streamdiff.config import Config, ServeConfig
 from tests.server.conftest import LIMIT_S, open_site
 from tests.server.scripted import Painter
@@ -43,14 +43,6 @@ def visit(
 )
 def test_a_visit_is_served_well_when_every_limit_is_kept(one: Visit, why: list[str]) -> None:
     assert one.broken(LIMITS, FPS) == why
-
-
-def test_goodput_is_of_those_served_well_and_of_the_time_measured() -> None:
-    visits = [visit(*GOOD), visit(*GOOD, first_frame_s=2.0, controls=(0.3,)), visit(first_frame_s=None, refused="time")]
-    found = figures(visits, LIMITS, FPS, 15.0, 25.0)
-    assert (found["visits"], found["served_well"], found["served_share"]) == (3, 1, pytest.approx(1 / 3))
-    assert (found["offered"], found["goodput"]) == (1.5, 0.5)  # the last five seconds of each
-    assert found["broken"] == {"first_frame": 1, "time": 1}
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_the_checks_hold_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decoder:tiny: off by 0 levels" in told and "nothing waits" in told
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("forked")
 def test_a_rehearsal_writes_what_it_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from training.judges.tiny_quality import Plan, Subject
 from training.judges.world_judge import ATTRIBUTES, Verdict, judge
 from training.scene_rows import row_of
 from training.world.render import render
-from training.world.scenes import random_scene
 from training.world.tracks import CHUNK_LATENTS, SIZE, Streams
 
 # The judge's pictures to compare with, and verdicts of pictures that several tests show, are made once.
@@ -146,52 +144,6 @@ def test_lateness_after_a_prompt_change_is_seen(late: int, then: float, run: Cal
     assert (found["change"]["color_and_place_at_once"], found["change"]["color_and_place"]) == (0.0, then)
     assert found["met"]["change within 2 chunks >= 0.95"] is bool(then)
     assert found["met"]["color >= 0.98"]
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_and_ends_with_the_same_figures(
-    run: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    """Interrupted in its second batch: the first is not made again, and the parts go when all is done."""
-    whole = run(Painter().subject())
-    parts, calls = tmp_path / "quality.parts", list[list[str]]()
-
-    def interrupted(prompts: list[str], **wanted: Any) -> dict[int, Tensor]:
-        calls.append(prompts)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return Painter().rollout(prompts, **wanted)
-
-    subject = replace(Painter().subject(), rollout=interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(subject, tiny_quality.Kept(parts, "same"))
-    assert not tiny_quality.Kept(parts, "of other weights").parts
-    kept = tiny_quality.Kept(parts, "same")
-    assert list(kept.parts) == ["clean 4 steady 0"]
-    assert run(subject, kept) == whole
-    assert calls[1] != calls[0] and calls[2:] == [calls[1], calls[0], calls[1]]  # the last two: prompts that change
-    assert not parts.exists()
-
-
-def test_a_changed_scene_differs_in_the_first_color_and_the_place_alone() -> None:
-    chance = random.Random(0)
-    for _ in range(60):
-        scene = random_scene(chance)
-        new = tiny_quality.changed(scene, chance)
-        assert new.first.color != scene.first.color and new.place != scene.place
-        assert replace(new, first=replace(new.first, color=scene.first.color), place=scene.place) == scene
-
-
-def test_both_counts_scenes_with_two_things_alone() -> None:
-    chance = random.Random(0)
-    scenes = sorted((random_scene(chance) for _ in range(8)), key=lambda scene: scene.second is None)
-    pairs = sum(scene.second is not None for scene in scenes)
-    assert 2 <= pairs < len(scenes)
-    good = dict.fromkeys(ATTRIBUTES, True)
-    rights = [{**good, "size": False}, {**good, "hour": False}, *[good] * (len(scenes) - 2)]
-    assert tiny_figures.figures_of(rights, scenes)["both"] == (pairs - 1) / pairs
-    assert tiny_figures.figures_of(rights, scenes)["all"] == (len(scenes) - 2) / len(scenes)
-    assert "both" not in tiny_figures.figures_of(rights[pairs:], scenes[pairs:])
 
 
 @pytest.mark.slow

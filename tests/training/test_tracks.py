@@ -77,7 +77,7 @@ def test_every_chunk_begins_on_the_lattice(seed: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(seeds, st.sampled_from(SPEEDS))
 def test_what_bounces_stays_between_its_bounds_and_turns_there(seed: int, speed: str) -> None:
     scene = rows(Scene(Thing(motion="bouncing", speed=speed)))
@@ -89,14 +89,6 @@ def test_what_bounces_stays_between_its_bounds_and_turns_there(seed: int, speed:
     for axis, (low, high) in enumerate(tracks.BOUNDS):
         assert later[:, axis].min() >= low and later[:, axis].max() <= high
         assert later[:, axis].max() - later[:, axis].min() > 0.8 * (high - low)
-
-
-def test_only_what_spins_turns() -> None:
-    scene = Scene(Thing(motion="spinning", speed="fast"), Thing("blue", "star", "left"))
-    track = play(scene, scene, replace(scene, first=Thing(motion="up")))
-    turned = (track.angle[0, 1:24, 0] - track.angle[0, :23, 0]).remainder(tracks.ANGLES)
-    assert (turned == tracks.SPIN[SPEEDS.index("fast")]).all()
-    assert (track.angle[0, :, 1] == 0).all() and (track.angle[0, 24:, 0] == 0).all()
 
 
 @pytest.mark.parametrize(("camera", "side"), [("left", -1), ("right", 1), ("still", 0)])
@@ -161,6 +153,8 @@ def test_a_key_pans_the_camera_whatever_the_scene_says(side: int) -> None:
     assert way == side * round(tracks.PAN * 11 / 12)
 
 
+@pytest.mark.slow
+@settings(max_examples=5)
 @given(seeds)
 def test_a_stream_without_keys_goes_on_as_one_that_has_none(seed: int) -> None:
     scenes = draw_scenes(8, dice(seed))

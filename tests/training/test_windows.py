@@ -12,7 +12,6 @@ import torch
 
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.scene import HOURS, MOTIONS, THING_TABLES, Scene
-from tests.small import CPU
 from training import autoencoder as clips
 from training import denoiser as train_denoiser
 from training.autoencoder import initialise
@@ -46,16 +45,6 @@ def pool(autoencoder: TAEHV) -> Pool:
     made = Pool(TrackEncoder(autoencoder, torch.zeros(channels), torch.ones(channels), tokens), capacity=6)
     made.grow(6, dice(1))
     return made
-
-
-def test_clips_lie_on_the_latent_grid_and_weigh_things_more() -> None:
-    drawn = clips.draw_clips(6, clips.CROP, dice(), CPU)
-    assert drawn.frames.shape == (6, 12, 3, clips.CROP, clips.CROP)
-    assert set(drawn.weight.unique().tolist()) == {1.0, 4.0, clips.FALLING}
-    track = clips.draw_track(6, dice())
-    for window in clips.draw_windows(track, clips.CROP, dice()):
-        assert window.top % clips.CELL == window.left % clips.CELL == 0
-        assert max(window.top, window.left) + window.side <= SIZE
 
 
 def pick(windows: Windows, rows: torch.Tensor) -> Windows:

@@ -40,6 +40,7 @@ from streamdiff.server.load import Unavailable
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.encoder import Picture, as_rgb
 from streamdiff.server.metrics import Metrics
+from streamdiff.server.peers import share_of
 from streamdiff.video.files import write_video
 
 logger = logging.getLogger(__name__)
@@ -54,13 +55,13 @@ TELL_S = 60.0
 """How often the log says that the disk has no room."""
 LONGEST_HOUSEKEEPING_S = 60.0
 NICENESS = 10
+"""How much less of the CPU an encoder gets than the server's other threads, where they compete (Linux)."""
 QUEUE = 64
 """Jobs that wait or run, at most."""
 KEEP_S = 86_400.0
 """Seconds after its end at which a job and its video are deleted."""
 LONGEST_JOB_S = 60.0
 """Of a job's video, at the model's own rate."""
-"""How much less of the CPU an encoder gets than the server's other threads, where they compete (Linux)."""
 
 _T = TypeVar("_T")
 
@@ -74,43 +75,6 @@ def _yield_to_others() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-class VideoFile:
-    """One video. `put` and `abort` from any thread; `write` on a thread of its own, once."""
-
-    def __init__(self, path: Path, fps: float, frames: int, encoded: Callable[[int], object]) -> None:
-        """`frames` are expected; `encoded` is called on the writing thread with the number of frames encoded so far."""
-        self._path, self._fps, self._frames, self._encoded = path, fps, frames, encoded
-        self._pictures: queue.SimpleQueue[Picture | None] = queue.SimpleQueue()
-
-    def put(self, pictures: NDArray[np.uint8]) -> None:
-        """The next pictures, uint8 `[n, *P]`, P as in `streamdiff.video.pixel_format`. Never waits: whoever makes them
-        is told by `encoded` how many may come."""
-        for picture in pictures:
-            self._pictures.put(picture)
-
-    def abort(self) -> None:
-        """Let `write` end without a file."""
-        self._pictures.put(None)
-
-    def write(self) -> None:
-        """Encode until all frames have come; the file has its name when it is complete and on the disk.
-
-        Raises:
-            EncodingAborted: `abort` came first.
-            OSError, FFmpegError: it cannot be written.
-        """
-        write_video(self._path, self._rgb(), self._fps, private=True)
-        sync(self._path)
-
-    def _rgb(self) -> Iterator[NDArray[np.uint8]]:
-        for number in range(self._frames):
-            picture = self._pictures.get()
-            if picture is None:
-                raise EncodingAborted("the video was given up")
-            yield as_rgb(picture)
-            self._encoded(number + 1)
-
-
 class _RequeueJob(Exception):
     """A job returns to the queue. `attempt`: what happened counts as one that it did not end; `wait_s`: no job begins
     for so long."""
@@ -122,11 +86,13 @@ class _RequeueJob(Exception):
 
 @dataclass(eq=False)
 class _Run:
-    """A job that is being made. `inbox` takes its session's events, and how many frames are encoded."""
+    """A job that is being made. `inbox` takes its session's events, and how many frames are encoded; `pictures` are on
+    their way to the encoder's thread, which ends without a file at None."""
 
     job: Job
     session: str
     inbox: asyncio.Queue[Event | Restarting | int] = field(default_factory=asyncio.Queue)
+    pictures: queue.SimpleQueue[Picture | None] = field(default_factory=queue.SimpleQueue)
     encoded: int = 0
     in_engine: bool = False
     preempted: bool = False
@@ -167,13 +133,12 @@ class JobRunner:
         self,
         request: VideoRequest,
         owner: str,
-        owner_share: int,
         picture: Pictures | None,
         features: Features,
         key: tuple[str, str] | None = None,
     ) -> Job:
-        """Put a job into the queue, of which `owner` may hold `owner_share` places, with what the store keeps of it.
-        Where a request with this `key` came before, its job is returned; see `JobStore.of_key`.
+        """Put a job of `owner` into the queue, with what the store keeps of it. Where a request with this `key` came
+        before, its job is returned; see `JobStore.of_key`.
 
         Raises:
             Unavailable: the queue or the disk is full. KeyReused: that request was another one.
@@ -182,7 +147,7 @@ class JobRunner:
         def add() -> Job:
             if key is not None and (known := self._store.of_key(*key)) is not None:
                 return known
-            self._check_room(owner, owner_share)
+            self._check_room(owner)
             return self._store.add(request, owner, clock.wall_s(), picture, features, key)
 
         job = await self._changed(add)
@@ -190,9 +155,10 @@ class JobRunner:
         self._wake.set()
         return job
 
-    def _check_room(self, owner: str, owner_share: int) -> None:
+    def _check_room(self, owner: str) -> None:
         """Raises Unavailable where the queue, the owner's share of it, or the disk is full."""
         serve = self._config
+        owner_share = share_of(QUEUE, serve.address_share)
         if self._store.count() >= QUEUE:
             raise Unavailable("queue", f"All {QUEUE} places are taken.", 10)
         if self._store.count(owner) >= owner_share:
@@ -236,14 +202,12 @@ class JobRunner:
         if job.status == "completed":
             return 100
         encoded = next((run.encoded for run in self._runs.values() if run.job.id == job.id), 0)
-        return min(99, 100 * encoded // job.request.frames)
+        return min(99, 100 * encoded // job.frames)
 
-    async def video(self, job: Job) -> tuple[Path, os.stat_result] | None:
-        """The file of a completed job's video, and its status; None if it is missing."""
+    async def video(self, job: Job) -> Path | None:
+        """The file of a completed job's video; None if it is missing."""
         path = self._store.path(job.id)
-        with contextlib.suppress(OSError):
-            return path, await self._stored(path.stat)
-        return None
+        return path if await self._stored(path.exists) else None
 
     # ---- for the session manager --------------------------------------------------------------------------------
 
@@ -390,11 +354,10 @@ class JobRunner:
 
     async def _run(self, run: _Run) -> None:
         """Make a job, and store its result. Mutates: self."""
-        job = run.job
         try:
             await self._make(run)
             measured = run.inference_s, run.peak_memory_mb
-            await self._keep(partial(self._store.complete, job.id, measured=measured))
+            await self._keep(partial(self._store.complete, run.job.id, measured))
             run.end = "completed"
         except _RequeueJob as requeue:
             await self._put_back(run, requeue)
@@ -407,7 +370,7 @@ class JobRunner:
                 self._tell(error)
                 await self._put_back(run, _RequeueJob(attempt="the disk had no room", wait_s=DISK_RETRY_S))
                 return
-            logger.exception("Job %s could not be encoded.", job.id)
+            logger.exception("Job %s could not be encoded.", run.job.id)
             # Without paths: who asked for it need not know where it is kept.
             why = getattr(error, "strerror", None) or type(error).__name__
             await self._fail(run, f"the video could not be written: {why}")
@@ -442,46 +405,64 @@ class JobRunner:
             _RequeueJob: the engine has no memory for it now, or ended meanwhile. EngineFailure: it has ended.
             OSError, FFmpegError: the file cannot be written.
         """
-        loop, request = asyncio.get_running_loop(), run.job.request
-        path, take = self._store.path(run.job.id), loop.call_soon_threadsafe
-        video = VideoFile(path, request.fps, request.frames, lambda frames: take(run.inbox.put_nowait, frames))
-        writing = loop.run_in_executor(self._encoders, video.write)
+        loop = asyncio.get_running_loop()
+        writing = loop.run_in_executor(
+            self._encoders, self._write, run, lambda frames: loop.call_soon_threadsafe(run.inbox.put_nowait, frames)
+        )
         # Tells the loop below, which looks why.
-        writing.add_done_callback(lambda _: run.inbox.put_nowait(request.frames))
+        writing.add_done_callback(lambda _: run.inbox.put_nowait(run.job.frames))
         try:
-            await self._stream(run, video, writing)
+            await self._stream(run, writing)
             await writing
         finally:
-            video.abort()
+            run.pictures.put(None)
             with contextlib.suppress(StreamdiffError, OSError, FFmpegError):
                 await asyncio.shield(writing)
 
-    async def _stream(self, run: _Run, video: VideoFile, writing: asyncio.Future[None]) -> None:
-        """Open the job's session, take all its frames, and close it. Mutates: run, video."""
-        session, request = run.session, run.job.request
+    def _write(self, run: _Run, encoded: Callable[[int], object]) -> None:
+        """Encode a job's frames until all have come; the file has its name when it is complete and on the disk.
+        `encoded` is called with the number of frames encoded so far, on this thread: an encoder's.
+
+        Raises:
+            EncodingAborted: it is not wanted any more. OSError, FFmpegError: it cannot be written.
+        """
+
+        def frames() -> Iterator[NDArray[np.uint8]]:
+            for number in range(run.job.frames):
+                if (picture := run.pictures.get()) is None:
+                    raise EncodingAborted("the video was given up")
+                yield as_rgb(picture)
+                encoded(number + 1)
+
+        path = self._store.path(run.job.id)
+        write_video(path, frames(), run.job.fps, private=True)
+        sync(path)
+
+    async def _stream(self, run: _Run, writing: asyncio.Future[None]) -> None:
+        """Open the job's session, take all its frames, and close it. Mutates: run."""
+        session, job = run.session, run.job
         chunk_frames = self._ready().chunk_frames
         ahead_frames = AHEAD_CHUNKS * chunk_frames
-        image = await self._stored(self._store.picture, run.job.id) if request.image else None
-        features = await self._stored(self._store.features, run.job.id, request)
+        image, features = await self._stored(self._store.inputs, job)
         opening = messages.Open(
-            session, request.prompt, request.seed, request.steps, max_ahead_frames=ahead_frames, background=True,
+            session, job.prompt, job.seed, job.steps, max_ahead_frames=ahead_frames, background=True,
             image=image, **features.fields(),
         )  # fmt: skip
         run.in_engine, begun_s = True, clock.monotonic_s()
         try:
             await self._send(opening)  # a job that is cancelled here may have reached the engine
             taken = 0
-            while taken < request.frames and not writing.done():
+            while taken < job.frames and not writing.done():
                 match await run.inbox.get():
                     case messages.FrameBatch() as batch:
-                        pictures = batch.pictures[: request.frames - taken]
-                        taken += len(pictures)
+                        for picture in batch.pictures[: job.frames - taken]:
+                            run.pictures.put(picture)
+                            taken += 1
                         run.inference_s = round(clock.monotonic_s() - begun_s, 3)
-                        video.put(pictures)
                     case int() as encoded:
                         run.encoded = max(run.encoded, encoded)
                         # What would be made beyond the end is not asked for.
-                        shown = min(encoded, request.frames + chunk_frames - ahead_frames)
+                        shown = min(encoded, job.frames + chunk_frames - ahead_frames)
                         if shown > 0 and encoded % chunk_frames == 0:
                             await self._send(messages.Shown(session, shown))
                     case Refused(code="memory"):

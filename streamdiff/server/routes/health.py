@@ -9,32 +9,31 @@ from pathlib import Path
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from streamdiff.config import ServeConfig
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
 from streamdiff.server.problem import Problem
 from streamdiff.server.routes.dependencies import State, answer, operation
+from streamdiff.server.routes.schemas import Answer
 from streamdiff.server.sessions.live_session import STALLED_S
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
 
 
-class Health(BaseModel):
+class Health(Answer):
     """The web process lives."""
 
     alive: Literal[True] = True
 
 
-class Readiness(BaseModel):
+class Readiness(Answer):
     """The engine makes video."""
 
     ready: Literal[True] = True
-    waiting: list[str] = Field(
-        default=[],
-        description="sessions that are opened when there is memory, of those whose token is shown; they were open "
-        "before a restart of the engine or the server",
-    )
+    waiting: list[str] = Field([])
+    """sessions that are opened when there is memory, of those whose token is shown; they were open before a restart
+    of the engine or the server"""
 
 
 router = APIRouter(tags=["health"])

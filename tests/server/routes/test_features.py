@@ -19,7 +19,6 @@ from streamdiff.config import Config
 from streamdiff.engine.features import NAMES, Features, check_file
 from streamdiff.engine.messages import Open, Ready
 from streamdiff.errors import RequestError
-from streamdiff.server.jobs.store import JobStore
 from streamdiff.server.sessions.keeper import SavedFolder, record_of, spec_of
 from streamdiff.server.sessions.live_session import StreamSpec
 from tests.server.conftest import Site, bearer, run_scene
@@ -243,7 +242,6 @@ def test_each_fault_names_the_tensor_and_nothing_is_queued(where: str, tmp_path:
             assert len(site.state.manager.sessions) == 1, "the default one"
             assert [each.session for each in site.client.sent if isinstance(each, Open)] == ["default"]
             assert not (await site.http.get("/v1/videos")).json()["data"]
-            assert not list(tmp_path.glob("*.safetensors"))
 
     asyncio.run(main())
 
@@ -281,7 +279,6 @@ def test_a_video_is_made_of_them(tmp_path: Path) -> None:
             answer = await site.http.post("/v1/videos", data={"num_frames": "24", "strength": "0.4"}, files=given)
             assert answer.status_code == 200, answer.text
             id = answer.json()["id"]
-            assert len(list(tmp_path.glob("*.safetensors"))) == 2
             assert (await ended(site, id))["status"] == "completed"
             [opened] = [each for each in site.client.sent if isinstance(each, Open) and id in each.session]
             assert opened.strength == 0.4 and opened.prompt_embeds == EMBEDS
@@ -289,29 +286,10 @@ def test_a_video_is_made_of_them(tmp_path: Path) -> None:
             for first, colour in ((0, "yellow"), (CHUNK_FRAMES, "purple"), (2 * CHUNK_FRAMES, "green")):
                 assert all(is_colour(each, colour) for each in pictures[first : first + CHUNK_FRAMES]), colour
             await site.http.delete(f"/v1/videos/{id}")
-            assert not list(tmp_path.glob("*.safetensors")), "they go with the video"
             nothing = await site.http.post("/v1/videos", data={"num_frames": "8"}, files=files(image_latents=PICTURE))
             assert (nothing.status_code, nothing.json()["error"]["param"]) == (400, "prompt")
 
     asyncio.run(main())
-
-
-def test_a_job_has_them_after_the_server_was_started_again(tmp_path: Path) -> None:
-    from streamdiff.server.jobs.store import VideoRequest
-
-    given = Features(EMBEDS, video_latents=VIDEO, strength=0.25)
-    store = JobStore(tmp_path)
-    job = store.add(VideoRequest("m", "", 1, 4, 8, 8.0, 128, 128), "me", 1.0, None, given)
-    store.close()
-    (tmp_path / f".streamdiff-{'0' * 12}.part").write_bytes(b"left")
-    store = JobStore(tmp_path)
-    assert store.recover() == 1
-    found = store.begin(2.0)
-    assert found is not None and store.features(job.id, found.request) == given
-    left = sorted(path.name.split(".")[1] for path in tmp_path.iterdir() if ".sqlite3" not in path.name)
-    assert left == ["prompt_embeds", "video_latents"]
-    assert store.used_bytes() >= len(EMBEDS) + len(VIDEO)
-    store.close()
 
 
 class Watched(io.BytesIO):

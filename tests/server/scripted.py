@@ -8,7 +8,6 @@ takes less time, and the upper left corner is white.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -22,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
-from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig
+from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo
 from streamdiff.engine.messages import Data
 from streamdiff.engine.process import main as engine_main
@@ -44,6 +44,8 @@ COLOURS = {
     "purple": (140, 60, 190),
     "orange": (235, 130, 40),
 }
+RENAMED = {"restarts": "max_restarts", "load": "max_utilization", "server_name": "name", "output": "outputs"}
+"""Options of `main` that are settings of `serve` by another name."""
 BLACK = (0, 0, 0)
 """What a stream of this colour ends by: there is no such paint."""
 MARKS = {"recache": (255, 255, 255), "flush": (0, 0, 0), "reset": (240, 60, 240)}
@@ -323,63 +325,25 @@ def main() -> int:
     from streamdiff.engine.process.engine_process import EngineProcess
     from streamdiff.server import main as server
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("command")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--max-viewers", type=int, default=32)
-    parser.add_argument("--codec", default="auto")
-    parser.add_argument("--name", default="scripted")
-    parser.add_argument("--control-token-file")
-    parser.add_argument("--view-token-file")
-    parser.add_argument("--cors-origins", nargs="*", default=[])
-    parser.add_argument("--drain-s", type=float, default=0.0)
-    parser.add_argument("--restarts", type=int, default=5)
-    parser.add_argument("--insecure", action="store_true")
-    parser.add_argument("--log-format", default="text")
-    parser.add_argument("--no-browser", action="store_true")
-    parser.add_argument("--jobs-dir")
-    parser.add_argument("--tls-cert")
-    parser.add_argument("--tls-key")
-    parser.add_argument("--udp-ports")
-    parser.add_argument("--server-name")
-    parser.add_argument("--agent-port", type=int)
-    parser.add_argument("--load", type=float, default=0.9)
-    parser.add_argument("--keep-s", type=float)
-    parser.add_argument("--state-dir")
-    parser.add_argument("--handover")
-    parser.add_argument("--output", action="append", default=[])
-    parser.add_argument("--whep-url")
-    arguments = parser.parse_args()
-    serve = ServeConfig(
-        host=arguments.host,
-        port=arguments.port,
-        max_viewers=arguments.max_viewers,
-        codec=arguments.codec,
-        control_token_file=arguments.control_token_file,
-        view_token_file=arguments.view_token_file,
-        cors_origins=arguments.cors_origins,
-        drain_s=arguments.drain_s,
-        max_restarts=arguments.restarts,
-        insecure=arguments.insecure,
-        log_format=arguments.log_format,
-        open_browser=not arguments.no_browser,
-        jobs_dir=arguments.jobs_dir,
-        tls_cert=arguments.tls_cert,
-        tls_key=arguments.tls_key,
-        udp_ports=arguments.udp_ports,
-        name=arguments.server_name,
-        agent_port=arguments.agent_port,
-        max_utilization=arguments.load,
-        keep_s=arguments.keep_s,
-        state_dir=arguments.state_dir,
-        handover=arguments.handover,
-        outputs=arguments.output,
-        whep_url=arguments.whep_url,
-        trusted_proxies=["127.0.0.1"] if arguments.server_name else [],
-    )
-    config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))
-    published = {} if arguments.name in catalogue.entries() else {"fetch": _nothing}
+    model, serve = "scripted", dict[str, Any](port=0)
+    words = deque(sys.argv[2:])
+    while words:
+        option = words.popleft().removeprefix("--").replace("-", "_")
+        setting = RENAMED.get(option, option)
+        if option == "name":
+            model = words.popleft()
+        elif option == "no_browser":
+            serve["open_browser"] = False
+        elif option == "insecure":
+            serve["insecure"] = True
+        elif setting in ("outputs", "cors_origins"):
+            while words and not words[0].startswith("--"):
+                serve.setdefault(setting, []).append(words.popleft())
+        else:
+            serve[setting] = yaml.safe_load(words.popleft())
+    proxies = ["127.0.0.1"] if "name" in serve else []
+    config = Config(serve=ServeConfig(**serve, trusted_proxies=proxies), model=ModelConfig(name=model))
+    published = {} if model in catalogue.entries() else {"fetch": _nothing}
     return server.run(config, supervise=partial(EngineProcess, module="tests.server.scripted"), **published)
 
 

@@ -53,13 +53,12 @@ ENGINE_RETRY_S = 1.0
 DISK_RETRY_S = 10.0
 TELL_S = 60.0
 """How often the log says that the disk has no room."""
-LONGEST_HOUSEKEEPING_S = 60.0
+EXPIRE_S = 60.0
+"""How often jobs that have been kept long enough are deleted."""
 NICENESS = 10
 """How much less of the CPU an encoder gets than the server's other threads, where they compete (Linux)."""
 QUEUE = 64
 """Jobs that wait or run, at most."""
-KEEP_S = 86_400.0
-"""Seconds after its end at which a job and its video are deleted."""
 LONGEST_JOB_S = 60.0
 """Of a job's video, at the model's own rate."""
 
@@ -141,14 +140,14 @@ class JobRunner:
         before, its job is returned; see `JobStore.of_key`.
 
         Raises:
-            Unavailable: the queue or the disk is full. KeyReused: that request was another one.
+            Problem: the queue or the disk is full, or that request was another one.
         """
 
         def add() -> Job:
             if key is not None and (known := self._store.of_key(*key)) is not None:
                 return known
             self._check_room(owner)
-            return self._store.add(request, owner, clock.wall_s(), picture, features, key)
+            return self._store.add(request, owner, picture, features, key)
 
         job = await self._changed(add)
         logger.info("Job %s waits: %d frames.", job.id, request.frames, extra=log_fields(job=job.id))
@@ -160,19 +159,17 @@ class JobRunner:
         serve = self._config
         owner_share = share_of(QUEUE, serve.address_share)
         if self._store.count() >= QUEUE:
-            raise Unavailable("queue", f"All {QUEUE} places are taken.", 10)
+            raise Unavailable("queue", f"All {QUEUE} places are taken.", 10, 429)
         if self._store.count(owner) >= owner_share:
-            raise Unavailable(
-                "address", f"One address may have {owner_share} jobs of {QUEUE} that wait "
-                "(serve.address_share), and yours does.", 10,
-            )  # fmt: skip
+            why = f"One address may have {owner_share} jobs of {QUEUE} that wait (serve.address_share), and yours does."
+            raise Unavailable("address", why, 10, 429)
         used_gb = self._store.used_bytes() / 1e9
         if used_gb >= serve.jobs_disk_gb:
             soonest_s = self._store.next_expiry_s()
             wait_s = 60 if soonest_s is None else round(min(max(soonest_s - clock.wall_s(), 1), 3600))
             raise Unavailable(
                 "disk", f"The videos kept here take {used_gb:.2f} GB of {serve.jobs_disk_gb:g} (serve.jobs_disk_gb). "
-                "DELETE some, or wait until they expire.", wait_s,
+                "DELETE some, or wait until they expire.", wait_s, 429,
             )  # fmt: skip
 
     async def get(self, id: str) -> Job | None:
@@ -242,7 +239,7 @@ class JobRunner:
 
     async def start(self) -> None:
         """Recover the jobs of the last server, and start to run jobs."""
-        waiting = await self._stored(self._store.recover, await self._now_s() + KEEP_S)
+        waiting = await self._stored(self._store.recover)
         if waiting:
             logger.info("%d jobs of an earlier run begin again.", waiting)
         self._tasks = [
@@ -267,7 +264,7 @@ class JobRunner:
             self._wake.clear()
             try:
                 while self._engine_runs and self._wait_s() <= 0 and self._has_place():
-                    if (job := await self._stored(self._store.begin, clock.wall_s())) is None:
+                    if (job := await self._stored(self._store.begin)) is None:
                         break
                     if self._wait_s() > 0:  # a session has asked for memory meanwhile
                         await self._stored(partial(self._store.put_back, job.id, attempt=False))
@@ -306,14 +303,13 @@ class JobRunner:
             logger.error("Job %s stays as it is until the server starts again.", run.job.id, exc_info=error)
 
     async def _expire(self) -> None:
-        period_s = min(LONGEST_HOUSEKEEPING_S, KEEP_S / 4)
         while True:
             try:
-                for id in await self._stored(self._store.expire, await self._now_s()):
+                for id in await self._stored(self._store.expire):
                     logger.info("Job %s has expired.", id, extra=log_fields(job=id))
             except (sqlite3.Error, OSError) as error:
                 self._tell(error)
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(EXPIRE_S)
 
     async def _stored(self, call: Callable[..., _T], *given: object) -> _T:
         """Call a method of the store on its thread."""
@@ -326,13 +322,7 @@ class JobRunner:
         except (sqlite3.Error, OSError) as error:
             self._tell(error)
             why = getattr(error, "strerror", None) or error  # without paths, which are nobody's business
-            raise Unavailable("storage", f"The server cannot write: {why}.", math.ceil(DISK_RETRY_S)) from error
-
-    async def _now_s(self) -> float:
-        """The wall clock, by which jobs expire, after the store has seen it."""
-        now_s = clock.wall_s()
-        await self._noted(self._store.see_time, now_s, clock.monotonic_s())
-        return now_s
+            raise Unavailable("storage", f"The server cannot write: {why}.", math.ceil(DISK_RETRY_S), 507) from error
 
     async def _noted(self, call: Callable[..., None], *given: object) -> None:
         """The same for what becomes of a job: tried until the disk takes it."""
@@ -356,8 +346,7 @@ class JobRunner:
         """Make a job, and store its result. Mutates: self."""
         try:
             await self._make(run)
-            measured = run.inference_s, run.peak_memory_mb
-            await self._keep(partial(self._store.complete, run.job.id, measured))
+            await self._noted(self._store.complete, run.job.id, run.inference_s, run.peak_memory_mb)
             run.end = "completed"
         except _RequeueJob as requeue:
             await self._put_back(run, requeue)
@@ -379,13 +368,8 @@ class JobRunner:
                 raise
             await self._put_back(run, _RequeueJob())
 
-    async def _keep(self, note: Callable[[float, float], None]) -> None:
-        """Store a job's end now, and its expiry `KEEP_S` later, by `note(now_s, expires_s)`."""
-        now_s = await self._now_s()
-        await self._noted(note, now_s, now_s + KEEP_S)
-
     async def _fail(self, run: _Run, why: str) -> None:
-        await self._keep(partial(self._store.fail, run.job.id, why))
+        await self._noted(self._store.fail, run.job.id, why)
         run.end = "failed"
 
     async def _put_back(self, run: _Run, requeue: _RequeueJob) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import re
 import secrets
@@ -23,10 +22,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from streamdiff import clock
 from streamdiff.atomic_write import check_room, open_private
 from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures
-from streamdiff.errors import ConfigError, StreamdiffError
+from streamdiff.errors import ConfigError
+from streamdiff.server.problem import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ VERSION = 2
 _PICTURE = "picture"
 _UNFINISHED = r"\.streamdiff-[0-9a-f]{12}\.part"
 _OF_A_JOB = r"video_([a-z0-9]+_)?[0-9a-f]{32}\.mp4"
+KEEP_S = 86_400.0
+"""Seconds after its end at which a job and its video are deleted."""
 LONGEST_DOWN_S = 3600.0
 """What the time between two servers counts for at most, as nobody saw it pass."""
 LOCKED_S = 0.5
@@ -111,10 +114,6 @@ _PRAGMAS = (
     "journal_mode = WAL",
     "synchronous = FULL",
 )
-
-
-class KeyReused(StreamdiffError):
-    """A request has the key of another one."""
 
 
 class JobStore:
@@ -163,10 +162,10 @@ class JobStore:
         picture = None if raw is None else np.frombuffer(raw, np.uint8).reshape(1, job.height, job.width, 3)
         return picture, Features(**given, strength=job.strength)
 
-    def recover(self, expires_s: float = math.inf) -> int:
+    def recover(self) -> int:
         """Requeue jobs that were in progress when the last server ended, and completed jobs whose file is missing;
-        remove files that were not finished. Jobs during which servers ended ATTEMPTS times have failed; they are kept
-        until `expires_s`. Returns the number of queued jobs."""
+        remove files that were not finished. Jobs during which servers ended ATTEMPTS times have failed. Returns the
+        number of queued jobs."""
         found = {entry.name for entry in self.folder.iterdir()}
         self._put_back("status = 'in_progress'", attempt=True)
         complete = {self.path(job.id).name: job.id for job in self._jobs("WHERE status = 'completed'")}
@@ -174,7 +173,7 @@ class JobStore:
             again = {"started_s": None, "ended_s": None, "expires_s": None, "attempts": 0, "bytes": 0}
             self._update(complete[name], status="queued", **again)
         for job in self._jobs("WHERE status = 'queued' AND attempts >= ?", ATTEMPTS):
-            self.fail(job.id, f"the server ended {ATTEMPTS} times while this was made", job.created_s, expires_s)
+            self.fail(job.id, f"the server ended {ATTEMPTS} times while this was made")
         for name in found:
             if re.fullmatch(_UNFINISHED, name):
                 (self.folder / name).unlink(missing_ok=True)
@@ -193,7 +192,6 @@ class JobStore:
         self,
         request: VideoRequest,
         owner: str,
-        now_s: float,
         picture: Pictures | None = None,
         features: Features = NOTHING,
         key: tuple[str, str] | None = None,
@@ -206,7 +204,7 @@ class JobStore:
         """
         check_room(self.folder)
         asked = asdict(request) | {"strength": features.strength}
-        job = Job(**asked, id=f"{self._prefix}{secrets.token_hex(16)}", status="queued", created_s=now_s)
+        job = Job(**asked, id=f"{self._prefix}{secrets.token_hex(16)}", status="queued", created_s=clock.wall_s())
         given = {name: getattr(features, name) for name in features.names}
         if picture is not None:
             given[_PICTURE] = picture.tobytes()
@@ -219,7 +217,7 @@ class JobStore:
             )
         return job
 
-    def begin(self, now_s: float) -> Job | None:
+    def begin(self) -> Job | None:
         """The oldest job that waits, which is in progress from now on, with one attempt more; None: none waits.
 
         Raises:
@@ -227,7 +225,7 @@ class JobStore:
         """
         for job in self._jobs("WHERE status = 'queued' ORDER BY number LIMIT 1"):
             check_room(self.folder)
-            self._update(job.id, status="in_progress", started_s=now_s, attempts=job.attempts + 1)
+            self._update(job.id, status="in_progress", started_s=clock.wall_s(), attempts=job.attempts + 1)
             return self.get(job.id)
         return None
 
@@ -243,15 +241,19 @@ class JobStore:
         query = f"UPDATE jobs SET status = 'queued', started_s = NULL, attempts = attempts - ? WHERE {condition}"
         self._execute(query, not attempt, *values)
 
-    def complete(self, id: str, measured: tuple[float | None, float | None], now_s: float, expires_s: float) -> None:
-        """A job's file is complete; `measured`: its `inference_s` and `peak_memory_mb`."""
-        times = {"ended_s": now_s, "expires_s": expires_s, "inference_s": measured[0], "peak_memory_mb": measured[1]}
-        self._update(id, status="completed", bytes=self.path(id).stat().st_size, **times)
+    def complete(self, id: str, inference_s: float | None, peak_memory_mb: float | None) -> None:
+        """A job's file is complete."""
+        measured = {"inference_s": inference_s, "peak_memory_mb": peak_memory_mb}
+        self._end(id, status="completed", bytes=self.path(id).stat().st_size, **measured)
 
-    def fail(self, id: str, error: str, now_s: float, expires_s: float) -> None:
+    def fail(self, id: str, error: str) -> None:
         """A job cannot be made, ever: what was given for it is removed."""
-        self._update(id, status="failed", ended_s=now_s, expires_s=expires_s, error=error, bytes=0)
+        self._end(id, status="failed", error=error, bytes=0)
         self._execute("DELETE FROM inputs WHERE job = ?", id)
+
+    def _end(self, id: str, **values: object) -> None:
+        now_s = self._now_s()
+        self._update(id, ended_s=now_s, expires_s=now_s + KEEP_S, **values)
 
     def delete(self, id: str) -> bool:
         """Forget a job and its file; False if there is none."""
@@ -264,10 +266,10 @@ class JobStore:
         self.path(id).unlink(missing_ok=True)
         return bool(deleted)
 
-    def see_time(self, wall_s: float, monotonic_s: float) -> None:
-        """Move the expiry of jobs along with a wall clock that jumps: what they have left passes by the monotonic
-        clock, and between two servers by the wall clock, LONGEST_DOWN_S at most. To be called before jobs end or
-        expire. Mutates: self."""
+    def _now_s(self) -> float:
+        """The wall clock. Where it has jumped, the expiry of jobs moves along: what they have left passes by the
+        monotonic clock, and between two servers by the wall clock, LONGEST_DOWN_S at most. Mutates: self."""
+        wall_s, monotonic_s = clock.wall_s(), clock.monotonic_s()
         if self._seen_s is not None:
             jump_s = (wall_s - self._seen_s[0]) - (monotonic_s - self._seen_s[1])
         elif (last_s := self._value("SELECT max(wall_s) FROM clock")) is not None:
@@ -280,13 +282,15 @@ class JobStore:
                 self._note_time(wall_s)
             logger.warning("The clock says %.0f s more than were seen to pass; jobs expire so much later.", jump_s)
         self._seen_s = wall_s, monotonic_s
+        return wall_s
 
     def _note_time(self, now_s: float) -> None:
         self._execute("INSERT OR REPLACE INTO clock (id, wall_s) VALUES (1, ?)", now_s)
 
-    def expire(self, now_s: float) -> list[str]:
+    def expire(self) -> list[str]:
         """Forget the jobs that have been kept long enough, and their files; returns which. Notes the time for the next
         server."""
+        now_s = self._now_s()
         old = [id for (id,) in self._execute("SELECT id FROM jobs WHERE expires_s <= ?", now_s)]
         for id in old:
             self.delete(id)
@@ -299,10 +303,11 @@ class JobStore:
         return next(iter(self._jobs("WHERE id = ?", id)), None)
 
     def of_key(self, key: str, digest: str) -> Job | None:
-        """The job of an earlier request with this key, or None. Raises KeyReused where that was another request."""
+        """The job of an earlier request with this key, or None. Raises Problem, 409, where that was another request."""
         found = self._execute("SELECT id, request_digest FROM jobs WHERE request_key = ?", key)
         if found and found[0][1] != digest:
-            raise KeyReused("`Idempotency-Key` belongs to another request; send one of its own with each new request")
+            why = "`Idempotency-Key` belongs to another request; send one of its own with each new request"
+            raise Problem(409, why, code="idempotency_key", field="Idempotency-Key")
         return self.get(found[0][0]) if found else None
 
     def page(self, *, after: str | None, limit: int, order: Order) -> list[Job] | None:

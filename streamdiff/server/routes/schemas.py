@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -17,7 +16,7 @@ from streamdiff.server.sessions.control import Body, Fps, Prompt, Seed, Steps, S
 from streamdiff.video.picture import Fit
 
 Size = Annotated[str, Field(pattern=r"^[0-9]{1,5}[xX*][0-9]{1,5}$")]
-BodyT = TypeVar("BodyT", bound=Body)
+BodyT = TypeVar("BodyT", bound=BaseModel)
 _IMAGE = (
     "a picture that it begins with and goes on from: JPEG, PNG, WebP or AVIF as base64 (or a data: URL), in a form a "
     "file; never an address"
@@ -272,34 +271,33 @@ class Receipts(Answer):
     session: SessionInfo
 
 
-def read(model: type[BodyT], given: Any, *, is_form: bool = False) -> BodyT:
+def read(
+    model: type[BodyT], given: Any, *, is_form: bool = False, status: int = 422, unknown: str = "invalid"
+) -> BodyT:
     """A JSON value, or a form's texts, as a `model`.
 
     Raises:
-        Problem: 422 with the first field at fault and all of them in `errors`.
+        Problem: with `status`, the first field at fault and all of them in `errors`; its code is `unknown` for a field
+            that there is not.
     """
     if not isinstance(given, dict):
-        raise Problem(422, "The body is JSON, but no object with fields.", code="invalid")
-    _check_known(model, given)
+        raise Problem(status, "The body is JSON, but no object with fields.", code="invalid")
+    # Before pydantic, which would write of each of a million that it is wrong.
+    if strange := [name for name in given if name not in model.model_fields]:
+        errors = [{"field": name[:40], "message": "Extra inputs are not permitted"} for name in strange[:20]]
+        detail = f"There is no field {strange[0][:40]!r}; known: {', '.join(model.model_fields)}."
+        raise Problem(status, detail, code=unknown, field=strange[0][:40], errors=errors)
     try:
         return model.model_validate(given, strict=False if is_form else None)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
-    # What is wrong with the fields together has no place, but a type that is a field's name.
-    together = [each["type"] if each["type"] in model.model_fields else "" for each in problems]
-    fields = [".".join(map(str, each["loc"])) or name for each, name in zip(problems, together, strict=True)]
-    errors = [{"field": field, "message": each["msg"]} for field, each in zip(fields, problems, strict=True)]
-    first = errors[0]
-    detail = f"`{first['field'][:40]}`: {first['message']}." if problems[0]["loc"] else f"{first['message']}."
-    raise Problem(422, detail, code="invalid", field=first["field"][:40], errors=errors[:20])
-
-
-def _check_known(model: type[BaseModel], fields: Mapping[str, object]) -> None:
-    """Raises Problem 422 for fields that there are not. Pydantic would write of each of a million that it is wrong."""
-    if unknown := [name for name in fields if name not in model.model_fields]:
-        errors = [{"field": name[:40], "message": "Extra inputs are not permitted"} for name in unknown[:20]]
-        detail = f"There is no field {unknown[0][:40]!r}; known: {', '.join(model.model_fields)}."
-        raise Problem(422, detail, code="invalid", field=unknown[0][:40], errors=errors)
+    errors = []
+    for each in problems:  # what is wrong with fields together has no place, but a type that is a field's name
+        together = each["type"] if each["type"] in model.model_fields else ""
+        errors.append({"field": str(each["loc"][0]) if each["loc"] else together, "message": each["msg"]})
+    field, message = errors[0]["field"][:40], errors[0]["message"]
+    detail = f"`{field}`: {message}." if problems[0]["loc"] else f"{message}."
+    raise Problem(status, detail, code="invalid", field=field, errors=errors[:20])
 
 
 def is_size_of(size: str, ready: Ready) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import FileResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from streamdiff.engine.features import NAMES
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Ready
@@ -21,23 +21,13 @@ from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
 from streamdiff.server.jobs import runner
 from streamdiff.server.jobs.runner import JobRunner
-from streamdiff.server.jobs.store import Job, KeyReused, VideoRequest
-from streamdiff.server.load import Unavailable
+from streamdiff.server.jobs.store import Job, VideoRequest
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem
-from streamdiff.server.routes.bodies import (
-    FORM,
-    JSON,
-    MAX_JSON_BYTES,
-    URLENCODED,
-    Files,
-    feature_files,
-    given_features,
-    given_picture,
-    read_fields,
-)
+from streamdiff.server.routes import bodies
+from streamdiff.server.routes.bodies import FORM, JSON, URLENCODED
 from streamdiff.server.routes.dependencies import BINARY, FEATURES, State, answer, json_or_form, operation, problems
-from streamdiff.server.routes.schemas import Answer, Size, is_size_of
+from streamdiff.server.routes.schemas import Answer, Size, is_size_of, read
 from streamdiff.server.sessions.control import Fps, Prompt, Steps, Strength, steps_refusal
 from streamdiff.video.picture import Fit
 
@@ -99,7 +89,7 @@ class NewVideo(BaseModel):
     num_frames: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """length in frames"""
     num_inference_steps: Steps | None = None
-    input_reference: Annotated[str, Field(max_length=MAX_JSON_BYTES)] | None = None
+    input_reference: Annotated[str, Field(max_length=bodies.MAX_JSON_BYTES)] | None = None
     """a picture that it begins with: a file of a form, or base64; JPEG, PNG, WebP or AVIF, no address"""
     fit: Fit | None = None
     """how a picture of other proportions is fitted; default cover"""
@@ -193,14 +183,14 @@ def _fault(name: str, why: str, code: str = "invalid") -> Problem:
     return Problem(400, why, code=code, field=name[:40])
 
 
-async def read_new_video(request: Request, ready: Ready) -> tuple[NewVideo, bytes | str | None, Files]:
+async def read_new_video(request: Request, ready: Ready) -> tuple[NewVideo, bytes | str | None, bodies.Files]:
     """The body of a request, JSON or a form, the picture in it, a file's bytes or base64, and files of features.
 
     Raises:
         Problem: 400 naming the field, 413, 415; 422 for features that the model does not take.
     """
-    takes = {PICTURE: 0, **feature_files(ready)}
-    given, sent = await read_fields(request, 400, takes, ready, required=True, forms=(FORM, URLENCODED))
+    takes = {PICTURE: 0, **bodies.feature_files(ready)}
+    given, sent = await bodies.read_fields(request, 400, takes, ready, required=True, forms=(FORM, URLENCODED))
     files = sent or {}
     if not isinstance(given, dict):
         raise Problem(400, "The body is JSON, but no object: give fields, such as `prompt`.", code="bad_json")
@@ -266,18 +256,9 @@ def _validated(given: Mapping[str, Any], *, embeds: bool) -> NewVideo:
     if not embeds and "prompt" not in fields:
         raise _fault("prompt", "`prompt` is missing.")
     for name, value in fields.items():
-        if name not in NewVideo.model_fields:  # before pydantic writes of each one that it is wrong
-            known = ", ".join(NewVideo.model_fields)
-            why = f"`{name[:40]}` would be ignored, so it is refused. What can be said: {known}."
-            raise _fault(name, why, "unsupported")
-        if isinstance(value, bool) and name not in UNUSED:  # not 1 or 0
+        if isinstance(value, bool) and name in NewVideo.model_fields and name not in UNUSED:  # not 1 or 0
             raise _fault(name, f"`{name}` is {json.dumps(value)}; it must be a number or a text.")
-    try:
-        return NewVideo.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    name = str(first["loc"][0])[:40] if first["loc"] else ""
-    raise _fault(name, f"`{name}`: {first['msg']}.")
+    return read(NewVideo, fields, status=400, unknown="unsupported")
 
 
 def _reference(given: Any) -> Any:
@@ -434,11 +415,6 @@ def _unknown(id: str) -> Problem:
     return Problem(404, f"There is no video {id[:64]!r}: deleted, expired, or never asked for.", code="unknown")
 
 
-def _unavailable(error: Unavailable) -> Problem:
-    status = 507 if error.code == "storage" else 429
-    return Problem(status, str(error), {"Retry-After": str(error.retry_after_s)}, code=error.code)
-
-
 async def _visible_job(jobs: Visible, id: str) -> Job:
     if (job := await jobs.get(id)) is None:
         raise _unknown(id)
@@ -454,17 +430,12 @@ async def create_video(request: Request, state: State, jobs: Changeable, key: _K
     ready = state.manager.ready
     wanted, image, files = await read_new_video(request, ready)
     made = resolve(wanted, ready, runner.LONGEST_JOB_S, state.config.model.name)
-    picture = await given_picture(image, ready, wanted.fit, status=400, field="input_reference")
+    picture = await bodies.given_picture(image, ready, wanted.fit, status=400, field="input_reference")
     prompt = wanted.prompt is not None
-    given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
+    given = await bodies.given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
     sent = [None if picture is None else picture.tobytes(), *(files.get(name) for name in NAMES)]
     known_by = None if key is None else idempotency(key, state.caller(request), wanted, *sent)
-    try:
-        job = await jobs.submit(made, address_of(request), picture, given, known_by)
-    except KeyReused as error:
-        raise Problem(409, str(error), code="idempotency_key", field="Idempotency-Key") from error
-    except Unavailable as error:
-        raise _unavailable(error) from error
+    job = await jobs.submit(made, address_of(request), picture, given, known_by)
     return video_of(job, jobs.progress(job))
 
 
@@ -520,11 +491,8 @@ async def video_content(jobs: Visible, job: Found, variant: Literal["video"] = "
 
 @router.delete("/videos/{id}", summary="Forget one; if it is being made, that ends", **operation("steer", 507))
 async def delete_video(jobs: Changeable, id: str) -> DeletedVideo:
-    try:
-        if not await jobs.delete(id):
-            raise _unknown(id)
-    except Unavailable as error:
-        raise _unavailable(error) from error
+    if not await jobs.delete(id):
+        raise _unknown(id)
     return DeletedVideo(id=id)
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -33,7 +33,7 @@ from streamdiff.errors import RequestError
 from streamdiff.models import catalogue
 from streamdiff.models.spec import ParsedPrompt
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
-from streamdiff.snapshot_header import FORMAT, KIND, read_header
+from streamdiff.snapshot_header import FORMAT, KIND, OpenedWith, read_header
 from tests.engine.bare_pipeline import BarePipeline
 
 COLOURS = {
@@ -101,24 +101,21 @@ class _Stream:
 class Painting:
     """A painted stream at rest; its file is that of a snapshot, without tensors."""
 
-    session: dict[str, Any]
+    session: OpenedWith
     trees: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=lambda: {"name": INFO.model, "size": SIZE})
 
     @property
-    def steps(self) -> int:
-        return int(self.session["steps"])
-
-    def with_given(self, start: None, embeddings: None) -> Painting:
+    def tensors(self) -> dict[str, None]:
         """A painter begins with a prompt alone."""
+        return {}
+
+    def with_loose(self, **tensors: None) -> Painting:
         return self
 
-    def given(self) -> tuple[None, None]:
-        return None, None
-
     def to_bytes(self) -> bytes:
-        parts = {"model": self.model, "session": self.session, "trees": self.trees, "about": self.about}
+        parts = {"model": self.model, "session": asdict(self.session), "trees": self.trees, "about": self.about}
         metadata = {"kind": KIND, "format": str(FORMAT), "header": json.dumps(parts)}
         header = json.dumps({"__metadata__": metadata}).encode()
         return len(header).to_bytes(8, "little") + header
@@ -213,16 +210,14 @@ class Painter(BarePipeline):
     def close_session(self, session: int) -> None:
         del self._streams[session]
 
-    def save(self, session: int) -> tuple[Painting, list[Frames]]:
-        stream = self._streams[session]
-        opened = {"seed": stream.seed, "steps": stream.steps, "kv_context": stream.kv_context, "epoch": stream.epoch}
-        return Painting(opened, {"chunk": stream.chunk, "colour": stream.colour}), []
-
     def comes_to_rest(self, session: int) -> bool:
         return True
 
     def begin(self, session: int, finish: Callable[[Painting], Any]) -> int:
-        self._saved = [(next(self._tickets), finish(self.save(session)[0]))]
+        stream = self._streams[session]
+        opened = OpenedWith(stream.seed, stream.steps, stream.epoch, stream.kv_context)  # type: ignore[arg-type]
+        painting = Painting(opened, {"chunk": stream.chunk, "colour": stream.colour, "paused": stream.paused})
+        self._saved = [(next(self._tickets), finish(painting))]
         return self._saved[0][0]
 
     def take_done(self) -> list[tuple[int, Any]]:
@@ -230,15 +225,23 @@ class Painter(BarePipeline):
         return saved
 
     def read_snapshot(self, data: Data) -> Painting:
-        header = read_header(data)
-        return Painting(dict(header.session), dict(header.trees), dict(header.about), dict(header.model))
+        header, _ = read_header(data)
+        return Painting(header.session, header.trees, header.about, header.model)
 
     def load(self, session: int, snapshot: Painting) -> list[Frames]:
-        if snapshot.model != Painting({}, {}).model or "REFUSES" in os.environ:
+        if snapshot.model != Painting(snapshot.session, {}).model or "REFUSES" in os.environ:
             raise RequestError("snapshot", "the painter does not know this hand")
-        self.open(session, tuple(snapshot.trees["colour"]), **snapshot.session)
-        self._streams[session].chunk = snapshot.trees["chunk"]
+        opened, trees = snapshot.session, snapshot.trees
+        self.open(
+            session, tuple(trees["colour"]), seed=opened.seed, epoch=opened.epoch, steps=opened.steps,
+            kv_context=opened.kv_context,
+        )  # fmt: skip
+        self._streams[session].chunk, self._streams[session].paused = trees["chunk"], trees["paused"]
         return []
+
+    def progress(self, session: int) -> tuple[int, int, int, bool]:
+        stream = self._streams[session]
+        return stream.chunk - 1, stream.epoch, stream.epoch, stream.paused
 
     def _ready(self) -> deque[int]:
         return deque(

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.slow
 MODEL = small_model(4, layers=4, sink=2)
 CHUNK = MODEL.spec.chunk_frames
 LEAD = PlaybackConfig(max_ahead_s=4.0)
-TOKEN = "control-token-of-the-tests"
 IMAGE = "data:image/png;base64," + base64.b64encode(png("green")).decode()
 
 

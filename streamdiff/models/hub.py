@@ -104,4 +104,4 @@ def _reachable(repo: str, names: Sequence[str]) -> Iterator[None]:
         raise ConfigError(
             f"{', '.join(names)} of {repo} is not in the hub's cache and cannot be fetched: {reason}. Fetch it "
             f"elsewhere with `{download_command(repo, names)}` and copy the cache here (HF_HOME), or give the path"
-        ) from None
+        ) from error

@@ -13,6 +13,7 @@ class BarePipeline:
     info: ModelInfo
     encodings = 0
     inputs: tuple[int, ...] = ()
+    savings: tuple[int, ...] = ()
 
     @property
     def swapping(self) -> Any:

@@ -107,7 +107,7 @@ class ModelConfig(_Section):
     name: Annotated[str, Flag("--model", "NAME", MODEL)] = EMBEDDED
     """`tiny`, a name of `streamdiff models`, a hub id (OWNER/NAME), or a path."""
     weights: Annotated[str | None, Flag(metavar="FILE")] = None
-    """The transformer's weights, in any published layout; without a name the model is recognised by them."""
+    """The transformer's weights, in any published layout; without a name the model is told by the file's name."""
     lora: Annotated[str | None, Flag(metavar="FILE[:SCALE]")] = None
     """A LoRA that is merged into the weights; in place of the published one."""
     vae: Annotated[str | None, Flag(metavar="PATH")] = None

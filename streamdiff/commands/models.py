@@ -39,14 +39,13 @@ def run(name: str | None, *, as_json: bool) -> int:
 
 
 def on_disk(files: Files) -> dict[str, Path | None]:
-    """Where each file lies in the hub's cache (`HF_HOME`), None where it does not. Looks at folders only; what is no
-    hub repository is not looked for."""
+    """Where each file lies in the hub's cache (`HF_HOME`), None where it does not. Looks at folders only."""
     from huggingface_hub import try_to_load_from_cache
 
     if any("*" in name for name in files.files):
         return dict.fromkeys(files.files, hub.folder_on_disk(files))
     found: dict[str, Path | None] = dict.fromkeys(files.files)
-    for file in files.files if files.on_hub else ():
+    for file in files.files:
         path = try_to_load_from_cache(files.repo, file)
         # Anything else says that the file is not there, or is known not to exist.
         found[file] = Path(path) if isinstance(path, str) else None

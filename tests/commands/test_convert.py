@@ -229,7 +229,7 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
         (
             f"{DECODE}nothing.safetensors",
             "nothing.safetensors does not exist; expected clean latents, a safetensors file: latents [C, F, h, w] or "
-            "[chunks, C, f, h, w] (C, F, chunks, f, h, w at least 1)",
+            "[chunks, C, f, h, w]",
         ),
         (f"{DECODE}other.safetensors", "latents is missing, video is unknown; expected latents [C, F, h, w] or"),
         (f"{DECODE}nan.safetensors", "got nan at [3, 1, 0, 0] (4 of 128 are not finite)"),
@@ -252,7 +252,7 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
         (f"{ENCODE}nothing.mp4", "nothing.mp4 does not exist; expected a video file or a folder"),
         (f"{ENCODE}latents.safetensors", "video is missing, latents is unknown; expected video [3, F, H, W]"),
         (f"{ENCODE}bytes.safetensors", "`video` has values from 255 to 255; expected -1 to 1"),
-        (f"{ENCODE}grey.safetensors", "expected shape [3, F, H, W] (F, H, W at least 1), got [1, 5, 16, 16]"),
+        (f"{ENCODE}grey.safetensors", "expected shape [3, F, H, W], got [1, 5, 16, 16]"),
         (
             f"{ENCODE}even.safetensors",
             "8 frames cannot be encoded: the Wan autoencoder takes one frame, then",

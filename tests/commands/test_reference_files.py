@@ -136,7 +136,7 @@ FIRST, GIVEN = "--first-steps", "--given-latents"
     [
         (FIRST, first_steps(timesteps=None), "timesteps is missing; expected timesteps [chunks] or [chunks, 3] or"),
         (FIRST, first_steps(noise_level=None), "noise_level is missing"),
-        (FIRST, first_steps(timesteps=told(5)), "[chunks, 3, 3] (chunks at least 6), got [5]"),
+        (FIRST, first_steps(timesteps=told(5)), "[chunks (at least 6), 3, 3], got [5]"),
         (FIRST, first_steps(timesteps=told(6, 2, 3)), "got [6, 2, 3]"),
         (FIRST, first_steps(timesteps=told(6) + 101), "expected values from 0 to 1000, got 1001 at [0] (6 of 6 are"),
         (FIRST, first_steps(noise_level=-told(6, 3)), "noise_level: expected values from 0 to 1, got -900 at [0, 0]"),
@@ -146,7 +146,7 @@ FIRST, GIVEN = "--first-steps", "--given-latents"
         (GIVEN, {"latents": clean()[0, :, :2].contiguous()}, "latents has 2 latent frames, but a stream goes on from"),
         (GIVEN, {"latents": clean(chunks=6)}, "chunks is 6, and the first 6 are given, so there is none to make"),
         (GIVEN, None, "does not exist"),
-        ("--prompt-embeds", {"prompt_embeds": told(5)}, "expected shape [L, "),
+        ("--prompt-embeds", {"prompt_embeds": told(5)}, "expected shape [L ("),
         ("--video-latents", {"latents": clean()}, "the input video has 2 chunks, but 6 are to be made"),
         ("--video-latents", {"latents": clean()[0, :, :2].contiguous()}, "the input video has 0 chunks, but 6"),
     ],

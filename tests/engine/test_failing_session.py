@@ -12,7 +12,7 @@ import pytest
 from streamdiff.api import StreamSession
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Closed, Command, Event, FrameBatch, Open, Opened, Refused, Reset, SetPrompt
-from streamdiff.engine.process.serializer import decode_event, encode
+from streamdiff.engine.process.ipc import decode, encode
 from streamdiff.errors import EngineFailure, StreamdiffError
 from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline
 
@@ -49,7 +49,7 @@ def test_what_the_pipeline_loses_is_closed_with_the_reason_and_its_slot_is_free(
 
 def test_a_reason_travels() -> None:
     told = Closed("one", "why")
-    assert decode_event(encode(told)) == told
+    assert decode(encode(told)) == told
 
 
 @pytest.mark.parametrize("command", [SetPrompt("one", "blue star", "7"), Reset("one", 5, "7")])

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig
 from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo
 from streamdiff.engine.messages import Data
+from streamdiff.engine.process import ipc
 from streamdiff.engine.process import main as engine_main
-from streamdiff.engine.process import private_folder
 from streamdiff.errors import RequestError
 from streamdiff.models import catalogue
 from streamdiff.models.spec import ParsedPrompt
@@ -388,7 +388,7 @@ async def _nothing(config: ModelConfig, tell: object) -> None:
 
 
 def _model_config() -> ModelConfig:
-    return private_folder.read_config(Path(sys.argv[sys.argv.index("--address") + 1])).model
+    return ipc.read_config(Path(sys.argv[sys.argv.index("--address") + 1])).model
 
 
 if __name__ == "__main__":

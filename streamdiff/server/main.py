@@ -50,6 +50,9 @@ FETCHED_PERCENT = 5
 GOODBYE_S = 0.3
 """Time for the message that the engine has ended to reach viewers, before connections are closed."""
 
+RANK_FAILURE_S = 3.0
+"""For the engine to say that a rank is gone, when torchrun ends this one."""
+
 Fetch = Callable[[ModelConfig, Callable[[DownloadProgress], None]], Awaitable[None]]
 
 
@@ -244,6 +247,10 @@ async def _serve_engine(
             fatal.error("the server stays to say so, /readyz answers 503 (Ctrl-C ends)")
             await asyncio.wait({serving, requested}, return_when=asyncio.FIRST_COMPLETED)
             code = EXIT_ENGINE
+        if "RANK" in os.environ and shutdown.requested.is_set() and not shutdown.immediate.is_set():
+            # torchrun ends this rank when it has lost another, which the engine notices at the same time: then what is
+            # kept stays for the next server.
+            await asyncio.wait({ended}, timeout=RANK_FAILURE_S)
         hands_over = config.serve.handover is not None and not shutdown.immediate.is_set()
         if shutdown.requested.is_set() and (hands_over or state.manager.engine.state != "failed"):
             if hands_over:

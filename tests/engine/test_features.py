@@ -284,7 +284,7 @@ def test_a_snapshot_has_them(place: Place, kv_context: str) -> None:
         assert other.encodings == (0, 0, 0)
         picture = np.zeros((1, SPEC.height, SPEC.width, 3), np.uint8)
         other.ask(Close("b"), Open("c", "", snapshot=snapshot.to_bytes(), kv_context=None, image=picture))
-        assert (other.engine._text.calls, other.engine._picture.calls) == (0, 1), "there is no text"
+        assert other.engine._prompt_queue.texts_encoded == 0, "there is no text"
     finally:
         other.engine.close()
 

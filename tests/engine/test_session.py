@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
+from streamdiff.engine.messages import Accepted, Applied, Event, FrameBatch, Opened
 from streamdiff.engine.session import Session
 
 CHUNK = 4
@@ -183,12 +183,6 @@ def test_a_reset_takes_what_was_to_be_skipped_with_it() -> None:
     s.set_prompt("blue", "", "r1", skip=True)
     s.reset(None, "r2")
     assert make(s, epoch=2, chunk=0)[0] == Applied("s", 2, 0, CHUNK, skip=False)
-
-
-def test_closing() -> None:
-    s = session()
-    assert s.close() == [Closed("s")]
-    assert calls(s) == [("close_session",)]
 
 
 @pytest.mark.parametrize(("epoch", "chunk"), [(0, 1), (0, 4), (1, 3), (0, -1)])

@@ -268,8 +268,6 @@ def _check_session(session: Mapping[str, Any], head: HeadState, stream: StreamPr
     _must(session["_paused"] == scheduled.paused, f"{where}._paused", session["_paused"], "as `head.scheduled.paused`")
     _within(f"{where}._made_frames", session["_made_frames"], 0, _MOST)
     _within(f"{where}._shown_frames", session["_shown_frames"], 0, session["_made_frames"])
-    for name in ("_pending_switch", "_pending_steps"):
-        _must(session[name] is None, f"{where}.{name}", session[name], "none: what was accepted is in it")
 
 
 def _check_queue(queue: Tensor, geometry: CacheGeometry, scheduled: Mapping[str, Any]) -> None:

@@ -11,7 +11,6 @@ import pytest
 from streamdiff.api import StreamSession
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Closed, Command, Event, FrameBatch, Open, Opened, Refused, Reset, SetPrompt
-from streamdiff.engine.process.ipc import decode, encode
 from streamdiff.errors import EngineFailure, StreamdiffError
 from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline
 
@@ -44,11 +43,6 @@ def test_what_the_pipeline_loses_is_closed_with_the_reason_and_its_slot_is_free(
     assert isinstance(event, Opened) and event.epoch == 1, "above all epochs of the one that failed"
     while engine.busy:
         assert not any(isinstance(event, Closed) for event in engine.step())
-
-
-def test_a_reason_travels() -> None:
-    told = Closed("one", "why")
-    assert decode(encode(told)) == told
 
 
 @pytest.mark.parametrize("command", [SetPrompt("one", "blue star", "7"), Reset("one", 5, "7")])

@@ -45,6 +45,7 @@ class FakePipeline:
     text: Any
     encodings = 0
     inputs: tuple[int, ...] = ()
+    savings: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.streams: dict[int, FakeStream] = {}

@@ -168,7 +168,7 @@ class PromptQueue:
             encoding: Future[Encoded] = Future()
             try:
                 encoding.set_result(self._encode(pending))
-            except Exception as error:
+            except SESSION_ERRORS as error:
                 encoding.set_exception(error)
             return encoding
         if self._thread is None:

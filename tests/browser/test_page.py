@@ -77,16 +77,6 @@ def test_a_page_behind_a_relay_tells_the_server_its_addresses(browser: WebDriver
         browser.get("about:blank")
 
 
-def test_a_link_that_cannot_be_opened_shows_the_servers_own_stream_and_says_why(
-    server: Server, browser: WebDriver
-) -> None:
-    browser.get(f"{server.url}?prompt=a+star&seed=-1")
-    until(browser, lambda seen: seen["status"] == "Live")
-    assert "seed" in browser.find_element("id", "receipt").text
-    assert "session=" not in browser.current_url
-    assert all("422" in line for line in console_errors(browser)), "the browser's own line about the answer"
-
-
 def test_a_suggestion_changes_the_prompt_and_is_then_not_suggested_again(page: WebDriver) -> None:
     def words() -> list[str]:
         return [chip.text for chip in page.find_elements(By.CSS_SELECTOR, "#suggestions .chip")]

@@ -65,19 +65,6 @@ def shows_blue_then_red_again(page: WebDriver) -> None:
     until(page, lambda seen: coloured(seen, 0, 2) > PIXELS / 2)
 
 
-def test_text_with_a_picture_of_it_is_pasted_as_text(page: WebDriver) -> None:
-    """As spreadsheets and text processors copy it."""
-    untouched = """
-    const transfer = new DataTransfer();
-    transfer.items.add("a blue circle", "text/plain");
-    transfer.items.add(new File([new Uint8Array(arguments[0])], "picture.png", { type: "image/png" }));
-    const event = new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true, cancelable: true });
-    return document.getElementById("prompt").dispatchEvent(event);
-    """
-    assert page.execute_script(untouched, list(picture("blue"))), "the browser pastes"
-    assert "Sending" not in text(page, "receipt")
-
-
 @pytest.mark.parametrize("way", ["chosen", "drop", "paste"])
 def test_a_picture_is_shown_and_the_stream_goes_on(page: WebDriver, tmp_path: Path, way: str) -> None:
     if way == "chosen":

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from streamdiff.commands import plan
-from streamdiff.commands.plan import PlanJob, make
-from streamdiff.commands.plan_report import Plan, as_text
+from streamdiff.commands.jobs import PlanJob
+from streamdiff.commands.plan import Plan, as_text, make
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner import forecast
@@ -35,7 +35,7 @@ PUBLISHED = [
 
 
 def planned(gpu: str, model: str = "self-forcing", **changes: Any) -> Plan:
-    job = {name: changes.pop(name) for name in list(changes) if name in PlanJob.__dataclass_fields__}
+    job = {name: changes.pop(name) for name in list(changes) if name in PlanJob.model_fields}
     return make(ModelConfig.model_validate({"name": model, **changes}), PlanJob(gpu=gpu, chunks=8, **job))
 
 

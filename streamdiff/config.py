@@ -346,8 +346,6 @@ class ServeConfig(_Section):
     """bit/s of the video; default: by size and fps."""
     max_viewers: Annotated[int, Flag(group=SERVER)] = Field(32, ge=1, le=1000)
     """Viewers at the same time, at most."""
-    max_snapshot_mb: int = Field(1024, ge=1, le=65536)
-    """MiB of a saved session that is sent to go on here, at most."""
     snapshot_key_file: str | None = None
     """A file with the key that saved sessions are signed with, made where there is none; servers of a fleet share it.
     null: one in the user's state folder."""
@@ -363,8 +361,6 @@ class ServeConfig(_Section):
     """Seconds for which a stream goes on when its last viewer has left."""
     idle_s: float | None = Field(300.0, gt=0)
     """Seconds after which a session that nobody watches ends; null: never."""
-    lifetime_s: float | None = Field(3600.0, gt=0)
-    """Seconds after which any session ends; null: never."""
     host_memory_gb: Annotated[float | None, Flag()] = Field(None, ge=0)
     """GB of host memory for swapped-out sessions of all ranks of a machine; 0: none. null: a quarter of the free."""
     max_utilization: float = Field(0.9, gt=0, le=10)

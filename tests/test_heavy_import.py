@@ -35,16 +35,6 @@ def test_what_fails_leaves_the_collector_on() -> None:
     assert gc.isenabled()
 
 
-def test_who_has_turned_it_off_finds_it_off() -> None:
-    gc.disable()
-    try:
-        with heavy_import():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
 def test_the_process_ends_without_a_look_at_what_was_imported() -> None:
     """Functions registered earlier run later: this one after the collector was told."""
     program = """

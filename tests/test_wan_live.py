@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,8 +17,6 @@ from safetensors.torch import load_file, save_file
 
 import streamdiff
 from streamdiff.cli import main, parser
-from streamdiff.commands import reference
-from streamdiff.commands.reference_run import run_reference
 from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
@@ -31,12 +25,9 @@ from streamdiff.models import sampling
 from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import build_pipeline
-from streamdiff.pipeline.executor import RingExecutor
-from tests import fork_server
 from tests.hub_cache import lay
 from tests.models.layouts import original
 from tests.models.text_encoder import umt5
-from tests.pipeline.processes import ROOT
 from tests.pipeline.reference import Explicit
 from tests.small_vae import small_wan_autoencoder
 
@@ -124,12 +115,6 @@ def decoded(files: Files, latents: Path) -> np.ndarray:
     return pictures
 
 
-def test_it_runs_in_bfloat16(files: Files, live: np.ndarray) -> None:
-    low = taken(files, dtype="bfloat16")
-    assert not np.array_equal(live, low)
-    assert np.abs(live.astype(float) - low.astype(float)).mean() < 10
-
-
 def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """LongLive's base alone is another model: the LoRA is fetched, or given, and merged."""
     lora = tmp_path / "lora.safetensors"
@@ -149,17 +134,6 @@ def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytes
         with streamdiff.open(PROMPT, model="longlive-1.3b", lora=f"{lora}:{scale}", **parts) as session:  # type: ignore[arg-type]
             pictures.append(np.stack(list(islice(session, FRAMES))))
     assert not np.array_equal(*pictures)
-
-
-@pytest.mark.parametrize(
-    ("name", "adaptive", "averaged"),
-    [("self-forcing", None, None), ("reward-forcing-1.3b", None, 0.999), ("streamdiffusionv2-1.3b", 0.2, None)],
-)
-def test_what_a_model_does_with_its_sink_is_known(
-    files: Files, name: str, adaptive: float | None, averaged: float | None
-) -> None:
-    spec = ModelLoader(ModelConfig(name=name, weights=str(files.weights)), torch.device("cpu")).spec
-    assert (spec.adaptive_sink, spec.averaged_sink) == (adaptive, averaged)
 
 
 @pytest.mark.parametrize(
@@ -397,36 +371,6 @@ def test_latents_that_are_not_normalised_are_for_who_was_made_with_them(
     assert latents.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("model", "quantize"),
-    [
-        ("self-forcing", "int8"),
-        *(pytest.param(name, "none", marks=pytest.mark.soak) for name in ("self-forcing", VIDEO_TO_VIDEO)),
-    ],
-)
-def test_two_ranks_serve_the_same_frames(files: Files, tmp_path: Path, model: str, quantize: str) -> None:
-    """Each of two processes reads its own blocks, and quantises them; the frames are compared."""
-    program = f"""
-import os, sys
-import streamdiff
-options = dict(model={model!r}, stages=2, quantize={quantize!r}, **{files.options!r})
-if os.environ["RANK"] != "0":
-    streamdiff.run_worker(**options)
-else:
-    import itertools, numpy
-    with streamdiff.open({PROMPT!r}, seed=3, **options) as session:
-        numpy.save({str(tmp_path / "frames.npy")!r}, numpy.stack(list(itertools.islice(session, {FRAMES}))))
-"""
-    path = tmp_path / "two.py"
-    path.write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(path)]
-    environment = {**os.environ, "PYTHON_EXEC": fork_server.interpreter()}  # of torchrun's ranks
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-3000:]
-    with streamdiff.open(PROMPT, seed=3, model=model, quantize=quantize, **files.options) as session:  # type: ignore[arg-type]
-        assert np.array_equal(np.load(tmp_path / "frames.npy"), np.stack(list(islice(session, FRAMES))))
-
-
 def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
     files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -443,15 +387,10 @@ def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
     [
         ({"size": "60x32"}, "--size is '60x32'; it must be WIDTHxHEIGHT, multiples of 16"),
         ({"model": "tiny", "window": 6}, "knows no past but that of the window it was trained with"),
-        ({"window": 3, "sink": 1}, "must leave room for the chunk itself, 3 latent frames"),
-        ({"window": 0}, "window is 0"),
         ({"model": "wan2.1-t2v-1.3b"}, "wan2.1-t2v-1.3b makes whole clips, so it cannot run live"),
         ({"steps": (1000, 500)}, "the timesteps and the chunk of self-forcing are known"),
-        ({"model": "tiny", "size": "64x64"}, "the size of tiny is fixed"),
         ({"model": "tiny", "text_encoder": "/nowhere"}, "the text encoder of tiny is fixed"),
         ({"weights": "/nowhere.pt"}, "/nowhere.pt: no such file"),
-        ({"vae": "/nowhere.pth"}, "there is no autoencoder at /nowhere.pth"),
-        ({"model": "self-forcin"}, "self-forcing"),
     ],
 )
 def test_what_cannot_be_is_refused(files: Files, options: dict[str, object], words: str) -> None:
@@ -460,20 +399,6 @@ def test_what_cannot_be_is_refused(files: Files, options: dict[str, object], wor
         given = options
     with pytest.raises(ConfigError, match=words):
         streamdiff.open(PROMPT, **given)  # type: ignore[arg-type]
-
-
-def test_steps_that_the_model_does_not_have_are_refused(files: Files) -> None:
-    with pytest.raises(ConfigError, match="--steps is 3; model self-forcing has 4"):
-        streamdiff.open(PROMPT, model="self-forcing", steps=3, **files.options)  # type: ignore[arg-type]
-
-
-def test_what_is_not_on_disk_and_cannot_be_fetched_is_told_with_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"self_forcing_dmd.pt of gdhe17/Self-Forcing is not in the hub's cache"):
-        streamdiff.open(PROMPT, model="self-forcing")
 
 
 def test_parts_that_are_in_the_hubs_cache_are_used(
@@ -590,39 +515,3 @@ def models_report_of(name: str) -> str:
     with redirect_stdout(out):
         assert main.main(["models", name]) == 0
     return out.getvalue()
-
-
-def test_the_text_encoder_may_be_original_wans_file(files: Files, tmp_path: Path) -> None:
-    encoder = umt5.write(tmp_path / "ours", max_distance=128)
-    original = umt5.write_original(tmp_path / "theirs", tmp_path / "ours", encoder)
-    latents = []
-    for text in (tmp_path / "ours", tmp_path / "theirs", original):
-        out = tmp_path / "latents.safetensors"
-        parts = ["--prompt", PROMPT, "--chunks", "1", "--no-decode", "--latents-out", str(out)]
-        given = Files(files.weights, files.vae, text)
-        assert main.main(["generate", "--model", "self-forcing", *given.flags, *parts]) == 0
-        latents.append(load_file(out)["latents"])
-    assert torch.equal(latents[0], latents[1]) and torch.equal(latents[0], latents[2])
-
-
-def test_a_configuration_file_counts_on_the_exact_way_too(
-    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Stages and steps."""
-    (tmp_path / "config.yaml").write_text("model: {stages: 2}\n")
-    seen: list[int] = []
-
-    def run(ring: RingExecutor, *given: Any) -> Iterator[tuple[torch.Tensor, bool]]:
-        seen.append(ring.stage.stages)
-        return run_reference(ring, *given)
-
-    monkeypatch.setattr(reference, "run_reference", run)
-    parts = ["--chunks", "1", "--no-decode", "--latents-out", str(tmp_path / "latents.safetensors")]
-    for number, more in enumerate((["--config", str(tmp_path / "config.yaml")], ["--stages", "1"])):
-        prompt = f"{PROMPT} {number}"  # a new one: what was encoded before is on disk
-        assert main.main(["generate", "--model", "self-forcing", "--prompt", prompt, *files.flags, *parts, *more]) == 0
-    assert seen == [2, 1]
-    (tmp_path / "config.yaml").write_text("model: {steps: 2}\n")
-    asked = ["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts]
-    assert main.main([*asked, "--config", str(tmp_path / "config.yaml")]) == main.USER_ERROR
-    assert "--steps is 2; model self-forcing has 4" in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shlex
 import signal
@@ -111,11 +110,6 @@ def test_the_help_shows_what_people_use_and_help_all_the_rest(capsys: pytest.Cap
     assert few < every and {"--model", "--config", "--help-all"} <= few and "--window" in every - few
 
 
-def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main([]) == 0
-    assert "commands:" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_every_example_in_the_help_parses() -> None:
     pages = parser.texts()
@@ -205,9 +199,7 @@ def test_doctor_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None
     ("asked", "words"),
     [
         ("", r"ok +steps +4 per chunk \(what the model was made for\)"),
-        ("--steps 2", r"ok +steps +2 per chunk\n"),
         ("--steps 3", r"FAIL +steps +--steps is 3; model tiny has 4 or 2 \(without --steps: 4\)"),
-        ("--model causal-forcing-framewise-1step", r"ok +steps +1 per chunk \(what"),
         ("--model wan2.1-t2v-1.3b", r"FAIL +steps +model wan2.1-t2v-1.3b has no denoise steps of its own"),
         ("--model some/repository", r"note +steps +what the model was made for"),
     ],
@@ -239,12 +231,10 @@ def test_bytes_that_are_no_utf_8_are_told_as_such(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_full_standard_output_is_told_as_such(unbuffered: str) -> None:
+def test_full_standard_output_is_told_as_such() -> None:
     command = [sys.executable, "-m", "streamdiff", "models"]
-    variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
-        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=variables)
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert process.returncode == 1
     assert "standard output" in process.stderr and process.stderr.count("\n") == 1
 
@@ -340,7 +330,6 @@ def test_an_interrupted_video_leaves_nothing(tmp_path: Path, number: signal.Sign
         ("serve", 40.0),
         ("serve --model self-forcing", 16.0),
         ("serve --model self-forcing --fps 24", 24.0),
-        ("serve --model tiny --fps 30", 30.0),
         (f"serve --model {EMBEDDED_WEIGHTS}", 40.0),
     ],
 )

@@ -70,14 +70,6 @@ def test_the_list_has_every_model_that_streams_and_what_is_on_disk(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_what_the_authors_do_not_normalise_is_told_with_the_way_to_do_so_too(tmp_path: Path) -> None:
-    text = alone(tmp_path, "streamdiffusionv2-1.3b")
-    assert "normalised when encoded: not by the authors' code, see below (as theirs: encode --raw)" in text
-    assert "They called that a bug" in text
-    assert "normalised when encoded: yes" in alone(tmp_path, "self-forcing")
-
-
-@pytest.mark.slow
 def test_one_model_says_what_to_download_and_under_which_licence(tmp_path: Path) -> None:
     download(tmp_path, "Efficient-Large-Model/LongLive-1.3B", "models/longlive_base.pt")
     text = alone(tmp_path, "longlive-1.3b")

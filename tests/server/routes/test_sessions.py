@@ -457,16 +457,6 @@ def test_a_session_that_nobody_watches_ends_and_the_default_one_stays() -> None:
     _run(scene, idle_s=0.2)
 
 
-def test_a_session_has_a_longest_life_even_when_watched() -> None:
-    async def scene(site: Site) -> None:
-        session = await _open(site, prompt="blue")
-        peer = await _watch(site, session["id"])
-        assert (await peer.message({"type": "session_ended"}))["reason"] == "lifetime"
-        assert site.state.manager.end_reason(session["id"]) == "lifetime"
-
-    _run(scene, lifetime_s=2.0)
-
-
 def test_a_session_without_viewers_stops_and_goes_on_when_somebody_joins() -> None:
     async def scene(site: Site) -> None:
         live = site.state.manager.get("default")

@@ -12,7 +12,7 @@ from PIL import Image
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from benchmarks.browser import Server, console_errors, running_server
-from tests.browser.looking import PAINTED, coloured, until
+from tests.browser.looking import PAINTED, coloured, open_controls, until
 from tests.server.scripted import COLOURS
 
 pytestmark = pytest.mark.browser
@@ -49,6 +49,7 @@ def page(server: Server, browser: WebDriver) -> Iterator[WebDriver]:
         assert httpx.patch(server.url + "api/sessions/default", json=change, timeout=20).status_code == 200
     browser.get(server.url)
     until(browser, lambda seen: seen["status"] == "Live" and coloured(seen, 0, 2) > PIXELS / 2)
+    open_controls(browser)
     yield browser
     assert console_errors(browser) == []
     browser.get("about:blank")

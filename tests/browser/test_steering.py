@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 from benchmarks.browser import Server, console_errors, running_server
-from tests.browser.looking import PAINTED, ask, coloured, model_server, until
+from tests.browser.looking import PAINTED, ask, coloured, model_server, open_controls, until
 from tests.server.scripted import MARKS
 
 pytestmark = pytest.mark.browser
@@ -35,6 +35,7 @@ def visit(browser: WebDriver, address: str, status: str = "Live") -> None:
     browser.get("about:blank")
     browser.get(address)
     until(browser, lambda seen: seen["status"] == status)
+    open_controls(browser)
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def marked(seen: dict[str, Any], colour: tuple[int, int, int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("switch", "said"), [("recache", "past cached again"), ("flush", "past flushed"), ("reset", "begun afresh")]
+    ("switch", "said"), [("recache", "past recached"), ("flush", "past flushed"), ("reset", "restarted")]
 )
 def test_what_a_new_prompt_does_to_the_past_is_chosen_on_the_page(page: WebDriver, switch: str, said: str) -> None:
     Select(page.find_element("id", "switch")).select_by_value(switch)
@@ -87,7 +88,7 @@ def test_the_rate_is_changed_on_the_page_and_shows(page: WebDriver, server: Serv
     assert state(server)["fps"] == 40
     box.clear()
     box.send_keys("10" + Keys.ENTER)
-    until(page, lambda _: text(page, "receipt") == "Plays at 10 frames a second.")
+    until(page, lambda _: text(page, "receipt") == "Plays at 10 frames per second.")
     assert text(page, "fps-error") == ""
     assert state(server)["fps"] == 10
     until(page, lambda _: text(page, "n-shown") in ("9", "10", "11"))
@@ -100,7 +101,7 @@ def test_the_steps_are_chosen_on_the_page_where_there_is_a_choice(page: WebDrive
     box = page.find_element("id", "steps")
     assert [option.text for option in Select(box).options] == ["4", "2"]
     assert box.get_property("value") == "4" and box.is_displayed()
-    assert box.accessible_name == "Steps a chunk"
+    assert box.accessible_name == "Steps per chunk"
     box.send_keys(Keys.ARROW_DOWN)
     until(page, lambda seen: min(seen["pixels"][:3]) > 200)
     until(page, lambda _: text(page, "receipt").startswith("Chunks have 2 steps now, after "))

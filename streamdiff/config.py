@@ -74,11 +74,8 @@ Origin = Annotated[str, _like(r"\*|https?://[^\s/?#@]+", "an origin such as http
 PREFIX = r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*/?"
 """A path prefix: plain segments, none of which begins with a dot."""
 PathPrefix = Annotated[str, _like(PREFIX, "a path such as /ai"), AfterValidator(lambda value: value.rstrip("/"))]
-HostName = Annotated[
-    str,
-    Field(max_length=253),
-    _like(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?", "a name such as stream.example.org, without a port"),
-]
+_HOST = _like(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?", "a name such as stream.example.org, without a port")
+HostName = Annotated[str, Field(max_length=253), _HOST]
 
 
 def _network(value: str) -> str:
@@ -90,10 +87,8 @@ def _network(value: str) -> str:
 
 
 Proxy = Annotated[str, AfterValidator(_network)]
-Parallel = Annotated[
-    str,
-    _like(r"[1-9][0-9]?x[1-9][0-9]?", "PxC, a number of stages and of ranks that share each, such as 2x2"),
-]
+_PARALLEL = _like(r"[1-9][0-9]?x[1-9][0-9]?", "PxC, a number of stages and of ranks that share each, such as 2x2")
+Parallel = Annotated[str, _PARALLEL]
 Ports = Annotated[str, _like(r"\d{1,5}-\d{1,5}", "LOW-HIGH, as 50000-50100")]
 Attention = Literal["auto", "sdpa", "flash", "cudnn", "fa3", "fa4", "sage"]
 

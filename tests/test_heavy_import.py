@@ -29,12 +29,6 @@ def test_nothing_is_collected_meanwhile_and_afterwards_it_is(seen: str) -> None:
     assert not module.COLLECTS and gc.isenabled()
 
 
-def test_what_fails_leaves_the_collector_on() -> None:
-    with pytest.raises(ModuleNotFoundError), heavy_import():
-        __import__("no_such_module_anywhere")
-    assert gc.isenabled()
-
-
 def test_the_process_ends_without_a_look_at_what_was_imported() -> None:
     """Functions registered earlier run later: this one after the collector was told."""
     program = """

@@ -166,24 +166,6 @@ def test_a_model_runs_in_the_steps_it_was_made_for(
     assert f"--steps is 3; model {name} has {steps} (without --steps: {steps})" in capsys.readouterr().err
 
 
-def test_a_first_chunk_has_its_own_steps_live_and_in_files(files: Files, tmp_path: Path) -> None:
-    """Causal-Forcing++ by name, of whose chunks the first takes four steps and the others two."""
-    picked = {**files.options, "model": f"{CAUSAL}-2step"}
-    with streamdiff.open(PROMPT, seed=3, **picked) as session:  # type: ignore[arg-type]
-        live = np.stack(list(islice(session, 9)))
-    latents = tmp_path / "latents.safetensors"
-    command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "3", "--no-decode", "--latents-out"]
-    command += [str(latents), "--model", "causal-forcing-framewise-2step", *files.flags]
-    assert main.main(command) == 0
-    by_name, pictures = load_file(latents)["latents"], decoded(files, latents)
-    assert live.shape == pictures.shape and np.abs(live.astype(int) - pictures.astype(int)).max() <= 1
-    lists = ["--steps", "1000,500", "--first-chunk-steps", "1000,750,500,250", "--warp", "--shift", "5"]
-    assert main.main([*command, *lists]) == 0
-    torch.testing.assert_close(load_file(latents)["latents"], by_name, rtol=1e-4, atol=1e-4)
-    assert main.main([*command, *lists[:2], *lists[4:]]) == 0
-    assert not torch.allclose(load_file(latents)["latents"][0], by_name[0], atol=1e-2)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -214,25 +196,6 @@ def test_scaled_noise_and_rounded_timesteps_live_and_in_files(files: Files, tmp_
         told, sigmas = "1000,936,832,624", f"{scale},0.9375,{5 / 6},0.625"
         assert main.main([*command, "--noise", str(noise), "--steps", told, "--sigmas", sigmas]) == 0
         assert torch.equal(load_file(latents)["latents"], by_name)
-
-
-def test_what_a_chunk_sees_may_be_changed_live_and_in_files(files: Files, tmp_path: Path) -> None:
-    """Infinity-RoPE's way with a file of Self-Forcing's kind: the stream is that of the way over files."""
-    latents = tmp_path / "latents.safetensors"
-    sizes = {"window": 4, "sink": 1, "rope": "relative"}
-    with streamdiff.open(PROMPT, model="self-forcing", seed=3, **files.options, **sizes) as session:  # type: ignore[arg-type]
-        live = np.stack(list(islice(session, FRAMES + 12)))
-    flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "3", "--no-decode", "--latents-out"]
-    command += [str(latents), "--model", "self-forcing", *files.flags]
-    assert main.main([*command, *flags]) == 0
-    changed = load_file(latents)["latents"]
-    assert np.abs(live.astype(int) - decoded(files, latents).astype(int)).max() <= 1
-    (tmp_path / "c.yaml").write_text("model: {window: 4, sink: 1, rope: relative}\n")
-    assert main.main([*command, "--config", str(tmp_path / "c.yaml")]) == 0
-    assert torch.equal(load_file(latents)["latents"], changed)
-    assert main.main(command) == 0
-    assert not torch.allclose(load_file(latents)["latents"][2], changed[2], atol=1e-3)
 
 
 def test_a_step_that_is_told_0_is_run_and_may_be_left_out(files: Files, tmp_path: Path) -> None:
@@ -369,17 +332,6 @@ def test_latents_that_are_not_normalised_are_for_who_was_made_with_them(
         assert main.main([*command, str(raw), "--model", name, "--chunks", "1"]) == main.USER_ERROR
         assert f"not normalised, and {name} knows normalised ones; encode it without --raw" in capsys.readouterr().err
     assert latents.read_bytes() == before
-
-
-def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
-    files: Files, caplog: pytest.LogCaptureFixture
-) -> None:
-    picked: dict[str, Any] = {"model": "self-forcing", **files.options}
-    streamdiff.open(PROMPT, **picked).close()
-    assert "note" not in caplog.text
-    streamdiff.open(PROMPT, **picked, kv_context="same_step").close()
-    told = "self-forcing was trained for clean; whether it keeps its quality with KV context same_step is not known"
-    assert told in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,7 @@ if TYPE_CHECKING:
 
 _HEAD_DIM = 128
 """Width of a head of Wan's."""
-# Title, library, and the value of serve.codec that cannot do without it.
-_ENCODERS: tuple[tuple[str, Library, str], ...] = (
-    ("H.264", "h264_nvenc", ""),
-    ("H.264", "libx264", ""),
-    ("VP8", "libvpx", "vp8"),
-)
+_ENCODERS: dict[Library, str] = {"h264_nvenc": "H.264", "libx264": "H.264", "libvpx": "VP8"}
 Grade = Literal["ok", "note", "FAIL"]
 
 
@@ -254,12 +249,12 @@ def _look_at_codecs(config: Config) -> Iterator[Finding]:
         return
     library = _dotted(av.library_versions.get("libavcodec", ()))
     yield Finding("ok", "pyav", f"{av.__version__} with libavcodec {library}")
-    faults = {encoder: codecs.fault(encoder) for _, encoder, _ in _ENCODERS}
-    for title, encoder, value in _ENCODERS:
+    faults = {encoder: codecs.fault(encoder) for encoder in _ENCODERS}
+    for encoder, title in _ENCODERS.items():
         if (fault := faults[encoder]) is None:
             yield Finding("ok", "encoder", f"{title} by {encoder} (one picture encoded)")
         else:
-            grade: Grade = "FAIL" if value == config.serve.codec else "note"
+            grade: Grade = "FAIL" if config.serve.codec == "vp8" and title == "VP8" else "note"
             yield Finding(grade, "encoder", f"{title} by {encoder} cannot be opened: {fault}")
     if config.serve.codec == "h264" and faults["h264_nvenc"] and faults["libx264"]:
         yield Finding("FAIL", "encoder", "H.264 is asked for and cannot be encoded")

@@ -207,14 +207,8 @@ def _parsed(line: str, where: str) -> PromptLine:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
-        if first["type"] == "json_invalid":
-            why = f"it is not JSON: {first['ctx']['error']}"
-        elif not name:
-            why = 'a line is a JSON object, for example {"prompt": "a blue star", "seed": 1}'
-        elif first["type"] == "extra_forbidden":
-            why = f"{name!r} is not known; fields are {', '.join(PromptLine.model_fields)}"
-        else:
-            why = f"{name!r} cannot be: {first['msg']}"
+        fields = ", ".join(PromptLine.model_fields)
+        why = f"{name or 'the line'}: {first['msg']}; a line is a JSON object with {fields}"
         raise ConfigError(f"{where}: {why}", field=name) from error
 
 

@@ -537,19 +537,14 @@ def with_best(config: Config, wanted: ServeJob, here: Callable[[], Sequence[str]
 
 def _kind(count: int, titles: Sequence[str]) -> Gpu:
     """The GPU that the first `count` devices are. Raises ConfigError: they are not there, not alike, or not known."""
-    if len(titles) < count:
-        there = ", ".join(titles) if titles else "none"
-        raise ConfigError(
-            f"--gpus is {count}, and torch sees {len(titles)} CUDA devices here ({there}). Give fewer, or --stages or "
-            f"--parallel; streamdiff plan --gpus {count} --gpu h100 says what GPUs that are not here would do",
-            field="gpus",
-        )
     kinds = sorted(set(titles[:count]))
-    gpu = recognise(kinds[0])
-    if len(kinds) > 1 or gpu is None:
-        raise ConfigError(
-            f"--gpus is {count}, and the devices are {', '.join(kinds)}; what is best is computed for GPUs alike, of "
-            f"the kinds {', '.join(gpu_forecast.gpus())}. Say it yourself with --parallel PxC (docs/parallel.md)",
-            field="gpus",
-        )
-    return gpu
+    if len(titles) < count:
+        why = f"torch sees {len(titles)} CUDA devices here ({', '.join(titles) or 'none'}). Give fewer, or --stages or "
+        why += f"--parallel; streamdiff plan --gpus {count} --gpu h100 says what GPUs that are not here would do"
+    elif len(kinds) == 1 and (gpu := recognise(kinds[0])) is not None:
+        return gpu
+    else:
+        known = ", ".join(gpu_forecast.gpus())
+        why = f"the devices are {', '.join(kinds)}; what is best is computed for GPUs alike, of the kinds {known}. Say "
+        why += "it yourself with --parallel PxC (docs/parallel.md)"
+    raise ConfigError(f"--gpus is {count}, and {why}", field="gpus")

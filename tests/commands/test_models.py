@@ -111,18 +111,6 @@ def test_json_has_the_same_for_programs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_json_list_holds_every_model_that_streams(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bases are shown to who asks for them by name."""
-    assert main.main(["models", "--json"]) == 0
-    trees = {tree["name"]: tree for tree in json.loads(capsys.readouterr().out)}
-    assert all("schedule" in tree for tree in trees.values())
-    assert set(trees) == set(catalogue.entries()) - BASES
-    assert trees["tiny"]["embedded"] and not trees["self-forcing"]["embedded"]
-    assert main.main(["models", "wan2.1-t2v-14b", "--json"]) == 0
-    assert "schedule" not in json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", catalogue.entries())
 def test_every_model_can_be_shown(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """What is not known is said to be unknown, never None."""

@@ -79,8 +79,7 @@ def test_a_shorter_video_replaces_the_pictures_in_a_folder_also_behind_a_link(tm
 
 
 @pytest.mark.parametrize(("name", "exists"), [
-    ("a.mp4", "a.mp4"), ("link.webm", "link.webm"), ("pictures", "pictures/00000.png"), ("p-%03d.png", "p-417.png"),
-    ("*.png", "00009.png"),
+    ("a.mp4", "a.mp4"), ("link.webm", "link.webm"), ("pictures", "pictures/00000.png"),
 ])  # fmt: skip
 def test_without_overwrite_what_exists_is_refused(tmp_path: Path, name: str, exists: str) -> None:
     check_target(tmp_path / name, overwrite=False)
@@ -95,18 +94,7 @@ def test_without_overwrite_what_exists_is_refused(tmp_path: Path, name: str, exi
         check_target(tmp_path / name, overwrite=False)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "second"), [("p-%03d.png", "p-001.png"), ("*.png", "00001.png"), ("x%d.png", "x1.png")]
-)
-def test_a_pattern_of_names(tmp_path: Path, pattern: str, second: str) -> None:
-    pictures = paint(2)
-    (tmp_path / "other.txt").write_text("stays")
-    write_video(tmp_path / pattern, pictures, 10)
-    assert np.array_equal(np.asarray(Image.open(tmp_path / second)), pictures[1])
-    assert len(os.listdir(tmp_path)) == 3
-
-
-@pytest.mark.parametrize("target", ["out.mp4", "out.webm", "out", "out-%d.png"])
+@pytest.mark.parametrize("target", ["out.mp4", "out.webm", "out"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, target: str, error: type[BaseException]) -> None:
     def frames() -> Iterator[np.ndarray]:
@@ -119,7 +107,7 @@ def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, target: str, error: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["out.mp4", "out", "out-%d.png", "out.safetensors"])
+@pytest.mark.parametrize("target", ["out.mp4", "out", "out.safetensors"])
 def test_a_full_disk_is_an_error_that_names_the_target(small_disk: Path, target: str) -> None:
     fill(small_disk)
     with pytest.raises(OSError, match="No space left") as caught:
@@ -146,9 +134,7 @@ def test_an_error_keeps_what_was_there(tmp_path: Path) -> None:
     ("target", "message"),
     [
         ("movie.avi", "unknown ending '.avi'; use a name that ends in .mp4 or .webm"),
-        ("one.png", "one name for many pictures"),
-        ("a-%d-%d.png", "one name for many pictures"),
-        ("a-%s.png", "one name for many pictures"),
+        ("one.png", "unknown ending"),
         ("missing/movie.mp4", "does not exist; create it first"),
         ("file/", "is a file"),
         ("full", "is not empty"),
@@ -174,7 +160,7 @@ def test_an_fps_that_cannot_be(tmp_path: Path, fps: float) -> None:
 
 
 def test_no_frames(tmp_path: Path) -> None:
-    for target in ("a.mp4", "pictures", "%d.png"):
+    for target in ("a.mp4", "pictures"):
         with pytest.raises(ValueError, match="no frames"):
             write_video(tmp_path / target, [], 10)
     assert os.listdir(tmp_path) == []
@@ -206,7 +192,8 @@ def test_a_video_is_read_in_order_and_may_be_read_again(tmp_path: Path, name: st
 
 def test_pictures_are_read_by_their_numbers(tmp_path: Path) -> None:
     pictures = paint(12)
-    write_video(tmp_path / "frame-%d.png", pictures, 20)
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture).save(tmp_path / f"frame-{number}.png")
     (tmp_path / "notes.txt").write_text("not a picture")
     clip = open_clip(tmp_path)
     assert (clip.frames, clip.width, clip.height) == (12, 48, 32)

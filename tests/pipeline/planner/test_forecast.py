@@ -58,13 +58,6 @@ def test_the_decoder_in_use_counts() -> None:
     assert rates(large)["clean"] < 0.75 * rates(small)["clean"]
 
 
-def test_a_ring_gains_in_contexts_that_fill_it() -> None:
-    """One session of clean waits for itself; staircase and same_step keep four stages busy."""
-    one, four = rates(planned("h100", vae="taew2_1")), rates(planned("h100", vae="taew2_1", stages=4))
-    assert four["clean"] < 1.3 * one["clean"]
-    assert four["staircase"] > 3 * one["staircase"] and four["same_step"] > 3 * one["same_step"]
-
-
 def test_the_contexts_that_reach_the_target_are_named() -> None:
     outcome = planned("h100", vae="taew2_1", stages=4, fps=100.0)
     assert outcome.forecast is not None

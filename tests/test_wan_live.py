@@ -198,29 +198,6 @@ def test_scaled_noise_and_rounded_timesteps_live_and_in_files(files: Files, tmp_
         assert torch.equal(load_file(latents)["latents"], by_name)
 
 
-def test_a_step_that_is_told_0_is_run_and_may_be_left_out(files: Files, tmp_path: Path) -> None:
-    """Krea's fifth, by name and by lists; a stream may leave it out while it plays."""
-    latents = tmp_path / "latents.safetensors"
-    command = ["generate", "--prompt", PROMPT, "--seed", "3", "--chunks", "2", "--no-decode", "--latents-out"]
-    command += [str(latents), "--model", KREA, *files.flags]
-
-    def made(*extra: str) -> torch.Tensor:
-        assert main.main([*command, *extra]) == 0
-        return load_file(latents)["latents"]
-
-    told, low = "1000,937,833,625", "0.00498007968"
-    four = ",".join(map(str, sampling.published((1000, 937, 833, 625), shift=5.0, nearest=True).sigmas))
-    by_name, without = made(), made("--steps", "4")
-    assert (by_name[0] - without[0]).abs().max() > 1e-4
-    torch.testing.assert_close(made("--steps", f"{told},0", "--sigmas", f"{four},{low}"), by_name, rtol=0, atol=1e-5)
-    assert torch.equal(made("--steps", told, "--sigmas", four), without)
-    with streamdiff.open(PROMPT, model=KREA, seed=3, **files.options) as session:  # type: ignore[arg-type]
-        session.set_steps(4)
-        session.reset(3)
-        live = np.stack(list(islice(session, 9 + 12)))
-    assert np.abs(live.astype(int) - decoded(files, latents).astype(int)).max() <= 1, "the last file is without it"
-
-
 def test_a_past_that_is_seen_again_from_its_pictures_live_and_in_files(files: Files, tmp_path: Path) -> None:
     """Krea by name. The reference: no cache, each step one forward over the chunk before, as it is shown by diffusers'
     own autoencoder on whole clips, and the chunk."""

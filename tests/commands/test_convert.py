@@ -17,8 +17,6 @@ from torch import Tensor
 from streamdiff.cli import main
 from streamdiff.models.autoencoder.picture_decoder import WAN_MEAN, WAN_STD
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
-from streamdiff.models.headers import RAW
-from streamdiff.models.tensor_file import write_tensor
 from tests.small import bare_sky
 from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
 
@@ -140,20 +138,6 @@ def test_encode_notes_how_the_pixels_move(
     with safe_open(place / "out.safetensors", "pt") as file:
         got = [float(each) for each in file.metadata()["motion"].split()]
     assert got == pytest.approx(expected, rel=1e-6) and len(set(got)) == 3
-
-
-@pytest.mark.slow
-def test_an_autoencoder_that_knows_no_raw_latents_says_so(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save(TAEHV(TaehvConfig()).state_dict(), "taew2_1.pth")
-    write_tensor(Path("raw.safetensors"), "latents", torch.zeros(16, 2, 2, 3), RAW)
-    before = sorted(path.name for path in place.iterdir())
-    for line in (
-        "encode --vae taew2_1.pth --video video.safetensors --out out.safetensors --raw",
-        "decode --vae taew2_1.pth --latents raw.safetensors --out out.safetensors",
-    ):
-        assert main.main(line.split()) == 2
-        assert "taew2_1.pth knows normalised latents alone" in capsys.readouterr().err
-        assert sorted(path.name for path in place.iterdir()) == before
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from streamdiff.commands.plan import as_text, as_tree, make
 from streamdiff.config import ModelConfig
 from streamdiff.core import KV_CONTEXTS
 from streamdiff.errors import ConfigError
-from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.planner import simulator
 from tests.rules.source import ROOT
 
@@ -40,17 +38,6 @@ def test_blocks_are_split_by_a_profile(tmp_path: Path) -> None:
     layout = make(SAME_STEP, PlanJob(stages=2, profile=tmp_path / "p.json", decode_rank="own-stream")).layout
     assert layout.blocks == ((0, 4), (4, 6))
     assert [times[0] for times in layout.stage_s] == pytest.approx([0.55, 0.71])
-
-
-def test_a_plan_in_8_bits_has_smaller_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    """On the command line; the rest of the memory stays."""
-    found = []
-    for mode in ("none", "int8"):
-        assert main.main(["plan", "--stages", "2", "--dtype", "bfloat16", "--json", "--quantize", mode]) == 0
-        found.append([rank["bytes"] for rank in json.loads(capsys.readouterr().out)["ranks"]])
-    for whole, small in zip(*found, strict=True):
-        assert small["weights"] < whole["weights"] * 0.8
-        assert (small["caches"], small["activations"]) == (whole["caches"], whole["activations"])
 
 
 def test_a_shorter_window_is_planned_with() -> None:
@@ -188,14 +175,3 @@ def test_a_plot_needs_matplotlib_and_a_trace_a_folder_that_can_be_written_to(
 def test_models_and_steps_that_there_are_not_are_refused(model: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         make(ModelConfig.model_validate(model), PlanJob())
-
-
-def test_a_folder_is_planned_in_the_steps_it_has(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny.WEIGHTS, folder)
-    index = json.loads((folder / "model_index.json").read_text())
-    index["stream"]["steps"] = [2]
-    (folder / "model_index.json").write_text(json.dumps(index))
-    assert make(ModelConfig(name=str(folder)), PlanJob()).load.steps == 2
-    with pytest.raises(ConfigError):
-        make(ModelConfig(name=str(folder), steps=4), PlanJob())

@@ -167,14 +167,3 @@ def test_a_wrong_file_is_refused_before_anything_is_loaded(
     assert main.main(given.command("--video-latents", str(video), option, str(path))) == 2
     said = capsys.readouterr().err
     assert words in said and (str(path) in said or "chunks" in words)
-
-
-def test_first_steps_leave_no_room_for_other_ways_to_say_them(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
-    path, video = given.folder / "first.safetensors", given.folder / "video.safetensors"
-    save_file({"latents": clean(CHUNKS)}, video)
-    save_file(first_steps(), path)
-    for extra in (["--strength", "0.8"], ["--motion-noise"]):
-        assert main.main(given.command("--first-steps", str(path), "--video-latents", str(video), *extra)) == 2
-        assert "leave --strength and --motion-noise out" in capsys.readouterr().err
-    assert main.main(given.command("--first-steps", str(path))) == 2
-    assert "first steps, without --video-latents: noise_level is unknown" in capsys.readouterr().err

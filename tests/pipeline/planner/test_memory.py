@@ -70,18 +70,6 @@ def test_a_latent_frame_of_cache_has_the_published_size(name: str, per_latent: f
     assert sizes.tokens == 1560 * entry.stream.chunk_latents
 
 
-def test_same_step_keeps_a_cache_per_step() -> None:
-    entry = catalogue.find("streamdiffusionv2-1.3b")
-    (stage,) = stage_memory(entry, 1)
-    sizes = entry_sizes(entry)
-    text = 2 * 2 * sizes.blocks * sizes.width * sizes.text_tokens
-    assert stage.caches - text == pytest.approx(4 * 6 * 0.288e9, rel=2e-3), "keys of its sink stay as they are"
-    moving = replace(sizes, spec=replace(sizes.spec, rope="relative"))
-    values = [each.cache_values(sizes.blocks, steps=4, kv_context="same_step") for each in (sizes, moving)]
-    sink_keys = 3 * 0.288e9 / 2  # kept un-rotated too
-    assert 2 * (values[1] - values[0]) == pytest.approx(4 * sink_keys, rel=2e-3)
-
-
 def test_the_embedded_models_facts_are_its_folders() -> None:
     assert entry_sizes(catalogue.find("tiny")) == read_sizes("tiny")
 

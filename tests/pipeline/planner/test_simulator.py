@@ -4,7 +4,6 @@ and plots of it take the place of earlier ones only when they are whole."""
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -256,15 +255,3 @@ def test_a_trace_has_a_track_per_stage_and_one_for_decoding(
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in work if e["tid"] == track)
         assert spans and all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(spans))
     assert {e["tid"] for e in work if e["name"].endswith("decode")} == {4} | keeps_busy
-
-
-def test_a_trace_is_written_through_links_and_into_pipes(tmp_path: Path) -> None:
-    target, link, pipe = tmp_path / "target.json", tmp_path / "link.json", tmp_path / "pipe"
-    link.symlink_to(target)
-    os.mkfifo(pipe)
-    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write_trace(link, (), 1)
-    write_trace(pipe, (), 1)
-    assert link.is_symlink() and pipe.is_fifo()
-    assert os.read(reading, 1 << 16) == target.read_bytes() and json.loads(target.read_text())["traceEvents"]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["link.json", "pipe", "target.json"]

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
 
-from streamdiff.errors import ConfigError, StreamdiffError
+from streamdiff.errors import ConfigError
+from streamdiff.server.problem import Problem
 
 FRESH_S = 30.0
 """How long a measurement says how busy the machine is."""
-EndReason = Literal["idle", "lifetime"]
+EndReason = Literal["idle"]
 RATES = (Fraction(3, 4), Fraction(1, 2))
 """Shares of the requested frame rate that a session in the fewest steps can be lowered to."""
 LATE = 1 / 8
@@ -42,13 +43,12 @@ UNMEASURED = 10
 """Taken for a server that has not yet measured what a session costs."""
 
 
-class Unavailable(StreamdiffError):
+class Unavailable(Problem):
     """What cannot be had now. `code`, of a session: `time`, `memory`, `draining`, `restarting` or `engine`; of a job:
     `queue`, `address`, `disk` (the limit of kept videos) or `storage` (the disk takes nothing)."""
 
-    def __init__(self, code: str, message: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.code, self.retry_after_s = code, retry_after_s
+    def __init__(self, code: str, message: str, retry_after_s: int, status: int = 503) -> None:
+        super().__init__(status, message, {"Retry-After": str(retry_after_s)}, code=code)
 
 
 @dataclass
@@ -128,7 +128,6 @@ class Lifetime:
 
     opened_s: float
     idle_limit_s: float | None = None
-    limit_s: float | None = None
     idle_since_s: float | None = field(init=False)
     """Time since which it has no viewers; None while it has some."""
 
@@ -144,12 +143,9 @@ class Lifetime:
 
     def end(self) -> tuple[float, EndReason] | None:
         """Time at which it will end by a limit unless something changes, and the reason; None: never."""
-        ends: list[tuple[float, EndReason]] = []
-        if self.idle_limit_s is not None and self.idle_since_s is not None:
-            ends.append((self.idle_since_s + self.idle_limit_s, "idle"))
-        if self.limit_s is not None:
-            ends.append((self.opened_s + self.limit_s, "lifetime"))
-        return min(ends, default=None)
+        if self.idle_limit_s is None or self.idle_since_s is None:
+            return None
+        return self.idle_since_s + self.idle_limit_s, "idle"
 
 
 @dataclass(frozen=True)

@@ -191,3 +191,10 @@ def test_wrong_servers_and_outputs_are_explained(text: str, words: str, tmp_path
     file.write_text(f"serve:\n  {text}\n")
     with pytest.raises(ConfigError, match=words):
         load(file)
+
+
+@pytest.mark.parametrize(
+    "serve", [{"handover": "a", "state_dir": "a"}, {"tls_cert": "cert.pem"}, {"udp_ports": "60000-70000"}]
+)
+def test_settings_that_do_not_go_together_are_refused(write, serve: dict[str, str]) -> None:
+    assert "serve: " in refusal(write(yaml.safe_dump({"serve": serve})))

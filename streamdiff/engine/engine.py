@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from streamdiff.core import Frames
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetPrompt
-from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request
+from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetPrompt, StreamCommand
+from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
 from streamdiff.engine.saving import SaveQueue
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.swapping import Swapping
@@ -133,7 +133,7 @@ class Engine:
                     self._note_failure(session.slot, error)
 
     def _measured(self) -> list[Event]:
-        """The `Measured` event; empty before the first chunk."""
+        """The `LoadFigures` event; empty before the first chunk."""
         figures = self._pipeline.figures
         chunk_compute_s, counts = figures.chunk_compute_s(), figures.forwards()
         if chunk_compute_s is None:
@@ -142,7 +142,7 @@ class Engine:
         queue = self._prompt_queue
         encodings = queue.texts_encoded, queue.pictures_encoded, self._pipeline.video.encodings
         return [
-            messages.Measured(
+            messages.LoadFigures(
                 chunk_compute_s, tuple(figures.occupancy()), tuple(figures.busy_s()),
                 forwards, tuple(counts.alone), tuple(counts.alone.values()), encodings,
                 self._pipeline.memory_bytes(),
@@ -243,7 +243,7 @@ class Engine:
         steps = info.steps if command.steps is None else command.steps
         return steps, info.kv_context if command.kv_context is None else command.kv_context
 
-    def _control(self, command: Request | messages.Close) -> list[Event]:
+    def _control(self, command: StreamCommand) -> list[Event]:
         if isinstance(command, messages.Close):
             return self._close(command.session)
         opening = command.session in self._prompt_queue.opening()
@@ -331,7 +331,7 @@ class Engine:
 
     # ---- sessions ----------------------------------------------------------------------------------------------
 
-    def _find(self, command: Request | messages.Close) -> Session | None:
+    def _find(self, command: StreamCommand) -> Session | None:
         """The session of a command; None for commands without an answer to a session that has ended."""
         session = self._sessions.get(command.session)
         if session is not None or isinstance(command, _UNANSWERED):

@@ -20,7 +20,7 @@ from streamdiff.engine.messages import (
     Command,
     Event,
     FrameBatch,
-    Measured,
+    LoadFigures,
     Open,
     Opened,
     Pause,
@@ -388,9 +388,9 @@ def test_the_engine_says_what_a_chunk_costs(start_real: Start) -> None:
     assert ready.steps == 4 and ready.steps_known == (4, 2)
     engine.handle(Open("a", RED))
     events = run(engine, until=chunks(3, engine))
-    measured = [event.chunk_compute_s for event in events if isinstance(event, Measured)]
+    measured = [event.chunk_compute_s for event in events if isinstance(event, LoadFigures)]
     assert 2 <= len(measured) <= 3 and min(measured) > 0, "two chunks may come out of one step, the lead is no longer"
-    busy_s = [stage_s for event in events if isinstance(event, Measured) for stage_s in event.busy_s]
+    busy_s = [stage_s for event in events if isinstance(event, LoadFigures) for stage_s in event.busy_s]
     assert len(busy_s) == len(measured) and busy_s[0] > 0, "one stage"
     assert all(before < after for before, after in pairwise(busy_s))
 

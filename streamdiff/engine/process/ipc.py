@@ -18,13 +18,14 @@ import os
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import zmq
 import zmq.asyncio
 
 from streamdiff.config import Config
+from streamdiff.engine import messages
 from streamdiff.engine.messages import Alive, Command, Event, Failed
 from streamdiff.errors import EngineFailure, StreamdiffError
 
@@ -37,7 +38,9 @@ _DRAIN_MS = 200
 _CONFIG, _PIPE = "config.json", "begin"
 _EVERYBODY = b"." * 1024
 """More than there are ranks, each of which reads one byte of the pipe."""
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*get_args(Command), *get_args(Event))}
+_OF_STREAMS: list[type] = [*messages.StreamCommand.__subclasses__(), *messages.StreamEvent.__subclasses__()]
+_OF_THE_ENGINE: list[type] = [messages.Shutdown, messages.Ready, messages.LoadFigures, Alive, Failed]
+KINDS: dict[str, type] = {kind.__name__: kind for kind in _OF_STREAMS + _OF_THE_ENGINE}
 Part = bytes | memoryview
 
 
@@ -118,7 +121,7 @@ def decode(parts: Sequence[Part]) -> Any:
 
     try:
         kind, values = json.loads(bytes(parts[0]), object_hook=take_beside)
-        return _KINDS[kind](**{name: _frozen(value) for name, value in values.items()})
+        return KINDS[kind](**{name: _frozen(value) for name, value in values.items()})
     except (LookupError, TypeError, ValueError, StopIteration) as error:
         raise SerializationError(f"no message is {bytes(parts[0][:80])!r}: {error!r}") from error
 

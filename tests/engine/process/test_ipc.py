@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,7 +17,15 @@ from hypothesis import strategies as st
 
 from streamdiff.engine import messages
 from streamdiff.engine.messages import Closed, Failed, FrameBatch, Pause, SetPrompt, Shown
-from streamdiff.engine.process.ipc import HIGH_WATER, EngineClient, EngineServer, SerializationError, decode, encode
+from streamdiff.engine.process.ipc import (
+    HIGH_WATER,
+    KINDS,
+    EngineClient,
+    EngineServer,
+    SerializationError,
+    decode,
+    encode,
+)
 from streamdiff.errors import EngineFailure
 
 LIMIT_S = 20.0
@@ -60,7 +67,7 @@ MESSAGES = [
     messages.Swapped("a", "host"),
     messages.Closed("a"),
     messages.Refused("a", "", "session", "why", "memory"),
-    messages.Measured(0.25, (0.5, 1.0), (3.0, 4.5)),
+    messages.LoadFigures(0.25, (0.5, 1.0), (3.0, 4.5)),
     messages.Alive(),
     messages.Failed("reason"),
     messages.Open("a", "a red circle", image=PICTURES[:1]),
@@ -85,7 +92,7 @@ def test_a_message_survives(message: messages.Command | messages.Event) -> None:
 
 
 def test_every_message_there_is_was_tried() -> None:
-    assert {type(message) for message in MESSAGES} == {*get_args(messages.Command), *get_args(messages.Event)}
+    assert {type(message) for message in MESSAGES} == {*KINDS.values()}
 
 
 @settings(max_examples=50, deadline=None)

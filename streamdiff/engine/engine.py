@@ -23,7 +23,6 @@ from streamdiff.engine.validation import (
     SESSION_ERRORS,
     bad_value,
     check_begin,
-    check_frames,
     check_open,
     check_prompt,
     closed_before,
@@ -300,7 +299,6 @@ class Engine:
                 self._pipeline.video.check_input(request.strength)
                 return session.set_input(request.strength, request.request)
             case InputFrames():
-                check_frames(request, self._pipeline.info)
                 if not self._pipeline.swapping.is_away(slot):
                     session.apply_pending()  # the input that they are for may be among it
                     self._pipeline.video.check_input(None)

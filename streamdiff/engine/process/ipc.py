@@ -244,15 +244,10 @@ class EngineClient:
         Raises:
             SerializationError: something that is not an event.
         """
-        while not self._end.done():
-            receiving = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
-            if await self._before_end(receiving):
-                event = self._received(receiving.result())
-                if not isinstance(event, Alive):
-                    yield event
-        # What the engine sent just before it ended may still be on its way through the socket.
-        while await self._more_to_come():
-            event = self._received(await self._socket.recv_multipart(copy=False))
+        while (parts := await self._receive()) is not None:
+            event: Event = decode([frame.buffer for frame in parts])
+            self.heard += 1
+            self._failure_delivered = self._failure_delivered or isinstance(event, Failed)
             if not isinstance(event, Alive):
                 yield event
         failure = self._end.result()
@@ -260,11 +255,20 @@ class EngineClient:
             self._failure_delivered = True
             yield failure
 
-    def _received(self, parts: list[zmq.Frame]) -> Event:
-        event: Event = decode([frame.buffer for frame in parts])
-        self.heard += 1
-        self._failure_delivered = self._failure_delivered or isinstance(event, Failed)
-        return event
+    async def _receive(self) -> list[zmq.Frame] | None:
+        """The next message; None once the engine has ended and all that it sent is read."""
+        if not self._end.done():
+            receiving = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
+            if await self._before_end(receiving):
+                return receiving.result()
+        if self._socket.closed:
+            return None
+        # What the engine sent just before it ended may still be on its way through the socket.
+        polling = asyncio.ensure_future(self._socket.poll(_DRAIN_MS))
+        await asyncio.wait({polling})
+        if polling.cancelled() or not polling.result():  # cancelled: `close` came in between
+            return None
+        return await self._socket.recv_multipart(copy=False)
 
     async def _before_end(self, work: Awaitable[object]) -> bool:
         """Wait for `work`; False when the engine ended first, and `work` is then cancelled."""
@@ -279,13 +283,6 @@ class EngineClient:
             task.result()
             return True
         return False
-
-    async def _more_to_come(self) -> bool:
-        if self._socket.closed:
-            return False
-        polling = asyncio.ensure_future(self._socket.poll(_DRAIN_MS))
-        await asyncio.wait({polling})
-        return not polling.cancelled() and bool(polling.result())  # cancelled: `close` came in between
 
     def end(self, failure: Failed | None) -> None:
         """Mark the engine as ended (its `EngineProcess` does); `failure`: None if the end was requested."""

@@ -267,7 +267,7 @@ class Engine:
         """`_do`, where a session that fails half way is ended."""
         try:
             return self._do(pending)
-        except RequestError:
+        except (RequestError, EngineFailure):
             raise
         except SESSION_ERRORS as error:
             self._note_failure(self._sessions[pending.request.session].slot, error)

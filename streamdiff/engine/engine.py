@@ -303,8 +303,8 @@ class Engine:
                     session.apply_pending()  # the input that they are for may be among it
                     self._pipeline.video.check_input(None)
                     self._pipeline.video.feed(slot, request.pictures)
-            case messages.Pause() | messages.Resume():
-                session.set_paused(isinstance(request, messages.Pause))
+            case messages.SetPaused():
+                session.set_paused(request.paused)
             case Reset():
                 if request.image is not None or request.no_image:
                     session.start = pending.made.start

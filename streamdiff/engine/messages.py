@@ -100,13 +100,10 @@ class SetPrompt(StreamCommand):
 
 
 @dataclass(frozen=True)
-class Pause(StreamCommand):
-    """Stop making new chunks. What is made already may still be shown."""
+class SetPaused(StreamCommand):
+    """Stop making new chunks, or go on. What is made already may still be shown."""
 
-
-@dataclass(frozen=True)
-class Resume(StreamCommand):
-    """Admit chunks of the session again, after `Pause`."""
+    paused: bool
 
 
 @dataclass(frozen=True)

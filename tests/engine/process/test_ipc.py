@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Closed, Failed, FrameBatch, Pause, SetPrompt, Shown
+from streamdiff.engine.messages import Closed, Failed, FrameBatch, SetPaused, SetPrompt, Shown
 from streamdiff.engine.process.ipc import (
     HIGH_WATER,
     KINDS,
@@ -33,8 +33,8 @@ PICTURES = np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)
 MESSAGES = [
     messages.Open("a", "a red circle", 5, 4, "clean"),
     messages.SetPrompt("a", "blue", "r1"),
-    messages.Pause("a"),
-    messages.Resume("a"),
+    messages.SetPaused("a", True),
+    messages.SetPaused("a", False),
     messages.SetMaxAhead("a", 24),
     messages.SetSteps("a", 2, "r3"),
     messages.Close("a"),
@@ -217,7 +217,7 @@ async def test_a_reader_that_reads_nothing_stops_the_engine_and_not_its_memory(
 @pytest.mark.slow
 async def test_an_engine_that_reads_nothing_holds_its_caller_back(tmp_path: Path, server: EngineServer) -> None:
     client = EngineClient(tmp_path)
-    await client.send(Pause("a"))
+    await client.send(SetPaused("a", True))
     await poll(server)  # connected
     command = SetPrompt("a", "x" * 50_000)
     sent = 0
@@ -268,7 +268,7 @@ async def test_a_waiting_reader_and_sender_end_with_the_engine(tmp_path: Path) -
     """Nobody is connected: the sender waits for ever, were it not for the end."""
     client = EngineClient(tmp_path)
     collecting = asyncio.create_task(collect(client))
-    sending = asyncio.create_task(client.send(Pause("a")))
+    sending = asyncio.create_task(client.send(SetPaused("a", True)))
     await asyncio.sleep(0)
     client.end(None)
     assert await asyncio.wait_for(collecting, LIMIT_S) == []

@@ -202,5 +202,5 @@ class PromptQueue:
         that the pipeline does not take; names them."""
         features = features_of(command)
         given = decode(features, self._pipeline.info)
-        parts = given.prompt_embeds, given.image_latents, given.video_latents
-        return Encoded(*self._pipeline.features_of(*parts, features.strength, given.motion))
+        parts = map(given.get, ("prompt_embeds", "image_latents", "video_latents"))
+        return Encoded(*self._pipeline.features_of(*parts, features.strength, given.get("motion")))

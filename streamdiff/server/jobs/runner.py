@@ -217,10 +217,10 @@ class JobRunner:
         elif isinstance(event, Ready):
             self._engine_runs = True
             self._wake.set()
-        elif isinstance(event, messages.Measured):
+        elif isinstance(event, messages.LoadFigures):
             for run in self._runs.values():
                 run.peak_memory_mb = round(max(run.peak_memory_mb or 0.0, event.memory_bytes / 2**20), 1)
-        elif isinstance(event, messages.SessionMessage):
+        elif isinstance(event, messages.StreamEvent):
             for run in self._runs.values():
                 if run.session == event.session:
                     run.inbox.put_nowait(event)

@@ -256,9 +256,9 @@ class LiveSession:
             await self._send(messages.SetActive(self.id, *wanted))
 
     async def send_paused(self) -> None:
-        """Send `Pause` or `Resume`, as a snapshot may have the other state."""
+        """Send `SetPaused`, as a snapshot may have the other state."""
         with suppress(EngineFailure):  # `ask_open` sends it to the next engine
-            await self._send(messages.Pause(self.id) if self.paused else messages.Resume(self.id))
+            await self._send(messages.SetPaused(self.id, self.paused))
 
     def engine_lost(self, engine: EngineStatus) -> None:
         """The engine has ended: refuse the requests that ended with it. The last picture stays; `ask_open` continues.
@@ -547,7 +547,7 @@ class LiveSession:
         self._send_state()
 
     async def _set_paused(self, paused: bool) -> None:
-        await self._send(messages.Pause(self.id) if paused else messages.Resume(self.id))
+        await self._send(messages.SetPaused(self.id, paused))
         self.paused = paused
         self.playback.pacer.set_paused(paused)
         await self.send_active()

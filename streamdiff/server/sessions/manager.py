@@ -19,7 +19,7 @@ from prometheus_client import Counter
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Command, Data, Event, FrameBatch, Measured, Ready, Refused
+from streamdiff.engine.messages import Command, Data, Event, FrameBatch, LoadFigures, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.errors import NOT_FINITE, ConfigError, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _ENCODERS = ("text", "picture", "video")
-"""As `Measured.encodings` has them."""
+"""As `LoadFigures.encodings` has them."""
 DEFAULT_SESSION = "default"
 OPEN_TIMEOUT_S = 60.0
 INPUT_ANSWER_S = 5.0
@@ -130,8 +130,8 @@ class EngineLoad:
             chunk_s = self._ready.chunk_frames / session.fps
             self._policy.chunk(session.id, slack_s, chunk_s, clock.monotonic_s())
 
-    def measured(self, measured: Measured) -> None:
-        """Take a `Measured` event of the engine. Mutates: self, the metrics."""
+    def measured(self, measured: LoadFigures) -> None:
+        """Take a `LoadFigures` event of the engine. Mutates: self, the metrics."""
         self.capacity.measured(measured.chunk_compute_s, clock.monotonic_s())
         self._changed.set()
         self.occupancy = measured.occupancy
@@ -479,7 +479,7 @@ class Manager:
             match event:
                 case messages.Failed():
                     reason = event.reason
-                case messages.Measured():
+                case messages.LoadFigures():
                     self.load.measured(event)
                 case Restarting():
                     self.engine = EngineStatus("restarting", event.reason, event.retry_after_s)

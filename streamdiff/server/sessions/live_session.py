@@ -45,8 +45,6 @@ STALLED_S = 2.0
 OPENING = "open"
 """`Open.request`: a refusal that has it is that of the session, others are of requests to it."""
 Mailbox = Callable[[dict[str, Any]], None]
-_Answer = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | messages.Closed
-SessionEvent = _Answer | FrameBatch | messages.InputUsed | messages.Saved | messages.Swapped
 
 
 @dataclass(frozen=True)
@@ -297,7 +295,7 @@ class LiveSession:
 
     # ---- the engine's events ------------------------------------------------------------------------------------
 
-    def handle(self, event: SessionEvent) -> None:
+    def handle(self, event: messages.StreamEvent) -> None:
         """Take one of this session's events. Mutates: self."""
         now_s = clock.monotonic_s()
         match event:

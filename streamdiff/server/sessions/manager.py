@@ -28,7 +28,7 @@ from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.sessions.control import ControlError, EngineStatus, StreamEnded, StrengthMessage
 from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper, read_snapshot, spec_of
-from streamdiff.server.sessions.live_session import OPENING, LiveSession, SessionEvent, StreamSpec
+from streamdiff.server.sessions.live_session import OPENING, LiveSession, StreamSpec
 from streamdiff.server.sessions.video_input import VideoInput, play
 from streamdiff.snapshot_header import read_saved_session
 from streamdiff.video.picture import fit_picture
@@ -510,7 +510,7 @@ class Manager:
             return default.engine.running
         return self._reopening.get(DEFAULT_SESSION) is None or self._begin_with is not None
 
-    def _dispatch(self, event: SessionEvent) -> None:
+    def _dispatch(self, event: messages.StreamEvent) -> None:
         """Hand an event to its session, if that is still open."""
         session = self.get(event.session)
         if session is None:

@@ -37,7 +37,7 @@ from streamdiff.engine.messages import (
 )
 from streamdiff.engine.process.main import _load_runtime
 from streamdiff.errors import RequestError, StreamdiffError
-from streamdiff.models.text_encoder import CachedText, WanText
+from streamdiff.models.text_encoder import WanText
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline, PaintedText, checksum
 from tests.engine.test_engine import batches, chunks, pictures, run
@@ -478,9 +478,9 @@ def test_the_real_model_streams_with_wans_text_encoder(tmp_path: Path) -> None:
     length, width = pipeline.model.spec.text_shape
     umt5.write(tmp_path, width=width)
     encoder, encoded = WanText(tmp_path, length=length, width=width), list[str]()
-    encode = encoder.encode
-    encoder.encode = lambda text: (encoded.append(text), encode(text))[1]  # type: ignore[method-assign]
-    pipeline.text = CachedText(encoder)
+    encode = encoder.encode_anew
+    encoder.encode_anew = lambda text: (encoded.append(text), encode(text))[1]  # type: ignore[method-assign]
+    pipeline.text = encoder
     with StreamSession(pipeline, "a red fox", seed=3) as session:
         frames = iter(session)
         size = session.chunk_frames

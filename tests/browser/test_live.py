@@ -215,17 +215,6 @@ def test_an_engine_that_is_killed_comes_back_and_the_page_goes_on_by_itself(brow
     console_errors(browser)
 
 
-def test_the_page_names_the_engines_end(browser: WebDriver) -> None:
-    with running_server((*PAINTED, "--restarts", "0")) as server:
-        browser.get(server.url)
-        until(browser, lambda seen: seen["status"] == "Live")
-        browser.execute_script(SAID)
-        server.engine.kill()
-        until(browser, lambda _: "SIGKILL" in " ".join(browser.execute_script("return said")))
-    browser.get("about:blank")
-    console_errors(browser)
-
-
 @ITS_OWN
 def test_nothing_is_wider_than_the_screen_and_all_is_big_enough_for_a_thumb(page: WebDriver) -> None:
     open_controls(page)

@@ -14,7 +14,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from benchmarks.browser import Server, console_errors, running_server
-from tests.browser.looking import PAINTED, coloured, model_server, until
+from tests.browser.looking import coloured, model_server, painted_server, until
 from tests.server.scripted import COLOURS
 
 pytestmark = pytest.mark.browser
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running_server(PAINTED) as server:
+    with running_server(painted_server()) as server:
         yield server
 
 
@@ -75,16 +75,6 @@ def test_a_page_behind_a_relay_tells_the_server_its_addresses(browser: WebDriver
         until(browser, lambda _: browser.execute_script(f"return {told}") > 0)
         assert console_errors(browser) == []
         browser.get("about:blank")
-
-
-def test_a_link_that_cannot_be_opened_shows_the_servers_own_stream_and_says_why(
-    server: Server, browser: WebDriver
-) -> None:
-    browser.get(f"{server.url}?prompt=a+star&seed=-1")
-    until(browser, lambda seen: seen["status"] == "Live")
-    assert "seed" in browser.find_element("id", "receipt").text
-    assert "session=" not in browser.current_url
-    assert all("422" in line for line in console_errors(browser)), "the browser's own line about the answer"
 
 
 def test_a_suggestion_changes_the_prompt_and_is_then_not_suggested_again(page: WebDriver) -> None:

@@ -14,6 +14,7 @@ import yaml
 from streamdiff.cli import parser as cli_parsers
 from streamdiff.config import Config
 from streamdiff.config_file import load
+from streamdiff.errors import ConfigError
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.routes import control
 from tests.packaging.test_wheel import SOURCES
@@ -183,15 +184,6 @@ def test_every_pod_is_one_that_pod_security_takes_as_restricted_and_says_what_it
             assert pod.get("restartPolicy") == "Never" or {"livenessProbe", "readinessProbe"} <= set(container)
 
 
-def test_the_service_finds_the_pod() -> None:
-    parts = _kubernetes()
-    template = parts["Deployment"]["spec"]["template"]
-    assert parts["Service"]["spec"]["selector"].items() <= template["metadata"]["labels"].items()
-    assert parts["Deployment"]["spec"]["selector"]["matchLabels"] == parts["Service"]["spec"]["selector"]
-    [port] = parts["Service"]["spec"]["ports"]
-    assert port["targetPort"] in {each["name"] for each in _container()["ports"]}
-
-
 # ---- several servers, and a ring over several nodes ------------------------------------------------------------------
 
 
@@ -227,6 +219,13 @@ def test_pods_of_a_fleet_are_the_one_server_s_with_a_name_each(tmp_path: Path) -
     own = {"agent_port", "hosts", "snapshot_key_file", "trusted_proxies"}
     assert config.model_dump(exclude=own) == single.model_dump(exclude=own)
     assert config.agent_port and config.media_ports
+
+
+@pytest.mark.parametrize("unset", ["as it is", ""])
+def test_a_fleet_whose_proxies_nobody_has_named_does_not_start(unset: str) -> None:
+    unset = unset and _fleet("ConfigMap")["data"]["trusted_proxies"]
+    with pytest.raises(ConfigError):
+        load(None, {"serve.trusted_proxies": [unset]}, {"serve.trusted_proxies": "--trusted-proxy"})
 
 
 def test_the_fleet_s_balancer_is_haproxy_cfg_with_the_pods_as_servers(tmp_path: Path) -> None:

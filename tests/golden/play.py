@@ -27,12 +27,13 @@ import torch
 from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.runner.sampler import Finished
-from streamdiff.pipeline.snapshot.file import Snapshot
+from streamdiff.pipeline.snapshot.file import Snapshot, mapped
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
 from streamdiff.session_state.swap_store import SwapStore
 from tests.pipeline.distributed.rendezvous_backend import join_ring
 from tests.pipeline.processes import run_ranks
+from tests.saving import save as save_session
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 CASES = [
@@ -130,7 +131,7 @@ def saved(case: str, stages: int, then: int, killed: bool) -> str:
         def save(latents: Latents) -> None:
             pipeline, changes = opened(case, stages, latents)
             play(pipeline.ring, partial(pipeline.step, 0.1), latents, changes, INTERRUPTED_AT)
-            pipeline.saving.save(0)[0].write(file)
+            save_session(pipeline, 0)[0].write(file)
             if killed:
                 torch.save(latents[0], Path(folder) / "latents.pt")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -145,7 +146,7 @@ def saved(case: str, stages: int, then: int, killed: bool) -> str:
         else:
             save(latents)
         pipeline = started(then, latents)
-        pipeline.saving.load(0, Snapshot.read(file))
+        pipeline.saving.load(0, Snapshot.from_bytes(mapped(file)))
         play(pipeline.ring, partial(pipeline.step, 0.1), latents, {0: case.split("/")[1]})
         ended(pipeline)
     return digest(latents[0])

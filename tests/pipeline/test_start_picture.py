@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import ReferenceRun, local_ring, run_reference
+from streamdiff.commands.reference import ReferenceRun, local_ring, run_reference
 from streamdiff.errors import RequestError
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.pipeline.executor import LocalRing

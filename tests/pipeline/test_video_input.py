@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from streamdiff.pipeline.runner.init_latents import FULL_MOTION, REACH, STANDING
 from streamdiff.pipeline.runner.sampler import StreamInputs
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.video_input.feeding import MAX_UNENCODED
+from tests.saving import save
 from tests.small import CPU, RED, small_encoder, small_model
 
 MODEL = small_model(4, layers=4, sink=2, window=8)
@@ -337,7 +337,7 @@ def test_a_snapshot_has_the_levels_of_a_chunk_that_began_from_video(pipeline: Fe
     pipeline.video.feed(0, clip(1))
     while not (chunks := pipeline.ring.scheduler.session(0).chunks) or chunks[0].entered < 1:
         pipeline.turn()
-    snapshot, _ = pipeline.saving.save(0)
+    snapshot, _ = save(pipeline, 0)
     loaded = Fed()
     try:
         loaded.saving.load(0, snapshot)
@@ -347,8 +347,5 @@ def test_a_snapshot_has_the_levels_of_a_chunk_that_began_from_video(pipeline: Fe
         assert torch.equal(pipeline.made[0][0], loaded.made[0][0])
         head = snapshot.trees["head"]["fields"]["sampler"]["fields"]["video_levels"]
         assert "0.5" in json.dumps(head)
-        spoilt = json.loads(json.dumps(snapshot.trees).replace("500.0", "5000.0"))
-        with pytest.raises(RequestError, match=r"video_levels\[0\]\.timesteps"):
-            loaded.saving.load(1, replace(snapshot, trees=spoilt))
     finally:
         loaded.close()

@@ -25,10 +25,10 @@ from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.attention_backend import Attend, AttendParts, Merge, merge_attention_states
 from streamdiff.models.transformer.attention_backend import attend as attend
 from streamdiff.models.transformer.rope import gelu, multiply_add
-from streamdiff.session_state.fields import session_value
+from streamdiff.session_state.fields import session_state
 
 
-@session_value("key-value")
+@session_state("key-value")
 class KeyValue(NamedTuple):
     """Keys and values `[R, tokens, H, d]` of one layer."""
 
@@ -36,11 +36,10 @@ class KeyValue(NamedTuple):
     value: Tensor
 
 
-class SelfAttention(Protocol):
-    """Self-attention callback: selects the cached keys that each row sees, and writes new ones to the cache."""
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """All `[R, L, H, d]`, normalised but not rotated; returns the attention output of the same shape."""
+SelfAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Self-attention callback: selects the cached keys that each row sees, and writes new ones to the cache. It gets the
+layer's number, then query, key and value, all `[R, L, H, d]`, normalised but not rotated, and returns the attention
+output of the same shape."""
 
 
 class TokenStates(NamedTuple):

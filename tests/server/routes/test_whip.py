@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fractions
-import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -159,49 +158,6 @@ async def test_what_is_sent_is_fitted_and_the_stream_starts_from_it(codec: str) 
             await viewer.frame()
             assert (await site.http.delete(sender.location)).status_code == 200, "it has ended, as is asked for"
             assert (await site.http.delete(f"{sender.location}x")).status_code == 404
-
-
-class Encoded(Colour):
-    """The same as packets of H.264 of a `profile`."""
-
-    def __init__(self, profile: str) -> None:
-        super().__init__((20, 200, 30))
-        context = av.CodecContext.create("libx264", "w")
-        assert isinstance(context, av.VideoCodecContext)
-        context.width, context.height, context.pix_fmt = 320, 180, "yuv420p"
-        context.time_base, context.profile = fractions.Fraction(1, 90000), profile
-        context.options = {"tune": "zerolatency", "x264-params": "keyint=10:repeat-headers=1"}
-        self._context = context
-
-    async def recv(self) -> av.Packet[Any]:  # type: ignore[override]
-        frame = (await super().recv()).reformat(format="yuv420p")
-        [packet] = self._context.encode(frame)
-        return packet
-
-
-@pytest.mark.parametrize(
-    ("profile", "fmtp"),
-    [("Main", "profile-level-id=4d001f; packetization-mode=1"), ("High", "profile-level-id=640028"), ("Baseline", "")],
-)
-async def test_h264_of_other_profiles_and_modes_is_read(profile: str, fmtp: str) -> None:
-    async with served() as site:
-        viewer = await site.watch()
-        sender = Sender(site, Encoded(profile), codec="H264")
-        await sender.pc.setLocalDescription(await sender.pc.createOffer())
-        offer = sender.pc.localDescription.sdp
-        written = re.sub(r"a=fmtp:(\d+) (level\S*)\r\n", rf"a=fmtp:\1 {fmtp}\r\n" * bool(fmtp), offer)
-        answer = await site.http.post("/whip", content=written, headers=SDP)
-        assert answer.status_code == 201, answer.text
-        [first, *_] = re.findall(r"a=fmtp:\d+ (level\S*)\r\n", answer.text)
-        assert {word.strip() for word in fmtp.split(";") if word} <= set(first.split(";"))
-        assert ("packetization-mode" in first) == ("packetization-mode" in fmtp)
-        known = re.sub(r"(a=fmtp:\d+) level\S*", r"\1 packetization-mode=1;profile-level-id=42e01f", answer.text)
-        await sender.pc.setRemoteDescription(RTCSessionDescription(known, "answer"))
-        await used(site, MODEL.spec.chunk_frames)
-        middle = np.median(fed(site)[-1].reshape(-1, 3), axis=0)
-        assert np.abs(middle - (20, 200, 30)).max() < 16
-        await viewer.frame()
-        await sender.pc.close()
 
 
 async def test_strength_changes_live_with_receipts_and_is_refused_where_nothing_feeds() -> None:

@@ -1,5 +1,5 @@
-"""A run from end to end, in real processes: figures that the raw times in the file give again, a header, a picture; and
-an end by Ctrl-C that leaves nothing behind. No figure is judged here."""
+"""A run from end to end, in real processes: figures that the raw times in the file give again, a header, a picture. No
+figure is judged here."""
 
 from __future__ import annotations
 
@@ -60,12 +60,3 @@ def test_options_stand_in_place_of_the_presets_lists(tmp_path: Path) -> None:
     one, two = cases("--stages", "2,4", "--profile", str(tmp_path))
     assert one.profile != two.profile and Path(str(one.profile)).parent == tmp_path
     assert Case.from_json(json.loads(json.dumps(one.to_json()))) == one
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked")
-def test_a_case_that_fails_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert fps_ttff.main(["--steps", "3", "--stages", "1", "--kv-context", "clean", *SMALL]) == fps_ttff.FAILED
-    told = capfd.readouterr().err
-    assert "steps is 3; model tiny has" in told
-    assert "error: tiny, 3 steps, clean, 1 stage: its processes ended with exit code 2" in told

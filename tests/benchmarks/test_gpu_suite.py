@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import fps_ttff, gpu_check, gpu_suite
+from benchmarks import gpu_check, gpu_suite
 from benchmarks.gpu_suite import HOLDS, NO_MEMORY, NOT_HERE, UNTRIED, WRONG, Deadline, Found, allowed, plain, wanted
 from benchmarks.stream_case import CONTEXTS, Amount, Case
 from streamdiff.config import ModelConfig
@@ -107,27 +106,3 @@ def test_the_checks_hold_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["memory:clean", "--device", "cpu"]) == gpu_check.NOT_HERE
     told = capsys.readouterr().out
     assert "decoder:tiny: off by 0 levels" in told and "nothing waits" in told
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("forked")
-def test_a_rehearsal_writes_what_it_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One context is said to be wrong: it is left out, and the other is measured."""
-    monkeypatch.setattr(gpu_check, "NAMES", ("decoder:tiny", "sync:clean"))
-    monkeypatch.setattr(gpu_suite, "_TESTS", "cpu:staircase")
-    least = Amount(openings=1, chunks=2, margin=1, prompts=1, rounds=1)
-    monkeypatch.setattr(gpu_suite.stream_options, "QUICK", least)
-    real = gpu_suite.check
-    monkeypatch.setattr(
-        gpu_suite, "check", lambda name, *rest: Found(name, WRONG, "made up") if ":s" in name else real(name, *rest)
-    )
-    code = gpu_suite.main(["--out", str(tmp_path), "--device", "cpu", "--only", "tiny", "--quick", "--minutes", "9"])
-    assert code == fps_ttff.FAILED
-    checks = {row["check"]: row["verdict"] for row in json.loads((tmp_path / "checks.json").read_text())["checks"]}
-    assert checks == {"decoder:tiny": HOLDS, "sync:clean": NOT_HERE, "cpu:staircase": WRONG}
-    stored = json.loads((tmp_path / "fps_ttff.json").read_text())
-    assert list(stored["results"]) == ["tiny, 4 steps, clean, 1 stage"]
-    assert (tmp_path / "fps_ttff.png").exists() and (tmp_path / "profile").is_dir()
-    assert "left out: tiny, 4 steps, staircase, 1 stage: cpu:staircase does not hold" in capsys.readouterr().out

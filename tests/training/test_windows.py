@@ -196,17 +196,6 @@ def test_reading_asks_only_for_what_the_sentence_says() -> None:
     assert train_denoiser.reading_loss(network, dice(), batch=8).isfinite()
 
 
-def test_a_cut_holds_the_same_chunks_and_is_a_start_only_from_chunk_zero(pool: Pool) -> None:
-    whole = pool.sample(4, dice())
-    whole = replace(whole, start=torch.ones(4, dtype=torch.bool))
-    first = torch.tensor([0, 1, 3, 0])
-    part = whole.cut(first, 2)
-    assert part.start.tolist() == [True, False, False, True]
-    for row, offset in enumerate(first.tolist()):
-        for name in Windows.by_chunk:
-            assert torch.equal(getattr(part, name)[row], getattr(whole, name)[row, offset : offset + 2])
-
-
 def test_windows_of_single_latent_frames_hold_each_with_what_it_shows_and_what_steered_it(pool: Pool) -> None:
     whole = pool.sample(3, dice())
     single = whole.singles()

@@ -191,12 +191,6 @@ def test_a_staircase_fills_rings_of_up_to_as_many_stages_as_steps(stages: int, s
     assert figures.gaps[0].longest_s <= 1.5 * figures.gaps[0].mean_s
 
 
-def test_clean_with_one_session_cannot_fill_the_ring() -> None:
-    figures = simulate(equal("clean", stages=4, steps=4)).figures
-    assert figures.chunks_per_s == pytest.approx(1 / 5, rel=0.03)
-    assert figures.occupancy == pytest.approx((0.25,) * 4, abs=0.02)
-
-
 def test_the_slowest_stage_sets_the_pace() -> None:
     streams = (Stream(4, "clean"),) * 6
     setup = Setup(((0.1,), (0.4,), (0.2,)), streams)

@@ -212,14 +212,14 @@ class Slow(Painter):
         self.asked, self.let = threading.Event(), threading.Event()
 
     def open(self, session: int, conditioning: object, **how: Any) -> None:
-        if self._streams:
+        if self.streams:
             self.asked.set()
             assert self.let.wait(60)
         super().open(session, conditioning, **how)
 
     @property
     def count(self) -> int:
-        return len(self._streams)
+        return len(self.streams)
 
 
 async def test_a_session_that_ends_before_the_engine_has_opened_it_is_closed_there_too() -> None:

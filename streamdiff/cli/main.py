@@ -128,7 +128,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
         fit_picture(start.image, 16, 16)
     if start.input is not None:
-        from streamdiff.server.media.video_input import check_video
+        from streamdiff.server.sessions.video_input import check_video
 
         check_video(start.input)
     if start.snapshot is not None:

@@ -202,5 +202,7 @@ class PromptQueue:
         that the pipeline does not take; names them."""
         features = features_of(command)
         given = decode(features, self._pipeline.info)
-        parts = map(given.get, ("prompt_embeds", "image_latents", "video_latents"))
-        return Encoded(*self._pipeline.features_of(*parts, features.strength, given.get("motion")))
+        embeddings, latents, video, motion = map(
+            given.get, ("prompt_embeds", "image_latents", "video_latents", "motion")
+        )
+        return Encoded(*self._pipeline.features_of(embeddings, latents, video, features.strength, motion))

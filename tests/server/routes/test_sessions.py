@@ -207,8 +207,8 @@ async def test_of_a_hundred_opens_exactly_the_free_places_are_given(monkeypatch:
 class Slow(Painter):
     """Opens further sessions when it is let."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         self.asked, self.let = threading.Event(), threading.Event()
 
     def open(self, session: int, conditioning: object, **how: Any) -> None:

@@ -31,7 +31,7 @@ from streamdiff.models import sampling
 from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import build_pipeline
-from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.ring import Ring
 from tests import fork_server
 from tests.hub_cache import lay
 from tests.models.layouts import original
@@ -612,7 +612,7 @@ def test_a_configuration_file_counts_on_the_exact_way_too(
     (tmp_path / "config.yaml").write_text("model: {stages: 2}\n")
     seen: list[int] = []
 
-    def run(ring: RingExecutor, *given: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    def run(ring: Ring, *given: Any) -> Iterator[tuple[torch.Tensor, bool]]:
         seen.append(ring.stage.stages)
         return run_reference(ring, *given)
 

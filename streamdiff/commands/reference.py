@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.commands.jobs import ReferenceJob
-from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, check_together, local_ring, run_reference
+from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, check_together, run_reference
 from streamdiff.core import PROMPT_POLICIES
 from streamdiff.device import own_device
 from streamdiff.errors import ConfigError
@@ -36,14 +36,15 @@ from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import ModelSpec, choose_steps, with_window
 from streamdiff.models.tensor_file import read_first_steps
 from streamdiff.models.weight_files import read_object
-from streamdiff.pipeline import build, worker_main
+from streamdiff.pipeline import rank_process
 from streamdiff.pipeline.distributed.link import LinkClosed
-from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.load_plan import LoadPlan
 from streamdiff.pipeline.planner.model_sizes import sizes_from
 from streamdiff.pipeline.planner.partition import check_ranks, split_evenly
+from streamdiff.pipeline.ring import Ring, local_parts
 from streamdiff.pipeline.runner.init_latents import levels_of
 from streamdiff.pipeline.runner.sampler import StepLevels
+from streamdiff.pipeline.worker_group import WorkerGroup
 from streamdiff.video import files
 
 
@@ -85,11 +86,11 @@ def run(job: ReferenceJob) -> int:
 
 def follow(job: ReferenceJob) -> None:
     """Run a rank other than 0 until the ring ends. Raises ConfigError as `plan_of`, and for ranks that differ."""
-    worker_main.run_rank(plan_of(job))
+    rank_process.run_rank(plan_of(job))
 
 
 @contextmanager
-def _ring(plan: LoadPlan, stages: int) -> Iterator[tuple[RingExecutor, Callable[[], None]]]:
+def _ring(plan: LoadPlan, stages: int) -> Iterator[tuple[Ring, Callable[[], None]]]:
     """The loaded ring, all `stages` in this process unless `plan` is for several, and a check that raises where it is
     broken. Other ranks end with it.
 
@@ -97,16 +98,19 @@ def _ring(plan: LoadPlan, stages: int) -> Iterator[tuple[RingExecutor, Callable[
         ConfigError: parts that are missing or do not fit, or ranks that are not alike.
         EngineFailure: a rank that does not come, or ends before its time.
     """
-    head = build.load_head(plan)
-    if head.workers is None:
-        yield head.ring if stages == 1 else local_ring(head.model, plan.device, stages), lambda: None
+    started = rank_process.start_rank(plan, plan.join())
+    model, parts = started.head
+    if started.context is None:
+        parts = parts if stages == 1 else local_parts(model, plan.device, stages)
+        yield Ring(model, plan.device, parts=parts), lambda: None
         return
-    head.workers.start(lambda: None)
+    ring, workers = Ring(model, plan.device, parts=parts), WorkerGroup(started.context, plan.config.watchdog_s)
+    workers.start(ring, lambda: None)
     try:
-        yield head.ring, head.workers.check
+        yield ring, workers.check
     except LinkClosed as error:
-        raise head.workers.broken(error) from error
-    head.workers.leave()
+        raise workers.broken(error) from error
+    workers.leave()
 
 
 def _written(

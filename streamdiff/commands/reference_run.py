@@ -1,7 +1,7 @@
 """A reference run: a reproducible stream from given conditioning, noise, schedule and prompt changes, to compare
 latents with another implementation.
 
-Runs on the same executor as live streams. The latents are a function of weights and `ReferenceRun` alone, on any number
+Runs on the same ring as live streams. The latents are a function of weights and `ReferenceRun` alone, on any number
 of stages.
 """
 
@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-import torch
 from torch import Tensor
 
 from streamdiff.core import PER_STEP, RECACHES
 from streamdiff.errors import ConfigError
-from streamdiff.models.model import Model
 from streamdiff.models.sampling import TIMESTEPS, Schedule
 from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents
 from streamdiff.pipeline.runner.sampler import Noise, SeededNoise, StepLevels, StreamInputs, TensorNoise
 
@@ -121,13 +119,13 @@ class ReferenceRun:
 
     def inputs_from(self, spec: ModelSpec, first: int) -> StreamInputs:
         """Noise and input of the stream that begins at chunk `first`: the noise is its own seed's, or what is given
-        from there on; finished latents are given to the first stream alone."""
+        from there on."""
         noise: Noise = SeededNoise(spec.chunk_shape, self.seed)
         if self.initial is not None:
             renoise = None if self.renoise is None else self.renoise[first:]
             noise = TensorNoise(self.initial[first:], renoise, self.schedule, noise)
         levels = None if self.levels is None else self.levels.starting_at(first)
-        return StreamInputs(noise, self._source(spec, first), levels, self.given_latents if first == 0 else None)
+        return StreamInputs(noise, self._source(spec, first), levels)
 
     def _source(self, spec: ModelSpec, first: int) -> InitLatents | None:
         """The encoded input of the stream that begins at chunk `first`."""
@@ -206,13 +204,8 @@ class ReferenceRun:
         ]
 
 
-def local_ring(model: Model, device: torch.device, stages: int = 1) -> RingExecutor:
-    """The ring of a whole model in this process, whose stages take turns."""
-    return RingExecutor(model, device) if stages == 1 else LocalRing(model, device, stages)
-
-
 def run_reference(
-    ring: RingExecutor, run: ReferenceRun, check: Callable[[], None] = lambda: None
+    ring: Ring, run: ReferenceRun, check: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[Tensor, bool]]:
     """The latents `[C, F, h, w]` of each chunk, in order, and whether it is the first chunk of a stream. `check` is
     called between turns of a ring over processes, and ends the run by what it raises. Mutates: ring.
@@ -226,7 +219,10 @@ def run_reference(
     for begin, switches, end in run.segments:
         inputs, length = run.inputs_from(spec, begin.chunk), end - begin.chunk
         if begin.chunk == 0:
-            ring.open(_NAME, begin.embeddings, epoch=0, steps=run.schedule, kv_context=run.kv_context, given=inputs)
+            ring.open(
+                _NAME, begin.embeddings, epoch=0, steps=run.schedule, kv_context=run.kv_context,
+                start=run.given_latents, given=inputs,
+            )  # fmt: skip
         else:
             ring.reset(_NAME, begin.embeddings, epoch=next(epochs), given=inputs)
         known = ring.scheduler.next_chunk(_NAME)
@@ -237,19 +233,19 @@ def run_reference(
             continue
         while not ring.scheduler.drained(_NAME):  # what is given is seen under the prompt that the stream begins with
             check()
-            ring.step(_WAIT_S)
+            ring.step_latents(_WAIT_S)
         due = {switch.chunk - begin.chunk: switch for switch in switches}
         done: dict[int, Tensor] = {}
         for chunk in range(known, length):
             while chunk not in done:
                 following = ring.scheduler.next_chunk(_NAME)
                 if (switch := due.pop(following, None)) is not None:
-                    ring.set_text(_NAME, next(epochs), switch.embeddings, switch.policy)
+                    ring.set_conditioning(_NAME, switch.embeddings, epoch=next(epochs), switch=switch.policy)
                 # Steps of a staircase wait for chunks that come after; those made for this alone are dropped.
                 wanted = following < length or run.kv_context == "staircase"
                 ring.scheduler.set_frame_credit(_NAME, spec.admitted_frames(following) if wanted else 0)
                 check()
-                rows, finished = ring.step(_WAIT_S)
+                rows, finished = ring.step_latents(_WAIT_S)
                 assert rows or finished or ring.has_work, "the stream stands still"
                 done |= {row.chunk: latents for row, latents in finished}
             yield done.pop(chunk), chunk == 0

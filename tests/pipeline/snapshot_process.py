@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.pipeline import build, worker_main
+from streamdiff.pipeline import build, rank_process
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
@@ -41,7 +41,7 @@ def shown(frames: list, session: int = 0) -> list[np.ndarray]:  # type: ignore[t
 
 
 def micro_steps_in_flight(pipeline: StreamingPipeline, session: int = 0) -> int:
-    return sum(chunk.entered - chunk.back for chunk in pipeline.ring.scheduler.session(session).chunks)
+    return sum(chunk.entered - chunk.back for chunk in pipeline.scheduler.session(session).chunks)
 
 
 def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: int, decode: str) -> None:
@@ -50,7 +50,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
     use_rendezvous()
     config = ModelConfig(parallel=f"{stages}x{shares}", decode_rank=decode, device="cpu")
     if rank:
-        worker_main.run_worker(config)
+        rank_process.run_worker(config)
         return
     pipeline = build.build_pipeline(config)
     first, second = list[np.ndarray](), list[np.ndarray]()

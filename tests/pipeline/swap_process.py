@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from streamdiff.config import ServedModel
-from streamdiff.pipeline import build, topology, worker_main
+from streamdiff.pipeline import build, rank_process, topology
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.distributed.rough import LINKS
@@ -52,7 +52,7 @@ class Shown:
 
 
 def under_way(pipeline: StreamingPipeline) -> int:
-    return sum(chunk.entered - chunk.back for chunk in pipeline.ring.scheduler.session(0).chunks)
+    return sum(chunk.entered - chunk.back for chunk in pipeline.scheduler.session(0).chunks)
 
 
 def on_disk(folder: Path) -> list[Path]:
@@ -82,7 +82,7 @@ def back(shown: Shown) -> None:
 def damage_one(shown: Shown, folder: Path, parts: int) -> None:
     """The largest file that is not the head's own."""
     out(shown, folder, parts)
-    own = shown.pipeline.ring.stage.swaps._folder
+    own = shown.pipeline.stage.swaps._folder
     file = max((path for path in on_disk(folder) if path.parent != own), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -103,7 +103,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
         host_memory_gb=0.0 if (folder / "disk").exists() else 1.0, state_dir=str(folder / "state"),
     )  # fmt: skip
     if rank:
-        worker_main.run_worker(config)
+        rank_process.run_worker(config)
         return
     pipeline = build.build_pipeline(config)
     opened(pipeline)

@@ -19,7 +19,7 @@ from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.models.tiny.model import WEIGHTS, load_model
-from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.snapshot_header import check_signature, signed
@@ -39,7 +39,7 @@ def one_thread() -> None:
 
 
 def started(stages: int, model: Model = MODEL) -> StreamingPipeline:
-    return StreamingPipeline(model, CPU, ring=LocalRing(model, CPU, stages))
+    return StreamingPipeline(model, CPU, parts=local_parts(model, CPU, stages))
 
 
 def opened(stages: int, kv_context: str, session: int = 0) -> StreamingPipeline:
@@ -104,7 +104,7 @@ def test_a_stream_goes_on_from_its_file(kv_context: str, stages: int, then: int,
     pipeline, pictures = opened(stages, kv_context), list[np.ndarray]()
     play(pipeline, pictures, SAVED_AT * CHUNK)
     if stages > 1:
-        assert pipeline.ring.waiting
+        assert pipeline.waiting
     pictures += saved(pipeline, tmp_path / "session.safetensors")
     before = len(pictures)
     play(pipeline, pictures, CHUNKS * CHUNK)
@@ -133,11 +133,11 @@ def test_a_change_of_steps_and_a_prompt_that_wait_are_saved_too(tmp_path: Path) 
     def asked() -> tuple[StreamingPipeline, list[np.ndarray]]:
         pipeline, pictures = opened(2, "staircase"), list[np.ndarray]()
         pipeline.set_frame_credit(0, 100 * CHUNK)
-        while pipeline.ring.scheduler.next_chunk(0) < 5:  # however far decoding is
+        while pipeline.scheduler.next_chunk(0) < 5:  # however far decoding is
             pictures += drawn(pipeline.step())
         pipeline.set_steps(0, 2, epoch=6)
         change(pipeline)
-        assert pipeline.ring.changes, "it waits for what is in flight"
+        assert pipeline.changes, "it waits for what is in flight"
         return pipeline, pictures
 
     plain, expected = asked()

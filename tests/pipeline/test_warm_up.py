@@ -21,7 +21,7 @@ class Recording:
     def __init__(self, device: str) -> None:
         self.model, self.text = MODEL, SimpleNamespace(examples=[""], read=lambda *_: _Read(), encode=lambda text: None)
         self.info = SimpleNamespace(steps=4, chunk_frames=MODEL.spec.chunk_frames)
-        self.ring = SimpleNamespace(stage=SimpleNamespace(device=torch.device(device)), has_work=False)
+        self.stage, self.has_work = SimpleNamespace(device=torch.device(device)), False
         self.opened: list[str] = []
         self.chunks = 0
         self.measured: list[int] = []

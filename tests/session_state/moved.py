@@ -16,12 +16,12 @@ from torch import Tensor
 from streamdiff.models.model import Model
 from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.distributed.message import StageMessage
-from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.runner.sampler import StreamInputs
-from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
+from streamdiff.pipeline.topology import StageTopology, connect_stage
 from streamdiff.session_state import walk
 from tests.pipeline.distributed.rendezvous_backend import join_ring
 from tests.pipeline.playing import Order
@@ -94,7 +94,7 @@ def move_after_messages(stage: ModelRunner) -> None:
     stage.carry_out = moving  # type: ignore[method-assign]
 
 
-def move_head(ring: RingExecutor, name: int, mover: Mover) -> set[str]:
+def move_head(ring: Ring, name: int, mover: Mover) -> set[str]:
     """Move what the head alone has of a session; what was under way in it. Mutates: ring."""
     sampler, scheduler, order = ring.sampler, ring.scheduler, ORDERS[name]
     scheduled = scheduler._sessions[name]
@@ -105,7 +105,7 @@ def move_head(ring: RingExecutor, name: int, mover: Mover) -> set[str]:
     moments |= {"two of its own"} if sum(under_way) >= 2 else set()
 
     def prepared(old: Any = sampler.sessions[name]) -> Any:
-        return sampler.prepare(order.seed, old.schedule, order.kv_context, StreamInputs())
+        return sampler.prepare(order.seed, old.schedule, order.kv_context)
 
     def opened() -> Any:
         scheduler.close(name)
@@ -117,7 +117,7 @@ def move_head(ring: RingExecutor, name: int, mover: Mover) -> set[str]:
     return moments
 
 
-def play(ring: RingExecutor, model: Model, moved: bool) -> Streams:
+def play(ring: Ring, model: Model, moved: bool) -> Streams:
     """All sessions together. Each changes at its chunk, those but the staircase when they have nothing in flight."""
     made = Streams({name: [] for name in ORDERS}, {name: [] for name in ORDERS}, set())
     mover, changed = Mover(), set[int]()
@@ -139,13 +139,13 @@ def play(ring: RingExecutor, model: Model, moved: bool) -> Streams:
             if name not in changed and admitted == CHANGE_AT and (at_rest or order.then_steps):
                 changed.add(name)
                 if order.then_steps:
-                    ring.set_steps(name, 1, order.then_steps)
+                    ring.set_steps(name, order.then_steps, epoch=1)
                 else:
-                    ring.set_text(name, 1, model.text.encode(BLUE), order.switch)
+                    ring.set_conditioning(name, model.text.encode(BLUE), epoch=1, switch=order.switch)
             limit = CHUNKS + 1 if name in changed else CHANGE_AT
             ring.scheduler.set_frame_credit(name, (limit - admitted) * model.spec.chunk_frames)
         assert ring.has_work, "the ring stands still"
-        for row, latents in ring.step(1.0)[1]:
+        for row, latents in ring.step_latents(1.0)[1]:
             made.latents[row.session].append(latents.clone())
             memory = memories[row.session]
             made.pictures[row.session].append(model.decoder.decode(latents[None], memory).clone())
@@ -161,11 +161,11 @@ def main(rank: int, stages: int, port: int, out: str) -> None:
     model, topology = embedded(), StageTopology(rank, stages, 0, 1, "gloo")
     part = model.part(*split_evenly(model.blocks, stages)[rank])
     if rank:
-        worker = stage_worker(part, topology, CPU)
+        worker = connect_stage(part, topology, CPU).worker()
         move_after_messages(worker.stage)
         worker.run()
         return
-    ring = connect_head(part, topology, CPU)
+    ring = Ring(part, CPU, topology.rows, connect_stage(part, topology, CPU))
     made = play(ring, model, moved=True)
     ring.stop(LEAVE_S)
     torch.save((made.latents, made.pictures, made.moments), out)

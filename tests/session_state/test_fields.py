@@ -45,7 +45,7 @@ def examples() -> dict[str, Any]:
     pipeline.set_frame_credit(0, 100)
     for _ in range(6):
         pipeline.step()
-    ring, decoding = pipeline.ring, taehv.TaehvMemory({3: torch.ones(1, 2, 2, 2)}, False)
+    ring, decoding = pipeline, taehv.TaehvMemory({3: torch.ones(1, 2, 2, 2)}, False)
     schedule = model.spec.schedule(2)
     there = [
         *(pipeline.streams[0], ring.scheduler._sessions[0], ring.sampler.sessions[0], ring.stage.sessions[0]),

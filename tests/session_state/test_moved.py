@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.ring import Ring
 from tests.pipeline.playing import same
 from tests.pipeline.processes import run_ranks
 from tests.session_state.moved import CHUNKS, ORDERS, Streams, embedded, play
@@ -23,7 +23,7 @@ def plain() -> Streams:
     """The sessions on one stage, left alone."""
     torch.set_num_threads(1)
     model = embedded()
-    return play(RingExecutor(model, CPU), model, moved=False)
+    return play(Ring(model, CPU), model, moved=False)
 
 
 def check(moved: Streams, plain: Streams) -> None:
@@ -38,7 +38,7 @@ def check(moved: Streams, plain: Streams) -> None:
 @pytest.mark.soak
 def test_on_one_stage(plain: Streams) -> None:
     model = embedded()
-    moved = play(RingExecutor(model, CPU), model, moved=True)
+    moved = play(Ring(model, CPU), model, moved=True)
     assert {(name, moment) for name in ORDERS for moment in MOMENTS} <= moved.moments
     check(moved, plain)
 

@@ -21,7 +21,7 @@ from streamdiff.models.model import Model
 from streamdiff.pipeline.decode.decode_worker import SavedMemory
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate
 from streamdiff.pipeline.distributed.state_exchange import State, stage_key, ticket_key
-from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.runner.model_runner import StageState
 from streamdiff.pipeline.runner.sampler import PendingSteps
@@ -51,12 +51,12 @@ class StageStates:
     weights: Sequence[str]
 
     @staticmethod
-    def are_there(ring: RingExecutor, ticket: int) -> bool:
+    def are_there(ring: Ring, ticket: int) -> bool:
         """Whether all states that `MessageKind.SAVE` puts into the ring's exchange are there."""
         return all(ring.stage.exchange.holds(key) for keys in _keys(ring, ticket) for key in keys)
 
     @classmethod
-    def take(cls, ring: RingExecutor, ticket: int) -> StageStates:
+    def take(cls, ring: Ring, ticket: int) -> StageStates:
         """Take these states. Raises ConfigError where a stage has no such session: opening it failed there, or it has
         ended or begun afresh."""
         taken = [[ring.stage.exchange.take(key) for key in keys] for keys in _keys(ring, ticket)]
@@ -91,14 +91,14 @@ class StageStates:
             first = last
         return StageStates(stages, self.weights)
 
-    def give(self, ring: RingExecutor) -> None:
+    def give(self, ring: Ring) -> None:
         """Put the states into the ring's exchange for `MessageKind.LOAD`."""
         for stage, shares in enumerate(self.parts):
             for share, part in enumerate(shares):
                 ring.stage.exchange.put(stage_key(stage, share), walk.save(part))
 
 
-def _keys(ring: RingExecutor, ticket: int) -> list[list[str]]:
+def _keys(ring: Ring, ticket: int) -> list[list[str]]:
     """Exchange keys of the states saved by a ticket, by stage and share."""
     return [
         [ticket_key(stage_key(stage, share), ticket) for share in range(ring.stage.shares)]
@@ -127,7 +127,7 @@ def collect(
 
 def restore_into_ring(
     snapshot: Snapshot,
-    ring: RingExecutor,
+    ring: Ring,
     model: Model,
     stream: StreamProgress,
     decoder: Sequence[Any],
@@ -165,7 +165,7 @@ def remembered(model: Model) -> list[Any]:
                            model.spec.chunk_latents)  # fmt: skip
 
 
-def resume(ring: RingExecutor, session: int, change: PendingSteps | None) -> None:
+def resume(ring: Ring, session: int, change: PendingSteps | None) -> None:
     """Let a session go on whose state has been loaded everywhere, with this change of steps to come. Mutates: ring."""
     if change is not None:
         ring.changes[session] = change
@@ -173,7 +173,7 @@ def resume(ring: RingExecutor, session: int, change: PendingSteps | None) -> Non
     ring.scheduler.hold(session, False)
 
 
-def head_state(ring: RingExecutor, session: int) -> HeadState:
+def head_state(ring: Ring, session: int) -> HeadState:
     """The head's own state of a session, not a copy."""
     return HeadState(ring.scheduler.session(session), ring.sampler.sessions[session], ring.changes.get(session))
 
@@ -216,7 +216,7 @@ class RingSaving:
     def comes_to_rest(self, session: int) -> bool:
         """Hold a session; whether nothing of it is under way, so that `begin` may be called. Until then it makes
         nothing new."""
-        self._pipeline.ring.scheduler.hold(session, True)
+        self._pipeline.scheduler.hold(session, True)
         swapping = self._pipeline.swapping
         return swapping.at_rest(session) and not swapping.is_coming(session)
 
@@ -229,21 +229,21 @@ class RingSaving:
         Raises:
             ConfigError: its noise was given as tensors; it goes on.
         """
-        stream, head = self._pipeline.streams[session], head_state(self._pipeline.ring, session)
+        stream, head = self._pipeline.streams[session], head_state(self._pipeline, session)
         try:
             opened = opened_with(head)
         except ConfigError:
             self._let_go(session)
             raise
-        ticket, copies = next(self._pipeline.swapping.tickets), self._pipeline.ring.stage.swaps.copies
+        ticket, copies = next(self._pipeline.swapping.tickets), self._pipeline.stage.swaps.copies
         parts = HostCopy(copies, head, "head"), HostCopy(copies, stream, "stream")
         for part in parts:
             part.go_on()
         copies.follow()
         decoder = self._pipeline.decoding.save(stream.number)
-        video = self._pipeline.ring.sampler.sessions[session].video
+        video = self._pipeline.sampler.sessions[session].video
         self.savings[ticket] = _Saving(session, *parts, opened, video, decoder, finish, held)
-        self._pipeline.ring.tell(MessageKind.SAVE, SessionUpdate(session, ticket))
+        self._pipeline.tell(MessageKind.SAVE, SessionUpdate(session, ticket))
         return ticket
 
     def take_done(self) -> list[tuple[int, Any]]:
@@ -287,10 +287,10 @@ class RingSaving:
     def advance(self) -> bool:
         """Have the next pieces copied; whether any are still to be. Mutates: self, ring."""
         more = False
-        for answer in self._pipeline.ring.take_answers(MessageKind.SAVE):
+        for answer in self._pipeline.take_answers(MessageKind.SAVE):
             ticket, saving = answer.epoch, self.savings.get(answer.epoch)
             if answer.outcome is Outcome.NOT_YET:
-                self._pipeline.ring.tell(MessageKind.SAVE, SessionUpdate(answer.session, ticket))
+                self._pipeline.tell(MessageKind.SAVE, SessionUpdate(answer.session, ticket))
                 more = True
             elif saving is None:
                 self.blank.discard(ticket)
@@ -304,11 +304,11 @@ class RingSaving:
     def _put_together(self, ticket: int, saving: _Saving) -> Any:
         """On the thread. Raises ConfigError where a stage had no such session any more."""
         decoder = None
-        while decoder is None or not StageStates.are_there(self._pipeline.ring, ticket):
+        while decoder is None or not StageStates.are_there(self._pipeline, ticket):
             decoder = saving.decoder() if decoder is None else decoder  # gone once it is taken
             if self._ended.wait(_LOOK_S):
                 raise ConfigError("the engine ends")
-        stages = StageStates.take(self._pipeline.ring, ticket)
+        stages = StageStates.take(self._pipeline, ticket)
         if "broken" in decoder[1]:
             raise ConfigError(decoder[1]["broken"])
         head, stream = saving.head.result(), saving.stream.result()
@@ -324,7 +324,7 @@ class RingSaving:
         return error or made.result()
 
     def _let_go(self, session: int) -> None:
-        self._pipeline.ring.scheduler.hold(session, self._pipeline.swapping.is_away(session))
+        self._pipeline.scheduler.hold(session, self._pipeline.swapping.is_away(session))
 
     def forget(self, session: int) -> None:
         """The session ends, or begins afresh. Mutates: self."""
@@ -334,7 +334,7 @@ class RingSaving:
     def close(self) -> None:
         """The pipeline ends."""
         self._ended.set()
-        self._pipeline.ring.stage.exchange.close()
+        self._pipeline.stage.exchange.close()
         self._together.shutdown(wait=False, cancel_futures=True)
 
     # ---- loading ------------------------------------------------------------------------------------------------
@@ -362,12 +362,12 @@ class RingSaving:
             ticket = next(self._pipeline.swapping.tickets)
             self.blank.add(ticket)
             frames += self._ask(MessageKind.SAVE, session, ticket)
-            while ticket in self.blank or not StageStates.are_there(self._pipeline.ring, ticket):
+            while ticket in self.blank or not StageStates.are_there(self._pipeline, ticket):
                 frames += self._pipeline.step(_LOOK_S)
             stream = self._pipeline.streams[session]
             change = restore_into_ring(
                 snapshot,
-                self._pipeline.ring,
+                self._pipeline,
                 self._pipeline.model,
                 stream,
                 self._pipeline.decoding.outlines(self._pipeline.model.spec.chunk_shape),
@@ -383,19 +383,19 @@ class RingSaving:
                 raise
             raise RequestError("snapshot", str(error)) from error
         video = snapshot.video()
-        self._pipeline.ring.sampler.sessions[session].video = (
-            None if video is None else video.on(self._pipeline.ring.sampler.device)
+        self._pipeline.sampler.sessions[session].video = (
+            None if video is None else video.on(self._pipeline.sampler.device)
         )
-        resume(self._pipeline.ring, session, change)
+        resume(self._pipeline, session, change)
         return frames
 
     def _ask(self, kind: MessageKind, session: int, ticket: int = 0) -> list[Frames]:
         """Hold a session, tell all stages, and go on until nothing of it is in the ring or decoding. Returns frames
         that came meanwhile. Raises RequestError where it fails on the way."""
         frames: list[Frames] = []
-        self._pipeline.ring.scheduler.hold(session, True)
-        self._pipeline.ring.tell(kind, SessionUpdate(session, ticket))
-        while occupied(self._pipeline.ring, session) or self._pipeline.streams[session].decoding:
+        self._pipeline.scheduler.hold(session, True)
+        self._pipeline.tell(kind, SessionUpdate(session, ticket))
+        while occupied(self._pipeline, session) or self._pipeline.streams[session].decoding:
             frames += self._pipeline.step(_REST_WAIT_S)
         try:
             self._check_well(session)

@@ -24,7 +24,7 @@ from streamdiff import clock
 from streamdiff.config import Config, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
-from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.server.webrtc import aiortc_compat, feeders, peer_connections
 from streamdiff.server.webrtc.aiortc_compat import HELD_FRAMES, RECEIVE_WINDOW_BYTES
@@ -104,7 +104,7 @@ def run(scene: Callable[[Site], Awaitable[None]], config: Config | None = None) 
 
     async def main() -> None:
         pictures = ImageEncoder(lambda: small_encoder(4), MODEL.spec)
-        pipeline: Any = StreamingPipeline(MODEL, CPU, ring=LocalRing(MODEL, CPU, 2), pictures=pictures)
+        pipeline: Any = StreamingPipeline(MODEL, CPU, parts=local_parts(MODEL, CPU, 2), pictures=pictures)
         async with open_site(config or Config(playback=PlaybackConfig(max_ahead_s=1.0)), pipeline) as site:
             await scene(site)
 

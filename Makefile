@@ -36,7 +36,7 @@ ifdef PYTHON
 export PYTHON
 endif
 
-.PHONY: help serve test side-by-side alone check fast soak bench format lint types settings clean distclean environment test-environment browser
+.PHONY: help serve test side-by-side alone check fast soak bench format lint types settings docs clean distclean environment test-environment browser
 
 help: ## list these commands
 	@echo "streamdiff: a prompt becomes live video in your browser"
@@ -92,6 +92,11 @@ lint:
 types:
 	@echo "==> types"
 	@$(BIN)/mypy
+
+docs: environment ## build the documentation as a site, in build/site
+	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(BIN)/python -m pip install --quiet 'mkdocs>=1.6,<2'
+	@$(BIN)/python -m mkdocs build --quiet
+	@echo "build/site/index.html"
 
 clean: ## remove what builds and tests leave behind
 	@rm -rf build dist out ./*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

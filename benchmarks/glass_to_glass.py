@@ -113,6 +113,7 @@ def camera_to_screen(
             "const slider = document.getElementById('strength'); slider.value = arguments[0];"
             "slider.dispatchEvent(new Event('input', { bubbles: true }));", CAMERA_STRENGTH,
         )  # fmt: skip
+        browser.find_element("id", "fold").click()
         browser.find_element("id", "camera-camera").click()
         end_s = time.monotonic() + CAMERA_LIMIT_S
         while not (_stats(server.url)["input"] or {}).get("used"):

@@ -37,6 +37,7 @@ from streamdiff.engine import messages
 from streamdiff.engine.engine import Engine
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 from streamdiff.heavy_import import heavy_import
+from streamdiff.snapshot_header import read_header, read_saved_session
 from streamdiff.video.picture import Image, fit_picture
 
 if TYPE_CHECKING:
@@ -230,22 +231,35 @@ class StreamSession:
         check_parent(Path(path))
         with self._lock:
             self._check_open()
-            snapshot, events = self._engine.save(_NAME)
+            events = self._engine.handle(messages.Save(_NAME))
+            while not (answers := [each for each in events if isinstance(each, messages.Saved | messages.Refused)]):
+                self._take(events)
+                events = self._engine.step(_STEP_WAIT_S)
             self._take(events)
-            snapshot.with_pictures(self._frames).write(Path(path))
+            if not isinstance(saved := answers[0], messages.Saved):
+                raise RequestError(saved.field, saved.reason)
+            from streamdiff.pipeline.snapshot.file import Snapshot
 
-    def resume_from(self, snapshot: Any) -> None:
-        """Open the session from a file that `save` or a server has written. Raises RequestError where it does not
-        fit."""
-        with self._lock:
-            events = self._engine.load(_NAME, snapshot)
-            self._frames.extend(snapshot.pictures())
-            self._made = snapshot.about["session"]["_made_frames"]
-            self._take(events)
-            # A server's snapshot has none of the frames that were made and not shown.
-            self._take(self._engine.handle(messages.Shown(_NAME, self._made - len(self._frames))))
-            self._take(self._engine.handle(messages.Resume(_NAME)))
-            self._answers.pop("")
+            later = self._made - read_saved_session(saved.data).made_frames
+            waiting = list(self._frames)[: len(self._frames) - later]
+            Snapshot.from_bytes(saved.data).with_pictures(waiting).write(Path(path))
+
+    def resume_from(self, data: messages.Data) -> None:
+        """Open the session from the content of a file that `save` or a server has written.
+
+        Raises:
+            ConfigError: it is no snapshot.
+            RequestError: it does not fit.
+        """
+        from streamdiff.pipeline.snapshot.file import Snapshot
+
+        # A server's snapshot has none of the frames that were made and not shown.
+        pictures, made = Snapshot.from_bytes(data).pictures, read_saved_session(data).made_frames
+        shown = made - len(pictures)
+        self._ask(messages.Open(_NAME, "", snapshot=data, made_frames=made, shown_frames=shown), "")
+        self._frames.extend(pictures)
+        self._made = made
+        self._tell(messages.Resume(_NAME))
 
     def close(self) -> None:
         """End the stream and free the model. May be called again."""
@@ -384,11 +398,12 @@ def load(path: str | Path, **options: Any) -> StreamSession:
     """
     config = model_config(options)
     with heavy_import():
-        from streamdiff.pipeline.snapshot.file import Snapshot  # imports torch
-    snapshot = Snapshot.read(Path(path))
+        from streamdiff.pipeline.snapshot.file import mapped  # imports torch
+    data = mapped(Path(path))
+    read_header(data, str(path))
     session = StreamSession(load_model(config), None)
     try:
-        session.resume_from(snapshot)
+        session.resume_from(data)
     except BaseException:
         session.close()
         raise

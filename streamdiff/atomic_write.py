@@ -73,15 +73,15 @@ def temporary_sibling(target: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def lock_of(path: Path, flags: int = os.O_RDONLY) -> int | None:
+def lock_of(path: Path) -> int | None:
     """A descriptor that holds the lock of a file or a folder until it is closed, or the process ends in any way; None:
-    another process holds it, or there is no such path. `flags`: how it is opened.
+    another process holds it, or there is no such path.
 
     Raises:
         OSError: it cannot be opened, or its file system has no locks.
     """
     try:
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:

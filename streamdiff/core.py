@@ -11,7 +11,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from streamdiff import clock
-from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state
 
 if TYPE_CHECKING:
     import numpy as np
@@ -234,28 +233,26 @@ class InputFigures:
     fault: str = ""
 
 
-@session_state("chunk-made")
 @dataclass
 class Chunk:
     """A chunk that is in the ring or decoding. `cost` is relative to a chunk in the default number of steps;
     `admitted_s` is on this process's clock."""
 
-    epoch: int = field(metadata=KEPT)
-    cost: float = field(metadata=KEPT)
-    admitted_s: float = field(default_factory=clock.monotonic_s, metadata=DERIVED)
+    epoch: int
+    cost: float
+    admitted_s: float = field(default_factory=clock.monotonic_s)
 
 
-@session_state("stream")
 @dataclass
 class StreamProgress:
     """One run of a session, from open or reset to the next reset. `number` is unique, so late pieces of an earlier run
     are dropped; `ahead_frames` are admitted and not handed out yet, `frame_credit` is as `set_frame_credit` said, and
     `decoding` counts chunks that are finished and not handed out whole."""
 
-    number: int = field(metadata=DERIVED)
-    session: int = field(metadata=DERIVED)
-    background: bool = field(default=False, metadata=KEPT)
-    decoding: int = field(default=0, metadata=DERIVED)
-    frame_credit: int = field(default=0, metadata=DERIVED)
-    chunks: dict[int, Chunk] = field(default_factory=dict, metadata=STATE)
-    ahead_frames: int = field(default=0, metadata=STATE)
+    number: int
+    session: int
+    background: bool = False
+    decoding: int = 0
+    frame_credit: int = 0
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    ahead_frames: int = 0

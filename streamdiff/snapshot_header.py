@@ -11,25 +11,32 @@ import hmac
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from streamdiff.core import KV_CONTEXTS
+from pydantic import Field, TypeAdapter, ValidationError
+
+from streamdiff.core import KVContext
 from streamdiff.errors import ConfigError
 from streamdiff.models.headers import LENGTH_BYTES, TensorEntry, parse_data
 
 KIND, FORMAT = "streamdiff session", 2
 MAX_HEADER_BYTES = 1 << 20
 """Of a snapshot's header; real ones have some ten kilobytes, and reading a full one takes a quarter of a second."""
-_MOST = 2**40
-_OPENED = {
-    "seed": (0, _MOST),
-    "steps": (1, 1000),
-    "next_steps": (1, 1000),
-    "epoch": (0, _MOST),
-    "next_chunk": (0, _MOST),
-}
-"""What a session is opened with, and the range of each; and `kv_context`."""
-_NEEDED = {"seed", "steps", "epoch", "kv_context"}
+_Number = Annotated[int, Field(strict=True, ge=0, le=2**40)]
+"""Chunks, frames and epochs are numbered up to that; at 16 frames per second it lasts two thousand years."""
+_Steps = Annotated[int, Field(strict=True, ge=1, le=1000)]
+
+
+@dataclass(frozen=True)
+class OpenedWith:
+    """What a saved session is opened with again. `next_steps`: denoise steps that the latest request has asked for,
+    where they do not hold yet."""
+
+    seed: _Number
+    steps: _Steps
+    epoch: _Number
+    kv_context: KVContext
+    next_steps: _Steps | None = None
 
 
 @dataclass(frozen=True)
@@ -37,23 +44,34 @@ class SnapshotHeader:
     """A session at rest, but for its tensors.
 
     model: the facts of its model by name, `weights` among them: what must be the same where it goes on.
-    session: what it is opened with: seed, steps, kv_context, epoch; and `next_chunk`.
     trees: see `session_state.walk.save`; tensors of each tree have its name in front.
-    about: the engine's session, as JSON has it: text, epoch, frame numbers.
+    about: what the engine says of the session, see `SavedStream`; empty where no engine has saved it.
     """
 
-    model: Mapping[str, Any]
-    session: Mapping[str, Any]
-    trees: Mapping[str, Any]
-    about: Mapping[str, Any]
-
-    @property
-    def steps(self) -> int:
-        """Denoise steps that the latest request has asked for, whether they hold already or not."""
-        return int(self.session.get("next_steps", self.session["steps"]))
+    model: dict[str, Any]
+    session: OpenedWith
+    trees: dict[str, Any]
+    about: dict[str, Any]
 
 
-def read_metadata(metadata: Mapping[str, str], name: str) -> SnapshotHeader:
+@dataclass(frozen=True)
+class SavedStream:
+    """A saved session: the prompt as the model was given it (more characters than any that is accepted becomes), its
+    latest epoch, the number of its next frame and of the next one to be shown, and what it is opened with."""
+
+    text: Annotated[str, Field(max_length=10_000)]
+    epoch: _Number
+    made_frames: _Number
+    shown_frames: _Number
+    seed: int
+    steps: int
+    kv_context: str
+
+
+_HEADER, _STREAM = TypeAdapter(SnapshotHeader), TypeAdapter(SavedStream)
+
+
+def _read_header(metadata: Mapping[str, str], name: str) -> SnapshotHeader:
     """The header in a safetensors file's metadata; errors call the file `name`.
 
     Raises:
@@ -67,76 +85,51 @@ def read_metadata(metadata: Mapping[str, str], name: str) -> SnapshotHeader:
             "take it again with this version"
         )
     try:
-        said = json.loads(metadata["header"], parse_constant=_no_constant)
-        if odd := [part for part in ("model", "session", "trees", "about") if not isinstance(said[part], dict)]:
-            raise ConfigError(f"{name}: the snapshot's header has no usable {', '.join(odd)}")
-        _check_opened(said["session"], name)
-        return SnapshotHeader(said["model"], said["session"], said["trees"], said["about"])
-    except ConfigError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{name}: the snapshot's header is damaged: {type(error).__name__}: {error}") from None
+        return _HEADER.validate_python(json.loads(metadata["header"], parse_constant=_no_constant))
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: the snapshot's header is damaged: {_described(error)}") from None
 
 
-def _check_opened(session: Mapping[str, Any], name: str) -> None:
-    """Raises ConfigError where the session could not be opened as it says."""
-    if not _NEEDED <= set(session) <= _NEEDED | set(_OPENED):
-        raise ConfigError(
-            f"{name}: its session has {', '.join(session)}; it must have {', '.join(_OPENED)}, kv_context"
-        )
-    for key, value in session.items():
-        low, high = _OPENED.get(key, (0, 0))
-        if key in _OPENED and (type(value) is not int or not low <= value <= high):
-            raise ConfigError(f"{name}: {key} is {value!r:.60}; it must be a whole number from {low} to {high}")
-    if session["kv_context"] not in KV_CONTEXTS:
-        raise ConfigError(f"{name}: kv_context is {session['kv_context']!r:.60}; it can be {', '.join(KV_CONTEXTS)}")
-
-
-def read_header(data: bytes | memoryview, name: str = "the snapshot") -> SnapshotHeader:
-    """The header of a snapshot's file, of which `data` is the content, all of it: its size is checked, its tensors are
-    not read. Raises ConfigError as `read_metadata`, and for what is no safetensors file or cut off."""
-    return read_entries(data, name)[0]
-
-
-def read_entries(data: bytes | memoryview, name: str) -> tuple[SnapshotHeader, Mapping[str, TensorEntry]]:
-    """The same, and where its tensors lie."""
+def read_header(data: bytes | memoryview, name: str = "the snapshot") -> tuple[SnapshotHeader, dict[str, TensorEntry]]:
+    """The header of a snapshot's file, and where its tensors lie; `data` is the content of the file, all of it: its
+    size is checked, its tensors are not read. Raises ConfigError for what is no whole snapshot of this format."""
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if MAX_HEADER_BYTES < length <= len(data) - LENGTH_BYTES:
         raise ConfigError(f"{name} has a header of {length:,} bytes; a snapshot's has at most {MAX_HEADER_BYTES:,}")
     found = parse_data(data, name)
-    return read_metadata(found.metadata, name), found.entries
-
-
-@dataclass(frozen=True)
-class SavedStream:
-    """A saved session: the prompt as the model was given it, what it was opened with, and the number of its next
-    frame."""
-
-    text: str
-    seed: int
-    steps: int
-    kv_context: str
-    made_frames: int
-
-
-_ABOUT = {"text": str, "seed": int, "kv_context": str, "epoch": int, "chunk": int, "_made_frames": int, "_paused": bool}
+    return _read_header(found.metadata, name), found.entries
 
 
 def read_saved_session(data: bytes | memoryview, name: str = "the snapshot") -> SavedStream:
     """The session in a snapshot's file, of which `data` is the content; errors call it `name`.
 
     Raises:
-        ConfigError: no snapshot, one of another format, a damaged one, or one that no engine has saved.
+        ConfigError: as `read_header`, or one that no engine has saved.
     """
-    header = read_header(data, name)
-    session = header.about.get("session")
-    if not isinstance(session, dict) or any(type(session.get(key)) is not kind for key, kind in _ABOUT.items()):
-        raise ConfigError(f"{name} tells nothing usable of the engine's session; it was not saved by one")
+    return saved_stream(read_header(data, name)[0], name)
+
+
+def saved_stream(header: SnapshotHeader, name: str = "the snapshot") -> SavedStream:
+    """The session of a snapshot. Raises ConfigError for one that no engine has saved."""
+    saved, opened = header.about.get("session"), header.session
+    if not isinstance(saved, dict):
+        raise ConfigError(f"{name} tells nothing of the engine's session; it was not saved by one")
+    again = {"seed": opened.seed, "steps": opened.next_steps or opened.steps, "kv_context": opened.kv_context}
     try:
-        session["text"].encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{name}: the text of its session has half of a surrogate pair") from error
-    return SavedStream(session["text"], session["seed"], header.steps, session["kv_context"], session["_made_frames"])
+        stream = _STREAM.validate_python({**saved, **again})
+    except ValidationError as error:
+        raise ConfigError(f"{name}: about.session.{_described(error)}") from None
+    return stream
+
+
+def _described(error: Exception) -> str:
+    """The first thing that is wrong, by its name."""
+    if not isinstance(error, ValidationError):
+        return f"{type(error).__name__}: {error}"
+    first = error.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "string_unicode":
+        first["msg"] = "it has half of a surrogate pair"
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 # ---- signatures -------------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import fcntl
 import gc
 import getpass
+import inspect
 import os
 import re
 import subprocess
@@ -50,6 +52,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(
         chosen, key=lambda item: [item.get_closest_marker(mark) is None for mark in ("slow", "xdist_group")]
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine function runs in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture

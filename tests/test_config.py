@@ -43,10 +43,6 @@ def test_every_config_of_the_repository_loads(path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("#"), "say what it is for"
 
 
-def test_there_are_configs() -> None:
-    assert {path.name for path in CONFIGS} >= {"cpu_tiny.yaml", "lan.yaml"}
-
-
 def test_a_network_gets_in_with_a_token_and_no_less_room_than_by_default() -> None:
     serve = load(CONFIGS[[path.name for path in CONFIGS].index("lan.yaml")]).serve
     assert serve.control_token_file and not serve.insecure and serve.max_viewers >= Config().serve.max_viewers
@@ -82,48 +78,12 @@ def test_values_of_the_file_and_overrides_over_them(write) -> None:
     assert config.model == Config().model
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("serve: {prot: 1}", ["serve.prot", "did you mean serve.port?"]),
-        ("playbak: {fps: 3}", ["playbak", "did you mean playback?"]),
-        ("fps: 30", ["fps", "did you mean playback.fps?"]),
-        ("serve: {fps: 30}", ["serve.fps", "did you mean playback.fps?"]),
-        ("serve: {qqqq: 1}", ["serve.qqqq", "known here: host, port"]),
-        ("1: 2", ["1 is no known key"]),
-        ("playback: {fps: 500}", ["playback.fps", "500", "a number: 1 or more and at most 120"]),
-        ("playback: {fps: '40'}", ["playback.fps", "'40'", "a number"]),
-        ("playback: {fps: .nan}", ["playback.fps", "nan"]),
-        ("playback: {max_ahead_s: 0}", ["playback.max_ahead_s", "more than 0"]),
-        ("playback: 40", ["playback is 40", "a section with keys among fps, max_ahead_s"]),
-        ("serve: {codec: av1}", ["serve.codec", "'av1'", "one of auto, h264, vp8"]),
-        ("serve: {port: true}", ["serve.port", "true", "a whole number"]),
-        ("serve: {bitrate: 1}", ["serve.bitrate", "100,000", "null"]),
-        ("serve: {open_browser: 'no'}", ["serve.open_browser", "'no'", "true or false"]),
-        ("model: {steps: 0}", ["model.steps", "0", "1"]),
-        ("batching: {rules: [{max_rows: 2}]}", ["batching: rules lower max_rows, which is 1"]),
-        ("batching: {max_rows: 17}", ["batching.max_rows", "17", "1 or more and at most 16"]),
-        ("batching: {max_rows: 4, rules: 3}", ["batching.rules is 3", "a list of rules", "min_tokens"]),
-        ("batching: {max_rows: 4, rules: [{rows: 3}]}", ["batching.rules.0.rows", "known here: model, size"]),
-        ("batching: {max_rows: 4, rules: [{max_rows: 0}]}", ["batching.rules.0.max_rows is 0", "1 or more"]),
-        ("model: {steps: four}", ["model.steps", "'four'", "a whole number from 1 to 50, or a list of timesteps"]),
-        ("model: {steps: 51}", ["model.steps is 51"]),
-        ("model: {steps: [1000, x]}", ["model.steps is a list"]),
-        ("session: {prompt: ''}", ["session.prompt", "at least 1 character"]),
-        (f"session: {{prompt: {'x' * 2001}}}", ["session.prompt", "2,001 characters", "at most 2,000"]),
-        ("- 1\n- 2", ["must hold sections", "a list"]),
-        ("serve:\n  port: 1\n  port: 2", ["line 3", "'port' is given twice"]),
-        ("a: [1,\nb: }", ["line 2", "not valid YAML"]),
-        ("a: \x00", ["not valid YAML"]),
-        ("a: !!python/object/apply:os.system ['true']", ["line 1", "not valid YAML"]),
-    ],
-)
-def test_a_bad_file_is_refused_with_the_place_the_value_and_the_way_out(write, text: str, words: list[str]) -> None:
+@pytest.mark.parametrize("text", ["a: \x00", "serve: {port: 1, port: 2}", f"session: {{prompt: {'x' * 2001}}}"])
+def test_a_bad_file_is_refused_by_name_in_few_words(write, text: str) -> None:
+    """What is said to other mistakes is in tests/messages.txt."""
     path = write(text)
     message = refusal(path)
-    for word in ["x.yaml", *words]:
-        assert word in message
-    assert len(message) - len(str(path)) < 400
+    assert "x.yaml" in message and len(message) - len(str(path)) < 400
 
 
 @pytest.mark.parametrize(("old", "new"), [names for names in RENAMED.items() if "." in names[0]])
@@ -140,11 +100,6 @@ def test_an_old_name_is_refused_with_the_new_one(write, old: str, new: str) -> N
 def test_an_old_value_is_refused_with_the_new_one(write, key: str, old: str, new: str) -> None:
     assert f"is {old!r}, which is called {new} now" in refusal(write(f"model: {{{key}: {old}}}"))
     load(write(f"model: {{{key}: {new}}}"))
-
-
-def test_all_problems_are_told_at_once(write) -> None:
-    message = refusal(write("serve: {prot: 1, codec: av1}\nsession: {seed: -1}"))
-    assert len(message.splitlines()) == 3
 
 
 def test_a_bad_override_is_named_as_it_was_typed(write) -> None:
@@ -191,23 +146,3 @@ def test_an_origin_is_what_a_browser_sends(write, text: str) -> None:
     message = refusal(write(f"serve:\n  cors_origins: ['https://a.example:8443', '{text}']"))
     assert "cors_origins.1" in message and "https://example.org" in message
     assert load(write("serve:\n  cors_origins: ['*', 'https://a.example:8443']")).serve.cors_origins[1:]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("ice_servers: [{url: 'http://example.org'}]", "http://example.org.*stun:HOST:PORT"),
-        ("ice_servers: [{url: 'turn:example.org:3478'}]", "turn server also with username and credential"),
-        ("ice_servers: [{url: 'stun:example.org:3478', nme: ann}]", "nme is no known key.*url, username, credential"),
-        ("hosts: ['https://stream.example.org']", "hosts.0.*such as stream.example.org, without a port"),
-        ("hosts: ['stream.example.org:443']", "hosts.0.*such as stream.example.org, without a port"),
-        ("trusted_proxies: [10.0.0.1/8]", "trusted_proxies.0.*10.0.0.1/8.*addresses and networks such as 10.0.0.5"),
-        ("trusted_proxies: ['*']", "trusted_proxies.0.*addresses and networks such as 10.0.0.5"),
-        ("outputs: show.mp4", "'show.mp4', but must be a list of files and addresses"),
-    ],
-)
-def test_wrong_servers_and_outputs_are_explained(text: str, words: str, tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(f"serve:\n  {text}\n")
-    with pytest.raises(ConfigError, match=words):
-        load(file)

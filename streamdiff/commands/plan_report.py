@@ -20,7 +20,7 @@ _PLACES = {
     "own-stream": "beside the head's stage on a stream of its own, taken to cost that stage nothing",
 }
 _DECODING = {"dedicated": "decoding on one more GPU", "last": "decoding on the last stage"}
-_COLUMNS = ("weights", "text", "caches", "activations", "decoding", "decode work", "total", "")
+_COLUMNS = ("weights", "caches", "activations", "decoding", "decode work", "total", "")
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ from streamdiff.engine.validation import (
 )
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.models.spec import ParsedPrompt
-from streamdiff.snapshot_header import read_saved_session
+from streamdiff.snapshot_header import read_saved_session, saved_stream
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -147,11 +147,11 @@ class Engine:
             if not self._pipeline.busy:
                 futures.wait(self._prompt_queue.encodings(), wait_s, futures.FIRST_COMPLETED)
             events += self.settle()
+        self._apply_changes()  # before a session that came back for them is swapped out again
         if self._swapping.has_work:
             events += self._swap()
-        if self._saves.queue or self._saves.dropped:
+        if self._saves.queue or self._pipeline.saving.savings:
             events += self._saves.advance()
-        self._apply_changes()
         self._pipeline.attend()
         return events
 
@@ -205,12 +205,7 @@ class Engine:
     def busy(self) -> bool:
         """Whether `step` has anything to do, or to wait for, before the next command."""
         changes = any(session.input_changes for session in self._sessions.values())
-        return (
-            self._pipeline.busy
-            or bool(self._prompt_queue.lines)
-            or bool(self._saves.queue or self._saves.dropped)
-            or changes
-        )
+        return self._pipeline.busy or bool(self._prompt_queue.lines) or bool(self._saves.queue) or changes
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raise the EngineFailure that ends the pipeline, if there is one or comes within `wait_s`."""
@@ -457,24 +452,6 @@ class Engine:
 
     # ---- saved sessions ------------------------------------------------------------------------------------------
 
-    def save(self, name: str) -> tuple[Any, list[Event]]:
-        """A snapshot of a session, and what came before it was taken. Its `about` has the session's text, epoch and
-        frame numbers; prompts that have been accepted are in it.
-
-        Raises:
-            RequestError: no such session, or a prompt of it is being encoded.
-            ConfigError: its noise was given as tensors.
-        """
-        session = self._check_saved(name)
-        if self._pipeline.swapping.is_away(session.slot) and session.changes:
-            why = f"session {name!r} is swapped out with changes that are not applied; let it play, then save it"
-            raise RequestError("session", why)
-        session.apply_pending()
-        snapshot, frames = self._pipeline.saving.save(session.slot)
-        events = [event for made in frames for event in self._number(made)]
-        about = {"session": session.saved()}
-        return replace(snapshot, about=about).with_given(session.start, session.embeddings), events
-
     def _check_saved(self, name: str) -> Session:
         """A session that can be saved now. Raises RequestError."""
         session = self._find(Close(name))
@@ -483,39 +460,6 @@ class Engine:
             why = f"a prompt of session {name!r} is being encoded; save it when it is accepted"
             raise RequestError("session", why, "encoding")
         return session
-
-    def load(self, name: str, snapshot: Any) -> list[Event]:
-        """Open session `name` as a snapshot has it; its frames go on being numbered.
-
-        Raises:
-            RequestError: the id is taken, or the snapshot does not fit; nothing is open then.
-        """
-        session, events = self._load(name, snapshot, self._max_ahead_frames)
-        return session.open("", possible_switches(self._pipeline, session.slot)) + events
-
-    def _load(self, name: str, snapshot: Any, max_ahead_frames: int) -> tuple[Session, list[Event]]:
-        """A session that goes on from a snapshot, with no frames allowed yet, and what others made meanwhile."""
-        self._check_unused(name)
-        saved, opened = snapshot.about.get("session"), snapshot.session
-        if not isinstance(saved, dict):
-            raise RequestError(
-                "snapshot", "the snapshot tells nothing of the engine's session; it was not saved by one"
-            )
-        slot = self._free_slot()
-        steps, kv_context, epoch = opened["steps"], opened["kv_context"], opened["epoch"]
-        session = Session(
-            name, self._pipeline, slot, self._text, text="", seed=0, kv_context=kv_context,
-            epoch=epoch, max_ahead_frames=max_ahead_frames,
-            min_ahead_frames=self._min_ahead_frames(steps, kv_context),
-        )  # fmt: skip
-        session.restore(saved)
-        start, embeddings = snapshot.given()
-        if not session.text and embeddings is None:
-            raise RequestError("snapshot", "about.session.text is empty in the snapshot, and it has no prompt_embeds")
-        frames = self._swapping.retry_after_swap_out(lambda: self._pipeline.saving.load(slot, snapshot))
-        session.start, session.embeddings = start, embeddings
-        self._sessions[name] = self._in_slot[slot] = session
-        return session, [event for made in frames for event in self._number(made)]
 
     def _text_to_encode(self, session: Session | None) -> str:
         """A session's text, if encoding is slow and nothing has encoded it yet, as after a snapshot; else empty."""
@@ -543,21 +487,33 @@ class Engine:
         assert command.snapshot is not None
         try:
             snapshot = self._pipeline.saving.read_snapshot(command.snapshot)
+            saved = saved_stream(snapshot)
         except ConfigError as error:
             raise RequestError("snapshot", str(error)) from error
-        ahead = self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames
-        session, events = self._load(command.session, snapshot, ahead)
-        new_text, new_steps = reading.text != session.text, command.steps not in (None, snapshot.steps)
-        session.start = session.start if made.start is None else made.start
+        slot, start, embeddings = self._free_slot(), *map(snapshot.tensors.get, ("start", "prompt_embeds"))
+        if not saved.text and embeddings is None:
+            raise RequestError("snapshot", "about.session.text is empty in the snapshot, and it has no prompt_embeds")
+        session = Session(
+            command.session, self._pipeline, slot, self._text, text=saved.text, seed=saved.seed,
+            kv_context=saved.kv_context, epoch=saved.epoch,
+            max_ahead_frames=self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames,
+            min_ahead_frames=self._min_ahead_frames(saved.steps, saved.kv_context),
+            start=start if made.start is None else made.start, embeddings=embeddings,
+        )  # fmt: skip
+        frames = self._swapping.retry_after_swap_out(lambda: self._pipeline.saving.load(slot, snapshot))
+        session.resume_at(saved, *self._pipeline.saving.progress(slot))
+        self._sessions[session.name] = self._in_slot[slot] = session
+        events = [event for each in frames for event in self._number(each)]
+        new_text, new_steps = reading.text != saved.text, command.steps not in (None, saved.steps)
         session.renumber(command.epoch - new_text - new_steps, command.made_frames, command.shown_frames)
-        switches = possible_switches(self._pipeline, session.slot)
+        switches = possible_switches(self._pipeline, slot)
         if made.conditioning is not None:
             session.encoded = reading.text, made.conditioning
         if new_text:
             session.set_prompt(reading.text, reading.notice, "", next(each for each in switches if each != "reset"))
         if new_steps and command.steps is not None:
             try:
-                self._pipeline.check_steps(session.slot, command.steps)
+                self._pipeline.check_steps(slot, command.steps)
             except RequestError:
                 self._close(command.session)
                 raise

@@ -10,7 +10,7 @@ skipped, never undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from operator import itemgetter
@@ -21,65 +21,59 @@ from numpy.typing import NDArray
 
 from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
-from streamdiff.errors import ConfigError, RequestError
-from streamdiff.session_state.fields import DERIVED, KEPT, STATE, check_plain, fields_of, session_state
+from streamdiff.errors import RequestError
+from streamdiff.snapshot_header import SavedStream
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-else:
-    StreamingPipeline = Any  # types of a session's fields are read when it is restored, and torch is not imported here
-
-_MAX_TEXT = 10_000
-"""Characters of a prompt as a model is given it: more than any that is accepted becomes."""
 
 
-@session_state("session")
 @dataclass(eq=False)
 class Session:
     """One stream, in slot `slot` of `_pipeline`. Every method calls the pipeline as needed and returns the events."""
 
-    name: str = field(metadata=DERIVED)
-    _pipeline: StreamingPipeline = field(metadata=DERIVED)
-    slot: int = field(metadata=DERIVED)
-    _encode: Callable[[str], Any] = field(metadata=DERIVED)
+    name: str
+    _pipeline: StreamingPipeline
+    slot: int
+    _encode: Callable[[str], Any]
     """A text's conditioning, as the pipeline takes it."""
     _: KW_ONLY
-    text: str = field(metadata=KEPT)
-    seed: int = field(metadata=KEPT)
-    kv_context: str = field(metadata=KEPT)
+    text: str
+    seed: int
+    kv_context: str
     """That the pipeline has opened it with."""
-    epoch: int = field(metadata=KEPT)
+    epoch: int
     """The latest; at first that of the first chunk."""
-    max_ahead_frames: int = field(metadata=DERIVED)
+    max_ahead_frames: int
     """How many frames may be made beyond those reported as shown."""
-    min_ahead_frames: int = field(default=0, metadata=DERIVED)
+    min_ahead_frames: int = 0
     """What the pipeline needs; wins over `max_ahead_frames`."""
-    start: Any = field(default=None, metadata=DERIVED)
+    start: Any = None
     """The encoded picture that the pipeline has begun with; a reset begins with it again. It is no JSON: a snapshot has
     it among its tensors."""
-    embeddings: Any = field(default=None, metadata=DERIVED)
+    embeddings: Any = None
     """Given instead of a text, which is "" as long as they hold. A snapshot has them as it has `start`."""
-    encoded: tuple[str, Any] | None = field(default=None, metadata=DERIVED)
+    encoded: tuple[str, Any] | None = None
     """The text that was encoded last, and its conditioning; slow texts are encoded by the prompt queue, which has it
     put here."""
-    failure: str = field(default="", init=False, metadata=DERIVED)
+    failure: str = field(default="", init=False)
     """Why it has failed, until the engine ends it."""
-    chunk: int = field(default=-1, init=False, metadata=KEPT)
+    chunk: int = field(default=-1, init=False)
     """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
-    _pending_switch: tuple[int, str] | None = field(default=None, init=False, metadata=KEPT)
+    _pending_switch: tuple[int, str] | None = field(default=None, init=False)
     """Epoch, and what becomes of the past."""
-    _pending_steps: tuple[int, int] | None = field(default=None, init=False, metadata=KEPT)
+    _pending_steps: tuple[int, int] | None = field(default=None, init=False)
     """Epoch and steps."""
-    _pending_input: tuple[int, float | None] | None = field(default=None, init=False, metadata=DERIVED)
+    _pending_input: tuple[int, float | None] | None = field(default=None, init=False)
     """Epoch and strength."""
-    _applied_epoch: int = field(init=False, metadata=KEPT)
-    _oldest_epoch: int = field(init=False, metadata=KEPT)
-    _skip_epoch: int = field(init=False, metadata=DERIVED)
+    _applied_epoch: int = field(init=False)
+    _oldest_epoch: int = field(init=False)
+    _skip_epoch: int = field(init=False)
     """The last prompt's for which frames that wait are to be skipped."""
-    _paused: bool = field(default=False, init=False, metadata=KEPT)
-    _made_frames: int = field(default=0, init=False, metadata=KEPT)
-    _shown_frames: int = field(default=0, init=False, metadata=KEPT)
-    _epoch_shift: int = field(default=0, init=False, metadata=DERIVED)
+    _paused: bool = field(default=False, init=False)
+    _made_frames: int = field(default=0, init=False)
+    _shown_frames: int = field(default=0, init=False)
+    _epoch_shift: int = field(default=0, init=False)
     """What is added to the pipeline's epochs: a stream that goes on from a snapshot goes on with those of before."""
 
     def __post_init__(self) -> None:
@@ -112,26 +106,17 @@ class Session:
         return [Opened(self.name, self.epoch, self.text, notice, switches, self.start is not None)]
 
     def saved(self) -> dict[str, Any]:
-        """How far it is, as JSON has it; to be called with nothing pending."""
+        """How far it is, as JSON has it, see `SavedStream`; to be called with nothing pending."""
         assert not self.changes, "apply_pending comes first"
-        saved = {name: getattr(self, name) for name in fields_of(Session, STATE, KEPT)}
-        return saved | {name: saved[name] - self._epoch_shift for name in ("epoch", "_applied_epoch", "_oldest_epoch")}
+        epoch, made, shown = self.epoch - self._epoch_shift, self._made_frames, self._shown_frames
+        return {"text": self.text, "epoch": epoch, "made_frames": made, "shown_frames": shown}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the state that `saved` has of a session whose stream the pipeline has loaded. Mutates: self.
-
-        Raises:
-            RequestError: its fields are not those of this version, or of other types.
-        """
-        try:
-            check_plain(saved, Session, "about.session")
-        except ConfigError as error:
-            raise RequestError("snapshot", str(error)) from error
-        if len(saved["text"]) > _MAX_TEXT:
-            raise RequestError("snapshot", f"about.session.text has more than {_MAX_TEXT:,} characters in the snapshot")
-        for name in fields_of(Session, STATE, KEPT):
-            setattr(self, name, saved[name])
-        self._skip_epoch = self._oldest_epoch
+    def resume_at(self, saved: SavedStream, chunk: int, oldest_epoch: int, epoch: int, paused: bool) -> None:
+        """Go on where a session was saved whose stream the pipeline has loaded, and is so far. Mutates: self."""
+        self.chunk, self._paused = chunk, paused
+        self.epoch = max(saved.epoch, epoch)
+        self._oldest_epoch = self._skip_epoch = oldest_epoch
+        self._made_frames, self._shown_frames = saved.made_frames, min(saved.shown_frames, saved.made_frames)
 
     def renumber(self, epoch: int, made_frames: int, shown_frames: int) -> None:
         """Before the first frames: raise the epoch to at least `epoch` and the frame count to at least `made_frames`,

@@ -26,14 +26,13 @@ class Swapping:
         self._idle: dict[int, bool] = {}  # those that nobody needs, longest first; whether to be swapped out at once
         self._called: dict[int, None] = {}  # those that are to come back, longest first
         self._put_off: dict[int, list[PendingRequest]] = {}
-        self._held: set[int] = set()
         self._locations: dict[int, str] = {}  # as returned by `moved` last; of those that are not on the device
 
     def set_active(self, slot: int, message: SetActive) -> None:
         """Note whether a session is active; `advance` swaps it in or out. Mutates: self."""
         if not message.active:
             self._idle[slot] = message.swap_out
-            if slot not in self._put_off and slot not in self._held:
+            if slot not in self._put_off:
                 self._called.pop(slot, None)
         else:
             self._idle.pop(slot, None)
@@ -45,18 +44,11 @@ class Swapping:
         self._idle.pop(slot, None)
         self._called.pop(slot, None)
         self._locations.pop(slot, None)
-        self._held.discard(slot)
         return self._put_off.pop(slot, [])
 
-    def hold(self, slot: int) -> None:
-        """Have an idle session swapped in, and keep it on the device until `release`. Mutates: self."""
-        self._held.add(slot)
-        if self._ring.is_away(slot):
-            self._called[slot] = None
-
-    def release(self, slot: int) -> None:
-        """Undo `hold`. Mutates: self."""
-        self._held.discard(slot)
+    def call(self, slot: int) -> None:
+        """Have a session that is away swapped in, though nobody needs it. Mutates: self."""
+        self._called[slot] = None
 
     def retry_after_swap_out(self, call: Callable[[], _T], returning: int | None = None) -> _T:
         """Run `call`, which takes memory for a new session or the one `returning`; while there is too little, swap
@@ -105,7 +97,7 @@ class Swapping:
                     break  # all that fit are needed; it waits
             del self._called[slot]
         for slot, at_once in self._idle.items():
-            if at_once and not self._stays(slot) and self._ring.at_rest(slot) and self._ring.can_swap_out(slot):
+            if at_once and slot not in self._put_off and self._ring.at_rest(slot) and self._ring.can_swap_out(slot):
                 self._ring.swap_out(slot)
         back = [slot for slot in self._put_off if not self._ring.is_away(slot)]
         return [request for slot in back for request in self._put_off.pop(slot)]
@@ -130,14 +122,10 @@ class Swapping:
     def _swap_out_longest_idle(self, returning: int | None) -> bool:
         """Swap out the session that has been idle longest; whether there was one. Mutates: self, pipeline."""
         for slot in self._idle:
-            if not self._stays(slot) and self._ring.can_swap_out(slot, returning):
+            if slot not in self._put_off and self._ring.can_swap_out(slot, returning):
                 self._ring.swap_out(slot)
                 return True
         return False
-
-    def _stays(self, slot: int) -> bool:
-        """Whether a session is to be on the device, or to come back, although it is idle."""
-        return slot in self._put_off or slot in self._held
 
 
 def _resets(request: Request) -> bool:

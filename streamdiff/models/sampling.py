@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from streamdiff.errors import ConfigError
-from streamdiff.session_state.fields import session_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +42,6 @@ def schedule(steps: int, shift: float = 5.0) -> tuple[float, ...]:
 # ---- schedules as they are published -----------------------------------------------------------------------------
 
 
-@session_value("schedule")
 @dataclass(frozen=True)
 class Schedule:
     """Denoise steps: `timesteps` is what the model is told, `sigmas` the noise levels that x0 and x_t are made with.

@@ -390,14 +390,15 @@ class Ring:
         if session not in self.changes and schedule == self.sampler.sessions[session].schedule:
             self._new_epoch(session, epoch, steps)  # nothing else changes, so nothing needs to wait
             return
-        self.changes[session] = PendingSteps(epoch, schedule)
+        self.changes[session] = PendingSteps(epoch, steps)
         self.scheduler.drain(session)
 
     def _change_steps(self) -> None:
         """Apply pending step changes of sessions with nothing in flight: here now, on other ranks by a message at the
         same point of the order. Mutates: self."""
         for session in [session for session in self.changes if self.scheduler.drained(session)]:
-            epoch, schedule = self.changes.pop(session)
+            epoch, steps = self.changes.pop(session)
+            schedule = self.sampler.spec.schedule(steps)
             self.scheduler.set_steps(session, steps=schedule.steps, first_steps=schedule.of(0).steps)
             self.sampler.set_steps(session, schedule)
             # A prompt that came meanwhile has the later epoch.
@@ -420,7 +421,7 @@ class Ring:
         """Drop what is in flight and start afresh at chunk 0, or from `start`, as in `open`. `epoch` is one the slot
         never had. Mutates: self."""
         old, change = self.sampler.sessions[session], self.changes.get(session)
-        schedule = change.schedule if change else old.schedule
+        schedule = self.sampler.spec.schedule(change.steps) if change else old.schedule
         # What can fail comes first, as in `open`: else the scheduler would begin a stream that nobody else has.
         video = old.video if start is None else None
         state = self.sampler.prepare(seed, schedule, old.kv_context, start, video, given)

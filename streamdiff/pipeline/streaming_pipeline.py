@@ -292,7 +292,7 @@ class StreamingPipeline(Ring):
     @property
     def _saves(self) -> bool:
         """Whether something is being saved or loaded."""
-        return bool(self.saving.savings or self.saving.blank)
+        return bool(self.saving.savings)
 
     def memory_bytes(self) -> int:
         """Bytes that this process has taken of its GPU, or without one of the machine's memory."""

@@ -14,6 +14,7 @@ import ssl
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from ipaddress import ip_network
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import h11
@@ -230,23 +231,28 @@ class Certificate:
             ConfigError: a file that cannot be read or is no PEM, a key with a password, or that of another certificate.
         """
         self._cert, self._key = cert, key
-        self._seen = self._stamps()
+        self._seen = self._files()
         self.context = self._loaded()
 
     def refresh(self) -> None:
         """Where the files have changed: new connections get the new certificate. One that cannot be used, as while
         somebody is replacing the files, is told in the log and changes nothing. Mutates: context."""
-        stamps = self._stamps()
-        if stamps == self._seen:
+        if (files := self._files()) == self._seen:
             return
-        self._seen = stamps
+        self._seen = files
         try:
             self._loaded()  # apart, since a pair that does not fit would spoil the context in use
-            self.context.load_cert_chain(self._cert, self._key, _no_password)
+            self.context.load_cert_chain(self._cert, self._key, lambda: "")
         except (ConfigError, OSError) as error:
             logger.warning("The certificate stays as it was: %s", error)
         else:
             logger.info("New connections get the certificate that is in %s now.", self._cert)
+
+    def _files(self) -> list[bytes] | None:
+        """What is in both; None where one cannot be read at the moment."""
+        with contextlib.suppress(OSError):
+            return [Path(each).read_bytes() for each in (self._cert, self._key)]
+        return None
 
     def _loaded(self) -> ssl.SSLContext:
         for name, path in (("tls_cert", self._cert), ("tls_key", self._key)):
@@ -254,7 +260,8 @@ class Certificate:
                 raise ConfigError(f"serve.{name}: {path} does not exist, or cannot be read", field=f"serve.{name}")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            context.load_cert_chain(self._cert, self._key, _no_password)
+            # With an empty password: OpenSSL would ask for one at the terminal.
+            context.load_cert_chain(self._cert, self._key, lambda: "")
         except (ssl.SSLError, OSError) as error:
             why = "the key is that of another certificate" if "MISMATCH" in str(error) else "one of them is no PEM file"
             raise ConfigError(
@@ -263,23 +270,6 @@ class Certificate:
                 field="serve.tls_cert",
             ) from error
         return context
-
-    def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """What changes with a file, of both."""
-        return tuple(map(_stamp, (self._cert, self._key)))
-
-
-def _stamp(path: str) -> tuple[int, int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:  # it is not there, or its folder cannot be looked into at the moment
-        return None
-    return status.st_mtime_ns, status.st_ino, status.st_size
-
-
-def _no_password() -> str:
-    """Without it OpenSSL would ask for one at the terminal."""
-    return ""
 
 
 class HttpServer(uvicorn.Server):

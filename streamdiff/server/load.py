@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
 
-from streamdiff.errors import ConfigError, StreamdiffError
+from streamdiff.errors import ConfigError
+from streamdiff.server.problem import Problem
 
 FRESH_S = 30.0
 """How long a measurement says how busy the machine is."""
@@ -42,13 +43,12 @@ UNMEASURED = 10
 """Taken for a server that has not yet measured what a session costs."""
 
 
-class Unavailable(StreamdiffError):
+class Unavailable(Problem):
     """What cannot be had now. `code`, of a session: `time`, `memory`, `draining`, `restarting` or `engine`; of a job:
     `queue`, `address`, `disk` (the limit of kept videos) or `storage` (the disk takes nothing)."""
 
-    def __init__(self, code: str, message: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.code, self.retry_after_s = code, retry_after_s
+    def __init__(self, code: str, message: str, retry_after_s: int, status: int = 503) -> None:
+        super().__init__(status, message, {"Retry-After": str(retry_after_s)}, code=code)
 
 
 @dataclass

@@ -155,12 +155,11 @@ class ShutdownRequest:
     """Whether the user asked the server to end; `immediate`: without waiting for viewers (Ctrl-C, or asked again)."""
 
     def __init__(self) -> None:
-        self.requested, self.immediate = asyncio.Event(), asyncio.Event()
+        self.requested, self.immediate = asyncio.Event(), False
 
     def request(self, immediate: bool) -> None:
         """Note a signal. Mutates: self."""
-        if immediate or self.requested.is_set():
-            self.immediate.set()
+        self.immediate = immediate or self.requested.is_set()
         self.requested.set()
 
 
@@ -249,7 +248,7 @@ async def _serve_engine(
             fatal.error("the server stays to say so, /readyz answers 503 (Ctrl-C ends)")
             await asyncio.wait({serving, requested}, return_when=asyncio.FIRST_COMPLETED)
             code = EXIT_ENGINE
-        hands_over = config.serve.handover is not None and not shutdown.immediate.is_set()
+        hands_over = config.serve.handover is not None and not shutdown.immediate
         if shutdown.requested.is_set() and (hands_over or state.manager.engine.state != "failed"):
             if hands_over:
                 await state.manager.hand_over()
@@ -266,9 +265,9 @@ async def _drain(state: AppState, limit_s: float, shutdown: ShutdownRequest) -> 
     """Open no more sessions, and wait until no viewers are left, at most `limit_s`, or until asked to end now."""
     state.manager.draining = True
     end_s = clock.monotonic_s() + limit_s
-    if state.viewers.count and limit_s > 0 and not shutdown.immediate.is_set():
+    if state.viewers.count and limit_s > 0 and not shutdown.immediate:
         console.info("ends when the viewers have left, in %g s at the latest", limit_s)
-    while state.viewers.count and clock.monotonic_s() < end_s and not shutdown.immediate.is_set():
+    while state.viewers.count and clock.monotonic_s() < end_s and not shutdown.immediate:
         await asyncio.sleep(DRAIN_POLL_S)
 
 

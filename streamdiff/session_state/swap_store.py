@@ -7,28 +7,24 @@ a thread.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import shutil
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamdiff import clock
-from streamdiff.atomic_write import lock_of
 from streamdiff.errors import ConfigError, StreamdiffError
 from streamdiff.session_state import walk
 
@@ -118,55 +114,58 @@ class HostCopy:
 
 
 def _flat(there: Tensor, saved: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both as pairs `[n]` of what lies together in memory, as caches of a pool do layer by layer. Of what does not, and
-    is small, `saved` is a copy."""
-    if saved.is_contiguous() or saved.nbytes <= _PIECE:
-        yield there.view(-1), saved.reshape(-1)
-        return
-    for pair in zip(there, saved, strict=True):
-        yield from _flat(*pair)
+    """Both as pairs `[n]` of what lies together in memory, as caches of a pool do layer by layer; what does not, and is
+    small, as it is."""
+    if there.is_contiguous() and saved.is_contiguous():
+        yield there.view(-1), saved.view(-1)
+    elif saved.nbytes <= _PIECE:
+        yield there, saved
+    else:
+        for pair in zip(there, saved, strict=True):
+            yield from _flat(*pair)
 
 
 def copy_in_pieces(there: Tensor, saved: Tensor) -> Tensor:
-    """Copy; what is contiguous in pieces. Mutates: there."""
-    if not (there.is_contiguous() and saved.is_contiguous()):
-        if saved.nbytes <= _PIECE:
-            return there.copy_(saved, non_blocking=True)
-        for target, source in zip(there, saved, strict=True):  # caches of a pool lie layer by layer
-            copy_in_pieces(target, source)
-        return there
-    count = max(1, _PIECE // there.element_size())
-    for target, source in zip(there.view(-1).split(count), saved.view(-1).split(count), strict=True):
-        target.copy_(source, non_blocking=True)
+    """Copy in pieces. Mutates: there."""
+    for target, source in _flat(there, saved):
+        if source.nbytes <= _PIECE:
+            target.copy_(source, non_blocking=True)
+        else:
+            count = max(1, _PIECE // source.element_size())
+            for to, piece in zip(target.split(count), source.split(count), strict=True):
+                to.copy_(piece, non_blocking=True)
     return there
 
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_FOLDER, _LOCK = "swap", "lock"
 DISK_RETRY_S = 2.0
 """How long after a write that failed no other is tried for want of room in host memory."""
 
 
 class Lost(StreamdiffError):
-    """A state whose file is damaged or gone."""
+    """A state whose file is damaged."""
 
 
 @dataclass(eq=False)
 class _Kept:
     """A state away from its device: the tree and the tensors of `walk.save`, these in `tensors`, in `file`, or while it
-    is written or read in both; `copy` brought it here. `sums` are the tensors' checksums in the file."""
+    is written or read in both; `copy` brought it here. `outline`: the tensors without content; `checksum`: of the
+    file."""
 
     tree: Any
     tensors: Mapping[str, Tensor] | None
-    nbytes: int
+    outline: Mapping[str, Tensor]
     copy: HostCopy | None
-    file: Path | None = None
-    sums: dict[str, int] = field(default_factory=dict)
+    file: FileIO | None = None
+    checksum: int = 0
     writing: bool = False
-    reading: bool = False
-    fault: str = ""
+    reading: Future[Mapping[str, Tensor]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.outline.values())
 
 
 class SwapStore:
@@ -175,9 +174,8 @@ class SwapStore:
     def __init__(
         self, device: torch.device = walk.CPU, host_bytes: int | None = None, state_dir: Path | None = None
     ) -> None:
-        """Beyond `host_bytes` (None: without limit) states go to files in a folder of their own in `state_dir`, private
-        to the user and removed with the process; None: none do. What processes that are gone have left there is
-        removed.
+        """Beyond `host_bytes` (None: without limit) states go to files in `state_dir`; None: none do. The files have no
+        name there, so that nobody else opens them, and whatever ends the process, they are gone with it.
 
         Raises:
             ConfigError: the folder cannot be made, or nothing can be written there.
@@ -186,10 +184,20 @@ class SwapStore:
         self._kept: dict[str, _Kept] = {}
         self._changed = threading.Lock()
         self._disk_fault, self._fault_s = "", 0.0
-        self._held: int | None = None
-        self._folder = None if state_dir is None else self._own_folder(state_dir)
+        self._folder = None if state_dir is None else state_dir.expanduser()
         self._thread = ThreadPoolExecutor(1, "swap")
-        self._count = 0
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with TemporaryFile(dir=self._folder) as trial:
+                trial.write(bytes(1 << 16))
+        except OSError as error:
+            raise ConfigError(
+                f"serve.state_dir is {state_dir}, where nothing can be written: {error.strerror or error}; name a "
+                "folder with room that is yours, or leave it out to keep sessions in host memory alone",
+                field="serve.state_dir",
+            ) from error
 
     # ---- out and in ---------------------------------------------------------------------------------------------
 
@@ -199,23 +207,26 @@ class SwapStore:
         copy = HostCopy(self.copies, state)
         copy.go_on()
         with self._changed:
-            self._kept[name] = _Kept(copy.tree, copy.tensors, sum(each.nbytes for each in copy.tensors.values()), copy)
+            outline = {name: each.to(walk.META) for name, each in copy.tensors.items()}
+            self._kept[name] = _Kept(copy.tree, copy.tensors, outline, copy)
             self._spill()
 
     def ready(self, name: str) -> bool:
         """Whether `take` would give it at once. Where its file must be read first that begins now. Mutates: self.
 
         Raises:
-            Lost: its file is damaged or gone; it is no longer kept.
+            Lost: its file is damaged; it is no longer kept.
         """
         with self._changed:
             kept = self._kept[name]
-            if kept.fault:
-                self._forget(name)
-                raise Lost(kept.fault)
-            if kept.tensors is None and not kept.reading:
-                kept.reading = True
-                self._thread.submit(self._read, kept)
+            if kept.tensors is None and kept.reading is None:
+                kept.reading = self._thread.submit(self._content, kept)
+            elif kept.tensors is None and kept.reading is not None and kept.reading.done():
+                try:
+                    kept.tensors = kept.reading.result()
+                except Lost:
+                    self._forget(name)
+                    raise
             return kept.tensors is not None
 
     def take(self, name: str, into: _T) -> _T:
@@ -232,14 +243,13 @@ class SwapStore:
         """What `walk.save` gave of a state, which stays away. Waits for the device or its file.
 
         Raises:
-            Lost: its file is damaged or gone.
+            Lost: its file is damaged.
         """
         with self._changed:
             kept = self._kept[name]
-            tensors, file, copy = kept.tensors, kept.file, kept.copy
+            tensors, copy = kept.tensors, kept.copy
         if tensors is None:
-            assert file is not None
-            return _checked(file, kept.sums), kept.tree
+            return self._content(kept), kept.tree
         return (tensors, kept.tree) if copy is None else copy.result()
 
     def drop(self, name: str) -> None:
@@ -262,34 +272,21 @@ class SwapStore:
         """Whether a state is in host memory or in a file on disk."""
         return "disk" if self._kept[name].tensors is None else "host"
 
-    def takes(self, nbytes: int) -> bool:
-        """Whether so many bytes more may go away: host memory has room, or is given room by the disk."""
-        with self._changed:
-            return self.host_bytes is None or self._in_host + nbytes <= self.host_bytes or self._spills()
-
     @property
     def spills(self) -> bool:
         """Whether there is a disk to write to, and the latest write went well; if not, another is begun after a while.
         Mutates: self."""
         with self._changed:
-            return self._spills()
-
-    def _spills(self) -> bool:
-        if self._disk_fault and clock.monotonic_s() - self._fault_s >= DISK_RETRY_S:
-            self._spill()
-        return self._folder is not None and not self._disk_fault
+            if self._disk_fault and clock.monotonic_s() - self._fault_s >= DISK_RETRY_S:
+                self._spill()
+            return self._folder is not None and not self._disk_fault
 
     def close(self) -> None:
-        """Forget everything, and remove the files."""
+        """Forget everything."""
         with self._changed:
             for name in list(self._kept):
                 self._forget(name)
         self._thread.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
 
     # ---- the disk -----------------------------------------------------------------------------------------------
 
@@ -304,87 +301,58 @@ class SwapStore:
         for kept in self._kept.values():
             if self._folder is None or self.host_bytes is None or self._in_host <= self.host_bytes:
                 return
-            if kept.tensors is not None and not kept.writing and not kept.reading:
+            if kept.tensors is not None and not kept.writing and kept.reading is None:
                 kept.writing = True
                 self._thread.submit(self._write, kept)
 
     def _write(self, kept: _Kept) -> None:
         """Write a state to a file of its own, unless it has been taken meanwhile. On the thread. Mutates: kept."""
-        assert self._folder is not None and kept.tensors is not None
+        assert kept.tensors is not None
         if kept.copy is not None:
             kept.copy.result()
-        self._count += 1
-        file, fault = self._folder / f"{self._count}.safetensors", ""
+        file: FileIO | None = None
+        checksum, fault = 0, ""
         try:
-            sums = {name: _sum(tensor) for name, tensor in kept.tensors.items()}
-            save_file(dict(kept.tensors), file)
-        except (OSError, SafetensorError) as error:
+            file = TemporaryFile(buffering=0, dir=self._folder)  # noqa: SIM115
+            for piece in _pieces(kept.tensors):
+                checksum = crc32(piece, checksum)
+                while piece:
+                    piece = piece[file.write(piece) :]
+        except OSError as error:
             fault = str(error)
         with self._changed:
             kept.writing = False
-            if fault or kept not in self._kept.values():
-                file.unlink(missing_ok=True)
-            else:
-                kept.file, kept.sums, kept.tensors, kept.copy = file, sums, None, None
+            if not fault and kept in self._kept.values():
+                kept.file, kept.checksum, kept.tensors, kept.copy = file, checksum, None, None
+            elif file is not None:
+                file.close()
             known, self._disk_fault, self._fault_s = self._disk_fault, fault, clock.monotonic_s()
         if fault and fault != known:
             logger.warning("A session stays in host memory, as it cannot be written to %s: %s", self._folder, fault)
 
-    def _read(self, kept: _Kept) -> None:
-        """Read a state's file. On the thread. Mutates: kept."""
+    def _content(self, kept: _Kept) -> dict[str, Tensor]:
+        """What a state's file holds. Raises Lost where it is not what was written."""
         assert kept.file is not None
+        tensors = {name: self.copies.host(each) for name, each in kept.outline.items()}
+        at, checksum = 0, 0
         try:
-            tensors = _checked(kept.file, kept.sums)
-        except Lost as error:
-            kept.fault = str(error)
-            return
-        kept.tensors = {name: copy_in_pieces(self.copies.host(tensor), tensor) for name, tensor in tensors.items()}
+            for piece in _pieces(tensors):
+                at += os.preadv(kept.file.fileno(), [piece], at)
+                checksum = crc32(piece, checksum)
+        except (OSError, ValueError) as error:  # closed, as the session has ended
+            raise Lost(f"its file in {self._folder} cannot be read: {error}") from error
+        if at != kept.nbytes or checksum != kept.checksum:
+            raise Lost(f"its file in {self._folder} is not what was written")
+        return tensors
 
     def _forget(self, name: str) -> _Kept:
         """Mutates: self."""
         kept = self._kept.pop(name)
         if kept.file is not None:
-            kept.file.unlink(missing_ok=True)
+            kept.file.close()
         return kept
 
-    def _own_folder(self, state_dir: Path) -> Path:
-        """A new folder that this process holds, after those that nobody holds were removed. Mutates: self."""
-        try:
-            above = state_dir.expanduser() / _FOLDER
-            above.mkdir(mode=0o700, parents=True, exist_ok=True)
-            turn = os.open(above, os.O_RDONLY)
-            try:
-                fcntl.flock(turn, fcntl.LOCK_EX)  # else another rank's lock file is seen before it is locked
-                for old in above.iterdir():
-                    if (free := lock_of(old / _LOCK, os.O_RDWR)) is not None:
-                        shutil.rmtree(old, ignore_errors=True)
-                        os.close(free)
-                own = Path(tempfile.mkdtemp(dir=above))  # for the user alone
-                self._held = lock_of(own / _LOCK, os.O_RDWR | os.O_CREAT)
-            finally:
-                os.close(turn)
-            (own / "trial").write_bytes(bytes(1 << 16))
-            (own / "trial").unlink()
-        except OSError as error:
-            raise ConfigError(
-                f"serve.state_dir is {state_dir}, where nothing can be written: {error.strerror or error}; name a "
-                "folder with room that is yours, or leave it out to keep sessions in host memory alone"
-            ) from error
-        return own
 
-
-def _sum(tensor: Tensor) -> int:
-    values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return crc32(values)
-
-
-def _checked(file: Path, sums: Mapping[str, int]) -> dict[str, Tensor]:
-    """What a file holds. Raises Lost where it is not what was written."""
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise Lost(f"{file}: {error}") from error
-    damaged = [name for name in sums if name not in tensors or _sum(tensors[name]) != sums[name]]
-    if damaged:
-        raise Lost(f"{file}: {', '.join(damaged)} is not what was written")
-    return tensors
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """The bytes of tensors, piece by piece."""
+    return (piece for tensor in tensors.values() for piece in walk.pieces(tensor, _PIECE))

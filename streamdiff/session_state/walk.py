@@ -1,36 +1,35 @@
-"""What can be done with a session's state, generated from its declared fields: `nbytes`, `copy`, `to_device`, `save`
-and `load`; `reset` is in `fields`, as the scheduler has no torch.
+"""What can be done with a session's state, generated from its declared fields: `nbytes`, `save` and `load`; `reset` is
+in `fields`, as the scheduler has no torch.
 
 A state is a declared object (`fields`), and what it holds: tensors, declared objects and values, lists, tuples and
 dicts of them, and plain values (numbers, texts, None). Anything else is a TypeError that says where it is. A tensor or
 object that is held twice is counted, copied and saved once, and held twice again afterwards.
+
+What is loaded may come from a stranger, so it is read by the declared types of the fields: of another type, or a number
+out of range, it is a ConfigError that says where it is. What is below `Any` is only of some declared type.
 """
 
 from __future__ import annotations
 
 import copy as shallow
+import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.session_state.fields import (
-    BY_LAYER,
-    KEPT,
-    STATE,
-    class_of,
-    derive,
-    fields_of,
-    heads_axis,
-    mutable,
-    name_of,
-)
+from streamdiff.session_state.fields import axis_of, class_of, derive, mutable, name_of, saved_fields
 
 _T = TypeVar("_T")
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, NoneType)
 _CLASS, _TENSOR, _ORDER, _FIELDS = "class", "tensor", "order", "fields"
+LARGEST = 2**53
+"""Whole numbers of a state are at most that, either way: what every reader of JSON has exactly."""
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -41,41 +40,6 @@ def nbytes(state: object) -> int:
     """Bytes of all tensors of a state, whatever device they are on."""
     held = {id(tensor): tensor for tensor in _tensors(state, type(state).__name__)}
     return sum(tensor.nbytes for tensor in held.values())
-
-
-def copy(state: _T) -> _T:
-    """A state of its own, on the same device."""
-    return changed(state, lambda tensor: tensor.clone())
-
-
-def to_device(state: _T, device: torch.device) -> _T:
-    """The state on `device`. Tensors that are there already are not copied."""
-    return changed(state, lambda tensor: tensor.to(device))
-
-
-@torch.inference_mode()
-def changed(state: _T, change: Callable[[Tensor], Tensor]) -> _T:
-    """The state with every tensor changed, each once; DERIVED is shared, or made anew by `derive()`."""
-    done: dict[int, tuple[Any, Any]] = {}  # the original too, so that its id is nobody else's meanwhile
-
-    def visit(value: Any, where: str) -> Any:
-        if isinstance(value, _PLAIN):
-            return value
-        if id(value) not in done:
-            done[id(value)] = value, change(value) if isinstance(value, Tensor) else made(value, where)
-        return done[id(value)][1]
-
-    def made(value: Any, where: str) -> Any:
-        parts = [visit(each, f"{where}{name}") for name, each in _parts(value, where)]
-        if isinstance(value, dict):
-            return dict(zip(value, parts, strict=True))
-        if type(value) in (list, tuple):
-            return type(value)(parts)
-        own = dict(zip(fields_of(type(value), STATE, BY_LAYER, KEPT), parts, strict=True))
-        return _set(shallow.copy(value), own) if mutable(value) else type(value)(**own)
-
-    result: _T = visit(state, type(state).__name__)
-    return result
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -125,22 +89,26 @@ def load(
     tree: Any,
     device: torch.device = CPU,
     put: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_,
+    where: str = "",
 ) -> _T:
     """Put what `save` gave into a state that has just been opened in the same way. Its tensors are written in place, so
     that graphs stay bound to them; others are made on `device`. What is DERIVED stays. `put` copies the second tensor
-    into the first, and returns that.
+    into the first, and returns that. `where` is what errors call the state.
 
     Returns the state. Mutates: into; where it raises, part of it may be written.
 
     Raises:
-        ConfigError: saved by other classes, or tensors of other shapes; names what differs.
+        ConfigError: values of other types, or tensors of other shapes; names what differs.
     """
     made: dict[str, Tensor] = {}
 
     def read(node: Mapping[str, Any], there: object, where: str) -> Tensor:
         name, order = node[_TENSOR], node[_ORDER]
-        if name not in tensors:
-            raise ConfigError(f"{where} is tensor {name!r}, which the snapshot lacks")
+        if not isinstance(name, str) or name not in tensors:
+            raise ConfigError(f"{where} is tensor {shown(name)}, which the snapshot lacks")
+        whole = isinstance(order, list) and all(type(axis) is int for axis in order)
+        if not whole or sorted(order) != list(range(tensors[name].ndim)):
+            raise ConfigError(f"{where} has its axes in the order {shown(order)}; it has {tensors[name].ndim}")
         saved = tensors[name].permute([order.index(axis) for axis in range(len(order))])
         if not isinstance(there, Tensor):
             if name not in made:
@@ -153,68 +121,51 @@ def load(
             )
         return put(there, saved)
 
-    result: _T = _read(tree, into, "the session" if into is None else type(into).__name__, read)
+    kind = Any if into is None else type(into)
+    result: _T = _read(tree, kind, into, where or getattr(kind, "__name__", "the session"), read)
     return result
 
 
-def restored(tensors: Mapping[str, Tensor], tree: Any, device: torch.device = CPU) -> Any:
+def restored(tensors: Mapping[str, Tensor], tree: Any, device: torch.device = CPU, where: str = "") -> Any:
     """The state that `save` was given, without what is DERIVED. Raises ConfigError as `load`."""
-    result: Any = load(None, tensors, tree, device)
+    result: Any = load(None, tensors, tree, device, where=where)
     return result
+
+
+def tensor_names(tree: Any) -> set[str]:
+    """Names of the tensors that a tree, which has been loaded, holds."""
+    if isinstance(tree, dict):
+        return {tree[_TENSOR]} if _TENSOR in tree else tensor_names(list(tree.values()))
+    return {name for each in tree for name in tensor_names(each)} if isinstance(tree, list) else set()
 
 
 @torch.inference_mode()
-def joined(parts: Sequence[_T]) -> _T:
-    """The state of all layers, of those that stages have of theirs, first to last. Mutates: nothing."""
+def joined(parts: Sequence[_T], what: str) -> _T:
+    """The state of all `layers`, of those that stages have of theirs, first to last; or of all `heads`, of those that
+    the ranks of a stage have of theirs. Shares the rest with the first. Mutates: nothing."""
 
-    def join(each: Sequence[Any]) -> Any:
+    def join(each: Sequence[Any], axis: int) -> Any:
         if isinstance(each[0], Tensor):
-            return torch.cat(list(each), 1)
+            return torch.cat(list(each), axis)
         if isinstance(each[0], dict):
             return {key: [layer for one in each for layer in one[key]] for key in each[0]}
-        return joined(each)
+        return joined(each, what)
 
-    return _with_layers(parts[0], lambda name: join([getattr(part, name) for part in parts]))
+    return _changed_along(parts[0], what, lambda name, axis: join([getattr(part, name) for part in parts], axis))
 
 
 @torch.inference_mode()
-def layers_of(state: _T, first: int, last: int) -> _T:
-    """The state of layers `first` to `last` (exclusive): views of that of all."""
+def cut(state: _T, what: str, first: int, last: int) -> _T:
+    """The state of `layers` or `heads` `first` to `last` (exclusive): views of that of all."""
 
-    def cut(each: Any) -> Any:
+    def part(each: Any, axis: int) -> Any:
         if isinstance(each, Tensor):
-            return each[:, first:last]
+            return each.narrow(axis, first, last - first)
         if isinstance(each, dict):
             return {key: layers[first:last] for key, layers in each.items()}
-        return layers_of(each, first, last)
+        return cut(each, what, first, last)
 
-    return _with_layers(state, lambda name: cut(getattr(state, name)))
-
-
-@torch.inference_mode()
-def with_all_heads(parts: Sequence[_T]) -> _T:
-    """The state with all heads, of those that the ranks of a stage have with theirs. Mutates: nothing."""
-
-    def join(name: str) -> Any:
-        each = [getattr(part, name) for part in parts]
-        if (axis := heads_axis(type(parts[0]), name)) is not None:
-            return torch.cat(each, axis)
-        return with_all_heads(each) if mutable(each[0]) else each[0]
-
-    return parts[0] if len(parts) == 1 else _with_layers(parts[0], join)
-
-
-@torch.inference_mode()
-def heads_of(state: _T, index: int, count: int) -> _T:
-    """The state with the heads of rank `index` of the `count` ranks of a stage: views of that with all."""
-
-    def cut(name: str) -> Any:
-        each = getattr(state, name)
-        if (axis := heads_axis(type(state), name)) is not None:
-            return each.chunk(count, axis)[index]
-        return heads_of(each, index, count) if mutable(each) else each
-
-    return _with_layers(state, cut)
+    return _changed_along(state, what, lambda name, axis: part(getattr(state, name), axis))
 
 
 # ---- the walk ---------------------------------------------------------------------------------------------------
@@ -241,7 +192,7 @@ def _parts(value: Any, where: str) -> Iterator[tuple[str, Any]]:
             "@session_state or @session_value, or mark its field DERIVED"
         )
     else:
-        yield from ((f".{name}", getattr(value, name)) for name in fields_of(type(value), STATE, BY_LAYER, KEPT))
+        yield from ((f".{name}", getattr(value, name)) for name in saved_fields(type(value)))
 
 
 def _written(value: Any, where: str, write: Callable[[Tensor, str], Any]) -> Any:
@@ -256,39 +207,74 @@ def _written(value: Any, where: str, write: Callable[[Tensor, str], Any]) -> Any
         return {_CLASS: "dict", _FIELDS: [list(pair) for pair in zip(keys, parts, strict=True)]}
     if type(value) in (list, tuple):
         return {_CLASS: type(value).__name__, _FIELDS: parts}
-    own = fields_of(type(value), STATE, BY_LAYER, KEPT)
+    own = saved_fields(type(value))
     return {_CLASS: name_of(type(value)), _FIELDS: dict(zip(own, parts, strict=True))}
 
 
-def _read(node: Any, there: Any, where: str, read: Callable[[Mapping[str, Any], object, str], Tensor]) -> Any:
-    """The value of a node that `_written` made; `there` is what is in its place now."""
+_ReadTensor = Callable[[Mapping[str, Any], object, str], Tensor]
+_hints = cache(get_type_hints)
+
+
+def _read(node: Any, kind: Any, there: Any, where: str, read: _ReadTensor) -> Any:
+    """The value of `kind` of a node that `_written` made; `there` is what is in its place now. `read` reads tensors."""
+    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    own = next((each for each in options if _begins_as(node, each)), None)
+    if own is None:
+        raise ConfigError(f"{where} is {shown(node)} in the snapshot; it must be {_described_kind(options)}")
     if isinstance(node, _PLAIN):
+        if isinstance(node, float) and not math.isfinite(node):
+            raise ConfigError(f"{where} is {node} in the snapshot; it must be a finite number")
+        if isinstance(node, int) and abs(node) > LARGEST:
+            raise ConfigError(f"{where} is {shown(node)} in the snapshot; it must be from {-LARGEST} to {LARGEST}")
         return node
     if _TENSOR in node:
         return read(node, there, where)
-    kind, content = node[_CLASS], node[_FIELDS]
-    if kind == "dict":
+    if node[_CLASS] in ("dict", "list", "tuple"):
+        return _read_items(node[_CLASS], node[_FIELDS], own, where, read)
+    return _read_fields(node[_CLASS], node[_FIELDS], there, where, read)
+
+
+def _read_items(container: str, content: Any, kind: Any, where: str, read: _ReadTensor) -> Any:
+    """A list, a tuple or a dict."""
+    if not isinstance(content, list):
+        raise ConfigError(f"{where} is {shown(content)} in the snapshot; it must be a {container}")
+    given = get_args(kind)
+    if container == "dict":
+        key, value = given or (Any, Any)
+        if odd := [pair for pair in content if not (isinstance(pair, list) and len(pair) == 2 and _is_key(pair[0]))]:
+            raise ConfigError(f"{where} has an entry whose key is {shown(odd[0])} in the snapshot; it must be plain")
         return {
-            _read(key, None, where, read): _read(each, None, f"{where}[{index}]", read)
-            for index, (key, each) in enumerate(content)
+            _read(pair[0], key, None, f"{where}[{index}]'s key", read): _read(
+                pair[1], value, None, f"{where}[{index}]", read
+            )
+            for index, pair in enumerate(content)
         }
-    if kind in ("list", "tuple"):
-        items = [_read(each, None, f"{where}[{index}]", read) for index, each in enumerate(content)]
-        return items if kind == "list" else tuple(items)
-    known = class_of(kind)
+    many = not given or container == "list" or given[-1] is Ellipsis
+    kinds = [given[0] if given else Any] * len(content) if many else list(given)
+    if len(kinds) != len(content):
+        raise ConfigError(f"{where} has {len(content)} parts in the snapshot; it must be {_described_kind([kind])}")
+    items = [
+        _read(each, own, None, f"{where}[{i}]", read) for i, (each, own) in enumerate(zip(content, kinds, strict=True))
+    ]
+    return items if container == "list" else tuple(items)
+
+
+def _read_fields(name: str, content: Any, there: Any, where: str, read: _ReadTensor) -> Any:
+    """An object of a declared class, or `there` with its fields."""
+    known = class_of(name)
     if known is None:
-        raise ConfigError(f"{where} is {kind!r} in the snapshot, which this version does not know")
-    own = fields_of(known, STATE, BY_LAYER, KEPT)
-    if set(own) != set(content):
-        differ = ", ".join(sorted(set(own) ^ set(content)))
-        raise ConfigError(f"{where} ({kind}) has other fields in the snapshot than here: {differ}")
-    if there is not None and name_of(type(there)) != kind:
-        raise ConfigError(f"{where} is {kind!r} in the snapshot, but {name_of(type(there))!r} here")
+        raise ConfigError(f"{where} is {name!r} in the snapshot, which this version does not know")
+    own = saved_fields(known)
+    if not isinstance(content, dict) or set(own) != set(content):
+        differ = ", ".join(sorted(set(own) ^ set(content))) if isinstance(content, dict) else shown(content)
+        raise ConfigError(f"{where} ({name}) has other fields in the snapshot than here: {differ}")
+    there = there if name_of(type(there)) == name else None
+    hints = _hints(known)  # type: ignore[arg-type]  # mypy takes no class for hashable
     values = {
-        name: _read(content[name], None if there is None else getattr(there, name), f"{where}.{name}", read)
-        for name in own
+        each: _read(content[each], hints.get(each, Any), getattr(there, each, None), f"{where}.{each}", read)
+        for each in own
     }
-    if there is None or not mutable(there):
+    if not mutable(there):
         try:
             return known(**values)
         except (TypeError, ValueError) as error:  # what is below `Any` has fields of any kind
@@ -296,9 +282,45 @@ def _read(node: Any, there: Any, where: str, read: Callable[[Mapping[str, Any], 
     return _set(there, values)
 
 
-def _with_layers(state: _T, value: Callable[[str], Any]) -> _T:
-    """A copy that shares all but its BY_LAYER fields."""
-    return _set(shallow.copy(state), {name: value(name) for name in fields_of(type(state), BY_LAYER)})
+def _begins_as(node: Any, kind: Any) -> bool:
+    """Whether a node is of `kind`, whatever it holds."""
+    kind = NoneType if kind is None else kind
+    origin = get_origin(kind) or kind
+    if isinstance(node, _PLAIN):
+        return kind is Any or type(node) is kind or (kind is float and type(node) is int)
+    if not isinstance(node, dict):
+        return False
+    if set(node) == {_TENSOR, _ORDER}:
+        return kind is Any or origin is Tensor
+    if set(node) != {_CLASS, _FIELDS} or not isinstance(node[_CLASS], str):
+        return False
+    return kind is Any or node[_CLASS] == (name_of(origin) or getattr(origin, "__name__", ""))
+
+
+def _is_key(node: Any) -> bool:
+    """Whether a node is of something that a dict can have as a key."""
+    if isinstance(node, dict):
+        return node.get(_CLASS) == "tuple" and isinstance(node.get(_FIELDS), list) and all(map(_is_key, node[_FIELDS]))
+    return isinstance(node, _PLAIN)
+
+
+def _described_kind(options: Sequence[Any]) -> str:
+    """Kinds as messages name them."""
+    plain = {NoneType: "none", int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    names = [plain.get(each) or name_of(each) or getattr(each, "__name__", str(each)) for each in options]
+    return " or ".join(names)
+
+
+def shown(node: Any) -> str:
+    """A node as messages show it."""
+    text = json.dumps(node, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _changed_along(state: _T, what: str, value: Callable[[str, int], Any]) -> _T:
+    """A copy with `value`, by name and axis, of those fields that are by `layers` or `heads`; it shares the others."""
+    axes = {name: axis_of(type(state), name, what) for name in saved_fields(type(state))}
+    return _set(shallow.copy(state), {name: value(name, axis) for name, axis in axes.items() if axis is not None})
 
 
 def _set(state: _T, values: Mapping[str, Any]) -> _T:
@@ -307,6 +329,12 @@ def _set(state: _T, values: Mapping[str, Any]) -> _T:
         setattr(state, name, each)
     derive(state)
     return state
+
+
+def pieces(tensor: Tensor, nbytes: int) -> Iterator[memoryview]:
+    """The bytes of a contiguous tensor in host memory, so many at a time."""
+    content = tensor.view(-1).view(torch.uint8).numpy().data
+    return (content[at : at + nbytes] for at in range(0, len(content), nbytes))
 
 
 def described(tensor: Tensor) -> str:

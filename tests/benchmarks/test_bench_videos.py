@@ -23,10 +23,6 @@ def options(*words: str) -> argparse.Namespace:
     return given
 
 
-def drive(*words: str) -> list[Video]:
-    return asyncio.run(bench_videos.drive(options(*words), ["a red circle"]))[0]
-
-
 @pytest.mark.slow
 def test_our_own_server_makes_all_of_them(tmp_path: Path) -> None:
     torch.set_num_threads(1)
@@ -55,13 +51,3 @@ def test_our_own_server_makes_all_of_them(tmp_path: Path) -> None:
         assert None not in (video.submit_s, video.wait_s, video.download_s)
     # Two at a time: the last ones waited for the first ones.
     assert max(video.submit_s or 0 for video in videos) > min(video.total_s or 0 for video in videos) / 2
-
-
-def test_nobody_there_is_an_error_by_name() -> None:
-    assert [each.error for each in drive("--base-url", "http://127.0.0.1:9/v1", "--warmup", "0")] == ["connection"] * 10
-
-
-def test_times_are_the_seed_s_and_come_at_the_rate() -> None:
-    assert bench_videos.times_s(3, float("inf"), 0) == [0.0] * 3
-    assert bench_videos.times_s(50, 2.0, 1) == bench_videos.times_s(50, 2.0, 1) != bench_videos.times_s(50, 2.0, 2)
-    assert bench_videos.times_s(2001, 2.0, 1)[-1] == pytest.approx(1000, rel=0.1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.camera_code import CODES, FPS, HEIGHT, HELD_FRAMES, PERIOD_S, WIDTH, latencies, picture, read, write_y4m
+from benchmarks.camera_code import CODES, FPS, HEIGHT, HELD_FRAMES, PERIOD_S, WIDTH, picture, read, write_y4m
 from streamdiff.video.files import open_clip
 
 
@@ -28,9 +28,3 @@ def test_the_file_is_a_video_of_all_codes(tmp_path: Path) -> None:
     assert len(frames) == CODES * HELD_FRAMES == round(PERIOD_S * FPS)
     for number in (0, HELD_FRAMES - 1, HELD_FRAMES, len(frames) - 1):
         assert read(frames[number][:, (WIDTH - HEIGHT) // 2 : (WIDTH + HEIGHT) // 2]) == number // HELD_FRAMES
-
-
-def test_times_go_to_the_next_showing_of_the_same_number() -> None:
-    camera = [[0.0, 3], [333.0, 4], [667.0, 5]]
-    screen = [[100.0, 2], [900.0, 3], [1_300.0, 4], [9_000.0, 5]]
-    assert latencies(camera, screen) == [900.0, 967.0], "the last came a period later"

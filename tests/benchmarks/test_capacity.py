@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import capacity
-from benchmarks.capacity import Visit, Visitor, figures, play, visitors
+from benchmarks.capacity import Visit, Visitor, play
 from streamdiff.config import Config, ServeConfig
 from tests.server.conftest import LIMIT_S, open_site
 from tests.server.scripted import Painter
@@ -45,27 +45,9 @@ def test_a_visit_is_served_well_when_every_limit_is_kept(one: Visit, why: list[s
     assert one.broken(LIMITS, FPS) == why
 
 
-def test_goodput_is_of_those_served_well_and_of_the_time_measured() -> None:
-    visits = [visit(*GOOD), visit(*GOOD, first_frame_s=2.0, controls=(0.3,)), visit(first_frame_s=None, refused="time")]
-    found = figures(visits, LIMITS, FPS, 15.0, 25.0)
-    assert (found["visits"], found["served_well"], found["served_share"]) == (3, 1, pytest.approx(1 / 3))
-    assert (found["offered"], found["goodput"]) == (1.5, 0.5)  # the last five seconds of each
-    assert found["broken"] == {"first_frame": 1, "time": 1}
-
-
-@pytest.mark.parametrize("sessions", [4, 9])
-def test_as_many_are_there_at_once_as_are_offered_the_same_people_at_every_load(sessions: int) -> None:
-    found, few = visitors(sessions, 2000.0, 8.0, 1), visitors(2, 2000.0, 8.0, 1)
-    watched_s = sum(min(each.at_s + each.stay_s, 2004.0) - max(each.at_s, 4.0) for each in found)
-    assert watched_s / 2000.0 == pytest.approx(sessions, rel=0.1)
-    assert [(each.stay_s, each.prompts_s) for each in found[:99]] == [
-        (each.stay_s, each.prompts_s) for each in few[:99]
-    ]
-
-
 @pytest.mark.slow
 def test_visitors_note_what_they_were_shown_and_leave_nothing_open() -> None:
-    who = [Visitor(0.0, 12.0, 0, (4.0,)), Visitor(0.1, 12.0, 1), Visitor(0.2, 0.0, 2)]
+    who = [Visitor(0.0, 5.0, 0, (1.5,)), Visitor(0.1, 5.0, 1), Visitor(0.2, 0.0, 2)]
     crowd = [Visitor(0.1 * number, 3.0, number) for number in range(4)]
 
     async def main() -> None:
@@ -74,12 +56,12 @@ def test_visitors_note_what_they_were_shown_and_leave_nothing_open() -> None:
             visits = await play(f"{site.base}/", 20.0, who)
             assert [each.refused for each in visits] == ["", "", ""]
             for each in visits[:2]:
-                assert each.first_frame_s is not None and 0 < each.first_frame_s < 12
+                assert each.first_frame_s is not None and 0 < each.first_frame_s < 5
                 (begin_s, first), (end_s, last) = each.looks[0], each.looks[-1]
                 assert 0 < begin_s < end_s <= each.leaves_s and last > first
                 assert each.received >= 0.5 * (last - first)  # counted by the peer, and told by the server
             [lag_s] = visits[0].controls
-            assert 0 < lag_s < 7.99 and visits[1].controls == []  # seen, and not given up after eight seconds
+            assert 0 < lag_s < 3.49 and visits[1].controls == []
             assert visits[2].first_frame_s is None and visits[2].looks == []  # left before there was anything
             await site.until(lambda: [each.id for each in site.state.manager.sessions] == ["default"])
             await site.until(lambda: site.state.viewers.count == 0)

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks import compare
-from benchmarks.metrics import METRICS
-from benchmarks.report import ROOT
 
 CASE = "tiny, 4 steps, clean, 1 stage"
 
@@ -98,9 +96,3 @@ def test_what_is_unlike_is_refused_and_named(
     assert compared(tmp_path, before, after) == compare.REFUSED
     captured = capsys.readouterr()
     assert told in captured.err and captured.out == ""
-
-
-def test_the_readme_defines_every_figure() -> None:
-    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    for name, metric in METRICS.items():
-        assert f"| `{name}` | {metric.unit} | {metric.better} | " in text, name

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ring_schedule
-from benchmarks.sleeping_ring import Done, Plan, Ran, figures_of
-from streamdiff.core import KV_CONTEXTS
+from benchmarks.sleeping_ring import Done, figures_of
 
 
 @pytest.mark.slow
@@ -48,20 +47,3 @@ def test_figures_are_those_of_what_was_finished_after_the_warm_up() -> None:
     assert found["chunks_per_s"] == pytest.approx(6 / (8 - 2))
     assert found["latency_s"] == pytest.approx((2 + 5 * 3) / 6)
     assert (found["mean_gap_s"], found["longest_gap_s"]) == pytest.approx(((3 * 2 + 2 + 2 + 2.5) / 6, 2.5))
-
-
-@pytest.mark.slow
-def test_the_ideal_of_the_design_is_four_times_the_chunks_at_the_same_latency() -> None:
-    for context in KV_CONTEXTS:
-        plan = Plan(kv_context=context, forward_s=1.0)
-        many, one = ring_schedule.ideal(plan, 4), ring_schedule.ideal(plan, 1)
-        assert many.chunks_per_s / one.chunks_per_s == pytest.approx(4, rel=0.02)
-        assert many.latency_s == pytest.approx(4, rel=0.07)
-
-
-def test_a_stage_that_sleeps_too_long_makes_the_ideal_longer_too() -> None:
-    figures = {"chunks_per_s": 3.71, "latency_s": 4.4, "mean_gap_s": 1.0, "longest_gap_s": 1.5}
-    plan, alone = Plan(forward_s=1.0), {**figures, "chunks_per_s": 1.0}
-    punctual, late = (ring_schedule.judged(plan, alone, Ran(figures, {"overslept_us": us})) for us in (0, 0.025e6))
-    assert late["latency_of_ideal"] == pytest.approx(punctual["latency_of_ideal"] / 1.1)
-    assert late["rate_ratio"] == punctual["rate_ratio"]

@@ -34,6 +34,12 @@ def until(browser: WebDriver, condition: Callable[[dict[str, Any]], bool]) -> di
     return seen
 
 
+def open_controls(browser: WebDriver) -> None:
+    """Open the drawer with the controls, where it is closed."""
+    if not browser.find_element("id", "settings").is_displayed():
+        browser.find_element("id", "fold").click()
+
+
 def ask(browser: WebDriver, prompt: str) -> None:
     """Type a prompt, press Enter, and wait until the page says that it is on screen."""
     box = browser.find_element("id", "prompt")

@@ -13,7 +13,7 @@ import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from benchmarks.browser import Server, chromium, console_errors, running_server
-from tests.browser.looking import coloured, model_server, until
+from tests.browser.looking import coloured, model_server, open_controls, until
 
 pytestmark = pytest.mark.browser
 PIXELS = 1024
@@ -57,6 +57,7 @@ def test_the_stream_follows_the_camera_at_the_strength_that_is_set_and_goes_on_w
 ) -> None:
     browser.get(server.url)
     until(browser, lambda seen: seen["status"] == "Live" and coloured(seen, 2, 0) < PIXELS / 2)
+    open_controls(browser)
     set_strength(browser, 0.05)
     until(browser, lambda _: browser.find_element("id", "camera-embedded").is_displayed())
     camera, stop = (browser.find_element("id", name) for name in ("camera-camera", "camera-stop"))
@@ -85,6 +86,7 @@ def test_the_stream_follows_the_camera_at_the_strength_that_is_set_and_goes_on_w
 def test_a_second_one_is_told_who_feeds_and_the_first_goes_on(browser: WebDriver, server: Server) -> None:
     browser.get(server.url)
     until(browser, lambda seen: seen["status"] == "Live")
+    open_controls(browser)
     browser.find_element("id", "camera-camera").click()
     until(browser, lambda _: told(server)["state"]["input"] is not None)
     first = browser.current_window_handle

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 import httpx
 import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -76,16 +77,6 @@ def test_a_page_behind_a_relay_tells_the_server_its_addresses(browser: WebDriver
         browser.get("about:blank")
 
 
-def test_a_link_that_cannot_be_opened_shows_the_servers_own_stream_and_says_why(
-    server: Server, browser: WebDriver
-) -> None:
-    browser.get(f"{server.url}?prompt=a+star&seed=-1")
-    until(browser, lambda seen: seen["status"] == "Live")
-    assert "seed" in browser.find_element("id", "receipt").text
-    assert "session=" not in browser.current_url
-    assert all("422" in line for line in console_errors(browser)), "the browser's own line about the answer"
-
-
 def test_a_suggestion_changes_the_prompt_and_is_then_not_suggested_again(page: WebDriver) -> None:
     def words() -> list[str]:
         return [chip.text for chip in page.find_elements(By.CSS_SELECTOR, "#suggestions .chip")]
@@ -93,26 +84,63 @@ def test_a_suggestion_changes_the_prompt_and_is_then_not_suggested_again(page: W
     until(page, lambda _: len(words()) == 2)
     colour, shape = words()
     assert colour in COLOURS and shape in ("circle", "square")
-    page.find_element(By.CSS_SELECTOR, "#suggestions .chip").click()
+    pressed = page.find_element(By.CSS_SELECTOR, "#suggestions .chip")
+    pressed.click()
     until(page, lambda _: page.find_element("id", "playing").text == colour)
+    assert words()[0] == colour, "nothing moves under the pointer"
+    ActionChains(page).move_to_element(page.find_element("id", "screen")).perform()
     until(page, lambda _: words() and words()[0] in set(COLOURS) - {colour})
 
 
-def test_the_controls_fold_away_and_stay_so_while_the_prompt_still_steers(page: WebDriver) -> None:
+def test_the_drawer_opens_and_stays_so_on_the_next_visit(page: WebDriver) -> None:
     page.set_window_size(1280, 900)
     settings, button = page.find_element("id", "settings"), page.find_element("id", "fold")
-    assert settings.is_displayed() and button.get_attribute("aria-expanded") == "true"
+    assert not settings.is_displayed() and button.get_attribute("aria-expanded") == "false"
+    closed = page.find_element("id", "screen").rect
     page.find_element("tag name", "body").send_keys("c")
-    until(page, lambda _: not settings.is_displayed())
+    until(page, lambda _: settings.is_displayed())
     page.refresh()
     until(page, lambda seen: seen["status"] == "Live")
     button = page.find_element("id", "fold")
-    assert button.get_attribute("aria-expanded") == "false"
-    assert not page.find_element("id", "settings").is_displayed()
-    picture, prompt = page.find_element("id", "screen").rect, page.find_element("id", "prompt").rect
-    assert picture["height"] > 500 and prompt["y"] + prompt["height"] < page.execute_script("return innerHeight")
-    assert page.find_element("id", "pause").accessible_name == "Pause"
-    page.find_element("id", "prompt").send_keys("a blue star" + Keys.ENTER)
-    until(page, lambda seen: coloured(seen, 2, 0) > 500)
+    assert button.get_attribute("aria-expanded") == "true"
+    assert page.find_element("id", "settings").is_displayed()
+    assert 500 < page.find_element("id", "screen").rect["height"] < closed["height"], "closing enlarges the picture"
     button.click()
-    until(page, lambda _: page.find_element("id", "settings").is_displayed())
+    until(page, lambda _: not page.find_element("id", "settings").is_displayed())
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (1920, 1080), (390, 844), (844, 390)])
+def test_picture_and_prompt_are_on_the_first_screen(page: WebDriver, width: int, height: int) -> None:
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 900}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        until(page, lambda _: page.execute_script("return innerHeight") == height)
+        picture, prompt = page.find_element("id", "screen").rect, page.find_element("id", "prompt").rect
+        assert picture["y"] >= 0 and picture["y"] + picture["height"] <= height
+        assert prompt["y"] >= 0 and prompt["y"] + prompt["height"] <= height
+        assert picture["height"] > 0.75 * min(width, height)
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_next_words_replace_a_prompt_that_was_sent_and_the_arrow_brings_it_back(page: WebDriver) -> None:
+    box = page.find_element("id", "prompt")
+    box.send_keys("a red circle" + Keys.ENTER)
+    box.send_keys("a blue star" + Keys.ENTER)
+    until(page, lambda seen: coloured(seen, 2, 0) > 500)
+    assert box.get_property("value") == "a blue star"
+    box.send_keys(Keys.ARROW_UP, Keys.ARROW_UP)
+    assert box.get_property("value") == "a red circle"
+    page.find_element("id", "surprise").click()
+    until(page, lambda _: page.find_element("id", "playing").text != "a blue star")
+
+
+def test_a_full_screen_has_the_prompt(page: WebDriver) -> None:
+    page.find_element("id", "fullscreen").click()
+    until(page, lambda _: page.execute_script("return document.fullscreenElement?.id") == "stage")
+    page.find_element("id", "prompt").send_keys("a green circle" + Keys.ENTER)
+    until(page, lambda seen: coloured(seen, 1, 0) > 500)
+    until(page, lambda _: "idle" in str(page.find_element("id", "stage").get_attribute("class")))
+    page.find_element("id", "prompt").send_keys("a")
+    assert "idle" not in str(page.find_element("id", "stage").get_attribute("class"))
+    page.execute_script("document.exitFullscreen()")

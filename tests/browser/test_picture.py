@@ -12,7 +12,7 @@ from PIL import Image
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from benchmarks.browser import Server, console_errors, running_server
-from tests.browser.looking import PAINTED, coloured, until
+from tests.browser.looking import PAINTED, coloured, open_controls, until
 from tests.server.scripted import COLOURS
 
 pytestmark = pytest.mark.browser
@@ -49,6 +49,7 @@ def page(server: Server, browser: WebDriver) -> Iterator[WebDriver]:
         assert httpx.patch(server.url + "api/sessions/default", json=change, timeout=20).status_code == 200
     browser.get(server.url)
     until(browser, lambda seen: seen["status"] == "Live" and coloured(seen, 0, 2) > PIXELS / 2)
+    open_controls(browser)
     yield browser
     assert console_errors(browser) == []
     browser.get("about:blank")
@@ -62,19 +63,6 @@ def shows_blue_then_red_again(page: WebDriver) -> None:
     until(page, lambda seen: coloured(seen, 2, 0) > PIXELS / 2)
     assert text(page, "picture-state") == "The stream begins with your picture."
     until(page, lambda seen: coloured(seen, 0, 2) > PIXELS / 2)
-
-
-def test_text_with_a_picture_of_it_is_pasted_as_text(page: WebDriver) -> None:
-    """As spreadsheets and text processors copy it."""
-    untouched = """
-    const transfer = new DataTransfer();
-    transfer.items.add("a blue circle", "text/plain");
-    transfer.items.add(new File([new Uint8Array(arguments[0])], "picture.png", { type: "image/png" }));
-    const event = new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true, cancelable: true });
-    return document.getElementById("prompt").dispatchEvent(event);
-    """
-    assert page.execute_script(untouched, list(picture("blue"))), "the browser pastes"
-    assert "Sending" not in text(page, "receipt")
 
 
 @pytest.mark.parametrize("way", ["chosen", "drop", "paste"])

@@ -13,13 +13,14 @@ class BarePipeline:
     info: ModelInfo
     encodings = 0
     inputs: tuple[int, ...] = ()
+    savings: tuple[int, ...] = ()
 
     @property
     def swapping(self) -> Any:
         """The fake is its own collaborators."""
         return self
 
-    saving = video = figures = ring = swapping
+    saving = video = figures = swapping
 
     def attend(self) -> None:
         """Begin a step: there is no swapping and no video."""

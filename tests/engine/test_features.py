@@ -39,6 +39,7 @@ from streamdiff.models.model import Model
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state.swap_store import SwapStore
+from tests.saving import saved
 from tests.small import BLUE, CPU, RED, WHITE, small_encoder, small_model
 
 MODEL, DEEP = (small_model(4, layers=layers, sink=2, window=8) for layers in (2, 4))
@@ -268,10 +269,9 @@ def test_a_snapshot_has_them(place: Place, kv_context: str) -> None:
     whole = place.alone(opened, 6)
     place.ask(opened)
     place.shown["a"] = []
-    begin = list(place.play("a", 2))
-    snapshot, events = place.engine.save("a")
-    place.take(events)
-    begin = place.shown["a"]
+    place.play("a", 2)
+    snapshot = saved(place.engine, "a", place.take)
+    begin = place.shown["a"][: snapshot.about["session"]["made_frames"]]
     other = Place(2)
     try:
         other.take(other.engine.handle(Open("b", "", snapshot=snapshot.to_bytes(), kv_context=None)))
@@ -294,7 +294,7 @@ def test_a_snapshot_has_a_pictures_latents_for_resets(place: Place) -> None:
     whole = place.alone(opened)
     place.ask(opened)
     place.play("a", 1)
-    snapshot, _ = place.engine.save("a")
+    snapshot = saved(place.engine, "a")
     place.ask(Close("a"), Open("b", "", snapshot=snapshot.to_bytes()), Reset("b"))
     place.shown["b"] = []
     assert np.array_equal(place.play("b"), whole)

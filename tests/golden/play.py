@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import os
 
-from streamdiff.pipeline.ring import local_parts
-from tests.pipeline.playing import local_ring
-
 if __name__ == "__main__":  # torch reads them when it is imported
     os.environ |= {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
 
@@ -28,14 +25,16 @@ from pathlib import Path
 import torch
 
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.ring import Ring, local_parts
 from streamdiff.pipeline.runner.sampler import Finished
-from streamdiff.pipeline.snapshot.file import Snapshot
+from streamdiff.pipeline.snapshot.file import Snapshot, mapped
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.topology import StageTopology, connect_stage
 from streamdiff.session_state.swap_store import SwapStore
 from tests.pipeline.distributed.rendezvous_backend import join_ring
+from tests.pipeline.playing import local_ring
 from tests.pipeline.processes import run_ranks
+from tests.saving import save as save_session
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 CASES = [
@@ -80,9 +79,8 @@ def started(stages: int, latents: Latents, rows: int = 1) -> StreamingPipeline:
 
 
 def ended(pipeline: StreamingPipeline) -> None:
-    ring = pipeline
     pipeline.close()
-    for stage in (ring.stage, *(worker.stage for worker in ring.local)):
+    for stage in (pipeline.stage, *(worker.stage for worker in pipeline.local)):
         stage.swaps.close()
 
 
@@ -133,7 +131,7 @@ def saved(case: str, stages: int, then: int, killed: bool) -> str:
         def save(latents: Latents) -> None:
             pipeline, changes = opened(case, stages, latents)
             play(pipeline, partial(pipeline.step, 0.1), latents, changes, INTERRUPTED_AT)
-            pipeline.saving.save(0)[0].write(file)
+            save_session(pipeline, 0)[0].write(file)
             if killed:
                 torch.save(latents[0], Path(folder) / "latents.pt")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -148,7 +146,7 @@ def saved(case: str, stages: int, then: int, killed: bool) -> str:
         else:
             save(latents)
         pipeline = started(then, latents)
-        pipeline.saving.load(0, Snapshot.read(file))
+        pipeline.saving.load(0, Snapshot.from_bytes(mapped(file)))
         play(pipeline, partial(pipeline.step, 0.1), latents, {0: case.split("/")[1]})
         ended(pipeline)
     return digest(latents[0])

@@ -32,32 +32,8 @@ def run(programs: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([programs / "bash", TOOL], env=env, capture_output=True, text=True)
 
 
-@pytest.mark.slow
-def test_without_node_its_tests_are_left_out_and_it_says_why(programs: Path) -> None:
-    program(programs, "id", "echo 1000")
-    ran = run(programs)
-    assert ran.returncode == 0
-    left_out = ran.stdout.strip().split(" and ")
-    others = {"not gstreamer", "not firefox", "not coturn", "not haproxy", "not janus", "not promtool"}
-    assert left_out[0] == "not node" and {*left_out} <= {"not node", *others}
-    assert "no Node (18.15 or newer) with npm" in ran.stderr
-    assert "apt install nodejs npm" in ran.stderr
-
-
 def test_in_continuous_integration_that_is_an_error(programs: Path) -> None:
     program(programs, "id", "echo 1000")
     ran = run(programs, CI="true")
     assert (ran.returncode, ran.stdout) == (1, "")
     assert "nothing is left out" in ran.stderr
-
-
-def test_root_gets_node_installed(programs: Path, tmp_path: Path) -> None:
-    """Here nothing comes of it: the packages are asked for, and their absence is told."""
-    asked = tmp_path / "asked"
-    program(programs, "id", "echo 0")
-    program(programs, "apt-get", f'echo "$@" >> {asked}; test "$1" = update')
-    ran = run(programs, CI="true")
-    assert ran.returncode == 1
-    update, install = asked.read_text(encoding="ascii").splitlines()
-    assert update.startswith("update") and install.endswith("nodejs npm")
-    assert "no Node (18.15 or newer) with npm" in ran.stderr

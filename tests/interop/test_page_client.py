@@ -82,13 +82,7 @@ def test_the_page_reads_the_servers_that_the_server_names() -> None:
     ]
 
 
-def test_no_servers_and_other_links_are_no_servers() -> None:
-    assert "Link" not in with_links(Response(), []).headers
-    assert _parsed("") == []
-    assert _parsed('<https://example.org/>; rel="help"') == []
-
-
-@pytest.mark.parametrize("stage", ["media", "servers", "local", "post", "text", "remote"])
+@pytest.mark.parametrize("stage", ["media", "local", "post", "remote"])
 def test_a_camera_that_is_stopped_while_the_connection_is_made_is_off_and_given_up(stage: str) -> None:
     words = ["node", "--input-type=module", "-e", STOPPED, "--", CLIENT.with_name("camera.js").as_uri(), stage]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)

@@ -89,7 +89,6 @@ def viewers(server: Server) -> int:
 
 
 PLAYERS = pytest.mark.parametrize("player", ["whip-whep", "eyevinn"])
-REFUSED = {"whip-whep": "Request rejected with status 401", "eyevinn": "sendAnswer response: 401"}
 """What each player's own code makes of the answer: it may only read it where the page's origin is named."""
 
 
@@ -128,20 +127,10 @@ def test_a_player_of_another_origin_plays_with_a_token(
     assert console_errors(browser) == []
 
 
-@PLAYERS
-def test_a_wrong_token_plays_nothing(browser: WebDriver, page: str, server: Server, player: str) -> None:
-    visit(browser, page, player, server, "not-the-token-of-this-test")
-    seen = until(browser, lambda seen: seen["status"].startswith("failed"))
-    assert seen["pixels"] is None
-    assert REFUSED[player] in " ".join((seen["status"], *console_errors(browser)))
-    assert viewers(server) == 0
-
-
-@pytest.mark.parametrize("origins", [[], ["http://127.0.0.1:1"]], ids=["none", "another"])
 def test_a_page_of_an_origin_that_is_not_named_plays_nothing(
-    browser: WebDriver, page: str, command: tuple[str, ...], origins: list[str]
+    browser: WebDriver, page: str, command: tuple[str, ...]
 ) -> None:
-    with running_server((*command, "--cors-origins", *origins)) as closed:
+    with running_server((*command, "--cors-origins", "http://127.0.0.1:1")) as closed:
         for player in ("whip-whep", "eyevinn"):
             visit(browser, page, player, closed, VIEW)
             seen = until(browser, lambda seen: seen["status"].startswith("failed"))

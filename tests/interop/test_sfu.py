@@ -18,7 +18,7 @@ from selenium.webdriver.common.by import By
 
 from benchmarks.browser import chromium, console_errors, running_server
 from streamdiff.config import Config, ServeConfig
-from streamdiff.server.outputs.whip import Publication
+from streamdiff.server.outputs.output import Publication
 from tests.browser.looking import PAINTED, coloured, until
 from tests.free_ports import free_ports
 from tests.rules.source import ROOT

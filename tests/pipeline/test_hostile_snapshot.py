@@ -25,6 +25,7 @@ from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.snapshot_header import FORMAT, MAX_HEADER_BYTES, read_saved_session
+from tests.saving import saved
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 PLAIN = small_model(4, layers=2, sink=2)
@@ -104,7 +105,7 @@ def taken(kv_context: str, stages: int = 2) -> bytes:
     place.go_on("guest", 4, [])
     while kv_context != "clean" and not place.engine._pipeline.waiting:  # type: ignore[attr-defined]
         place.engine.step(0.1)
-    snapshot, _ = place.engine.save("guest")
+    snapshot = saved(place.engine, "guest")
     place.engine.close()
     return snapshot.to_bytes()
 

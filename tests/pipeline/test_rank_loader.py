@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from streamdiff.models.loader import Kernels
 from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.attention_backend import AttentionShape, Trial
 from streamdiff.pipeline import balance
-from streamdiff.pipeline.balance import Measured
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.load_plan import plan_load, plan_rank, try_kernels
 from streamdiff.pipeline.planner import model_sizes
@@ -101,8 +100,8 @@ def test_what_was_taken_is_what_the_transformer_runs(
 def test_a_stage_whose_share_turns_out_to_be_another_loads_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of two, which measures that decoding keeps it busy: two blocks of six instead of three."""
     store = dist.HashStore()
-    store.set("cost/1", json.dumps(asdict(Measured(0.1))))
-    monkeypatch.setattr(balance, "measure", lambda *given: Measured(0.1, decode_s=1.0))
+    store.set("cost/1", json.dumps({"block_s": 0.1}))
+    monkeypatch.setattr(balance, "measure", lambda *given: {"block_s": 0.1, "decode_s": 1.0})
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     context, plan = RankContext(0, 2, store), plan_load(ModelConfig(stages=2), CPU)
     assert plan.runs == ((0, 3), (3, 6))

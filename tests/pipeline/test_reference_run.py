@@ -100,14 +100,6 @@ def test_a_prompt_that_comes_over_chunks_is_a_switch_at_each(
     torch.testing.assert_close(played(model, cut, stages), got[:2], rtol=1e-4, atol=1e-5)
 
 
-def test_prompts_of_other_lengths_are_not_mixed_and_a_mix_has_chunks(plain: ReferenceRun) -> None:
-    longer = torch.cat([plain.embeddings, plain.embeddings[:1]])
-    for wrong in ({"switches": (PromptSwitch(1, longer),), "mix": 2}, {"mix": 0}):
-        with pytest.raises(ConfigError) as caught:
-            replace(plain, **wrong)
-        assert caught.value.field == "prompt_mix"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "kv_context"),

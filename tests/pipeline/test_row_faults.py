@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamdiff.core import MicroStep
 from streamdiff.errors import EngineFailure
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.distributed.link import LinkClosed
-from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from tests.pipeline.failing import CHUNKS, KINDS, ONCE, play_failing, spoil
@@ -204,15 +202,6 @@ def test_a_ring_whose_sessions_nobody_ends_fails() -> None:
     with pytest.raises(EngineFailure, match="session 0 failed: chunk 2, step 1"):
         while ring.has_work:
             ring.step_latents()
-
-
-def test_what_goes_well_is_handed_on_as_it_is() -> None:
-    """No copy and no look on the way of a forward that does not raise."""
-    ring = Ring(MODEL, CPU)
-    result = (torch.zeros(1),)
-    ring.stage.forward = lambda rows, given: result  # type: ignore[method-assign]
-    message = StageMessage(MessageKind.ROWS, (MicroStep(0, 0, 0, 4, 0),))
-    assert ring.stage.carry_out(message).tensors is result
 
 
 @pytest.mark.slow

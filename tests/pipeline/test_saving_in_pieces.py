@@ -18,10 +18,8 @@ from streamdiff.core import MicroStep
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.decode import decoder_memories
 from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding, Piece, latents_layout, stream_key
-from streamdiff.pipeline.decode.decoder_memories import DecoderMemories
-from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed import state_exchange
-from streamdiff.pipeline.distributed.link import LocalLink, Sender
+from streamdiff.pipeline.distributed.link import LocalLink, NoSender
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
 from streamdiff.pipeline.ring import local_parts
@@ -220,29 +218,13 @@ def test_a_rank_that_decodes_saves_a_stream_as_it_is_when_it_is_told(monkeypatch
     row = MicroStep(0, 0, 0, MODEL.spec.chunk_latents, 0)
     link.send(StageMessage(MessageKind.SAVE, (), SessionUpdate(0)))
     link.send(StageMessage(MessageKind.ROWS, (row,), None, (torch.ones((1, *MODEL.spec.chunk_shape)),)))
-    worker = threading.Thread(target=DecodeWorker(decoder, link, Sender(), exchange=exchange).run)
+    worker = threading.Thread(target=DecodeWorker(decoder, link, NoSender(), exchange=exchange).run)
     worker.start()
     saved, saved_tree = exchange.take(stream_key(0))
     link.send(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
     worker.join()
     assert saved_tree == tree and saved.keys() == tensors.keys()
     assert all(torch.equal(saved[name], tensors[name]) for name in tensors)
-
-
-def test_a_stream_that_is_swapped_out_while_it_is_copied_is_saved_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And has gone on since."""
-    monkeypatch.setattr(decoder_memories, "_PIECE", 64)
-    decoder = MODEL.decoder
-    assert decoder is not None
-    memories = DecoderMemories(decoder, CPU, 1, DeviceTimer.on(CPU))
-    tensors, tree = walk.save(decoder.new_memory())
-    memories.begin_save(0)
-    for _ in memories.decode(0, 0, torch.ones(MODEL.spec.chunk_shape)):
-        pass
-    memories.swap_out(0)
-    while (state := memories.save_on(0)) is None:
-        pass
-    assert state[1] == tree and state[0].keys() == tensors.keys()
 
 
 def begun_afresh(stage: ModelRunner) -> None:
@@ -259,7 +241,7 @@ def test_a_copy_that_is_not_wanted_any_more_is_dropped(change: Callable[[ModelRu
     stage = ModelRunner(MODEL, CPU, 0, 1)
     stage.open(0, steps=4, kv_context="clean")
     assert stage.saving.go_on(SessionUpdate(0, 7)) is Outcome.NOT_YET
-    copy = stage.saving._under_way[0].copy
+    copy = stage.saving._copying[0].copy
     assert copy is not None
     kept = weakref.ref(copy)
     del copy
@@ -286,15 +268,3 @@ def test_a_part_that_a_stage_cannot_send_is_told_by_name() -> None:
     place = Saving("clean", 2, full)
     assert isinstance(place.saved, ConfigError) and "could not be sent: MemoryError: no room" in str(place.saved)
     place.pipeline.close()
-
-
-def test_a_part_that_a_rank_that_decodes_cannot_send_is_told_by_name() -> None:
-    decoder, link, exchange = MODEL.decoder, LocalLink(latents_layout(MODEL.spec)), NoRoom()
-    assert decoder is not None
-    worker = threading.Thread(target=DecodeWorker(decoder, link, Sender(), exchange=exchange).run)
-    worker.start()
-    link.send(StageMessage(MessageKind.SAVE, (), SessionUpdate(0)))
-    told = exchange.take(stream_key(0))[1]
-    link.send(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))
-    worker.join()
-    assert "could not be sent: MemoryError: no room" in told["broken"]

@@ -114,22 +114,6 @@ def test_the_latest_of_several_changes_holds_and_a_prompt_meanwhile_too() -> Non
         torch.testing.assert_close(done[chunk], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_steps_that_no_chunk_was_made_in_leave_nothing() -> None:
-    """Where every step has a cache: fewer, carried out, and back again before a chunk could be admitted."""
-    model = small_model(1)
-    ring = Ring(model, CPU)
-    ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="same_step")
-    done: dict[int, torch.Tensor] = {}
-    for limit, steps in ((3, 2), (3, 4), (CHUNKS, 0)):
-        while ring.scheduler.next_chunk(0) < limit or ring.has_work:
-            ring.scheduler.set_frame_credit(0, (limit - ring.scheduler.next_chunk(0)) * model.spec.chunk_frames)
-            done |= {row.chunk: latents for row, latents in ring.step_latents()[1]}
-        if steps:
-            ring.set_steps(0, steps, epoch=steps)  # any epochs that grow
-    unchanged = plain(model, Order(RED, 5, 4, "same_step"))
-    assert same([done[chunk] for chunk in range(CHUNKS)], unchanged)
-
-
 @pytest.mark.parametrize("waiting", [True, False])
 def test_a_reset_begins_in_the_steps_that_were_asked_for_last(waiting: bool) -> None:
     """Whether chunks were in flight, for which the change had to wait, or not."""

@@ -13,11 +13,14 @@ from streamdiff.device import embedded_autoencoder_dtype
 from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.snapshot.file import Snapshot, mapped
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state.swap_store import SwapStore
-from tests.pipeline import swap_process as process
+from tests.pipeline import rest_process as process
 from tests.pipeline.processes import run_ranks
+from tests.saving import save
 from tests.small import CPU, RED, WHITE, small_model
+from tests.swap_files import damage, swap_files
 
 MODEL = small_model(4, layers=4, sink=2)
 CHUNK = MODEL.spec.chunk_frames
@@ -145,7 +148,7 @@ def test_in_mid_chunk_and_between_chunks_in_host_memory_and_on_disk(
         until(streams)
         swap(streams, place)
         streams.play(chunks, 0, 1)
-    assert not list(tmp_path.glob("swap/*/*.safetensors")), "what is back leaves no file"
+    assert not swap_files(tmp_path), "what is back leaves no file"
     streams.play(CHUNKS, 0, 1)
     ended(pipeline)
     for session in (0, 1):
@@ -160,12 +163,9 @@ def test_a_damaged_file_is_told_and_only_that_stream_begins_afresh(tmp_path: Pat
     streams.play(2, 0, 1)
     until_mid_chunk(streams)
     pipeline.swapping.swap_out(0)
-    while len(list(tmp_path.glob("swap/*/*.safetensors"))) < 3 or pipeline.swapping.place(0) != "disk":
+    while len(swap_files(tmp_path)) < 3 or pipeline.swapping.place(0) != "disk":
         streams.take(pipeline.step(0.01))
-    file = next(tmp_path.glob("swap/*/*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    damage(swap_files(tmp_path)[-1])
     pipeline.swapping.swap_in(0)
     while not (lost := pipeline.swapping.take_lost()):
         streams.take(pipeline.step(0.01))
@@ -186,7 +186,7 @@ def test_a_snapshot_of_a_session_that_is_away_is_whole_and_its_end_leaves_nothin
     streams.play(2, 0, 1)
     until_at_rest(streams)
     pipeline.swapping.swap_out(0)
-    snapshot, frames = pipeline.saving.save(0)
+    snapshot, frames = save(pipeline, 0)
     streams.take(frames)
     assert pipeline.swapping.is_away(0), "it stays where it is"
     pipeline.close_session(0)
@@ -209,21 +209,34 @@ RINGS = [
 @pytest.mark.xdist_group("ring processes")
 @pytest.mark.parametrize(("ring", "how"), RINGS)
 def test_on_a_ring_of_processes_over_rough_links(ring: tuple[int, int, str], how: str, tmp_path: Path) -> None:
-    """Messages leave late, and slots hold rubbish once they are free: nothing is swapped in the middle of a send. Where
-    ranks share a stage they agree when all have read their files, and what one of them has lost is lost to all."""
+    """Messages leave late, and slots hold rubbish once they are free: nothing is swapped or copied in the middle of a
+    send. Where ranks share a stage they agree when all have read their files, and what one of them has lost is lost to
+    all. What is saved in the ring goes on in one process, and the other way round."""
     stages, shares, decode = ring
     for word in how.split():
         (tmp_path / word).touch()
-    ranks = stages * shares + (decode == "dedicated")
-    run_ranks("tests.pipeline.swap_process", [str(tmp_path), str(stages), str(shares), decode], ranks, 200)
     with torch.inference_mode():
         pipeline = StreamingPipeline(load_model(WEIGHTS, CPU, decoder_dtype=embedded_autoencoder_dtype(CPU)), CPU)
     process.opened(pipeline)
     alone = process.Shown(pipeline)
-    there = np.load(tmp_path / "shown.npz")
-    alone.play(max(map(len, there.values())) / pipeline.info.chunk_frames, 0, 1)
+    alone.play(2, 0)
+    snapshot, frames = save(pipeline, 0)
+    snapshot.write(tmp_path / "alone")
+    alone.take(frames)
+    begin = len(alone.pictures[0])
+    arguments = [str(tmp_path), str(stages), str(shares), decode]
+    run_ranks("tests.pipeline.rest_process", arguments, stages * shares + (decode == "dedicated"), 200)
+    there = dict(np.load(tmp_path / "shown.npz"))
+    saved_at = int(there.pop("saved_at"))
+    alone.play(max(saved_at + 1, *map(len, there.values()), begin + len(there["2"])) / pipeline.info.chunk_frames, 0, 1)
+    pipeline.close_session(0)
+    alone.take(pipeline.saving.load(2, Snapshot.from_bytes(mapped(tmp_path / "ring"))))
+    alone.play(1, 2)
     pipeline.close()
-    for name in there.files:
-        expected = np.stack(alone.pictures[int(name[0])][: len(there[name])])
-        worst = int(np.abs(there[name].astype(int) - expected.astype(int)).max())
-        assert worst <= (shares > 1), f"session {name}: ranks that share sums may round the last bit otherwise"
+    there["from the ring"] = np.stack(alone.pictures[2])
+    for name, shown in there.items():
+        first = {"2": begin, "from the ring": saved_at}.get(name, 0)
+        expected = np.stack(alone.pictures[1 if name == "1" else 0][first : first + len(shown)])
+        count = min(len(expected), len(shown))
+        worst = int(np.abs(shown[:count].astype(int) - expected[:count].astype(int)).max())
+        assert count and worst <= (shares > 1), f"{name}: ranks that share sums may round the last bit otherwise"

@@ -5,6 +5,7 @@ The tables are those of the design; a new file or folder has to be put into them
 
 from __future__ import annotations
 
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -151,46 +152,19 @@ def faults(module: Module) -> list[str]:
     return found
 
 
-def circles(parsed: Iterable[Module]) -> list[list[str]]:
-    """Groups of modules that import each other, at any depth of the code, directly or through others."""
+def circle(parsed: Iterable[Module]) -> list[str]:
+    """Modules that import each other in a circle, at any depth of the code; none where nothing does."""
     below = {module.name: set[str]() for module in parsed}
     for module in parsed:
         # `from package import module` names both; only the module itself is meant where there is one.
         named = {name for _, name in imports(module) if name in below}
-        below[module.name] = {name for name in named if not _is_base(name, named)} - {module.name}
-    return [sorted(group) for group in _strongly_connected(below) if len(group) > 1]
-
-
-def _is_base(name: str, named: set[str]) -> bool:
-    """Whether `name` is a package that an import only passes through."""
-    return any(other.startswith(f"{name}.") for other in named)
-
-
-def _strongly_connected(below: dict[str, set[str]]) -> list[set[str]]:
-    """Tarjan's algorithm, without recursion on the caller's side: the graph has a few hundred nodes."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    groups: list[set[str]] = []
-
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in below[node]:
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            cut = stack.index(node)
-            groups.append(set(stack[cut:]))
-            del stack[cut:]
-
-    for node in below:
-        if node not in index:
-            visit(node)
-    return groups
+        through = {name for name in named if any(other.startswith(f"{name}.") for other in named)}
+        below[module.name] = named - through - {module.name}
+    try:
+        graphlib.TopologicalSorter(below).prepare()
+    except graphlib.CycleError as error:
+        return sorted(set(error.args[1]))
+    return []
 
 
 @pytest.mark.parametrize("folder", FLOORS)
@@ -208,7 +182,7 @@ def test_imports_go_downward() -> None:
 
 @pytest.mark.slow
 def test_no_imports_go_in_a_circle() -> None:
-    assert not circles(modules())
+    assert not circle(modules())
 
 
 @pytest.mark.parametrize(
@@ -240,7 +214,7 @@ def test_the_rule_sees_a_fault(name: str, text: str) -> None:
 )
 def test_the_rule_sees_a_circle(texts: Sequence[str]) -> None:
     parsed = [parse(text, f"streamdiff.{name}") for text, name in zip(texts, "abc", strict=False)]
-    assert circles(parsed) == [[module.name for module in parsed]]
+    assert circle(parsed) == [module.name for module in parsed]
 
 
 def test_type_checking_imports_are_free() -> None:

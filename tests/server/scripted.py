@@ -8,23 +8,23 @@ takes less time, and the upper left corner is white.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
-from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig
+from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo
 from streamdiff.engine.messages import Data
 from streamdiff.engine.process import main as engine_main
@@ -33,7 +33,7 @@ from streamdiff.errors import RequestError
 from streamdiff.models import catalogue
 from streamdiff.models.spec import ParsedPrompt
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
-from streamdiff.snapshot_header import FORMAT, KIND, read_header
+from streamdiff.snapshot_header import FORMAT, KIND, OpenedWith, read_header
 from tests.engine.bare_pipeline import BarePipeline
 
 COLOURS = {
@@ -44,6 +44,8 @@ COLOURS = {
     "purple": (140, 60, 190),
     "orange": (235, 130, 40),
 }
+RENAMED = {"restarts": "max_restarts", "load": "max_utilization", "server_name": "name", "output": "outputs"}
+"""Options of `main` that are settings of `serve` by another name."""
 BLACK = (0, 0, 0)
 """What a stream of this colour ends by: there is no such paint."""
 MARKS = {"recache": (255, 255, 255), "flush": (0, 0, 0), "reset": (240, 60, 240)}
@@ -99,24 +101,21 @@ class _Stream:
 class Painting:
     """A painted stream at rest; its file is that of a snapshot, without tensors."""
 
-    session: dict[str, Any]
+    session: OpenedWith
     trees: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=lambda: {"name": INFO.model, "size": SIZE})
 
     @property
-    def steps(self) -> int:
-        return int(self.session["steps"])
-
-    def with_given(self, start: None, embeddings: None) -> Painting:
+    def tensors(self) -> dict[str, None]:
         """A painter begins with a prompt alone."""
+        return {}
+
+    def with_loose(self, **tensors: None) -> Painting:
         return self
 
-    def given(self) -> tuple[None, None]:
-        return None, None
-
     def to_bytes(self) -> bytes:
-        parts = {"model": self.model, "session": self.session, "trees": self.trees, "about": self.about}
+        parts = {"model": self.model, "session": asdict(self.session), "trees": self.trees, "about": self.about}
         metadata = {"kind": KIND, "format": str(FORMAT), "header": json.dumps(parts)}
         header = json.dumps({"__metadata__": metadata}).encode()
         return len(header).to_bytes(8, "little") + header
@@ -211,16 +210,14 @@ class Painter(BarePipeline):
     def close_session(self, session: int) -> None:
         del self._streams[session]
 
-    def save(self, session: int) -> tuple[Painting, list[Frames]]:
-        stream = self._streams[session]
-        opened = {"seed": stream.seed, "steps": stream.steps, "kv_context": stream.kv_context, "epoch": stream.epoch}
-        return Painting(opened, {"chunk": stream.chunk, "colour": stream.colour}), []
-
     def comes_to_rest(self, session: int) -> bool:
         return True
 
     def begin(self, session: int, finish: Callable[[Painting], Any]) -> int:
-        self._saved = [(next(self._tickets), finish(self.save(session)[0]))]
+        stream = self._streams[session]
+        opened = OpenedWith(stream.seed, stream.steps, stream.epoch, stream.kv_context)  # type: ignore[arg-type]
+        painting = Painting(opened, {"chunk": stream.chunk, "colour": stream.colour, "paused": stream.paused})
+        self._saved = [(next(self._tickets), finish(painting))]
         return self._saved[0][0]
 
     def take_done(self) -> list[tuple[int, Any]]:
@@ -228,15 +225,23 @@ class Painter(BarePipeline):
         return saved
 
     def read_snapshot(self, data: Data) -> Painting:
-        header = read_header(data)
-        return Painting(dict(header.session), dict(header.trees), dict(header.about), dict(header.model))
+        header, _ = read_header(data)
+        return Painting(header.session, header.trees, header.about, header.model)
 
     def load(self, session: int, snapshot: Painting) -> list[Frames]:
-        if snapshot.model != Painting({}, {}).model or "REFUSES" in os.environ:
+        if snapshot.model != Painting(snapshot.session, {}).model or "REFUSES" in os.environ:
             raise RequestError("snapshot", "the painter does not know this hand")
-        self.open(session, tuple(snapshot.trees["colour"]), **snapshot.session)
-        self._streams[session].chunk = snapshot.trees["chunk"]
+        opened, trees = snapshot.session, snapshot.trees
+        self.open(
+            session, tuple(trees["colour"]), seed=opened.seed, epoch=opened.epoch, steps=opened.steps,
+            kv_context=opened.kv_context,
+        )  # fmt: skip
+        self._streams[session].chunk, self._streams[session].paused = trees["chunk"], trees["paused"]
         return []
+
+    def progress(self, session: int) -> tuple[int, int, int, bool]:
+        stream = self._streams[session]
+        return stream.chunk - 1, stream.epoch, stream.epoch, stream.paused
 
     def _ready(self) -> deque[int]:
         return deque(
@@ -323,63 +328,25 @@ def main() -> int:
     from streamdiff.engine.process.engine_process import EngineProcess
     from streamdiff.server import main as server
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("command")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--max-viewers", type=int, default=32)
-    parser.add_argument("--codec", default="auto")
-    parser.add_argument("--name", default="scripted")
-    parser.add_argument("--control-token-file")
-    parser.add_argument("--view-token-file")
-    parser.add_argument("--cors-origins", nargs="*", default=[])
-    parser.add_argument("--drain-s", type=float, default=0.0)
-    parser.add_argument("--restarts", type=int, default=5)
-    parser.add_argument("--insecure", action="store_true")
-    parser.add_argument("--log-format", default="text")
-    parser.add_argument("--no-browser", action="store_true")
-    parser.add_argument("--jobs-dir")
-    parser.add_argument("--tls-cert")
-    parser.add_argument("--tls-key")
-    parser.add_argument("--udp-ports")
-    parser.add_argument("--server-name")
-    parser.add_argument("--agent-port", type=int)
-    parser.add_argument("--load", type=float, default=0.9)
-    parser.add_argument("--keep-s", type=float)
-    parser.add_argument("--state-dir")
-    parser.add_argument("--handover")
-    parser.add_argument("--output", action="append", default=[])
-    parser.add_argument("--whep-url")
-    arguments = parser.parse_args()
-    serve = ServeConfig(
-        host=arguments.host,
-        port=arguments.port,
-        max_viewers=arguments.max_viewers,
-        codec=arguments.codec,
-        control_token_file=arguments.control_token_file,
-        view_token_file=arguments.view_token_file,
-        cors_origins=arguments.cors_origins,
-        drain_s=arguments.drain_s,
-        max_restarts=arguments.restarts,
-        insecure=arguments.insecure,
-        log_format=arguments.log_format,
-        open_browser=not arguments.no_browser,
-        jobs_dir=arguments.jobs_dir,
-        tls_cert=arguments.tls_cert,
-        tls_key=arguments.tls_key,
-        udp_ports=arguments.udp_ports,
-        name=arguments.server_name,
-        agent_port=arguments.agent_port,
-        max_utilization=arguments.load,
-        keep_s=arguments.keep_s,
-        state_dir=arguments.state_dir,
-        handover=arguments.handover,
-        outputs=arguments.output,
-        whep_url=arguments.whep_url,
-        trusted_proxies=["127.0.0.1"] if arguments.server_name else [],
-    )
-    config = Config(serve=serve, playback=PlaybackConfig(), model=ModelConfig(name=arguments.name))
-    published = {} if arguments.name in catalogue.entries() else {"fetch": _nothing}
+    model, serve = "scripted", dict[str, Any](port=0)
+    words = deque(sys.argv[2:])
+    while words:
+        option = words.popleft().removeprefix("--").replace("-", "_")
+        setting = RENAMED.get(option, option)
+        if option == "name":
+            model = words.popleft()
+        elif option == "no_browser":
+            serve["open_browser"] = False
+        elif option == "insecure":
+            serve["insecure"] = True
+        elif setting in ("outputs", "cors_origins"):
+            while words and not words[0].startswith("--"):
+                serve.setdefault(setting, []).append(words.popleft())
+        else:
+            serve[setting] = yaml.safe_load(words.popleft())
+    proxies = ["127.0.0.1"] if "name" in serve else []
+    config = Config(serve=ServeConfig(**serve, trusted_proxies=proxies), model=ModelConfig(name=model))
+    published = {} if model in catalogue.entries() else {"fetch": _nothing}
     return server.run(config, supervise=partial(EngineProcess, module="tests.server.scripted"), **published)
 
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from tests.free_ports import free_port
@@ -91,22 +90,3 @@ def test_files_are_named_to_nobody_where_watching_takes_a_token(hub: Hub, tmp_pa
     tokens = ("--view-token-file", str(tmp_path / "view"), "--control-token-file", str(tmp_path / "control"))
     with server(hub, tmp_path, *tokens) as (process, http):
         assert until(http, process, "fetching").json()["detail"] == "Fetching the model's files."
-
-
-def test_it_can_be_ended_while_it_fetches(hub: Hub, tmp_path: Path) -> None:
-    with server(hub, tmp_path) as (process, http):
-        until(http, process, "fetching")
-        children = psutil.Process(process.pid).children()
-        assert children
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0 and not any(child.is_running() for child in children)
-
-
-def test_what_cannot_be_fetched_ends_it_with_the_way_out(hub: Hub, tmp_path: Path) -> None:
-    hub.files.clear()
-    with server(hub, tmp_path) as (process, _):
-        log, _ = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 2
-        assert f"{WEIGHTS} of gdhe17/Self-Forcing is not in the hub's cache and cannot be fetched" in log
-        assert "Traceback" not in log

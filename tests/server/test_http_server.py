@@ -14,7 +14,7 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.server import app_state, http_server, main
 from streamdiff.server.peers import group_of
-from tests.server.conftest import Site, run_scene
+from tests.server.conftest import Site, open_site
 from tests.server.socket_client import SocketClient
 
 pytestmark = pytest.mark.slow
@@ -70,8 +70,8 @@ async def changes(site: Site, *addresses: str) -> list[int]:
     return [answer.status_code for answer in answers]
 
 
-def test_small_answers_do_not_wait_for_an_acknowledgement() -> None:
-    async def scene(site: Site) -> None:
+async def test_small_answers_do_not_wait_for_an_acknowledgement() -> None:
+    async with open_site() as site:
         await site.http.get("/healthz")  # the connection stays open
         accepted = [
             connection.transport.get_extra_info("socket") for connection in site.server.server_state.connections
@@ -79,15 +79,12 @@ def test_small_answers_do_not_wait_for_an_acknowledgement() -> None:
         options = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in accepted]
         assert options and all(options)
 
-    run_scene(scene)
 
-
-def test_requests_that_do_not_come_are_not_waited_for_and_web_sockets_are_left_alone(
+async def test_requests_that_do_not_come_are_not_waited_for_and_web_sockets_are_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_server, "REQUEST_S", 1.0)
-
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         steering = await SocketClient.connect(site.base, CONTROL)
         late = (b"", HEAD, HEAD + b"\r\n", HEAD + b"\r\n{", b"", HEAD + b"\r\n")
         answered = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -101,31 +98,25 @@ def test_requests_that_do_not_come_are_not_waited_for_and_web_sockets_are_left_a
         assert await steering.message({"type": "pong", "id": "still there"})
         await steering.close()
 
-    run_scene(scene)
 
-
-def test_silent_connections_make_room_for_those_that_ask(
+async def test_silent_connections_make_room_for_those_that_ask(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "REQUEST_S", 3600.0)
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 20)
-
-    async def scene(site: Site) -> None:
-        async with connected(site, *[b""] * 50) as opened:
-            for path in ("/healthz", "/api/state"):
-                async with httpx.AsyncClient(base_url=site.base, timeout=20) as http:
-                    assert (await http.get(path)).status_code == 200
-            assert [await until_closed(each) for each in opened[:41]] == [b""] * 41, "the oldest went"
-            assert len(site.server.server_state.connections) <= 10, "half of twenty"
-
-    run_scene(scene)
+    async with open_site() as site, connected(site, *[b""] * 50) as opened:
+        for path in ("/healthz", "/api/state"):
+            async with httpx.AsyncClient(base_url=site.base, timeout=20) as http:
+                assert (await http.get(path)).status_code == 200
+        assert [await until_closed(each) for each in opened[:41]] == [b""] * 41, "the oldest went"
+        assert len(site.server.server_state.connections) <= 10, "half of twenty"
     assert caplog.text == ""
 
 
-def test_where_all_connections_are_at_work_health_is_answered_still(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_all_connections_are_at_work_health_is_answered_still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
+    async with open_site() as site:
 
-    async def scene(site: Site) -> None:
         async def steer() -> int:
             async with httpx.AsyncClient(base_url=site.base, timeout=20) as http:
                 return (await http.post("/api/control", json={"type": "reset"})).status_code
@@ -146,16 +137,13 @@ def test_where_all_connections_are_at_work_health_is_answered_still(monkeypatch:
         async with httpx.AsyncClient(base_url=site.base, timeout=20) as http:
             assert (await http.get("/api/state")).status_code == 200
 
-    run_scene(scene)
 
-
-def test_clients_that_read_nothing_make_room_for_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_that_read_nothing_make_room_for_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "STALLED_S", 0.2)
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
     monkeypatch.setattr(main, "UNREAD_S", 600)  # which would end them too
     much = b"GET /static/app.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000
-
-    async def scene(site: Site) -> None:
+    async with open_site(Config(serve=ServeConfig(address_share=1.0))) as site:
         await site.http.aclose()
         async with connected(site, *[much] * 8) as opened:
             for reader, _ in opened:
@@ -169,35 +157,27 @@ def test_clients_that_read_nothing_make_room_for_those_that_do(monkeypatch: pyte
                         status = (await http.get("/")).status_code
             assert status == 200 and len(held) >= 7, "the others were left alone"
 
-    run_scene(scene, Config(serve=ServeConfig(address_share=1.0)))
 
-
-def test_nobody_escapes_a_limit_by_a_header(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_escapes_a_limit_by_a_header(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_state, "REQUESTS_PER_S", 0.001)
     monkeypatch.setattr(app_state, "REQUEST_BURST", 2.0)
-
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         assert await changes(site, "192.0.2.1", "192.0.2.2", "192.0.2.3") == [200, 200, 429]
 
-    run_scene(scene)
 
-
-def test_behind_a_trusted_proxy_everybody_has_limits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_behind_a_trusted_proxy_everybody_has_limits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_state, "REQUESTS_PER_S", 0.001)
     monkeypatch.setattr(app_state, "REQUEST_BURST", 2.0)
-
-    async def scene(site: Site) -> None:
+    async with open_site(Config(serve=ServeConfig(**BEHIND_A_PROXY))) as site:
         one, two = "192.0.2.1", "198.51.100.9, 192.0.2.2"  # what the second says of itself goes before
         assert await changes(site, one, one, one) == [200, 200, 429]
         assert await changes(site, two, "203.0.113.9, 192.0.2.2", two) == [200, 200, 429]
         network = [f"2001:db8::{number}" for number in range(1, 4)]
         assert await changes(site, *network, "2001:db8:0:1::1") == [200, 200, 429, 200]
 
-    run_scene(scene, Config(serve=ServeConfig(**BEHIND_A_PROXY)))
 
-
-def test_one_address_holds_half_of_the_viewers_places_at_most_also_without_ever_connecting() -> None:
-    async def scene(site: Site) -> None:
+async def test_one_address_holds_half_of_the_viewers_places_at_most_also_without_ever_connecting() -> None:
+    async with open_site(Config(serve=ServeConfig(max_viewers=4, **BEHIND_A_PROXY))) as site:
         offer = (await site.offer()).pc.localDescription.sdp
 
         async def post(address: str) -> httpx.Response:
@@ -212,27 +192,6 @@ def test_one_address_holds_half_of_the_viewers_places_at_most_also_without_ever_
         assert (await site.http.delete(mine[0].headers["location"])).status_code == 200
         assert (await post("192.0.2.1")).status_code == 201
         assert site.state.viewers.count == 4
-
-    run_scene(scene, Config(serve=ServeConfig(max_viewers=4, **BEHIND_A_PROXY)))
-
-
-def test_one_address_holds_half_of_the_control_sockets_at_most_and_all_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(app_state, "MAX_SOCKETS", 4)
-
-    async def scene(site: Site) -> None:
-        addresses = ("192.0.2.1", "192.0.2.1", "192.0.2.1", "192.0.2.2", "192.0.2.3", "192.0.2.4")
-        opened = [await SocketClient.connect(site.base, CONTROL, headers=seen_from(each)) for each in addresses]
-        assert [each.status for each in opened] == [101, 101, 429, 101, 101, 503]
-        assert (opened[2].problem["code"], opened[5].problem["code"]) == ("address", "sockets")
-        await opened[0].close()
-        await site.until(lambda: site.state.sockets.count == 3)
-        again = await SocketClient.connect(site.base, CONTROL, headers=seen_from("192.0.2.1"))
-        assert again.status == 101
-        await asyncio.gather(*(each.close() for each in (*opened, again)))
-
-    run_scene(scene, Config(serve=ServeConfig(**BEHIND_A_PROXY)))
 
 
 def test_whoever_has_one_ipv6_address_has_its_whole_network() -> None:

@@ -93,23 +93,6 @@ def test_as_json_the_engine_s_last_words_and_the_end_are_objects_too() -> None:
     assert "out of paint" in last["message"] and "session 'default'" in last["message"]
 
 
-def test_as_text_comings_and_goings_are_not_told() -> None:
-    process = start()
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "http://" in line:
-            break
-    try:
-        asyncio.run(_play(lines[-1].split()[2], 30, ["green", "red"]))
-    finally:
-        process.send_signal(signal.SIGINT)
-        said, complaints = process.communicate(timeout=30)
-    assert (said, complaints) == ("", "")
-    assert all(line.startswith("streamdiff: ") for line in lines)
-
-
 def test_a_warning_has_its_facts_and_a_fault_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("streamdiff.server.some")
     with logging_setup.configure(ServeConfig(log_format="json")):
@@ -122,17 +105,3 @@ def test_a_warning_has_its_facts_and_a_fault_its_traceback(capsys: pytest.Captur
     assert (first["level"], first["message"], first["left_ml"]) == ("warning", "low ink", 3)
     assert first["path"] == str(os), "what JSON does not know is told as text"
     assert "ValueError: no\nink" in second["traceback"]
-
-
-def test_afterwards_logging_is_as_it_was() -> None:
-    names = ["", "streamdiff", "streamdiff.console", "streamdiff.fatal"]
-
-    def state() -> list[object]:
-        loggers = [logging.getLogger(name) for name in names]
-        return [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
-
-    before = state()
-    for kind in ("text", "json"):
-        with logging_setup.configure(ServeConfig(log_format=kind)):  # type: ignore[arg-type]
-            assert state() != before
-        assert state() == before

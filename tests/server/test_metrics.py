@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ from typing import Any
 import pytest
 
 from streamdiff.config import Config, ServeConfig
-from streamdiff.engine.messages import Failed
-from streamdiff.server.metrics import CounterDelta
-from tests.server.conftest import Peer, Site, run_scene
-from tests.server.scripted import CHUNK_FRAMES, Painter
+from tests.server.conftest import Peer, Site, open_site
+from tests.server.scripted import CHUNK_FRAMES
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +37,8 @@ async def _told(site: Site, condition: Callable[[Figures], Any]) -> Figures:
     return found
 
 
-def test_what_a_viewer_and_a_prompt_move() -> None:
-    async def scene(site: Site) -> None:
+async def test_what_a_viewer_and_a_prompt_move() -> None:
+    async with open_site() as site:
         before = await _told(site, lambda found: found["streamdiff_session_first_frame_seconds_count"])
         assert before["streamdiff_session_first_frame_seconds_count"] == 1
         assert before["streamdiff_viewers"] == before["streamdiff_viewer_first_frame_seconds_count"] == 0
@@ -93,44 +90,9 @@ def test_what_a_viewer_and_a_prompt_move() -> None:
         assert (left["streamdiff_viewers"], left['streamdiff_viewers_ended_total{end="delete"}']) == (0, 1)
         assert left["streamdiff_viewer_first_frame_seconds_count"] == 1
 
-    run_scene(scene)
 
-
-def test_totals_are_counted_once_however_often_they_are_read() -> None:
-    async def scene(site: Site) -> None:
-        peer = await site.watch()
-        await peer.frame()
-        await site.http.post("/api/control", json={"type": "pause"})
-        await site.http.post("/api/control", json={"type": "reset", "seed": 7})
-        live = site.state.manager.get("default")
-        assert live is not None
-        await site.until(lambda: live.stats()["dropped"] > 0)
-        dropped = 'streamdiff_frames_dropped_total{session="default"}'
-        for _ in range(3):
-            assert (await _figures(site))[dropped] == live.stats()["dropped"]
-
-    run_scene(scene)
-
-
-def test_what_waits_for_the_engine_is_told() -> None:
-    """A prompt that the engine has not answered counts as waiting until it has."""
-
-    async def scene(site: Site) -> None:
-        live = site.state.manager.get("default")
-        assert live is not None
-        unanswered = 'streamdiff_requests_unanswered{session="default"}'
-        assert (await _figures(site))[unanswered] == 0
-        with site.client.held():
-            asking = asyncio.create_task(site.http.post("/api/control", json={"type": "prompt", "prompt": "blue"}))
-            assert (await _told(site, lambda found: found[unanswered]))[unanswered] == 1
-        assert (await asking).status_code == 200
-        assert (await _figures(site))[unanswered] == 0
-
-    run_scene(scene)
-
-
-def test_refusals_are_counted_by_their_reason() -> None:
-    async def scene(site: Site) -> None:
+async def test_refusals_are_counted_by_their_reason() -> None:
+    async with open_site(Config(serve=ServeConfig(max_viewers=1))) as site:
         peer = await site.offer()
         offer = peer.pc.localDescription.sdp
         sdp = {"Content-Type": "application/sdp"}
@@ -166,13 +128,11 @@ def test_refusals_are_counted_by_their_reason() -> None:
         assert found['streamdiff_control_total{result="bad_prompt",type="any"}'] == 1
         assert found['streamdiff_control_total{result="unknown",type="any"}'] == 1
 
-    run_scene(scene, Config(serve=ServeConfig(max_viewers=1)))
 
-
-def test_what_a_server_can_hold_and_its_disks_have_free(tmp_path: Path) -> None:
+async def test_what_a_server_can_hold_and_its_disks_have_free(tmp_path: Path) -> None:
     """A session more takes of the room, not of the limit."""
-
-    async def scene(site: Site) -> None:
+    own = {name: str(tmp_path / name) for name in ("jobs_dir", "state_dir", "handover")}
+    async with open_site(Config(serve=ServeConfig(**own, keep_s=30.0, max_viewers=5))) as site:
         first = await _figures(site)
         await _watch(site, (await site.http.post("/api/sessions", json={"fps": 20})).json()["id"])
         then = await _figures(site)
@@ -182,9 +142,6 @@ def test_what_a_server_can_hold_and_its_disks_have_free(tmp_path: Path) -> None:
         folders = ("jobs_dir", "state_dir", "handover")
         assert all(0 <= then[f'streamdiff_disk_free_ratio{{folder="{folder}"}}'] <= 1 for folder in folders)
 
-    own = {name: str(tmp_path / name) for name in ("jobs_dir", "state_dir", "handover")}
-    run_scene(scene, Config(serve=ServeConfig(**own, keep_s=30.0, max_viewers=5)))
-
 
 async def _watch(site: Site, session: str) -> Peer:
     peer = await site.offer()
@@ -192,10 +149,9 @@ async def _watch(site: Site, session: str) -> Peer:
     return peer
 
 
-def test_an_ended_session_leaves_no_figures() -> None:
+async def test_an_ended_session_leaves_no_figures() -> None:
     """Also not by frames that were on their way when it ended, or a page that still asks."""
-
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         for _ in range(3):
             session = (await site.http.post("/api/sessions", json={"fps": 20})).json()
             peer = await _watch(site, session["id"])
@@ -209,32 +165,3 @@ def test_an_ended_session_leaves_no_figures() -> None:
             live._on_shown(99, 0, 0)
             live.update_metrics()
             assert f'session="{session["id"]}"' not in (await site.http.get("/metrics")).text
-
-    run_scene(scene)
-
-
-def test_an_engine_that_ended_is_down() -> None:
-    async def scene(site: Site) -> None:
-        await site.client.inject(Failed("out of paint"))
-        await site.client.inject(None)
-        await site.state.manager.ended.wait()
-        found = await _figures(site)
-        assert [found[f"streamdiff_{name}"] for name in ("engine_up", "ready", "sessions_limit")] == [0, 0, 0]
-
-    run_scene(scene)
-
-
-def test_room_is_unknown_before_anything_was_measured() -> None:
-    class Unmeasured(Painter):
-        def chunk_compute_s(self) -> float | None:
-            return None
-
-    async def scene(site: Site) -> None:
-        assert math.isnan((await _figures(site))["streamdiff_sessions_room"])
-
-    run_scene(scene, painter=Unmeasured())
-
-
-def test_a_total_that_falls_began_afresh() -> None:
-    delta = CounterDelta()
-    assert [delta.increase(total) for total in (3, 3, 5, 1, 4)] == [3, 0, 2, 1, 3]

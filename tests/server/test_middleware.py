@@ -12,7 +12,7 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.server.app_state import AppState
 from streamdiff.server.middleware import SECURITY_HEADERS
-from tests.server.conftest import Site, bearer, run_scene
+from tests.server.conftest import Site, bearer, open_site
 from tests.server.socket_client import SocketClient
 
 pytestmark = pytest.mark.slow
@@ -30,8 +30,8 @@ async def raw(site: Site, request: bytes) -> bytes:
     return answer
 
 
-def test_a_page_whose_name_points_here_can_neither_read_nor_steer() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_page_whose_name_points_here_can_neither_read_nor_steer() -> None:
+    async with open_site() as site:
         before = site.state.manager.get("default").state(may_control=True)  # type: ignore[union-attr]
         port = site.address[1]
         evil = {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"}
@@ -52,11 +52,9 @@ def test_a_page_whose_name_points_here_can_neither_read_nor_steer() -> None:
         assert (await site.http.get("/healthz", headers=evil)).status_code == 200
         assert 'streamdiff_control_sockets_refused_total{reason="host"} 1.0' in (await site.http.get("/metrics")).text
 
-    run_scene(scene)
 
-
-def test_names_that_are_given_are_this_server_s_own() -> None:
-    async def scene(site: Site) -> None:
+async def test_names_that_are_given_are_this_server_s_own() -> None:
+    async with open_site(Config(serve=ServeConfig(hosts=["stream.example.org"]))) as site:
         port = site.address[1]
         for host in (f"localhost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}", "192.0.2.7", "stream.example.org"):
             page = {"Origin": f"http://{host}"}
@@ -69,20 +67,16 @@ def test_names_that_are_given_are_this_server_s_own() -> None:
         crossed = {"Host": "stream.example.org", "Origin": f"http://localhost:{port}"}
         assert (await site.http.post("/api/control", json={"type": "get"}, headers=crossed)).json()["code"] == "origin"
 
-    run_scene(scene, Config(serve=ServeConfig(hosts=["stream.example.org"])))
 
-
-def test_a_request_without_a_name_is_refused_unless_it_is_a_probe() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_request_without_a_name_is_refused_unless_it_is_a_probe() -> None:
+    async with open_site() as site:
         for path, status in [("/api/state", b"400"), ("/healthz", b"200"), ("/readyz", b"200")]:
             answer = await raw(site, f"GET {path} HTTP/1.0\r\n\r\n".encode())
             assert answer.split()[1] == status, answer
 
-    run_scene(scene)
 
-
-def test_an_address_names_its_methods_once() -> None:
-    async def scene(site: Site) -> None:
+async def test_an_address_names_its_methods_once() -> None:
+    async with open_site() as site:
         for path, methods in [
             ("/whep", {"GET", "HEAD", "OPTIONS", "POST"}),
             ("/whep/default", {"GET", "HEAD", "OPTIONS", "POST"}),
@@ -95,18 +89,15 @@ def test_an_address_names_its_methods_once() -> None:
             assert answer.status_code == 405
             assert [set(value.split(", ")) for value in answer.headers.get_list("allow")] == [methods]
 
-    run_scene(scene)
 
-
-@pytest.mark.parametrize("base", ["", "/ai"])
 @pytest.mark.parametrize(
-    ("config", "prefix"), [({"root_path": "/ai/"}, ""), (PROXY, "/ai"), ({**PROXY, "root_path": "/other"}, "/ai/")]
+    ("config", "prefix", "base"),
+    [({"root_path": "/ai/"}, "", "/ai"), (PROXY, "/ai", ""), ({**PROXY, "root_path": "/other"}, "/ai/", "/ai")],
 )
-def test_below_a_path_prefix_every_address_has_it(config: dict[str, Any], prefix: str, base: str) -> None:
+async def test_below_a_path_prefix_every_address_has_it(config: dict[str, Any], prefix: str, base: str) -> None:
     """Whether the proxy takes it off or not: `base`."""
     root, forwarded = "/ai", {"X-Forwarded-Prefix": prefix} if prefix else {}
-
-    async def scene(site: Site) -> None:
+    async with open_site(Config(serve=ServeConfig(**config))) as site:
         site.http.headers.update(forwarded)
         made = await site.http.post(f"{base}/api/sessions", json={})
         id, token = made.json()["id"], bearer(made.json()["control_token"])
@@ -132,29 +123,32 @@ def test_below_a_path_prefix_every_address_has_it(config: dict[str, Any], prefix
         assert socket.status == 101
         await socket.close()
 
-    run_scene(scene, Config(serve=ServeConfig(**config)))
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_a_prefix_is_a_plain_path_and_a_trusted_proxy_s(trusted: bool) -> None:
+    wrong = [
+        "//evil.example",
+        "/a/../b",
+        '/a"b',
+        "/a b",
+        "https://evil.example",
+        "/a\\b",
+        "/a,/b",
+        "/a%2f",
+        "/.",
+        "/a//b",
+    ]
+    async with open_site(Config(serve=ServeConfig(**(PROXY if trusted else {})))) as site:
+        for prefix in wrong if trusted else [*wrong, "/ai"]:
+            listed = await site.http.get("/api/sessions", headers={"X-Forwarded-Prefix": prefix})
+            assert listed.json()["sessions"][0]["whep"] == "/whep/default", prefix
 
 
-@pytest.mark.parametrize(
-    "prefix",
-    ["//evil.example", "/a/../b", '/a"b', "/a b", "https://evil.example", "/a\\b", "/a,/b", "/a%2f", "/.", "/a//b"],
-)
-def test_a_prefix_is_a_plain_path_and_a_trusted_proxy_s(prefix: str) -> None:
-    async def scene(site: Site, *prefixes: str) -> None:
-        for each in prefixes:
-            made = await site.http.post("/api/sessions", json={}, headers={"X-Forwarded-Prefix": each})
-            assert made.headers["location"] == f"/api/sessions/{made.json()['id']}"
-
-    run_scene(lambda site: scene(site, prefix), Config(serve=ServeConfig(**PROXY)))
-    run_scene(lambda site: scene(site, prefix, "/ai"))
-
-
-def test_head_is_answered_wherever_get_is(tmp_path: Path) -> None:
+async def test_head_is_answered_wherever_get_is(tmp_path: Path) -> None:
     paths = ["/", "/healthz", "/readyz", "/metrics", "/frame.jpg", "/static/app.js", "/api/state", "/api/openapi.json"]
     paths += ["/api/sessions", "/api/sessions/default", "/api/sessions/default/outputs", "/v1/models", "/v1/videos"]
     paths += ["/v1/videos/nobody", "/v1/videos/nobody/content"]
-
-    async def scene(site: Site) -> None:
+    async with open_site(Config(serve=ServeConfig(jobs_dir=str(tmp_path)))) as site:
         live = site.state.manager.get("default")
         await site.until(lambda: live is not None and live.playback.pacer.picture() is not None)
         for path in paths:
@@ -165,14 +159,11 @@ def test_head_is_answered_wherever_get_is(tmp_path: Path) -> None:
             assert int(head.headers["content-length"]) > 0
         assert (await site.http.head("/api/control")).status_code == 405
 
-    run_scene(scene, Config(serve=ServeConfig(jobs_dir=str(tmp_path))))
 
-
-def test_pages_of_an_allowed_origin_send_and_read_what_clients_need() -> None:
+async def test_pages_of_an_allowed_origin_send_and_read_what_clients_need() -> None:
     page, sent = "https://friend.example", "authorization,x-stainless-lang,openai-organization,range,idempotency-key"
     asks = {"Access-Control-Request-Method": "GET", "Access-Control-Request-Headers": sent}
-
-    async def scene(site: Site) -> None:
+    async with open_site(Config(serve=ServeConfig(cors_origins=[page]))) as site:
         for origin, status in ((page, 200), ("https://stranger.example", 400)):
             before = await site.http.options("/v1/videos", headers={**asks, "Origin": origin})
             allowed = before.headers.get("access-control-allow-origin"), before.headers["access-control-allow-headers"]
@@ -182,16 +173,14 @@ def test_pages_of_an_allowed_origin_send_and_read_what_clients_need() -> None:
         read = answer.headers["access-control-expose-headers"].lower().split(", ")
         assert {"content-disposition", "openai-poll-after-ms", "content-range", "location", "retry-after"} <= set(read)
 
-    run_scene(scene, Config(serve=ServeConfig(cors_origins=[page])))
 
-
-def test_a_fault_of_the_server_is_a_problem_document_and_once_in_the_log(
+async def test_a_fault_of_the_server_is_a_problem_document_and_once_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(state: AppState) -> None:
         raise ZeroDivisionError("a fault of ours")
 
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         monkeypatch.setattr(AppState, "update_metrics", fail)
         answer = await site.http.get("/metrics")
         assert (answer.status_code, answer.headers["content-type"]) == (500, "application/problem+json")
@@ -199,39 +188,29 @@ def test_a_fault_of_the_server_is_a_problem_document_and_once_in_the_log(
         assert "ours" not in answer.text and "Traceback" not in answer.text
         assert {name: answer.headers.get(name) for name in SECURITY_HEADERS} == SECURITY_HEADERS
         assert answer.headers["cache-control"] == "no-store"
-
-    run_scene(scene)
     assert caplog.text.count("Traceback (most recent call last)") == 1
     assert "a fault of ours" in caplog.text
 
 
-@pytest.mark.parametrize("request_line", ["POST /whep", "POST /api/control", "POST /api/sessions", "PATCH /whep/d/x"])
-def test_who_leaves_in_the_middle_of_a_body_leaves_nothing_in_the_log(
-    request_line: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_who_leaves_in_the_middle_of_a_body_leaves_nothing_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     types = {"POST /whep": "application/sdp", "PATCH /whep/d/x": "application/trickle-ice-sdpfrag"}
-
-    async def scene(site: Site) -> None:
-        with socket.create_connection(site.address) as leaving:
-            kind = types.get(request_line, "application/json")
-            head = (
-                f"{request_line} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 100\r\n\r\n{{"
-            )
-            leaving.sendall(head.encode())
-            await site.until(lambda: site.server.server_state.tasks)
-        await site.until(lambda: not site.server.server_state.tasks)
-
-    run_scene(scene)
+    types |= dict.fromkeys(("POST /api/control", "POST /api/sessions"), "application/json")
+    async with open_site() as site:
+        for line, kind in types.items():
+            head = f"{line} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 100\r\n\r\n{{"
+            with socket.create_connection(site.address) as leaving:
+                leaving.sendall(head.encode())
+                await site.until(lambda: site.server.server_state.tasks)
+            await site.until(lambda: not site.server.server_state.tasks)
     assert caplog.text == ""
 
 
-def test_the_page_may_play_from_the_media_server_that_is_named_and_who_only_watches_is_told_of_it(
+async def test_the_page_may_play_from_the_media_server_that_is_named_and_who_only_watches_is_told_of_it(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "control").write_text("a-token-to-steer-with")
     sfu = "https://sfu.example.org:8443/whep/one"
-
-    async def scene(site: Site) -> None:
+    async with open_site(Config(serve=ServeConfig(control_token_file=str(tmp_path / "control"), whep_url=sfu))) as site:
         policy = (await site.http.get("/")).headers["content-security-policy"]
         assert "connect-src 'self' https://sfu.example.org:8443;" in policy
         assert policy.replace(" https://sfu.example.org:8443", "") == SECURITY_HEADERS["Content-Security-Policy"]
@@ -243,5 +222,3 @@ def test_the_page_may_play_from_the_media_server_that_is_named_and_who_only_watc
         }
         told = {where for where, link in links.items() if link == f'<{sfu}>; rel="alternate"'}
         assert told == {("/whep", "")} and set(links.values()) == {None, f'<{sfu}>; rel="alternate"'}
-
-    run_scene(scene, Config(serve=ServeConfig(control_token_file=str(tmp_path / "control"), whep_url=sfu)))

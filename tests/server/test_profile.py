@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -59,11 +58,6 @@ def watched_until(process: subprocess.Popen[str], url: str, text: str) -> None:
                 await asyncio.to_thread(until, process, text)
 
     asyncio.run(main())
-
-
-def made(stats: dict[str, Any]) -> int:
-    """How many frames have come from the engine: what is shown may have been made before anything was traced."""
-    return int(stats["frame"] + stats["buffered"])
 
 
 def written(folder: Path) -> set[str]:

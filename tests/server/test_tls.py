@@ -67,7 +67,7 @@ def test_the_server_speaks_https_and_says_so(tmp_path: Path) -> None:
         process.communicate()
 
 
-def test_a_renewed_certificate_is_used_and_a_half_replaced_one_is_not(
+async def test_a_renewed_certificate_is_used_and_a_half_replaced_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "CERTIFICATE_TICKS", 1)
@@ -78,41 +78,27 @@ def test_a_renewed_certificate_is_used_and_a_half_replaced_one_is_not(
 
     async def application(scope: object, receive: object, send: object) -> None: ...
 
-    async def scene() -> None:
-        with main.listen("127.0.0.1", 0) as listener:
-            server = HttpServer(application, ServeConfig(tls_cert=cert, tls_key=key))
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
-            port = listener.getsockname()[1]
+    with main.listen("127.0.0.1", 0) as listener:
+        server = HttpServer(application, ServeConfig(tls_cert=cert, tls_key=key))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        port = listener.getsockname()[1]
 
-            async def shown() -> str:
-                return await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port), timeout=20)
+        async def shown() -> str:
+            return await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port), timeout=20)
 
-            assert (await shown()).split() == first.split()
-            (tmp_path / "next" / "cert.pem").replace(cert)
-            refreshed = asyncio.Event()
-            plain = server._certificate.refresh  # type: ignore[union-attr]
-            monkeypatch.setattr(server._certificate, "refresh", lambda: (plain(), refreshed.set()))
-            await asyncio.wait_for(refreshed.wait(), 20)
-            assert (await shown()).split() == first.split(), "with the old key the new certificate is of no use"
-            (tmp_path / "next" / "key.pem").replace(key)
-            refreshed.clear()
-            await asyncio.wait_for(refreshed.wait(), 20)
-            assert (await shown()).split() == second.split()
-            server.should_exit = True
-            await serving
-
-    asyncio.run(scene())
-
-
-def test_a_folder_that_cannot_be_looked_into_leaves_the_certificate_as_it_is(tmp_path: Path) -> None:
-    certificate = Certificate(*write_pair(tmp_path / "live"))
-    context = certificate.context
-    (tmp_path / "live").rename(tmp_path / "old")
-    for make in (lambda path: path.write_text("a file"), lambda path: path.symlink_to(path)):
-        make(tmp_path / "live")
-        certificate.refresh()
-        (tmp_path / "live").unlink()
-    assert certificate.context is context
+        assert (await shown()).split() == first.split()
+        (tmp_path / "next" / "cert.pem").replace(cert)
+        refreshed = asyncio.Event()
+        plain = server._certificate.refresh  # type: ignore[union-attr]
+        monkeypatch.setattr(server._certificate, "refresh", lambda: (plain(), refreshed.set()))
+        await asyncio.wait_for(refreshed.wait(), 20)
+        assert (await shown()).split() == first.split(), "with the old key the new certificate is of no use"
+        (tmp_path / "next" / "key.pem").replace(key)
+        refreshed.clear()
+        await asyncio.wait_for(refreshed.wait(), 20)
+        assert (await shown()).split() == second.split()
+        server.should_exit = True
+        await serving
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

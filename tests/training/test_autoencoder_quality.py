@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny.scene import Scene, Thing
-from training.autoencoder import AUTOENCODER
 from training.judges import autoencoder_quality as quality
 from training.judges.world_judge import ATTRIBUTES
 from training.scene_rows import row_of
@@ -58,19 +53,3 @@ def test_truth_is_right_in_everything() -> None:
     assert all(found["apart"][name] == 1.0 for name in (*ATTRIBUTES, "all"))
     assert all(quality.bars_met(found).values())
     assert [strip.good for strip in strips] == [True] * 4
-
-
-@pytest.mark.slow
-def test_an_untrained_autoencoder_fails_every_bar(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    torch.save({"model": TAEHV(AUTOENCODER).state_dict()}, tmp_path / "autoencoder.pt")
-    found, strips = quality.measure(quality.load_weights(tmp_path), 1, seed=1)
-    assert not any(quality.bars_met(found).values())
-    assert found["psnr_worst_chunk_db"] == pytest.approx(found["psnr_db"])
-    assert [strip.good for strip in strips] == [True, False]  # truth above what is left of it
-    assert len(found["wrong"]) == 1 and "place" in found["wrong"][0].partition(":")[0]
-
-
-def test_a_missing_autoencoder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no autoencoder at .*nowhere.*autoencoder\.pt"):
-        quality.load_weights(tmp_path / "nowhere")

@@ -12,11 +12,10 @@ from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.taehv import TAEHV
 from streamdiff.models.tiny import model
 from streamdiff.models.tiny.model import TEXT_TOKENS, TinyText
-from tests.small import AUTOENCODER, CPU
+from tests.small import CPU
 from training import __main__ as command
 from training import autoencoder as stage_one
-from training import batches, denoiser, loop
-from training.learner import Plan
+from training import batches, denoiser
 from training.model_folder import save_model
 from training.network import Network
 
@@ -106,18 +105,6 @@ def file_contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.soak
-@pytest.mark.usefixtures("few_windows")
-def test_a_denoiser_that_was_stopped_goes_on(autoencoder: TAEHV, tmp_path: Path) -> None:
-    plan = Plan(batch=1)
-    denoiser.train(tmp_path, autoencoder, loop.Budget(1), 0, CPU, plan)
-    first = torch.load(tmp_path / "denoiser.pt", weights_only=True)
-    trained = denoiser.train(tmp_path, autoencoder, loop.Budget(1), 0, CPU, plan)
-    assert torch.equal(trained.statistics[0], first["mean"])
-    for name, value in trained.network.state_dict().items():
-        assert torch.equal(value, first["average"][name]), name
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -144,15 +131,6 @@ def test_arguments_that_cannot_work_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_autoencoder_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = AUTOENCODER.latent_channels
-    save_model(tmp_path / "other", TAEHV(AUTOENCODER), torch.zeros(other), torch.ones(other), None, {})
-    arguments = ["--begin", str(tmp_path / "other"), "--stage", "decoder", "--out", str(tmp_path / "run")]
-    assert command.main(arguments) == 2
-    assert "is of another kind; give one that this command has made" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_model_is_not_written_onto_the_one_that_training_begins_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,53 +138,6 @@ def test_a_model_is_not_written_onto_the_one_that_training_begins_with(
     assert command.main(arguments) == 2
     assert "which is where --out" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--steps", "0"],
-        ["--batch", "-1"],
-        ["--minutes", "0"],
-        ["--rate", "0"],
-        ["--steps", "many"],
-        ["--stage", "x"],
-        ["--colour"],
-    ],
-)
-def test_bad_arguments_end_with_two_and_a_reason(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code: object = command.main([*arguments, "--out", str(tmp_path / "run")])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
-    assert arguments[0] in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("few_windows")
-def test_a_finished_model_is_trained_further(tmp_path: Path) -> None:
-    """Its text encoder and autoencoder stay; the transformer moves by what the learning rate allows."""
-    arguments = ["--stage", "denoiser", "--batch", "1", "--device", "cpu", "--threads", "1", "--begin", "tiny"]
-    old, moved = parts_of(model.WEIGHTS), []
-    for rate in ("1", "30"):
-        out = tmp_path / rate
-        assert command.main([*arguments, "--steps", "2", "--rate", rate, "--out", str(out)]) == 0
-        new = parts_of(out / "model")
-        for part in ("text_encoder", "vae"):
-            assert all(torch.equal(new[part][name], value) for name, value in old[part].items()), part
-        pairs = [(new["transformer"][name], value) for name, value in old["transformer"].items()]
-        moved.append(max(float((a.float() - b.float()).abs().max()) for a, b in pairs))
-    assert 0 < moved[0] < 0.1 * moved[1]
-
-
-def parts_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of a model's parts."""
-    parts = ("transformer", "text_encoder", "vae")
-    return {part: load_file(next((folder / part).glob("*.safetensors"))) for part in parts}
 
 
 @pytest.mark.slow

@@ -23,11 +23,3 @@ def test_a_long_caption_goes_over_several_lines_above_its_pictures(tmp_path: Pat
     for sheet, strips in ((short, 1), (long, 2)):
         painted = (np.asarray(sheet) == (0, 255, 0)).all(2)
         assert painted.sum() == strips * 2 * SIDE * SIDE, "no text lies on a picture"
-
-
-def test_the_caption_of_what_is_wrong_is_red(tmp_path: Path) -> None:
-    black = torch.zeros(1, 3, SIDE, SIDE)
-    for good in (True, False):
-        write_sheet(tmp_path / "sheet.png", [Strip("words", black, good)])
-        red, green, _ = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).reshape(-1, 3).max(0)
-        assert bool(green > red) is good

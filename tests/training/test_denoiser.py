@@ -102,7 +102,7 @@ def test_kinds_of_windows_in_one_pass_have_the_flows_of_each_alone(pool: Pool) -
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
 def test_compiled_blocks_have_the_flows_and_gradients_of_plain_ones_for_any_number_of_rows(pool: Pool) -> None:
     torch.manual_seed(0)

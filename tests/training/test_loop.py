@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,14 +88,6 @@ def test_matrices_go_to_muon_and_the_rest_to_adam() -> None:
     assert [part.param_groups[0]["lr"] for part, _ in optimizer.parts] == pytest.approx([5e-3, 5e-4])
 
 
-def test_randomness_belongs_to_seed_and_step() -> None:
-    def drawn(seed: int, step: int) -> list[float]:
-        return torch.rand(3, generator=loop.step_generator(seed, step)).tolist()
-
-    assert drawn(0, 5) == drawn(0, 5)
-    assert drawn(0, 5) != drawn(0, 6) and drawn(0, 5) != drawn(1, 5)
-
-
 def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
     checkpoint = loop.Checkpoint(tmp_path / "deep" / "run.pt")
     assert checkpoint.load(CPU) is None
@@ -125,10 +116,6 @@ class Stops(loop.Budget):
 
     def progress(self, step: int, spent_s: float) -> float:
         return self.how() if step == self.at else super().progress(step, spent_s)
-
-
-def interrupt() -> float:
-    raise KeyboardInterrupt
 
 
 def autoencoder(out: Path, budget: loop.Budget) -> dict[str, torch.Tensor]:
@@ -162,29 +149,3 @@ def test_a_run_that_is_told_to_end_writes_its_step_and_goes_on(tmp_path: Path, m
     assert torch.load(tmp_path / "parts" / "autoencoder.pt", weights_only=True)["step"] == 1
     loop.stopping.clear()
     assert equal(autoencoder(tmp_path / "whole", loop.Budget(3)), autoencoder(tmp_path / "parts", loop.Budget(3)))
-
-
-@pytest.mark.slow
-def test_bfloat16_is_for_multiplying_only(tmp_path: Path) -> None:
-    """What is kept, latents and loss are float32; the weights end near those of a run in float32."""
-    exact = autoencoder(tmp_path / "exact", loop.Budget(2))
-    rounded = train_autoencoder.train(tmp_path / "bf16", loop.Budget(2), 3, CPU, 1, bf16=True).state_dict()
-    assert {value.dtype for value in rounded.values()} == {torch.float32}
-    assert not equal(exact, rounded)
-    for name, value in exact.items():
-        assert torch.dist(value, rounded[name]) < 0.1 * value.norm() + 0.01, name
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    """Ctrl-C at step 101: what lies on disk is the checkpoint written after 100 steps."""
-    autoencoder(tmp_path / "start", Stops(102, at=1))
-    file = tmp_path / "start" / "autoencoder.pt"
-    state = torch.load(file, weights_only=True)
-    torch.save({**state, "step": 99}, file)  # as if 99 steps were done
-    shutil.copytree(tmp_path / "start", tmp_path / "cut")
-    whole = autoencoder(tmp_path / "start", loop.Budget(102))
-    with pytest.raises(KeyboardInterrupt):
-        autoencoder(tmp_path / "cut", Stops(102, at=101, how=interrupt))
-    assert torch.load(tmp_path / "cut" / "autoencoder.pt", weights_only=True)["step"] == 100
-    assert equal(whole, autoencoder(tmp_path / "cut", loop.Budget(102)))

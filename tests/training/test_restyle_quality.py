@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import streamdiff
-from streamdiff.models.tiny.prompts import read, scene_of
-from streamdiff.models.tiny.scene import Scene, Thing
-from training.judges.restyle_quality import CHUNKS, NEAR_PX, draw_clip, in_place, measure, prompt_of, restyled_scene
+from training.judges.restyle_quality import CHUNKS, NEAR_PX, draw_clip, in_place, measure, restyled_scene
 from training.judges.thing_judge import Seen
 from training.judges.world_judge import judge
 from training.world.scenes import random_scene
@@ -35,32 +33,6 @@ def test_another_scene_has_another_look_and_moves_the_same() -> None:
             assert old.color != new.color and old.shape != new.shape
             assert replace(new, color=old.color, shape=old.shape) == old
         assert replace(other, first=scene.first, second=scene.second, place=scene.place) == scene
-
-
-def test_a_prompt_names_the_motions_or_leaves_them_to_the_video() -> None:
-    scene = Scene(
-        Thing("red", "star", "left", speed="fast"), Thing("blue", "heart", "spinning", "small"), camera="left"
-    )
-    named = "a red star moving left fast and a small blue heart spinning over a meadow, camera panning left"
-    assert prompt_of(scene, True) == named
-    assert prompt_of(scene, False) == "a red star and a small blue heart over a meadow, camera panning left"
-
-
-def test_a_prompt_without_motions_says_all_the_rest() -> None:
-    chance = random.Random(1)
-    still = Thing(motion="still")
-    for _ in range(60):
-        scene = random_scene(chance)
-        understood = scene_of(read(prompt_of(scene, False), None).text)
-        told, meant = (
-            replace(
-                each,
-                first=replace(each.first, motion=still.motion, speed=still.speed),
-                second=each.second and replace(each.second, motion=still.motion, speed=still.speed),
-            )
-            for each in (understood, scene)
-        )
-        assert told == meant
 
 
 def test_things_are_in_place_in_any_order_and_across_the_border() -> None:

@@ -35,24 +35,3 @@ def test_a_switch_is_in_force_from_its_chunk_on(kv_context: str) -> None:
         changed = (switched[chunk][0] - plain[chunk][0]).abs().max()
         assert (changed > 1e-3) == (chunk >= 2), f"chunk {chunk}"
     assert (switched[4][1] - plain[4][1]).abs().max() > 1e-3
-
-
-def test_a_switch_at_chunk_zero_is_another_stream() -> None:
-    switched = rollout(MODEL, [RED], chunks=2, steps=2, kv_context="clean", seed=0, switch={0: [BLUE]})
-    other = rollout(MODEL, [BLUE], chunks=2, steps=2, kv_context="clean", seed=0)
-    assert all(torch.equal(switched[chunk], other[chunk]) for chunk in range(2))
-
-
-def test_only_the_chunks_to_keep_come_back_and_they_are_the_same() -> None:
-    everything = rollout(MODEL, [RED, BLUE], chunks=5, steps=2, kv_context="staircase", seed=1)
-    some = rollout(MODEL, [RED, BLUE], chunks=5, steps=2, kv_context="staircase", seed=1, keep={1, 4})
-    assert set(some) == {1, 4}
-    assert all(torch.equal(some[chunk], everything[chunk]) for chunk in some)
-    assert rollout(MODEL, [RED], chunks=2, steps=2, kv_context="clean", seed=1, keep=set()) == {}
-
-
-@pytest.mark.parametrize("kv_context", CONTEXTS)
-def test_progress_adds_up(kv_context: str) -> None:
-    told: list[int] = []
-    rollout(MODEL, [RED, BLUE], chunks=3, steps=2, kv_context=kv_context, seed=1, progress=told.append)
-    assert sum(told) == 6

@@ -68,18 +68,6 @@ def test_the_newest_of_own_chunks_sees_the_others_one_step_further_each() -> Non
     assert len(seen) == 6, "each of four steps and of two"
 
 
-def test_all_of_an_anchored_window_is_at_one_level_but_for_what_is_seen_clean() -> None:
-    ages = set()
-    for seed in range(40):
-        rows = shown.anchored_rows(drawn(), random.Random(seed), torch.Generator().manual_seed(seed))
-        noisy = range(CHUNKS - 1, len(rows.chunk))
-        assert len(rows.sigma[:, noisy].unique()) == 1, "one step of a ring that is full"
-        assert (rows.sigma[:, : CHUNKS - 1] <= 0.3).all()
-        clean = {rows.chunk[row] - other for row in noisy for other in rows.visible[row] if other < CHUNKS - 1}
-        ages |= clean or {0}
-    assert ages == set(range(CHUNKS)), "anchors of every age, and none at all"
-
-
 def test_a_video_goes_on_from_a_past_or_begins_a_stream() -> None:
     alone = 0
     for seed in range(40):

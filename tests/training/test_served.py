@@ -65,13 +65,3 @@ def test_a_stream_of_it_is_steered_saved_and_gone_on_with(folder: Path, tmp_path
     with streamdiff.load(tmp_path / "stream.safetensors", **options) as session:
         assert session.text == "a yellow star moving right over a meadow at night"
         assert [frame.tobytes() for frame in itertools.islice(session, 12)] == then
-
-
-def test_it_begins_with_a_picture_and_follows_a_video(folder: Path) -> None:
-    grey, noise = np.full((90, 160, 3), 90, np.uint8), np.random.default_rng(0)
-    with streamdiff.open("a red circle", model=str(folder), steps=2, image=grey) as session:
-        assert len(list(itertools.islice(session, 12))) == 12
-        session.video(0.5)
-        list(session)  # what was made ahead
-        session.feed(noise.integers(0, 256, (2 * session.chunk_frames, 90, 160, 3), np.uint8))
-        assert len(list(session)) == 2 * session.chunk_frames

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks import report
-from streamdiff.config import ModelConfig
 from streamdiff.models.tiny.prompts import scene_of
 from streamdiff.models.tiny.scene import Scene
 from training.judges import tiny_figures, tiny_quality
@@ -23,7 +21,6 @@ from training.judges.tiny_quality import Plan, Subject
 from training.judges.world_judge import ATTRIBUTES, Verdict, judge
 from training.scene_rows import row_of
 from training.world.render import render
-from training.world.scenes import random_scene
 from training.world.tracks import CHUNK_LATENTS, SIZE, Streams
 
 # The judge's pictures to compare with, and verdicts of pictures that several tests show, are made once.
@@ -150,64 +147,6 @@ def test_lateness_after_a_prompt_change_is_seen(late: int, then: float, run: Cal
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_and_ends_with_the_same_figures(
-    run: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    """Interrupted in its second batch: the first is not made again, and the parts go when all is done."""
-    whole = run(Painter().subject())
-    parts, calls = tmp_path / "quality.parts", list[list[str]]()
-
-    def interrupted(prompts: list[str], **wanted: Any) -> dict[int, Tensor]:
-        calls.append(prompts)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return Painter().rollout(prompts, **wanted)
-
-    subject = replace(Painter().subject(), rollout=interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(subject, tiny_quality.Kept(parts, "same"))
-    assert not tiny_quality.Kept(parts, "of other weights").parts
-    kept = tiny_quality.Kept(parts, "same")
-    assert list(kept.parts) == ["clean 4 steady 0"]
-    assert run(subject, kept) == whole
-    assert calls[1] != calls[0] and calls[2:] == [calls[1], calls[0], calls[1]]  # the last two: prompts that change
-    assert not parts.exists()
-
-
-def test_a_changed_scene_differs_in_the_first_color_and_the_place_alone() -> None:
-    chance = random.Random(0)
-    for _ in range(60):
-        scene = random_scene(chance)
-        new = tiny_quality.changed(scene, chance)
-        assert new.first.color != scene.first.color and new.place != scene.place
-        assert replace(new, first=replace(new.first, color=scene.first.color), place=scene.place) == scene
-
-
-def test_both_counts_scenes_with_two_things_alone() -> None:
-    chance = random.Random(0)
-    scenes = sorted((random_scene(chance) for _ in range(8)), key=lambda scene: scene.second is None)
-    pairs = sum(scene.second is not None for scene in scenes)
-    assert 2 <= pairs < len(scenes)
-    good = dict.fromkeys(ATTRIBUTES, True)
-    rights = [{**good, "size": False}, {**good, "hour": False}, *[good] * (len(scenes) - 2)]
-    assert tiny_figures.figures_of(rights, scenes)["both"] == (pairs - 1) / pairs
-    assert tiny_figures.figures_of(rights, scenes)["all"] == (len(scenes) - 2) / len(scenes)
-    assert "both" not in tiny_figures.figures_of(rights[pairs:], scenes[pairs:])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("judge_once")
-def test_what_hides_for_both_chunks_of_a_look_is_lost_in_the_world_too() -> None:
-    scene = scene_of(
-        "a green star moving down slowly and an orange circle moving left fast over the sea at dawn, camera panning "
-        "right"
-    )
-    meeting, apart = tiny_figures.truth_figures([scene], (2, 4)).values()
-    assert (meeting["both"], apart["both"]) == (0.0, 1.0)
-    assert meeting["place"] == meeting["count"] == 1.0
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("judge_once")
 def test_what_hides_for_one_chunk_of_a_look_is_read() -> None:
     scene = scene_of(
@@ -220,47 +159,3 @@ def test_what_hides_for_one_chunk_of_a_look_is_read() -> None:
         track = streams.play(rows)
     assert not all(judge(render(track.flat()).frames).right(scene).values())
     assert tiny_figures.truth_figures([scene], (4,))["4"]["all"] == 1.0
-
-
-def test_contexts_without_a_bar_are_reported_without_one() -> None:
-    assert tiny_figures.bars_met("same_step", {}, {}) == {}
-
-
-def test_what_no_scene_shows_is_held_to_no_bar() -> None:
-    part = dict.fromkeys(ATTRIBUTES, 1.0)
-    met = tiny_figures.bars_met("clean", {"5": part}, {"color_and_place": 1.0})
-    assert all(met.values()) and not any("both" in bar for bar in met)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("judge_once")
-def test_the_estimate_grows_with_the_plan() -> None:
-    subject = Painter().subject()
-    small = tiny_quality.estimate_s(subject, ONE)
-    assert 0 < small < tiny_quality.estimate_s(subject, replace(PLAN, batch=1, prompts=600))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--marks", "50", "5"], "rising"),
-        (["--contexts", "blurry"], "clean"),
-        (["--prompts", "0"], "at least 1"),
-    ],
-)
-def test_bad_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tiny_quality.parse(words)
-    assert message in capsys.readouterr().err
-
-
-def test_results_of_other_weights_of_any_part_are_others(tmp_path: Path) -> None:
-    for part in ("transformer", "vae"):
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "weights.safetensors").write_bytes(b"old")
-    stamps = [tiny_quality.stamp_of(tmp_path, PLAN, ModelConfig())]
-    (tmp_path / "vae" / "weights.safetensors").write_bytes(b"new")
-    stamps.append(tiny_quality.stamp_of(tmp_path, PLAN, ModelConfig()))
-    stamps.append(tiny_quality.stamp_of(tmp_path, PLAN, ModelConfig(sink=2)))
-    stamps.append(tiny_quality.stamp_of(tmp_path, replace(PLAN, seed=1), ModelConfig(sink=2)))
-    assert len(set(stamps)) == 4

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.models.tiny.scene import MOTIONS, SPEEDS, WEATHERS, Scene, Thing
-from training.scene_rows import COLUMN, FIELD_SIZES, FIELDS, from_row, row_of
+from streamdiff.models.tiny.scene import SPEEDS, Scene, Thing
+from training.scene_rows import FIELD_SIZES, FIELDS, from_row, row_of
 from training.world import tracks
 from training.world.scenes import draw_scenes, redraw
 from training.world.tracks import SIZE, Streams, Track, join
@@ -33,14 +33,6 @@ def play(*scenes: Scene) -> Track:
     return join([streams.play(rows(scene)) for scene in scenes])
 
 
-def play_chunk(scene: Scene, number: int) -> Track:
-    """Chunk `number` of a stream of one scene."""
-    streams = Streams(rows(scene))
-    for _ in range(number):
-        streams.play(rows(scene))
-    return streams.play(rows(scene))
-
-
 def short_way(distance: torch.Tensor) -> torch.Tensor:
     return (distance + SIZE // 2).remainder(SIZE) - SIZE // 2
 
@@ -52,19 +44,6 @@ def test_a_row_stands_for_its_scene_and_back(seed: int) -> None:
     assert (drawn >= 0).all() and (drawn < torch.tensor(FIELD_SIZES)).all()
     for row in drawn.tolist():
         assert row_of(from_row(row)) == row
-
-
-def test_what_has_no_second_thing_has_nothing_in_its_columns() -> None:
-    drawn = torch.cat([draw_scenes(200, dice()), redraw(draw_scenes(200, dice(1)), 0.5, dice(2))])
-    alone = drawn[drawn[:, COLUMN["second"]] == 0]
-    assert 50 < len(alone) < 200, "two of three have one"
-    assert (alone[:, COLUMN["second"] : COLUMN["place"]] == 0).all()
-
-
-def test_what_is_hard_to_learn_is_drawn_more_often() -> None:
-    drawn = draw_scenes(4000, dice())[:, COLUMN["motion"]]
-    often = {name: (drawn == row).sum() for row, name in enumerate(MOTIONS)}
-    assert min(often["bouncing"], often["spinning"]) > 1.5 * max(often["left"], often["down"], often["still"])
 
 
 @pytest.mark.parametrize("motion", ["left", "right", "up", "down"])
@@ -98,34 +77,7 @@ def test_every_chunk_begins_on_the_lattice(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("camera", ["still", "left"])
-@pytest.mark.parametrize("motion", [motion for motion in MOTIONS if motion != "bouncing"])
-def test_a_chunk_shows_what_the_one_before_showed_moved_by_whole_cells(motion: str, camera: str) -> None:
-    scene = Scene(Thing(motion=motion), weather="snow", camera=camera)
-    first, second, third = (track.flat() for track in map(play_chunk, [scene] * 3, range(3)))
-    for field in ("place", "scroll"):
-        before, after = (getattr(b, field) - getattr(a, field) for a, b in ((first, second), (second, third)))
-        assert (before.remainder(tracks.LATTICE) == 0).all()
-        assert ((before - after).remainder(SIZE) == 0).all()
-    assert torch.equal(first.fall, second.fall)
-
-
-@pytest.mark.slow
-@settings(max_examples=15)
-@given(seeds)
-def test_a_chunk_follows_from_the_state_and_the_scene_alone(seed: int) -> None:
-    generator = dice(seed)
-    scenes = draw_scenes(4, generator)
-    one, other = Streams(scenes, dice(seed)), Streams(scenes, dice(seed))
-    for _ in range(3):
-        scenes = redraw(scenes, 0.4, generator)
-        first, second = one.play(scenes), other.play(scenes)
-        for field in fields(Track):
-            assert torch.equal(getattr(first, field.name), getattr(second, field.name)), field.name
-
-
-@pytest.mark.slow
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(seeds, st.sampled_from(SPEEDS))
 def test_what_bounces_stays_between_its_bounds_and_turns_there(seed: int, speed: str) -> None:
     scene = rows(Scene(Thing(motion="bouncing", speed=speed)))
@@ -137,21 +89,6 @@ def test_what_bounces_stays_between_its_bounds_and_turns_there(seed: int, speed:
     for axis, (low, high) in enumerate(tracks.BOUNDS):
         assert later[:, axis].min() >= low and later[:, axis].max() <= high
         assert later[:, axis].max() - later[:, axis].min() > 0.8 * (high - low)
-
-
-def test_only_what_spins_turns() -> None:
-    scene = Scene(Thing(motion="spinning", speed="fast"), Thing("blue", "star", "left"))
-    track = play(scene, scene, replace(scene, first=Thing(motion="up")))
-    turned = (track.angle[0, 1:24, 0] - track.angle[0, :23, 0]).remainder(tracks.ANGLES)
-    assert (turned == tracks.SPIN[SPEEDS.index("fast")]).all()
-    assert (track.angle[0, :, 1] == 0).all() and (track.angle[0, 24:, 0] == 0).all()
-
-
-def test_a_second_thing_appears_beside_the_first() -> None:
-    track = play(Scene(), TWO)
-    assert (track.place[0, 12, 1] - track.place[0, 11, 0]).tolist() != [0, 0]
-    away = short_way(track.place[0, 12, 1] - track.place[0, 12, 0])
-    assert away.float().norm() > 90, "nothing hides it"
 
 
 @pytest.mark.parametrize(("camera", "side"), [("left", -1), ("right", 1), ("still", 0)])
@@ -177,32 +114,10 @@ def test_time_that_passes_goes_through_all_hours_and_around() -> None:
     assert (light[1:] - light[:-1]).abs().max() < 0.02, "slowly"
 
 
-def test_light_tells_its_phase() -> None:
-    phase = torch.arange(48) / 12
-    torch.testing.assert_close(tracks.phase_of(tracks.shares_of_light(phase)), phase)
-
-
-def test_new_weather_begins_at_its_beginning_and_goes_on() -> None:
-    track = play(Scene(), Scene(weather="snow"), Scene(weather="snow"), Scene(weather="rain"))
-    assert (track.fall[0, :12] == 0).all() or track.scenes[0, 0, COLUMN["weather"]] == WEATHERS.index("clear")
-    assert track.fall[0, 12:36].tolist() == [frame % tracks.FALL for frame in range(24)]
-    assert track.fall[0, 36] == 0
-
-
-def test_still_things_stay_and_all_motions_are_known() -> None:
-    for motion in MOTIONS:
-        place = play(Scene(Thing(motion=motion))).place[0, :, 0]
-        moved = bool((place[1:] != place[:-1]).any())
-        assert moved == (motion not in ("still", "spinning"))
-
-
 KEYS = {
     "right": ([(1, 0, 0, 0)] * 3, (0, 32), "still"),
     "up and left": ([(-1, -1, 0, 0)] * 3, (-32, -32), "still"),
-    "half way down": ([(0, 0.5, 0, 0)] * 3, (16, 0), "still"),
-    "a tap": ([(1, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0)], (0, 16), "still"),
     "a tap, then as prompted": ([(1, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0)], (-16, 16), "up"),
-    "a tap while another key is held": ([(1, -1, 0, 0), (1, 0, 0, 0), (1, 0, 0, 0)], (-16, 32), "down"),
     "pressed late": ([(0, 0, 0, 0), (0, 0, 0, 0), (-1, 0, 0, 0)], (16, -16), "down"),
     "stop": ([(0, 0, 0, 1)] * 3, (0, 0), "bouncing"),
     "stop and a way": ([(1, 1, 0, 1)] * 3, (0, 0), "right"),
@@ -238,6 +153,8 @@ def test_a_key_pans_the_camera_whatever_the_scene_says(side: int) -> None:
     assert way == side * round(tracks.PAN * 11 / 12)
 
 
+@pytest.mark.slow
+@settings(max_examples=5)
 @given(seeds)
 def test_a_stream_without_keys_goes_on_as_one_that_has_none(seed: int) -> None:
     scenes = draw_scenes(8, dice(seed))
@@ -246,17 +163,3 @@ def test_a_stream_without_keys_goes_on_as_one_that_has_none(seed: int) -> None:
         one = plain.play(scenes)
         other = steered.play(scenes, controls=torch.zeros(8, 3, len(tracks.CONTROLS)))
         assert all(torch.equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(Track))
-
-
-@given(seeds)
-def test_what_spins_keeps_its_angle_while_it_is_moved_and_bounces_on_the_way_it_went(seed: int) -> None:
-    scene = replace(TWO, first=Thing(motion="spinning", speed=SPEEDS[seed % 3]))
-    streams = Streams(rows(scene))
-    angle = streams.play(rows(scene)).angle[0, -1, 0]
-    held = streams.play(rows(scene), controls=torch.tensor([[[-1.0, 0, 0, 0]] * 3])).angle[0, :, 0]
-    assert len(set(held.tolist())) == 1 and held[0] != angle
-    bounces = replace(TWO, first=Thing(motion="bouncing"))
-    streams.play(rows(bounces))
-    streams.play(rows(bounces), controls=torch.tensor([[[1.0, -1.0, 0, 0]] * 3]))
-    after = streams.play(rows(bounces)).place[0, :3, 0]
-    assert short_way(after[2] - after[0])[0] < 0 < short_way(after[2] - after[0])[1]

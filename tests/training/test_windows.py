@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.tiny.scene import HOURS, MOTIONS, THING_TABLES, Scene, Thing
-from tests.small import CPU
+from streamdiff.models.tiny.scene import HOURS, MOTIONS, THING_TABLES, Scene
 from training import autoencoder as clips
 from training import denoiser as train_denoiser
-from training import learner
 from training.autoencoder import initialise
-from training.batches import Pool, TrackEncoder, draw_window_scenes, play, stall
+from training.batches import Pool, TrackEncoder
 from training.network import Network
 from training.scene_rows import COLUMN, FIELDS, from_row, row_of
 from training.video_windows import VideoPool
@@ -49,44 +47,9 @@ def pool(autoencoder: TAEHV) -> Pool:
     return made
 
 
-def test_clips_lie_on_the_latent_grid_and_weigh_things_more() -> None:
-    drawn = clips.draw_clips(6, clips.CROP, dice(), CPU)
-    assert drawn.frames.shape == (6, 12, 3, clips.CROP, clips.CROP)
-    assert set(drawn.weight.unique().tolist()) == {1.0, 4.0, clips.FALLING}
-    track = clips.draw_track(6, dice())
-    for window in clips.draw_windows(track, clips.CROP, dice()):
-        assert window.top % clips.CELL == window.left % clips.CELL == 0
-        assert max(window.top, window.left) + window.side <= SIZE
-
-
-def test_what_falls_or_blows_weighs_more_too() -> None:
-    track = clips.draw_track(8, dice())
-    windows = [window for window in clips.draw_windows(track, clips.CROP, dice()) for _ in range(track.place.shape[1])]
-    seen = clips._falling(track.flat(), windows).flatten(1).float().mean(1)
-    weather = track.flat().scenes[:, COLUMN["weather"]]
-    assert ((seen > 0) == (weather > 0)).all() and len(set(weather.tolist())) >= 3
-    assert seen.max() < 0.3
-
-
-def test_scenes_of_a_window_change_now_and_then() -> None:
-    scenes = draw_window_scenes(200, 5, dice())
-    assert scenes.shape == (200, 5, len(FIELDS))
-    same = (scenes[:, 1:] == scenes[:, :-1]).all(-1).float().mean()
-    assert 0.4 < same < 0.65
-
-
 def pick(windows: Windows, rows: torch.Tensor) -> Windows:
     parts = {field.name: getattr(windows, field.name) for field in fields(Windows)}
     return Windows(**{name: part if part is None else part[rows] for name, part in parts.items()})
-
-
-def test_windows_that_start_begin_at_home_and_others_anywhere() -> None:
-    scenes = draw_window_scenes(20, 1, dice())
-    start = torch.arange(20) % 2 == 0
-    track = play(scenes, start, torch.zeros(20, 2, dtype=torch.bool), dice(1))
-    alone = scenes[:, 0, COLUMN["second"]] == 0
-    home = (track.place[:, 0, 0] == torch.tensor([128, 128])).all(-1)
-    assert home[start & alone].all() and not home[~start].all()
 
 
 def to_be_worn(windows: Windows) -> torch.Tensor:
@@ -146,30 +109,6 @@ def test_what_is_missing_begins_again_as_in_a_new_stream() -> None:
             assert goes_on.abs().max() <= 6, "the other one goes on: at most 64 pixels in 12 frames"
 
 
-def test_a_share_of_whole_windows_lacks_a_thing_at_first() -> None:
-    encode = NotedTracks()
-    pool = Pool(encode, 80)
-    pool.grow(80, dice())
-    latents, start = pool.parts["latents"], pool.parts["start"]
-    lacks = (latents[:, :3] != 1).flatten(1).any(1)
-    assert 5 < lacks.sum() < 30 and not lacks[start].any()
-    assert (latents[:, 3:] == 1).all(), "from the second chunk on nothing is missing"
-    assert torch.equal(latents[lacks], pool.parts["bare"][lacks]), "what lacks a thing is not corrupted too"
-
-
-def test_light_that_has_stopped_goes_on_in_the_second_chunk() -> None:
-    scenes = torch.tensor([row_of(Scene(hour="passing")), row_of(Scene(hour="passing")), row_of(Scene(hour="night"))])
-    start = torch.tensor([False, True, False])
-    track = play(scenes[:, None].expand(-1, 2, -1), start, torch.zeros(3, 2, dtype=torch.bool), dice())
-    before = track.light.clone()
-    stall(track, 1.0, start, dice())
-    light = track.light[0]
-    assert (light[:12] == before[0, 11]).all() and torch.equal(light[12:], before[0, 12:])
-    assert torch.equal(track.light[1:], before[1:]), "a stream that begins, and an hour that stays"
-    stall(track, 0.0, start, dice())
-    assert torch.equal(track.light[0], light)
-
-
 def test_a_video_says_where_things_are_and_how_they_move_and_the_prompt_how_they_look() -> None:
     encode = NotedTracks()
     videos = VideoPool(encode, 40)
@@ -226,25 +165,6 @@ def test_scenery_that_moves_weighs_more_the_less_that_changes_it(pool: Pool, cha
     assert (weight[2] == 1).all(), "what stands still weighs what it did"
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_whole_windows_come_after_pairs_of_chunks(pool: Pool, whole: bool) -> None:
-    drawn = train_denoiser.draw([pool] * 4, 4, whole, random.Random(0), dice())
-    chunks = {kind: windows.latents.shape[:2] for kind, windows in drawn.items()}
-    assert chunks.pop("first")[0] == 6 and chunks.pop("again")[0] == chunks.pop("video")[0] == 2
-    assert chunks.pop("single")[0] == 2
-    assert chunks.pop("next") == ((4, 2) if whole else (8, 2))
-    assert list(chunks.values()) == ([(2, 5)] if whole else [])
-
-
-def test_worn_things_lie_between_whole_and_missing_ones(pool: Pool) -> None:
-    some = pool.sample(12, dice())
-    corrupted = some.corrupted(dice())
-    low, high = torch.minimum(some.latents, some.bare), torch.maximum(some.latents, some.bare)
-    assert ((corrupted >= low - 1e-4) & (corrupted <= high + 1e-4)).all()
-    changed = (corrupted - some.latents).abs().amax((1, 2, 3, 4, 5)) > 0.01
-    assert torch.equal(changed, to_be_worn(some)) and changed.any() and not changed.all()
-
-
 @pytest.mark.parametrize(
     "kind",
     ["staircase", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("clean", "first", "next", "single"))],
@@ -276,20 +196,6 @@ def test_reading_asks_only_for_what_the_sentence_says() -> None:
     assert train_denoiser.reading_loss(network, dice(), batch=8).isfinite()
 
 
-def test_tables_of_all_blocks_are_trained_by_adam(tmp_path: Path) -> None:
-    """For what is added to a block's features an orthogonal update makes no sense."""
-    network = Network()
-    statistics = (torch.zeros(16), torch.ones(16))
-    made = learner.Learner(network, tmp_path, learner.Plan(), CPU, lambda: statistics)
-    (matrices, _), *_, (apart, rate) = made.optimizer.parts
-    by_muon = {id(weight) for weight in matrices.param_groups[0]["params"]}
-    tables = [block.scale_shift_table for block in network.transformer.blocks]
-    assert len(tables) == 6 and not any(id(table) in by_muon for table in tables)
-    assert all(id(block.ffn.net[2].weight) in by_muon for block in network.transformer.blocks)
-    (alone,) = apart.param_groups[0]["params"]
-    assert alone is network.control.weight and rate == learner.CONTROL_LR
-
-
 def test_a_cut_holds_the_same_chunks_and_is_a_start_only_from_chunk_zero(pool: Pool) -> None:
     whole = pool.sample(4, dice())
     whole = replace(whole, start=torch.ones(4, dtype=torch.bool))
@@ -319,44 +225,3 @@ def test_a_pool_goes_on_with_the_windows_of_another(pool: Pool, tmp_path: Path) 
     one, same = (each.sample(4, dice()) for each in (pool, other))
     assert all(torch.equal(getattr(one, name), getattr(same, name)) for name in ("start", *Windows.by_chunk))
     assert other.written == pool.written
-
-
-def test_pools_hold_what_steered_their_windows(pool: Pool) -> None:
-    some = pool.sample(40, dice())
-    assert some.controls.shape == (40, 5, 3, 4) and some.controls.any() and (some.controls == 0).flatten(1).all(1).any()
-
-
-def test_the_pool_replaces_its_oldest() -> None:
-    pool = Pool(NotedTracks(), 2)
-    pool.grow(2, dice(1))
-    kept = pool.parts["scenes"].clone()
-    pool.grow(1, dice(5))
-    assert (pool.filled, pool.written) == (2, 3)
-    scenes = pool.parts["scenes"]
-    assert not torch.equal(scenes[0], kept[0]) and torch.equal(scenes[1], kept[1])
-
-
-@pytest.mark.parametrize(("size", "near"), [("large", 6.0), ("small", 12.0)])
-def test_weights_are_high_where_things_are_also_across_the_border(pool: Pool, size: str, near: float) -> None:
-    one = pool.sample(1, dice()).cut(torch.zeros(1, dtype=torch.int64), 1)
-    scenes = torch.tensor(row_of(Scene(Thing(size=size))))[None, None]
-    one = replace(one, scenes=scenes, place=torch.tensor([8.0, 128.0]).expand(1, 1, 3, 2, 2))
-    weight = one.weight()[0, 0, 0, 0]
-    assert weight[0, 8] == weight[15, 8] == near and weight[8, 8] == weight[0, 0] == 1.0
-
-
-@pytest.mark.soak
-def test_the_encoder_can_learn_to_read() -> None:
-    """The reading loss falls below that of the best guess without reading."""
-    torch.manual_seed(0)
-    network = Network()
-    parameters = [*network.encoder.parameters(), *network.reader.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=5e-3)
-    losses = []
-    for step in range(60):
-        loss = train_denoiser.reading_loss(network, dice(step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.75 * losses[0]

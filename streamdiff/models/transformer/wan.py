@@ -25,10 +25,10 @@ from streamdiff.models.transformer import attention_backend
 from streamdiff.models.transformer.attention_backend import Attend, AttendParts, Merge, merge_attention_states
 from streamdiff.models.transformer.attention_backend import attend as attend
 from streamdiff.models.transformer.rope import gelu, multiply_add
-from streamdiff.session_state.fields import session_value
+from streamdiff.session_state.fields import session_state
 
 
-@session_value("key-value")
+@session_state("key-value")
 class KeyValue(NamedTuple):
     """Keys and values `[R, tokens, H, d]` of one layer."""
 

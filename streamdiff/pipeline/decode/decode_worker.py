@@ -36,7 +36,7 @@ from streamdiff.pipeline.distributed.message import (
     SessionUpdate,
     StageMessage,
 )
-from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, StateExchange, send_state
+from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State, send_state
 from streamdiff.pipeline.row_faults import ROW_ERRORS, check_own, describe
 from streamdiff.session_state.swap_store import SwapStore
 from streamdiff.video.pixel_format import PictureKind, shape_of
@@ -227,7 +227,7 @@ class RemoteDecoding(Decoding):
         spec: ModelSpec,
         deliver: Deliver,
         wake: Callable[[], None],
-        exchange: StateExchange,
+        exchange: LocalExchange,
         device: torch.device = CPU,
     ) -> None:
         """`wake` is called, from a thread, when the other rank is gone; `exchange` is between the two. Latents lie on
@@ -345,7 +345,7 @@ class DecodeWorker(RankLoop):
         device: torch.device = CPU,
         at_once: int = 1,
         timer: DeviceTimer | None = None,
-        exchange: StateExchange | None = None,
+        exchange: LocalExchange | None = None,
         swaps: SwapStore | None = None,
     ) -> None:
         """`device` is the decoder's, `timer` that device's; `at_once` latent frames are decoded by one call; `exchange`

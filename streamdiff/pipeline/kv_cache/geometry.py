@@ -7,7 +7,7 @@ from functools import cached_property
 
 from streamdiff.core import most_steps, spare_slots
 from streamdiff.models.spec import ModelSpec
-from streamdiff.session_state.fields import session_value
+from streamdiff.session_state.fields import session_state
 
 
 def cache_geometry(spec: ModelSpec, kv_context: str, *, steps: int) -> CacheGeometry:
@@ -17,7 +17,7 @@ def cache_geometry(spec: ModelSpec, kv_context: str, *, steps: int) -> CacheGeom
     return CacheGeometry(spec.sink_latents, spec.window(kv_context), spare, absolute, spec.chunk_latents, adaptive)
 
 
-@session_value("cache-geometry")
+@session_state("cache-geometry")
 @dataclass(frozen=True)
 class CacheGeometry:
     """Geometry of a ring, in latent frames: `sink` first frames that stay, `window` frames that a chunk of `chunk`

@@ -30,7 +30,6 @@ _UNIT = 32
 """Sides of proposed pictures are multiples of it."""
 _WORDS = {
     "weights": "weights",
-    "text_encoder": "text encoder",
     "caches": "KV caches",
     "activations": "a forward",
     "decoding": "decoder's memory",
@@ -43,13 +42,11 @@ Limits = tuple[tuple[int, str], ...]
 @dataclass(frozen=True)
 class Storage:
     """How a model is kept: bytes of a number, of the decoder's (None: the same), `quantize` and `offload` as in the
-    configuration, `text_bytes` of a text encoder on rank 0's device, and latent frames per call of the decoder (None:
-    a chunk)."""
+    configuration, and latent frames per call of the decoder (None: a chunk)."""
 
     value_bytes: int
     quantize: str = "none"
     offload: str = "none"
-    text_bytes: int = 0
     decode_latents: int | None = None
     decoder_bytes: int | None = None
 
@@ -76,7 +73,6 @@ class Memory:
     rank: int
     role: str
     weights: int = 0
-    text_encoder: int = 0
     caches: int = 0
     activations: int = 0
     decoding: int = 0
@@ -150,7 +146,6 @@ class Demand:
             rank,
             " ".join(word for word, here in (("head", rank == 0), ("output", stage == last)) if here),
             storage.value_bytes * weights + on_device * storage.block_bytes(sizes),
-            storage.text_bytes if rank == 0 else 0,
             storage.value_bytes * load.sessions * caches,
             storage.value_bytes * load.max_rows * _activations(sizes, stage, load),
         )

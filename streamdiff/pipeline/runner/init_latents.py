@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.sampling import TIMESTEPS, Schedule, add_noise, grid
-from streamdiff.session_state.fields import session_value
+from streamdiff.session_state.fields import session_state
 
 FULL_MOTION = 0.2
 """Root mean square difference of neighbouring frames that counts as full motion; published for pixels in [-1, 1]."""
@@ -29,7 +29,7 @@ STANDING = 8
 """Chunks that begin one after the other while another waits: what always waits makes the video late for nothing."""
 
 
-@session_value("chunk-levels")
+@session_state("chunk-levels")
 class ChunkLevels(NamedTuple):
     """Of a chunk that starts from video: noise level and timestep of each of its steps."""
 
@@ -37,7 +37,6 @@ class ChunkLevels(NamedTuple):
     timesteps: tuple[float, ...]
 
 
-@session_value("init-latents")
 @dataclass(frozen=True)
 class InitLatents:
     """Encoded input that a stream's chunks start from. Chunks beyond n begin as the last one.

@@ -28,7 +28,6 @@ from streamdiff.pipeline.distributed.message import MessageKind, Outcome, Sessio
 from streamdiff.pipeline.distributed.state_exchange import (
     LocalExchange,
     StageSaving,
-    StateExchange,
     readiness,
     stage_key,
     swapped,
@@ -41,7 +40,7 @@ from streamdiff.pipeline.row_faults import ROW_ERRORS, StageGuard
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage
 from streamdiff.pipeline.runner.graphs import Tensors
 from streamdiff.session_state import walk
-from streamdiff.session_state.fields import BY_LAYER, KEPT, STATE, reset, session_state
+from streamdiff.session_state.fields import BY_HEAD, BY_LAYER, KEPT, STATE, reset, session_state
 from streamdiff.session_state.swap_store import SwapStore
 
 _TRIAL = -1
@@ -55,7 +54,7 @@ class StageState:
     epoch still in use the cross-attention keys and values, and the first chunk that is visible outside the sink."""
 
     geometry: CacheGeometry = field(metadata=KEPT)
-    state: KVCache = field(metadata=BY_LAYER)
+    state: KVCache = field(metadata=BY_HEAD)
     steps: int = field(metadata=KEPT)
     same_step: bool = field(metadata=KEPT)
     """Whether each step has a cache of its own: `same_step`."""
@@ -103,7 +102,7 @@ class ModelRunner:
         self.compiled: CompiledStage | None = None
         self.sessions: dict[int, StageState] = {}
         self.guard = StageGuard(self)
-        self.exchange: StateExchange = LocalExchange()
+        self.exchange = LocalExchange()
         """Where states are left for the head, and found."""
         self.swaps = SwapStore(device)
         """Where sessions lie that are swapped out."""

@@ -20,10 +20,9 @@ from streamdiff.models.model import Model
 from streamdiff.models.sampling import Schedule
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry, cache_geometry
 from streamdiff.pipeline.runner.init_latents import ChunkLevels, GivenVideo, InitLatents, LiveLatents, levels_of
-from streamdiff.session_state.fields import DERIVED, KEPT, STATE, session_state, session_value
+from streamdiff.session_state.fields import DERIVED, STATE, session_state
 
 
-@session_value("step-levels")
 @dataclass(frozen=True)
 class StepLevels:
     """What the first `steps` denoise steps of every chunk have instead of the schedule's levels; later steps and the
@@ -35,6 +34,13 @@ class StepLevels:
 
     timesteps: Tensor
     sigmas: Tensor
+
+    @classmethod
+    def of_first_step(cls, source: InitLatents, schedule: Schedule) -> StepLevels:
+        """Those of the first step of chunks that start from `source`: its timesteps, and x0 at the noise levels that
+        the schedule has for these, see `levels_of`."""
+        both = source.timestep, levels_of(source.timestep, schedule)
+        return cls(*(each[:, None, None].expand(-1, 1, source.latents.shape[2]) for each in both))
 
     def starting_at(self, chunk: int) -> StepLevels:
         """Those of a stream whose chunk 0 is `chunk` here."""
@@ -69,7 +75,6 @@ class Noise(Protocol):
         """True if step 0's noise of `chunk` was supplied and must not be multiplied by the schedule's `noise_scale`."""
 
 
-@session_value("seeded-noise")
 @dataclass(frozen=True)
 class SeededNoise:
     """Noise drawn from `seed`; `shape` `[C, F, h, w]` is that of a chunk."""
@@ -84,7 +89,6 @@ class SeededNoise:
         return False
 
 
-@session_value("tensor-noise")
 @dataclass(frozen=True)
 class TensorNoise:
     """Noise of the first chunks as tensors: `initial` `[n, C, F, h, w]` for step 0, `renoise` `[n, steps - 1, C, F, h,
@@ -148,12 +152,12 @@ class Finished(NamedTuple):
     latents: Tensor
 
 
-@session_value("pending-steps")
+@session_state("pending-steps")
 class PendingSteps(NamedTuple):
     """A change of step count that is applied once nothing of the session is in flight."""
 
     epoch: int
-    schedule: Schedule
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -173,16 +177,16 @@ class StreamInputs:
 @session_state("head")
 @dataclass
 class SamplerState:
-    """What rank 0 keeps of one stream."""
+    """What rank 0 keeps of one stream. What is DERIVED follows from what the session is opened with."""
 
-    given: Noise = field(metadata=KEPT)
+    given: Noise = field(metadata=DERIVED)
     """Noise as it was supplied."""
     noise: PrefetchedNoise = field(metadata=DERIVED)
     """The same, drawn ahead and on the device."""
-    schedule: Schedule = field(metadata=KEPT)
-    kv_context: str = field(metadata=KEPT)
-    geometry: CacheGeometry = field(metadata=KEPT)
-    times: tuple[Tensor, Tensor] = field(metadata=KEPT)
+    schedule: Schedule = field(metadata=DERIVED)
+    kv_context: str = field(metadata=DERIVED)
+    geometry: CacheGeometry = field(metadata=DERIVED)
+    times: tuple[Tensor, Tensor] = field(metadata=DERIVED)
     """Time embeddings `[steps + 1, F, D]`, the clean pass last: of the first chunk, and of the others."""
     latents: dict[tuple[int, int], Tensor] = field(default_factory=dict, metadata=STATE)
     """By (chunk, epoch) in flight: x_t, or x0 for the clean pass, `[C, F, h, w]`. A result without an entry belongs to
@@ -192,12 +196,10 @@ class SamplerState:
     empty in KV contexts without one."""
     visible_from_chunk: int = field(default=0, metadata=STATE)
     """The first chunk outside the sink that chunks admitted from now on see."""
-    source: InitLatents | None = field(default=None, metadata=KEPT)
+    source: InitLatents | None = field(default=None, metadata=DERIVED)
     """Encoded input that first steps start from; None: noise alone."""
-    source_levels: Tensor | None = field(default=None, metadata=KEPT)
-    """Noise levels that x0 of these first steps is made with, of each chunk of `source`."""
-    levels: StepLevels | None = field(default=None, metadata=KEPT)
-    """Timesteps and noise levels that go before those of schedule and source."""
+    levels: StepLevels | None = field(default=None, metadata=DERIVED)
+    """Timesteps and noise levels that go before those of the schedule."""
     given_latents: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
     """By chunk: finished latents `[C, F, h, w]` that the stream goes on from. With a clean pass they leave when that
     has been entered; in `same_step` every step has them as its x0."""
@@ -207,7 +209,7 @@ class SamplerState:
     """Encoded video that it was opened with. A snapshot has it among its tensors."""
     video_levels: dict[int, ChunkLevels] = field(default_factory=dict, metadata=STATE)
     """By chunk in flight that started from one of both."""
-    begin_times: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
+    begin_times: dict[int, Tensor] = field(default_factory=dict, metadata=DERIVED)
     """By chunk that begins next: the time embedding `[F, D]` of its first step, where that is not the schedule's."""
     pictures: Any = field(default=None, metadata=STATE)
     """Memory of the model's `first_frame_reencoder`."""
@@ -253,11 +255,12 @@ class LatentSampler:
         noise = given.noise or SeededNoise(self.spec.chunk_shape, seed)
         times, drawn = self._times(schedule), self._prefetched(noise, schedule)
         state = SamplerState(noise, drawn, schedule, kv_context, geometry, times, video=video)
+        levels = given.levels
         if given.source is not None:
             state.source = given.source.on(self.device)
-            state.source_levels = levels_of(given.source.timestep, schedule).to(self.device)
-        if given.levels is not None:
-            state.levels = given.levels.to(self.device)
+            levels = levels or StepLevels.of_first_step(given.source, schedule)
+        if levels is not None:
+            state.levels = levels.to(self.device)
         if start is not None:
             state.given_latents = dict(enumerate(start.to(self.device, torch.float32)))
         self._prepare_begin(state, 0)
@@ -268,11 +271,6 @@ class LatentSampler:
         state = self.sessions[session]
         state.schedule, state.times = schedule, self._times(schedule)
         state.noise = self._prefetched(state.given, schedule)
-
-    def restore(self, session: int) -> None:
-        """The session's state has been loaded: draw the noise that it says from now on. Mutates: self."""
-        state = self.sessions[session]
-        state.noise = self._prefetched(state.given, state.schedule)
 
     def switch(self, session: int, chunk: int, policy: str) -> tuple[int, list[int]]:
         """Apply the prompt policy of a prompt in force from `chunk` on. Returns the first chunk outside the sink that
@@ -386,11 +384,7 @@ class LatentSampler:
         """The timesteps `[F]` of a denoise step of a chunk, where they are not the schedule's."""
         if (video := session.video_levels.get(chunk)) is not None:
             return torch.full((self.spec.chunk_latents,), video.timesteps[step], device=self.device)
-        if session.levels is not None and (each := session.levels.timestep(chunk, step)) is not None:
-            return each
-        if step == 0 and session.source is not None:
-            return session.source.of_chunk(session.source.timestep, chunk).expand(self.spec.chunk_latents)
-        return None
+        return None if session.levels is None else session.levels.timestep(chunk, step)
 
     def _prepare_begin(self, session: SamplerState, chunk: int) -> None:
         """Have noise and time embedding of a chunk's first step ready before it may enter. Mutates: session."""
@@ -412,8 +406,6 @@ class LatentSampler:
             return video.sigmas[step]
         if session.levels is not None and (own := session.levels.sigma(row.chunk, step)) is not None:
             return own
-        if step == 0 and session.source is not None and session.source_levels is not None:
-            return session.source.of_chunk(session.source_levels, row.chunk)
         return session.schedule.of(row.chunk).sigmas[step]
 
     def _prefetched(self, noise: Noise, schedule: Schedule) -> PrefetchedNoise:

@@ -49,9 +49,9 @@ class ChunkInFlight:
 
     number: int = field(metadata=KEPT)
     epoch: int = field(metadata=KEPT)
-    extra: int = field(metadata=KEPT)
     entered: int = field(metadata=KEPT)
     back: int = field(metadata=KEPT)
+    extra: int = field(default=0, metadata=DERIVED)
     tick: int = field(default=0, metadata=DERIVED)
 
 
@@ -73,16 +73,16 @@ class SchedulerState:
     """
 
     name: int = field(metadata=PER_ROW | DERIVED)
-    steps: int = field(metadata=PER_ROW | KEPT)
-    first_extra: int = field(metadata=PER_ROW | KEPT)
-    kv_context: str = field(metadata=PER_ROW | KEPT)
-    epoch: int = field(metadata=PER_ROW | KEPT)
+    steps: int = field(metadata=PER_ROW | DERIVED)
+    first_extra: int = field(metadata=PER_ROW | DERIVED)
+    kv_context: str = field(metadata=PER_ROW | DERIVED)
+    epoch: int = field(metadata=PER_ROW | DERIVED)
     stages: int = field(metadata=SHARED | DERIVED)
     chunk_frames: int = field(metadata=SHARED | DERIVED)
     in_flight_limit: int = field(metadata=PER_ROW | DERIVED)
     waiting_since: int = field(metadata=PER_ROW | DERIVED)
     first_chunks: int = field(default=1, metadata=PER_ROW | DERIVED)
-    background: bool = field(default=False, metadata=SHARED | KEPT)
+    background: bool = field(default=False, metadata=SHARED | DERIVED)
     frame_credit: int = field(default=0, metadata=PER_ROW | STATE)
     paused: bool = field(default=False, metadata=PER_ROW | KEPT)
     next_chunk: int = field(default=0, metadata=PER_ROW | STATE)
@@ -98,7 +98,7 @@ class SchedulerState:
     def derive(self) -> None:
         """Place chunks in flight on the timetable of this ring, and have the choice computed anew. Mutates: self."""
         for chunk in self.chunks:
-            chunk.tick = self._tick_of(chunk.number)
+            chunk.extra, chunk.tick = self.extra(chunk.number), self._tick_of(chunk.number)
         self.stale = True
 
     @property
@@ -193,7 +193,7 @@ class SchedulerState:
         if choice == len(self.chunks):
             number = self.next_chunk
             extra = self.extra(number)
-            self.chunks.append(ChunkInFlight(number, self.epoch, extra, -1 - extra, -1 - extra, self._tick_of(number)))
+            self.chunks.append(ChunkInFlight(number, self.epoch, -1 - extra, -1 - extra, extra, self._tick_of(number)))
             self.frame_credit -= self.chunk_frames * self.together(number)
             self.next_chunk += self.together(number)
         self.chunks[choice].entered += 1

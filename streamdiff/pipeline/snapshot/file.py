@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from io import BytesIO
 from math import prod
@@ -22,20 +22,20 @@ from streamdiff.errors import ConfigError
 from streamdiff.models.headers import LENGTH_BYTES, TensorEntry
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.runner.init_latents import GivenVideo
-from streamdiff.session_state.walk import META, described
+from streamdiff.session_state.walk import META, described, pieces
 from streamdiff.snapshot_header import (
     FORMAT,
     KIND,
     MAX_HEADER_BYTES,
     SnapshotHeader,
     packed_header,
-    read_entries,
+    read_header,
 )
 from streamdiff.version import __version__
 
-_PICTURES, _START, _EMBEDS, _VIDEO, _LEVELS = "pictures", "start", "prompt_embeds", "video", "video_levels"
-LOOSE = (_PICTURES, _START, _EMBEDS, _VIDEO, _LEVELS)
-"""Tensors that no tree names."""
+LOOSE = ("start", "prompt_embeds", "video", "video_levels", "pictures")
+"""Tensors that no tree names: latents `[n, C, F, h, w]` and a prompt's embeddings that a reset begins with, the video
+that the session was opened with, and pictures uint8 `[n, H, W, 3]` that were made and not taken yet."""
 _MOST, _MOST_NUMBERS = 2**31, 2**40
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
@@ -93,84 +93,46 @@ class Snapshot(SnapshotHeader):
             return self.tensors.outline()
         return {name: each.to(META) for name, each in self.tensors.items()}
 
-    def check_model(self, spec: ModelSpec, dtype: object) -> None:
-        """Raises ConfigError for the first fact about the model that is another one here, by its name."""
-        here = model_facts(spec, dtype, self.model.get("weights", ()))
-        for name in sorted({*self.model, *here}):
-            if (theirs := self.model.get(name)) != (ours := here.get(name)):
-                raise ConfigError(
-                    f"{name} is {theirs} in the snapshot, but {ours} here; a session goes on only in the model, size "
-                    "and window that it was saved in"
-                )
+    def with_loose(self, **tensors: Tensor | None) -> Snapshot:
+        """The same with those of LOOSE that are not None."""
+        given = {name: each.cpu() for name, each in tensors.items() if each is not None}
+        return replace(self, tensors={**self.tensors, **given})
 
-    def check_weights(self, here: Sequence[str]) -> None:
-        """Raises ConfigError for other weights, of all blocks; see `transformer.weights_digest`."""
-        if self.model["weights"] != list(here):
-            raise ConfigError(
-                "the snapshot is of other weights than those that are loaded, though of the same kind of model; load "
-                "it into those that it was saved with"
-            )
-
-    def with_pictures(self, pictures: Iterable[NDArray[np.uint8]]) -> Snapshot:
+    def with_pictures(self, pictures: Sequence[NDArray[np.uint8]]) -> Snapshot:
         """The same with pictures uint8 `[H, W, 3]` that were made and not taken yet."""
-        waiting = [torch.from_numpy(np.ascontiguousarray(each)) for each in pictures]
-        return replace(self, tensors={**self.tensors, **({_PICTURES: torch.stack(waiting)} if waiting else {})})
+        return self.with_loose(pictures=torch.from_numpy(np.stack(pictures))) if pictures else self
 
+    @property
     def pictures(self) -> list[NDArray[np.uint8]]:
         """Those pictures."""
-        return list(self.tensors[_PICTURES].numpy()) if _PICTURES in self.tensors else []
+        return list(self.tensors["pictures"].numpy()) if "pictures" in self.tensors else []
 
-    def with_given(self, latents: Tensor | None, embeddings: Tensor | None) -> Snapshot:
-        """The same with latents `[n, C, F, h, w]` and a prompt's embeddings that a reset begins with; None: with none
-        of them."""
-        given = {_START: latents, _EMBEDS: embeddings}
-        there = {name: each.cpu() for name, each in given.items() if each is not None}
-        return replace(self, tensors={**self.tensors, **there}) if there else self
-
-    def given(self) -> tuple[Tensor | None, Tensor | None]:
-        """Those latents and embeddings."""
-        return self.tensors.get(_START), self.tensors.get(_EMBEDS)
-
-    def with_video(self, video: GivenVideo | None) -> Snapshot:
-        """The same with the video that the session was opened with."""
-        if video is None:
-            return self
-        levels = torch.tensor(video.levels, dtype=torch.float64)
-        return replace(self, tensors={**self.tensors, _VIDEO: video.latents.cpu(), _LEVELS: levels})
-
+    @property
     def video(self) -> GivenVideo | None:
-        """That video, after `check_loose`."""
-        if _VIDEO not in self.tensors:
+        """The video that the session was opened with."""
+        if "video" not in self.tensors:
             return None
-        return GivenVideo(self.tensors[_VIDEO], tuple(self.tensors[_LEVELS].tolist()))
+        return GivenVideo(self.tensors["video"], tuple(self.tensors["video_levels"].tolist()))
 
     def check_loose(self, spec: ModelSpec) -> None:
-        """Raises ConfigError where tensors that no tree names are not such as this model has."""
-        shapes, session = self.outline, self.about.get("session")
-        pictures, video = shapes.get(_PICTURES), shapes.get(_VIDEO)
-        count = 0 if video is None or not video.ndim else len(video)
-        known: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = (
-            (_START, (spec.first_chunks, *spec.chunk_shape), torch.float32),
-            (_EMBEDS, spec.text_shape, torch.float32),
-            (_VIDEO, (count, *spec.chunk_shape), torch.float32),
-            (_LEVELS, (count,), torch.float64),
-        )
-        for name, expected_shape, dtype in known:
-            expected, found = torch.empty(expected_shape, dtype=dtype, device=META), shapes.get(name)
-            if found is not None and described(found) != described(expected):
-                raise ConfigError(f"{name} is {described(found)} in the snapshot, but {described(expected)} here")
-        levels = self.tensors.get(_LEVELS, torch.ones(count))
-        if (_VIDEO in shapes) != (_LEVELS in shapes) or not bool(((levels > 0) & (levels <= 1)).all()):
-            raise ConfigError(f"{_VIDEO} and {_LEVELS} go together in a snapshot, levels above 0 and at most 1")
-        most = session["_made_frames"] if isinstance(session, dict) else 0
-        shape = (spec.height, spec.width, 3)
-        if pictures is not None and (
-            pictures.dtype != torch.uint8 or pictures.shape[1:] != shape or not 0 < len(pictures) <= most
-        ):
-            raise ConfigError(
-                f"{_PICTURES} is {described(pictures)} in the snapshot; it can be uint8 {['n', *shape]}, of n frames "
-                f"from 1 to the {most} that were made"
-            )
+        """Raises ConfigError where tensors of LOOSE are not such as this model has."""
+        found = {name: each for name, each in self.outline.items() if name in LOOSE}
+        count = {name: len(each) if each.ndim else 0 for name, each in found.items()}
+        known = {
+            "start": torch.empty(spec.first_chunks, *spec.chunk_shape, device=META),
+            "prompt_embeds": torch.empty(spec.text_shape, device=META),
+            "video": torch.empty(count.get("video", 0), *spec.chunk_shape, device=META),
+            "video_levels": torch.empty(count.get("video", 0), dtype=torch.float64, device=META),
+            "pictures": torch.empty(
+                count.get("pictures", 0), spec.height, spec.width, 3, dtype=torch.uint8, device=META
+            ),
+        }
+        for name, each in found.items():
+            if described(each) != described(known[name]):
+                raise ConfigError(f"{name} is {described(each)} in the snapshot, but {described(known[name])} here")
+        levels = self.tensors.get("video_levels", torch.ones(1))
+        if ("video" in found) != ("video_levels" in found) or not bool(((levels > 0) & (levels <= 1)).all()):
+            raise ConfigError("video and video_levels go together in a snapshot, levels above 0 and at most 1")
 
     def write(self, path: Path) -> None:
         """Write it whole, or nothing.
@@ -211,10 +173,10 @@ class Snapshot(SnapshotHeader):
             )
         file.write(header)
         for name, tensor in tensors:
-            digest, content = hashlib.sha256(), tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-            for at in range(0, len(content), _PIECE_BYTES):
-                file.write(content[at : at + _PIECE_BYTES])
-                digest.update(content[at : at + _PIECE_BYTES])
+            digest = hashlib.sha256()
+            for piece in pieces(tensor.contiguous(), _PIECE_BYTES):
+                file.write(piece)
+                digest.update(piece)
             digests[name] = digest.hexdigest()
         file.seek(0)
         file.write(packed_header({"__metadata__": self._metadata(digests), **entries}))
@@ -222,32 +184,38 @@ class Snapshot(SnapshotHeader):
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, name: str = "the snapshot") -> Snapshot:
         """The snapshot in a file's content, which errors call `name`. Of its tensors nothing is read before they are
-        asked for. Raises ConfigError as `read` does."""
-        header, entries = read_entries(data, name)
+        asked for. Raises ConfigError as `read_header`."""
+        header, entries = read_header(data, name)
         return cls(**vars(header), tensors=FileTensors(data, entries))
 
     def _metadata(self, digests: Mapping[str, str]) -> dict[str, str]:
         """`digests`: SHA-256 of each tensor's bytes, in hexadecimal."""
-        parts = {"model": self.model, "session": self.session, "trees": self.trees, "about": self.about}
+        parts = {"model": self.model, "session": asdict(self.session), "trees": self.trees, "about": self.about}
         header = json.dumps({"streamdiff": __version__, **parts, "digests": digests})
         return {"kind": KIND, "format": str(FORMAT), "header": header}
 
-    @classmethod
-    def read(cls, path: Path) -> Snapshot:
-        """The snapshot in a file, which is not to be changed meanwhile; see `from_bytes`.
 
-        Raises:
-            ConfigError: nothing there, no snapshot, a damaged one, or one of another format.
-        """
-        try:
-            with path.open("rb") as file:
-                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        except (OSError, ValueError) as error:  # an empty file cannot be mapped
-            raise ConfigError(f"{path}: not a readable snapshot: {error}") from None
-        return cls.from_bytes(data, str(path))
+def mapped(path: Path) -> memoryview:
+    """The content of a snapshot's file, which is not to be changed meanwhile. Raises ConfigError for what cannot be
+    read."""
+    try:
+        with path.open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        raise ConfigError(f"{path}: not a readable snapshot: {error}") from None
 
 
-def model_facts(spec: ModelSpec, dtype: object, weights: Sequence[str]) -> dict[str, Any]:
-    """What must be the same where a session goes on, as JSON has it: the model's facts, and digests of its blocks."""
-    facts: dict[str, Any] = json.loads(json.dumps({**asdict(spec), "dtype": str(dtype), "weights": list(weights)}))
+def model_facts(spec: ModelSpec, dtype: object) -> dict[str, Any]:
+    """What must be the same where a session goes on, as JSON has it, but for its `weights`, digests of its blocks."""
+    facts: dict[str, Any] = json.loads(json.dumps({**asdict(spec), "dtype": str(dtype)}))
     return facts
+
+
+def check_model(theirs: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the first of a snapshot's `model_facts` that is another one here, by its name."""
+    for name in sorted({*theirs, *here} - {"weights"}):
+        if theirs.get(name) != here.get(name):
+            raise ConfigError(
+                f"{name} is {theirs.get(name)} in the snapshot, but {here.get(name)} here; a session goes on only in "
+                "the model, size and window that it was saved in"
+            )

@@ -7,170 +7,63 @@ part, a piece at a time (`StageSaving`); then it goes on, and a thread puts the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from streamdiff.core import Frames, StreamProgress
+from streamdiff.core import Chunk, Frames
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.autoencoder.picture_decoder import memory_outlines
 from streamdiff.models.model import Model
 from streamdiff.pipeline.decode.decode_worker import SavedMemory
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate
 from streamdiff.pipeline.distributed.state_exchange import State, stage_key, ticket_key
-from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.runner.model_runner import StageState
-from streamdiff.pipeline.runner.sampler import PendingSteps
-from streamdiff.pipeline.snapshot.checks import (
-    HeadState,
-    Opened,
-    check_content,
-    check_memory,
-    check_session,
-    opened_with,
-)
-from streamdiff.pipeline.snapshot.file import LOOSE, Snapshot, model_facts
+from streamdiff.pipeline.snapshot.checks import HeadState, load_head, unfinished
+from streamdiff.pipeline.snapshot.file import Snapshot, check_model, model_facts
 from streamdiff.pipeline.snapshot.swapping import occupied
 from streamdiff.session_state import walk
 from streamdiff.session_state.swap_store import HostCopy
+from streamdiff.snapshot_header import OpenedWith
 
 if TYPE_CHECKING:
+    from streamdiff.pipeline.ring import Ring
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+
+_REST_WAIT_S = 0.1
+"""How long a step waits for frames while a session comes to rest."""
+_LOOK_S = 0.002
 
 
 @dataclass(frozen=True)
-class StageStates:
-    """The stages' states of a session, in host memory: by stage, first to last, one for each rank that shares it; and
-    digests of the weights of all blocks."""
+class SavedParts:
+    """What all ranks have of a session, in host memory: by stage, first to last, the parts of the ranks that share it;
+    digests of the weights of all blocks; and what the head and the decoder have."""
 
-    parts: Sequence[Sequence[StageState]]
+    stages: Sequence[Sequence[StageState]]
     weights: Sequence[str]
-
-    @staticmethod
-    def are_there(ring: Ring, ticket: int) -> bool:
-        """Whether all states that `MessageKind.SAVE` puts into the ring's exchange are there."""
-        return all(ring.stage.exchange.holds(key) for keys in _keys(ring, ticket) for key in keys)
-
-    @classmethod
-    def take(cls, ring: Ring, ticket: int) -> StageStates:
-        """Take these states. Raises ConfigError where a stage has no such session: opening it failed there, or it has
-        ended or begun afresh."""
-        taken = [[ring.stage.exchange.take(key) for key in keys] for keys in _keys(ring, ticket)]
-        broken = [tree["broken"] for there in taken for _, tree in there if "broken" in tree]
-        if broken:
-            raise ConfigError(broken[0])
-        parts = [[walk.restored(tensors, tree["state"]) for tensors, tree in there] for there in taken]
-        return cls(parts, [digest for there in taken for digest in there[0][1]["weights"]])
+    head: State
+    decoder: State
 
     @property
-    def merged(self) -> StageState:
-        """One state with all layers and heads."""
-        return walk.joined([walk.with_all_heads(shares) for shares in self.parts])
+    def whole(self) -> StageState:
+        """The stages' parts as one with all layers and heads."""
+        return walk.joined([walk.joined(shares, "heads") for shares in self.stages], "layers")
 
-    @property
-    def merged_outline(self) -> StageState:
-        """The same without content."""
-        return StageStates([[walk.to_device(each, walk.META) for each in part] for part in self.parts], ()).merged
-
-    def replaced(self, whole: StageState) -> StageStates:
-        """The same stages and ranks with their layers and heads of `whole`. Mutates: self.
-
-        Raises:
-            ConfigError: it is of other sizes.
-        """
+    def cut(self, whole: StageState) -> list[list[StageState]]:
+        """A state with all layers and heads as parts for the same stages and ranks: views."""
         first, stages = 0, []
-        for shares in self.parts:
-            last = first + shares[0].state.key.shape[1]
-            own = walk.layers_of(whole, first, last)
-            cut = [walk.heads_of(own, share, len(shares)) for share in range(len(shares))]
-            stages.append([walk.load(part, *walk.save(each)) for part, each in zip(shares, cut, strict=True)])
+        for shares in self.stages:
+            last, heads = first + shares[0].state.key.shape[1], shares[0].state.key.shape[4]
+            layers = walk.cut(whole, "layers", first, last)
+            stages.append([walk.cut(layers, "heads", at * heads, (at + 1) * heads) for at in range(len(shares))])
             first = last
-        return StageStates(stages, self.weights)
-
-    def give(self, ring: Ring) -> None:
-        """Put the states into the ring's exchange for `MessageKind.LOAD`."""
-        for stage, shares in enumerate(self.parts):
-            for share, part in enumerate(shares):
-                ring.stage.exchange.put(stage_key(stage, share), walk.save(part))
-
-
-def _keys(ring: Ring, ticket: int) -> list[list[str]]:
-    """Exchange keys of the states saved by a ticket, by stage and share."""
-    return [
-        [ticket_key(stage_key(stage, share), ticket) for share in range(ring.stage.shares)]
-        for stage in range(ring.stage.stages)
-    ]
-
-
-def collect(
-    model: Model, stages: StageStates, head: State, stream: State, decoder: State, opened: Mapping[str, Any]
-) -> Snapshot:
-    """The snapshot of a session, of its parts at one moment; `opened` as `opened_with` has it."""
-    states = {
-        "stages": walk.save(stages.merged, "stages"),
-        "head": head,
-        "stream": stream,
-        "decoder": walk.save(walk.restored(*decoder), "decoder"),
-    }
-    return Snapshot(
-        model_facts(model.spec, model.denoiser.dtype, stages.weights),
-        opened,
-        {name: tree for name, (_, tree) in states.items()},
-        about={},
-        tensors={name: tensor for tensors, _ in states.values() for name, tensor in tensors.items()},
-    )
-
-
-def restore_into_ring(
-    snapshot: Snapshot,
-    ring: Ring,
-    model: Model,
-    stream: StreamProgress,
-    decoder: Sequence[Any],
-    ticket: int,
-) -> PendingSteps | None:
-    """Restore a snapshot into a session that was opened as it says, whose blank states the stages have saved under
-    `ticket`: load rank 0's part, and put those of the stages into the exchange. `decoder`: outlines that its memory may
-    have. Returns the change of steps that is still to come. Mutates: ring, stream.
-
-    Raises:
-        ConfigError: other weights, sizes, or anything else that cannot be; nothing is left for the stages then.
-    """
-    stages, tensors, trees = StageStates.take(ring, ticket), snapshot.tensors, snapshot.trees
-    snapshot.check_weights(stages.weights)
-    head = head_state(ring, stream.session)
-    pictures = (None, *remembered(model)) if model.first_frame_reencoder is not None else (None,)
-    opened = Opened(model.spec, head, stages.merged_outline, stream, pictures)
-    check_session(snapshot, opened, LOOSE)
-    snapshot.check_loose(model.spec)
-    check_memory(snapshot.outline, trees["decoder"], decoder, "decoder")
-    check_content(tensors, trees, head.sampler.geometry)
-    stages = stages.replaced(walk.restored(tensors, trees["stages"]))
-    head = walk.load(head, tensors, trees["head"], ring.stage.device)
-    walk.load(stream, tensors, trees["stream"])
-    stages.give(ring)
-    return head.pending
-
-
-def remembered(model: Model) -> list[Any]:
-    """What the decoder of `first_frame_reencoder` may remember, as outlines."""
-    reencoder = model.first_frame_reencoder
-    assert reencoder is not None
-    latents = torch.zeros(model.spec.chunk_shape, device=reencoder.decoder.device)
-    return memory_outlines(reencoder.new_memory, lambda memory: reencoder.decoder.decode_video(latents[None], memory),
-                           model.spec.chunk_latents)  # fmt: skip
-
-
-def resume(ring: Ring, session: int, change: PendingSteps | None) -> None:
-    """Let a session go on whose state has been loaded everywhere, with this change of steps to come. Mutates: ring."""
-    if change is not None:
-        ring.changes[session] = change
-    ring.sampler.restore(session)
-    ring.scheduler.hold(session, False)
+        return stages
 
 
 def head_state(ring: Ring, session: int) -> HeadState:
@@ -178,24 +71,34 @@ def head_state(ring: Ring, session: int) -> HeadState:
     return HeadState(ring.scheduler.session(session), ring.sampler.sessions[session], ring.changes.get(session))
 
 
-_REST_WAIT_S = 0.1
-"""How long a step waits for frames while a session comes to rest."""
-_LOOK_S = 0.002
+def _keys(ring: Ring) -> list[list[str]]:
+    """Exchange keys of the ranks, by stage and share."""
+    return [[stage_key(stage, share) for share in range(ring.stage.shares)] for stage in range(ring.stage.stages)]
+
+
+def _remembered(model: Model) -> list[Any]:
+    """What the autoencoder that encodes the past again may remember, as outlines."""
+    if (reencoder := model.first_frame_reencoder) is None:
+        return [None]
+    latents = torch.zeros(model.spec.chunk_shape, device=reencoder.decoder.device)
+    decode = reencoder.decoder.decode_video
+    outlines = memory_outlines(
+        reencoder.new_memory, lambda memory: decode(latents[None], memory), model.spec.chunk_latents
+    )
+    return [None, *outlines]
 
 
 @dataclass
 class _Saving:
-    """A session that is being saved: copies of the head's part, and the future result in `made`. `held`: it stays held
-    after the copy; `forgotten`: it has ended or begun afresh."""
+    """A session that is being saved: a copy of the head's part, and the future result in `made`, which `finish` makes
+    of the parts. `blank`: only the outline of the stages' parts counts, and it stays held; `forgotten`: it has ended or
+    begun afresh."""
 
     session: int
     head: HostCopy
-    stream: HostCopy
-    opened: dict[str, Any]
-    video: GivenVideo | None
     decoder: SavedMemory
-    finish: Callable[[Snapshot], Any]
-    held: bool
+    finish: Callable[[SavedParts], Any]
+    blank: bool
     forgotten: bool = False
     made: Future[Any] | None = None
 
@@ -205,9 +108,8 @@ class RingSaving:
 
     def __init__(self, pipeline: StreamingPipeline) -> None:
         self._pipeline = pipeline
-        self.savings: dict[int, _Saving] = {}  # by ticket
-        self.blank: set[int] = set()  # tickets of sessions to be loaded, whose parts are still copied
-        # While there are any of both, `advance` has work.
+        self.savings: dict[int, _Saving] = {}
+        """By ticket; while there are any, `advance` has work."""
         self._ended = threading.Event()
         self._together = ThreadPoolExecutor(1, "snapshots", initializer=lambda: torch.set_num_threads(1))
 
@@ -220,64 +122,26 @@ class RingSaving:
         swapping = self._pipeline.swapping
         return swapping.at_rest(session) and not swapping.is_coming(session)
 
-    def begin(
-        self, session: int, finish: Callable[[Snapshot], Any] = lambda snapshot: snapshot, held: bool = False
-    ) -> int:
-        """Save a session that `comes_to_rest` as it is now; it goes on as soon as it is copied, with `held` when it is
-        done. Returns a number under which `take_done` will give what `finish`, on a thread, makes of the snapshot.
+    def begin(self, session: int, finish: Callable[[Snapshot], Any] = lambda snapshot: snapshot) -> int:
+        """Save a session that `comes_to_rest` as it is now; it goes on as soon as it is copied. Returns a number under
+        which `take_done` will give what `finish`, on a thread, makes of the snapshot.
 
         Raises:
             ConfigError: its noise was given as tensors; it goes on.
         """
-        stream, head = self._pipeline.streams[session], head_state(self._pipeline, session)
+        video = self._pipeline.sampler.sessions[session].video
         try:
-            opened = opened_with(head)
+            opened = head_state(self._pipeline, session).opened_with
         except ConfigError:
             self._let_go(session)
             raise
-        ticket, copies = next(self._pipeline.swapping.tickets), self._pipeline.stage.swaps.copies
-        parts = HostCopy(copies, head, "head"), HostCopy(copies, stream, "stream")
-        for part in parts:
-            part.go_on()
-        copies.follow()
-        decoder = self._pipeline.decoding.save(stream.number)
-        video = self._pipeline.sampler.sessions[session].video
-        self.savings[ticket] = _Saving(session, *parts, opened, video, decoder, finish, held)
-        self._pipeline.tell(MessageKind.SAVE, SessionUpdate(session, ticket))
-        return ticket
+        return self._copy(session, lambda parts: finish(self._snapshot(parts, opened, video)))
 
     def take_done(self) -> list[tuple[int, Any]]:
         """What has been saved, by the numbers of `begin`; a ConfigError where it ended or began afresh before it
         was copied. Told once."""
         done = [ticket for ticket, saving in self.savings.items() if saving.made is not None and saving.made.done()]
         return [(ticket, self._taken(ticket)) for ticket in done]
-
-    def save(self, session: int) -> tuple[Snapshot, list[Frames]]:
-        """A session as it is now. What it has in flight comes back first, and it goes on afterwards as if nothing had
-        been; with frames that came meanwhile, after which the snapshot is taken.
-
-        Raises:
-            ConfigError: its noise was given as tensors.
-            RequestError: it fails on the way.
-            EngineFailure: as `step`.
-        """
-        frames = self._pipeline.swapping.await_return(session)
-        try:
-            while not self.comes_to_rest(session):
-                frames += self._pipeline.step(_REST_WAIT_S)
-            self._check_well(session)
-            ticket = self.begin(session, held=True)
-        except (ConfigError, RequestError):
-            self._pipeline.undelivered += frames
-            raise
-        while (made := self.savings[ticket].made) is None or not made.done():
-            frames += self._pipeline.step(_REST_WAIT_S)
-        saved = self._taken(ticket)
-        self._let_go(session)
-        if isinstance(saved, ConfigError):
-            self._pipeline.undelivered += frames
-            raise saved
-        return saved, frames
 
     def copies(self, session: int) -> bool:
         """Whether a session is being saved, and not done."""
@@ -288,43 +152,16 @@ class RingSaving:
         """Have the next pieces copied; whether any are still to be. Mutates: self, ring."""
         more = False
         for answer in self._pipeline.take_answers(MessageKind.SAVE):
-            ticket, saving = answer.epoch, self.savings.get(answer.epoch)
+            ticket, saving = answer.epoch, self.savings[answer.epoch]
             if answer.outcome is Outcome.NOT_YET:
                 self._pipeline.tell(MessageKind.SAVE, SessionUpdate(answer.session, ticket))
                 more = True
-            elif saving is None:
-                self.blank.discard(ticket)
-            else:
-                saving.made = self._together.submit(self._put_together, ticket, saving)
-                saving.made.add_done_callback(lambda _: self._pipeline.wake())
-                if not (saving.held or saving.forgotten):
-                    self._let_go(saving.session)
+                continue
+            saving.made = self._together.submit(self._put_together, ticket, saving)
+            saving.made.add_done_callback(lambda _: self._pipeline.wake())
+            if not (saving.blank or saving.forgotten):
+                self._let_go(saving.session)
         return more
-
-    def _put_together(self, ticket: int, saving: _Saving) -> Any:
-        """On the thread. Raises ConfigError where a stage had no such session any more."""
-        decoder = None
-        while decoder is None or not StageStates.are_there(self._pipeline, ticket):
-            decoder = saving.decoder() if decoder is None else decoder  # gone once it is taken
-            if self._ended.wait(_LOOK_S):
-                raise ConfigError("the engine ends")
-        stages = StageStates.take(self._pipeline, ticket)
-        if "broken" in decoder[1]:
-            raise ConfigError(decoder[1]["broken"])
-        head, stream = saving.head.result(), saving.stream.result()
-        whole = collect(self._pipeline.model, stages, head, stream, decoder, saving.opened)
-        return saving.finish(whole.with_video(saving.video))
-
-    def _taken(self, ticket: int) -> Any:
-        made = self.savings.pop(ticket).made
-        assert made is not None
-        error = made.exception()
-        if error is not None and not isinstance(error, ConfigError):
-            raise error
-        return error or made.result()
-
-    def _let_go(self, session: int) -> None:
-        self._pipeline.scheduler.hold(session, self._pipeline.swapping.is_away(session))
 
     def forget(self, session: int) -> None:
         """The session ends, or begins afresh. Mutates: self."""
@@ -336,6 +173,67 @@ class RingSaving:
         self._ended.set()
         self._pipeline.stage.exchange.close()
         self._together.shutdown(wait=False, cancel_futures=True)
+
+    def _copy(self, session: int, finish: Callable[[SavedParts], Any], blank: bool = False) -> int:
+        """Have a session at rest copied on all ranks; returns its ticket. Mutates: self, ring."""
+        ring = self._pipeline
+        ticket, copies = next(ring.swapping.tickets), ring.stage.swaps.copies
+        head = HostCopy(copies, head_state(ring, session), "head")
+        head.go_on()
+        copies.follow()
+        decoder = self._pipeline.decoding.save(self._pipeline.streams[session].number)
+        self.savings[ticket] = _Saving(session, head, decoder, finish, blank)
+        ring.tell(MessageKind.SAVE, SessionUpdate(session, ticket))
+        return ticket
+
+    def _put_together(self, ticket: int, saving: _Saving) -> Any:
+        """On the thread. Raises ConfigError where a stage has no such session any more."""
+        exchange = self._pipeline.stage.exchange
+        keys = [[ticket_key(key, ticket) for key in shares] for shares in _keys(self._pipeline)]
+        decoder = None
+        while decoder is None or not all(exchange.holds(key) for shares in keys for key in shares):
+            decoder = saving.decoder() if decoder is None else decoder  # gone once it is taken
+            if self._ended.wait(_LOOK_S):
+                raise ConfigError("the engine ends")
+        taken = [[exchange.take(key) for key in shares] for shares in keys]
+        trees = [decoder[1], *(tree for shares in taken for _, tree in shares)]
+        if broken := [tree["broken"] for tree in trees if "broken" in tree]:
+            raise ConfigError(broken[0])
+        device = walk.META if saving.blank else walk.CPU
+        stages = [[walk.restored(tensors, tree["state"], device) for tensors, tree in shares] for shares in taken]
+        weights = [digest for shares in taken for digest in shares[0][1]["weights"]]
+        return saving.finish(SavedParts(stages, weights, saving.head.result(), decoder))
+
+    def _snapshot(self, parts: SavedParts, opened: OpenedWith, video: GivenVideo | None) -> Snapshot:
+        """The snapshot of a session, of its parts at one moment."""
+        model = self._pipeline.model
+        states = {
+            "stages": walk.save(parts.whole, "stages", Tensor.contiguous),
+            "head": parts.head,
+            "decoder": walk.save(walk.restored(*parts.decoder), "decoder", Tensor.contiguous),
+        }
+        snapshot = Snapshot(
+            model_facts(model.spec, model.denoiser.dtype) | {"weights": parts.weights},
+            opened,
+            {name: tree for name, (_, tree) in states.items()},
+            about={},
+            tensors={name: tensor for tensors, _ in states.values() for name, tensor in tensors.items()},
+        )
+        if video is None:
+            return snapshot
+        levels = torch.tensor(video.levels, dtype=torch.float64)
+        return snapshot.with_loose(video=video.latents, video_levels=levels)
+
+    def _taken(self, ticket: int) -> Any:
+        made = self.savings.pop(ticket).made
+        assert made is not None
+        error = made.exception()
+        if error is not None and not isinstance(error, ConfigError):
+            raise error
+        return error or made.result()
+
+    def _let_go(self, session: int) -> None:
+        self._pipeline.scheduler.hold(session, self._pipeline.swapping.is_away(session))
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
@@ -351,60 +249,73 @@ class RingSaving:
             RequestError: it is of another model, other weights or sizes, or does not fit in; nothing is open then.
             EngineFailure: as `step`.
         """
-        frames: list[Frames] = []
+        pipeline, opened = self._pipeline, snapshot.session
+        spec, frames = pipeline.model.spec, list[Frames]()
         try:
-            snapshot.check_model(self._pipeline.model.spec, self._pipeline.model.denoiser.dtype)
-            opened = snapshot.session
-            self._pipeline.open(
-                session, torch.zeros(self._pipeline.model.spec.text_shape), seed=opened["seed"], epoch=opened["epoch"],
-                steps=opened["steps"], kv_context=opened["kv_context"],
+            check_model(snapshot.model, model_facts(spec, pipeline.model.denoiser.dtype))
+            pipeline.open(
+                session, torch.zeros(spec.text_shape), seed=opened.seed, epoch=opened.epoch, steps=opened.steps,
+                kv_context=opened.kv_context,
             )  # fmt: skip
-            ticket = next(self._pipeline.swapping.tickets)
-            self.blank.add(ticket)
-            frames += self._ask(MessageKind.SAVE, session, ticket)
-            while ticket in self.blank or not StageStates.are_there(self._pipeline, ticket):
-                frames += self._pipeline.step(_LOOK_S)
-            stream = self._pipeline.streams[session]
-            change = restore_into_ring(
-                snapshot,
-                self._pipeline,
-                self._pipeline.model,
-                stream,
-                self._pipeline.decoding.outlines(self._pipeline.model.spec.chunk_shape),
-                ticket,
-            )
-            self._pipeline.decoding.load(stream.number, (snapshot.tensors, snapshot.trees["decoder"]))
-            frames += self._ask(MessageKind.LOAD, session)
-        except (ConfigError, RequestError) as error:
-            self._pipeline.undelivered += frames
-            if session in self._pipeline.streams:
-                self._pipeline.close_session(session)
+            while not self.comes_to_rest(session):
+                frames += pipeline.step(_REST_WAIT_S)
+            saving = self.savings[ticket := self._copy(session, lambda parts: parts, blank=True)]
+            while saving.made is None or not saving.made.done():
+                frames += pipeline.step(_REST_WAIT_S)
+            if isinstance(blank := self._taken(ticket), ConfigError):
+                raise blank
+            self._put_back(session, snapshot, blank)
+            pipeline.tell(MessageKind.LOAD, SessionUpdate(session))
+            while occupied(pipeline, session):
+                frames += pipeline.step(_REST_WAIT_S)
+            if session in pipeline.failed:
+                raise ConfigError("the session has failed meanwhile")
+        except (ConfigError, RequestError, RecursionError) as error:
+            pipeline.undelivered += frames
+            if session in pipeline.streams:
+                pipeline.close_session(session)
             if isinstance(error, RequestError):
                 raise
             raise RequestError("snapshot", str(error)) from error
-        video = snapshot.video()
-        self._pipeline.sampler.sessions[session].video = (
-            None if video is None else video.on(self._pipeline.sampler.device)
-        )
-        resume(self._pipeline, session, change)
+        pipeline.scheduler.hold(session, False)
         return frames
 
-    def _ask(self, kind: MessageKind, session: int, ticket: int = 0) -> list[Frames]:
-        """Hold a session, tell all stages, and go on until nothing of it is in the ring or decoding. Returns frames
-        that came meanwhile. Raises RequestError where it fails on the way."""
-        frames: list[Frames] = []
-        self._pipeline.scheduler.hold(session, True)
-        self._pipeline.tell(kind, SessionUpdate(session, ticket))
-        while occupied(self._pipeline, session) or self._pipeline.streams[session].decoding:
-            frames += self._pipeline.step(_REST_WAIT_S)
-        try:
-            self._check_well(session)
-        except RequestError:
-            self._pipeline.undelivered += frames
-            raise
-        return frames
+    def _put_back(self, session: int, snapshot: Snapshot, blank: SavedParts) -> None:
+        """Put a snapshot into a session that was opened as it says, of which `blank` was saved: the head's and the
+        decoder's part now, and those of the stages into the exchange. Mutates: ring, the session's stream.
 
-    def _check_well(self, session: int) -> None:
-        """Raises RequestError where a session has failed."""
-        if session in self._pipeline.failed:
-            raise RequestError("session", "the session has failed meanwhile")
+        Raises:
+            ConfigError: other weights, sizes, or anything else that cannot be; nothing is left for the stages then.
+        """
+        pipeline, model = self._pipeline, self._pipeline.model
+        if snapshot.model.get("weights") != blank.weights:
+            raise ConfigError(
+                "the snapshot is of other weights than those that are loaded, though of the same kind of model; load "
+                "it into those that it was saved with"
+            )
+        head, stream, tensors = head_state(pipeline, session), pipeline.streams[session], snapshot.tensors
+        decoder = pipeline.decoding.outlines(model.spec.chunk_shape)
+        load_head(snapshot, model.spec, head, blank.whole, _remembered(model), decoder, pipeline.stage.device)
+        trees = snapshot.trees
+        for keys, parts in zip(_keys(pipeline), blank.cut(walk.restored(tensors, trees["stages"])), strict=True):
+            for key, part in zip(keys, parts, strict=True):
+                pipeline.stage.exchange.put(key, walk.save(part, fetch=Tensor.contiguous))
+        if head.pending is not None:
+            pipeline.changes[session] = head.pending
+        if (video := snapshot.video) is not None:
+            pipeline.sampler.sessions[session].video = video.on(pipeline.sampler.device)
+        pipeline.decoding.load(stream.number, (tensors, trees["decoder"]))
+        scheduled = head.scheduled
+        for number, epoch in unfinished(scheduled).items():
+            cost = (scheduled.steps + scheduled.extra(number) + 1) / (pipeline.info.steps + 1)
+            stream.chunks[number] = Chunk(epoch, cost)
+            stream.ahead_frames += pipeline.info.chunk_frames
+
+    def progress(self, session: int) -> tuple[int, int, int, bool]:
+        """Of a session that was loaded: the last chunk whose frames have come, the epoch of the next one that comes,
+        the latest epoch that it knows, and whether it is paused."""
+        scheduled, chunks = self._pipeline.scheduler.session(session), self._pipeline.streams[session].chunks
+        change = self._pipeline.changes.get(session)
+        latest = scheduled.epoch if change is None else max(scheduled.epoch, change.epoch)
+        oldest = min((chunk.epoch for chunk in chunks.values()), default=latest)
+        return min(chunks, default=scheduled.next_chunk) - 1, oldest, latest, scheduled.paused

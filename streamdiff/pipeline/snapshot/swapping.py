@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from streamdiff.core import Frames
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.ring import Ring
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-
-_COMING_WAIT_S = 0.01
 
 
 @dataclass
@@ -59,11 +56,7 @@ class RingSwapping:
         swaps = self._pipeline.stage.swaps
         if session in self.away or self._pipeline.saving.copies(session):
             return False
-        return (
-            swaps.takes(0)
-            if self._pipeline.budget is None
-            else self._pipeline.budget.away_fits(session, swaps.spills, returning)
-        )
+        return self._pipeline.budget is None or self._pipeline.budget.away_fits(session, swaps.spills, returning)
 
     def swap_out(self, session: int) -> None:
         """Give a session's device memory back, of one that `can_swap_out`; it makes nothing until `swap_in`. What is in
@@ -152,13 +145,6 @@ class RingSwapping:
         if not away.decoder_out and not stream.decoding and not occupied(self._pipeline, session):
             away.decoder_out = True
             self._pipeline.decoding.swap_out(stream.number)
-
-    def await_return(self, session: int) -> list[Frames]:
-        """Go on until a session that is on its way is back; frames that came meanwhile."""
-        frames: list[Frames] = []
-        while self.is_coming(session):
-            frames += self._pipeline.step(_COMING_WAIT_S)
-        return frames
 
     def forget(self, session: int) -> None:
         """The session begins afresh, or ends. Mutates: self."""

@@ -40,6 +40,7 @@ from streamdiff.server.load import Unavailable
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.media.encoder import Picture, as_rgb
 from streamdiff.server.metrics import Metrics
+from streamdiff.server.peers import share_of
 from streamdiff.video.files import write_video
 
 logger = logging.getLogger(__name__)
@@ -52,15 +53,14 @@ ENGINE_RETRY_S = 1.0
 DISK_RETRY_S = 10.0
 TELL_S = 60.0
 """How often the log says that the disk has no room."""
-LONGEST_HOUSEKEEPING_S = 60.0
+EXPIRE_S = 60.0
+"""How often jobs that have been kept long enough are deleted."""
 NICENESS = 10
+"""How much less of the CPU an encoder gets than the server's other threads, where they compete (Linux)."""
 QUEUE = 64
 """Jobs that wait or run, at most."""
-KEEP_S = 86_400.0
-"""Seconds after its end at which a job and its video are deleted."""
 LONGEST_JOB_S = 60.0
 """Of a job's video, at the model's own rate."""
-"""How much less of the CPU an encoder gets than the server's other threads, where they compete (Linux)."""
 
 _T = TypeVar("_T")
 
@@ -74,43 +74,6 @@ def _yield_to_others() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-class VideoFile:
-    """One video. `put` and `abort` from any thread; `write` on a thread of its own, once."""
-
-    def __init__(self, path: Path, fps: float, frames: int, encoded: Callable[[int], object]) -> None:
-        """`frames` are expected; `encoded` is called on the writing thread with the number of frames encoded so far."""
-        self._path, self._fps, self._frames, self._encoded = path, fps, frames, encoded
-        self._pictures: queue.SimpleQueue[Picture | None] = queue.SimpleQueue()
-
-    def put(self, pictures: NDArray[np.uint8]) -> None:
-        """The next pictures, uint8 `[n, *P]`, P as in `streamdiff.video.pixel_format`. Never waits: whoever makes them
-        is told by `encoded` how many may come."""
-        for picture in pictures:
-            self._pictures.put(picture)
-
-    def abort(self) -> None:
-        """Let `write` end without a file."""
-        self._pictures.put(None)
-
-    def write(self) -> None:
-        """Encode until all frames have come; the file has its name when it is complete and on the disk.
-
-        Raises:
-            EncodingAborted: `abort` came first.
-            OSError, FFmpegError: it cannot be written.
-        """
-        write_video(self._path, self._rgb(), self._fps, private=True)
-        sync(self._path)
-
-    def _rgb(self) -> Iterator[NDArray[np.uint8]]:
-        for number in range(self._frames):
-            picture = self._pictures.get()
-            if picture is None:
-                raise EncodingAborted("the video was given up")
-            yield as_rgb(picture)
-            self._encoded(number + 1)
-
-
 class _RequeueJob(Exception):
     """A job returns to the queue. `attempt`: what happened counts as one that it did not end; `wait_s`: no job begins
     for so long."""
@@ -122,11 +85,13 @@ class _RequeueJob(Exception):
 
 @dataclass(eq=False)
 class _Run:
-    """A job that is being made. `inbox` takes its session's events, and how many frames are encoded."""
+    """A job that is being made. `inbox` takes its session's events, and how many frames are encoded; `pictures` are on
+    their way to the encoder's thread, which ends without a file at None."""
 
     job: Job
     session: str
     inbox: asyncio.Queue[Event | Restarting | int] = field(default_factory=asyncio.Queue)
+    pictures: queue.SimpleQueue[Picture | None] = field(default_factory=queue.SimpleQueue)
     encoded: int = 0
     in_engine: bool = False
     preempted: bool = False
@@ -167,46 +132,44 @@ class JobRunner:
         self,
         request: VideoRequest,
         owner: str,
-        owner_share: int,
         picture: Pictures | None,
         features: Features,
         key: tuple[str, str] | None = None,
     ) -> Job:
-        """Put a job into the queue, of which `owner` may hold `owner_share` places, with what the store keeps of it.
-        Where a request with this `key` came before, its job is returned; see `JobStore.of_key`.
+        """Put a job of `owner` into the queue, with what the store keeps of it. Where a request with this `key` came
+        before, its job is returned; see `JobStore.of_key`.
 
         Raises:
-            Unavailable: the queue or the disk is full. KeyReused: that request was another one.
+            Problem: the queue or the disk is full, or that request was another one.
         """
 
         def add() -> Job:
             if key is not None and (known := self._store.of_key(*key)) is not None:
                 return known
-            self._check_room(owner, owner_share)
-            return self._store.add(request, owner, clock.wall_s(), picture, features, key)
+            self._check_room(owner)
+            return self._store.add(request, owner, picture, features, key)
 
         job = await self._changed(add)
         logger.info("Job %s waits: %d frames.", job.id, request.frames, extra=log_fields(job=job.id))
         self._wake.set()
         return job
 
-    def _check_room(self, owner: str, owner_share: int) -> None:
+    def _check_room(self, owner: str) -> None:
         """Raises Unavailable where the queue, the owner's share of it, or the disk is full."""
         serve = self._config
+        owner_share = share_of(QUEUE, serve.address_share)
         if self._store.count() >= QUEUE:
-            raise Unavailable("queue", f"All {QUEUE} places are taken.", 10)
+            raise Unavailable("queue", f"All {QUEUE} places are taken.", 10, 429)
         if self._store.count(owner) >= owner_share:
-            raise Unavailable(
-                "address", f"One address may have {owner_share} jobs of {QUEUE} that wait "
-                "(serve.address_share), and yours does.", 10,
-            )  # fmt: skip
+            why = f"One address may have {owner_share} jobs of {QUEUE} that wait (serve.address_share), and yours does."
+            raise Unavailable("address", why, 10, 429)
         used_gb = self._store.used_bytes() / 1e9
         if used_gb >= serve.jobs_disk_gb:
             soonest_s = self._store.next_expiry_s()
             wait_s = 60 if soonest_s is None else round(min(max(soonest_s - clock.wall_s(), 1), 3600))
             raise Unavailable(
                 "disk", f"The videos kept here take {used_gb:.2f} GB of {serve.jobs_disk_gb:g} (serve.jobs_disk_gb). "
-                "DELETE some, or wait until they expire.", wait_s,
+                "DELETE some, or wait until they expire.", wait_s, 429,
             )  # fmt: skip
 
     async def get(self, id: str) -> Job | None:
@@ -236,14 +199,12 @@ class JobRunner:
         if job.status == "completed":
             return 100
         encoded = next((run.encoded for run in self._runs.values() if run.job.id == job.id), 0)
-        return min(99, 100 * encoded // job.request.frames)
+        return min(99, 100 * encoded // job.frames)
 
-    async def video(self, job: Job) -> tuple[Path, os.stat_result] | None:
-        """The file of a completed job's video, and its status; None if it is missing."""
+    async def video(self, job: Job) -> Path | None:
+        """The file of a completed job's video; None if it is missing."""
         path = self._store.path(job.id)
-        with contextlib.suppress(OSError):
-            return path, await self._stored(path.stat)
-        return None
+        return path if await self._stored(path.exists) else None
 
     # ---- for the session manager --------------------------------------------------------------------------------
 
@@ -278,7 +239,7 @@ class JobRunner:
 
     async def start(self) -> None:
         """Recover the jobs of the last server, and start to run jobs."""
-        waiting = await self._stored(self._store.recover, await self._now_s() + KEEP_S)
+        waiting = await self._stored(self._store.recover)
         if waiting:
             logger.info("%d jobs of an earlier run begin again.", waiting)
         self._tasks = [
@@ -303,7 +264,7 @@ class JobRunner:
             self._wake.clear()
             try:
                 while self._engine_runs and self._wait_s() <= 0 and self._has_place():
-                    if (job := await self._stored(self._store.begin, clock.wall_s())) is None:
+                    if (job := await self._stored(self._store.begin)) is None:
                         break
                     if self._wait_s() > 0:  # a session has asked for memory meanwhile
                         await self._stored(partial(self._store.put_back, job.id, attempt=False))
@@ -342,14 +303,13 @@ class JobRunner:
             logger.error("Job %s stays as it is until the server starts again.", run.job.id, exc_info=error)
 
     async def _expire(self) -> None:
-        period_s = min(LONGEST_HOUSEKEEPING_S, KEEP_S / 4)
         while True:
             try:
-                for id in await self._stored(self._store.expire, await self._now_s()):
+                for id in await self._stored(self._store.expire):
                     logger.info("Job %s has expired.", id, extra=log_fields(job=id))
             except (sqlite3.Error, OSError) as error:
                 self._tell(error)
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(EXPIRE_S)
 
     async def _stored(self, call: Callable[..., _T], *given: object) -> _T:
         """Call a method of the store on its thread."""
@@ -362,13 +322,7 @@ class JobRunner:
         except (sqlite3.Error, OSError) as error:
             self._tell(error)
             why = getattr(error, "strerror", None) or error  # without paths, which are nobody's business
-            raise Unavailable("storage", f"The server cannot write: {why}.", math.ceil(DISK_RETRY_S)) from error
-
-    async def _now_s(self) -> float:
-        """The wall clock, by which jobs expire, after the store has seen it."""
-        now_s = clock.wall_s()
-        await self._noted(self._store.see_time, now_s, clock.monotonic_s())
-        return now_s
+            raise Unavailable("storage", f"The server cannot write: {why}.", math.ceil(DISK_RETRY_S), 507) from error
 
     async def _noted(self, call: Callable[..., None], *given: object) -> None:
         """The same for what becomes of a job: tried until the disk takes it."""
@@ -390,11 +344,9 @@ class JobRunner:
 
     async def _run(self, run: _Run) -> None:
         """Make a job, and store its result. Mutates: self."""
-        job = run.job
         try:
             await self._make(run)
-            measured = run.inference_s, run.peak_memory_mb
-            await self._keep(partial(self._store.complete, job.id, measured=measured))
+            await self._noted(self._store.complete, run.job.id, run.inference_s, run.peak_memory_mb)
             run.end = "completed"
         except _RequeueJob as requeue:
             await self._put_back(run, requeue)
@@ -407,7 +359,7 @@ class JobRunner:
                 self._tell(error)
                 await self._put_back(run, _RequeueJob(attempt="the disk had no room", wait_s=DISK_RETRY_S))
                 return
-            logger.exception("Job %s could not be encoded.", job.id)
+            logger.exception("Job %s could not be encoded.", run.job.id)
             # Without paths: who asked for it need not know where it is kept.
             why = getattr(error, "strerror", None) or type(error).__name__
             await self._fail(run, f"the video could not be written: {why}")
@@ -416,13 +368,8 @@ class JobRunner:
                 raise
             await self._put_back(run, _RequeueJob())
 
-    async def _keep(self, note: Callable[[float, float], None]) -> None:
-        """Store a job's end now, and its expiry `KEEP_S` later, by `note(now_s, expires_s)`."""
-        now_s = await self._now_s()
-        await self._noted(note, now_s, now_s + KEEP_S)
-
     async def _fail(self, run: _Run, why: str) -> None:
-        await self._keep(partial(self._store.fail, run.job.id, why))
+        await self._noted(self._store.fail, run.job.id, why)
         run.end = "failed"
 
     async def _put_back(self, run: _Run, requeue: _RequeueJob) -> None:
@@ -442,46 +389,64 @@ class JobRunner:
             _RequeueJob: the engine has no memory for it now, or ended meanwhile. EngineFailure: it has ended.
             OSError, FFmpegError: the file cannot be written.
         """
-        loop, request = asyncio.get_running_loop(), run.job.request
-        path, take = self._store.path(run.job.id), loop.call_soon_threadsafe
-        video = VideoFile(path, request.fps, request.frames, lambda frames: take(run.inbox.put_nowait, frames))
-        writing = loop.run_in_executor(self._encoders, video.write)
+        loop = asyncio.get_running_loop()
+        writing = loop.run_in_executor(
+            self._encoders, self._write, run, lambda frames: loop.call_soon_threadsafe(run.inbox.put_nowait, frames)
+        )
         # Tells the loop below, which looks why.
-        writing.add_done_callback(lambda _: run.inbox.put_nowait(request.frames))
+        writing.add_done_callback(lambda _: run.inbox.put_nowait(run.job.frames))
         try:
-            await self._stream(run, video, writing)
+            await self._stream(run, writing)
             await writing
         finally:
-            video.abort()
+            run.pictures.put(None)
             with contextlib.suppress(StreamdiffError, OSError, FFmpegError):
                 await asyncio.shield(writing)
 
-    async def _stream(self, run: _Run, video: VideoFile, writing: asyncio.Future[None]) -> None:
-        """Open the job's session, take all its frames, and close it. Mutates: run, video."""
-        session, request = run.session, run.job.request
+    def _write(self, run: _Run, encoded: Callable[[int], object]) -> None:
+        """Encode a job's frames until all have come; the file has its name when it is complete and on the disk.
+        `encoded` is called with the number of frames encoded so far, on this thread: an encoder's.
+
+        Raises:
+            EncodingAborted: it is not wanted any more. OSError, FFmpegError: it cannot be written.
+        """
+
+        def frames() -> Iterator[NDArray[np.uint8]]:
+            for number in range(run.job.frames):
+                if (picture := run.pictures.get()) is None:
+                    raise EncodingAborted("the video was given up")
+                yield as_rgb(picture)
+                encoded(number + 1)
+
+        path = self._store.path(run.job.id)
+        write_video(path, frames(), run.job.fps, private=True)
+        sync(path)
+
+    async def _stream(self, run: _Run, writing: asyncio.Future[None]) -> None:
+        """Open the job's session, take all its frames, and close it. Mutates: run."""
+        session, job = run.session, run.job
         chunk_frames = self._ready().chunk_frames
         ahead_frames = AHEAD_CHUNKS * chunk_frames
-        image = await self._stored(self._store.picture, run.job.id) if request.image else None
-        features = await self._stored(self._store.features, run.job.id, request)
+        image, features = await self._stored(self._store.inputs, job)
         opening = messages.Open(
-            session, request.prompt, request.seed, request.steps, max_ahead_frames=ahead_frames, background=True,
+            session, job.prompt, job.seed, job.steps, max_ahead_frames=ahead_frames, background=True,
             image=image, **features.fields(),
         )  # fmt: skip
         run.in_engine, begun_s = True, clock.monotonic_s()
         try:
             await self._send(opening)  # a job that is cancelled here may have reached the engine
             taken = 0
-            while taken < request.frames and not writing.done():
+            while taken < job.frames and not writing.done():
                 match await run.inbox.get():
                     case messages.FrameBatch() as batch:
-                        pictures = batch.pictures[: request.frames - taken]
-                        taken += len(pictures)
+                        for picture in batch.pictures[: job.frames - taken]:
+                            run.pictures.put(picture)
+                            taken += 1
                         run.inference_s = round(clock.monotonic_s() - begun_s, 3)
-                        video.put(pictures)
                     case int() as encoded:
                         run.encoded = max(run.encoded, encoded)
                         # What would be made beyond the end is not asked for.
-                        shown = min(encoded, request.frames + chunk_frames - ahead_frames)
+                        shown = min(encoded, job.frames + chunk_frames - ahead_frames)
                         if shown > 0 and encoded % chunk_frames == 0:
                             await self._send(messages.Shown(session, shown))
                     case Refused(code="memory"):

@@ -1,6 +1,7 @@
-"""Video jobs in an SQLite database beside their files, in one folder that one server uses at a time.
+"""Video jobs and what was given for them in an SQLite database, beside the videos, in one folder that one server uses
+at a time.
 
-A file is complete when it has its name, and a job is `completed` only after that, so a server that is killed at any
+A video is complete when it has its name, and a job is `completed` only after that, so a server that is killed at any
 moment leaves no half video: `recover` has what was running begin again. Methods block; `JobRunner` calls them on a
 thread of their own.
 """
@@ -9,25 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import re
 import secrets
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from PIL import Image
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from streamdiff import clock
 from streamdiff.atomic_write import check_room, open_private
-from streamdiff.engine.features import NAMES, NOTHING, Features
+from streamdiff.engine.features import NOTHING, Features
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Pictures
-from streamdiff.errors import ConfigError, StreamdiffError
+from streamdiff.errors import ConfigError
+from streamdiff.server.problem import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,8 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class VideoRequest:
-    """Parameters of a video. `frames` at `fps` per second, of `width` x `height` pixels. `image`: whether it begins
-    with the picture that the store keeps with it; `features`: names of the feature files there, see `Features`."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # as the store reads one
+    """Parameters of a video. `frames` at `fps` per second, of `width` x `height` pixels. Its picture and its features
+    lie in the store."""
 
     model: str
     prompt: str
@@ -52,14 +50,12 @@ class VideoRequest:
     fps: float
     width: int
     height: int
-    image: bool = False
-    features: tuple[str, ...] = ()
     strength: float = DEFAULT_STRENGTH
 
 
-@dataclass(frozen=True)
-class Job:
-    """A request and where it stands. Times are in seconds since the Unix epoch; None: not yet.
+@dataclass(frozen=True, kw_only=True)
+class Job(VideoRequest):
+    """A request and where it stands: a row of the database. Times are in seconds since the Unix epoch; None: not yet.
 
     `attempts`: how often it was begun and did not end, the current time included. `error` says why it failed.
     `inference_s`: seconds from the opening of its session to its last frame; `peak_memory_mb`: MiB of the engine
@@ -67,7 +63,6 @@ class Job:
     """
 
     id: str
-    request: VideoRequest
     status: Status
     created_s: float
     attempts: int = 0
@@ -80,44 +75,45 @@ class Job:
 
 
 Order = Literal["asc", "desc"]
-DATABASE, SUFFIX, PICTURE_SUFFIX, FEATURES_SUFFIX = "jobs.sqlite3", ".mp4", ".png", ".safetensors"
-VERSION = 1
-_REQUEST = TypeAdapter(VideoRequest)
-_UNREADABLE = VideoRequest("unknown", "", 0, 1, 1, 1.0, 1, 1)
-"""What is shown of a request that cannot be read."""
+DATABASE, SUFFIX = "jobs.sqlite3", ".mp4"
+VERSION = 2
+_PICTURE = "picture"
 _UNFINISHED = r"\.streamdiff-[0-9a-f]{12}\.part"
-_OF_A_JOB = r"video_([a-z0-9]+_)?[0-9a-f]{32}(\.\w+)?\.(mp4|png|safetensors)"
+_OF_A_JOB = r"video_([a-z0-9]+_)?[0-9a-f]{32}\.mp4"
+KEEP_S = 86_400.0
+"""Seconds after its end at which a job and its video are deleted."""
 LONGEST_DOWN_S = 3600.0
 """What the time between two servers counts for at most, as nobody saw it pass."""
 LOCKED_S = 0.5
 """How long another server's hold on the folder is waited for."""
-_SCHEMA = """
+_SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
-    request TEXT NOT NULL,
-    status TEXT NOT NULL,
-    created_s REAL NOT NULL,
+    {", ".join(each.name for each in fields(Job) if each.name != "id")},
     owner TEXT NOT NULL,
-    attempts INTEGER NOT NULL DEFAULT 0,
-    started_s REAL,
-    ended_s REAL,
-    expires_s REAL,
-    error TEXT NOT NULL DEFAULT '',
     bytes INTEGER NOT NULL DEFAULT 0,
     request_key TEXT UNIQUE,
-    request_digest TEXT,
-    inference_s REAL,
-    peak_memory_mb REAL
+    request_digest TEXT
 );
 CREATE INDEX IF NOT EXISTS jobs_status ON jobs (status, number);
+CREATE TABLE IF NOT EXISTS inputs (
+    job TEXT NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+    name TEXT NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (job, name)
+);
 CREATE TABLE IF NOT EXISTS clock (id INTEGER PRIMARY KEY CHECK (id = 1), wall_s REAL NOT NULL);
+PRAGMA user_version = {VERSION};
 """
-_COLUMNS = "id, request, status, created_s, attempts, started_s, ended_s, expires_s, error, inference_s, peak_memory_mb"
-
-
-class KeyReused(StreamdiffError):
-    """A request has the key of another one."""
+_COLUMNS = ", ".join(each.name for each in fields(Job))
+_PRAGMAS = (
+    "auto_vacuum = FULL",
+    "foreign_keys = ON",
+    "locking_mode = EXCLUSIVE",  # a second server would begin the same jobs and remove files being written
+    "journal_mode = WAL",
+    "synchronous = FULL",
+)
 
 
 class JobStore:
@@ -128,7 +124,7 @@ class JobStore:
         server's, which ids of jobs have in them.
 
         Raises:
-            ConfigError: it cannot be made or written, another server uses it, or it is of a later version.
+            ConfigError: it cannot be made or written, another server uses it, or it is of another version.
         """
         self.folder = folder.absolute()
         self._prefix = "video_" if name is None else f"video_{name}_"
@@ -140,23 +136,17 @@ class JobStore:
             self._database = sqlite3.connect(
                 self.folder / DATABASE, timeout=LOCKED_S, isolation_level=None, check_same_thread=False
             )
-            # Exclusive: a second server in the same folder would begin the same jobs and remove files being written.
-            for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
-                self._database.execute(f"PRAGMA {pragma}").fetchall()
+            for pragma in _PRAGMAS:
+                self._execute(f"PRAGMA {pragma}")
             with self._transaction():
-                (found,) = self._database.execute("PRAGMA user_version").fetchone()
+                found = self._value("PRAGMA user_version")
             if found not in (0, VERSION):
-                why = f"serve.jobs_dir: {self.folder} is of version {found}, and this program of {VERSION}"
-                raise ConfigError(why, field="serve.jobs_dir")
+                raise _unusable(self.folder, f"it is of version {found}, and this program of {VERSION}")
             self._database.executescript(_SCHEMA)
-            self._database.execute(f"PRAGMA user_version = {VERSION}")
         except OSError as error:
-            why = f"serve.jobs_dir: {folder} cannot be used: {error.strerror}"
-            raise ConfigError(why, field="serve.jobs_dir") from error
+            raise _unusable(folder, error.strerror) from error
         except sqlite3.Error as error:
-            why = "another server uses it" if "locked" in str(error) else str(error)
-            why = f"serve.jobs_dir: {folder} cannot be used: {why}; name another folder"
-            raise ConfigError(why, field="serve.jobs_dir") from error
+            raise _unusable(folder, "another server uses it" if "locked" in str(error) else error) from error
 
     def close(self) -> None:
         self._database.close()
@@ -165,57 +155,30 @@ class JobStore:
         """Where a job's video is when it is complete."""
         return self.folder / f"{id}{SUFFIX}"
 
-    def picture(self, id: str) -> Pictures:
-        """The picture that a job's video begins with, as it was given. Raises OSError where somebody took it away."""
-        with Image.open(self._picture_path(id)) as image:
-            return np.asarray(image, dtype=np.uint8)[None]
+    def inputs(self, job: Job) -> tuple[Pictures | None, Features]:
+        """The picture `[1, H, W, 3]` that a job's video begins with, and the features that it is made with."""
+        given = dict(self._execute("SELECT name, data FROM inputs WHERE job = ?", job.id))
+        raw = given.pop(_PICTURE, None)
+        picture = None if raw is None else np.frombuffer(raw, np.uint8).reshape(1, job.height, job.width, 3)
+        return picture, Features(**given, strength=job.strength)
 
-    def features(self, id: str, request: VideoRequest) -> Features:
-        """Those that a job's video is made with. Raises OSError where somebody took them away."""
-        files = {name: self._feature_path(id, name).read_bytes() for name in request.features}
-        return Features(**files, strength=request.strength)
-
-    def _feature_path(self, id: str, name: str) -> Path:
-        return self.folder / f"{id}.{name}{FEATURES_SUFFIX}"
-
-    def _given_paths(self, id: str) -> tuple[Path, ...]:
-        """Where the picture and the features of a job are, if it has any."""
-        return (self._picture_path(id), *(self._feature_path(id, name) for name in NAMES))
-
-    def _given_bytes(self, id: str) -> int:
-        return sum(path.stat().st_size for path in self._given_paths(id) if path.exists())
-
-    def _picture_path(self, id: str) -> Path:
-        return self.folder / f"{id}{PICTURE_SUFFIX}"
-
-    def recover(self, expires_s: float = math.inf) -> int:
+    def recover(self) -> int:
         """Requeue jobs that were in progress when the last server ended, and completed jobs whose file is missing;
-        remove files that were not finished. Jobs that cannot be read, of another version, have failed, as have
-        those during which servers ended ATTEMPTS times; they are kept until `expires_s`. Returns the number of queued
-        jobs."""
-        with self._transaction():
-            self._database.execute("UPDATE jobs SET status = 'queued', started_s = NULL WHERE status = 'in_progress'")
-            complete = {
-                self.path(id).name: id for (id,) in self._select("SELECT id FROM jobs WHERE status = 'completed'")
-            }
-            found = {entry.name for entry in self.folder.iterdir()}
-            known = [id for (id,) in self._select("SELECT id FROM jobs")]
-            given = {path.name for id in known for path in self._given_paths(id)}
-            for name in complete.keys() - found:
-                id = complete[name]
-                again = {"status": "queued", "started_s": None, "ended_s": None, "expires_s": None, "attempts": 0}
-                self._update(id, **again, bytes=self._given_bytes(id))
-            waiting = self._select("SELECT id, request, created_s, attempts FROM jobs WHERE status = 'queued'")
-        for id, text, created_s, attempts in waiting:
-            if attempts >= ATTEMPTS:
-                self.fail(id, f"the server ended {ATTEMPTS} times while this was made", created_s, expires_s)
-            if _request_of(text) is _UNREADABLE:
-                self.fail(id, "this version of streamdiff cannot read what was asked for", created_s, expires_s)
+        remove files that were not finished. Jobs during which servers ended ATTEMPTS times have failed. Returns the
+        number of queued jobs."""
+        found = {entry.name for entry in self.folder.iterdir()}
+        self._put_back("status = 'in_progress'", attempt=True)
+        complete = {self.path(job.id).name: job.id for job in self._jobs("WHERE status = 'completed'")}
+        for name in complete.keys() - found:
+            again = {"started_s": None, "ended_s": None, "expires_s": None, "attempts": 0, "bytes": 0}
+            self._update(complete[name], status="queued", **again)
+        for job in self._jobs("WHERE status = 'queued' AND attempts >= ?", ATTEMPTS):
+            self.fail(job.id, f"the server ended {ATTEMPTS} times while this was made")
         for name in found:
             if re.fullmatch(_UNFINISHED, name):
                 (self.folder / name).unlink(missing_ok=True)
         # Of another database, or of one that was lost: whatever has its name is whole, and somebody's.
-        strange = sorted(name for name in found - complete.keys() - given if re.fullmatch(_OF_A_JOB, name))
+        strange = sorted(name for name in found - complete.keys() if re.fullmatch(_OF_A_JOB, name))
         if strange:
             logger.warning(
                 "%d files in %s are of no job in %s, such as %s. They stay; delete them, or restore their database.",
@@ -229,7 +192,6 @@ class JobStore:
         self,
         request: VideoRequest,
         owner: str,
-        now_s: float,
         picture: Pictures | None = None,
         features: Features = NOTHING,
         key: tuple[str, str] | None = None,
@@ -241,47 +203,31 @@ class JobStore:
             OSError, sqlite3.Error: the disk has no room, say; then there is no such job, and nothing of it.
         """
         check_room(self.folder)
-        request = replace(request, image=picture is not None, features=features.names, strength=features.strength)
-        job = Job(f"{self._prefix}{secrets.token_hex(16)}", request, "queued", now_s)
-        try:
-            if picture is not None:  # before the job is there, so that it never lacks it
-                with open_private(self._picture_path(job.id)) as file:
-                    Image.fromarray(picture[0]).save(file, "PNG")
-            for name in features.names:
-                with open_private(self._feature_path(job.id, name)) as file:
-                    file.write(getattr(features, name))
-            self._database.execute(
-                "INSERT INTO jobs (id, request, status, created_s, owner, bytes, request_key, request_digest) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    *(
-                        job.id,
-                        _REQUEST.dump_json(request).decode(),
-                        job.status,
-                        now_s,
-                        owner,
-                        self._given_bytes(job.id),
-                    ),
-                    *(key or (None, None)),
-                ),
+        asked = asdict(request) | {"strength": features.strength}
+        job = Job(**asked, id=f"{self._prefix}{secrets.token_hex(16)}", status="queued", created_s=clock.wall_s())
+        given = {name: getattr(features, name) for name in features.names}
+        if picture is not None:
+            given[_PICTURE] = picture.tobytes()
+        row = asdict(job) | {"owner": owner} | dict(zip(("request_key", "request_digest"), key or (), strict=False))
+        with self._transaction():
+            places = ", ".join("?" * len(row))
+            self._execute(f"INSERT INTO jobs ({', '.join(row)}) VALUES ({places})", *row.values())
+            self._database.executemany(
+                "INSERT INTO inputs VALUES (?, ?, ?)", [(job.id, name, data) for name, data in given.items()]
             )
-        except BaseException:
-            self._remove_files(job.id)
-            raise
         return job
 
-    def begin(self, now_s: float) -> Job | None:
+    def begin(self) -> Job | None:
         """The oldest job that waits, which is in progress from now on, with one attempt more; None: none waits.
 
         Raises:
             OSError, sqlite3.Error: the disk has no room.
         """
-        with self._transaction():
-            waiting = self._select("SELECT id, attempts FROM jobs WHERE status = 'queued' ORDER BY number LIMIT 1")
-            for id, attempts in waiting:
-                check_room(self.folder)
-                self._update(id, status="in_progress", started_s=now_s, attempts=attempts + 1)
-        return self.get(waiting[0][0]) if waiting else None
+        for job in self._jobs("WHERE status = 'queued' ORDER BY number LIMIT 1"):
+            check_room(self.folder)
+            self._update(job.id, status="in_progress", started_s=clock.wall_s(), attempts=job.attempts + 1)
+            return self.get(job.id)
+        return None
 
     def put_back(self, id: str, *, attempt: bool) -> None:
         """Return a job in progress to its position in the queue; `attempt`: this counts as one."""
@@ -292,70 +238,60 @@ class JobStore:
         self._put_back("status = 'in_progress'", attempt=False)
 
     def _put_back(self, condition: str, *values: object, attempt: bool) -> None:
-        self._database.execute(
-            f"UPDATE jobs SET status = 'queued', started_s = NULL, attempts = attempts - ? WHERE {condition}",
-            (not attempt, *values),
-        )
+        query = f"UPDATE jobs SET status = 'queued', started_s = NULL, attempts = attempts - ? WHERE {condition}"
+        self._execute(query, not attempt, *values)
 
-    def complete(
-        self,
-        id: str,
-        now_s: float,
-        expires_s: float,
-        measured: tuple[float | None, float | None] = (None, None),
-    ) -> None:
-        """A job's file is complete; `measured`: its `inference_s` and `peak_memory_mb`."""
-        size = self.path(id).stat().st_size + self._given_bytes(id)
-        self._update(
-            id, status="completed", ended_s=now_s, expires_s=expires_s, bytes=size,
-            inference_s=measured[0], peak_memory_mb=measured[1],
-        )  # fmt: skip
+    def complete(self, id: str, inference_s: float | None, peak_memory_mb: float | None) -> None:
+        """A job's file is complete."""
+        measured = {"inference_s": inference_s, "peak_memory_mb": peak_memory_mb}
+        self._end(id, status="completed", bytes=self.path(id).stat().st_size, **measured)
 
-    def fail(self, id: str, error: str, now_s: float, expires_s: float) -> None:
+    def fail(self, id: str, error: str) -> None:
         """A job cannot be made, ever: what was given for it is removed."""
-        self._update(id, status="failed", ended_s=now_s, expires_s=expires_s, error=error, bytes=0)
-        for path in self._given_paths(id):
-            path.unlink(missing_ok=True)
+        self._end(id, status="failed", error=error, bytes=0)
+        self._execute("DELETE FROM inputs WHERE job = ?", id)
+
+    def _end(self, id: str, **values: object) -> None:
+        now_s = self._now_s()
+        self._update(id, ended_s=now_s, expires_s=now_s + KEEP_S, **values)
 
     def delete(self, id: str) -> bool:
         """Forget a job and its file; False if there is none."""
         query = "DELETE FROM jobs WHERE id = ?", (id,)
         try:
             deleted = self._database.execute(*query).rowcount
-        except sqlite3.OperationalError:  # no room even for this, and the files take some
-            self._remove_files(id)
+        except sqlite3.OperationalError:  # no room even for this, and the file takes some
+            self.path(id).unlink(missing_ok=True)
             deleted = self._database.execute(*query).rowcount
-        self._remove_files(id)
+        self.path(id).unlink(missing_ok=True)
         return bool(deleted)
 
-    def _remove_files(self, id: str) -> None:
-        for path in (self.path(id), *self._given_paths(id)):
-            path.unlink(missing_ok=True)
-
-    def see_time(self, wall_s: float, monotonic_s: float) -> None:
-        """Move the expiry of jobs along with a wall clock that jumps: what they have left passes by the monotonic
-        clock, and between two servers by the wall clock, LONGEST_DOWN_S at most. To be called before jobs end or
-        expire. Mutates: self."""
-        if self._seen_s is None:
-            before = self._select("SELECT wall_s FROM clock")
-            passed_s = min(max(wall_s - before[0][0], 0.0), LONGEST_DOWN_S) if before else 0.0
-            jump_s = wall_s - before[0][0] - passed_s if before else 0.0
-        else:
+    def _now_s(self) -> float:
+        """The wall clock. Where it has jumped, the expiry of jobs moves along: what they have left passes by the
+        monotonic clock, and between two servers by the wall clock, LONGEST_DOWN_S at most. Mutates: self."""
+        wall_s, monotonic_s = clock.wall_s(), clock.monotonic_s()
+        if self._seen_s is not None:
             jump_s = (wall_s - self._seen_s[0]) - (monotonic_s - self._seen_s[1])
+        elif (last_s := self._value("SELECT max(wall_s) FROM clock")) is not None:
+            jump_s = wall_s - last_s - min(max(wall_s - last_s, 0.0), LONGEST_DOWN_S)
+        else:
+            jump_s = 0.0
         if abs(jump_s) >= 1:
             with self._transaction():
-                self._database.execute("UPDATE jobs SET expires_s = expires_s + ?", (jump_s,))
+                self._execute("UPDATE jobs SET expires_s = expires_s + ?", jump_s)
                 self._note_time(wall_s)
             logger.warning("The clock says %.0f s more than were seen to pass; jobs expire so much later.", jump_s)
         self._seen_s = wall_s, monotonic_s
+        return wall_s
 
     def _note_time(self, now_s: float) -> None:
-        self._database.execute("INSERT OR REPLACE INTO clock (id, wall_s) VALUES (1, ?)", (now_s,))
+        self._execute("INSERT OR REPLACE INTO clock (id, wall_s) VALUES (1, ?)", now_s)
 
-    def expire(self, now_s: float) -> list[str]:
+    def expire(self) -> list[str]:
         """Forget the jobs that have been kept long enough, and their files; returns which. Notes the time for the next
         server."""
-        old = [id for (id,) in self._select("SELECT id FROM jobs WHERE expires_s <= ?", now_s)]
+        now_s = self._now_s()
+        old = [id for (id,) in self._execute("SELECT id FROM jobs WHERE expires_s <= ?", now_s)]
         for id in old:
             self.delete(id)
         self._note_time(now_s)
@@ -367,10 +303,11 @@ class JobStore:
         return next(iter(self._jobs("WHERE id = ?", id)), None)
 
     def of_key(self, key: str, digest: str) -> Job | None:
-        """The job of an earlier request with this key, or None. Raises KeyReused where that was another request."""
-        found = self._select("SELECT id, request_digest FROM jobs WHERE request_key = ?", key)
+        """The job of an earlier request with this key, or None. Raises Problem, 409, where that was another request."""
+        found = self._execute("SELECT id, request_digest FROM jobs WHERE request_key = ?", key)
         if found and found[0][1] != digest:
-            raise KeyReused("`Idempotency-Key` belongs to another request; send one of its own with each new request")
+            why = "`Idempotency-Key` belongs to another request; send one of its own with each new request"
+            raise Problem(409, why, code="idempotency_key", field="Idempotency-Key")
         return self.get(found[0][0]) if found else None
 
     def page(self, *, after: str | None, limit: int, order: Order) -> list[Job] | None:
@@ -378,7 +315,7 @@ class JobStore:
         job."""
         where, given = "", list[object]()
         if after is not None:
-            (found,) = self._database.execute("SELECT max(number) FROM jobs WHERE id = ?", (after,)).fetchone()
+            found = self._value("SELECT max(number) FROM jobs WHERE id = ?", after)
             if found is None:
                 return None
             where, given = f"WHERE number {'>' if order == 'asc' else '<'} ?", [found]
@@ -386,50 +323,46 @@ class JobStore:
 
     def count(self, owner: str | None = None) -> int:
         """Jobs that wait or run, of `owner` or of all."""
-        unended = f"SELECT count(*) FROM jobs WHERE status NOT IN {ENDED}"
-        query = (unended, ()) if owner is None else (f"{unended} AND owner = ?", (owner,))
-        (count,) = self._database.execute(*query).fetchone()
-        return int(count)
+        whose, given = ("", ()) if owner is None else (" AND owner = ?", (owner,))
+        return int(self._value(f"SELECT count(*) FROM jobs WHERE status NOT IN {ENDED}{whose}", *given))
 
     def used_bytes(self) -> int:
-        """Bytes of all videos."""
-        (total,) = self._database.execute("SELECT coalesce(sum(bytes), 0) FROM jobs").fetchone()
-        return int(total)
+        """Bytes of all videos, and of what was given for them."""
+        tables = "SELECT bytes AS size FROM jobs UNION ALL SELECT length(data) FROM inputs"
+        return int(self._value(f"SELECT coalesce(sum(size), 0) FROM ({tables})"))
 
     def next_expiry_s(self) -> float | None:
         """When the next job expires; None: none does."""
-        (soonest,) = self._database.execute("SELECT min(expires_s) FROM jobs").fetchone()
-        return None if soonest is None else float(soonest)
+        return self._value("SELECT min(expires_s) FROM jobs")  # type: ignore[no-any-return]
 
     def _jobs(self, condition: str, *values: object) -> list[Job]:
-        rows = self._select(f"SELECT {_COLUMNS} FROM jobs {condition}", *values)
-        return [Job(id, _request_of(request), *rest) for id, request, *rest in rows]
+        names = [each.name for each in fields(Job)]
+        rows = self._execute(f"SELECT {_COLUMNS} FROM jobs {condition}", *values)
+        return [Job(**dict(zip(names, row, strict=True))) for row in rows]
 
     def _update(self, id: str, **values: object) -> None:
         """Set columns of a job."""
         columns = ", ".join(f"{column} = ?" for column in values)
-        self._database.execute(f"UPDATE jobs SET {columns} WHERE id = ?", (*values.values(), id))
+        self._execute(f"UPDATE jobs SET {columns} WHERE id = ?", *values.values(), id)
 
-    def _select(self, query: str, *values: object) -> list[Any]:
+    def _execute(self, query: str, *values: object) -> list[Any]:
         return self._database.execute(query, values).fetchall()
+
+    def _value(self, query: str, *values: object) -> Any:
+        """The first column of the first row."""
+        return self._execute(query, *values)[0][0]
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         """Context manager: a database transaction, rolled back on an exception."""
         self._database.execute("BEGIN IMMEDIATE")
-        try:
+        with self._database:
             yield
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
-        self._database.execute("COMMIT")
 
 
-def _request_of(text: str) -> VideoRequest:
-    try:
-        return _REQUEST.validate_json(text)
-    except ValidationError:  # of another version, or damaged
-        return _UNREADABLE
+def _unusable(folder: Path, why: object) -> ConfigError:
+    field = "serve.jobs_dir"
+    return ConfigError(f"{field}: {folder} cannot be used: {why}; name another folder", field=field)
 
 
 def sync(path: Path) -> None:

@@ -1,6 +1,9 @@
 """A live session sent to files and servers: each output takes the encoded packets as a viewer does, and a process
-of its own (`muxer`) writes them; to a WHIP server a peer connection (`whip`) sends them. What is slow or gone is
+of its own (`muxer`) writes them; to a WHIP server (RFC 9725) a peer connection sends them. What is slow or gone is
 skipped and tried again; no viewer waits for it.
+
+WHIP is aiortc's, which takes requests for key frames and sends again what was lost; FFmpeg's own WHIP muxer takes none,
+and as PyAV 18.1 has it, its DTLS did not get through to aiortc.
 """
 
 from __future__ import annotations
@@ -16,22 +19,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Literal
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 import av
+import httpx
+from aiortc import RTCIceServer, RTCSessionDescription
 from av.error import FFmpegError, ProtocolNotFoundError
 
 from streamdiff import atomic_write, child_process, clock
 from streamdiff.atomic_write import check_room
 from streamdiff.errors import ConfigError, RequestError
+from streamdiff.server.auth import read_setting_file
 from streamdiff.server.media.codecs import Codec
 from streamdiff.server.media.encoder import EncodedFrame, PacketQueue
 from streamdiff.server.media.fanout import Fanout
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.outputs.muxer import RECORD, MuxerHeader
-from streamdiff.server.outputs.whip import Publication, WhipError
 from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.webrtc import aiortc_compat
 from streamdiff.server.webrtc.ice import IceServers
+from streamdiff.server.webrtc.sdp import without_unusable
+from streamdiff.server.webrtc.sender import VideoSender
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +72,11 @@ TELL_S = 60.0
 EXIT_S = 3.0
 MAX_PER_SESSION, MAX_OUTPUTS = 4, 32
 """Each takes a process, or a peer connection."""
+WHIP_CONNECT_S = 10.0
+"""The media server's answer, and then the connection, may each take so long."""
+WHIP_CLOSE_S = 2.0
+MAX_ANSWER_BYTES, MAX_REDIRECTS = 256 * 1024, 5
+WHIP_PREFIX = "whip+"
 
 
 @dataclass(frozen=True)
@@ -135,13 +148,7 @@ def _address(text: str) -> SplitResult:
 
 def read_targets(path: str | None) -> list[str]:
     """The targets in `serve.outputs_file`, one a line; none without a file. Raises ConfigError."""
-    if path is None:
-        return []
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"serve.outputs_file: {path} cannot be read: {why}", field="serve.outputs_file") from error
+    text = "" if path is None else read_setting_file(path, "serve.outputs_file")
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
@@ -388,6 +395,133 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
+
+
+# ---- WHIP ---------------------------------------------------------------------------------------------------------
+
+
+class WhipError(Exception):
+    """A publication that cannot begin; the text says why, without the address: a key is often part of it."""
+
+
+class Publication:
+    """One WHIP publication: `open`, then ask for a `fault` regularly, and `close` in any case."""
+
+    def __init__(
+        self,
+        url: str,
+        fanout: Fanout,
+        codec: Codec,
+        allows: Callable[[str], bool],
+        ice_servers: Sequence[RTCIceServer] = (),
+    ) -> None:
+        """`url` is `whip+https://[TOKEN@]HOST[:PORT]/PATH`, or `whip+http://...`; the token is sent as a bearer's.
+        `allows` says of an address of that form whether the server may speak to it where a media server at another
+        one names it."""
+        parts = urlsplit(url.removeprefix(WHIP_PREFIX))
+        self._url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        self._headers = {"Authorization": f"Bearer {unquote(parts.username)}"} if parts.username else {}
+        self._codec, self._allows = codec, allows
+        # What this line carries must not lower the viewers' picture.
+        self.sender = VideoSender(fanout, ice_servers, adapts_bitrate=False)
+        self._resource: str | None = None
+        self._resource_headers = self._headers
+        self._opened_s = 0.0
+
+    async def open(self) -> None:
+        """Offer the stream and take the answer; the packets begin when the connection stands. Mutates: self.
+
+        Raises:
+            WhipError: nobody there, a refusal, or an answer that cannot be used.
+        """
+        transceiver = self.sender.add_transceiver((self._codec,))
+        await self.sender.pc.setLocalDescription(await self.sender.pc.createOffer())
+        answer = await self._post(str(self.sender.pc.localDescription.sdp))
+        try:
+            await self.sender.pc.setRemoteDescription(RTCSessionDescription(without_unusable(answer), "answer"))
+        except aiortc_compat.OFFER_ERRORS as error:
+            raise WhipError(f"the media server's answer cannot be used ({type(error).__name__})") from error
+        if not self.sender.bind(transceiver) or transceiver.currentDirection != "sendonly":
+            raise WhipError(f"the media server does not take {self._codec.upper()} video")
+        self._opened_s = clock.monotonic_s()
+
+    def fault(self, now_s: float) -> str | None:
+        """What is wrong with the connection; None: nothing."""
+        state = self.sender.pc.connectionState
+        if state in ("failed", "closed"):
+            return f"the connection to the media server has {'failed' if state == 'failed' else 'been closed'}"
+        if state != "connected" and now_s - self._opened_s > WHIP_CONNECT_S:
+            return f"no connection to the media server within {WHIP_CONNECT_S:g} s"
+        if (fault := self.sender.fault(now_s)) is not None:
+            if fault == "encoder":
+                return f"{self._codec.upper()} cannot be encoded"
+            return "the media server takes nothing any more"
+        return None
+
+    async def close(self) -> None:
+        """Close the connection, and delete the resource at the media server if it answers. Mutates: self."""
+        await self.sender.close(WHIP_CLOSE_S)
+        if self._resource is not None:
+            with contextlib.suppress(httpx.HTTPError, TimeoutError):
+                async with (
+                    asyncio.timeout(WHIP_CLOSE_S),
+                    httpx.AsyncClient() as http,
+                    http.stream("DELETE", self._resource, headers=self._resource_headers),
+                ):
+                    pass
+
+    async def _post(self, offer: str) -> str:
+        """The answer to an offer. Mutates: self."""
+        headers = {**self._headers, "Content-Type": "application/sdp", "Accept-Encoding": "identity"}
+        http = httpx.AsyncClient(
+            timeout=WHIP_CONNECT_S, max_redirects=MAX_REDIRECTS, event_hooks={"response": [self._check]}
+        )
+        try:
+            async with (
+                asyncio.timeout(WHIP_CONNECT_S),
+                http,
+                http.stream("POST", self._url, content=offer, headers=headers, follow_redirects=True) as response,
+            ):
+                return await self._answer(response)
+        except TimeoutError as error:
+            raise WhipError(f"the media server gave no whole answer within {WHIP_CONNECT_S:g} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise WhipError(f"the media server cannot be reached ({type(error).__name__})") from error
+
+    async def _check(self, response: httpx.Response) -> None:
+        """Look at each response, before a redirect is followed: elsewhere httpx leaves the token out. Raises WhipError
+        for a refusal, or an address that is not allowed."""
+        if response.status_code not in (201, 307, 308):
+            raise WhipError(f"the media server answered {response.status_code} {response.reason_phrase}")
+        if response.is_redirect and self._named(response) is None:
+            raise WhipError("the media server redirects to an address that is not allowed")
+
+    async def _answer(self, response: httpx.Response) -> str:
+        """The SDP of a response that is still to be read. Mutates: self."""
+        if "location" in response.headers and (resource := self._named(response)) is not None:
+            self._resource = str(resource)
+            if not _is_same_origin(resource, response.url) or "authorization" not in response.request.headers:
+                self._resource_headers = {}  # the token is for the server that took it
+        body = b""
+        async for piece in response.aiter_raw():
+            if len(body := body + piece) > MAX_ANSWER_BYTES:
+                raise WhipError(f"the media server's answer is larger than {MAX_ANSWER_BYTES // 1024} KiB")
+        return body.decode(errors="replace")
+
+    def _named(self, response: httpx.Response) -> httpx.URL | None:
+        """The address that a response names; None for one at another origin that is not allowed."""
+        try:
+            named = httpx.URL(urljoin(str(response.url), response.headers.get("location", "")))
+        except (ValueError, httpx.InvalidURL) as error:
+            raise WhipError("the media server's answer names an address that is none") from error
+        return named if _is_same_origin(named, response.url) or self._allows(f"{WHIP_PREFIX}{named}") else None
+
+
+def _is_same_origin(one: httpx.URL, other: httpx.URL) -> bool:
+    return (one.scheme, one.host, one.port) == (other.scheme, other.host, other.port)
+
+
+# ---- outputs that are asked for over the API ----------------------------------------------------------------------
 
 
 class AllowedTargets:

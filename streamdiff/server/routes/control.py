@@ -1,4 +1,5 @@
-"""State and control of one session, over HTTP and a WebSocket, and the frame on show as a JPEG."""
+"""State and control of one session, over HTTP and a WebSocket, and the frame on show as a JPEG; liveness, readiness and
+metrics of the server."""
 
 from __future__ import annotations
 
@@ -7,24 +8,31 @@ import contextlib
 import itertools
 import json
 import random
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import Field
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from streamdiff.config import ServeConfig
 from streamdiff.errors import EngineFailure
 from streamdiff.server.app_state import SOCKET_PROTOCOL, AppState, state_of
+from streamdiff.server.auth import Role
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem, respond
 from streamdiff.server.routes.bodies import JSON, media_type, read_bytes
 from streamdiff.server.routes.dependencies import BINARY, Controlled, State, Watched, answer, body_of, operation
+from streamdiff.server.routes.schemas import Answer
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
 from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlError, ControlMessage, message_schema, parse
-from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.live_session import STALLED_S, LiveSession
+from streamdiff.server.sessions.manager import DEFAULT_SESSION
 from streamdiff.server.sessions.receipts import Receipt, StreamEnded
 
 ANSWER_TIMEOUT_S = 5.0
@@ -38,7 +46,7 @@ SEND_LIMIT_S = 10.0
 End = Literal["gone", "slow", "session_ended"]
 _LATER = answer("The engine has it and carries it out later (receipt `asked`)", status=202)
 _numbers = itertools.count(1)
-router = APIRouter(tags=["control"])
+router, probes = APIRouter(tags=["control"]), APIRouter(tags=["health"])
 
 
 @router.get("/api/sessions/{session}/events", include_in_schema=False)  # as the WebSocket: it does not end
@@ -253,3 +261,90 @@ class WebSocketConnection(ControlConnection):
                 return "gone"
             self._outbox_bytes -= len(text)
         return "session_ended"
+
+
+# ---- liveness, readiness, metrics ----------------------------------------------------------------------------------
+
+
+class Health(Answer):
+    """The web process lives."""
+
+    alive: Literal[True] = True
+
+
+class Readiness(Answer):
+    """The engine makes video."""
+
+    ready: Literal[True] = True
+    waiting: list[str] = Field([])
+    """sessions that are opened when there is memory, of those whose token is shown; they were open before a restart
+    of the engine or the server"""
+
+
+@probes.get("/healthz", summary="Whether the web process lives", **operation(None))
+async def healthz() -> Health:
+    return Health()
+
+
+@probes.get(
+    "/health", summary="The same as /readyz, as vLLM calls it", **operation("steer", 503, optional=True)
+)  # fmt: skip
+@probes.get("/readyz", summary="Whether viewers can be sent here", **operation("steer", 503, optional=True))
+async def readyz(request: Request, state: State) -> Readiness:
+    """Answered without a token too, as probes have none. With a token that may watch it says what is wrong, with one
+    that may steer in the engine's own words."""
+    role = state.role(request)
+    known = {session.id for session in state.watchable(request)}
+    problem = _unready(state, role is Role.CONTROLLER, known)
+    if problem is None:
+        return Readiness(waiting=[session.id for session in state.manager.waiting if session.id in known])
+    if role is Role.NOBODY:
+        raise Problem(problem.status, "The server is not ready.", problem.headers)
+    raise problem
+
+
+@probes.get(
+    "/metrics", summary="Figures for Prometheus", response_class=Response,
+    **operation("watch", answers=answer("Prometheus' text format", "text/plain")),
+)  # fmt: skip
+async def metrics(request: Request, state: State) -> Response:
+    state.require(request, Role.VIEWER)
+    state.update_metrics()
+    state.metrics.ready.set(_unready(state, may_control=False, known=set()) is None)
+    for folder, free in (await asyncio.to_thread(_free_ratios, state.config.serve)).items():
+        state.metrics.disk_free.labels(folder).set(free)
+    sessions = {session.id for session in state.watchable(request)}
+    return Response(state.metrics.text(sessions), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _free_ratios(serve: ServeConfig) -> dict[str, float]:
+    """The free share of the disk of each folder that the server writes to, by setting. Blocking."""
+    found = {}
+    for name in ("jobs_dir", "state_dir", "handover"):
+        if (folder := getattr(serve, name)) is not None:
+            with contextlib.suppress(OSError):  # a network's disk that is gone has no figure
+                usage = shutil.disk_usage(Path(folder).expanduser())
+                found[name] = usage.free / usage.total
+    return found
+
+
+def _unready(state: AppState, may_control: bool, known: set[str]) -> Problem | None:
+    """Why the server is not ready, to a caller who may watch the sessions `known`; None: it is."""
+    manager = state.manager
+    if manager.draining and manager.engine.state != "failed":
+        return Problem(503, "The server is about to end.", code="draining")
+    if not manager.engine.running:
+        return state.engine_problem(may_control)
+    session = manager.get(DEFAULT_SESSION)
+    if session is not None and not session.opened:
+        return state.engine_problem(may_control, session)
+    if opening := [each.id for each in manager.opening if each.engine.state != "waiting"]:
+        message = f"{len(opening)} sessions are not open yet."
+        named = [id for id in opening if id in known]
+        return Problem(503, message, {"Retry-After": "1"}, code="opening", sessions=named)
+    if session is None:  # it was ended over the API; others may play
+        return None
+    if (stalled_s := session.stalled_s()) > STALLED_S:
+        message = f"The engine has made no frame for {stalled_s:.1f} s."
+        return Problem(503, message, {"Retry-After": "1"}, code="stalled")
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -17,7 +16,7 @@ from streamdiff.server.sessions.control import Body, Fps, Prompt, Seed, Steps, S
 from streamdiff.video.picture import Fit
 
 Size = Annotated[str, Field(pattern=r"^[0-9]{1,5}[xX*][0-9]{1,5}$")]
-BodyT = TypeVar("BodyT", bound=Body)
+BodyT = TypeVar("BodyT", bound=BaseModel)
 _IMAGE = (
     "a picture that it begins with and goes on from: JPEG, PNG, WebP or AVIF as base64 (or a data: URL), in a form a "
     "file; never an address"
@@ -35,13 +34,16 @@ _FIT_WITH_IMAGE: dict[str, Any] = {"fit": {"required": ["image"], "properties": 
 class NewSession(Body):
     """A session to open; what is left out is the server's default (`seed`: 0)."""
 
-    model_config = ConfigDict(json_schema_extra={"dependentSchemas": _FIT_WITH_IMAGE})
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"dependentSchemas": _FIT_WITH_IMAGE})
 
-    prompt: Prompt | None = Field(None, description="what to show")
+    prompt: Prompt | None = None
+    """what to show"""
     seed: Seed = 0
-    size: Size | None = Field(None, description="WIDTHxHEIGHT; an engine has one, GET /api/sessions tells it")
+    size: Size | None = None
+    """WIDTHxHEIGHT; an engine has one, GET /api/sessions tells it"""
     steps: Steps | None = None
-    kv_context: KVContext | None = Field(None, description="what a chunk sees of earlier chunks")
+    kv_context: KVContext | None = None
+    """what a chunk sees of earlier chunks"""
     fps: Fps | None = None
     adaptive: bool | None = Field(None, description=_ADAPTIVE)
     image: Image | None = Field(None, description=_IMAGE)
@@ -60,25 +62,30 @@ class SessionChange(Body):
     """What to change while it plays; what is left out, or null, stays. Carried out in the order of the fields here."""
 
     model_config = ConfigDict(
+        use_attribute_docstrings=True,
         json_schema_extra={
             "anyOf": [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in _CHANGES],
             "dependentSchemas": {
                 "switch": {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
                 **_FIT_WITH_IMAGE,
             },
-        }
+        },
     )
 
-    if_rev: control.Revision | None = Field(None, description="only while the state has this revision, else 409")
-    strength: Strength | None = Field(None, description="of the video that feeds it, else 422")
+    if_rev: control.Revision | None = None
+    """only while the state has this revision, else 409"""
+    strength: Strength | None = None
+    """of the video that feeds it, else 422"""
     adaptive: bool | None = Field(None, description=_ADAPTIVE)
     fps: Fps | None = None
-    steps: Steps | None = Field(None, description="from the next chunk on")
-    prompt: Prompt | None = Field(None, description="from the next chunk on")
-    switch: PromptPolicy | None = Field(
-        None, description="what the new prompt does to the past; null: what suits the model"
-    )
-    seed: Seed | None = Field(None, description="begins the stream afresh with it")
+    steps: Steps | None = None
+    """from the next chunk on"""
+    prompt: Prompt | None = None
+    """from the next chunk on"""
+    switch: PromptPolicy | None = None
+    """what the new prompt does to the past; null: what suits the model"""
+    seed: Seed | None = None
+    """begins the stream afresh with it"""
     image: Image | None = Field(None, description=f"begins the stream afresh: {_IMAGE}; empty: with none")
     fit: ImageFit | None = None
 
@@ -98,85 +105,120 @@ def _check_fit(body: NewSession | SessionChange) -> None:
         raise PydanticCustomError("fit", "`fit` says how an `image` is fitted; give both")
 
 
-class InputInfo(BaseModel):
+class Answer(BaseModel):
+    """Base of what is answered: a field's docstring is its description."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class InputInfo(Answer):
     """Video that feeds a session."""
 
     kind: str
     strength: float
-    fault: str = Field(description="why the engine takes no more of it, or empty")
+    fault: str
+    """why the engine takes no more of it, or empty"""
 
 
-class SessionInfo(BaseModel):
+class SessionInfo(Answer):
     """An open session."""
 
     id: str
     prompt: str
-    text: str = Field(description="the prompt as the model was given it")
-    notice: str = Field(description="the model's remark on the prompt, or empty")
+    text: str
+    """the prompt as the model was given it"""
+    notice: str
+    """the model's remark on the prompt, or empty"""
     seed: int
-    image: bool = Field(description="whether it begins with a picture")
-    features: list[str] = Field(description="made elsewhere: prompt_embeds, image_latents, video_latents")
-    input: InputInfo | None = Field(description="the video that feeds it")
-    adaptive: bool = Field(description="whether it gives up steps, then frame rate, under load")
-    reason: str = Field(description="`load` while it has less than was asked for, else empty")
-    steps: int = Field(description="denoise steps of a chunk")
-    asked_steps: int = Field(description="those that were asked for")
-    steps_known: list[int] = Field(description="those that `steps` may be changed to; empty: unknown")
+    image: bool
+    """whether it begins with a picture"""
+    features: list[str]
+    """made elsewhere: prompt_embeds, image_latents, video_latents"""
+    input: InputInfo | None
+    """the video that feeds it"""
+    adaptive: bool
+    """whether it gives up steps, then frame rate, under load"""
+    reason: str
+    """`load` while it has less than was asked for, else empty"""
+    steps: int
+    """denoise steps of a chunk"""
+    asked_steps: int
+    """those that were asked for"""
+    steps_known: list[int]
+    """those that `steps` may be changed to; empty: unknown"""
     kv_context: str
-    fps: float = Field(description="frames shown per second")
-    asked_fps: float = Field(description="those that were asked for")
-    native_fps: float = Field(description="frames per second at which motion looks as the model was trained")
+    fps: float
+    """frames shown per second"""
+    asked_fps: float
+    """those that were asked for"""
+    native_fps: float
+    """frames per second at which motion looks as the model was trained"""
     width: int
     height: int
     paused: bool
     watched: bool
-    place: Literal["device", "host", "disk", "none"] = Field(
-        description="where its caches lie: on the device, or swapped out to host memory or disk as nobody watches; "
-        "none: the engine has not opened it yet, after a start or a restart"
-    )
-    rev: int = Field(description="goes up with every change")
+    place: Literal["device", "host", "disk", "none"]
+    """where its caches lie: on the device, or swapped out to host memory or disk as nobody watches; none: the
+    engine has not opened it yet, after a start or a restart"""
+    rev: int
+    """goes up with every change"""
     age_s: float
-    ends_in_s: float | None = Field(description="when it ends by itself as things are; null: never")
-    share: float = Field(description="of the engine's time, as measured; taken while somebody watches")
-    whep: str = Field(description="where to POST an offer to watch it")
-    control: str = Field(description="where its control WebSocket is")
+    ends_in_s: float | None
+    """when it ends by itself as things are; null: never"""
+    share: float
+    """of the engine's time, as measured; taken while somebody watches"""
+    whep: str
+    """where to POST an offer to watch it"""
+    control: str
+    """where its control WebSocket is"""
     stats: dict[str, Any]
 
 
 class OpenedSession(SessionInfo):
     """A session that was opened just now. Its tokens are shown only here."""
 
-    view_token: str = Field(description="lets who shows it watch, where the server has a token")
-    control_token: str = Field(description="lets who shows it steer and end the session")
+    view_token: str
+    """lets who shows it watch, where the server has a token"""
+    control_token: str
+    """lets who shows it steer and end the session"""
 
 
-class CapacityInfo(BaseModel):
+class CapacityInfo(Answer):
     """What the engine can take."""
 
-    free_sessions: int | None = Field(
-        description="further sessions of the default kind; null: nothing was measured yet"
-    )
-    work_s: float | None = Field(description="seconds of work in a chunk, measured")
+    free_sessions: int | None
+    """further sessions of the default kind; null: nothing was measured yet"""
+    work_s: float | None
+    """seconds of work in a chunk, measured"""
     chunk_frames: int
-    share: float = Field(description="of the engine's time that the sessions take that somebody watches")
+    share: float
+    """of the engine's time that the sessions take that somebody watches"""
     share_limit: float
-    occupancy: list[float] = Field(description="share of the time that each rank of a ring was at work")
-    sessions_fit: int | None = Field(description="sessions of the default kind that can play; null: unknown")
-    sessions_away: int | None = Field(description="further sessions that may be swapped out; null: no limit")
-    places: dict[str, int] = Field(description="open sessions, by where they lie: device, host, disk")
+    occupancy: list[float]
+    """share of the time that each rank of a ring was at work"""
+    sessions_fit: int | None
+    """sessions of the default kind that can play; null: unknown"""
+    sessions_away: int | None
+    """further sessions that may be swapped out; null: no limit"""
+    places: dict[str, int]
+    """open sessions, by where they lie: device, host, disk"""
     size: str
     steps: list[int]
     native_fps: float
-    text_shape: list[int] = Field(description="most rows, and width, of `prompt_embeds`; empty: the model takes none")
-    chunk_shape: list[int] = Field(description="of a chunk's latents: channels, latent frames, height, width")
-    first_chunks: int = Field(description="chunks that `image_latents` are of")
+    text_shape: list[int]
+    """most rows, and width, of `prompt_embeds`; empty: the model takes none"""
+    chunk_shape: list[int]
+    """of a chunk's latents: channels, latent frames, height, width"""
+    first_chunks: int
+    """chunks that `image_latents` are of"""
     draining: bool
 
 
-class SessionList(BaseModel):
+class SessionList(Answer):
     """The open sessions of this server that the caller may watch, oldest first."""
 
-    server: str | None = Field(description="the one whose sessions these are (serve.name); others have their own")
+    server: str | None
+    """the one whose sessions these are (serve.name); others have their own"""
     sessions: list[SessionInfo]
     capacity: CapacityInfo
 
@@ -191,66 +233,71 @@ class NewOutput(Body):
     )
 
 
-class OutputInfo(BaseModel):
+class OutputInfo(Answer):
     """An output of a session."""
 
     id: str
-    name: str = Field(description="of an address scheme and host only, as the rest may be a secret")
-    state: str = Field(description="waiting, sending, retrying or ended")
-    frames: int = Field(description="handed to it")
-    dropped: int = Field(description="that it did not get")
+    name: str
+    """of an address scheme and host only, as the rest may be a secret"""
+    state: str
+    """waiting, sending, retrying or ended"""
+    frames: int
+    """handed to it"""
+    dropped: int
+    """that it did not get"""
     restarts: int
-    reason: str = Field(description="why it broke off, or empty")
+    reason: str
+    """why it broke off, or empty"""
 
 
-class OutputList(BaseModel):
+class OutputList(Answer):
     """The outputs that were asked for over the API."""
 
     outputs: list[OutputInfo]
 
 
-class EndedSession(BaseModel):
+class EndedSession(Answer):
     """A session that is no more."""
 
     id: str
-    ended: str = Field(description="why, in a word")
+    ended: str
+    """why, in a word"""
 
 
-class Receipts(BaseModel):
+class Receipts(Answer):
     """What became of a change: one receipt for each request it was made of."""
 
     receipts: list[dict[str, Any]]
     session: SessionInfo
 
 
-def read(model: type[BodyT], given: Any, *, is_form: bool = False) -> BodyT:
+def read(
+    model: type[BodyT], given: Any, *, is_form: bool = False, status: int = 422, unknown: str = "invalid"
+) -> BodyT:
     """A JSON value, or a form's texts, as a `model`.
 
     Raises:
-        Problem: 422 with the first field at fault and all of them in `errors`.
+        Problem: with `status`, the first field at fault and all of them in `errors`; its code is `unknown` for a field
+            that there is not.
     """
     if not isinstance(given, dict):
-        raise Problem(422, "The body is JSON, but no object with fields.", code="invalid")
-    _check_known(model, given)
+        raise Problem(status, "The body is JSON, but no object with fields.", code="invalid")
+    # Before pydantic, which would write of each of a million that it is wrong.
+    if strange := [name for name in given if name not in model.model_fields]:
+        errors = [{"field": name[:40], "message": "Extra inputs are not permitted"} for name in strange[:20]]
+        detail = f"There is no field {strange[0][:40]!r}; known: {', '.join(model.model_fields)}."
+        raise Problem(status, detail, code=unknown, field=strange[0][:40], errors=errors)
     try:
         return model.model_validate(given, strict=False if is_form else None)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
-    # What is wrong with the fields together has no place, but a type that is a field's name.
-    together = [each["type"] if each["type"] in model.model_fields else "" for each in problems]
-    fields = [".".join(map(str, each["loc"])) or name for each, name in zip(problems, together, strict=True)]
-    errors = [{"field": field, "message": each["msg"]} for field, each in zip(fields, problems, strict=True)]
-    first = errors[0]
-    detail = f"`{first['field'][:40]}`: {first['message']}." if problems[0]["loc"] else f"{first['message']}."
-    raise Problem(422, detail, code="invalid", field=first["field"][:40], errors=errors[:20])
-
-
-def _check_known(model: type[BaseModel], fields: Mapping[str, object]) -> None:
-    """Raises Problem 422 for fields that there are not. Pydantic would write of each of a million that it is wrong."""
-    if unknown := [name for name in fields if name not in model.model_fields]:
-        errors = [{"field": name[:40], "message": "Extra inputs are not permitted"} for name in unknown[:20]]
-        detail = f"There is no field {unknown[0][:40]!r}; known: {', '.join(model.model_fields)}."
-        raise Problem(422, detail, code="invalid", field=unknown[0][:40], errors=errors)
+    errors = []
+    for each in problems:  # what is wrong with fields together has no place, but a type that is a field's name
+        together = each["type"] if each["type"] in model.model_fields else ""
+        errors.append({"field": str(each["loc"][0]) if each["loc"] else together, "message": each["msg"]})
+    field, message = errors[0]["field"][:40], errors[0]["message"]
+    detail = f"`{field}`: {message}." if problems[0]["loc"] else f"{message}."
+    raise Problem(status, detail, code="invalid", field=field, errors=errors[:20])
 
 
 def is_size_of(size: str, ready: Ready) -> bool:

@@ -21,36 +21,11 @@ from streamdiff.engine.messages import Data, Pictures
 from streamdiff.errors import ConfigError, EngineFailure, RequestError
 from streamdiff.server.app_state import AppState, count_refusals, state_of
 from streamdiff.server.auth import Role
-from streamdiff.server.load import Unavailable
 from streamdiff.server.problem import Problem
-from streamdiff.server.routes import schemas
-from streamdiff.server.routes.bodies import (
-    FORM,
-    JSON,
-    MAX_FORM_BYTES,
-    SNAPSHOT,
-    Files,
-    feature_files,
-    given_features,
-    given_picture,
-    media_type,
-    read_fields,
-    read_json,
-)
+from streamdiff.server.routes import bodies, dependencies, schemas
+from streamdiff.server.routes.bodies import FORM, JSON, SNAPSHOT
 from streamdiff.server.routes.control import carry_out, check, status_of
-from streamdiff.server.routes.dependencies import (
-    BINARY,
-    FEATURES,
-    Controlled,
-    Responses,
-    State,
-    Watched,
-    answer,
-    body_of,
-    json_or_form,
-    operation,
-    problems,
-)
+from streamdiff.server.routes.dependencies import Controlled, State, Watched, answer, operation, problems
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.sessions import control as messages
 from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage
@@ -67,8 +42,7 @@ SEND_LIMIT_S = 10.0
 _PIECE = 1 << 18
 _FIXED = ("seed", "kv_context", "image")
 """What a snapshot has, and a session that goes on from it cannot begin with."""
-Headers = dict[str, str]
-_LATER: Responses = {
+_LATER: dependencies.Responses = {
     202: {
         "description": "The engine has it and carries it out later (receipt `asked`). GET shows what holds by then",
         "model": Receipts,
@@ -84,10 +58,13 @@ WithImageT = TypeVar("WithImageT", schemas.NewSession, schemas.SessionChange)
 _SNAPSHOT = "a file of GET /api/sessions/{id}/snapshot, to go on from; without seed, kv_context, image"
 _PICTURE = "the picture itself"
 
-_NEW = json_or_form(
-    schemas.NewSession.model_json_schema(), {"image": _PICTURE, SNAPSHOT: _SNAPSHOT} | FEATURES, required=False
+_NEW = dependencies.json_or_form(
+    schemas.NewSession.model_json_schema(),
+    {"image": _PICTURE, SNAPSHOT: _SNAPSHOT} | dependencies.FEATURES,
+    required=False,
 )
-_CHANGE = json_or_form(schemas.SessionChange.model_json_schema(), {"image": _PICTURE})
+_CHANGE = dependencies.json_or_form(schemas.SessionChange.model_json_schema(), {"image": _PICTURE})
+_FILE = answer("A safetensors file; Content-Length: its size", OCTETS, dependencies.BINARY)
 router = APIRouter(prefix="/api/sessions", tags=["sessions"], responses=problems(401, 403, 404, 410, 422, 429))
 
 
@@ -117,18 +94,16 @@ async def open_session(request: Request, state: State) -> Response:
 async def _open(request: Request, state: AppState) -> LiveSession:
     """The session that a request asks for. Raises Problem."""
     ready = state.manager.ready
-    files = {"image": 0, SNAPSHOT: state.config.serve.max_snapshot_mb << 20, **feature_files(ready)}
+    files = {"image": 0, SNAPSHOT: state.config.serve.max_snapshot_mb << 20, **bodies.feature_files(ready)}
     wanted, picture, sent = await _read(request, schemas.NewSession, state, files)
     schemas.check_new(wanted, ready)
     prompt = wanted.prompt is not None
-    given = await given_features(sent, wanted.strength, ready, prompt=prompt, image=picture is not None)
+    given = await bodies.given_features(sent, wanted.strength, ready, prompt=prompt, image=picture is not None)
     spec = _spec(wanted, picture, state.config, given)
     if (snapshot := sent.get(SNAPSHOT)) is not None:
         spec = await asyncio.to_thread(_spec_of_saved, snapshot, wanted, given, state)
     try:
         return await state.manager.open(spec, snapshot)
-    except Unavailable as error:
-        raise Problem(503, str(error), {"Retry-After": str(error.retry_after_s)}, code=error.code) from error
     except RequestError as error:
         raise Problem(422, str(error), code="refused", field=error.field) from error
 
@@ -223,15 +198,15 @@ def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, given: Features,
 
 async def _read(
     request: Request, model: type[WithImageT], state: AppState, files: dict[str, int]
-) -> tuple[WithImageT, Pictures | None, Files]:
+) -> tuple[WithImageT, Pictures | None, bodies.Files]:
     """The body, JSON or a form with these `files`, the picture in it, fitted to the engine's size, and other files."""
-    given, sent = await read_fields(request, 422, files, state.manager.ready)
+    given, sent = await bodies.read_fields(request, 422, files, state.manager.ready)
     others = sent or {}
     if (file := others.pop("image", None)) is not None:
         given["image"] = _SENT
     wanted = schemas.read(model, given, is_form=sent is not None)
     image = wanted.image if file is None else file
-    picture = await given_picture(image, state.manager.ready, wanted.fit, status=422, field="image")
+    picture = await bodies.given_picture(image, state.manager.ready, wanted.fit, status=422, field="image")
     return wanted, picture, others
 
 
@@ -298,10 +273,10 @@ async def list_outputs(state: State, live: Controlled) -> schemas.OutputList:
 
 @router.post(
     "/{session}/outputs", status_code=201, response_model=schemas.OutputInfo, summary="Record it, or send it on",
-    **operation("steer", 503, body=body_of(JSON, schemas.NewOutput.model_json_schema())),
+    **operation("steer", 503, body=dependencies.body_of(JSON, schemas.NewOutput.model_json_schema())),
 )  # fmt: skip
 async def add_output(request: Request, state: State, live: Controlled) -> Response:
-    wanted = schemas.read(schemas.NewOutput, await read_json(request, MAX_BODY_BYTES))
+    wanted = schemas.read(schemas.NewOutput, await bodies.read_json(request, MAX_BODY_BYTES))
     try:
         id, status = await state.session_outputs.add(live, wanted.target)
     except RequestError as error:
@@ -321,9 +296,8 @@ async def remove_output(state: State, live: Controlled, id: str) -> Response:
 
 
 @router.get(
-    "/{session}/snapshot", summary="The session as one file, from which another goes on",
-    response_class=Response,
-    **operation("steer", 409, 503, 504, answers=answer("A safetensors file; Content-Length: its size", OCTETS, BINARY)),
+    "/{session}/snapshot", response_class=Response, summary="The session as one file, from which another goes on",
+    **operation("steer", 409, 503, 504, answers=_FILE),
 )  # fmt: skip
 async def save_session(state: State, live: Controlled) -> Response:
     _refuse_if_busy(state)
@@ -337,18 +311,11 @@ async def save_session(state: State, live: Controlled) -> Response:
         for begin in range(0, len(rest), _PIECE):
             yield rest[begin : begin + _PIECE]
 
-    return _Sending(pieces(), sending, _headers(live, len(header) + len(rest)))
-
-
-@router.head(
-    "/{session}/snapshot", summary="How large the session's file would be now",
-    response_class=Response, **operation("steer", 409, 503, 504, answers=answer("Content-Length: its size")),
-)  # fmt: skip
-async def size_of_snapshot(state: State, live: Controlled) -> Response:
-    _refuse_if_busy(state)
-    async with state.snapshots:
-        header, rest = signed(await _taken(state, live), state.snapshot_key)
-        return Response(headers=_headers(live, len(header) + len(rest)), media_type=OCTETS)
+    headers = {
+        "Content-Length": str(len(header) + len(rest)),
+        "Content-Disposition": f'attachment; filename="{live.id}.safetensors"',
+    }
+    return _Sending(pieces(), sending, headers)
 
 
 @contextlib.asynccontextmanager
@@ -356,9 +323,9 @@ async def _place_for_upload(request: Request, state: AppState) -> AsyncIterator[
     """While the form of a request is read and used that may hold a snapshot, which lies in memory: as many at a time as
     are taken or sent. Raises Problem, 503, where there are more."""
     length = request.headers.get("content-length", "")
-    small = length.isdigit() and int(length) <= MAX_FORM_BYTES
+    small = length.isdigit() and int(length) <= bodies.MAX_FORM_BYTES
     async with contextlib.AsyncExitStack() as held:
-        if media_type(request) == FORM and not small:
+        if bodies.media_type(request) == FORM and not small:
             _refuse_if_busy(state)
             await held.enter_async_context(state.snapshots)
         yield
@@ -368,14 +335,6 @@ def _refuse_if_busy(state: AppState) -> None:
     """Raises Problem, 503, while MAX_SNAPSHOTS are taken or sent."""
     if state.snapshots.locked():
         raise Problem(503, "Other snapshots are being sent; ask again.", {"Retry-After": "1"}, code="busy")
-
-
-def _headers(live: LiveSession, size: int) -> Headers:
-    return {
-        "Content-Length": str(size),
-        "Content-Disposition": f'attachment; filename="{live.id}.safetensors"',
-        "Cache-Control": "no-store",
-    }
 
 
 async def _taken(state: AppState, live: LiveSession) -> Data:
@@ -398,7 +357,7 @@ class _Sending(StreamingResponse):
     """Gives back its place when it is sent, or the caller has gone or takes nothing."""
 
     def __init__(
-        self, content: AsyncIterator[bytes | memoryview], place: contextlib.AsyncExitStack, headers: Headers
+        self, content: AsyncIterator[bytes | memoryview], place: contextlib.AsyncExitStack, headers: dict[str, str]
     ) -> None:
         super().__init__(content, headers=headers, media_type=OCTETS)
         self._place = place

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import FileResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from streamdiff.engine.features import NAMES
 from streamdiff.engine.messages import DEFAULT_STRENGTH, Ready
@@ -21,23 +21,13 @@ from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import Role
 from streamdiff.server.jobs import runner
 from streamdiff.server.jobs.runner import JobRunner
-from streamdiff.server.jobs.store import Job, KeyReused, VideoRequest
-from streamdiff.server.load import Unavailable
-from streamdiff.server.peers import address_of, share_of
+from streamdiff.server.jobs.store import Job, VideoRequest
+from streamdiff.server.peers import address_of
 from streamdiff.server.problem import Problem
-from streamdiff.server.routes.bodies import (
-    FORM,
-    JSON,
-    MAX_JSON_BYTES,
-    URLENCODED,
-    Files,
-    feature_files,
-    given_features,
-    given_picture,
-    read_fields,
-)
+from streamdiff.server.routes import bodies
+from streamdiff.server.routes.bodies import FORM, JSON, URLENCODED
 from streamdiff.server.routes.dependencies import BINARY, FEATURES, State, answer, json_or_form, operation, problems
-from streamdiff.server.routes.schemas import Size, is_size_of
+from streamdiff.server.routes.schemas import Answer, Size, is_size_of, read
 from streamdiff.server.sessions.control import Fps, Prompt, Steps, Strength, steps_refusal
 from streamdiff.video.picture import Fit
 
@@ -78,43 +68,50 @@ def _as_clients_write(schema: dict[str, Any]) -> None:
 class NewVideo(BaseModel):
     """A video to make; what is left out is the server's choice. `extra_body`, an object, is read as more fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_as_clients_write)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, json_schema_extra=_as_clients_write
+    )
 
-    prompt: Prompt | None = Field(None, description="what to show; needed, unless `prompt_embeds` come instead")
+    prompt: Prompt | None = None
+    """what to show; needed, unless `prompt_embeds` come instead"""
     model: str | None = Field(None, max_length=200, description="the one that /v1/models lists")
     seconds: (
         Annotated[float, Field(gt=0, le=86_400)] | Annotated[str, Field(pattern=r"^[0-9]{1,5}(\.[0-9]{1,3})?$")] | None
     ) = Field(None, description=f"length, default {DEFAULT_SECONDS:g}")
-    size: Size | None = Field(None, description="WIDTHxHEIGHT; an engine has one")
+    size: Size | None = None
+    """WIDTHxHEIGHT; an engine has one"""
     width: _Side | None = None
     height: _Side | None = None
-    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = Field(
-        None, description="default, or -1: any; the answer has it"
-    )
-    fps: Fps | None = Field(None, description="default: the model's own")
-    num_frames: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(None, description="length in frames")
+    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = None
+    """default, or -1: any; the answer has it"""
+    fps: Fps | None = None
+    """default: the model's own"""
+    num_frames: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """length in frames"""
     num_inference_steps: Steps | None = None
-    input_reference: Annotated[str, Field(max_length=MAX_JSON_BYTES)] | None = Field(
-        None,
-        description="a picture that it begins with: a file of a form, or base64; JPEG, PNG, WebP or AVIF, no address",
-    )
-    fit: Fit | None = Field(None, description="how a picture of other proportions is fitted; default cover")
+    input_reference: Annotated[str, Field(max_length=bodies.MAX_JSON_BYTES)] | None = None
+    """a picture that it begins with: a file of a form, or base64; JPEG, PNG, WebP or AVIF, no address"""
+    fit: Fit | None = None
+    """how a picture of other proportions is fitted; default cover"""
     strength: Strength | None = Field(
         None, description=f"noise mixed into `video_latents`, which are a file of a form; default {DEFAULT_STRENGTH}"
     )
-    n: Annotated[int, Field(ge=1, le=1)] | None = Field(None, description="videos: one for a request")
-    user: Any = Field(None, description="has no effect")
-    metadata: Any = Field(None, description="has no effect")
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    """videos: one for a request"""
+    user: Any = None
+    """has no effect"""
+    metadata: Any = None
+    """has no effect"""
 
 
-class VideoError(BaseModel):
+class VideoError(Answer):
     """Why a video could not be made."""
 
     code: str
     message: str
 
 
-class Video(BaseModel):
+class Video(Answer):
     """A video that is asked for, made, or kept."""
 
     id: str
@@ -122,26 +119,28 @@ class Video(BaseModel):
     model: str
     prompt: str
     status: Literal["queued", "in_progress", "completed", "failed"]
-    progress: int = Field(description="per cent of the frames that are encoded")
+    progress: int
+    """per cent of the frames that are encoded"""
     created_at: int
     started_at: int | None
     completed_at: int | None
-    expires_at: int | None = Field(description="when it and its file are forgotten")
+    expires_at: int | None
+    """when it and its file are forgotten"""
     seconds: str
     size: str
     fps: float
     num_frames: int
     num_inference_steps: int
     seed: int
-    inference_time_s: float | None = Field(description="seconds from its beginning to its last frame")
-    peak_memory_mb: float | None = Field(
-        description="MiB that the engine took meanwhile, at most: of the first rank's GPU, or without one in all"
-    )
+    inference_time_s: float | None
+    """seconds from its beginning to its last frame"""
+    peak_memory_mb: float | None
+    """MiB that the engine took meanwhile, at most: of the first rank's GPU, or without one in all"""
     error: VideoError | None
     remixed_from_video_id: None = None
 
 
-class VideoList(BaseModel):
+class VideoList(Answer):
     """Videos, in the order asked for."""
 
     object: Literal["list"] = "list"
@@ -149,10 +148,11 @@ class VideoList(BaseModel):
     first_id: str | None
     last_id: str | None
     has_more: bool
-    server: str | None = Field(description="the one whose videos these are (serve.name); others have their own")
+    server: str | None
+    """the one whose videos these are (serve.name); others have their own"""
 
 
-class DeletedVideo(BaseModel):
+class DeletedVideo(Answer):
     """A video that is no more."""
 
     id: str
@@ -160,7 +160,7 @@ class DeletedVideo(BaseModel):
     deleted: Literal[True] = True
 
 
-class ServedModel(BaseModel):
+class ServedModel(Answer):
     """The model that is loaded."""
 
     id: str
@@ -169,7 +169,7 @@ class ServedModel(BaseModel):
     owned_by: Literal["streamdiff"] = "streamdiff"
 
 
-class ModelList(BaseModel):
+class ModelList(Answer):
     """All models of this server: one."""
 
     object: Literal["list"] = "list"
@@ -183,14 +183,14 @@ def _fault(name: str, why: str, code: str = "invalid") -> Problem:
     return Problem(400, why, code=code, field=name[:40])
 
 
-async def read_new_video(request: Request, ready: Ready) -> tuple[NewVideo, bytes | str | None, Files]:
+async def read_new_video(request: Request, ready: Ready) -> tuple[NewVideo, bytes | str | None, bodies.Files]:
     """The body of a request, JSON or a form, the picture in it, a file's bytes or base64, and files of features.
 
     Raises:
         Problem: 400 naming the field, 413, 415; 422 for features that the model does not take.
     """
-    takes = {PICTURE: 0, **feature_files(ready)}
-    given, sent = await read_fields(request, 400, takes, ready, required=True, forms=(FORM, URLENCODED))
+    takes = {PICTURE: 0, **bodies.feature_files(ready)}
+    given, sent = await bodies.read_fields(request, 400, takes, ready, required=True, forms=(FORM, URLENCODED))
     files = sent or {}
     if not isinstance(given, dict):
         raise Problem(400, "The body is JSON, but no object: give fields, such as `prompt`.", code="bad_json")
@@ -256,18 +256,9 @@ def _validated(given: Mapping[str, Any], *, embeds: bool) -> NewVideo:
     if not embeds and "prompt" not in fields:
         raise _fault("prompt", "`prompt` is missing.")
     for name, value in fields.items():
-        if name not in NewVideo.model_fields:  # before pydantic writes of each one that it is wrong
-            known = ", ".join(NewVideo.model_fields)
-            why = f"`{name[:40]}` would be ignored, so it is refused. What can be said: {known}."
-            raise _fault(name, why, "unsupported")
-        if isinstance(value, bool) and name not in UNUSED:  # not 1 or 0
+        if isinstance(value, bool) and name in NewVideo.model_fields and name not in UNUSED:  # not 1 or 0
             raise _fault(name, f"`{name}` is {json.dumps(value)}; it must be a number or a text.")
-    try:
-        return NewVideo.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    name = str(first["loc"][0])[:40] if first["loc"] else ""
-    raise _fault(name, f"`{name}`: {first['msg']}.")
+    return read(NewVideo, fields, status=400, unknown="unsupported")
 
 
 def _reference(given: Any) -> Any:
@@ -351,25 +342,24 @@ def _frames(wanted: NewVideo, fps: float) -> int:
 
 def video_of(job: Job, progress: int) -> Video:
     """A job as the API shows it."""
-    request = job.request
     times_s = (job.started_s, job.ended_s, job.expires_s)
     started, ended, expires = (None if time_s is None else int(time_s) for time_s in times_s)
     return Video(
         id=job.id,
-        model=request.model,
-        prompt=request.prompt,
+        model=job.model,
+        prompt=job.prompt,
         status=job.status,
         progress=progress,
         created_at=int(job.created_s),
         started_at=started,
         completed_at=ended,
         expires_at=expires,
-        seconds=f"{request.frames / request.fps:g}",
-        size=f"{request.width}x{request.height}",
-        fps=request.fps,
-        num_frames=request.frames,
-        num_inference_steps=request.steps,
-        seed=request.seed,
+        seconds=f"{job.frames / job.fps:g}",
+        size=f"{job.width}x{job.height}",
+        fps=job.fps,
+        num_frames=job.frames,
+        num_inference_steps=job.steps,
+        seed=job.seed,
         inference_time_s=job.inference_s,
         peak_memory_mb=job.peak_memory_mb,
         error=VideoError(code="failed", message=job.error) if job.status == "failed" else None,
@@ -425,11 +415,6 @@ def _unknown(id: str) -> Problem:
     return Problem(404, f"There is no video {id[:64]!r}: deleted, expired, or never asked for.", code="unknown")
 
 
-def _unavailable(error: Unavailable) -> Problem:
-    status = 507 if error.code == "storage" else 429
-    return Problem(status, str(error), {"Retry-After": str(error.retry_after_s)}, code=error.code)
-
-
 async def _visible_job(jobs: Visible, id: str) -> Job:
     if (job := await jobs.get(id)) is None:
         raise _unknown(id)
@@ -442,20 +427,15 @@ Found = Annotated[Job, Depends(_visible_job)]
 
 @router.post("/videos", summary="Have a video made", **operation("steer", 409, 507, body=_NEW_VIDEO))
 async def create_video(request: Request, state: State, jobs: Changeable, key: _Key = None) -> Video:
-    serve, ready = state.config.serve, state.manager.ready
+    ready = state.manager.ready
     wanted, image, files = await read_new_video(request, ready)
     made = resolve(wanted, ready, runner.LONGEST_JOB_S, state.config.model.name)
-    picture = await given_picture(image, ready, wanted.fit, status=400, field="input_reference")
-    prompt, share = wanted.prompt is not None, share_of(runner.QUEUE, serve.address_share)
-    given = await given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
+    picture = await bodies.given_picture(image, ready, wanted.fit, status=400, field="input_reference")
+    prompt = wanted.prompt is not None
+    given = await bodies.given_features(files, wanted.strength, ready, prompt=prompt, image=picture is not None)
     sent = [None if picture is None else picture.tobytes(), *(files.get(name) for name in NAMES)]
     known_by = None if key is None else idempotency(key, state.caller(request), wanted, *sent)
-    try:
-        job = await jobs.submit(made, address_of(request), share, picture, given, known_by)
-    except KeyReused as error:
-        raise Problem(409, str(error), code="idempotency_key", field="Idempotency-Key") from error
-    except Unavailable as error:
-        raise _unavailable(error) from error
+    job = await jobs.submit(made, address_of(request), picture, given, known_by)
     return video_of(job, jobs.progress(job))
 
 
@@ -506,17 +486,13 @@ async def video_content(jobs: Visible, job: Found, variant: Literal["video"] = "
         raise Problem(404, why, {"Retry-After": str(RETRY_S)}, code=job.status)
     if (found := await jobs.video(job)) is None:
         raise Problem(404, "The video's file is gone from the server's disk.", code="gone")
-    path, status = found
-    return FileResponse(path, media_type=MP4, filename=path.name, stat_result=status)
+    return FileResponse(found, media_type=MP4, filename=found.name)
 
 
 @router.delete("/videos/{id}", summary="Forget one; if it is being made, that ends", **operation("steer", 507))
 async def delete_video(jobs: Changeable, id: str) -> DeletedVideo:
-    try:
-        if not await jobs.delete(id):
-            raise _unknown(id)
-    except Unavailable as error:
-        raise _unavailable(error) from error
+    if not await jobs.delete(id):
+        raise _unknown(id)
     return DeletedVideo(id=id)
 
 

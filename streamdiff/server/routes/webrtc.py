@@ -93,17 +93,12 @@ async def watch(
     return _answered(state, f"/whep/{quote(live.id, safe='')}/{id}", answer)
 
 
+@watching.options(_VIEWER, summary="What is taken here", **operation(None, 404, 429, answers=_ACCEPTS))
+@watching.get(_VIEWER, summary="What is taken here", **operation(None, 404, 429, answers=_ACCEPTS))
 async def describe_viewer(request: Request, state: State, session: SessionId, id: _ViewerId) -> Response:
     state.viewers.find(session, id, address_of(request))
     headers = {"Accept-Patch": TRICKLE_TYPE, "Allow": "OPTIONS, GET, HEAD, PATCH, DELETE"}
     return Response(headers=headers)
-
-
-for method in ("OPTIONS", "GET", "HEAD"):
-    watching.add_api_route(
-        _VIEWER, describe_viewer, methods=[method], summary="What is taken here",
-        **operation(None, 404, 429, answers=_ACCEPTS),
-    )  # fmt: skip
 
 
 @watching.patch(
@@ -163,11 +158,10 @@ for endpoint in ("/whep", "/whep/{session}"):
         endpoint, options, methods=["OPTIONS"], summary="What is taken here, and STUN and TURN servers",
         **operation("watch", optional=True, answers=_ACCEPTS),
     )  # fmt: skip
-    for method in ("GET", "HEAD"):
-        watching.add_api_route(
-            endpoint, describe, methods=[method], summary="What is taken here",
-            **operation(None, answers=answer("Accept-Post says what is taken", SDP_TYPE)),
-        )  # fmt: skip
+    watching.add_api_route(
+        endpoint, describe, methods=["GET"], summary="What is taken here",
+        **operation(None, answers=answer("Accept-Post says what is taken", SDP_TYPE)),
+    )  # fmt: skip
     watching.add_api_route(
         endpoint, watch, methods=["POST"], status_code=201, summary="Watch: an offer for an answer",
         **operation("watch", 404, 410, 429, 503, body=body_of(SDP_TYPE), answers=_ANSWERED),

@@ -35,6 +35,12 @@ from streamdiff.snapshot_header import read_saved_session
 
 logger = logging.getLogger(__name__)
 
+
+def _log(level: int, message: str, id: str, *arguments: object, **fields: object) -> None:
+    """Log what becomes of session `id`, which `message` names first."""
+    logger.log(level, message, id, *arguments, extra=log_fields(session=id, **fields))
+
+
 SAVE_LIMIT_S = 60.0
 _ENCODING_S = 0.2
 """After which a session whose prompt was being encoded is asked for again."""
@@ -148,7 +154,7 @@ class SavedFolder:
         try:
             self._of(id).unlink(missing_ok=True)
         except OSError as error:
-            logger.error("What was kept of session %s cannot be removed: %s", id, error, extra=log_fields(session=id))
+            _log(logging.ERROR, "What was kept of session %s cannot be removed: %s", id, error)
 
     def set_aside(self, id: str, why: str) -> None:
         """Keep the file of a session that cannot be opened under another name, and say so."""
@@ -161,7 +167,7 @@ class SavedFolder:
         except OSError as error:
             why, aside = f"{why}; it cannot be renamed: {error}", path
         name = path.name.removesuffix(_END)
-        logger.error("Session %s is not opened again, %s stays: %s", name, aside, why, extra=log_fields(session=name))
+        _log(logging.ERROR, "Session %s is not opened again, %s stays: %s", name, aside, why)
 
     def _of(self, id: str) -> Path:
         assert _ID.fullmatch(id), f"{id!r} is no name of a file"
@@ -238,8 +244,7 @@ class SnapshotKeeper:
         except (RequestError, EngineFailure, StreamEnded, TimeoutError, OSError) as error:
             if session.id not in self._unable and not isinstance(error, EngineFailure | StreamEnded):
                 self._unable.add(session.id)
-                fields = log_fields(session=session.id)
-                logger.warning("Session %s could not be kept: %s", session.id, error or "no answer", extra=fields)
+                _log(logging.WARNING, "Session %s could not be kept: %s", session.id, error or "no answer")
             return
         if session.closed:  # meanwhile
             if self._folder is not None:
@@ -279,18 +284,14 @@ class SnapshotKeeper:
             found.folder.remove(session.id)
         if not snapshot:
             if session.playback.made_frames:
-                fields = log_fields(session=session.id)
-                logger.warning("Session %s begins afresh: of its stream nothing was saved.", session.id, extra=fields)
+                _log(logging.WARNING, "Session %s begins afresh: of its stream nothing was saved.", session.id)
             return 0.0
         saved = read_saved_session(snapshot)
         lost_s = max(0, session.playback.made_frames - saved.made_frames) / session.fps
         if self._keep_s is not None:
             self._kept.setdefault(session.id, _Kept(snapshot, saved.made_frames, session.resets))
-        fields = log_fields(session=session.id, lost_s=round(lost_s, 3), frame=saved.made_frames)
-        logger.warning(
-            "Session %s goes on from a snapshot, frame %d: %.2f s of it are lost.", session.id, saved.made_frames,
-            lost_s, extra=fields,
-        )  # fmt: skip
+        told, frame = "Session %s goes on from a snapshot, frame %d: %.2f s of it are lost.", saved.made_frames
+        _log(logging.WARNING, told, session.id, frame, lost_s, lost_s=round(lost_s, 3), frame=frame)
         return lost_s
 
     def refused(self, session: LiveSession, why: str) -> bool:
@@ -300,8 +301,7 @@ class SnapshotKeeper:
             found.folder.set_aside(session.id, why)
             return False
         self.forget(session.id)
-        fields = log_fields(session=session.id)
-        logger.warning("Session %s does not go on, it begins afresh: %s", session.id, why, extra=fields)
+        _log(logging.WARNING, "Session %s does not go on, it begins afresh: %s", session.id, why)
         return True
 
     def forget(self, id: str) -> None:
@@ -345,24 +345,21 @@ class SnapshotKeeper:
                 data = await self.snapshot(session)
             if session.closed:  # meanwhile
                 continue
-            fields = log_fields(session=session.id)
             found = self._found.pop(session.id, None)  # a file it has there stays, also when it is opened now
             try:
                 await asyncio.to_thread(self.handover.write, record_of(session), data or b"")
             except OSError as error:
                 kept = self._kept.pop(session.id, None) is not None and self._folder is not None
                 how = "is only handed over as it was last kept" if kept or found is not None else "is lost"
-                logger.error("Session %s %s: %s", session.id, how, error, extra=fields)
+                _log(logging.ERROR, "Session %s %s: %s", session.id, how, error)
                 continue
             if found is not None and found.folder is not self.handover:
                 found.folder.remove(session.id)
             if data:
-                logger.info("Session %s is handed over.", session.id, extra=fields)
+                _log(logging.INFO, "Session %s is handed over.", session.id)
             else:
-                logger.warning(
-                    "Session %s is handed over without its stream, which begins afresh: the engine could not save it.",
-                    session.id, extra=fields,
-                )  # fmt: skip
+                told = "Session %s is handed over without its stream, which begins afresh: no engine could save it."
+                _log(logging.WARNING, told, session.id)
 
 
 async def _saved(session: LiveSession) -> Data | None:

@@ -7,13 +7,16 @@ import { startFolding } from "./fold.js";
 import { drawPicture, frameOf, startPictures } from "./picture.js";
 import { openShared, share } from "./share.js";
 import { drawStats, startMeasuring } from "./stats.js";
-import { chip, drawSuggestions } from "./suggestions.js";
+import { chip, drawSuggestions, startSuggestions } from "./suggestions.js";
 
 const video = $("video");
 const token = tokenOf(location.hash);
 // `?session=` and `?codec=` of the page's address are the server's business.
 const client = new StreamClient(`whep${location.search}`, token);
 const view = { phase: "connecting", size: { width: 0, height: 0 }, steers: true, paused: false, seed: 0, fps: 0, askedFps: 0, steps: 0, prompt: "", frameSeen: false, refused: false, notice: "", engine: "running" };
+const NOTICE_MS = 10000;
+const FADE_MS = 3000;
+const earlier = { prompts: [], at: 0 }; // what was sent from this page, for the arrow keys
 const asked = new Map(); // id of a request -> { kind, at }
 
 globalThis.streamdiff = { client, view };
@@ -42,6 +45,7 @@ function drawControls() {
     ? "The token in this page's address lets you watch. Steering takes the control token."
     : "You may watch. Steering takes the control token, at the end of this page's address: #token=…";
   $("readonly").hidden = view.steers;
+  document.body.classList.toggle("watching", !view.steers);
   setText($("readonly-text"), why);
   const obeyed = client.connected && view.engine === "running";
   for (const control of document.querySelectorAll("[data-steers]")) {
@@ -78,7 +82,7 @@ function drawSteps({ steps: made, asked_steps: steps, steps_known: known }) {
   }
   if (steps !== view.steps) select.value = steps;
   view.steps = steps;
-  setText($("steps-help"), made < steps ? `Server busy: using ${made} steps.` : "Fewer are less work, more are finer.");
+  setText($("steps-help"), made < steps ? `Server busy: using ${made} steps.` : "Fewer steps are faster, more are finer.");
 }
 
 function drawVeil(text, { busy = true, button = false } = {}) {
@@ -103,7 +107,7 @@ function drawState(state) {
   setText($("playing"), state.text || state.prompt);
   video.setAttribute("aria-label", `Live video: ${state.text || state.prompt}`);
   view.size = { width: state.width, height: state.height };
-  $("screen").style.aspectRatio = `${state.width} / ${state.height}`;
+  document.documentElement.style.setProperty("--ratio", state.width / state.height);
   if (document.activeElement !== $("seed") && state.seed !== view.seed) $("seed").value = state.seed;
   view.seed = state.seed;
   view.kvContext = state.kv_context;
@@ -113,7 +117,7 @@ function drawState(state) {
   drawPicture(state.image);
   drawInput(state.input);
   if (!state.input) camera.ended();
-  const away = { restarting: "The engine is being started again", waiting: "The session waits for memory" }[state.engine];
+  const away = { restarting: "The engine is restarting", waiting: "The session waits for memory" }[state.engine];
   drawNotice(away ? `${away}: ${state.engine_reason}` : state.notice);
   for (const chip of $("chips").children) chip.setAttribute("aria-current", String(chip.textContent === state.prompt));
   drawSuggestions(state.text, suggest);
@@ -123,8 +127,10 @@ function drawState(state) {
 function drawNotice(text) {
   if (text === view.notice) return;
   view.notice = text;
+  clearTimeout(view.noticeTimer);
   $("notice").hidden = !text;
   setText($("notice-text"), text);
+  if (view.engine === "running") view.noticeTimer = setTimeout(() => ($("notice").hidden = true), NOTICE_MS);
 }
 
 function drawReceipt(text, stage = "") {
@@ -137,7 +143,7 @@ function drawReceipt(text, stage = "") {
 const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 const AT_ONCE = ["pause", "resume", "fps"]; // nothing has to be made for these: accepted is all that comes
 const MADE = ["prompt", "reset", "steps", "strength"];
-const PAST = { recache: ", its past cached again", "recache-causal": ", its past cached again", flush: ", the past flushed", reset: ", begun afresh" };
+const PAST = { recache: ", past recached", "recache-causal": ", past recached", flush: ", past flushed", reset: ", restarted" };
 const quoted = (text) => (text.length > 60 ? `“${text.slice(0, 57)}…”` : `“${text}”`);
 
 function onReceipt(receipt) {
@@ -147,9 +153,9 @@ function onReceipt(receipt) {
   if (receipt.text) request.text = receipt.text; // what the model was given, which may differ from what was typed
   if (AT_ONCE.includes(request.kind) && receipt.stage === "accepted") {
     asked.delete(receipt.id);
-    if (request.kind === "fps") drawReceipt(`Plays at ${receipt.fps ?? request.fps} frames a second.`, "shown");
+    if (request.kind === "fps") drawReceipt(`Plays at ${receipt.fps ?? request.fps} frames per second.`, "shown");
   } else if (receipt.stage === "accepted" && MADE.includes(request.kind)) {
-    drawReceipt(view.paused ? "Taken. It shows when you resume." : "Taken. It is being made now.", "accepted");
+    drawReceipt(view.paused ? "Accepted. It shows when you resume." : "Accepted. The picture changes in a moment.", "accepted");
   } else if (receipt.stage === "shown" && request.kind === "steps") {
     drawReceipt(`Chunks have ${receipt.steps ?? request.steps} steps now, after ${seconds(lag)}.`, "shown");
   } else if (receipt.stage === "shown" && request.kind === "strength") {
@@ -157,7 +163,7 @@ function onReceipt(receipt) {
   } else if (receipt.stage === "shown") {
     number("n-lag", lag / 1000, 2);
     view.lagMs = lag;
-    drawReceipt(request.kind === "reset" ? `Started over after ${seconds(lag)}.` : `${quoted(request.text)} is on screen, after ${seconds(lag)}${PAST[receipt.switch] ?? ""}.`, "shown");
+    drawReceipt(request.kind === "reset" ? `Restarted after ${seconds(lag)}.` : `${quoted(request.text)} is on screen, after ${seconds(lag)}${PAST[receipt.switch] ?? ""}.`, "shown");
   } else if (receipt.stage === "superseded") {
     drawReceipt("A newer request took its place.", "superseded");
   } else if (receipt.stage === "refused") {
@@ -206,7 +212,7 @@ client.addEventListener("status", ({ detail }) => {
   if (detail.phase !== "live") {
     view.frameSeen = view.refused = false;
     for (const figure of ["n-shown", "n-made"]) number(figure, null, 0);
-    if (asked.size) drawReceipt("The connection was lost before this was answered; what plays is told beside the picture.");
+    if (asked.size) drawReceipt("The connection was lost before the answer came.");
     asked.clear(); // receipts go to the connection that asked
   }
   if (detail.phase === "connecting" && !wasError) drawVeil(detail.attempt ? "Connecting again" : "Connecting to the stream");
@@ -236,8 +242,8 @@ video.addEventListener("playing", () => {
 
 /** Why there is no picture yet, though the connection stands or is about to. */
 function drawWait() {
-  if (view.refused) drawVeil("This browser wants a press before it plays.", { busy: false, button: true });
-  else if (view.paused) drawVeil("The stream is paused. Its picture comes when somebody lets it go on.", { busy: false });
+  if (view.refused) drawVeil("Press to play.", { busy: false, button: true });
+  else if (view.paused) drawVeil("The stream is paused.", { busy: false });
   else drawVeil("Waiting for the first frame");
 }
 
@@ -272,8 +278,22 @@ function sendPrompt(text) {
   const prompt = text.trim();
   drawFieldError("prompt", prompt ? "" : "Write what you want to see first.");
   drawFieldError("switch", "");
-  if (prompt) ask("prompt", { prompt, switch: $("switch").value });
-  else $("prompt").focus();
+  if (!prompt) {
+    $("prompt").focus();
+    return;
+  }
+  ask("prompt", { prompt, switch: $("switch").value });
+  if (earlier.prompts.at(-1) !== prompt) earlier.prompts.push(prompt);
+  earlier.at = earlier.prompts.length;
+}
+
+/** The prompt before or after the one in the box, of those that were sent. */
+function recall(step) {
+  const at = Math.min(Math.max(earlier.at + step, 0), earlier.prompts.length - 1);
+  if (at < 0) return;
+  earlier.at = at;
+  $("prompt").value = earlier.prompts[at];
+  $("prompt").select();
 }
 
 /** A prompt that the page offers, as if it had been typed. */
@@ -281,6 +301,8 @@ function suggest(prompt) {
   $("prompt").value = prompt;
   sendPrompt(prompt);
 }
+
+const wholeSelected = ({ selectionStart, selectionEnd, value }) => selectionStart === 0 && selectionEnd === value.length;
 
 function readSeed() {
   const seed = $("seed").valueAsNumber;
@@ -297,7 +319,7 @@ function startOver() {
 function changeFps() {
   const fps = $("fps").valueAsNumber;
   const usable = fps >= 1 && fps <= 120;
-  drawFieldError("fps", usable ? "" : "Frames a second are a number from 1 to 120.");
+  drawFieldError("fps", usable ? "" : "Frames per second: a number from 1 to 120.");
   if (usable && fps !== view.askedFps) ask("fps", { fps });
 }
 
@@ -316,7 +338,7 @@ async function beginWith(form) {
     throw new Error("The server cannot be reached.");
   });
   if (answer.ok) {
-    drawReceipt(`Begun afresh, taken after ${seconds(performance.now() - at)}.`, "accepted");
+    drawReceipt(`Restarted with the picture after ${seconds(performance.now() - at)}.`, "accepted");
     return;
   }
   drawReceipt("");
@@ -330,14 +352,45 @@ function togglePause() {
 async function shareLink() {
   const receipt = await share(
     { prompt: view.text || view.prompt, seed: view.seed, steps: view.steps, fps: view.askedFps, kv_context: view.kvContext },
-    view.more ? " What else this stream was given, a picture or a video, does not go with it." : "",
+    view.more ? " The picture or video of this stream is not in the link." : "",
   );
   if (receipt) drawReceipt(receipt);
 }
 
 function toggleFullscreen() {
   if (document.fullscreenElement) document.exitFullscreen();
-  else $("screen").requestFullscreen?.();
+  else $("stage").requestFullscreen?.();
+}
+
+/** On a full screen the prompt lies over the picture, and fades while nobody moves or types. */
+function stirred() {
+  $("stage").classList.remove("idle");
+  clearTimeout(view.fadeTimer);
+  if (document.fullscreenElement) view.fadeTimer = setTimeout(() => $("stage").classList.add("idle"), FADE_MS);
+}
+for (const kind of ["pointermove", "pointerdown", "keydown", "focusin"]) $("stage").addEventListener(kind, stirred);
+document.addEventListener("fullscreenchange", stirred);
+
+/** Sharpened or plain: as chosen on an earlier visit; else sharpened where a GPU does it, for a processor has better to do. */
+function startSharpening() {
+  const select = $("sharpen");
+  const gpu = document.createElement("canvas").getContext("webgl", { failIfMajorPerformanceCaveat: true });
+  select.value = gpu ? "sharp" : "plain";
+  const draw = () => document.body.classList.toggle("sharp", select.value === "sharp");
+  select.addEventListener("change", () => {
+    draw();
+    try {
+      localStorage.setItem("streamdiff-picture", select.value);
+    } catch {
+      // a browser that lets pages keep nothing
+    }
+  });
+  try {
+    select.value = localStorage.getItem("streamdiff-picture") ?? select.value;
+  } catch {
+    // as above
+  }
+  draw();
 }
 
 $("form").addEventListener("submit", (event) => {
@@ -349,6 +402,10 @@ $("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     sendPrompt(event.target.value);
+    event.target.select(); // the next words replace these
+  } else if (["ArrowUp", "ArrowDown"].includes(event.key) && wholeSelected(event.target)) {
+    event.preventDefault();
+    recall(event.key === "ArrowUp" ? -1 : 1);
   } else if (event.key === "Escape") {
     event.target.blur();
   }
@@ -387,6 +444,7 @@ document.addEventListener("keydown", (event) => {
   const busy = event.target.closest("input, textarea, button, summary, a, select");
   if (busy || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
   const act = { "/": () => $("prompt").focus(), " ": togglePause, k: togglePause, r: () => ask("reset"), f: toggleFullscreen, c: () => $("fold").click(), s: shareLink }[event.key.toLowerCase()];
+  if (/^[1-9]$/.test(event.key) && view.steers) ideas.press(Number(event.key));
   if (!act || (!view.steers && !"fcs".includes(event.key.toLowerCase()))) return;
   event.preventDefault();
   act();
@@ -406,8 +464,6 @@ async function describe() {
   drawSuggestions(view.text, suggest, engine.suggestions);
   if (engine.examples.length) $("prompt").placeholder = engine.examples[0];
   drawControls();
-  setText($("vocabulary-text"), engine.vocabulary.replaceAll("; ", "\n"));
-  $("vocabulary").hidden = !engine.vocabulary;
   $("camera-embedded").hidden = engine.model !== "tiny";
 }
 
@@ -443,6 +499,8 @@ const camera = startCamera({
 });
 startMeasuring(client, view);
 startFolding();
+startSharpening();
+const ideas = startSuggestions(() => view.prompt);
 openShared(client.authorization).then((refused) => {
   if (refused === null) return; // the page is on its way to the session
   client.start();

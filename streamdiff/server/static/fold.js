@@ -1,28 +1,30 @@
-// The controls fold away, so that the picture has the page; remembered from visit to visit.
+// The drawer with the controls, closed at first; whether it is open is remembered from visit to visit.
 
 import { $ } from "./dom.js";
 
-const KEY = "streamdiff-folded";
+const KEY = "streamdiff-controls";
 
 export function startFolding() {
   const button = $("fold");
-  const fold = (folded) => {
-    document.body.classList.toggle("folded", folded);
-    button.setAttribute("aria-expanded", String(!folded));
-    button.title = folded ? "Show the controls (C)" : "Fold the controls away (C)";
+  const show = (open) => {
+    document.body.classList.toggle("open", open);
+    $("settings").hidden = !open;
+    button.setAttribute("aria-expanded", String(open));
+    button.title = open ? "Hide the controls (C)" : "Show the controls (C)";
   };
   button.addEventListener("click", () => {
-    const folded = !document.body.classList.contains("folded");
-    fold(folded);
+    const open = $("settings").hidden;
+    show(open);
+    if (open && matchMedia("(max-width: 899px)").matches) $("settings").scrollIntoView({ behavior: "smooth" });
     try {
-      localStorage.setItem(KEY, folded ? "1" : "");
+      localStorage.setItem(KEY, open ? "open" : "");
     } catch {
       // a browser that lets pages keep nothing
     }
   });
   try {
-    fold(Boolean(localStorage.getItem(KEY)));
+    show(Boolean(localStorage.getItem(KEY)));
   } catch {
-    fold(false);
+    show(false);
   }
 }

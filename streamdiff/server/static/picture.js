@@ -68,7 +68,7 @@ export function startPictures({ steers, send, frame }) {
     if (!steers()) return;
     const file = pictureOf(event.dataTransfer);
     if (file) use(file);
-    else drawFieldError("picture", "That is no picture: drop a JPEG, PNG, WebP or AVIF file.");
+    else drawFieldError("picture", "Not a picture: drop a JPEG, PNG, WebP or AVIF file.");
   });
   addEventListener("paste", (event) => {
     const file = steers() && pictureOf(event.clipboardData);
@@ -83,7 +83,7 @@ export function startPictures({ steers, send, frame }) {
 /** Says whether the stream begins with a picture, and lets it be taken away. */
 export function drawPicture(begins) {
   $("picture-none").hidden = !begins;
-  setText($("picture-state"), begins ? "The stream begins with your picture." : "Drop or paste one anywhere, and the stream goes on from it.");
+  setText($("picture-state"), begins ? "The stream begins with your picture." : "Drop or paste a picture anywhere; the stream continues from it.");
 }
 
 /** The frame that a video shows, as a PNG file; null before the first. */

@@ -3,6 +3,7 @@
 
 import { refusal } from "./client.js";
 
+const LOOPBACK = /^(localhost|127\.[\d.]+|\[::1\])$/;
 const NAMES = ["prompt", "seed", "steps", "fps", "kv_context"];
 
 /** Hand the link on: to the phone's own dialogue, else to the clipboard. Returns what to tell the visitor. */
@@ -16,7 +17,7 @@ export async function share(what, lacks = "") {
       return "";
     }
     await navigator.clipboard.writeText(link.href);
-    return `A link to this prompt and seed is in the clipboard.${lacks}`;
+    return `A link to this prompt and seed is in the clipboard.${LOOPBACK.test(location.hostname) ? " It opens on this computer only." : ""}${lacks}`;
   } catch (error) {
     return error.name === "AbortError" ? "" : `The link: ${link.href}`; // no clipboard: pages without TLS have none
   }
@@ -49,4 +50,4 @@ export async function openShared(authorization) {
   return null;
 }
 
-const refused = (why) => `The shared stream could not be opened, this is the server's own. ${why}`;
+const refused = (why) => `The shared stream could not be opened; this is the server's own stream. ${why}`;

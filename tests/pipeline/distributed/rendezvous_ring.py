@@ -117,7 +117,7 @@ class Rings:
                 ring.run()
             else:
                 while ring.done < DIES_AFTER:
-                    ring.step_latents(None)
+                    ring.step(None)
         except LinkClosed as error:
             print(f"ended: {error}", flush=True)
 

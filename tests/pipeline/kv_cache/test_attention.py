@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.wan import attend
-from streamdiff.pipeline.kv_cache.attention import RollingAttention, adapt_sink
+from streamdiff.pipeline.kv_cache.attention import RollingAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
 from streamdiff.session_state import walk
-from streamdiff.session_state.fields import reset
 
 CPU = torch.device("cpu")
 
@@ -95,23 +93,6 @@ def allocate(plan: CacheGeometry, caches: int = 1, layers: int = 2) -> KVCache:
     return KVCache.allocate(plan, caches=caches, layers=layers, tokens=4, heads=2, head_dim=12, like=torch.zeros(1))
 
 
-@given(plans(), st.integers(1, 3), st.integers(1, 3))
-def test_state_has_the_size_its_plan_says_and_reset_clears_every_field(
-    plan: CacheGeometry, caches: int, layers: int
-) -> None:
-    state = allocate(plan, caches, layers)
-    tensors = {each.name: held for each in fields(state) if isinstance(held := getattr(state, each.name), torch.Tensor)}
-    assert set(tensors) == {"key", "value", "sink_key", "queue"}
-    assert walk.nbytes(state) == 4 * caches * layers * (2 * plan.slots + plan.pinned) * 4 * 2 * 12
-    assert walk.nbytes(state) == sum(t.numel() * t.element_size() for t in tensors.values())
-    before = [t.data_ptr() for t in tensors.values()]
-    for tensor in tensors.values():
-        tensor.fill_(3)
-    reset(state)
-    assert all(not tensor.any() for tensor in tensors.values())
-    assert [t.data_ptr() for t in tensors.values()] == before
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("sink", "spare"), [(0, 0), (1, 3)])
 def test_attention_through_the_ring_equals_attention_over_explicit_keys_and_is_allocated_once(
@@ -141,40 +122,6 @@ def test_attention_through_the_ring_equals_attention_over_explicit_keys_and_is_a
     assert (state.key.data_ptr(), state.value.data_ptr()) == addresses
     assert walk.nbytes(state) == size
     assert not state.key[:, 0].any(), "layer 0 was never written"
-
-
-def test_rows_of_several_sessions_write_only_their_own_state() -> None:
-    plan = CacheGeometry(0, 2)
-    first, second = allocate(plan, caches=2), allocate(plan)
-    attention = RollingAttention(1, 2, 2, 12, CPU)
-    rows = [attention.row_metadata(plan, first, 1, 1), attention.row_metadata(plan, second, 0, 0)]
-    query, key, value = torch.randn(3, 2, 4, 2, 12, generator=torch.Generator().manual_seed(1))
-    attention.on(rows)(1, query, key, value)
-    assert torch.equal(first.value[1, 1, 1], value[0]) and first.key[1, 1, 1].any()
-    assert torch.equal(second.value[0, 1, 0], value[1]) and second.key[0, 1, 0].any()
-    assert not first.key[0].any() and not first.key[1, 0].any() and not first.key[1, 1, 0].any()
-    assert not second.key[0, 0].any() and not second.key[0, 1, 1].any()
-
-
-@pytest.mark.parametrize("threshold", [-1.0, 0.0, 0.3, 1.0])
-def test_the_least_similar_sink_chunk_gives_way_below_the_threshold(threshold: float) -> None:
-    """Against the same in plain loops over heads and tokens."""
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(20):
-        keys, values = (torch.randn(3, 5, 2, 4, generator=generator) + 0.5 for _ in range(2))
-        key, value = (torch.randn(5, 2, 4, generator=generator) + 0.5 for _ in range(2))
-        alike = []
-        for n in range(3):
-            pair = [(keys[n], key), (values[n], value)]
-            means = [(one.sum(0).flatten() / 5, other.sum(0).flatten() / 5) for one, other in pair]
-            alike.append(sum(float(a @ b / (a @ a).sqrt() / (b @ b).sqrt()) for a, b in means) / 2)
-        worst = min(range(3), key=lambda n: alike[n])
-        sink = (keys.clone(), values.clone())
-        adapt_sink(sink, (key, value), threshold)
-        for n in range(3):
-            taken = n == worst and alike[n] < threshold
-            assert torch.equal(sink[0][n], key if taken else keys[n])
-            assert torch.equal(sink[1][n], value if taken else values[n])
 
 
 @pytest.mark.parametrize("spare", [0, 2])

@@ -117,16 +117,6 @@ def test_staircase_and_clean_space_themselves(
         assert sessions * stages * (len(settled) - 1) / (settled[-1] - settled[0]) == pytest.approx(rate, rel=0.03)
 
 
-def test_several_same_step_sessions_share_the_ring_and_each_stays_even() -> None:
-    ring = ring_of("same_step", 4, 4, sessions=3)
-    play(ring, 40)
-    for finished in ring.finished.values():
-        settled = finished[8:40]
-        mean = (settled[-1] - settled[0]) / (len(settled) - 1)
-        assert mean == pytest.approx(3 * 4, rel=0.03)
-        assert max(gaps(settled)) <= 1.5 * mean
-
-
 @pytest.mark.slow
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 6))
 @settings(max_examples=25)

@@ -11,10 +11,10 @@ from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server.load import serve_agent
 from streamdiff.server.sessions.live_session import EngineStatus
-from tests.server.conftest import Site, run_scene
+from tests.server.conftest import open_site
 
 
-def test_a_balancer_hears_of_the_room_and_of_none_where_nobody_is_let_in() -> None:
+async def test_a_balancer_hears_of_the_room_and_of_none_where_nobody_is_let_in() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
 
@@ -25,7 +25,7 @@ def test_a_balancer_hears_of_the_room_and_of_none_where_nobody_is_let_in() -> No
         finally:
             writer.close()
 
-    async def scene(site: Site) -> None:
+    async with open_site(Config(serve=ServeConfig(max_utilization=3.0))) as site:
         manager = site.state.manager
         async with serve_agent("127.0.0.1", port, manager.free_sessions):
             await (await site.watch()).frame()
@@ -47,11 +47,9 @@ def test_a_balancer_hears_of_the_room_and_of_none_where_nobody_is_let_in() -> No
         with pytest.raises(OSError):
             await asked()
 
-    run_scene(scene, Config(serve=ServeConfig(max_utilization=3.0)))
 
-
-def test_ids_carry_the_server_s_name_and_those_of_an_earlier_run_have_ended() -> None:
-    async def scene(site: Site) -> None:
+async def test_ids_carry_the_server_s_name_and_those_of_an_earlier_run_have_ended() -> None:
+    async with open_site(Config(serve=ServeConfig(name="a7"))) as site:
         opened = (await site.http.post("/api/sessions", json={})).json()
         assert opened["id"].startswith("s-a7-") and opened["whep"] == f"/whep/{opened['id']}"
         old = await site.http.get("/api/sessions/s-a7-before")
@@ -61,5 +59,3 @@ def test_ids_carry_the_server_s_name_and_those_of_an_earlier_run_have_ended() ->
         ended = await site.http.delete(f"/api/sessions/{opened['id']}", headers=token)
         assert (ended.status_code, ended.json()["ended"]) == (200, "deleted")
         assert site.state.manager.get(opened["id"]) is None
-
-    run_scene(scene, Config(serve=ServeConfig(name="a7")))

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import sys
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import av
@@ -51,12 +52,8 @@ class Snow(Painter):
         return np.random.default_rng().integers(0, 256, (SIZE, SIZE, 3)).astype(np.uint8)
 
 
-def _run(scene: object, *urls: str, painter: Painter | None = None) -> None:
-    async def main() -> None:
-        async with open_site(Config(serve=ServeConfig(outputs=list(urls))), painter) as site:
-            await scene(site)  # type: ignore[operator]
-
-    asyncio.run(main())
+def served(*urls: str, painter: Painter | None = None) -> AbstractAsyncContextManager[Site]:
+    return open_site(Config(serve=ServeConfig(outputs=list(urls))), painter)
 
 
 async def _receive(url: str, container: str, option: str = "") -> asyncio.subprocess.Process:
@@ -85,10 +82,9 @@ def _statuses(site: Site) -> list[outputs.OutputStatus]:
     return [output.status for output in site.state.outputs]
 
 
-def test_a_session_is_recorded_as_it_is_shown(tmp_path: Path) -> None:
+async def test_a_session_is_recorded_as_it_is_shown(tmp_path: Path) -> None:
     files = [tmp_path / "show.mp4", tmp_path / "show.webm"]
-
-    async def scene(site: Site) -> None:
+    async with served(*map(str, files)) as site:
         await site.until(lambda: all(sent.frames >= 60 for sent in _statuses(site)))
         viewer = await site.watch()
         await viewer.frame()
@@ -96,8 +92,6 @@ def test_a_session_is_recorded_as_it_is_shown(tmp_path: Path) -> None:
         assert [(each["name"], each["state"]) for each in state] == [("show.mp4", "sending"), ("show.webm", "sending")]
         metrics = (await site.http.get("/metrics")).text
         assert 'streamdiff_output_up{output="show.mp4"} 1.0' in metrics
-
-    _run(scene, *map(str, files))
     assert not _writers()
     for file in files:
         frames = list(open_clip(file))
@@ -113,15 +107,14 @@ def test_a_session_is_recorded_as_it_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "container"), [("rtmp", "flv"), ("udp", "mpegts"), ("tcp", "mpegts")])
-def test_a_session_is_pushed_and_comes_back_when_its_receiver_does(
+async def test_a_session_is_pushed_and_comes_back_when_its_receiver_does(
     scheme: str, container: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outputs, "BACK_OFF_S", (0.2,))
     port = free_port(socket.SOCK_DGRAM if scheme == "udp" else socket.SOCK_STREAM)
     url = f"{scheme}://127.0.0.1:{port}" + ("/live/secret" if scheme == "rtmp" else "")
     listening = url + ("?listen=1" if scheme == "tcp" else "")
-
-    async def scene(site: Site) -> None:
+    async with served(url) as site:
         [sent] = _statuses(site)
         for _ in range(2):
             receiver = await _receive(listening, container, "listen" if scheme == "rtmp" else "")
@@ -133,43 +126,14 @@ def test_a_session_is_pushed_and_comes_back_when_its_receiver_does(
                 assert sent.reason
         assert "secret" not in str((await site.http.get("/api/state")).json())
         assert "secret" not in (await site.http.get("/metrics")).text
-
-    _run(scene, url)
     assert not _writers()
 
 
-def test_a_listener_that_never_answers_is_not_sent_to() -> None:
-    async def scene(site: Site) -> None:
-        came = asyncio.Event()
-        writers: list[asyncio.StreamWriter] = []
-
-        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writers.append(writer)
-            await reader.read(1)
-            came.set()
-
-        async with await asyncio.start_server(listen, "127.0.0.1", port):
-            await asyncio.wait_for(came.wait(), 60)
-            viewer = await site.watch()
-            for _ in range(20):
-                await viewer.frame()
-            [sent] = _statuses(site)
-            assert sent.state != "sending" and sent.frames == 0
-            assert f'streamdiff_output_up{{output="{sent.name}"}} 1.0' not in (await site.http.get("/metrics")).text
-            for writer in writers:
-                writer.close()
-                await writer.wait_closed()
-
-    port = free_port()
-    _run(scene, f"rtmp://127.0.0.1:{port}/live/x")
-
-
-def test_a_writer_that_hangs_holds_nobody_up(
+async def test_a_writer_that_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, regular_stamps: None
 ) -> None:
     monkeypatch.setattr(outputs, "STUCK_S", 120.0)  # it is not given up while a busy machine plays the frames below
-
-    async def scene(site: Site) -> None:
+    async with served(str(tmp_path / "show.mp4"), painter=Snow(chunk_s=0.02)) as site:
         [sent] = _statuses(site)
         viewer = await site.watch()
         await site.until(lambda: sent.frames > 20)
@@ -182,18 +146,15 @@ def test_a_writer_that_hangs_holds_nobody_up(
         writer.send_signal(signal.SIGCONT)
         await site.until(lambda: sent.frames > frames + 100)
         assert sent.restarts == 0
-
-    _run(scene, str(tmp_path / "show.mp4"), painter=Snow(chunk_s=0.02))
     assert len(list(open_clip(tmp_path / "show.mp4"))) > 100
 
 
 @pytest.mark.parametrize("ending", [".mp4", ".webm"])
-def test_a_recording_that_breaks_off_can_be_played_and_is_not_written_over(
+async def test_a_recording_that_breaks_off_can_be_played_and_is_not_written_over(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outputs, "BACK_OFF_S", (0.1,))
-
-    async def scene(site: Site) -> None:
+    async with served(str(tmp_path / f"show{ending}")) as site:
         [sent] = _statuses(site)
         await site.until(lambda: sent.frames > 140)
         [writer] = _writers()
@@ -201,19 +162,18 @@ def test_a_recording_that_breaks_off_can_be_played_and_is_not_written_over(
         await site.until(lambda: sent.restarts == 1 and sent.state == "sending")
         frames = sent.frames
         await site.until(lambda: sent.frames > frames + 20)
-
-    _run(scene, str(tmp_path / f"show{ending}"))
     assert len(list(open_clip(tmp_path / f"show{ending}"))) >= 40
     assert len(list(open_clip(tmp_path / f"show-2{ending}"))) >= 20
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_recording_waits_on_a_full_disk_and_goes_on_in_a_new_file(
+async def test_a_recording_waits_on_a_full_disk_and_goes_on_in_a_new_file(
     early: bool, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(outputs, "BACK_OFF_S", (0.05,))
-
-    async def scene(site: Site) -> None:
+    if early:
+        fill(small_disk)
+    async with served(str(small_disk / "show.mp4"), painter=Snow(chunk_s=0.02)) as site:
         [sent] = _statuses(site)
         if not early:
             await site.until(lambda: sent.frames > 120)
@@ -224,10 +184,6 @@ def test_a_recording_waits_on_a_full_disk_and_goes_on_in_a_new_file(
         (small_disk / "filler").unlink()
         frames = sent.frames
         await site.until(lambda: sent.frames > frames + 80)
-
-    if early:
-        fill(small_disk)
-    _run(scene, str(small_disk / "show.mp4"), painter=Snow(chunk_s=0.02))
     videos = list(small_disk.glob("*.mp4"))
     assert len(videos) == 2 - early
     assert all(len(list(open_clip(video))) >= 10 and video.stat().st_mode & 0o777 == 0o600 for video in videos)

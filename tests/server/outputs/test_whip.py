@@ -16,8 +16,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from streamdiff.config import Config, ServeConfig
-from streamdiff.server.outputs import output, whip
-from tests.server.conftest import Site, open_site, run_scene
+from streamdiff.server.outputs import output
+from tests.server.conftest import Site, open_site
 from tests.server.scripted import COLOURS, SIZE
 
 pytestmark = pytest.mark.slow
@@ -185,7 +185,7 @@ async def _endless(piece: bytes, pause_s: float) -> AsyncIterator[bytes]:
 def test_an_answer_without_an_end_is_given_up(
     piece: bytes, pause_s: float, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whip, "CONNECT_S", 60.0 if "KiB" in reason else 1.0)
+    monkeypatch.setattr(output, "WHIP_CONNECT_S", 60.0 if "KiB" in reason else 1.0)
 
     async def scene(site: Site, taking: MediaServer) -> None:
         taking.refusal = StreamingResponse(_endless(piece, pause_s), 201)
@@ -233,8 +233,6 @@ def test_what_the_media_server_makes_impossible_is_told(
     _play(scene, lambda taking: None)
 
 
-def test_nobody_there_is_told() -> None:
-    async def scene(site: Site) -> None:
+async def test_nobody_there_is_told() -> None:
+    async with open_site(Config(serve=ServeConfig(outputs=["whip+http://127.0.0.1:9/x"]))) as site:
         await site.until(lambda: "cannot be reached (ConnectError)" in _sent(site).reason)
-
-    run_scene(scene, Config(serve=ServeConfig(outputs=["whip+http://127.0.0.1:9/x"])))

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import pickle
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import httpx
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from streamdiff.config import Config
-from streamdiff.engine.features import NAMES, Features, check_file
+from streamdiff.engine.features import check_file
 from streamdiff.engine.messages import Open, Ready
 from streamdiff.errors import RequestError
-from streamdiff.server.jobs.store import JobStore
-from streamdiff.server.sessions.keeper import SavedFolder, record_of, spec_of
 from streamdiff.server.sessions.live_session import StreamSpec
-from tests.server.conftest import Site, bearer, run_scene
+from tests.server.conftest import Site, bearer, open_site
 from tests.server.jobs.test_videos import ended, is_colour, making, pictures_of
 from tests.server.scripted import CHUNK_FRAMES, CHUNK_SHAPE, COLOURS, INFO
 
@@ -56,8 +52,8 @@ def opened_by(site: Site, session: str) -> list[Open]:
 
 
 @pytest.mark.slow
-def test_a_session_is_opened_with_features_and_says_so() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_session_is_opened_with_features_and_says_so() -> None:
+    async with open_site() as site:
         form = {"seed": "5", "strength": "0.3"}
         answer = await site.http.post(
             "/api/sessions", data=form, files=files(prompt_embeds=EMBEDS, video_latents=VIDEO)
@@ -77,12 +73,10 @@ def test_a_session_is_opened_with_features_and_says_so() -> None:
         capacity = (await site.http.get("/api/sessions")).json()["capacity"]
         assert (capacity["text_shape"], capacity["chunk_shape"]) == ([4, 3], list(CHUNK_SHAPE))
 
-    run_scene(scene)
-
 
 @pytest.mark.slow
-def test_they_are_kept_for_an_engine_that_is_started_again_until_something_takes_their_place() -> None:
-    async def scene(site: Site) -> None:
+async def test_they_are_kept_for_an_engine_that_is_started_again_until_something_takes_their_place() -> None:
+    async with open_site() as site:
         given = files(prompt_embeds=EMBEDS, image_latents=PICTURE)
         session = (await site.http.post("/api/sessions", files=given)).json()
         where, headers = f"/api/sessions/{session['id']}", bearer(session["control_token"])
@@ -103,13 +97,10 @@ def test_they_are_kept_for_an_engine_that_is_started_again_until_something_takes
         assert changed.json()["session"]["features"] == []
         assert (await asked_again()).image_latents is None
 
-    run_scene(scene)
 
-
-def test_a_session_that_has_them_from_a_snapshot_alone_begins_afresh_with_the_default_prompt() -> None:
+async def test_a_session_that_has_them_from_a_snapshot_alone_begins_afresh_with_the_default_prompt() -> None:
     """Where nothing is kept of it: an engine refuses an empty prompt."""
-
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         spec = StreamSpec("", 5, 16.0)  # as of a snapshot that has `prompt_embeds`
         live = site.state.manager._add("s-saved", spec)
         await live.ask_open(b"snapshot")
@@ -119,13 +110,11 @@ def test_a_session_that_has_them_from_a_snapshot_alone_begins_afresh_with_the_de
         await site.until(lambda: live.opened)
         assert live.text == live.prompt == Config().session.prompt
 
-    run_scene(scene)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ['boundary="a,b"', 'Boundary="a b"', "boundary=ab"])
-def test_any_legal_boundary_of_a_form_will_do(kind: str) -> None:
-    async def scene(site: Site) -> None:
+async def test_any_legal_boundary_of_a_form_will_do(kind: str) -> None:
+    async with open_site() as site:
         mark = kind.partition("=")[2].strip('"')
         form = f'--{mark}\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nred\r\n--{mark}--\r\n'
         headers = {"Content-Type": f"multipart/form-data; {kind}"}
@@ -133,44 +122,6 @@ def test_any_legal_boundary_of_a_form_will_do(kind: str) -> None:
         assert answer.status_code == 201, answer.text
         cut = await site.http.post("/api/sessions", content=form[:-4], headers=headers)
         assert cut.status_code == 400, "it is cut off"
-
-    run_scene(scene)
-
-
-def test_the_next_server_has_them(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
-        session = (await site.http.post("/api/sessions", files=files(prompt_embeds=EMBEDS, video_latents=VIDEO))).json()
-        live = site.state.manager.get(session["id"])
-        assert live is not None
-        folder = SavedFolder(tmp_path, "handover")
-        folder.write(record_of(live), b"snapshot")
-        [found] = folder.find()
-        assert spec_of(found.record, site.client.ready).features == live.features
-        assert found.snapshot == b"snapshot"
-
-    run_scene(scene)
-
-
-@pytest.mark.slow
-def test_the_encoder_is_skipped_which_a_counter_shows() -> None:
-    async def counted(site: Site) -> float:
-        text = (await site.http.get("/metrics")).text
-        return float(next(each for each in text.splitlines() if 'encodings_total{encoder="text"}' in each).split()[1])
-
-    async def scene(site: Site) -> None:
-        peer = await site.watch()
-        await peer.frame()
-        before = await counted(site)
-        await site.http.post("/api/sessions", files=files(prompt_embeds=EMBEDS))
-        made = site.client.shown
-        while site.client.shown < made + 3 * CHUNK_FRAMES:  # each chunk tells what was counted
-            await peer.frame()
-        assert await counted(site) == before
-        await site.http.post("/api/sessions", json={"prompt": "blue"})
-        while await counted(site) == before:
-            await peer.frame()
-
-    run_scene(scene)
 
 
 def odd(tensor: Tensor, value: float) -> Tensor:
@@ -229,23 +180,19 @@ BAD: dict[str, tuple[str, bytes, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["/api/sessions", "/v1/videos"])
-def test_each_fault_names_the_tensor_and_nothing_is_queued(where: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with making(tmp_path) as site:
-            for name, (field, data, words) in BAD.items():
-                form = {} if field == "prompt_embeds" else {"prompt": "blue"}
-                answer = await site.http.post(where, data=form, files=files(**{field: data}))
-                told = answer.json()
-                assert answer.status_code == 422, f"{name}: {answer.text[:300]}"
-                assert words in told["detail"] and told["detail"].startswith(field), f"{name}: {told['detail']}"
-                named = told["field"] if where == "/api/sessions" else told["error"]["param"]
-                assert named == field, name
-            assert len(site.state.manager.sessions) == 1, "the default one"
-            assert [each.session for each in site.client.sent if isinstance(each, Open)] == ["default"]
-            assert not (await site.http.get("/v1/videos")).json()["data"]
-            assert not list(tmp_path.glob("*.safetensors"))
-
-    asyncio.run(main())
+async def test_each_fault_names_the_tensor_and_nothing_is_queued(where: str, tmp_path: Path) -> None:
+    async with making(tmp_path) as site:
+        for name, (field, data, words) in BAD.items():
+            form = {} if field == "prompt_embeds" else {"prompt": "blue"}
+            answer = await site.http.post(where, data=form, files=files(**{field: data}))
+            told = answer.json()
+            assert answer.status_code == 422, f"{name}: {answer.text[:300]}"
+            assert words in told["detail"] and told["detail"].startswith(field), f"{name}: {told['detail']}"
+            named = told["field"] if where == "/api/sessions" else told["error"]["param"]
+            assert named == field, name
+        assert len(site.state.manager.sessions) == 1, "the default one"
+        assert [each.session for each in site.client.sent if isinstance(each, Open)] == ["default"]
+        assert not (await site.http.get("/v1/videos")).json()["data"]
 
 
 TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
@@ -261,8 +208,8 @@ TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOGETHER)
-def test_what_would_be_ignored_is_refused(name: str) -> None:
-    async def scene(site: Site) -> None:
+async def test_what_would_be_ignored_is_refused(name: str) -> None:
+    async with open_site() as site:
         request, field = TOGETHER[name]
         if not request["files"]:
             request = request | {"files": {"image": ("", b"")}}
@@ -271,47 +218,22 @@ def test_what_would_be_ignored_is_refused(name: str) -> None:
         by_json = await site.http.post("/api/sessions", json={"prompt": "red", "prompt_embeds": "AAAA"})
         assert by_json.status_code == 422 and "no field 'prompt_embeds'" in by_json.json()["detail"]
 
-    run_scene(scene)
 
-
-def test_a_video_is_made_of_them(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with making(tmp_path) as site:
-            given = files(prompt_embeds=EMBEDS, video_latents=VIDEO)
-            answer = await site.http.post("/v1/videos", data={"num_frames": "24", "strength": "0.4"}, files=given)
-            assert answer.status_code == 200, answer.text
-            id = answer.json()["id"]
-            assert len(list(tmp_path.glob("*.safetensors"))) == 2
-            assert (await ended(site, id))["status"] == "completed"
-            [opened] = [each for each in site.client.sent if isinstance(each, Open) and id in each.session]
-            assert opened.strength == 0.4 and opened.prompt_embeds == EMBEDS
-            pictures = pictures_of((await site.http.get(f"/v1/videos/{id}/content")).content)
-            for first, colour in ((0, "yellow"), (CHUNK_FRAMES, "purple"), (2 * CHUNK_FRAMES, "green")):
-                assert all(is_colour(each, colour) for each in pictures[first : first + CHUNK_FRAMES]), colour
-            await site.http.delete(f"/v1/videos/{id}")
-            assert not list(tmp_path.glob("*.safetensors")), "they go with the video"
-            nothing = await site.http.post("/v1/videos", data={"num_frames": "8"}, files=files(image_latents=PICTURE))
-            assert (nothing.status_code, nothing.json()["error"]["param"]) == (400, "prompt")
-
-    asyncio.run(main())
-
-
-def test_a_job_has_them_after_the_server_was_started_again(tmp_path: Path) -> None:
-    from streamdiff.server.jobs.store import VideoRequest
-
-    given = Features(EMBEDS, video_latents=VIDEO, strength=0.25)
-    store = JobStore(tmp_path)
-    job = store.add(VideoRequest("m", "", 1, 4, 8, 8.0, 128, 128), "me", 1.0, None, given)
-    store.close()
-    (tmp_path / f".streamdiff-{'0' * 12}.part").write_bytes(b"left")
-    store = JobStore(tmp_path)
-    assert store.recover() == 1
-    found = store.begin(2.0)
-    assert found is not None and store.features(job.id, found.request) == given
-    left = sorted(path.name.split(".")[1] for path in tmp_path.iterdir() if ".sqlite3" not in path.name)
-    assert left == ["prompt_embeds", "video_latents"]
-    assert store.used_bytes() >= len(EMBEDS) + len(VIDEO)
-    store.close()
+async def test_a_video_is_made_of_them(tmp_path: Path) -> None:
+    async with making(tmp_path) as site:
+        given = files(prompt_embeds=EMBEDS, video_latents=VIDEO)
+        answer = await site.http.post("/v1/videos", data={"num_frames": "24", "strength": "0.4"}, files=given)
+        assert answer.status_code == 200, answer.text
+        id = answer.json()["id"]
+        assert (await ended(site, id))["status"] == "completed"
+        [opened] = [each for each in site.client.sent if isinstance(each, Open) and id in each.session]
+        assert opened.strength == 0.4 and opened.prompt_embeds == EMBEDS
+        pictures = pictures_of((await site.http.get(f"/v1/videos/{id}/content")).content)
+        for first, colour in ((0, "yellow"), (CHUNK_FRAMES, "purple"), (2 * CHUNK_FRAMES, "green")):
+            assert all(is_colour(each, colour) for each in pictures[first : first + CHUNK_FRAMES]), colour
+        await site.http.delete(f"/v1/videos/{id}")
+        nothing = await site.http.post("/v1/videos", data={"num_frames": "8"}, files=files(image_latents=PICTURE))
+        assert (nothing.status_code, nothing.json()["error"]["param"]) == (400, "prompt")
 
 
 class Watched(io.BytesIO):
@@ -343,21 +265,3 @@ def test_no_more_than_the_header_is_read_before_it_is_found_good(good: bool) -> 
             check_file("video_latents", file, len(data), ready())
         assert caught.value.field == "video_latents"
     assert isinstance(file, Watched) and file.taken < 1000 < len(data) and file.tell() == 0
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_model_that_takes_none_says_so(name: str) -> None:
-    from dataclasses import replace
-
-    with pytest.raises(RequestError) as caught:
-        check_file(name, io.BytesIO(EMBEDS), len(EMBEDS), replace(ready(), text_shape=()))
-    assert caught.value.field == name
-
-
-def test_numbers_are_what_was_sent() -> None:
-    from streamdiff.engine.features import decode
-
-    clip = torch.randn(3, 5, 2, 2).bfloat16()
-    video = decode(Features(video_latents=file_of("video_latents", clip)), ready()).video_latents
-    assert video is not None and video.shape == (2, *CHUNK_SHAPE), "the last frame fills no chunk"
-    assert np.array_equal(video[1], clip[:, 2:4].float().numpy())

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from streamdiff.config import Config, SessionConfig
 from streamdiff.engine.messages import Open, Reset
-from tests.server.conftest import Site, bearer, run_scene
+from tests.server.conftest import Site, bearer, open_site
 from tests.server.scripted import COLOURS, SIZE
 
 
@@ -36,8 +35,8 @@ def sent(site: Site, kind: type[Any], session: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_session_is_opened_with_a_picture_as_a_file_or_as_base64() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_session_is_opened_with_a_picture_as_a_file_or_as_base64() -> None:
+    async with open_site() as site:
         form = {"prompt": "blue", "seed": "5"}
         by_form = await site.http.post("/api/sessions", data=form, files={"image": ("a.png", png("green"))})
         url = f"data:image/png;base64,{text(png('green'))}"
@@ -51,22 +50,10 @@ def test_a_session_is_opened_with_a_picture_as_a_file_or_as_base64() -> None:
         assert without.json()["image"] is False
         assert sent(site, Open, without.json()["id"])[0].image is None
 
-    run_scene(scene)
-
-
-def test_contain_leaves_bars_where_cover_fills() -> None:
-    async def scene(site: Site) -> None:
-        body = {"prompt": "blue", "image": text(png("green", 30, 60)), "fit": "contain"}
-        opened = await site.http.post("/api/sessions", json=body)
-        picture = sent(site, Open, opened.json()["id"])[0].image[0]
-        assert (picture[:, :32] == 0).all() and (picture[:, 32:96] == COLOURS["green"]).all()
-
-    run_scene(scene)
-
 
 @pytest.mark.slow
-def test_a_change_begins_afresh_with_a_picture_which_later_resets_keep_until_it_is_taken_away() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_change_begins_afresh_with_a_picture_which_later_resets_keep_until_it_is_taken_away() -> None:
+    async with open_site() as site:
         opened = (await site.http.post("/api/sessions", json={"prompt": "blue"})).json()
         where, headers = f"/api/sessions/{opened['id']}", bearer(opened["control_token"])
 
@@ -85,19 +72,6 @@ def test_a_change_begins_afresh_with_a_picture_which_later_resets_keep_until_it_
         assert session["image"] and reset.image is None and not reset.no_image
         session, reset = await change(json={"image": ""})
         assert not session["image"] and reset.image is None and reset.no_image
-
-    run_scene(scene)
-
-
-def test_the_default_session_begins_with_the_picture_of_the_configuration(tmp_path: Any) -> None:
-    file = tmp_path / "start.png"
-    file.write_bytes(png("purple"))
-
-    async def scene(site: Site) -> None:
-        assert is_all(sent(site, Open, "default")[0].image, "purple")
-        assert (await site.http.get("/api/state")).json()["state"]["image"] is True
-
-    run_scene(scene, Config(session=SessionConfig(image=str(file))))
 
 
 BAD: dict[str, tuple[dict[str, Any], int, str]] = {
@@ -118,8 +92,8 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["post", "patch"])
-def test_what_cannot_be_used_is_refused_by_name_and_nothing_changes(method: str) -> None:
-    async def scene(site: Site) -> None:
+async def test_what_cannot_be_used_is_refused_by_name_and_nothing_changes(method: str) -> None:
+    async with open_site() as site:
         opened = (await site.http.post("/api/sessions", json={"prompt": "blue"})).json()
         where = "/api/sessions" if method == "post" else f"/api/sessions/{opened['id']}"
         own = bearer(opened["control_token"])
@@ -132,15 +106,3 @@ def test_what_cannot_be_used_is_refused_by_name_and_nothing_changes(method: str)
         assert (await site.http.get(f"/api/sessions/{opened['id']}", headers=own)).json()["rev"] == 0
         assert len(site.state.manager.sessions) == 2, "the default one, and this"
         assert not sent(site, Reset, opened["id"])
-
-    run_scene(scene)
-
-
-def test_a_fit_without_a_picture_is_refused() -> None:
-    async def scene(site: Site) -> None:
-        change = await site.http.patch("/api/sessions/default", json={"fit": "cover"})
-        opening = await site.http.post("/api/sessions", json={"prompt": "blue", "fit": "contain"})
-        for answer in (change, opening):
-            assert (answer.status_code, answer.json()["field"]) == (422, "fit")
-
-    run_scene(scene)

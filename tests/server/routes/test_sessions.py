@@ -5,27 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
 import pytest
 
 from streamdiff.config import Config, ServeConfig
-from streamdiff.engine.messages import Close, Closed, Open, SetMaxAhead, Shown
-from streamdiff.errors import NOT_FINITE
+from streamdiff.engine.messages import Close, Open, SetMaxAhead, Shown
 from streamdiff.server.routes import schemas
 from streamdiff.server.sessions import manager
-from tests.server.conftest import Peer, Site, bearer, run_scene
-from tests.server.scripted import CHUNK_FRAMES, INFO, Painter
+from tests.server.conftest import Peer, Site, bearer, open_site
+from tests.server.scripted import CHUNK_FRAMES, Painter
 from tests.server.webrtc.test_viewers import _colour, _is, _until_colour
 
 pytestmark = pytest.mark.slow
 
 
-def _run(scene: Callable[[Site], Awaitable[None]], painter: Painter | None = None, **serve: Any) -> None:
-    run_scene(scene, Config(serve=ServeConfig(**serve)), painter)
+def served(painter: Painter | None = None, **serve: Any) -> AbstractAsyncContextManager[Site]:
+    return open_site(Config(serve=ServeConfig(**serve)), painter)
 
 
 async def _open(site: Site, **body: Any) -> dict[str, Any]:
@@ -44,8 +42,8 @@ async def _watch(site: Site, session: str) -> Peer:
     return peer
 
 
-def test_each_frame_reaches_its_own_session_s_viewers_only() -> None:
-    async def scene(site: Site) -> None:
+async def test_each_frame_reaches_its_own_session_s_viewers_only() -> None:
+    async with served() as site:
         blue, green = await _open(site, prompt="blue"), await _open(site, prompt="green", seed=5)
         peers = {
             "blue": await _watch(site, blue["id"]),
@@ -63,11 +61,9 @@ def test_each_frame_reaches_its_own_session_s_viewers_only() -> None:
         assert _is(_colour(await peers["green"].frame()), "green")
         assert _is(_colour(await peers["red"].frame()), "red")
 
-    _run(scene)
 
-
-def test_a_session_is_shown_listed_and_ended() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_session_is_shown_listed_and_ended() -> None:
+    async with served() as site:
         opened = await _open(site, prompt=" a  blue star ", seed=7, size="128x128", steps=4, kv_context="clean", fps=20)
         path = f"/api/sessions/{opened['id']}"
         shown = (await site.http.get(path)).json()
@@ -95,11 +91,9 @@ def test_a_session_is_shown_listed_and_ended() -> None:
         assert 'session="' + opened["id"] not in (await site.http.get("/metrics")).text
         assert Close(opened["id"]) in site.client.sent
 
-    _run(scene)
 
-
-def test_pause_resume_and_reset() -> None:
-    async def scene(site: Site) -> None:
+async def test_pause_resume_and_reset() -> None:
+    async with served() as site:
         opened = await _open(site, prompt="green")
         path = f"/api/sessions/{opened['id']}"
 
@@ -113,42 +107,10 @@ def test_pause_resume_and_reset() -> None:
         reset = await post("reset")
         assert (reset["receipts"][0]["kind"], reset["session"]["rev"]) == ("reset", before + 1)
 
-    _run(scene)
 
-
-def test_the_state_tells_which_switches_a_session_can_have() -> None:
-    async def scene(site: Site) -> None:
-        same_step = await _open(site, prompt="green", kv_context="same_step")
-        state = (await site.http.get("/api/state", params={"session": same_step["id"]})).json()["state"]
-        assert (state["session"], state["switches"]) == (same_step["id"], ["keep", "flush", "reset"])
-        path, change = f"/api/sessions/{same_step['id']}", {"steps": 2, "prompt": "blue", "switch": "recache"}
-        refused = await site.http.patch(path, json=change, headers=same_step["headers"])
-        assert (refused.status_code, refused.json()["field"]) == (422, "switch")
-        assert (await site.http.get(path)).json()["steps"] == 4, "and the rest of the request is not carried out"
-        default = (await site.http.get("/api/state")).json()["state"]
-        assert default["switches"] == ["keep", "recache", "recache-causal", "flush", "reset"]
-
-    _run(scene)
-
-
-def test_a_prompt_that_does_not_say_does_to_the_past_what_the_model_was_made_for() -> None:
-    async def scene(site: Site) -> None:
-        for kv_context, own in (("clean", "recache"), ("same_step", "keep")):  # which cannot be in the other
-            opened = await _open(site, prompt="green", kv_context=kv_context)
-            state = (await site.http.get("/api/state", params={"session": opened["id"]})).json()["state"]
-            assert state["switches"][0] == own
-            path = f"/api/sessions/{opened['id']}"
-            changed = await site.http.patch(path, json={"prompt": "blue"}, headers=opened["headers"])
-            [receipt] = changed.json()["receipts"]
-            assert (receipt["kind"], receipt["switch"]) == ("prompt", own)
-
-    _run(scene, Painter(chunk_s=0.01, info=replace(INFO, switch="recache")))
-
-
-def test_what_a_change_may_hold() -> None:
+async def test_what_a_change_may_hold() -> None:
     painter = Painter(chunk_s=0.02)
-
-    async def scene(site: Site) -> None:
+    async with served(painter) as site:
         opened = await _open(site, prompt="green")
         session, path = opened["id"], f"/api/sessions/{opened['id']}"
 
@@ -174,8 +136,6 @@ def test_what_a_change_may_hold() -> None:
         assert now["prompt"] == "purple"
         assert (await patch(prompt="red", if_rev=now["rev"])).status_code == 200
 
-    _run(scene, painter)
-
 
 # What the models refuse is compared with the description in `test_schemas`.
 BAD_NEW = [
@@ -199,8 +159,8 @@ BAD_CHANGE = [
 ]
 
 
-def test_bad_bodies_name_the_field_and_change_nothing() -> None:
-    async def scene(site: Site) -> None:
+async def test_bad_bodies_name_the_field_and_change_nothing() -> None:
+    async with served() as site:
         headers = {"Content-Type": "application/json"}
         before = (await site.http.get("/api/sessions")).json()["sessions"]
         for method, path, table in (
@@ -215,24 +175,11 @@ def test_bad_bodies_name_the_field_and_change_nothing() -> None:
         after = (await site.http.get("/api/sessions")).json()["sessions"]
         assert [(each["id"], each["rev"]) for each in after] == [(each["id"], each["rev"]) for each in before]
 
-    _run(scene)
 
-
-def test_prompts_of_emoji_and_of_control_characters() -> None:
-    async def scene(site: Site) -> None:
-        session = await _open(site, prompt="blue \U0001f98a\U0001f469\u200d\U0001f680 \x1b[31m\r\n\t end\x7f")
-        assert session["prompt"] == "blue \U0001f98a\U0001f469\u200d\U0001f680 [31m end"
-        peer = await _watch(site, session["id"])
-        assert _is(_colour(await peer.frame()), "blue")
-
-    _run(scene)
-
-
-def test_of_a_hundred_opens_exactly_the_free_places_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_a_hundred_opens_exactly_the_free_places_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     # A chunk of 8 frames is 0.02 s of work and 0.2 s of video: a tenth of the time. Nine fit into 0.9, one is there.
     monkeypatch.setattr(manager, "RESERVED_S", 3600.0)  # however busy the machine is
-
-    async def scene(site: Site) -> None:
+    async with served() as site:
         await site.http.get("/healthz")
         tasks, files = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
         peer = await site.watch()
@@ -256,36 +203,6 @@ def test_of_a_hundred_opens_exactly_the_free_places_are_given(monkeypatch: pytes
         await site.until(lambda: len(asyncio.all_tasks()) <= tasks + 2)
         await site.until(lambda: len(os.listdir("/proc/self/fd")) <= files + 2)
 
-    _run(scene)
-
-
-class Overloaded(Painter):
-    """Measures that one session at the usual rate takes ten times the engine's time."""
-
-    def chunk_compute_s(self) -> float:
-        return 10 * self.info.chunk_frames / self.info.native_fps
-
-
-def test_a_session_that_nobody_watches_takes_no_time_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "RESERVED_S", 0.0)
-
-    async def scene(site: Site) -> None:
-        first = await _open(site, fps=1)
-        second = await _open(site, fps=40)  # the first is not watched either
-        capacity = (await site.http.get("/api/sessions")).json()["capacity"]
-        assert (capacity["share"], capacity["free_sessions"]) == (0.0, 1)
-        await (await _watch(site, second["id"])).frame()
-        refused = await site.http.post("/api/sessions", json={"fps": 1})
-        assert (refused.status_code, refused.json()["code"]) == (503, "time"), "somebody watches now"
-        assert "play (1) take" in refused.json()["detail"]
-        paused = await site.http.post(f"/api/sessions/{second['id']}/pause", headers=second["headers"])
-        assert paused.status_code == 200
-        refused = await site.http.post("/api/sessions", json={"fps": 1})
-        assert (refused.status_code, refused.json()["code"]) == (503, "time"), "who watches may go on at any time"
-        assert (await site.http.get(f"/api/sessions/{first['id']}")).status_code == 200
-
-    _run(scene, Overloaded(chunk_s=0.02))
-
 
 class Slow(Painter):
     """Opens further sessions when it is let."""
@@ -305,10 +222,9 @@ class Slow(Painter):
         return len(self._streams)
 
 
-def test_a_session_that_ends_before_the_engine_has_opened_it_is_closed_there_too() -> None:
+async def test_a_session_that_ends_before_the_engine_has_opened_it_is_closed_there_too() -> None:
     painter = Slow(chunk_s=0.02)
-
-    async def scene(site: Site) -> None:
+    async with served(painter) as site:
         await (await site.watch()).frame()
         opening = asyncio.create_task(site.http.post("/api/sessions", json={}))
         await asyncio.to_thread(painter.asked.wait, 60)
@@ -322,51 +238,14 @@ def test_a_session_that_ends_before_the_engine_has_opened_it_is_closed_there_too
         assert painter.count == 2
         await site.http.delete(f"/api/sessions/{session['id']}", headers=session["headers"])
 
-    _run(scene, painter)
 
-
-def test_a_session_that_does_not_fit_in_memory_is_refused_with_the_reason() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_session_that_does_not_fit_in_memory_is_refused_with_the_reason() -> None:
+    async with served(Painter(chunk_s=0.01, fits=2)) as site:
         await _open(site)
         refused = await site.http.post("/api/sessions", json={})
         assert (refused.status_code, refused.json()["code"]) == (503, "memory")
         assert "retry-after" in refused.headers
         assert len((await site.http.get("/api/sessions")).json()["sessions"]) == 2
-
-    _run(scene, Painter(chunk_s=0.01, fits=2))
-
-
-def test_steps_change_while_it_plays_and_what_holds_is_told() -> None:
-    async def scene(site: Site) -> None:
-        opened = await _open(site, prompt="green")
-        session, path = opened["id"], f"/api/sessions/{opened['id']}"
-        assert (opened["steps"], opened["steps_known"]) == (4, [4, 2])
-        peer = await _watch(site, session)
-        await _until_corner(peer, white=False)
-
-        async def patch(**change: Any) -> httpx.Response:
-            return await site.http.patch(path, json=change, headers=opened["headers"])
-
-        answer = (await patch(steps=2, prompt="blue")).json()
-        assert [(receipt["kind"], receipt["stage"]) for receipt in answer["receipts"]] == [
-            ("steps", "accepted"),
-            ("prompt", "accepted"),
-        ]
-        steps, prompt = answer["receipts"]
-        assert steps["epoch"] < prompt["epoch"]
-        after = answer["session"]
-        assert (after["steps"], after["prompt"], after["rev"]) == (2, "blue", opened["rev"] + 2)
-        assert after["share"] == pytest.approx(opened["share"] * 3 / 5, abs=1e-4), "what it asks of the engine follows"
-        await _until_corner(peer, white=True)
-        refused = await patch(steps=3, fps=10)
-        assert (refused.status_code, refused.json()["field"]) == (422, "steps")
-        assert refused.json()["detail"] == "`steps` is 3; the model scripted has 4, 2."
-        now = (await site.http.get(path)).json()
-        assert (now["steps"], now["fps"], now["rev"]) == (2, after["fps"], after["rev"]), "and nothing has changed"
-        await patch(steps=4)
-        await _until_corner(peer, white=False)
-
-    _run(scene, Painter(chunk_s=0.02))
 
 
 async def _until_corner(peer: Peer, *, white: bool) -> None:
@@ -378,8 +257,8 @@ async def _until_corner(peer: Peer, *, white: bool) -> None:
     raise AssertionError(f"the corner never became {'white' if white else 'coloured'}")
 
 
-def test_more_steps_and_faster_playback_need_room_too() -> None:
-    async def scene(site: Site) -> None:
+async def test_more_steps_and_faster_playback_need_room_too() -> None:
+    async with served(Painter(chunk_s=0.1)) as site:
         await (await site.watch()).frame()
         few = await _open(site, steps=2, fps=40)
         path = f"/api/sessions/{few['id']}"
@@ -392,25 +271,10 @@ def test_more_steps_and_faster_playback_need_room_too() -> None:
         now = (await site.http.get(path)).json()
         assert (now["steps"], now["fps"], now["rev"]) == (2, 40, few["rev"]), "nor is what could be had of the second"
 
-    _run(scene, Painter(chunk_s=0.1))  # the default session takes half of the time, this one 0.3 or half
 
-
-def test_no_session_is_opened_while_draining() -> None:
-    async def scene(site: Site) -> None:
-        site.state.manager.draining = True
-        refused = await site.http.post("/api/sessions", json={})
-        assert (refused.status_code, refused.json()["code"]) == (503, "draining")
-        assert (await site.http.get("/readyz")).status_code == 503
-        peer = await site.watch()
-        assert _is(_colour(await peer.frame()), "red"), "those there go on"
-
-    _run(scene)
-
-
-def test_a_session_that_fails_ends_with_a_reason_and_the_others_play() -> None:
+async def test_a_session_that_fails_ends_with_a_reason_and_the_others_play() -> None:
     """Those who may control it are told what failed, others that it did."""
-
-    async def scene(site: Site) -> None:
+    async with served() as site:
         session = await _open(site, prompt="blue")
         path = f"/api/sessions/{session['id']}"
         viewer, owner = await _watch(site, session["id"]), await site.offer()
@@ -430,23 +294,9 @@ def test_a_session_that_fails_ends_with_a_reason_and_the_others_play() -> None:
         assert _is(_colour(await (await site.watch()).frame()), "red")
         assert not [each for each in site.client.sent if isinstance(each, Close)], "it was closed already"
 
-    _run(scene)
 
-
-def test_a_session_that_ends_by_numbers_that_are_none_says_so() -> None:
-    async def scene(site: Site) -> None:
-        session = await _open(site, prompt="blue")
-        viewer = await _watch(site, session["id"])
-        await viewer.message({"type": "hello"})
-        await site.client.inject(Closed(session["id"], f"chunk 3: what the model computes for it are {NOT_FINITE}"))
-        assert await viewer.message({"type": "session_ended"}) == {"type": "session_ended", "reason": "not_finite"}
-        assert (await site.http.get(f"/api/sessions/{session['id']}")).json()["reason"] == "not_finite"
-
-    _run(scene)
-
-
-def test_a_session_that_nobody_watches_ends_and_the_default_one_stays() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_session_that_nobody_watches_ends_and_the_default_one_stays() -> None:
+    async with served(idle_s=0.2) as site:
         session = await _open(site, prompt="blue")
         manager = site.state.manager
         await site.until(lambda: manager.end_reason(session["id"]) == "idle")
@@ -454,21 +304,9 @@ def test_a_session_that_nobody_watches_ends_and_the_default_one_stays() -> None:
         gone = await site.http.get(f"/api/sessions/{session['id']}")
         assert (gone.status_code, gone.json()["reason"]) == (410, "idle")
 
-    _run(scene, idle_s=0.2)
 
-
-def test_a_session_has_a_longest_life_even_when_watched() -> None:
-    async def scene(site: Site) -> None:
-        session = await _open(site, prompt="blue")
-        peer = await _watch(site, session["id"])
-        assert (await peer.message({"type": "session_ended"}))["reason"] == "lifetime"
-        assert site.state.manager.end_reason(session["id"]) == "lifetime"
-
-    _run(scene, lifetime_s=2.0)
-
-
-def test_a_session_without_viewers_stops_and_goes_on_when_somebody_joins() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_session_without_viewers_stops_and_goes_on_when_somebody_joins() -> None:
+    async with served(pause_after_s=0.3) as site:
         live = site.state.manager.get("default")
         assert live is not None
         first = await site.watch()
@@ -486,43 +324,20 @@ def test_a_session_without_viewers_stops_and_goes_on_when_somebody_joins() -> No
         await second.frame()
         await site.until(lambda: live.stats()["frame"] > stopped + CHUNK_FRAMES)
 
-    _run(scene, pause_after_s=0.3)
-
 
 def _reports(site: Site) -> list[Shown]:
     return [command for command in site.client.sent if isinstance(command, Shown)]
 
 
-def test_a_body_of_very_many_unknown_fields_is_refused_by_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_of_very_many_unknown_fields_is_refused_by_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pydantic would make an error of each, which holds everybody up for seconds."""
 
     def never(*given: Any, **more: Any) -> None:
         raise AssertionError("it is not asked")
 
     monkeypatch.setattr(schemas.SessionChange, "model_validate", never)
-
-    async def scene(site: Site) -> None:
+    async with served() as site:
         many = {"prompt": "blue"} | {f"field{number}": number for number in range(20_000)}
         answer = await site.http.patch("/api/sessions/default", json=many)
         assert (answer.status_code, answer.json()["field"]) == (422, "field0")
         assert len(answer.json()["errors"]) == 20
-
-    _run(scene)
-
-
-def test_each_request_has_an_answer_of_its_own() -> None:
-    async def scene(site: Site) -> None:
-        live = site.state.manager.get("default")
-        assert live is not None
-        owners, plain = [], live.control_and_wait
-
-        async def noted(message: Any, owner: str, timeout_s: float) -> Any:
-            owners.append(owner)
-            return await plain(message, owner, timeout_s)
-
-        live.control_and_wait = noted  # type: ignore[method-assign]
-        for number in range(20):
-            await site.http.post("/api/control", json={"type": "prompt", "prompt": "blue", "id": number})
-        assert len(set(owners)) == 20
-
-    _run(scene)

@@ -12,7 +12,7 @@ import pytest
 
 from streamdiff.config import Config, ServeConfig
 from streamdiff.server.routes import control
-from tests.server.conftest import LIMIT_S, Site, bearer, run_scene
+from tests.server.conftest import LIMIT_S, bearer, open_site
 from tests.server.socket_client import SocketClient
 from tests.server.webrtc.test_viewers import _colour, _is, _until_colour
 
@@ -27,31 +27,9 @@ def _locked(tmp_path: Path) -> Config:
     return Config(serve=ServeConfig(view_token_file=str(tmp_path / "v"), control_token_file=str(tmp_path / "c")))
 
 
-def test_receipts_follow_a_prompt_to_the_screen() -> None:
-    async def scene(site: Site) -> None:
-        peer = await site.watch()
-        socket = await SocketClient.connect(site.base, PATH, protocols=("streamdiff",))
-        assert (socket.status, socket.subprotocol) == (101, "streamdiff")
-        hello = await socket.message({"type": "hello", "role": "controller"})
-        assert hello["state"]["session"] == "default"
-        await socket.message({"type": "stats"})
-        socket.send({"type": "prompt", "prompt": "blue", "switch": "flush", "id": "mine"})
-        stages = [await socket.message({"type": "receipt", "id": "mine"}) for _ in range(3)]
-        assert [each["stage"] for each in stages] == ["accepted", "applied", "shown"]
-        assert stages[0]["epoch"] == stages[2]["epoch"]
-        assert stages[1]["chunk"] == stages[2]["chunk"] > 0
-        assert stages[2]["pts"] > 0
-        await _until_colour(peer, "blue")
-        await socket.close()
-        await site.until(lambda: site.state.sockets.count == 0)
-
-    run_scene(scene)
-
-
-def test_receipts_follow_steps_to_the_screen_beside_a_prompt() -> None:
+async def test_receipts_follow_steps_to_the_screen_beside_a_prompt() -> None:
     """Of two numbers of steps the latest holds; a prompt between them does too."""
-
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         peer = await site.watch()
         await peer.frame()
         socket = await SocketClient.connect(site.base, PATH)
@@ -81,11 +59,9 @@ def test_receipts_follow_steps_to_the_screen_beside_a_prompt() -> None:
         assert (await socket.message({"type": "state", "id": "get"}))["steps"] == 2
         await socket.close()
 
-    run_scene(scene)
 
-
-def test_bad_messages_are_answered_and_a_long_one_ends_it() -> None:
-    async def scene(site: Site) -> None:
+async def test_bad_messages_are_answered_and_a_long_one_ends_it() -> None:
+    async with open_site() as site:
         socket = await SocketClient.connect(site.base, PATH)
         for text, code in [("{", "bad_json"), ("[]", "bad_message"), (b"\0", "binary"), ("x" * 17_000, "too_large")]:
             socket.send(text)
@@ -97,11 +73,9 @@ def test_bad_messages_are_answered_and_a_long_one_ends_it() -> None:
         assert await socket.until_closed() == 1009
         assert (await site.http.get("/readyz")).status_code == 200
 
-    run_scene(scene)
 
-
-def test_two_controllers_the_last_one_wins_and_a_stale_one_is_told() -> None:
-    async def scene(site: Site) -> None:
+async def test_two_controllers_the_last_one_wins_and_a_stale_one_is_told() -> None:
+    async with open_site() as site:
         peer = await site.watch()
         one, two = [await SocketClient.connect(site.base, PATH) for _ in range(2)]
         rev = (await two.message({"type": "hello"}))["state"]["rev"]
@@ -114,31 +88,9 @@ def test_two_controllers_the_last_one_wins_and_a_stale_one_is_told() -> None:
         await _until_colour(peer, "purple")
         await asyncio.gather(one.close(), two.close())
 
-    run_scene(scene)
 
-
-def test_a_page_of_another_origin_cannot_steer() -> None:
-    async def scene(site: Site) -> None:
-        for origin in ("https://evil.example", "null", site.base + ".evil.example"):
-            refused = await SocketClient.connect(site.base, PATH, headers={"Origin": origin})
-            assert (refused.status, refused.problem["code"]) == (403, "origin")
-            await refused.close()
-            for path in ("/api/control", "/api/sessions", "/api/sessions/default/pause"):
-                answer = await site.http.post(path, json={"type": "pause"}, headers={"Origin": origin})
-                assert (answer.status_code, answer.json()["code"]) == (403, "origin")
-        assert (await site.http.get("/api/state")).json()["state"]["paused"] is False
-        for origin in (site.base, "https://friend.example"):
-            own = await SocketClient.connect(site.base, PATH, headers={"Origin": origin})
-            assert own.status == 101
-            await own.close()
-        own_post = await site.http.post("/api/sessions/default/pause", headers={"Origin": site.base})
-        assert own_post.status_code == 200
-
-    run_scene(scene, Config(serve=ServeConfig(cors_origins=["https://friend.example"])))
-
-
-def test_viewers_read_only(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
+async def test_viewers_read_only(tmp_path: Path) -> None:
+    async with open_site(_locked(tmp_path)) as site:
         assert (await site.http.get("/")).status_code == 200, "the page holds no secret"
         assert (await site.http.get("/healthz")).status_code == 200
         for path in ("/api/state", "/frame.jpg", "/api/sessions", "/api/sessions/default", "/metrics"):
@@ -173,32 +125,9 @@ def test_viewers_read_only(tmp_path: Path) -> None:
         assert await page.message({"type": "receipt", "id": 5, "stage": "accepted"})
         await asyncio.gather(reads.close(), page.close())
 
-    run_scene(scene, _locked(tmp_path))
 
-
-def test_each_session_has_a_controller_of_its_own(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
-        opened = [(await site.http.post("/api/sessions", json={}, headers=bearer(CONTROL))).json() for _ in range(2)]
-        mine, other = opened
-        path = f"/api/sessions/{mine['id']}"
-        for token, status in (
-            (None, 401),
-            (mine["view_token"], 403),
-            (other["control_token"], 401),
-            (mine["control_token"], 200),
-            (CONTROL, 200),
-        ):
-            answer = await site.http.patch(path, json={"prompt": "blue"}, headers=bearer(token))
-            assert answer.status_code == status, answer.text
-        assert "control_token" not in (await site.http.get(path, headers=bearer(CONTROL))).text
-        assert (await site.http.get("/api/sessions", headers=bearer(mine["control_token"]))).status_code == 401
-        assert (await site.http.delete(path, headers=bearer(mine["control_token"]))).status_code == 200
-
-    run_scene(scene, _locked(tmp_path))
-
-
-def test_a_reader_that_does_not_read_is_let_go_and_others_hear_on() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_reader_that_does_not_read_is_let_go_and_others_hear_on() -> None:
+    async with open_site() as site:
         live = site.state.manager.get("default")
         assert live is not None
         reads = await SocketClient.connect(site.base, PATH)
@@ -216,13 +145,10 @@ def test_a_reader_that_does_not_read_is_let_go_and_others_hear_on() -> None:
         assert control.MAX_BUFFERED_BYTES < 1024 * 1024
         await asyncio.gather(reads.close(), stuck.close())
 
-    run_scene(scene)
 
-
-def test_whoever_pings_and_reads_no_answer_is_cut_off() -> None:
+async def test_whoever_pings_and_reads_no_answer_is_cut_off() -> None:
     pings = (b"\x89\xfd" + bytes(4) + b"x" * 125) * 400
-
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         client = await SocketClient.connect(site.base, PATH, receive_bytes=4096)
         with pytest.raises(ConnectionError):
             for _ in range(400):  # times 52 kB: more than kernels hold
@@ -230,11 +156,9 @@ def test_whoever_pings_and_reads_no_answer_is_cut_off() -> None:
                 await client.writer.drain()
         await site.until(lambda: site.state.sockets.count == 0)
 
-    run_scene(scene)
 
-
-def test_the_end_of_a_session_ends_its_sockets() -> None:
-    async def scene(site: Site) -> None:
+async def test_the_end_of_a_session_ends_its_sockets() -> None:
+    async with open_site() as site:
         opened = (await site.http.post("/api/sessions", json={})).json()
         socket = await SocketClient.connect(site.base, opened["control"])
         assert (await socket.message({"type": "hello"}))["role"] == "viewer"
@@ -246,8 +170,6 @@ def test_the_end_of_a_session_ends_its_sockets() -> None:
         unknown = await SocketClient.connect(site.base, "/api/sessions/nobody/control")
         assert unknown.status == 404
         await asyncio.gather(socket.close(), gone.close(), unknown.close())
-
-    run_scene(scene)
 
 
 async def _event(lines: AsyncIterator[str], kind: str) -> dict[str, Any]:
@@ -262,8 +184,8 @@ async def _event(lines: AsyncIterator[str], kind: str) -> dict[str, Any]:
 EVENTS = "/api/sessions/{}/events"
 
 
-def test_events_tell_each_state_to_who_may_watch_and_end_with_the_session() -> None:
-    async def scene(site: Site) -> None:
+async def test_events_tell_each_state_to_who_may_watch_and_end_with_the_session() -> None:
+    async with open_site() as site:
         opened = (await site.http.post("/api/sessions", json={"prompt": "red", "fps": 20})).json()
         token = bearer(opened["control_token"])
         async with site.http.stream("GET", EVENTS.format(opened["id"])) as stream:
@@ -280,23 +202,19 @@ def test_events_tell_each_state_to_who_may_watch_and_end_with_the_session() -> N
         assert (await site.http.get(EVENTS.format(opened["id"]))).status_code == 410
         assert (await site.http.get(EVENTS.format("nobody"))).status_code == 404
 
-    run_scene(scene)
 
-
-def test_events_take_a_token_where_the_server_has_one_to_watch(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
+async def test_events_take_a_token_where_the_server_has_one_to_watch(tmp_path: Path) -> None:
+    async with open_site(_locked(tmp_path)) as site:
         address = EVENTS.format("default")
         assert (await site.http.get(address)).status_code == 401
         async with site.http.stream("GET", address, headers=bearer(VIEW)) as stream:
             assert (await _event(stream.aiter_lines(), "hello"))["role"] == "viewer"
 
-    run_scene(scene, _locked(tmp_path))
 
-
-def test_of_events_that_nobody_reads_the_newest_is_kept_and_they_hold_up_no_end(
+async def test_of_events_that_nobody_reads_the_newest_is_kept_and_they_hold_up_no_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         live = site.state.manager.get("default")
         assert live is not None
         events = control._events(live)
@@ -308,6 +226,4 @@ def test_of_events_that_nobody_reads_the_newest_is_kept_and_they_hold_up_no_end(
         assert not live.subscribers
         stream = await site.http.send(site.http.build_request("GET", EVENTS.format("default")), stream=True)
         await _event(stream.aiter_lines(), "hello")
-
-    run_scene(scene)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []

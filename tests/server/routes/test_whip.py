@@ -21,16 +21,16 @@ from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription, V
 from aiortc.codecs import get_decoder
 
 from streamdiff import clock
-from streamdiff.config import Config, PlaybackConfig, ServeConfig, SessionConfig
+from streamdiff.config import Config, PlaybackConfig, SessionConfig
 from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.webrtc import aiortc_compat, feeders, peer_connections
-from streamdiff.server.webrtc.aiortc_compat import HELD_FRAMES, RECEIVE_WINDOW_BYTES
+from streamdiff.server.webrtc import aiortc_compat, feeders
+from streamdiff.server.webrtc.aiortc_compat import RECEIVE_WINDOW_BYTES
 from streamdiff.server.webrtc.feeders import with_start_bitrate
-from tests.server.conftest import Site, bearer, open_site
-from tests.small import CPU, RED, small_encoder, small_model
+from tests.server.conftest import Site, open_site
+from tests.small import CPU, small_encoder, small_model
 
 pytestmark = pytest.mark.slow
 MODEL = small_model(4, layers=2)
@@ -99,13 +99,18 @@ async def sending(site: Site, track: VideoStreamTrack, *where: Any, **how: Any) 
         await sender.pc.close()
 
 
-def run(scene: Callable[[Site], Awaitable[None]], config: Config | None = None) -> None:
-    """Play it on a server whose model encodes video."""
+@contextlib.asynccontextmanager
+async def served(config: Config | None = None) -> AsyncIterator[Site]:
+    """A server whose model encodes video."""
+    pictures = ImageEncoder(lambda: small_encoder(4), MODEL.spec)
+    pipeline: Any = StreamingPipeline(MODEL, CPU, parts=local_parts(MODEL, CPU, 2), pictures=pictures)
+    async with open_site(config or Config(playback=PlaybackConfig(max_ahead_s=1.0)), pipeline) as site:
+        yield site
 
+
+def run(scene: Callable[[Site], Awaitable[None]], config: Config | None = None) -> None:
     async def main() -> None:
-        pictures = ImageEncoder(lambda: small_encoder(4), MODEL.spec)
-        pipeline: Any = StreamingPipeline(MODEL, CPU, parts=local_parts(MODEL, CPU, 2), pictures=pictures)
-        async with open_site(config or Config(playback=PlaybackConfig(max_ahead_s=1.0)), pipeline) as site:
+        async with served(config) as site:
             await scene(site)
 
     asyncio.run(main())
@@ -131,8 +136,8 @@ async def state(site: Site, session: str = "default") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("codec", ["VP8", "H264"])
-def test_what_is_sent_is_fitted_and_the_stream_starts_from_it(codec: str) -> None:
-    async def scene(site: Site) -> None:
+async def test_what_is_sent_is_fitted_and_the_stream_starts_from_it(codec: str) -> None:
+    async with served() as site:
         viewer = await site.watch()
         await viewer.frame()
         camera = Colour((20, 200, 30))
@@ -154,8 +159,6 @@ def test_what_is_sent_is_fitted_and_the_stream_starts_from_it(codec: str) -> Non
             await viewer.frame()
             assert (await site.http.delete(sender.location)).status_code == 200, "it has ended, as is asked for"
             assert (await site.http.delete(f"{sender.location}x")).status_code == 404
-
-    run(scene)
 
 
 class Encoded(Colour):
@@ -180,8 +183,8 @@ class Encoded(Colour):
     ("profile", "fmtp"),
     [("Main", "profile-level-id=4d001f; packetization-mode=1"), ("High", "profile-level-id=640028"), ("Baseline", "")],
 )
-def test_h264_of_other_profiles_and_modes_is_read(profile: str, fmtp: str) -> None:
-    async def scene(site: Site) -> None:
+async def test_h264_of_other_profiles_and_modes_is_read(profile: str, fmtp: str) -> None:
+    async with served() as site:
         viewer = await site.watch()
         sender = Sender(site, Encoded(profile), codec="H264")
         await sender.pc.setLocalDescription(await sender.pc.createOffer())
@@ -200,11 +203,9 @@ def test_h264_of_other_profiles_and_modes_is_read(profile: str, fmtp: str) -> No
         await viewer.frame()
         await sender.pc.close()
 
-    run(scene)
 
-
-def test_strength_changes_live_with_receipts_and_is_refused_where_nothing_feeds() -> None:
-    async def scene(site: Site) -> None:
+async def test_strength_changes_live_with_receipts_and_is_refused_where_nothing_feeds() -> None:
+    async with served() as site:
         viewer = await site.watch()
         await viewer.frame()
         await viewer.message({"type": "hello"})  # the channel is open then
@@ -231,11 +232,9 @@ def test_strength_changes_live_with_receipts_and_is_refused_where_nothing_feeds(
         assert (refused.status_code, refused.json()["field"]) == (422, "strength")
         assert (await site.http.get(session)).json()["fps"] == 30.0, "nothing of it was changed"
 
-    run(scene)
 
-
-def test_one_feeds_at_a_time_and_who_comes_next_may_when_it_has_gone() -> None:
-    async def scene(site: Site) -> None:
+async def test_one_feeds_at_a_time_and_who_comes_next_may_when_it_has_gone() -> None:
+    async with served() as site:
         await (await site.watch()).frame()
         async with sending(site, Colour((9, 9, 9))) as first:
             await used(site)
@@ -248,13 +247,10 @@ def test_one_feeds_at_a_time_and_who_comes_next_may_when_it_has_gone() -> None:
             async with sending(site, Colour((9, 9, 9))):
                 await used(site)
 
-    run(scene)
 
-
-def test_a_sender_that_vanished_gives_way_and_a_still_screen_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_that_vanished_gives_way_and_a_still_screen_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeders, "SILENT_S", 60.0)  # a busy machine may be silent for long
-
-    async def scene(site: Site) -> None:
+    async with served() as site:
         await (await site.watch()).frame()
         camera, second = Colour((9, 9, 9)), Sender(site, Colour((9, 9, 9)))
         async with sending(site, camera, "/whip?on_end=end") as first:
@@ -276,8 +272,6 @@ def test_a_sender_that_vanished_gives_way_and_a_still_screen_does_not(monkeypatc
                 assert (await state(site))["input"] is not None
         await second.pc.close()
 
-    run(scene)
-
 
 class Garbage(VideoStreamTrack):
     """Packets that say they are encoded video, and are not."""
@@ -290,12 +284,11 @@ class Garbage(VideoStreamTrack):
         return packet
 
 
-def test_video_that_cannot_be_decoded_is_given_up(
+async def test_video_that_cannot_be_decoded_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(feeders, "UNDECODABLE_S", 0.5)
-
-    async def scene(site: Site) -> None:
+    async with served() as site:
         await (await site.watch()).frame()
         async with sending(site, Garbage()):
             [feeder] = site.state.feeders._peers.values()
@@ -305,16 +298,20 @@ def test_video_that_cannot_be_decoded_is_given_up(
         monkeypatch.setattr(feeders, "UNDECODABLE_S", 60.0)  # a busy machine takes long to decode the first
         async with sending(site, Colour((9, 9, 9))):
             await used(site)
-
-    run(scene)
     [line] = [each for each in caplog.records if each.levelname == "WARNING"]
     assert line.args == ("default", "fault"), "and none for each frame"
 
 
-def test_an_input_is_ended_by_whoever_may_steer(tmp_path: Path) -> None:
+async def test_an_input_is_ended_by_whoever_may_steer(tmp_path: Path) -> None:
     where, path = "/api/sessions/default/input", tmp_path / "a.mp4"
-
-    async def scene(site: Site) -> None:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width, stream.height = 64, 48
+        for _ in range(1500):
+            container.mux(stream.encode(av.VideoFrame(64, 48, "yuv420p")))
+        container.mux(stream.encode())
+    session = SessionConfig(input=str(path))
+    async with served(Config(session=session, playback=PlaybackConfig(max_ahead_s=1.0))) as site:
         await site.watch()
         await used(site)
         assert (await site.http.delete(where)).status_code == 204
@@ -325,89 +322,9 @@ def test_an_input_is_ended_by_whoever_may_steer(tmp_path: Path) -> None:
             nothing = await site.http.delete(where)
             assert (nothing.status_code, nothing.json()["code"]) == (404, "no_input")
 
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=25)
-        stream.width, stream.height = 64, 48
-        for _ in range(1500):
-            container.mux(stream.encode(av.VideoFrame(64, 48, "yuv420p")))
-        container.mux(stream.encode())
-    session = SessionConfig(input=str(path))
-    run(scene, Config(session=session, playback=PlaybackConfig(max_ahead_s=1.0)))
 
-
-def test_when_a_camera_stops_the_picture_holds_and_goes_on_with_it() -> None:
-    async def scene(site: Site) -> None:
-        await (await site.watch()).frame()
-        camera = Colour((9, 9, 9))
-        async with sending(site, camera):
-            await used(site)
-            camera.running.clear()
-            live = site.state.manager.get("default")
-            assert live is not None
-            await site.until(lambda: live.input.holds)
-            before = (await used(site))["used"]
-            assert (await site.http.get("/readyz")).status_code == 200, "it does not stall: nothing is to be made"
-            camera.running.set()
-            await used(site, before + 1)
-
-    run(scene)
-
-
-def test_a_sender_that_goes_without_a_word_leaves_its_place() -> None:
-    async def scene(site: Site) -> None:
-        await (await site.watch()).frame()
-        async with sending(site, Colour((9, 9, 9))) as sender:
-            await used(site)
-        live = site.state.manager.get("default")
-        assert live is not None
-        await site.until(lambda: live.input.video_input is None)
-        assert site.state.viewers.count == 1, "the viewer's"
-        assert (await site.http.delete(sender.location)).status_code == 200, "some close first, and then say so"
-
-    run(scene)
-
-
-def test_video_that_never_began_ends_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_connections, "CONNECT_TIMEOUT_S", 0.0)
-
-    async def scene(site: Site) -> None:
-        sender = Sender(site, Colour((9, 9, 9)))
-        await sender.pc.setLocalDescription(await sender.pc.createOffer())
-        answer = await site.http.post("/whip?on_end=end", content=sender.pc.localDescription.sdp, headers=SDP)
-        assert answer.status_code == 201, answer.text
-        live = site.state.manager.get("default")
-        assert live is not None
-        await site.until(lambda: live.input.video_input is None and not site.state.feeders._closing)
-        assert not live.closed and site.state.manager.end_reason("default") is None
-        await sender.pc.close()
-
-    run(scene)
-
-
-def test_it_takes_a_control_token_of_the_session(tmp_path: Any) -> None:
-    (tmp_path / "control").write_text("a-control-token-of-the-tests")
-    (tmp_path / "view").write_text("a-view-token-of-the-tests")
-    files = {"control_token_file": str(tmp_path / "control"), "view_token_file": str(tmp_path / "view")}
-
-    async def scene(site: Site) -> None:
-        sender = Sender(site, Colour((9, 9, 9)))
-        assert (await sender.post()).status_code == 401
-        assert (await sender.post(headers=bearer("a-view-token-of-the-tests"))).status_code == 403
-        control = bearer("a-control-token-of-the-tests")
-        opened = (await site.http.post("/api/sessions", json={"prompt": RED}, headers=control)).json()
-        answer = await sender.post(f"/whip/{opened['id']}", bearer(opened["control_token"]))
-        assert answer.status_code == 201, answer.text
-        assert (await site.http.delete(sender.location)).status_code == 401
-        ended = await site.http.delete(f"/api/sessions/{opened['id']}", headers=bearer(opened["control_token"]))
-        assert ended.status_code == 200
-        assert not site.state.feeders._peers
-        await sender.pc.close()
-
-    run(scene, Config(serve=ServeConfig(**files)))
-
-
-def test_a_senders_data_channels_are_bounded_as_a_viewers_are() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_senders_data_channels_are_bounded_as_a_viewers_are() -> None:
+    async with served() as site:
         sender = Sender(site, Colour((9, 9, 9)))
         sender.pc.createDataChannel("more")
         assert (await sender.post()).status_code == 201
@@ -415,8 +332,6 @@ def test_a_senders_data_channels_are_bounded_as_a_viewers_are() -> None:
         assert feeder.receiver.pc.sctp is not None
         assert feeder.receiver.pc.sctp._advertised_rwnd == RECEIVE_WINDOW_BYTES
         await sender.pc.close()
-
-    run(scene)
 
 
 class HeldDecoder:
@@ -450,46 +365,24 @@ async def left_out(site: Site, frames: int) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("codec", ["VP8", "H264"])
-def test_of_what_comes_faster_than_it_is_decoded_the_rest_is_left_out(codec: str, may_decode: threading.Event) -> None:
-    async def scene(site: Site) -> None:
-        viewer = await site.watch()
-        may_decode.set()  # the viewer is one of aiortc's, too
-        await viewer.frame()
-        may_decode.clear()
-        async with sending(site, Colour((20, 200, 30)), codec=codec):
-            await left_out(site, HELD_FRAMES + 1)
-            may_decode.set()
-            figures = await used(site, 2 * MODEL.spec.chunk_frames)
-            assert figures["left_out"] > HELD_FRAMES
-            middle = np.median(fed(site)[-1].reshape(-1, 3), axis=0)
-            assert np.abs(middle - (20, 200, 30)).max() < 30, "from the key frame that was asked for"
-
-    run(scene)
-
-
-def test_nobody_waits_for_a_frame_that_takes_long_to_decode(may_decode: threading.Event) -> None:
+async def test_nobody_waits_for_a_frame_that_takes_long_to_decode(may_decode: threading.Event) -> None:
     """aiortc waits for all of them, on the event loop."""
-
-    async def scene(site: Site) -> None:
-        async with sending(site, Colour((200, 20, 30))) as sender:
-            await left_out(site, 1)
-            [feeder] = site.state.feeders._peers.values()
-            too_late = threading.Timer(20, may_decode.set)  # or an event loop that waits would wait for ever
-            too_late.start()
-            ending = asyncio.create_task(site.http.delete(sender.location))
-            while feeder.receiver._queue._thread is None:  # until its decoder has been told to end
-                await asyncio.sleep(0.02)
-            assert not may_decode.is_set()
-            too_late.cancel()
-            may_decode.set()
-            assert (await ending).status_code == 200
-
-    run(scene)
+    async with served() as site, sending(site, Colour((200, 20, 30))) as sender:
+        await left_out(site, 1)
+        [feeder] = site.state.feeders._peers.values()
+        too_late = threading.Timer(20, may_decode.set)  # or an event loop that waits would wait for ever
+        too_late.start()
+        ending = asyncio.create_task(site.http.delete(sender.location))
+        while feeder.receiver._queue._thread is None:  # until its decoder has been told to end
+            await asyncio.sleep(0.02)
+        assert not may_decode.is_set()
+        too_late.cancel()
+        may_decode.set()
+        assert (await ending).status_code == 200
 
 
-def test_bad_offers_are_refused_by_name_and_the_stream_goes_on() -> None:
-    async def scene(site: Site) -> None:
+async def test_bad_offers_are_refused_by_name_and_the_stream_goes_on() -> None:
+    async with served() as site:
         viewer = await site.watch()
         await viewer.frame()
         receiving = await site.offer(control=False)
@@ -516,24 +409,9 @@ def test_bad_offers_are_refused_by_name_and_the_stream_goes_on() -> None:
         assert site.state.viewers.count == 1
         await viewer.frame()
 
-    run(scene)
 
-
-def test_a_model_that_takes_no_video_says_so() -> None:
-    async def main() -> None:
-        async with open_site() as site:  # which paints
-            sender = Sender(site, Colour((9, 9, 9)))
-            refused = await sender.post()
-            assert (refused.status_code, refused.json()["field"]) == (422, "input")
-            assert "takes no video" in refused.json()["detail"]
-            assert site.state.viewers.count == 0
-            await sender.pc.close()
-
-    asyncio.run(main())
-
-
-def test_video_that_cannot_be_encoded_ends_the_connection_and_not_the_stream() -> None:
-    async def scene(site: Site) -> None:
+async def test_video_that_cannot_be_encoded_ends_the_connection_and_not_the_stream() -> None:
+    async with served() as site:
         viewer = await site.watch()
         await viewer.frame()
         async with sending(site, Colour((9, 9, 9))):
@@ -543,8 +421,6 @@ def test_video_that_cannot_be_encoded_ends_the_connection_and_not_the_stream() -
             assert live is not None
             await site.until(lambda: live.input.video_input is None)
             await viewer.frame()
-
-    run(scene)
 
 
 def test_chromium_is_told_to_begin_with_a_good_picture() -> None:

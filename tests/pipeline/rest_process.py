@@ -1,9 +1,10 @@
 """One rank of a ring, and the ranks that decode, over rough links, with the embedded model:
-`python -m tests.pipeline.swap_process RANK RANKS PORT FOLDER STAGES SHARES DECODE`.
+`python -m tests.pipeline.rest_process RANK RANKS PORT FOLDER STAGES SHARES DECODE`.
 
-The head plays two sessions and swaps the first out and in, with micro-steps in the ring, to host memory or, where
-FOLDER/disk is there, to disk; each rank keeps its part. Where FOLDER/damage is there, a file is damaged at last, and
-the stream begins afresh. It writes what it showed of both, and afresh.
+The head plays two sessions, and with micro-steps in the ring swaps the first out and in, to host memory or, where
+FOLDER/disk is there, to disk; each rank keeps its part. Then it saves it to FOLDER/ring, and goes on from FOLDER/alone
+with a third one. Where FOLDER/damage is there, a file of the first is damaged at last, and its stream begins afresh. It
+writes what it showed of all, and afresh.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ import numpy as np
 import torch
 
 from streamdiff.config import ServedModel
+from streamdiff.core import Frames
 from streamdiff.pipeline import build, rank_process, topology
+from streamdiff.pipeline.snapshot.file import Snapshot, mapped
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
 from tests.pipeline.distributed.rough import LINKS
+from tests.saving import save
 from tests.small import RED, WHITE
+from tests.swap_files import damage, swap_files
 
 AHEAD = 2
 """Chunks that a session may be ahead of the other, which has more forwards: else all would be made before a swap."""
@@ -32,65 +37,49 @@ def opened(pipeline: StreamingPipeline) -> None:
 
 
 class Shown:
-    """Pictures of both sessions."""
+    """Pictures of all sessions."""
 
     def __init__(self, pipeline: StreamingPipeline) -> None:
         self.pipeline = pipeline
-        self.pictures: dict[int, list[np.ndarray]] = {0: [], 1: []}
+        self.pictures: dict[int, list[np.ndarray]] = {0: [], 1: [], 2: []}
+
+    def take(self, frames: list[Frames]) -> None:
+        for each in frames:
+            self.pictures[each.session] += list(each.pictures)
 
     def step(self, *sessions: int) -> None:
         least = min(len(self.pictures[session]) for session in sessions)
         for session in sessions:
             ahead = len(self.pictures[session]) - least
             self.pipeline.set_frame_credit(session, max(0, AHEAD * self.pipeline.info.chunk_frames - ahead))
-        for each in self.pipeline.step(0.05):
-            self.pictures[each.session] += list(each.pictures)
+        self.take(self.pipeline.step(0.05))
 
     def play(self, chunks: float, *sessions: int) -> None:
         while any(len(self.pictures[each]) < chunks * self.pipeline.info.chunk_frames for each in sessions):
             self.step(*sessions)
 
-
-def under_way(pipeline: StreamingPipeline) -> int:
-    return sum(chunk.entered - chunk.back for chunk in pipeline.scheduler.session(0).chunks)
-
-
-def on_disk(folder: Path) -> list[Path]:
-    """Files of what is swapped out, of all ranks."""
-    return list((folder / "state").glob("swap/*/*.safetensors"))
+    def until_under_way(self, micro_steps: int) -> None:
+        """Until so many of session 0 are in the ring."""
+        chunks = self.pipeline.scheduler.session(0).chunks
+        while sum(chunk.entered - chunk.back for chunk in chunks) < micro_steps:
+            self.step(0)  # not both: it would mostly wait for the other, with nothing in the ring
 
 
 def out(shown: Shown, folder: Path, ranks: int) -> None:
     """Swap session 0 out, and let the other go on for a chunk, and until all parts of the first are where they are to
     be: one on each rank that runs a stage, and on each that decodes."""
-    pipeline = shown.pipeline
+    pipeline, place = shown.pipeline, "disk" if (folder / "disk").exists() else "host"
     pipeline.swapping.swap_out(0)
     shown.play(len(shown.pictures[1]) // pipeline.info.chunk_frames + 1, 1)
-    while (folder / "disk").exists() and (len(on_disk(folder)) < ranks or pipeline.swapping.place(0) != "disk"):
+    while place == "disk" and (len(swap_files(folder)) < ranks or pipeline.swapping.place(0) != "disk"):
         shown.step(1)
-    assert pipeline.swapping.is_away(0) and pipeline.swapping.place(0) == (
-        "disk" if (folder / "disk").exists() else "host"
-    )
+    assert pipeline.swapping.is_away(0) and pipeline.swapping.place(0) == place
 
 
 def back(shown: Shown) -> None:
     shown.pipeline.swapping.swap_in(0)
     while shown.pipeline.swapping.is_away(0):
         shown.step(1)
-
-
-def damage_one(shown: Shown, folder: Path, parts: int) -> None:
-    """The largest file that is not the head's own."""
-    out(shown, folder, parts)
-    own = shown.pipeline.stage.swaps._folder
-    file = max((path for path in on_disk(folder) if path.parent != own), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    back(shown)
-    assert shown.pipeline.swapping.take_lost() == [0]
-    shown.pictures[0].clear()
-    shown.pipeline.reset(0, shown.pipeline.text.encode(RED), seed=3, epoch=6)
 
 
 def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: int, decode: str) -> None:
@@ -107,21 +96,31 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
         return
     pipeline = build.build_pipeline(config)
     opened(pipeline)
-    shown = Shown(pipeline)
-    parts = stages * shares + 1
+    shown, micro_steps = Shown(pipeline), 2 if stages > 1 else 0
     for chunks in (2, 3):
         shown.play(chunks, 0, 1)
-        while under_way(pipeline) < (2 if stages > 1 else 0):
-            shown.step(0)  # not both: it would mostly wait for the other, with nothing in the ring
-        out(shown, folder, parts)
+        shown.until_under_way(micro_steps)
+        out(shown, folder, ranks)
         back(shown)
-    shown.play(len(shown.pictures[0]) / pipeline.info.chunk_frames + 2, 0, 1)  # made after the last swap
-    found = {str(session): np.stack(shown.pictures[session]) for session in (0, 1)}
+    shown.until_under_way(micro_steps)
+    snapshot, frames = save(pipeline, 0)
+    snapshot.write(folder / "ring")
+    shown.take(frames)
+    found = {"saved_at": np.array(len(shown.pictures[0]))}
+    shown.take(pipeline.saving.load(2, Snapshot.from_bytes(mapped(folder / "alone"))))
+    shown.play(len(shown.pictures[0]) / pipeline.info.chunk_frames + 2, 0, 1)
+    shown.play(2, 2)
+    found |= {str(session): np.stack(shown.pictures[session]) for session in range(3)}
     if (folder / "damage").exists():
-        damage_one(shown, folder, parts)
+        out(shown, folder, ranks)
+        damage(next(file for file in swap_files(folder) if f"/proc/{os.getpid()}/" not in str(file)))
+        back(shown)
+        assert pipeline.swapping.take_lost() == [0]
+        shown.pictures[0].clear()
+        pipeline.reset(0, pipeline.text.encode(RED), seed=3, epoch=6)
         shown.play(2, 0)
         found["0 afresh"] = np.stack(shown.pictures[0])
-    assert not on_disk(folder)
+    assert not swap_files(folder)
     pipeline.close()
     np.savez(folder / "shown.npz", **found)
 

@@ -26,7 +26,7 @@ from benchmarks.stream_rank import CASE, RAW
 from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.config import Config
 from streamdiff.device import pick_device
-from streamdiff.engine.process import private_folder
+from streamdiff.engine.process import ipc
 from streamdiff.errors import ConfigError
 from streamdiff.models.catalogue import is_random
 
@@ -113,7 +113,7 @@ def measure(case: Case, limit_s: float | None = None) -> Raw:
     with tempfile.TemporaryDirectory(prefix="streamdiff-") as name:
         folder = Path(name)
         (folder / CASE).write_text(json.dumps(case.to_json()))
-        private_folder.write_config(folder, Config(model=case.config))  # for the launcher; the case says it too
+        ipc.write_config(folder, Config(model=case.config))  # for the launcher; the case says it too
         command = [sys.executable, *program, "--address", name]
         # Rank 0 ends, and its launcher with the other ranks, when nobody holds the other end of its standard input.
         with _ended(subprocess.Popen(command, cwd=report.ROOT, stdin=subprocess.PIPE, start_new_session=True)) as lead:

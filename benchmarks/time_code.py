@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from streamdiff import clock
 from streamdiff.config import Config, PlaybackConfig, ServeConfig
+from tests.fake_pipeline import FakeStream
 from tests.server import scripted
 
 COLUMNS, ROWS = 16, 2
@@ -81,11 +81,10 @@ def read(picture: NDArray[np.uint8]) -> int | None:
     return code if sum(code.to_bytes(3, "big")) & 255 == total else None
 
 
-@dataclass
 class ClockPainter(scripted.Painter):
     """Pictures that carry the wall clock's time at which they were painted."""
 
-    def _paint(self, stream: scripted._Stream, number: int) -> NDArray[np.uint8]:
+    def _paint(self, stream: FakeStream, number: int) -> NDArray[np.uint8]:
         picture = super()._paint(stream, number)
         # Frames of a chunk are made at once; one millisecond apart, they can be told from each other.
         draw(picture, round(clock.wall_s() * 1000) + number)

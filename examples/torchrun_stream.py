@@ -14,14 +14,13 @@ and --standalone torchrun also unpickles what lies there: whoever reaches it run
 `streamdiff serve --stages 4` does the same, on loopback only. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the
 interface that ranks listen on.
 
-Ctrl-C ends the stream; the file then holds what was made so far. At the end: frames per second, time to the first
-frame, and how busy each rank has been.
+Ctrl-C ends the stream; the file then holds what was made so far. At the end, without --serve: frames per second, time
+to the first frame, and how busy each rank has been.
 """
 
 import argparse
 import logging
 import os
-import queue
 import signal
 import threading
 from collections.abc import Iterator
@@ -31,11 +30,8 @@ from tqdm import tqdm
 
 import streamdiff
 from streamdiff import clock
-from streamdiff.config import Config, ModelConfig, PlaybackConfig, ServeConfig, SessionConfig
-from streamdiff.engine.engine import Engine
-from streamdiff.engine.messages import Event, FrameBatch, Opened
-from streamdiff.engine.process.rank0_server import host
-from streamdiff.server.media.encoder import as_rgb
+from streamdiff.config import Config, ModelConfig, ServeConfig, SessionConfig
+from streamdiff.server.main import run
 from streamdiff.video.files import Frame, check_target, write_video
 
 
@@ -63,35 +59,6 @@ class Tally:
             print(f"rank {rank}: {share:4.0%} of the time at work")
 
 
-class Recorder:
-    """Writes frames to a file on a thread of its own, until `seconds` are full or `stop` is called."""
-
-    def __init__(self, path: Path, fps: float, seconds: float) -> None:
-        self._left = round(seconds * fps)
-        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=write_video, args=(path, self._taken(), fps))
-
-    def put(self, frame: Frame) -> None:
-        if self._left > 0:
-            if not self._thread.ident:
-                self._thread.start()
-            self._left -= 1
-            self._frames.put(frame)
-            if self._left == 0:
-                self._frames.put(None)
-
-    def _taken(self) -> Iterator[Frame]:
-        while (frame := self._frames.get()) is not None:
-            yield frame
-
-    def stop(self) -> None:
-        if self._left > 0:
-            self._left = 0
-            self._frames.put(None)
-        if self._thread.ident:
-            self._thread.join()
-
-
 def to_file(options: argparse.Namespace, model: dict[str, object]) -> None:
     """Rank 0 without --serve."""
     stop = threading.Event()
@@ -116,37 +83,18 @@ def to_file(options: argparse.Namespace, model: dict[str, object]) -> None:
 
 
 def live(options: argparse.Namespace, model: dict[str, object]) -> int:
-    """Rank 0 with --serve: the web server is a child. Frames are made, and with --output written too, while somebody
-    watches."""
-    config = Config(
-        model=ModelConfig.model_validate(model),
-        session=SessionConfig(prompt=options.prompt, seed=options.seed),
-        serve=ServeConfig(
-            host=options.host,
-            port=options.port,
-            keep_s=options.keep_s,
-            state_dir=options.state_dir,
-        ),
+    """Rank 0 with --serve: a web server, whose engine process is the first rank of the ring. When a rank fails the
+    server ends, and torchrun starts all of them again."""
+    serve = ServeConfig(
+        host=options.host,
+        port=options.port,
+        max_restarts=0,
+        keep_s=options.keep_s,
+        state_dir=options.state_dir,
+        outputs=[str(options.output)] if options.output else [],
     )
-    recorder = Recorder(options.output, PlaybackConfig().fps, options.seconds) if options.output else None
-    seen: list[tuple[Engine, Tally]] = []
-
-    def tap(engine: Engine, event: Event) -> None:
-        if isinstance(event, Opened) and not seen:
-            seen.append((engine, Tally(engine.ready().chunk_frames)))
-        if isinstance(event, FrameBatch):
-            seen[0][1].add(len(event.pictures))
-            for picture in event.pictures if recorder else ():
-                recorder.put(as_rgb(picture).copy())
-
-    code = host(config, tap)
-    for engine, tally in seen:
-        tally.report(engine.occupancy())
-    if recorder:
-        recorder.stop()
-        if any(tally.frames for _, tally in seen):
-            print(f"wrote {options.output}")
-    return code
+    session = SessionConfig(prompt=options.prompt, seed=options.seed)
+    return run(Config(model=ModelConfig.model_validate(model), session=session, serve=serve))
 
 
 def main() -> int:
@@ -154,7 +102,7 @@ def main() -> int:
     parser.add_argument("--prompt", default="a red circle moving right over a meadow")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help=".mp4 or .webm (default ring.mp4; with --serve: none)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of the file (default 10)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of the file (with --serve: all)")
     parser.add_argument("--kv-context", default="staircase", help="staircase (default): one stream fills the ring")
     parser.add_argument("--parallel", metavar="PxC", help="P stages that C ranks share each (default: a stage each)")
     parser.add_argument("--decode-rank", default="head", help="who decodes: head (default), last or dedicated")
@@ -169,8 +117,9 @@ def main() -> int:
     parser.add_argument("--keep-s", type=float, help="every N seconds keep what plays in --state-dir")
     parser.add_argument("--state-dir", help="from there it goes on when torchrun (--max-restarts) starts ranks again")
     options = parser.parse_args()
-    logging.basicConfig(format="streamdiff: %(message)s")
-    logging.getLogger("streamdiff").setLevel(logging.INFO)  # what the start chooses
+    if not options.serve:  # a server logs by itself
+        logging.basicConfig(format="streamdiff: %(message)s")
+        logging.getLogger("streamdiff").setLevel(logging.INFO)  # what the start chooses
     world = int(os.environ.get("WORLD_SIZE", "1"))
     stages = world - 1 if options.decode_rank == "dedicated" else world
     model: dict[str, object] = {

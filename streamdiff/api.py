@@ -88,7 +88,6 @@ class StreamSession:
         self._made = 0
         self._numbers = count()
         self._answers: dict[str, messages.Accepted | messages.Opened | messages.Refused] = {}  # by request
-        self._resets: set[str] = set()
         self._closed = self._is_open = False
         self._failure = ""
         """Why the stream has ended by itself; empty: it has not."""
@@ -156,9 +155,8 @@ class StreamSession:
         Raises:
             RequestError: a prompt that cannot be used or encoded; the stream goes on as before.
         """
-        request, switch = f"prompt {next(self._numbers)}", switch or self._switch
-        if switch == "reset":
-            self._resets.add(request)
+        switch = switch or self._switch
+        request = f"{'reset' if switch == 'reset' else 'prompt'} {next(self._numbers)}"
         accepted = self._ask(messages.SetPrompt(_NAME, text, request, switch), request)
         self.text, self.notice = accepted.text, accepted.notice
         return accepted.notice
@@ -182,7 +180,6 @@ class StreamSession:
         """
         begin = None if image is ... else self._fitted(image, fit)
         request = f"reset {next(self._numbers)}"
-        self._resets.add(request)
         self._ask(messages.Reset(_NAME, seed, request, begin, no_image=image is None), request)
 
     def video(self, strength: float | None = messages.DEFAULT_STRENGTH) -> None:
@@ -318,10 +315,8 @@ class StreamSession:
                 self.text, self.notice, self._switch = event.text, event.notice, event.switches[0]
             elif isinstance(event, messages.Accepted | messages.Refused):
                 self._answers[event.request] = event
-                if event.request in self._resets:
-                    self._resets.discard(event.request)
-                    if isinstance(event, messages.Accepted):
-                        self._frames.clear()
+                if isinstance(event, messages.Accepted) and event.request.startswith("reset"):
+                    self._frames.clear()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -7,6 +7,7 @@ Names, types, limits and docstrings of the fields make the keys of YAML files (`
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Annotated, Literal
@@ -49,26 +50,46 @@ class Flag:
     metavar: str = ""
     """What its value is called in the help; default: by the field's type."""
     group: str = ""
-    """Heading under which --help lists it; without one, --help-all does."""
+    """Heading under which --help lists it; a setting without one is listed by --help-all only."""
+    rare: bool = False
+    """Only --help-all lists it."""
 
 
 MODEL, STREAM, GPUS, SERVER, ACCESS = "model", "stream", "device and GPUs", "server", "access"
 
+
+def _like(pattern: str, words: str) -> AfterValidator:
+    """A check of a text, and what is said of one that fails it."""
+
+    def check(value: str) -> str:
+        if re.fullmatch(pattern, value) is None:
+            raise ValueError(f"must be {words}")
+        return value
+
+    return AfterValidator(check)
+
+
 # What a browser sends as Origin, or * for every page there is; a DNS name, as in a Host header but without the port.
-Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/?#@]+)$")]
+Origin = Annotated[str, _like(r"\*|https?://[^\s/?#@]+", "an origin such as https://example.org, or *")]
 PREFIX = r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*/?"
 """A path prefix: plain segments, none of which begins with a dot."""
-PathPrefix = Annotated[str, Field(pattern=f"^{PREFIX}$"), AfterValidator(lambda value: value.rstrip("/"))]
-HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?$", max_length=253)]
+PathPrefix = Annotated[str, _like(PREFIX, "a path such as /ai"), AfterValidator(lambda value: value.rstrip("/"))]
+_HOST = _like(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?", "a name such as stream.example.org, without a port")
+HostName = Annotated[str, Field(max_length=253), _HOST]
 
 
 def _network(value: str) -> str:
-    ip_network(value)  # or its ValueError
+    try:
+        ip_network(value)
+    except ValueError:
+        raise ValueError("must be an address or a network such as 10.0.0.5 or 10.0.0.0/8") from None
     return value
 
 
 Proxy = Annotated[str, AfterValidator(_network)]
-Parallel = Annotated[str, Field(pattern=r"^[1-9][0-9]?x[1-9][0-9]?$")]
+_PARALLEL = _like(r"[1-9][0-9]?x[1-9][0-9]?", "PxC, a number of stages and of ranks that share each, such as 2x2")
+Parallel = Annotated[str, _PARALLEL]
+Ports = Annotated[str, _like(r"\d{1,5}-\d{1,5}", "LOW-HIGH, as 50000-50100")]
 Attention = Literal["auto", "sdpa", "flash", "cudnn", "fa3", "fa4", "sage"]
 
 
@@ -94,7 +115,7 @@ def _steps(value: object) -> object:
         return tuple(float(each) for each in value)
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_STEPS):
         return value
-    raise ValueError("no steps")
+    raise ValueError(f"must be a whole number from 1 to {MOST_STEPS}, or a list of timesteps")
 
 
 MOST_STEPS = 50
@@ -107,7 +128,7 @@ class ModelConfig(_Section):
     name: Annotated[str, Flag("--model", "NAME", MODEL)] = EMBEDDED
     """`tiny`, a name of `streamdiff models`, a hub id (OWNER/NAME), or a path."""
     weights: Annotated[str | None, Flag(metavar="FILE")] = None
-    """The transformer's weights, in any published layout; without a name the model is recognised by them."""
+    """The transformer's weights, in any published layout; without a name the model is told by the file's name."""
     lora: Annotated[str | None, Flag(metavar="FILE[:SCALE]")] = None
     """A LoRA that is merged into the weights; in place of the published one."""
     vae: Annotated[str | None, Flag(metavar="PATH")] = None
@@ -227,7 +248,7 @@ class BatchingConfig(_Section):
     max_rows: Annotated[int, Flag()] = Field(1, ge=1, le=16)
     """Most rows of a forward: so many sessions share one where the ring has more of them than places; 4 is usual."""
     rules: Annotated[tuple[BatchingRule, ...], BeforeValidator(_tuple)] = ()
-    """The first that applies lowers `max_rows`."""
+    """The first that applies lowers `max_rows`: each has a max_rows, and any of model, size, min_tokens, min_gflop."""
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> BatchingConfig:
@@ -277,7 +298,7 @@ class PlaybackConfig(_Section):
 class IceServer(_Section):
     """A STUN or TURN server, for viewers and for the server itself."""
 
-    url: str = Field(pattern=r"^(stuns?|turns?):[^\s<>\";,]+$")
+    url: Annotated[str, _like(r'(stuns?|turns?):[^\s<>";,]+', "stun:HOST[:PORT] or turn:HOST[:PORT]")]
     """stun:HOST[:PORT] or turn:HOST[:PORT]."""
     username: str | None = Field(None, pattern=r'^[^\s"\\]+$')
     credential: str | None = Field(None, pattern=r'^[^\s"\\]+$')
@@ -320,8 +341,6 @@ class ServeConfig(_Section):
     """bit/s of the video; default: by size and fps."""
     max_viewers: Annotated[int, Flag(group=SERVER)] = Field(32, ge=1, le=1000)
     """Viewers at the same time, at most."""
-    max_snapshot_mb: int = Field(1024, ge=1, le=65536)
-    """MiB of a saved session that is sent to go on here, at most."""
     snapshot_key_file: str | None = None
     """A file with the key that saved sessions are signed with, made where there is none; servers of a fleet share it.
     null: one in the user's state folder."""
@@ -337,8 +356,6 @@ class ServeConfig(_Section):
     """Seconds for which a stream goes on when its last viewer has left."""
     idle_s: float | None = Field(300.0, gt=0)
     """Seconds after which a session that nobody watches ends; null: never."""
-    lifetime_s: float | None = Field(3600.0, gt=0)
-    """Seconds after which any session ends; null: never."""
     host_memory_gb: Annotated[float | None, Flag()] = Field(None, ge=0)
     """GB of host memory for swapped-out sessions of all ranks of a machine; 0: none. null: a quarter of the free."""
     max_utilization: float = Field(0.9, gt=0, le=10)
@@ -351,7 +368,7 @@ class ServeConfig(_Section):
     """Also send the default session to a .mp4 or .webm file, rtmp://, srt://, udp://, tcp://, whip+https://."""
     outputs_file: str | None = None
     """A file with more of them, one a line: addresses may hold stream keys."""
-    udp_ports: Annotated[str | None, Flag(metavar="LOW-HIGH")] = Field(None, pattern=r"^\d{1,5}-\d{1,5}$")
+    udp_ports: Annotated[Ports | None, Flag(metavar="LOW-HIGH")] = None
     """UDP ports for viewers' media, as 50000-50100; a viewer takes one per local address. null: any."""
     tls_cert: Annotated[str | None, Flag(metavar="FILE")] = None
     """PEM file of the certificate, with its chain, for HTTPS. Read again when it changes."""
@@ -360,7 +377,8 @@ class ServeConfig(_Section):
     output_targets: list[str] = []
     """Folders, and beginnings of addresses, to which whoever steers a session may send it over the API."""
     ice_servers: list[IceServer] = []
-    """STUN and TURN servers; none are asked unless named here."""
+    """STUN and TURN servers, each with url (stun:HOST:PORT or turn:HOST:PORT), a TURN server also with username and
+    credential; none are asked unless named here."""
     whep_url: str | None = Field(None, pattern=r'^https?://[^\s"<>;,]+$')
     """A media server's WHEP address, from which the page of who only watches plays the default session."""
     insecure: Annotated[bool, Flag(group=ACCESS)] = False

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import re
 import textwrap
 import types
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
-import annotated_types
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from streamdiff.config import RENAMED, BatchingRule, Config, HostName, IceServer, Origin, Parallel, Proxy, Steps
+from streamdiff.config import RENAMED, Config
 from streamdiff.errors import ConfigError
 
 KNOWN_CHARACTERS = 300
@@ -35,7 +36,7 @@ def load(
         ConfigError: unreadable file, unknown key (the nearest known one is named), or a value out of range. Every
             problem is listed, one per line, with where it stands, the value, and what is allowed.
     """
-    overrides = overrides or {}
+    overrides, names = overrides or {}, names or {}
     tree = {} if path is None else _read(path)
     for key, value in overrides.items():
         section, _, leaf = key.rpartition(".")
@@ -48,12 +49,8 @@ def load(
         origin = "the built-in configuration" if path is None else str(path)
         lines = []
         for problem in error.errors(include_url=False):
-            key = ".".join(str(part) for part in problem["loc"])
-            if problem["type"] == "value_error" and len(problem["loc"]) == 1:  # of keys that do not go together
-                lines.append(f"{origin}: {key}: {problem['ctx']['error']}")
-                continue
-            where = (names or {}).get(key, key) if key in overrides else f"{origin}: {key}"
-            lines.append(f"{where} {explain(problem['type'], problem['loc'], problem['input'])}")
+            key = ".".join(map(str, problem["loc"]))
+            lines.append(explain(problem, names.get(key, key) if key in overrides else f"{origin}: {key}"))
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -85,49 +82,46 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         # _Loader is a SafeLoader: it builds plain values only.
         tree = yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{place}: not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path}: must hold sections with keys ({', '.join(Config.model_fields)}), but holds {_show(tree)}"
-        )
-    return {key: {} if value is None and key in Config.model_fields else value for key, value in tree.items()}
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{place}: not valid YAML: {problem or str(error).splitlines()[0]}") from None
+    if tree is not None and not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must hold sections with keys ({', '.join(Config.model_fields)})")
+    return {key: {} if value is None and key in Config.model_fields else value for key, value in (tree or {}).items()}
 
 
-def explain(kind: str, location: tuple[int | str, ...], value: object) -> str:
-    """What is wrong with the value at `location`, and what is allowed there."""
-    known = list(Config.model_fields) if len(location) == 1 else list(section_of(str(location[0])).model_fields)
-    key = str(location[min(1, len(location) - 1)])  # what follows is a place in a list
+def explain(problem: ErrorDetails, where: str) -> str:
+    """What pydantic has found wrong, and what is allowed; `where` names the value."""
+    location, value, kind = problem["loc"], problem["input"], problem["type"]
     if (new := RENAMED.get(".".join(map(str, location)))) is not None:
-        return f"is called {new} now"
+        return f"{where} is called {new} now"
     if isinstance(value, str) and value in RENAMED:
-        return f"is {value!r}, which is called {RENAMED[value]} now"
-    entry = BatchingRule if location[0] == "batching" else IceServer
-    if kind == "extra_forbidden" and len(location) > 2:
-        return f"is no known key; known here: {', '.join(entry.model_fields)}"
+        return f"{where} is {value!r}, which is called {RENAMED[value]} now"
     if kind in ("extra_forbidden", "invalid_key"):
-        return f"is no known key; {_suggest(key, location, known)}"
+        return f"{where} is no known key; {_suggestion(location)}"
+    if kind == "model_type":
+        return f"{where} is {_show(value)}, but must be a section with keys"
     if kind == "string_unicode":
-        return f"is {_show(value)}, but must be UTF-8 text (its bytes that are not are shown as \\udc80 to \\udcff)"
-    if len(location) == 1:
-        inside = ", ".join(section_of(key).model_fields)
-        return f"is {_show(value)}, but must be a section with keys among {inside}"
-    if entry is BatchingRule and len(location) > 3:
-        return f"is {_show(value)}, but must be {allowed(BatchingRule.model_fields[str(location[3])])}"
-    return f"is {_show(value)}, but must be {allowed(section_of(str(location[0])).model_fields[key])}"
+        return f"{where} is {_show(value)}, but must be UTF-8 text (other bytes are shown as \\udc80 to \\udcff)"
+    if kind == "value_error" and isinstance(value, dict):  # keys that do not go together
+        return f"{where}: {problem['ctx']['error']}"
+    reason = re.sub(r"^Value error, |^\w+ should (?=be|have)", "must ", problem["msg"]).replace("must must", "must")
+    return f"{where} is {_show(value)}, but {reason}"
 
 
-def _suggest(key: str, location: tuple[int | str, ...], known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    if near:
+def _suggestion(location: tuple[int | str, ...]) -> str:
+    """The nearest key that is known beside this one, or the right key in another place."""
+    key = str(location[-1])
+    tree: Any = Config
+    for part in location[:-1]:
+        if isinstance(part, str):
+            kind, _ = kind_of(tree.model_fields[part])
+            tree = next((each for each in (kind, *get_args(kind)) if hasattr(each, "model_fields")), tree)
+    known = list(tree.model_fields)
+    if near := difflib.get_close_matches(key, known, n=1):
         return f"did you mean {'.'.join([*map(str, location[:-1]), near[0]])}?"
-    for name in Config.model_fields:  # the right key in the wrong place
+    for name in Config.model_fields:
         if key in section_of(name).model_fields:
             return f"did you mean {name}.{key}?"
     return f"known here: {textwrap.shorten(', '.join(known), KNOWN_CHARACTERS, placeholder=' ...')}"
@@ -140,25 +134,6 @@ def section_of(name: str) -> type[BaseModel]:
     return annotation
 
 
-_TYPES: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    list[Origin]: "a list of origins such as https://example.org, or *",
-    list[HostName]: "a list of names such as stream.example.org, without a port",
-    list[Proxy]: "a list of addresses and networks such as 10.0.0.5 or 10.0.0.0/8",
-    list[str]: "a list of files and addresses",
-    tuple[BatchingRule, ...]: f"a list of rules, each with keys among {', '.join(BatchingRule.model_fields)}",
-    Steps: "a whole number from 1 to 50, or a list of timesteps",
-    Parallel: "PxC, a number of stages and of ranks that share each, such as 2x2",
-    list[IceServer]: (
-        "a list of servers, each with url (stun:HOST:PORT or turn:HOST:PORT), a turn server also with username and "
-        "credential"
-    ),
-}
-
-
 def kind_of(field: FieldInfo) -> tuple[Any, bool]:
     """The type of a field's values, without None; and whether None is one."""
     if get_origin(field.annotation) in (Union, types.UnionType):
@@ -167,41 +142,13 @@ def kind_of(field: FieldInfo) -> tuple[Any, bool]:
     return field.annotation, False
 
 
-def allowed(field: FieldInfo) -> str:
-    """What a field takes, in words, from its type and limits."""
-    kind, optional = kind_of(field)
-    if get_origin(kind) is Literal:
-        words = "one of " + ", ".join(str(choice) for choice in get_args(kind))
-    else:
-        words = _TYPES.get(kind, "a value")
-    words += _limits(field)
-    return words + (", or null for the default" if optional else "")
-
-
-def _limits(field: FieldInfo) -> str:
-    words = []
-    for limit in field.metadata:
-        match limit:
-            case annotated_types.Ge(ge=low):
-                words.append(f"{low:,} or more")
-            case annotated_types.Gt(gt=low):
-                words.append(f"more than {low:,}")
-            case annotated_types.Le(le=high) | annotated_types.Lt(lt=high):
-                words.append(f"at most {high:,}")
-            case annotated_types.MinLen(min_length=low):
-                words.append(f"at least {low:,} character{'s' if low > 1 else ''}")
-            case annotated_types.MaxLen(max_length=high):
-                words.append(f"at most {high:,} characters")
-    return ": " + " and ".join(words) if words else ""
-
-
 def _show(value: object) -> str:
     match value:
         case None:
             return "empty"
         case bool():
             return "true" if value else "false"
-        case list():
+        case list() | tuple():
             return "a list"
         case dict():
             return "a section"

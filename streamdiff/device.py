@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -121,6 +122,24 @@ def embedded_autoencoder_dtype(device: torch.device) -> torch.dtype:
     float32 on others, and on GPUs, where bfloat16 gains nothing for a network so small."""
     native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if native else torch.float32
+
+
+@contextmanager
+def side_stream(device: torch.device, after_current: bool = False) -> Iterator[None]:
+    """On a GPU, run on a stream of its own and wait for it on this thread, so that other streams' work goes on.
+
+    Args:
+        after_current: begin after the work of this thread's current stream, such as copies of weights.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    if after_current:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 _WARM_UP, _CALLS, _ROUNDS = 3, 5, 3

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -91,11 +90,6 @@ def test_cgroups_that_show_only_some_of_their_files_limit_memory_too(tmp_path: P
     mounts = "31 2 0:1 / /\udcff rw - tmpfs  rw\n" + V2[1].format(root=" /", mount=tmp_path)
     (tmp_path / "mountinfo").write_text(mounts, errors="surrogateescape")
     assert host_memory(tmp_path) == (1_000_000, 1_000_000)
-
-
-def test_without_cgroups_free_memory_is_the_machines(tmp_path: Path) -> None:
-    free, total = host_memory(tmp_path)
-    assert 0 < free <= total == psutil.virtual_memory().total
 
 
 def test_dtypes() -> None:

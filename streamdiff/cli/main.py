@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
-from streamdiff.cli import job_options, options, parser
+from pydantic import BaseModel, ValidationError
+
+from streamdiff.cli import options, parser
+from streamdiff.commands import jobs
+from streamdiff.config import Config
+from streamdiff.config_file import explain, load
 from streamdiff.errors import ConfigError, RequestError, StreamdiffError
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from streamdiff.config import Config
-
-_JobT = TypeVar("_JobT")
+_JobT = TypeVar("_JobT", bound=BaseModel)
 OK, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -75,11 +74,11 @@ def _carry_out(argv: list[str]) -> int:
             from streamdiff.engine.process.main import log_on_stderr
 
             with log_on_stderr():
-                return _generate(arguments, argv)
+                return _reference(arguments, argv) if options.is_reference(arguments) else _generate(arguments, argv)
         case "plan":
             from streamdiff.commands import plan
 
-            return plan.run(_config(arguments).model, _job(plan.PlanJob, arguments))
+            return plan.run(_config(arguments).model, _job(jobs.PlanJob, arguments))
         case "doctor":
             from streamdiff.commands import doctor
 
@@ -87,14 +86,15 @@ def _carry_out(argv: list[str]) -> int:
         case "models":
             from streamdiff.commands import models
 
-            return models.run(arguments.name, as_json=bool(arguments.as_json))
-        case "decode" | "encode":
+            return models.run(_job(jobs.ModelsJob, arguments))
+        case "decode":
             from streamdiff.commands import convert
-            from streamdiff.commands.jobs import DecodeJob, EncodeJob
 
-            if arguments.command == "decode":
-                return convert.decode(_job(DecodeJob, arguments))
-            return convert.encode(_job(EncodeJob, arguments))
+            return convert.decode(_job(jobs.DecodeJob, arguments))
+        case "encode":
+            from streamdiff.commands import convert
+
+            return convert.encode(_job(jobs.EncodeJob, arguments))
     parser.parsers()[""].print_help()
     return OK
 
@@ -116,25 +116,26 @@ def _print_error(error: Exception, status: int) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    config = _config(arguments)
-    if (arguments.gpus, arguments.goal) != (None, None):
-        from streamdiff.cli.serve_gpus import with_best
+    config, job = _config(arguments), _job(jobs.ServeJob, arguments)
+    if job.gpus is not None or job.goal is not None:
+        from streamdiff.commands import plan
 
-        config = with_best(config, arguments.gpus, arguments.goal)
+        config = plan.with_best(config, job)
     _check_model(config)
-    if config.session.image is not None:
+    start = config.session  # what is wrong with it is said before anything is loaded
+    if start.image is not None:
         from streamdiff.video.picture import fit_picture
 
-        fit_picture(config.session.image, 16, 16)  # what is wrong with it is said before anything is loaded
-    if config.session.input is not None:
+        fit_picture(start.image, 16, 16)
+    if start.input is not None:
         from streamdiff.server.media.video_input import check_video
 
-        check_video(config.session.input)
-    if config.session.snapshot is not None:
+        check_video(start.input)
+    if start.snapshot is not None:
         from streamdiff.server.sessions.keeper import read_snapshot
         from streamdiff.snapshot_header import read_saved_session
 
-        read_saved_session(read_snapshot(config.session.snapshot), config.session.snapshot)
+        read_saved_session(read_snapshot(start.snapshot), start.snapshot)
     from streamdiff.server import main as server
 
     return server.run(_at_native_rate(config))
@@ -154,70 +155,43 @@ def _at_native_rate(config: Config) -> Config:
 
 
 def _generate(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    if job_options.is_reference(arguments):
-        return _reference(arguments, argv)
-    if arguments.prompts is not None:
-        return _generate_list(arguments, argv)
-    if arguments.resume:
+    from streamdiff.commands import generate
+
+    config = _config(arguments)
+    job = _job(jobs.GenerateJob, arguments)
+    if job.prompts is None and job.resume:
         raise ConfigError("--resume goes with --prompts FILE: it skips the lines whose videos are there")
-    config = _config(arguments)
+    if job.prompts is not None:
+        for flag, value in (("--prompt", getattr(arguments, "session.prompt")), ("--prompt-at", arguments.prompt_at)):
+            if value is not None:
+                raise ConfigError(f"{flag} does not go with --prompts, whose lines are the prompts")
     _check_model(config)
-    from streamdiff.commands import generate
-
-    generate.check_start(config.session)  # here too, before ranks are started
-    changes = tuple(sorted(parse_change(text) for text in arguments.prompt_at or ()))
-    job = _job(generate.GenerateJob, arguments, changes=changes)
-    if config.model.ranks == 1:
-        return generate.run(config, job)
-    return generate.run_as_ranks(config, partial(generate.check, job), partial(generate.run, config, job), argv)
-
-
-def _generate_list(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    for flag, is_given in (
-        ("--prompt", getattr(arguments, "session.prompt") is not None),
-        ("--prompt-at", bool(arguments.prompt_at)),
-    ):
-        if is_given:
-            raise ConfigError(f"{flag} does not go with --prompts, whose lines are the prompts")
-    from streamdiff.commands import generate
-
-    job = _job(generate.PromptListJob, arguments)
-    config = _config(arguments)
-    _check_model(config)
-    generate.check_start(config.session)
-    run = partial(generate.run_list, config, job)
-    # With nothing left to make no rank is needed.
-    if config.model.ranks == 1 or not generate.pending(job):
+    videos = generate.planned(config.session, job)  # here too, before ranks are started
+    run = partial(generate.run, config, job)
+    if config.model.ranks == 1 or not videos:  # with nothing left to make no rank is needed
         return run()
-    return generate.run_as_ranks(config, partial(generate.pending, job), run, argv)
+    return generate.run_as_ranks(config, lambda: None, run, argv)
 
 
 def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
     """Raises ConfigError for what was typed, or stands in the configuration, that options by chunks would ignore."""
-    given = [
-        ("--prompts", arguments.prompts is not None, "one command for each prompt"),
-        ("--seconds", arguments.seconds is not None, "--chunks"),
-        ("--prompt-at", bool(arguments.prompt_at), "--prompt-switch"),
-        ("--resume", bool(arguments.resume), "it with --prompts instead of them"),
-    ]
-    for key, instead in (
+    for flag, instead in (
+        ("--prompts", "one command for each prompt"),
+        ("--seconds", "--chunks"),
+        ("--prompt-at", "--prompt-switch"),
+        ("--resume", "it with --prompts instead of them"),
         ("session.image", "--given-latents"),
         ("model.decode_rank", "rank 0, which decodes there, or --seconds"),
         ("model.trace", "--seconds instead of them"),
     ):
-        section, name = key.split(".")
-        settings: BaseModel = getattr(config, section)
-        differs = getattr(settings, name) != type(settings).model_fields[name].default
-        is_typed = getattr(arguments, key, None) is not None
-        given.append((options.SETTINGS[key].flag if is_typed else key, is_typed or differs, instead))
-    for what, is_given, instead in given:
-        if is_given:
-            raise ConfigError(f"{what} does not go with the options that say everything by chunks; use {instead}")
-
-
-def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    config = _config(arguments)
-    _check_by_chunks(arguments, config)
+        typed, differs = vars(arguments)[flag.removeprefix("--").replace("-", "_")], False
+        if "." in flag:
+            section, name = flag.split(".")
+            settings: BaseModel = getattr(config, section)
+            differs = getattr(settings, name) != type(settings).model_fields[name].default
+            flag = flag if typed is None else options.SETTINGS[flag].flag
+        if typed or differs:
+            raise ConfigError(f"{flag} does not go with the options that say everything by chunks; use {instead}")
     for name, refused, plain in (
         ("compile", "on", "off"),
         ("quantize", "auto", "none, fp8 or int8"),
@@ -227,21 +201,19 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             raise ConfigError(
                 f"model.{name} is {refused}, but options that say everything by chunks run the plain path; use {plain}"
             )
+
+
+def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    config = _config(arguments)
+    _check_by_chunks(arguments, config)
     from streamdiff.commands import generate, reference
-    from streamdiff.commands.jobs import ReferenceJob
 
     generate.check_start(config.session)
-    job = _job(
-        ReferenceJob,
-        arguments,
-        model=config.model,
-        prompt=config.session.prompt,
-        seed=config.session.seed,
-        fps=config.playback.fps if "fps" in config.playback.model_fields_set else None,
-        window=config.model.window,
-        sink=config.model.sink,
-        rope=config.model.rope,
-    )
+    model, session, playback = config.model, config.session, config.playback
+    known = {name: getattr(model, name) for name in ("window", "sink", "rope")}
+    known |= {"model": model, "prompt": session.prompt, "seed": session.seed}
+    known["fps"] = playback.fps if "fps" in playback.model_fields_set else None
+    job = _job(jobs.ReferenceJob, arguments, **known)
     if not job.processes:
         return reference.run(job)
     check, run = partial(reference.prepare, job), partial(reference.run, job)
@@ -249,22 +221,28 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _job(kind: type[_JobT], arguments: argparse.Namespace, **known: object) -> _JobT:
-    """The dataclass `kind` of what was typed, else of what is `known`, else of its defaults."""
-    typed = {name: getattr(arguments, name, None) for name in inspect.signature(kind).parameters}
-    typed = {name: tuple(value) if isinstance(value, list) else value for name, value in typed.items()}
-    return kind(**known | {name: value for name, value in typed.items() if value is not None})
+    """The job of what was typed, else of what is `known`, else of its defaults. Raises ConfigError: it cannot be."""
+    typed = {name: getattr(arguments, name, None) for name in kind.model_fields}
+    flags = {option.name: option.flag for option in options.of_job(kind)}
+    try:
+        return kind(**known | {name: value for name, value in typed.items() if value is not None})
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        field = str(problem["loc"][0])
+        if problem["type"] == "missing":
+            raise ConfigError(
+                f"{flags[field]} is missing: {kind.model_fields[field].description}", field=field
+            ) from None
+        raise ConfigError(explain(problem, flags[field]), field=field) from None
 
 
 def _config(arguments: argparse.Namespace) -> Config:
     """The file given with --config, or the defaults, with the options laid over it."""
-    from streamdiff.config_file import load
-
-    given = {key: getattr(arguments, key, None) for key in options.SETTINGS}
-    overrides = {key: value for key, value in given.items() if value is not None}
-    names = {key: option.flag for key, option in options.SETTINGS.items()}
     from streamdiff.models.resolve import completed
 
-    config = load(arguments.config, overrides, names)
+    given = {key: vars(arguments).get(key) for key in options.SETTINGS}
+    overrides = {key: value for key, value in given.items() if value is not None}
+    config = load(arguments.config, overrides, {key: option.flag for key, option in options.SETTINGS.items()})
     return config.model_copy(update={"model": completed(config.model)})
 
 
@@ -287,19 +265,3 @@ def _check_model(config: Config) -> None:
         from streamdiff.pipeline.planner.partition import check_ranks
 
         check_ranks(model, sizes_of(model))
-
-
-def parse_change(text: str) -> tuple[float, str]:
-    """`SECONDS:TEXT` of --prompt-at as (seconds, prompt).
-
-    Raises:
-        ConfigError: no colon, no time of 0 or more before it, or nothing after it.
-    """
-    time, colon, prompt = text.partition(":")
-    try:
-        time_s = float(time)
-    except ValueError:
-        time_s = -1.0
-    if not colon or not 0 <= time_s < float("inf") or not prompt.strip():
-        raise ConfigError(f'--prompt-at is {text!r}, but must be SECONDS:TEXT, for example "4:a blue star"')
-    return time_s, prompt.strip()

@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from typing import NoReturn
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NoReturn
 
-from streamdiff.cli import job_options, options
-from streamdiff.cli.options import Option
-from streamdiff.config import RENAMED
+import yaml
+from pydantic import BaseModel
+
+from streamdiff.cli import options
+from streamdiff.commands.jobs import (
+    DecodeJob,
+    EncodeJob,
+    GenerateJob,
+    ModelsJob,
+    PlanJob,
+    ReferenceJob,
+    ServeJob,
+)
+from streamdiff.config import RENAMED, Config
 from streamdiff.errors import ConfigError
 from streamdiff.version import __version__
 
-# What each command is for, its examples, and its options.
-_COMMANDS: dict[str, tuple[str, str, tuple[Option, ...]]] = {
-    "serve": (
-        "show a live stream in the browser",
-        options.SERVE_EXAMPLES,
-        options.SERVE,
+_PLANNED = ("name", "steps", "kv_context", "quantize", "offload", "vae", "size", "window", "sink")
+# The settings that a command takes, as keys or whole sections, and its jobs, whose fields are options.
+_COMMANDS: dict[str, tuple[tuple[str, ...], tuple[type[BaseModel], ...]]] = {
+    "serve": (tuple(Config.model_fields), (ServeJob,)),
+    "generate": (
+        ("model", "session.prompt", "session.seed", "session.image", "playback.fps"),
+        (GenerateJob, ReferenceJob),
     ),
-    "generate": ("make a video file", options.GENERATE_EXAMPLES, (*options.GENERATE, *job_options.REFERENCE)),
-    "plan": ("simulate the ring: throughput, latency, memory per rank", options.PLAN_EXAMPLES, options.PLAN),
-    "decode": ("latents in a file to a video", job_options.DECODE_EXAMPLES, job_options.DECODE),
-    "encode": ("a video to latents in a file", job_options.ENCODE_EXAMPLES, job_options.ENCODE),
-    "doctor": ("say what was found here and what will be used", options.DOCTOR_EXAMPLES, options.DOCTOR),
-    "models": ("list published models: files, licences, memory", options.MODELS_EXAMPLES, (options.JSON,)),
+    "plan": (tuple(f"model.{name}" for name in _PLANNED), (PlanJob,)),
+    "decode": ((), (DecodeJob,)),
+    "encode": ((), (EncodeJob,)),
+    "doctor": (("model", "session.seed", "playback.fps", "serve.host", "serve.port"), ()),
+    "models": ((), (ModelsJob,)),
 }
 
 
@@ -35,6 +49,13 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see: {self.prog} --help)")
 
 
+@cache
+def texts() -> dict[str, Any]:
+    """What help says beside the options: `help.yaml`."""
+    found: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("help.yaml").read_text(encoding="utf-8"))
+    return found
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """What was typed, as far as a parser can check it.
 
@@ -42,10 +63,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ConfigError: a command or option that is not known, with the nearest one that is, or a value of another type.
     """
     known = parsers()
-    commands = [name for name in known if name]
     command = next((word for word in argv if not word.startswith("-")), "")
     if command not in known:
-        raise ConfigError(f"unknown command {command!r}{_suggestion(command, commands)}")
+        raise ConfigError(f"unknown command {command!r}{_suggestion(command, list(_COMMANDS))}")
     arguments, unknown = known[""].parse_known_args(argv)
     if unknown:
         word = unknown[0].split("=")[0]
@@ -53,16 +73,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise ConfigError(f"unexpected argument {word!r}; a text with spaces needs quotes around it")
         if word in RENAMED:
             raise ConfigError(f"the option {word} is called {RENAMED[word]} now")
-        if command == "serve" and (key := _setting(word)) is not None:
-            raise ConfigError(f"{key} has no option; it is set in a file of --config")
+        name = word.removeprefix("--").replace("-", "_")
+        for key, *_ in options.fields():
+            if command == "serve" and key.endswith(f".{name}"):
+                raise ConfigError(f"{key} has no option; it is set in a file of --config")
         raise ConfigError(f"unknown option {word}{_suggestion(word, list(known[command]._option_string_actions))}")
     return arguments
-
-
-def _setting(flag: str) -> str | None:
-    """The key of the setting that a flag would be of."""
-    name = flag.removeprefix("--").replace("-", "_")
-    return next((key for key, *_ in options.fields() if key.endswith(f".{name}")), None)
 
 
 class _HelpAll(argparse.Action):
@@ -76,31 +92,38 @@ class _HelpAll(argparse.Action):
 def parsers(*, everything: bool = False) -> dict[str, Parser]:
     """The whole command line's parser under "", and that of each command under its name. Their help lists the options
     that people use, or `everything`."""
+    plain: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    text = texts()
     parser = Parser(
-        prog="streamdiff",
-        description="A prompt becomes live, steerable video.",
-        epilog=options.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        prog="streamdiff", description="A prompt becomes live, steerable video.", epilog=text["streamdiff"], **plain
     )
     parser.add_argument("--version", action="version", version=f"streamdiff {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-
     made: dict[str, Parser] = {}
-    for name, (purpose, examples, taken) in _COMMANDS.items():
-        made[name] = commands.add_parser(
+    for name, (keys, jobs) in _COMMANDS.items():
+        purpose, after = text[name]["purpose"], text[name]["text"]
+        made[name] = own = commands.add_parser(
             name,
             help=purpose,
             usage=f"streamdiff {name}{' [NAME]' * (name == 'models')} [options]",
             description=f"{purpose[0].upper()}{purpose[1:]}.",
-            epilog=examples + (job_options.REFERENCE_EXAMPLES if everything and name == "generate" else ""),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            epilog=after.replace("{tensor_files}\n", text["tensor_files"])
+            + (text[name].get("more", "") if everything else ""),
+            **plain,
         )
-        if any(option.rare for option in taken):
-            made[name].add_argument("--help-all", action=_HelpAll, nargs=0, help="every option")
-        own = {option.flag for option in taken if not option.key.count(".")}
-        options.add(made[name], [o for o in taken if "." not in o.key or o.flag not in own], everything=everything)
+        taken = [option for job in jobs for option in options.of_job(job)]
+        flags = {option.flag for option in taken}
+        inherited = [option for option in options.settings(*keys) if option.flag not in flags]
+        if any(option.rare for option in (*taken, *inherited)):
+            own.add_argument("--help-all", action=_HelpAll, nargs=0, help="every option")
+        if keys:
+            own.add_argument(
+                "--config",
+                type=Path,
+                metavar="FILE",
+                help="a YAML file with settings, see configs/ and docs/settings.md",
+            )
+        options.add(own, [*inherited, *taken], everything=everything)
     made["models"].add_argument("name", nargs="?", metavar="NAME", help="show all of this one")
     return {"": parser, **made}
 

@@ -204,8 +204,6 @@ def _encode(encoder: FrameEncoder, pieces: Iterator[Tensor], bar: tqdm[NoReturn]
 
 
 def _check(job: ConvertJob) -> None:
-    if job.chunk_latents is not None and job.chunk_latents < 1:
-        raise ConfigError(f"--chunk-frames is {job.chunk_latents}, but must be 1 or more", field="chunk_latents")
     if job.out.exists() and job.source.exists() and job.out.samefile(job.source):
         raise ConfigError(f"--out is {job.out}, which is what is read; name another file", field="out")
 

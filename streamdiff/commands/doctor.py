@@ -34,12 +34,7 @@ if TYPE_CHECKING:
 
 _HEAD_DIM = 128
 """Width of a head of Wan's."""
-# Title, library, and the value of serve.codec that cannot do without it.
-_ENCODERS: tuple[tuple[str, Library, str], ...] = (
-    ("H.264", "h264_nvenc", ""),
-    ("H.264", "libx264", ""),
-    ("VP8", "libvpx", "vp8"),
-)
+_ENCODERS: dict[Library, str] = {"h264_nvenc": "H.264", "libx264": "H.264", "libvpx": "VP8"}
 Grade = Literal["ok", "note", "FAIL"]
 
 
@@ -109,17 +104,14 @@ def _look_at_torch(config: Config) -> Iterator[Finding]:
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     yield Finding("ok", "torch", f"{torch.__version__} ({build}), {torch.get_num_threads()} threads by default")
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            device = torch.cuda.get_device_properties(index)
-            yield Finding("ok", "gpu", f"cuda:{index} {device.name}, {device.total_memory / 2**30:.0f} GiB")
-    elif config.model.device == "cuda":
-        yield Finding("FAIL", "gpu", "none, but the device is set to cuda; use --device auto")
-    elif Path("/dev/nvidiactl").exists():
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.cuda.get_device_properties(index)
+        yield Finding("ok", "gpu", f"cuda:{index} {device.name}, {device.total_memory / 2**30:.0f} GiB")
+    if not torch.cuda.is_available():
         unusable = "there is an NVIDIA device, but this torch cannot use it: make distclean serve"
-        yield Finding("note", "gpu", unusable)
-    else:
-        yield Finding("note", "gpu", "none; the embedded model runs on the CPU")
+        none = unusable if Path("/dev/nvidiactl").exists() else "none; the embedded model runs on the CPU"
+        wanted = Finding("FAIL", "gpu", "none, but the device is set to cuda; use --device auto")
+        yield wanted if config.model.device == "cuda" else Finding("note", "gpu", none)
 
 
 # ---- what the transformer computes with ------------------------------------------------------------------------
@@ -133,9 +125,17 @@ def _look_at_kernels(config: Config) -> Iterator[Finding]:
     except (ImportError, OSError):
         return  # torch or diffusers: said elsewhere, or by what needs it
     device, dtype = _computes_in(config)
-    yield from _attention(config, attention_backend.survey(device, dtype, heads=2, head_dim=_HEAD_DIM), device, dtype)
-    absent = None if importlib.util.find_spec("torchao") else f"takes torchao; {quantization.INSTALL}"
-    faults = {mode: quantization.unsuited(mode, device, dtype) or absent for mode in quantization.MODES[1:]}
+    chosen, found = config.model.attention, attention_backend.survey(device, dtype, heads=2, head_dim=_HEAD_DIM)
+    right, case = [name for name in found if found[name] is None], f"{device}, {str(dtype).removeprefix('torch.')}"
+    yield Finding("ok", "attention", f"{', '.join(right)}: compared with the formula, right here ({case})")
+    if found[chosen] is not None:
+        yield Finding("FAIL", "attention", f"{chosen} {found[chosen]}")
+    for what, absent in (("not installed", True), ("not for this machine", False)):
+        others = {name: fault for name, fault in found.items() if fault is not None and name != chosen}
+        if names := [name for name, fault in others.items() if ("is not installed" in fault) == absent]:
+            yield Finding("note", "attention", f"{what}: {', '.join(names)}")
+    absent_library = None if importlib.util.find_spec("torchao") else f"takes torchao; {quantization.INSTALL}"
+    faults = {mode: quantization.unsuited(mode, device, dtype) or absent_library for mode in quantization.MODES[1:]}
     if right := [mode for mode, fault in faults.items() if fault is None]:
         yield Finding("ok", "quantize", f"{' and '.join(right)} by torchao {importlib.metadata.version('torchao')}")
     for mode, fault in faults.items():
@@ -151,21 +151,6 @@ def _look_at_kernels(config: Config) -> Iterator[Finding]:
         return
     for choice in load_plan.try_kernels(model, sizes, device, dtype)[1]:
         yield Finding("ok", choice.setting, f"{choice.value}, {choice.reason}")
-
-
-def _attention(
-    config: Config, found: dict[str, str | None], device: torch.device, dtype: torch.dtype
-) -> Iterator[Finding]:
-    """Findings on attention kernels, each of which computed a small case; `found` is what is wrong with it."""
-    chosen, case = config.model.attention, f"{device}, {str(dtype).removeprefix('torch.')}"
-    right = ", ".join(name for name, fault in found.items() if fault is None)
-    yield Finding("ok", "attention", f"{right}: compared with the formula, right here ({case})")
-    if found[chosen] is not None:
-        yield Finding("FAIL", "attention", f"{chosen} {found[chosen]}")
-    others = {name: fault for name, fault in found.items() if fault is not None and name != chosen}
-    for what, absent in (("not installed", True), ("not for this machine", False)):
-        if names := [name for name, fault in others.items() if ("is not installed" in fault) == absent]:
-            yield Finding("note", "attention", f"{what}: {', '.join(names)}")
 
 
 def _settled(config: Config) -> Defaults:
@@ -215,16 +200,16 @@ def _look_at_weights(config: Config) -> Iterator[Finding]:
 
 def _look_at_given(config: Config) -> Iterator[Finding]:
     """Findings on the weights, VAE and text encoder that the configuration names: on disk, to be fetched or missing."""
-    given = {"weights": config.model.weights, "vae": config.model.vae, "text encoder": config.model.text_encoder}
-    for part, path in given.items():
-        if path is not None:
-            published = catalogue.autoencoders().get(path) if part == "vae" else None
-            if Path(path).exists():
-                yield Finding("ok", "model", f"{part}: {path}")
-            elif published is not None:
-                yield _of_published(f"{part}: {path}", published)
-            else:
-                yield Finding("FAIL", "model", f"{part}: {path} is missing")
+    for name in ("weights", "vae", "text_encoder"):
+        path, part = getattr(config.model, name), name.replace("_", " ")
+        published = catalogue.autoencoders().get(path) if name == "vae" else None
+        if path is None:
+            continue
+        if published is not None and not Path(path).exists():
+            yield _of_published(f"{part}: {path}", published)
+            continue
+        there = Path(path).exists()
+        yield Finding("ok" if there else "FAIL", "model", f"{part}: {path}" + ("" if there else " is missing"))
 
 
 def _of_published(what: str, files: Files) -> Finding:
@@ -262,16 +247,14 @@ def _look_at_codecs(config: Config) -> Iterator[Finding]:
     except (ImportError, OSError) as error:
         yield Finding("FAIL", "codecs", f"PyAV cannot be imported: {error}")
         return
-    yield Finding(
-        "ok", "pyav", f"{av.__version__} with libavcodec {_dotted(av.library_versions.get('libavcodec', ()))}"
-    )
-    faults = {encoder: codecs.fault(encoder) for _, encoder, _ in _ENCODERS}
-    for title, encoder, value in _ENCODERS:
-        fault = faults[encoder]
-        if fault is None:
+    library = _dotted(av.library_versions.get("libavcodec", ()))
+    yield Finding("ok", "pyav", f"{av.__version__} with libavcodec {library}")
+    faults = {encoder: codecs.fault(encoder) for encoder in _ENCODERS}
+    for encoder, title in _ENCODERS.items():
+        if (fault := faults[encoder]) is None:
             yield Finding("ok", "encoder", f"{title} by {encoder} (one picture encoded)")
         else:
-            grade: Grade = "FAIL" if value == config.serve.codec else "note"
+            grade: Grade = "FAIL" if config.serve.codec == "vp8" and title == "VP8" else "note"
             yield Finding(grade, "encoder", f"{title} by {encoder} cannot be opened: {fault}")
     if config.serve.codec == "h264" and faults["h264_nvenc"] and faults["libx264"]:
         yield Finding("FAIL", "encoder", "H.264 is asked for and cannot be encoded")
@@ -310,10 +293,8 @@ def _look_at_address(config: Config) -> Iterator[Finding]:
 
 
 def _look_at_display(config: Config) -> Iterator[Finding]:
-    if _has_display():
-        yield Finding("ok", "display", "there is one")
-    else:
-        yield Finding("note", "display", "none; open the printed address yourself")
+    there = Finding("ok", "display", "there is one")
+    yield there if _has_display() else Finding("note", "display", "none; open the printed address yourself")
 
 
 def _has_display() -> bool:

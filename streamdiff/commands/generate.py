@@ -7,7 +7,7 @@ import os
 import sys
 import unicodedata
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePath
@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from streamdiff import api
 from streamdiff.atomic_write import check_parent, exit_on_sigterm
+from streamdiff.commands.jobs import LONGEST_S, GenerateJob
 from streamdiff.config import Config, SessionConfig
 from streamdiff.engine.process.main import run_as_worker, work_for_rank_0
 from streamdiff.engine.validation import check_prompt
@@ -29,32 +30,8 @@ from streamdiff.errors import ConfigError, EngineFailure, RequestError, Streamdi
 from streamdiff.video import picture
 from streamdiff.video.files import check_target, write_video
 
-LONGEST_S = 24 * 3600
 _KINDS = {".mp4", ".webm", ""}
 _LONGEST_NAME_BYTES = 255
-
-
-@dataclass(frozen=True)
-class GenerateJob:
-    """What to make: `changes` are (seconds from the start, prompt), in order of time; a video that exists is replaced
-    only with `overwrite`."""
-
-    output: Path | None = None
-    seconds: float = 10.0
-    changes: tuple[tuple[float, str], ...] = ()
-    overwrite: bool = False
-
-
-@dataclass(frozen=True)
-class PromptListJob:
-    """A video for every line of `prompts`, in the folder `output`; with `resume`, videos that exist already are
-    skipped, with `overwrite` they are replaced, and with neither no video is made."""
-
-    prompts: Path
-    output: Path | None = None
-    seconds: float = 10.0
-    resume: bool = False
-    overwrite: bool = False
 
 
 class PromptLine(BaseModel):
@@ -71,12 +48,14 @@ class PromptLine(BaseModel):
 
 @dataclass(frozen=True)
 class PlannedVideo:
-    """A line of the prompt list, with the path, links followed, and the length in seconds of its video."""
+    """A video to be made, of `seconds`; `number` is that of its line, 0 without a list, whose outputs have links
+    followed. `changes` are (seconds from the start, prompt), in order of time."""
 
     number: int
     line: PromptLine
     output: Path
     seconds: float
+    changes: tuple[tuple[float, str], ...] = ()
 
 
 def run_as_ranks(
@@ -106,111 +85,62 @@ def run_as_ranks(
 
 def check_start(start: SessionConfig) -> None:
     """Raises ConfigError for a beginning that only `serve` has; it would be ignored."""
-    for name, value, instead in (
-        ("snapshot", start.snapshot, "streamdiff.load goes on from it"),
-        ("input", start.input, "StreamSession.video and feed follow it"),
+    for name, instead in (
+        ("snapshot", "streamdiff.load goes on from it"),
+        ("input", "StreamSession.video and feed follow it"),
     ):
-        if value is not None:
+        if (value := getattr(start, name)) is not None:
             raise ConfigError(f"session.{name} is {value!r}, but is for `serve`; in a program, {instead}")
 
 
-def _check_seconds(seconds: float) -> None:
-    if not 0 < seconds <= LONGEST_S:
-        raise ConfigError(f"--seconds is {seconds:g}, but must be above 0 and at most a day ({LONGEST_S:,})")
-
-
-def _fps_of(config: Config, session: api.StreamSession) -> float:
-    """The frame rate of a video: what the configuration says, else the model's own."""
-    return config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
-
-
-def _frames_in(seconds: float, fps: float) -> int:
-    return max(1, round(seconds * fps))
-
-
-def _frames(
-    session: api.StreamSession,
-    total: int,
-    bar: tqdm[NoReturn],
-    fps: float,
-    changes: Iterable[tuple[float, str]] = (),
-) -> Iterator[NDArray[np.uint8]]:
-    """The first `total` frames of the session, its prompt changed on the way (`GenerateJob`). Mutates: session, bar."""
-    due = deque(changes)
-    for number, frame in enumerate(islice(session, total)):
-        while due and due[0][0] * fps <= number:
-            notice = session.set_prompt(due.popleft()[1])
-            if notice:
-                bar.write(notice, file=sys.stderr)
-        yield frame
-        bar.update()
-
-
-# ---- one video ----------------------------------------------------------------------------------------------------
-
-
-def check(job: GenerateJob) -> Path:
-    """The output. Raises ConfigError, or RequestError of a prompt, for what cannot be made."""
-    if job.output is None:
-        raise ConfigError("--output is missing; for example: --output out.mp4")
-    _check_seconds(job.seconds)
-    late = [time_s for time_s, _ in job.changes if time_s >= job.seconds]
-    if late:
-        raise ConfigError(f"--prompt-at {late[0]:g} lies after the end; the video is {job.seconds:g} s long")
-    for _, prompt in job.changes:
-        check_prompt(prompt)
-    check_target(job.output, job.overwrite)
-    return job.output
-
-
-def run(config: Config, job: GenerateJob) -> int:
-    """Make the video, with a progress bar on standard error; returns the exit status.
-
-    The frame rate is the model's own unless the configuration says another. A changed prompt shows at the second chunk
-    after its time at the latest, as it would live.
+def parse_change(text: str) -> tuple[float, str]:
+    """`SECONDS:TEXT` of --prompt-at as (seconds, prompt).
 
     Raises:
-        ConfigError, RequestError: what was asked for cannot be made; nothing is written then.
+        ConfigError: no colon, no time of 0 or more before it, or nothing after it.
+        RequestError: a prompt that no stream takes.
     """
-    check_start(config.session)
-    output, start = check(job), config.session
-    image = None if start.image is None else picture.read_bytes(start.image)
-    with exit_on_sigterm(), api.StreamSession(api.load_model(config.model), None) as session:
-        session.restart(start.prompt, seed=start.seed, image=image)
-        fps = _fps_of(config, session)
-        total = _frames_in(job.seconds, fps)
-        with tqdm(total=total, unit="frame", desc=output.name, dynamic_ncols=True) as bar:
-            if session.notice:
-                bar.write(session.notice, file=sys.stderr)
-            write_video(output, _frames(session, total, bar, fps, job.changes), fps)
-    print(f"{output}: {total} frames, {total / fps:g} s at {fps:g} per second, {session.width} x {session.height}")
-    return 0
-
-
-# ---- a video for each line ----------------------------------------------------------------------------------------
-
-
-def pending(job: PromptListJob) -> list[PlannedVideo]:
-    """The videos that are still to be made, in the order of their lines. Writes nothing.
-
-    Raises:
-        ConfigError: the file cannot be read, a line says something that cannot be, or its output is not below the
-            folder, is in the way of another line's, or exists, with neither `resume` nor `overwrite`.
-    """
-    if job.output is None:
+    time, colon, prompt = text.partition(":")
+    try:
+        time_s = float(time)
+    except ValueError:
+        time_s = -1.0
+    if not colon or not 0 <= time_s < float("inf") or not prompt.strip():
         raise ConfigError(
-            "--output is missing; with --prompts it is the folder of the videos, for example: --output out/"
+            f'--prompt-at is {text!r}, but must be SECONDS:TEXT, for example "4:a blue star"', field="prompt_at"
         )
+    check_prompt(prompt)
+    return time_s, prompt.strip()
+
+
+def planned(start: SessionConfig, job: GenerateJob) -> list[PlannedVideo]:
+    """The videos that are to be made, in order. Writes nothing.
+
+    Raises:
+        ConfigError, RequestError: something cannot be made. Of a list: the file cannot be read, a line says something
+            that cannot be, or its output is not below the folder, is in the way of another line's, or exists, with
+            neither `resume` nor `overwrite`.
+    """
+    check_start(start)
+    if job.prompts is not None:
+        return list(_listed(job, job.prompts))
+    changes = tuple(sorted(map(parse_change, job.prompt_at)))
+    if changes and changes[-1][0] >= job.seconds:
+        raise ConfigError(f"--prompt-at {changes[-1][0]:g} lies after the end; the video is {job.seconds:g} s long")
+    check_target(job.output, job.overwrite)
+    return [PlannedVideo(0, PromptLine(prompt=start.prompt), job.output, job.seconds, changes)]
+
+
+def _listed(job: GenerateJob, prompts: Path) -> Iterator[PlannedVideo]:
+    """The videos of a list. Raises ConfigError as `planned`."""
     if job.output.exists() and not job.output.is_dir():
         raise ConfigError(f"--output is {job.output}, a file; with --prompts it is the folder of the videos")
     if job.resume and job.overwrite:
         raise ConfigError("--resume skips videos that are there, and --overwrite replaces them; give one of the two")
-    _check_seconds(job.seconds)
-    videos = []
     lines_of: dict[PurePath, int] = {}  # outputs, and the folders they are in
     outputs: set[PurePath] = set()
-    for number, line in read_lines(job.prompts):
-        where = f"{job.prompts}:{number}: output"
+    for number, line in read_lines(prompts):
+        where = f"{prompts}:{number}: output"
         name = line.output or f"{number:05d}.mp4"
         output = _below(job.output, name, where)
         # One name for file systems that do not tell A from a, or an accent from a letter with one.
@@ -224,8 +154,7 @@ def pending(job: PromptListJob) -> list[PlannedVideo]:
                 continue
             if not job.overwrite:
                 raise ConfigError(f"{where} {name!r} exists; --overwrite replaces it, --resume skips it")
-        videos.append(PlannedVideo(number, line, output, job.seconds if line.seconds is None else line.seconds))
-    return videos
+        yield PlannedVideo(number, line, output, job.seconds if line.seconds is None else line.seconds)
 
 
 def _below(folder: Path, name: str, where: str) -> Path:
@@ -258,7 +187,7 @@ def _exists(output: Path) -> bool:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, PromptLine]]:
-    """Lines of a prompt list with their numbers, from 1; empty ones are left out. Raises ConfigError as `pending`."""
+    """Lines of a prompt list with their numbers, from 1; empty ones are left out. Raises ConfigError as `planned`."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -278,71 +207,102 @@ def _parsed(line: str, where: str) -> PromptLine:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
-        if first["type"] == "json_invalid":
-            why = f"it is not JSON: {first['ctx']['error']}"
-        elif not name:
-            why = 'a line is a JSON object, for example {"prompt": "a blue star", "seed": 1}'
-        elif first["type"] == "extra_forbidden":
-            why = f"{name!r} is not known; fields are {', '.join(PromptLine.model_fields)}"
-        else:
-            why = f"{name!r} cannot be: {first['msg']}"
+        fields = ", ".join(PromptLine.model_fields)
+        why = f"{name or 'the line'}: {first['msg']}; a line is a JSON object with {fields}"
         raise ConfigError(f"{where}: {why}", field=name) from error
 
 
-def run_list(config: Config, job: PromptListJob) -> int:
-    """Make the videos one after the other, with one progress bar; returns the exit status: 1 if a line failed, which
-    is named at the end. Each is what `run` makes of its prompt and seed alone.
+# ---- making them --------------------------------------------------------------------------------------------------
+
+
+def run(config: Config, job: GenerateJob) -> int:
+    """Make the videos one after the other, with one progress bar on standard error; returns the exit status: 1 if a
+    line of a list failed, which is named at the end.
+
+    Each is what its prompt and seed give alone, at the model's own rate unless the configuration says another. A
+    changed prompt shows at the second chunk after its time at the latest, as it would live.
 
     Raises:
-        ConfigError: see `pending` and `check_start`; nothing is made then.
+        ConfigError, RequestError: see `planned`; nothing is made then.
         EngineFailure: the engine ended; what is made stays.
     """
-    check_start(config.session)
-    videos = pending(job)
+    start, videos = config.session, planned(config.session, job)
     if job.resume:
         print(f"{job.prompts}: {len(videos)} videos to make, the others are there")
     if not videos:
         return 0
+    image = None if start.image is None else picture.read_bytes(start.image)
     for video in videos:
         video.output.parent.mkdir(parents=True, exist_ok=True)
-        check_target(video.output, job.overwrite)
     failed: list[str] = []
     with exit_on_sigterm(), api.StreamSession(api.load_model(config.model), None) as session:
-        fps = _fps_of(config, session)
+        fps = config.playback.fps if "fps" in config.playback.model_fields_set else session.fps
         total = sum(_frames_in(video.seconds, fps) for video in videos)
         with tqdm(total=total, unit="frame", dynamic_ncols=True) as bar:
             for video in videos:
                 bar.set_description(video.output.name)
                 end = bar.n + _frames_in(video.seconds, fps)
                 try:
-                    if Path(os.path.realpath(video.output)) != video.output:
-                        raise ConfigError(f"{video.output} has become a link to elsewhere")
-                    check_target(video.output, job.overwrite)
-                    _make(session, video, config.session, fps, bar)
+                    _make(session, video, start, image, fps, job.overwrite, bar)
                 except EngineFailure:
                     raise
                 except (StreamdiffError, OSError, FFmpegError) as error:
+                    if job.prompts is None:
+                        raise
                     failed.append(f"{job.prompts}:{video.number}: {error}")
                 bar.update(end - bar.n)
-    print(f"{job.output}: {len(videos) - len(failed)} of {len(videos)} videos made")
+    if job.prompts is None:
+        size = f"{session.width} x {session.height}"
+        print(f"{job.output}: {total} frames, {total / fps:g} s at {fps:g} per second, {size}")
+    else:
+        print(f"{job.output}: {len(videos) - len(failed)} of {len(videos)} videos made")
     for line in failed:
         print(f"streamdiff: failed: {line}", file=sys.stderr)
     return 1 if failed else 0
 
 
+def _frames_in(seconds: float, fps: float) -> int:
+    return max(1, round(seconds * fps))
+
+
 def _make(
-    session: api.StreamSession, video: PlannedVideo, start: SessionConfig, fps: float, bar: tqdm[NoReturn]
+    session: api.StreamSession,
+    video: PlannedVideo,
+    start: SessionConfig,
+    image: bytes | None,
+    fps: float,
+    overwrite: bool,
+    bar: tqdm[NoReturn],
 ) -> None:
     """One video. Mutates: session, bar.
 
     Raises:
         RequestError: a prompt, seed or size that cannot be. ConfigError, OSError: a file that cannot be written.
     """
+    line = ""
+    if video.number:
+        line = f"line {video.number}: "
+        if Path(os.path.realpath(video.output)) != video.output:
+            raise ConfigError(f"{video.output} has become a link to elsewhere")
+        check_target(video.output, overwrite)
     size = f"{session.width}x{session.height}"
     if video.line.size not in (None, size):
         raise RequestError("size", f"the size is {video.line.size}; this engine makes {size}")
-    seed = start.seed if video.line.seed is None else video.line.seed
-    session.restart(video.line.prompt, seed=seed, image=start.image)
+    session.restart(video.line.prompt, seed=start.seed if video.line.seed is None else video.line.seed, image=image)
     if session.notice:
-        bar.write(f"line {video.number}: {session.notice}", file=sys.stderr)
-    write_video(video.output, _frames(session, _frames_in(video.seconds, fps), bar, fps), fps)
+        bar.write(f"{line}{session.notice}", file=sys.stderr)
+    write_video(video.output, _frames(session, video, fps, bar), fps)
+
+
+def _frames(
+    session: api.StreamSession, video: PlannedVideo, fps: float, bar: tqdm[NoReturn]
+) -> Iterator[NDArray[np.uint8]]:
+    """The video's frames; the prompt changes on the way. Mutates: session, bar."""
+    due = deque(video.changes)
+    for number, frame in enumerate(islice(session, _frames_in(video.seconds, fps))):
+        while due and due[0][0] * fps <= number:
+            notice = session.set_prompt(due.popleft()[1])
+            if notice:
+                bar.write(notice, file=sys.stderr)
+        yield frame
+        bar.update()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from streamdiff.commands.jobs import ModelsJob
 from streamdiff.models import catalogue, hub
 from streamdiff.models.catalogue import CatalogueEntry, Files
 from streamdiff.pipeline.planner.memory import decoder_bytes, stage_memory
@@ -20,18 +21,18 @@ _EMBEDDED_LICENCE = "Apache-2.0"
 _WIDTH = 118
 
 
-def run(name: str | None, *, as_json: bool) -> int:
+def run(job: ModelsJob) -> int:
     """Print the list, or all of one model; returns the exit status.
 
     Raises:
-        ConfigError: no model is called `name`.
+        ConfigError: no model is called so.
     """
-    chosen = [catalogue.find(name)] if name is not None else catalogue.listed()
-    if as_json:
+    chosen = [catalogue.find(job.name)] if job.name is not None else catalogue.listed()
+    if job.as_json:
         trees = [as_tree(entry) for entry in chosen]
-        print(json.dumps(trees if name is None else trees[0], indent=2))
+        print(json.dumps(trees if job.name is None else trees[0], indent=2))
     else:
-        print("\n".join(_list(chosen) if name is None else _one(chosen[0])))
+        print("\n".join(_list(chosen) if job.name is None else _one(chosen[0])))
     return 0
 
 
@@ -39,14 +40,13 @@ def run(name: str | None, *, as_json: bool) -> int:
 
 
 def on_disk(files: Files) -> dict[str, Path | None]:
-    """Where each file lies in the hub's cache (`HF_HOME`), None where it does not. Looks at folders only; what is no
-    hub repository is not looked for."""
+    """Where each file lies in the hub's cache (`HF_HOME`), None where it does not. Looks at folders only."""
     from huggingface_hub import try_to_load_from_cache
 
     if any("*" in name for name in files.files):
         return dict.fromkeys(files.files, hub.folder_on_disk(files))
     found: dict[str, Path | None] = dict.fromkeys(files.files)
-    for file in files.files if files.on_hub else ():
+    for file in files.files:
         path = try_to_load_from_cache(files.repo, file)
         # Anything else says that the file is not there, or is known not to exist.
         found[file] = Path(path) if isinstance(path, str) else None

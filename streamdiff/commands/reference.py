@@ -1,7 +1,8 @@
-"""A reference run from files: what `streamdiff generate` does with the options of `ReferenceJob`.
+"""A reference run: a reproducible stream from given conditioning, noise, schedule and prompt changes, to compare its
+latents with another implementation. What `streamdiff generate` does with the options of `ReferenceJob`.
 
 The model is planned, loaded and split over ranks as that of a live stream, but what the job says goes before its own
-facts; `reference_run` makes the latents.
+facts. The latents are a function of weights and `ReferenceRun` alone, on any number of stages.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,8 +24,7 @@ from tqdm import tqdm
 
 from streamdiff.atomic_write import exit_on_sigterm
 from streamdiff.commands.jobs import ReferenceJob
-from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, check_together, run_reference
-from streamdiff.core import PROMPT_POLICIES
+from streamdiff.core import PER_STEP, PROMPT_POLICIES, RECACHES
 from streamdiff.device import own_device
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling, tensor_file
@@ -32,7 +33,7 @@ from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.headers import MOTION, NORMALISED, parse_header, read_motion
 from streamdiff.models.loader import ModelLoader, load_text_encoder
 from streamdiff.models.resolve import ResolvedModel
-from streamdiff.models.sampling import Schedule
+from streamdiff.models.sampling import TIMESTEPS, Schedule
 from streamdiff.models.spec import ModelSpec, choose_steps, with_window
 from streamdiff.models.tensor_file import read_first_steps
 from streamdiff.models.weight_files import read_object
@@ -42,10 +43,238 @@ from streamdiff.pipeline.load_plan import LoadPlan
 from streamdiff.pipeline.planner.model_sizes import sizes_from
 from streamdiff.pipeline.planner.partition import check_ranks, split_evenly
 from streamdiff.pipeline.ring import Ring, local_parts
-from streamdiff.pipeline.runner.init_latents import levels_of
-from streamdiff.pipeline.runner.sampler import StepLevels
+from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents, levels_of
+from streamdiff.pipeline.runner.sampler import Noise, SeededNoise, StepLevels, StreamInputs, TensorNoise
 from streamdiff.pipeline.worker_group import WorkerGroup
 from streamdiff.video import files
+
+MIXED = ("keep", *RECACHES)
+"""Policies of a prompt that may come little by little: the others forget what was before it."""
+_NAME = 0
+_WAIT_S = 1.0  # for ranks that are other processes, between two looks whether all is well
+
+
+@dataclass(frozen=True)
+class PromptSwitch:
+    """A change of prompt that chunk `chunk` is the first to see; `embeddings` `[T, text_dim]`, `policy` one of
+    `config.PROMPT_POLICIES` (`reset` starts a fresh stream there)."""
+
+    chunk: int
+    embeddings: Tensor
+    policy: str = "keep"
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """Inputs of a reference run.
+
+    embeddings `[T, text_dim]`; `initial` `[n, C, F, h, w]` and `renoise` `[n, steps - 1, C, F, h, w]` (steps of the
+    chunk that has most) take the place of the noise of `seed` for the first n chunks; `switches` rise by chunk.
+
+    With `mix` n a switch takes n chunks: they see k/n of its embeddings, k = 1 to n, and what held before it for the
+    rest, by linear interpolation; one that comes meanwhile goes on from there. Krea's way: `release_server.py` of
+    github.com/krea-ai/realtime-video takes the shares 0, 1/3, 2/3 and 1, so a mix of 3 from the second of the chunks.
+
+    `video` `[n, C, F, h, w]` is encoded input that chunks start from, mixed with noise by `strength`, 0 to 1 (None: the
+    first level of the schedule); with `motion_noise` that is the most, and motion lowers it (see `init_latents`), that
+    of the pixels if it is known: `motion` `[n]`, the largest difference of a chunk's neighbouring frames. `noise_level`
+    `[n, F]` says it by latent frame instead. `levels` go before the schedule's for the steps that they have.
+
+    `given_latents` `[n, C, F, h, w]` are finished latents of the first n chunks, which the stream goes on from: with a
+    clean pass they get that alone, at timestep 0 and without noise (Self-Forcing's `initial_latent`); in `same_step`
+    each step sees them at its own noise level.
+
+    Raises:
+        ConfigError: a switch that is out of order, outside the stream or among the chunks that are given; one that
+            cannot be mixed, for its policy or since its embeddings have another number of rows; a mix below 1; a
+            strength that the schedule cannot go on from; no chunk to make but those that are given.
+    """
+
+    embeddings: Tensor
+    chunks: int
+    schedule: Schedule
+    kv_context: str = "clean"
+    seed: int = 0
+    initial: Tensor | None = None
+    renoise: Tensor | None = None
+    switches: tuple[PromptSwitch, ...] = field(default=())
+    video: Tensor | None = None
+    strength: float | None = None
+    motion_noise: bool = False
+    motion: Tensor | None = None
+    noise_level: Tensor | None = None
+    levels: StepLevels | None = None
+    given_latents: Tensor | None = None
+    mix: int = 1
+
+    def __post_init__(self) -> None:
+        self._check_video()
+        _refuse_if(self.mix < 1, f"prompt mix is {self.mix}; it is a number of chunks, so at least 1", "prompt_mix")
+        given, before = self.given_chunks, 0
+        nothing = f"chunks is {self.chunks}, and the first {given} are given, so there is none to make"
+        _refuse_if(given >= self.chunks, nothing, "chunks")
+        for switch in self.switches:
+            _refuse_if(
+                not max(before + 1, given) <= switch.chunk < self.chunks,
+                f"a prompt switch is at chunk {switch.chunk}, but must be after chunk {before} and the {given} "
+                f"that are given, and before chunk {self.chunks}, the end; chunks count from 0",
+                "prompt_switch",
+            )
+            _refuse_if(
+                switch.policy in RECACHES and self.kv_context in PER_STEP,
+                f"prompt switch {switch.policy} needs a KV context with a clean pass: clean or staircase",
+                "kv_context",
+            )
+            rows = len(self.embeddings), len(switch.embeddings)
+            _refuse_if(
+                self.mix > 1 and (switch.policy not in MIXED or rows[0] != rows[1]),
+                f"prompt switch {switch.policy} to {rows[1]} rows of embeddings cannot be mixed with those before: a "
+                f"prompt mix goes with {' or '.join(MIXED)}, and {rows[0]} rows, as the text encoder pads them",
+                "prompt_mix",
+            )
+            before = switch.chunk
+
+    @property
+    def given_chunks(self) -> int:
+        return 0 if self.given_latents is None else len(self.given_latents)
+
+    def inputs_from(self, spec: ModelSpec, first: int) -> StreamInputs:
+        """Noise and input of the stream that begins at chunk `first`: the noise is its own seed's, or what is given
+        from there on."""
+        noise: Noise = SeededNoise(spec.chunk_shape, self.seed)
+        if self.initial is not None:
+            renoise = None if self.renoise is None else self.renoise[first:]
+            noise = TensorNoise(self.initial[first:], renoise, self.schedule, noise)
+        levels = None if self.levels is None else self.levels.starting_at(first)
+        return StreamInputs(noise, self._source(spec, first), levels)
+
+    def _source(self, spec: ModelSpec, first: int) -> InitLatents | None:
+        """The encoded input of the stream that begins at chunk `first`."""
+        if self.video is None:
+            return None
+        video, strength = self.video[first:], self._strength
+        if self.motion_noise:
+            motion = None if self.motion is None else self.motion[first:]
+            return InitLatents.following_motion(video, strength, spec.first_chunks, motion)
+        timestep = self.schedule.timesteps[0] if self.strength is None else TIMESTEPS * strength
+        steady = InitLatents.steady(video, strength, timestep)
+        return steady if self.noise_level is None else replace(steady, noise_level=self.noise_level[first:])
+
+    @property
+    def _strength(self) -> float:
+        return self.schedule.sigmas[0] if self.strength is None else self.strength
+
+    def _check_video(self) -> None:
+        if self.video is None:
+            return
+        short = f"the input video has {len(self.video)} chunks, but {self.chunks} are to be made"
+        _refuse_if(len(self.video) < self.chunks, short, "video_latents")
+        if self.noise_level is not None:
+            return
+        least = self._strength - (REACH + TIMESTEP_OFFSET + 1 / TIMESTEPS if self.motion_noise else 0)
+        following = [levels.sigmas[1] for levels in (self.schedule, self.schedule.of(0)) if levels.steps > 1]
+        motion = f", of which motion takes up to {REACH + TIMESTEP_OFFSET:g}" if self.motion_noise else ""
+        _refuse_if(
+            not max(following, default=0) < least <= self._strength <= 1,
+            f"strength is {self._strength:g}{motion}; it must be at most 1, and above the noise level of the second "
+            f"step, {max(following, default=0):g}",
+            "strength",
+        )
+
+    def _single(self) -> list[PromptSwitch]:
+        """The prompt changes by chunk: one that takes several chunks (`mix`) as one change per chunk."""
+        if self.mix == 1:
+            return list(self.switches)
+        single, now = [], self.embeddings
+        ends = [switch.chunk for switch in self.switches[1:]] + [self.chunks]
+        for switch, end in zip(self.switches, ends, strict=True):
+            before = now
+            for share in range(1, min(self.mix, end - switch.chunk) + 1):
+                now = before.lerp(switch.embeddings.to(before), share / self.mix)
+                single.append(replace(switch, chunk=switch.chunk + share - 1, embeddings=now))
+        return single
+
+    @property
+    def segments(self) -> list[tuple[PromptSwitch, list[PromptSwitch], int]]:
+        """The run cut at its resets: how each stream begins, its other prompt changes, and the chunk where it ends."""
+        resets = [each for each in self.switches if each.policy == "reset"]
+        begins = [PromptSwitch(0, self.embeddings, "reset"), *resets]
+        ends = [*(begin.chunk for begin in resets), self.chunks]
+        return [
+            (begin, [each for each in self._single() if begin.chunk < each.chunk < end], end)
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+
+
+def run_reference(
+    ring: Ring, run: ReferenceRun, check: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Tensor, bool]]:
+    """The latents `[C, F, h, w]` of each chunk, in order, and whether it is the first chunk of a stream. `check` is
+    called between turns of a ring over processes, and ends the run by what it raises. Mutates: ring.
+
+    Raises:
+        ConfigError: see `check_together`.
+        ValueError: an unknown KV context, or one that the schedule does not go with.
+    """
+    spec, epochs = ring.sampler.spec, count(1)
+    check_together(run, spec.first_chunks)
+    for begin, switches, end in run.segments:
+        inputs, length = run.inputs_from(spec, begin.chunk), end - begin.chunk
+        if begin.chunk == 0:
+            ring.open(
+                _NAME, begin.embeddings, epoch=0, steps=run.schedule, kv_context=run.kv_context,
+                start=run.given_latents, given=inputs,
+            )  # fmt: skip
+        else:
+            ring.reset(_NAME, begin.embeddings, epoch=next(epochs), given=inputs)
+        known = ring.scheduler.next_chunk(_NAME)
+        for chunk in range(known):
+            assert run.given_latents is not None
+            yield run.given_latents[chunk], chunk == 0
+        if known == length:
+            continue
+        while not ring.scheduler.drained(_NAME):  # what is given is seen under the prompt that the stream begins with
+            check()
+            ring.step_latents(_WAIT_S)
+        due = {switch.chunk - begin.chunk: switch for switch in switches}
+        done: dict[int, Tensor] = {}
+        for chunk in range(known, length):
+            while chunk not in done:
+                following = ring.scheduler.next_chunk(_NAME)
+                if (switch := due.pop(following, None)) is not None:
+                    ring.set_conditioning(_NAME, switch.embeddings, epoch=next(epochs), switch=switch.policy)
+                # Steps of a staircase wait for chunks that come after; those made for this alone are dropped.
+                wanted = following < length or run.kv_context == "staircase"
+                ring.scheduler.set_frame_credit(_NAME, spec.admitted_frames(following) if wanted else 0)
+                check()
+                rows, finished = ring.step_latents(_WAIT_S)
+                assert rows or finished or ring.has_work, "the stream stands still"
+                done |= {row.chunk: latents for row, latents in finished}
+            yield done.pop(chunk), chunk == 0
+
+
+def check_together(run: ReferenceRun, count: int) -> None:
+    """Raises ConfigError if a stream's end, a prompt switch, or the end of given latents falls within its first `count`
+    chunks, which are made together."""
+    places = [("given_latents", run.given_chunks)] if run.given_chunks else []
+    for begin, switches, end in run.segments:
+        places += [("chunks", end - begin.chunk), *(("prompt_switch", each.chunk - begin.chunk) for each in switches)]
+    for name, place in places:
+        _refuse_if(
+            place < count,
+            f"the first {count} chunks of a stream are made together, and {name} would part them at {place}; take "
+            f"{count} or more",
+            name,
+        )
+
+
+def _refuse_if(fault: object, why: str, field: str = "") -> None:
+    """Raises ConfigError where there is a fault."""
+    if fault:
+        raise ConfigError(why, field=field)
+
+
+# ---- from files ---------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -152,29 +381,28 @@ def prepare(job: ReferenceJob) -> tuple[LoadPlan, ReferenceRun]:
 
 def _check(job: ReferenceJob) -> None:
     """Check everything that can be checked before anything is loaded."""
-    if job.latents_out is None and (job.output is None or job.no_decode):
-        raise ConfigError("nothing would be written; give --latents-out FILE, or --output FILE without --no-decode")
-    if job.chunks is None:
-        raise ConfigError("--chunks is missing: how many chunks to make; for example --chunks 8")
-    if job.first_steps is not None and (job.strength is not None or job.motion_noise):
-        raise ConfigError(
-            "--first-steps says noise level and timestep of every chunk; leave --strength and --motion-noise out"
-        )
-    if job.video_latents is None and (job.strength is not None or job.motion_noise):
-        raise ConfigError("--strength and --motion-noise say how input is mixed with noise; give it as --video-latents")
+    model, mixes = job.model, job.strength is not None or job.motion_noise
+    has_clean_pass, has_video = model.kv_context != "same_step", job.output is not None
+    _refuse_if(
+        job.latents_out is None and (not has_video or job.no_decode),
+        "nothing would be written; give --latents-out FILE, or --output FILE without --no-decode",
+    )
+    _refuse_if(job.chunks is None, "--chunks is missing: how many chunks to make; for example --chunks 8")
+    levels = "--first-steps says noise level and timestep of every chunk; leave --strength and --motion-noise out"
+    _refuse_if(job.first_steps is not None and mixes, levels)
+    mixed = "--strength and --motion-noise say how input is mixed with noise; give it as --video-latents"
+    _refuse_if(job.video_latents is None and mixes, mixed)
     for option, is_given in (("--context-alone", job.context_alone), ("--context-pictures", job.context_pictures)):
-        if is_given and job.model.kv_context == "same_step":
-            raise ConfigError(f"{option} is about the clean pass, which KV context same_step does not have")
-    if job.prompt_mix is not None and not job.prompt_switch:
-        raise ConfigError("--prompt-mix says over how many chunks a --prompt-switch comes; there is none")
-    if job.chunks < 1:
-        raise ConfigError(f"--chunks is {job.chunks}; at least 1 is needed")
-    if job.processes and job.model.stage_ranks == 1:
-        raise ConfigError("--processes gives each of several stages a process; --stages is 1")
-    if job.model.shares > 1 and not job.processes:
-        raise ConfigError(f"--parallel is {job.model.parallel}: ranks that share a stage need --processes")
-    if job.no_decode and job.output is not None:
-        raise ConfigError("--no-decode makes latents only, so there is nothing to write to --output; leave one out")
+        clean = f"{option} is about the clean pass, which KV context same_step does not have"
+        _refuse_if(is_given and not has_clean_pass, clean)
+    switch = "--prompt-mix says over how many chunks a --prompt-switch comes; there is none"
+    _refuse_if(job.prompt_mix is not None and not job.prompt_switch, switch)
+    alone = "--processes gives each of several stages a process; --stages is 1"
+    _refuse_if(job.processes and model.stage_ranks == 1, alone)
+    shared = f"--parallel is {model.parallel}: ranks that share a stage need --processes"
+    _refuse_if(model.shares > 1 and not job.processes, shared)
+    latents = "--no-decode makes latents only, so there is nothing to write to --output; leave one out"
+    _refuse_if(job.no_decode and has_video, latents)
     if job.latents_out is not None:
         tensor_file.check_target(job.latents_out, job.overwrite)
     if job.output is not None:
@@ -200,12 +428,11 @@ def plan_of(job: ReferenceJob) -> LoadPlan:
     loader = ModelLoader(config, own_device(config.device), job.container, architecture)
     spec = _spec_of(job, loader.spec)
     schedule = _schedule(job, loader.model, spec)
-    if schedule.first is not None and spec.first_chunks > 1:
-        raise ConfigError(
-            f"the first chunk has {schedule.first.steps} steps, and it is longer than the others; a model with both is "
-            "not built. Leave --first-chunk-steps out, or say --first-chunk-frames "
-            f"{spec.chunk_latents}"
-        )
+    _refuse_if(
+        schedule.first is not None and spec.first_chunks > 1,
+        "the first chunk has steps of its own, and it is longer than the others; a model with both is not built. Leave "
+        f"--first-chunk-steps out, or say --first-chunk-frames {spec.chunk_latents}",
+    )
     spec = replace(spec, steps=(schedule.steps,), schedules=(schedule,))
     notes = tuple(_notes(job, loader.model))
     sizes = sizes_from(loader.checkpoint.architecture, spec)
@@ -237,25 +464,27 @@ def _notes(job: ReferenceJob, model: ResolvedModel) -> Iterator[str]:
 
 def _schedule(job: ReferenceJob, model: ResolvedModel, spec: ModelSpec) -> Schedule:
     """The denoise steps: those given, else the model's own."""
-    shifts = job.warp or job.nearest
-    if job.model.timesteps is None:
-        if shifts or any(each is not None for each in (job.sigmas, job.first_chunk_steps, job.shift)):
-            raise ConfigError(
-                "--sigmas, --shift, --warp, --nearest and --first-chunk-steps go with a list: --steps 1000,750,500,250"
-            )
-        if not spec.steps:
-            raise ConfigError("--steps is missing: the timesteps the model is told, for example 1000,937.5,833.33,625")
-        return spec.schedule(choose_steps(job.model.step_count, spec.steps, model.name))
-    if job.sigmas is not None and (shifts or job.shift is not None):
-        raise ConfigError("--sigmas says the noise levels, so leave --shift, --warp and --nearest out")
-    if job.shift is not None and not shifts:
-        raise ConfigError(
-            "--shift is for lists that are meant before it: add --warp, or --nearest if noise levels are looked up, or "
-            "leave it out"
+    steps, sigmas, shifts = job.model.timesteps, job.sigmas, job.warp or job.nearest
+    if steps is None:
+        _refuse_if(
+            shifts or any(each is not None for each in (sigmas, job.first_chunk_steps, job.shift)),
+            "--sigmas, --shift, --warp, --nearest and --first-chunk-steps go with a list: --steps 1000,750,500,250",
         )
+        _refuse_if(
+            not spec.steps, "--steps is missing: the timesteps the model is told, for example 1000,937.5,833.33,625"
+        )
+        return spec.schedule(choose_steps(job.model.step_count, spec.steps, model.name))
+    _refuse_if(
+        sigmas is not None and (shifts or job.shift is not None),
+        "--sigmas says the noise levels, so leave --shift, --warp and --nearest out",
+    )
+    _refuse_if(
+        job.shift is not None and not shifts,
+        "--shift is for lists that are meant before it: add --warp, or --nearest if noise levels are looked up, or "
+        "leave it out",
+    )
     shift = 1.0 if job.shift is None else job.shift
     listed = partial(sampling.published, shift=shift, warp=job.warp, nearest=job.nearest)
-    steps, sigmas = job.model.timesteps, job.sigmas
     schedule = listed(steps) if sigmas is None else sampling.from_timesteps(steps, sigmas)
     return schedule if job.first_chunk_steps is None else replace(schedule, first=listed(job.first_chunk_steps))
 
@@ -279,7 +508,7 @@ def _spec_of(job: ReferenceJob, spec: ModelSpec) -> ModelSpec:
     overrides = {"adaptive_sink", "averaged_sink", "context_alone", "context_pictures"}
     said = job.model_dump(include=overrides, exclude_none=True)
     if job.context_noise is not None:
-        said["context_sigma"] = job.context_noise / sampling.TIMESTEPS
+        said["context_sigma"] = job.context_noise / TIMESTEPS
     if job.model.kv_context == "same_step":  # without a clean pass
         said["context_pictures"] = False
     spec = replace(
@@ -301,18 +530,17 @@ def _spec_of(job: ReferenceJob, spec: ModelSpec) -> ModelSpec:
 
 def _first_chunks(first: int, chunk: int, chunks: int) -> int:
     """Chunks that a stream's first one is made of, `first` latent frames."""
-    if chunk < 1:
-        raise ConfigError(f"--chunk-frames is {chunk}; at least 1 is needed")
-    if first < 1 or first % chunk:
-        raise ConfigError(
-            f"--first-chunk-frames is {first}; a first chunk is made of chunks, so it must be a multiple of "
-            f"the others' {chunk} latent frames"
-        )
-    if first > chunk * chunks:
-        raise ConfigError(
-            f"--chunks is {chunks}, but the first chunk, of {first} latent frames, is made of {first // chunk}; "
-            "make at least as many"
-        )
+    _refuse_if(chunk < 1, f"--chunk-frames is {chunk}; at least 1 is needed")
+    _refuse_if(
+        first < 1 or first % chunk,
+        f"--first-chunk-frames is {first}; a first chunk is made of chunks, so it must be a multiple of the others' "
+        f"{chunk} latent frames",
+    )
+    _refuse_if(
+        first > chunk * chunks,
+        f"--chunks is {chunks}, but the first chunk, of {first} latent frames, is made of {first // chunk}; make at "
+        "least as many",
+    )
     return first // chunk
 
 
@@ -378,11 +606,11 @@ def _read_chunks(path: Path, spec: ModelSpec) -> Tensor:
 def _read_given(path: Path, spec: ModelSpec) -> Tensor:
     """Latents to go on from; ConfigError where they are no whole number of chunks."""
     latents, shape = _read_chunks(path, spec), _shape(path, "latents")
-    if len(shape) == 4 and shape[1] % spec.chunk_latents:
-        raise ConfigError(
-            f"{path}: latents has {shape[1]} latent frames, but a stream goes on from whole chunks; cut it to a "
-            f"multiple of {spec.chunk_latents}, or say --chunk-frames"
-        )
+    _refuse_if(
+        len(shape) == 4 and shape[1] % spec.chunk_latents,
+        f"{path}: latents is {list(shape)}, but a stream goes on from whole chunks; cut it to a "
+        f"multiple of {spec.chunk_latents}, or say --chunk-frames",
+    )
     return latents
 
 

@@ -6,38 +6,16 @@ and in the user's own (`streamdiff.api`).
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent import futures
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from streamdiff.core import Frames
-from streamdiff.engine.messages import (
-    Close,
-    Closed,
-    Command,
-    Event,
-    InputFrames,
-    InputUsed,
-    Measured,
-    Open,
-    Pause,
-    Ready,
-    Reset,
-    Resume,
-    Save,
-    SetActive,
-    SetInput,
-    SetMaxAhead,
-    SetPrompt,
-    SetSteps,
-    Shown,
-    Shutdown,
-    Swapped,
-)
-from streamdiff.engine.prompt_queue import NOTHING, Encoded, PendingRequest, PromptQueue, Request, begins_with
+from streamdiff.engine import messages
+from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetPrompt
+from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request
 from streamdiff.engine.saving import SaveQueue
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.swapping import Swapping
@@ -49,9 +27,7 @@ from streamdiff.engine.validation import (
     check_open,
     check_prompt,
     closed_before,
-    encode_picture,
-    expects_answer,
-    read_features,
+    is_answered,
     reason_of,
     refused,
 )
@@ -62,20 +38,7 @@ from streamdiff.snapshot_header import read_saved_session, saved_stream
 if TYPE_CHECKING:
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
-_Given = TypeVar("_Given")
-
-
-class Counted(Generic[_Given]):
-    """Wraps a function and counts its calls. Thread-safe."""
-
-    def __init__(self, call: Callable[[_Given], Any]) -> None:
-        self.calls = 0
-        self._call, self._lock = call, threading.Lock()
-
-    def __call__(self, given: _Given) -> Any:
-        with self._lock:
-            self.calls += 1
-        return self._call(given)
+_UNANSWERED = messages.Shown | messages.SetMaxAhead | messages.SetActive | InputFrames
 
 
 class Engine:
@@ -92,16 +55,15 @@ class Engine:
         self._in_slot: dict[int, Session] = {}  # the same
         # A slot's next session starts above all epochs of the one before: frames are never taken for its own.
         self._next_epoch: dict[int, int] = {}
-        self._text, self._picture = Counted(pipeline.text.encode), Counted(partial(encode_picture, pipeline))
-        self._prompt_queue = PromptQueue(self._text, self._picture, partial(read_features, pipeline))
+        self._prompt_queue = PromptQueue(pipeline)
         self._swapping = Swapping(pipeline)
         self._saves = SaveQueue(pipeline, self._swapping, self._sessions)
         pipeline.on_fault = self._note_failure
 
-    def ready(self) -> Ready:
+    def ready(self) -> messages.Ready:
         """The `Ready` event: model, sizes, defaults and capacity of the pipeline."""
         pipeline, text = self._pipeline, self._pipeline.text
-        return Ready(
+        return messages.Ready(
             **asdict(pipeline.info),
             examples=tuple(text.examples),
             suggestions=text.suggestions,
@@ -116,10 +78,10 @@ class Engine:
         try:
             if isinstance(command, Open):
                 return self._open(command)
-            if isinstance(command, Shutdown):
+            if isinstance(command, messages.Shutdown):
                 names = [*self._sessions, *self._prompt_queue.opening()]
                 return [event for name in names for event in self._close(name)]
-            if isinstance(command, Save):
+            if isinstance(command, messages.Save):
                 self._check_saved(command.session)
                 self._saves.ask(command)
                 return []
@@ -177,9 +139,10 @@ class Engine:
         if chunk_compute_s is None:
             return []
         forwards = tuple(counts.rows[rows] for rows in range(1, max(counts.rows, default=0) + 1))
-        encodings = self._text.calls, self._picture.calls, self._pipeline.video.encodings
+        queue = self._prompt_queue
+        encodings = queue.texts_encoded, queue.pictures_encoded, self._pipeline.video.encodings
         return [
-            Measured(
+            messages.Measured(
                 chunk_compute_s, tuple(figures.occupancy()), tuple(figures.busy_s()),
                 forwards, tuple(counts.alone), tuple(counts.alone.values()), encodings,
                 self._pipeline.memory_bytes(),
@@ -190,7 +153,7 @@ class Engine:
         """Swap sessions in and out; returns events of those whose location has changed. Streams whose caches are lost
         begin afresh."""
         events = [event for pending in self._swapping.advance() for event in self._answer(pending)]
-        events += [Swapped(self._in_slot[slot].name, location) for slot, location in self._swapping.moved()]
+        events += [messages.Swapped(self._in_slot[slot].name, location) for slot, location in self._swapping.moved()]
         return events + [event for slot in self._swapping.take_lost() for event in self._in_slot[slot].reset(None, "")]
 
     def settle(self) -> list[Event]:
@@ -234,63 +197,45 @@ class Engine:
         check_open(command, self._pipeline.info)
         self._check_unused(command.session)
         if command.snapshot is not None:
-            return self._open_saved(command)
-        reading = ParsedPrompt("") if command.prompt_embeds is not None else self._read(command.prompt, None)
-        if self._pipeline.text.slow or begins_with(command):
-            self._min_ahead_frames(*self._choice(command))
-            return self._wait(PendingRequest(command, reading.text, reading.notice))
-        return self._open_now(command, reading)
-
-    def _open_now(self, command: Open, reading: ParsedPrompt, made: Encoded = NOTHING) -> list[Event]:
-        if command.snapshot is not None:
-            events = self._resume(command, reading, made)
+            reading = self._read_beside_snapshot(command, command.snapshot)
         else:
-            events = self._begin(command, reading, made)
+            reading = ParsedPrompt("") if command.prompt_embeds is not None else self._read(command.prompt, None)
+            self._min_ahead_frames(*self._choice(command))
+        return self._wait(PendingRequest(command, reading.text, reading.notice))
+
+    def _open_now(self, command: Open, pending: PendingRequest) -> list[Event]:
+        """Open a session whose parts are encoded."""
+        events = self._begin(command, pending) if command.snapshot is None else self._resume(command, pending)
         if not command.active:
-            self._swapping.set_active(self._sessions[command.session].slot, SetActive(command.session, False))
+            slot = self._sessions[command.session].slot
+            self._swapping.set_active(slot, messages.SetActive(command.session, False))
         return events
 
-    def _begin(self, command: Open, reading: ParsedPrompt, made: Encoded) -> list[Event]:
+    def _begin(self, command: Open, pending: PendingRequest) -> list[Event]:
         """Open a session whose stream begins."""
-        slot = self._free_slot()
+        slot, made = self._free_slot(), pending.made
+        steps, kv_context = self._choice(command)
+        session = Session(
+            command.session, self._pipeline, slot, self._prompt_queue.encode_text, text=pending.text, seed=command.seed,
+            kv_context=kv_context, epoch=max(command.epoch, self._next_epoch.get(slot, 0)),
+            max_ahead_frames=self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames,
+            min_ahead_frames=self._min_ahead_frames(steps, kv_context), start=made.start,
+        )  # fmt: skip
+        if command.prompt_embeds is not None:
+            session.embeddings = made.conditioning
+        else:
+            session.encoded = pending.text, made.conditioning
+        session.renumber(session.epoch, command.made_frames, command.shown_frames)
+        start = partial(
+            self._pipeline.open, slot, made.conditioning, seed=session.seed, epoch=session.epoch, steps=steps,
+            kv_context=kv_context, background=command.background, start=made.start, video=made.video,
+        )  # fmt: skip
         try:
-            session, events = self._swapping.retry_after_swap_out(lambda: self._start(slot, command, reading, made))
+            self._swapping.retry_after_swap_out(start)
         except SESSION_ERRORS as error:
             raise bad_value(error, "session") from error
         self._sessions[session.name] = self._in_slot[slot] = session
-        return events
-
-    def _start(self, slot: int, command: Open, reading: ParsedPrompt, made: Encoded) -> tuple[Session, list[Event]]:
-        """Open the stream in `slot`. Raises ValueError for what the pipeline cannot run."""
-        steps, kv_context = self._choice(command)
-        session = Session(
-            command.session,
-            self._pipeline,
-            slot,
-            self._text,
-            text=reading.text,
-            seed=command.seed,
-            kv_context=kv_context,
-            epoch=max(command.epoch, self._next_epoch.get(slot, 0)),
-            max_ahead_frames=self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames,
-            min_ahead_frames=self._min_ahead_frames(steps, kv_context),
-            start=made.start,
-            embeddings=made.conditioning if command.prompt_embeds is not None else None,
-            encoded=None if made.conditioning is None else (reading.text, made.conditioning),
-        )
-        session.renumber(session.epoch, command.made_frames, command.shown_frames)
-        self._pipeline.open(
-            slot,
-            session.conditioning,
-            seed=session.seed,
-            epoch=session.epoch,
-            steps=steps,
-            kv_context=kv_context,
-            background=command.background,
-            start=made.start,
-            video=made.video,
-        )
-        return session, session.open(reading.notice, possible_switches(self._pipeline, slot))
+        return session.open(pending.notice, possible_switches(self._pipeline, slot))
 
     def _choice(self, command: Open) -> tuple[int, str]:
         """Steps and KV context of a session."""
@@ -298,29 +243,26 @@ class Engine:
         steps = info.steps if command.steps is None else command.steps
         return steps, info.kv_context if command.kv_context is None else command.kv_context
 
-    def _control(self, command: Request | Close) -> list[Event]:
-        if isinstance(command, Close):
+    def _control(self, command: Request | messages.Close) -> list[Event]:
+        if isinstance(command, messages.Close):
             return self._close(command.session)
         opening = command.session in self._prompt_queue.opening()
         if opening and isinstance(command, InputFrames):
             return []  # others follow, and are newer
         session = None if opening else self._find(command)
-        if isinstance(command, Reset):
-            check_begin(command, self._pipeline.info)
+        pending = PendingRequest(command)
         if isinstance(command, SetPrompt):
             if session is not None:
                 self._pipeline.check_switch(session.slot, command.switch)
             previous = self._prompt_queue.latest_text(command.session) or (session.text if session else "") or None
             reading = self._read(command.prompt, previous)
             pending = PendingRequest(command, reading.text, reading.notice)
-            waits = self._pipeline.text.slow or command.session in self._prompt_queue
-            return self._wait(pending) if waits else self._carry_out(pending)
+        elif isinstance(command, Reset):
+            check_begin(command, self._pipeline.info)
+            pending = PendingRequest(command, self._text_to_encode(session))
         # What comes before the session is there waits for it, and a reset begins with the prompt that was asked for.
-        text = self._text_to_encode(session) if isinstance(command, Reset) else ""
-        queued = command.session in self._prompt_queue
-        if opening or text or (isinstance(command, Reset) and (command.image is not None or queued)):
-            return self._wait(PendingRequest(command, text))
-        return self._carry_out(PendingRequest(command))
+        waits = opening or isinstance(command, SetPrompt | Reset)
+        return self._wait(pending) if waits else self._carry_out(pending)
 
     def _carry_out(self, pending: PendingRequest) -> list[Event]:
         """`_do`, where a session that fails half way is ended."""
@@ -336,7 +278,7 @@ class Engine:
         """Carry out a request whose text, if it has one, need not be waited for."""
         request = pending.request
         if isinstance(request, Open):
-            return self._open_now(request, ParsedPrompt(pending.text, pending.notice), pending.made)
+            return self._open_now(request, pending)
         session = self._find(request)
         if session is None:
             return []
@@ -344,17 +286,17 @@ class Engine:
         if self._swapping.put_off(slot, pending):
             return []
         match request:
-            case SetActive():
+            case messages.SetActive():
                 self._swapping.set_active(slot, request)
             case SetPrompt():
                 self._pipeline.check_switch(slot, request.switch)
                 change = request.request, request.switch, request.skip
                 return session.set_prompt(pending.text, pending.notice, *change)
-            case SetSteps():
+            case messages.SetSteps():
                 self._pipeline.check_steps(slot, request.steps)
                 min_ahead_frames = self._min_ahead_frames(request.steps, session.kv_context)
                 return session.set_steps(request.steps, min_ahead_frames, request.request)
-            case SetInput():
+            case messages.SetInput():
                 self._pipeline.video.check_input(request.strength)
                 return session.set_input(request.strength, request.request)
             case InputFrames():
@@ -363,25 +305,22 @@ class Engine:
                     session.apply_pending()  # the input that they are for may be among it
                     self._pipeline.video.check_input(None)
                     self._pipeline.video.feed(slot, request.pictures)
-            case Pause() | Resume():
-                session.set_paused(isinstance(request, Pause))
+            case messages.Pause() | messages.Resume():
+                session.set_paused(isinstance(request, messages.Pause))
             case Reset():
                 if request.image is not None or request.no_image:
                     session.start = pending.made.start
                 return session.reset(request.seed, request.request)
-            case SetMaxAhead():
+            case messages.SetMaxAhead():
                 session.set_max_ahead(request.frames)
-            case Shown():
+            case messages.Shown():
                 session.shown(request.frames)
         return []
 
     def _end_failed(self) -> list[Event]:
         """End the sessions that have failed. Mutates: self."""
-        events: list[Event] = []
-        for session in [each for each in self._sessions.values() if each.failure]:
-            ended = self._close(session.name)
-            events += [replace(each, reason=session.failure) if isinstance(each, Closed) else each for each in ended]
-        return events
+        failed = [session for session in self._sessions.values() if session.failure]
+        return [event for session in failed for event in self._close(session.name, session.failure)]
 
     def _note_failure(self, slot: int, why: str | Exception) -> None:
         """A session has failed, and is to be ended; an EngineFailure is raised instead. Mutates: the session."""
@@ -392,10 +331,10 @@ class Engine:
 
     # ---- sessions ----------------------------------------------------------------------------------------------
 
-    def _find(self, command: Request | Close) -> Session | None:
+    def _find(self, command: Request | messages.Close) -> Session | None:
         """The session of a command; None for commands without an answer to a session that has ended."""
         session = self._sessions.get(command.session)
-        if session is not None or isinstance(command, Shown | SetMaxAhead | SetActive | InputFrames):
+        if session is not None or isinstance(command, _UNANSWERED):
             return session
         known = ", ".join(repr(name) for name in self._sessions) or "none"
         raise RequestError("session", f"there is no session {command.session!r}; open ones: {known}")
@@ -427,34 +366,30 @@ class Engine:
             return []
         chunk_s = made.chunk_s if made.last else None
         events = session.made(epoch=made.epoch, chunk=made.chunk, pictures=made.pictures, chunk_s=chunk_s)
-        figures = (
-            self._pipeline.video.input_figures(made.session)
-            if made.last and made.session in self._pipeline.video.inputs
-            else None
-        )
-        if figures is not None:
-            events.append(InputUsed(session.name, figures.level, figures.used, figures.dropped, figures.fault))
+        video = self._pipeline.video
+        if made.last and made.session in video.inputs and (figures := video.input_figures(made.session)) is not None:
+            events.append(messages.InputUsed(session.name, figures.level, figures.used, figures.dropped, figures.fault))
         return events
 
-    def _close(self, name: str) -> list[Event]:
-        """End a session, open or waiting to be, and refuse its requests that wait."""
-        opening = name in self._prompt_queue.opening()
-        if not opening:
-            self._find(Close(name))
-        session = self._sessions.pop(name, None)
-        dropped = [pending.request for pending in self._prompt_queue.drop(name) if expects_answer(pending)]
-        if session is None:
-            return [*map(closed_before, dropped), Closed(name)]
-        del self._in_slot[session.slot]
-        dropped += [pending.request for pending in self._swapping.forget(session.slot) if expects_answer(pending)]
-        self._next_epoch[session.slot] = session.epoch + 1
-        return [*map(closed_before, self._saves.forget(name)), *map(closed_before, dropped), *session.close()]
+    def _close(self, name: str, reason: str = "") -> list[Event]:
+        """End a session, open or waiting to be, and refuse its requests that wait; `reason`: why it failed, if so."""
+        if name not in self._prompt_queue.opening():
+            self._find(messages.Close(name))
+        dropped: list[Command] = [pending.request for pending in self._prompt_queue.drop(name)]
+        events: list[Event] = [messages.Closed(name, reason)]
+        if (session := self._sessions.pop(name, None)) is not None:
+            del self._in_slot[session.slot]
+            dropped += [pending.request for pending in self._swapping.forget(session.slot)]
+            dropped = [*self._saves.forget(name), *dropped]
+            self._next_epoch[session.slot] = session.epoch + 1
+            self._pipeline.close_session(session.slot)
+        return [*(closed_before(command) for command in dropped if is_answered(command)), *events]
 
     # ---- saved sessions ------------------------------------------------------------------------------------------
 
     def _check_saved(self, name: str) -> Session:
         """A session that can be saved now. Raises RequestError."""
-        session = self._find(Close(name))
+        session = self._find(messages.Close(name))
         assert session is not None, "`_find` raises"
         if name in self._prompt_queue:
             why = f"a prompt of session {name!r} is being encoded; save it when it is accepted"
@@ -462,27 +397,23 @@ class Engine:
         return session
 
     def _text_to_encode(self, session: Session | None) -> str:
-        """A session's text, if encoding is slow and nothing has encoded it yet, as after a snapshot; else empty."""
+        """A session's text, if nothing has encoded it yet, as after a snapshot; else empty."""
         if session is None or session.embeddings is not None or session.name in self._prompt_queue:
             return ""
-        encoded = session.encoded is not None and session.encoded[0] == session.text
-        return session.text if self._pipeline.text.slow and not encoded else ""
+        return session.text if session.encoded is None or session.encoded[0] != session.text else ""
 
-    def _open_saved(self, command: Open) -> list[Event]:
-        """Open a session that goes on; first its new prompt and picture are encoded, if it has any."""
+    def _read_beside_snapshot(self, command: Open, snapshot: messages.Data) -> ParsedPrompt:
+        """The prompt of a session that goes on from a snapshot; without text, if it is the one that it has."""
         if command.background:
             raise RequestError("snapshot", "a background session does not go on from a snapshot; open it without")
-        assert command.snapshot is not None
         try:
-            saved = read_saved_session(command.snapshot)
+            saved = read_saved_session(snapshot)
         except ConfigError as error:
             raise RequestError("snapshot", str(error)) from error
-        reading = self._read(command.prompt, None) if command.prompt else ParsedPrompt(saved.text, "")
-        if command.image is not None or (reading.text != saved.text and self._pipeline.text.slow):
-            return self._wait(PendingRequest(command, reading.text, reading.notice))
-        return self._open_now(command, reading)
+        reading = self._read(command.prompt, None) if command.prompt else ParsedPrompt("")
+        return ParsedPrompt("", reading.notice) if reading.text == saved.text else reading
 
-    def _resume(self, command: Open, reading: ParsedPrompt, made: Encoded) -> list[Event]:
+    def _resume(self, command: Open, pending: PendingRequest) -> list[Event]:
         """Open a session that goes on from a snapshot, with what has been changed since."""
         assert command.snapshot is not None
         try:
@@ -494,23 +425,22 @@ class Engine:
         if not saved.text and embeddings is None:
             raise RequestError("snapshot", "about.session.text is empty in the snapshot, and it has no prompt_embeds")
         session = Session(
-            command.session, self._pipeline, slot, self._text, text=saved.text, seed=saved.seed,
+            command.session, self._pipeline, slot, self._prompt_queue.encode_text, text=saved.text, seed=saved.seed,
             kv_context=saved.kv_context, epoch=saved.epoch,
             max_ahead_frames=self._max_ahead_frames if command.max_ahead_frames is None else command.max_ahead_frames,
             min_ahead_frames=self._min_ahead_frames(saved.steps, saved.kv_context),
-            start=start if made.start is None else made.start, embeddings=embeddings,
+            start=start if pending.made.start is None else pending.made.start, embeddings=embeddings,
         )  # fmt: skip
         frames = self._swapping.retry_after_swap_out(lambda: self._pipeline.saving.load(slot, snapshot))
         session.resume_at(saved, *self._pipeline.saving.progress(slot))
         self._sessions[session.name] = self._in_slot[slot] = session
         events = [event for each in frames for event in self._number(each)]
-        new_text, new_steps = reading.text != saved.text, command.steps not in (None, saved.steps)
+        new_text, new_steps = bool(pending.text), command.steps not in (None, saved.steps)
         session.renumber(command.epoch - new_text - new_steps, command.made_frames, command.shown_frames)
         switches = possible_switches(self._pipeline, slot)
-        if made.conditioning is not None:
-            session.encoded = reading.text, made.conditioning
         if new_text:
-            session.set_prompt(reading.text, reading.notice, "", next(each for each in switches if each != "reset"))
+            session.encoded = pending.text, pending.made.conditioning
+            session.set_prompt(pending.text, pending.notice, "", next(each for each in switches if each != "reset"))
         if new_steps and command.steps is not None:
             try:
                 self._pipeline.check_steps(slot, command.steps)
@@ -518,7 +448,7 @@ class Engine:
                 self._close(command.session)
                 raise
             session.set_steps(command.steps, self._min_ahead_frames(command.steps, session.kv_context), "")
-        return events + session.open(reading.notice, switches)
+        return events + session.open(pending.notice, switches)
 
     # ---- texts --------------------------------------------------------------------------------------------------
 
@@ -528,16 +458,12 @@ class Engine:
 
     def _answer(self, pending: PendingRequest) -> list[Event]:
         """Carry out a request whose parts are encoded, or refuse it with the error of encoding."""
-        error = pending.error
+        error, conditioning = pending.error, pending.made.conditioning
         if error is not None and not isinstance(error, SESSION_ERRORS):
             raise error
-        conditioning = pending.made.conditioning
         session = self._sessions.get(pending.request.session)
         if session is not None and conditioning is not None and pending.text:
             session.encoded = pending.text, conditioning
-        replaced = conditioning is None and error is None
-        if isinstance(pending.request, SetPrompt) and pending.request.switch != "keep" and replaced:
-            pending = replace(pending, request=replace(pending.request, switch="keep"))  # its text is not to be seen
         try:
             if isinstance(error, RequestError):
                 raise error
@@ -545,4 +471,4 @@ class Engine:
                 raise RequestError("prompt", f"the prompt could not be encoded: {reason_of(error)}")
             return self._carry_out(pending)
         except RequestError as refusal:
-            return [refused(pending.request, refusal)] if expects_answer(pending) else []
+            return [refused(pending.request, refusal)] if is_answered(pending.request) else []

@@ -2,7 +2,8 @@
 with them.
 
 Both are encoded on a thread of their own, one at a time. The requests of one session stay in order, and of several
-prompts in a row only the latest is encoded: those before it are carried out with it. Knows nothing about pipelines.
+prompts in a row only the latest is encoded: those before it are carried out with it. A text that is encoded fast, as
+those of the embedded model, is not waited for at all.
 """
 
 from __future__ import annotations
@@ -11,26 +12,19 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from streamdiff.engine.features import features_of
-from streamdiff.engine.messages import (
-    InputFrames,
-    Open,
-    Pause,
-    Pictures,
-    Reset,
-    Resume,
-    SetActive,
-    SetInput,
-    SetMaxAhead,
-    SetPrompt,
-    SetSteps,
-    Shown,
-)
+from streamdiff.engine import messages
+from streamdiff.engine.features import decode, features_of
+from streamdiff.engine.messages import Open, Pictures, Reset, SetPrompt
+from streamdiff.engine.validation import SESSION_ERRORS, reason_of
+from streamdiff.errors import RequestError
 
-_Setting = SetPrompt | SetSteps | SetInput | SetMaxAhead | SetActive
-Request = Open | _Setting | InputFrames | Reset | Pause | Resume | Shown
+if TYPE_CHECKING:
+    from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+
+_Setting = SetPrompt | messages.SetSteps | messages.SetInput | messages.SetMaxAhead | messages.SetActive
+Request = Open | _Setting | messages.InputFrames | Reset | messages.Pause | messages.Resume | messages.Shown
 
 
 class Encoded(NamedTuple):
@@ -47,7 +41,7 @@ NOTHING = Encoded()
 
 @dataclass(frozen=True)
 class PendingRequest:
-    """A request; `text` and `notice` are how its prompt was understood, where it has one.
+    """A request; `text` and `notice` are how its prompt was understood, where it has one that is to be encoded.
 
     Once it may run, `made` has what was encoded (no conditioning where a later prompt supersedes the text), or `error`
     says why encoding failed.
@@ -58,6 +52,12 @@ class PendingRequest:
     notice: str = ""
     made: Encoded = NOTHING
     error: BaseException | None = None
+
+    @property
+    def begins_with(self) -> bool:
+        """Whether a stream begins with more than a text by this request: a picture, or features."""
+        image = isinstance(self.request, Open | Reset) and self.request.image is not None
+        return image or (isinstance(self.request, Open) and bool(features_of(self.request).names))
 
 
 @dataclass
@@ -76,7 +76,7 @@ class _Line:
                 break
             if self.encoding is not None:
                 ready += self._encoded(self.encoding)
-            elif _has_text(self.pending[0]) or begins_with(self.pending[0].request):
+            elif self.pending[0].text or self.pending[0].begins_with:
                 self.target = self._latest()
                 self.encoding = submit(self.target)
             else:
@@ -98,8 +98,10 @@ class _Line:
         self.target = self.encoding = None
         if error is None:
             before = []
-            while self.pending[0] is not target:
-                before.append(self.pending.popleft())
+            while self.pending[0] is not target:  # prompts whose text is not to be seen
+                earlier = self.pending.popleft()
+                assert isinstance(earlier.request, SetPrompt)
+                before.append(replace(earlier, request=replace(earlier.request, switch="keep")))
             return [*before, replace(self.pending.popleft(), made=encoding.result())]
         if isinstance(target.request, Open):
             gone, self.pending = self.pending, deque()
@@ -109,15 +111,14 @@ class _Line:
 
 
 class PromptQueue:
-    """The requests of all sessions that wait. For one thread; `encode`, of texts, `encode_picture`, and `read`, of
-    features that stand for one or the other, are called on another."""
+    """The requests of all sessions that wait. For one thread; slow texts, pictures and features are encoded on
+    another."""
 
-    def __init__(
-        self, encode: Callable[[str], Any], encode_picture: Callable[[Pictures], Any], read: Callable[[Open], Encoded]
-    ) -> None:
-        self._encode_text, self._encode_picture, self._read = encode, encode_picture, read
+    def __init__(self, pipeline: StreamingPipeline) -> None:
+        self._pipeline = pipeline
         self.lines: dict[str, _Line] = {}
         """Of the sessions whose requests wait, by name."""
+        self.texts_encoded = self.pictures_encoded = 0
         self._thread: ThreadPoolExecutor | None = None
 
     def __contains__(self, session: str) -> bool:
@@ -163,36 +164,47 @@ class PromptQueue:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, pending: PendingRequest) -> Future[Encoded]:
+        if not self._pipeline.text.slow and not pending.begins_with:
+            encoding: Future[Encoded] = Future()
+            try:
+                encoding.set_result(self._encode(pending))
+            except SESSION_ERRORS as error:
+                encoding.set_exception(error)
+            return encoding
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         return self._thread.submit(self._encode, pending)
 
     def _encode(self, pending: PendingRequest) -> Encoded:
         """Embeddings of a request's text, its encoded picture, and what stands for them."""
-        request = pending.request
-        made = self._read(request) if has_features(request) else NOTHING
-        if (picture := picture_of(request)) is not None:
-            made = made._replace(start=self._encode_picture(picture[0]))
-        if _has_text(pending) and pending.text and made.conditioning is None:
-            made = made._replace(conditioning=self._encode_text(pending.text))
+        request, made = pending.request, NOTHING
+        if isinstance(request, Open) and features_of(request).names:
+            made = self._read_features(request)
+        if isinstance(request, Open | Reset) and request.image is not None:
+            made = made._replace(start=self._encode_picture(request.image[0]))
+        if pending.text and made.conditioning is None:
+            made = made._replace(conditioning=self.encode_text(pending.text))
         return made
 
+    def encode_text(self, text: str) -> Any:
+        """A text's conditioning, as the pipeline takes it. From any thread."""
+        self.texts_encoded += 1
+        return self._pipeline.text.encode(text)
 
-def picture_of(request: Request) -> Pictures | None:
-    """The picture `[1, H, W, 3]` that a stream begins with by this request, if any."""
-    return request.image if isinstance(request, Open | Reset) else None
+    def _encode_picture(self, picture: Pictures) -> Any:
+        """Raises RequestError for a picture that the pipeline cannot encode."""
+        self.pictures_encoded += 1
+        try:
+            return self._pipeline.encode_picture(picture)
+        except RequestError:
+            raise
+        except SESSION_ERRORS as error:
+            raise RequestError("image", f"the picture could not be encoded: {reason_of(error)}") from error
 
-
-def has_features(request: Request) -> TypeGuard[Open]:
-    """Whether a session is opened with features that were made elsewhere."""
-    return isinstance(request, Open) and bool(features_of(request).names)
-
-
-def begins_with(request: Request) -> bool:
-    """Whether a stream begins with more than a text by this request, which is made ready first."""
-    return picture_of(request) is not None or has_features(request)
-
-
-def _has_text(pending: PendingRequest) -> bool:
-    """Whether a text goes with a request; with a reset, where that of the session is still to be encoded."""
-    return isinstance(pending.request, Open | SetPrompt) or (isinstance(pending.request, Reset) and bool(pending.text))
+    def _read_features(self, command: Open) -> Encoded:
+        """What a session is to be opened with instead of a text, a picture or a video. Raises RequestError for features
+        that the pipeline does not take; names them."""
+        features = features_of(command)
+        given = decode(features, self._pipeline.info)
+        parts = given.prompt_embeds, given.image_latents, given.video_latents
+        return Encoded(*self._pipeline.features_of(*parts, features.strength, given.motion))

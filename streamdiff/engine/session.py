@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff.core import PROMPT_POLICIES
-from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
+from streamdiff.engine.messages import Accepted, Applied, Event, FrameBatch, Opened
 from streamdiff.errors import RequestError
 from streamdiff.snapshot_header import SavedStream
 
@@ -60,12 +59,9 @@ class Session:
     """Why it has failed, until the engine ends it."""
     chunk: int = field(default=-1, init=False)
     """The last chunk of which frames have come; -1 before the first. Starts again with a reset."""
-    _pending_switch: tuple[int, str] | None = field(default=None, init=False)
-    """Epoch, and what becomes of the past."""
-    _pending_steps: tuple[int, int] | None = field(default=None, init=False)
-    """Epoch and steps."""
-    _pending_input: tuple[int, float | None] | None = field(default=None, init=False)
-    """Epoch and strength."""
+    _pending: dict[str, tuple[int, Any]] = field(default_factory=dict, init=False)
+    """What was accepted and is not applied yet, in order: by kind (prompt, steps, input) its epoch, and what becomes of
+    the past, the steps, or the strength."""
     _applied_epoch: int = field(init=False)
     _oldest_epoch: int = field(init=False)
     _skip_epoch: int = field(init=False)
@@ -137,8 +133,7 @@ class Session:
         if switch == "reset":
             self.reset(None, request)
         else:
-            self.epoch += 1
-            self._pending_switch = self.epoch, switch
+            self._change("prompt", switch)
             if skip:
                 self._skip_epoch = self.epoch
                 self._set_frame_credit()
@@ -147,55 +142,46 @@ class Session:
     def set_steps(self, steps: int, min_ahead_frames: int, request: str) -> list[Event]:
         """Accept a number of steps, for which the pipeline needs `min_ahead_frames`; `apply_pending` gives it to the
         pipeline, unless a later one comes first."""
-        self.epoch += 1
+        self._change("steps", steps)
         self.min_ahead_frames = min_ahead_frames
-        self._pending_steps = self.epoch, steps
         self._set_frame_credit()
         return [Accepted(self.name, request, self.epoch, "")]
 
     def set_input(self, strength: float | None, request: str) -> list[Event]:
         """Accept an input, or its strength, or its end; `apply_pending` gives it to the pipeline, unless a later one
         comes first."""
-        self.epoch += 1
-        self._pending_input = self.epoch, strength
+        self._change("input", strength)
         return [Accepted(self.name, request, self.epoch, "")]
+
+    def _change(self, kind: str, value: Any) -> None:
+        """Note what `apply_pending` gives to the pipeline, under the next epoch. Mutates: self."""
+        self.epoch += 1
+        self._pending.pop(kind, None)
+        self._pending[kind] = self.epoch, value
 
     @property
     def changes(self) -> bool:
         """Whether something that was accepted is not applied yet."""
-        return (self._pending_switch, self._pending_steps, self._pending_input) != (None, None, None)
+        return bool(self._pending)
 
     @property
     def input_changes(self) -> bool:
         """Whether a change of its input is not applied yet; until then the pipeline may wait in vain."""
-        return self._pending_input is not None
+        return "input" in self._pending
 
     def apply_pending(self) -> None:
         """Give the pipeline the latest prompt, steps and input that it does not have yet, in the order of their
         epochs."""
-        pending = (
-            (self._pending_switch, self._apply_switch),
-            (self._pending_steps, self._apply_steps),
-            (self._pending_input, self._apply_input),
-        )
-        for _, apply in sorted(((each[0], apply) for each, apply in pending if each is not None), key=itemgetter(0)):
-            apply()
-
-    def _apply_switch(self) -> None:
-        assert self._pending_switch is not None
-        (epoch, policy), self._pending_switch = self._pending_switch, None
-        conditioning = self.conditioning
-        self._pipeline.set_conditioning(self.slot, conditioning, epoch=epoch - self._epoch_shift, switch=policy)
-
-    def _apply_steps(self) -> None:
-        if self._pending_steps is not None:
-            (epoch, steps), self._pending_steps = self._pending_steps, None
-            self._pipeline.set_steps(self.slot, steps, epoch=epoch - self._epoch_shift)
-
-    def _apply_input(self) -> None:
-        if self._pending_input is not None:
-            (epoch, strength), self._pending_input = self._pending_input, None
-            self._pipeline.set_input(self.slot, strength, epoch=epoch - self._epoch_shift)
+        while self._pending:
+            kind = next(iter(self._pending))
+            epoch, value = self._pending.pop(kind)
+            epoch -= self._epoch_shift
+            if kind == "prompt":
+                self._pipeline.set_conditioning(self.slot, self.conditioning, epoch=epoch, switch=value)
+            elif kind == "steps":
+                self._pipeline.set_steps(self.slot, value, epoch=epoch)
+            else:
+                self._pipeline.set_input(self.slot, value, epoch=epoch)
 
     def reset(self, seed: int | None, request: str) -> list[Event]:
         """Restart the stream, with the latest prompt and steps, and from `start`. A paused stream stays paused.
@@ -206,10 +192,9 @@ class Session:
         self.epoch += 1
         self.chunk = -1
         self._oldest_epoch = self.epoch
-        self._pending_switch = None
         self._shown_frames = self._made_frames
-        self._apply_steps()
-        self._apply_input()
+        self._pending.pop("prompt", None)
+        self.apply_pending()
         epoch, conditioning = self.epoch - self._epoch_shift, self.conditioning
         self._pipeline.reset(self.slot, conditioning, seed=self.seed, epoch=epoch, start=self.start)
         self._pipeline.set_paused(self.slot, self._paused)
@@ -258,11 +243,6 @@ class Session:
         self._set_frame_credit()
         events.append(FrameBatch(self.name, epoch, chunk, first, chunk_s, pictures))
         return events
-
-    def close(self) -> list[Event]:
-        """End the stream and free its slot."""
-        self._pipeline.close_session(self.slot)
-        return [Closed(self.name)]
 
     def _set_frame_credit(self) -> None:
         self._pipeline.set_frame_credit(self.slot, max(0, self.frame_credit))

@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from streamdiff.core import ModelInfo
-from streamdiff.engine.features import check_together, decode, features_of
-from streamdiff.engine.messages import (
-    Command,
-    InputFrames,
-    Open,
-    Pictures,
-    Refused,
-    Reset,
-    Save,
-    SetInput,
-    SetPrompt,
-    SetSteps,
-    Shutdown,
-)
-from streamdiff.engine.prompt_queue import Encoded, PendingRequest
+from streamdiff.engine.features import check_together, features_of
+from streamdiff.engine.messages import Command, InputFrames, Open, Refused, Reset, Shutdown
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
-
-if TYPE_CHECKING:
-    from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 SESSION_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
 """Errors of one session's text, picture or memory, which end that session only. Others are bugs and end the engine."""
@@ -76,34 +58,14 @@ def check_frames(command: InputFrames, info: ModelInfo) -> None:
         )
 
 
-def read_features(pipeline: StreamingPipeline, command: Open) -> Encoded:
-    """What a session is to be opened with instead of a text, a picture or a video. Raises RequestError for features
-    that the pipeline does not take; names them."""
-    features = features_of(command)
-    given = decode(features, pipeline.info)
-    parts = given.prompt_embeds, given.image_latents, given.video_latents
-    return Encoded(*pipeline.features_of(*parts, features.strength, given.motion))
-
-
-def encode_picture(pipeline: StreamingPipeline, picture: Pictures) -> Any:
-    """Raises RequestError for a picture that the pipeline cannot encode."""
-    try:
-        return pipeline.encode_picture(picture)
-    except RequestError:
-        raise
-    except SESSION_ERRORS as error:
-        raise RequestError("image", f"the picture could not be encoded: {reason_of(error)}") from error
-
-
-def expects_answer(pending: PendingRequest) -> bool:
-    """Whether the request is of a kind that is answered."""
-    return isinstance(pending.request, Open | SetPrompt | SetSteps | SetInput | Reset)
+def is_answered(command: Command) -> bool:
+    """Whether a command is of a kind that is answered: it has the caller's id for that."""
+    return hasattr(command, "request")
 
 
 def refused(command: Command, error: RequestError) -> Refused:
     session = "" if isinstance(command, Shutdown) else command.session
-    request = command.request if isinstance(command, Open | Save | SetPrompt | SetSteps | SetInput | Reset) else ""
-    return Refused(session, request, error.field, str(error), error.code)
+    return Refused(session, getattr(command, "request", ""), error.field, str(error), error.code)
 
 
 def closed_before(command: Command) -> Refused:

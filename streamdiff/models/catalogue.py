@@ -1,8 +1,8 @@
 """The catalogue: what is known of every published model, so that a name is all a user has to give, and its `ModelSpec`.
 
 One YAML file per model in `published/`, and `parts.yaml` with what models share: architectures, autoencoders, text
-encoders. Every file is validated when it is read; an unknown key is an error. `None` means not known: nobody
-published it, or nobody has read it. It never stands for a default. Needs no torch.
+encoders. An unknown key is an error. `None` means not known: nobody published it, or nobody has read it. It never
+stands for a default. Needs no torch.
 
 Sizes of chunk, window and sink are in latent frames; a window counts the sink and the chunk itself.
 """
@@ -16,18 +16,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict
 
 from streamdiff.config import ModelConfig
 from streamdiff.core import KVContext, PromptPolicy
 from streamdiff.errors import ConfigError
 from streamdiff.models.sampling import Schedule, published
 from streamdiff.models.spec import ModelSpec
-from streamdiff.models.weight_files import problems
 
 Rope = Literal["absolute", "relative"]
 
@@ -37,15 +35,15 @@ class _Entry(BaseModel):
 
 
 class Architecture(_Entry):
-    """Sizes of a transformer in diffusers' Wan layout."""
+    """Sizes of a transformer in diffusers' Wan layout; `width` is D, heads * head_dim."""
 
-    width: int = Field(ge=1, description="model width D, heads * head_dim")
-    ffn_dim: int = Field(ge=1)
-    heads: int = Field(ge=1)
-    blocks: int = Field(ge=1)
-    in_channels: int = Field(ge=1)
-    out_channels: int = Field(ge=1)
-    freq_dim: int = Field(ge=1)
+    width: int
+    ffn_dim: int
+    heads: int
+    blocks: int
+    in_channels: int
+    out_channels: int
+    freq_dim: int
     patch: tuple[int, int, int] = (1, 2, 2)
 
     def arguments(self, text_dim: int) -> dict[str, Any]:
@@ -65,18 +63,12 @@ class Architecture(_Entry):
 
 
 class Files(_Entry):
-    """Files of one repository. `repo` is a hub id, or the address of a repository elsewhere (then it has a slash more);
-    `licence` is that of the files, not of any code."""
+    """Files of one repository of the hub; `licence` is that of the files, not of any code."""
 
     repo: str
-    files: tuple[str, ...] = Field(min_length=1)
+    files: tuple[str, ...]
     licence: str | None
     licence_note: str | None = None
-
-    @property
-    def on_hub(self) -> bool:
-        """Whether `repo` is a hub id."""
-        return self.repo.count("/") == 1
 
 
 class Weights(Files):
@@ -92,8 +84,8 @@ class PublishedLora(Files):
     """An adapter on top of the weights, in PEFT's layout; `alpha / rank` is its scale."""
 
     container: str | None
-    rank: int = Field(ge=1)
-    alpha: float = Field(gt=0)
+    rank: int
+    alpha: float
 
     @property
     def scale(self) -> float:
@@ -111,26 +103,28 @@ class TinyDecoder(Files):
 
 
 class Autoencoder(_Entry):
-    """An autoencoder: its latent channels, and pixels per latent pixel in time and space."""
+    """An autoencoder: its latent channels, and pixels per latent pixel in time and space; `values` are stored numbers,
+    `config` that of diffusers' class, as far as memory depends on it."""
 
     title: str
     weights: Files | None
-    channels: int = Field(ge=1)
-    temporal: int = Field(ge=1)
-    spatial: int = Field(ge=1)
-    values: int | None = Field(ge=1, description="stored numbers")
-    config: dict[str, Any] | None = Field(None, description="of diffusers' class, as far as memory depends on it")
+    channels: int
+    temporal: int
+    spatial: int
+    values: int | None
+    config: dict[str, Any] | None = None
     tiny: tuple[TinyDecoder, ...] = ()
 
 
 class PublishedTextEncoder(_Entry):
-    """A text encoder: `tokens` is the fixed length that texts are padded to, `width` that of an embedding."""
+    """A text encoder: `tokens` is the fixed length that texts are padded to, `width` that of an embedding,
+    `gigabytes` what its weights take in bfloat16."""
 
     title: str
     weights: Files | None
-    tokens: int = Field(ge=1)
-    width: int = Field(ge=1)
-    gigabytes: float | None = Field(gt=0, description="of its weights in bfloat16")
+    tokens: int
+    width: int
+    gigabytes: float | None
 
 
 class SharedParts(_Entry):
@@ -147,14 +141,14 @@ class Sampling(_Entry):
     noise that a chunk begins with. With `keep_end` the 0 at the end of `steps` is a step of its own, which may be left
     out."""
 
-    steps: tuple[float, ...] = Field(min_length=1)
+    steps: tuple[float, ...]
     first_chunk_steps: tuple[float, ...] | None = None
-    shift: float = Field(gt=0)
+    shift: float
     warp: bool
-    nearest: bool = Field(description="the authors' code rounds noise levels to its grid of 1,000")
+    nearest: bool
     keep_end: bool = False
     timestep_dtype: Literal["exact", "bfloat16"] = "exact"
-    first_noise_scale: float = Field(1.0, gt=0, le=1)
+    first_noise_scale: float = 1.0
 
     def schedule(self) -> Schedule:
         """Timesteps and noise levels of the denoise steps, with those of the first chunk where it has its own.
@@ -190,26 +184,14 @@ class Streaming(_Entry):
     into it, or the likeness below which a chunk of an `adaptive` one gives way; `trained_latents` is the longest stream
     it was trained on, None where that is not known."""
 
-    chunk_latents: int = Field(ge=1)
-    first_chunk_latents: int | None = Field(None, ge=1)
-    window_latents: int = Field(ge=1)
-    clean_window_latents: int | None = Field(None, ge=1)
-    sink_latents: int = Field(ge=0)
+    chunk_latents: int
+    first_chunk_latents: int | None = None
+    window_latents: int
+    clean_window_latents: int | None = None
+    sink_latents: int
     sink_policy: Literal["fixed", "average", "adaptive"] | None = None
-    sink_value: float | None = Field(None, ge=-1, le=1)
-    trained_latents: int | None = Field(None, ge=1)
-
-    @model_validator(mode="after")
-    def _fits(self) -> Streaming:
-        if self.sink_latents + self.chunk_latents > min(self.window("clean"), self.window_latents):
-            raise ValueError("a window holds at least the sink and one chunk")
-        if (self.first_chunk_latents or self.chunk_latents) % self.chunk_latents:
-            raise ValueError("first_chunk_latents must be a multiple of chunk_latents, as it is made of chunks")
-        if self.first_chunk_latents is not None and self.first_chunk_latents > self.window_latents:
-            raise ValueError("a window holds at least the first chunk")
-        if (self.sink_policy in ("average", "adaptive")) != (self.sink_value is not None):
-            raise ValueError("sink_value goes with sink_policy average or adaptive")
-        return self
+    sink_value: float | None = None
+    trained_latents: int | None = None
 
     def window(self, kv_context: KVContext) -> int:
         """Latent frames that a chunk sees, sink and itself included."""
@@ -225,7 +207,7 @@ class Context(_Entry):
 
     trained: KVContext | None
     works: tuple[KVContext, ...] = ()
-    noise: float | None = Field(ge=0, le=1000)
+    noise: float | None
     alone: bool = False
     pictures: bool = False
     source: str | None = None
@@ -256,41 +238,34 @@ class Positions(_Entry):
 
 
 class CatalogueEntry(_Entry):
-    """One model. `sampling`, `stream`, `context`, `switches` and `positions` are None where it makes whole clips and
-    cannot stream; `weights` is None for the embedded model. `encode_normalised` says whether the authors' code
-    normalises what the autoencoder encodes; where it does not, such latents are taken, if the user makes them."""
+    """One model; `use` is what it is good for, `height` and `width` those of the picture it was trained for, or is
+    shown with, `begins_with` what its chunks are made from. `sampling`, `stream`, `context`, `switches` and `positions`
+    are None where it makes whole clips and cannot stream (`kind` bidirectional); `weights` is None for the embedded
+    model. `encode_normalised` says whether the authors' code normalises what the autoencoder encodes; where it does
+    not, such latents are taken, if the user makes them."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.\-]*$")
+    name: str
     title: str
     family: str
     kind: Literal["causal", "bidirectional"]
-    use: str = Field(description="what it is good for")
+    use: str
     architecture: str
     weights: Weights | None
     lora: PublishedLora | None = None
-    height: int = Field(ge=16, description="of the picture it was trained for, or shown with")
-    width: int = Field(ge=16)
-    native_fps: float | None = Field(gt=0)
+    height: int
+    width: int
+    native_fps: float | None
     autoencoder: str
     encode_normalised: bool | None
     text_encoder: str
-    begins_with: Literal["noise", "video"] = Field("noise", description="what its chunks are made from")
+    begins_with: Literal["noise", "video"] = "noise"
     sampling: Sampling | None
     stream: Streaming | None
     context: Context | None
     switches: Switches | None
     positions: Positions | None
     notes: tuple[str, ...] = ()
-    sources: tuple[str, ...] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _check_complete(self) -> CatalogueEntry:
-        streaming = (self.sampling, self.stream, self.context, self.switches, self.positions)
-        if any((part is None) == (self.kind == "causal") for part in streaming):
-            raise ValueError("a causal model has sampling, stream, context, switches and positions, another has none")
-        if self.sampling is not None:
-            self.sampling.schedule()
-        return self
+    sources: tuple[str, ...]
 
 
 USUAL = "self-forcing"
@@ -309,7 +284,8 @@ _Model = TypeVar("_Model", bound=BaseModel)
 def entries() -> dict[str, CatalogueEntry]:
     """Every packaged model by name: the embedded one first, then bases, then by family, size and name."""
     sizes = parts().architectures
-    found = [read_entry(path) for path in _folder().iterdir() if path.name.endswith(".yaml") and path.name != _PARTS]
+    files = [path for path in _folder().iterdir() if path.name.endswith(".yaml") and path.name != _PARTS]
+    found = [_read(path, CatalogueEntry) for path in files]
     found.sort(key=lambda e: (e.name != "tiny", e.kind == "causal", e.family, sizes[e.architecture].width, e.name))
     return {entry.name: entry for entry in found}
 
@@ -384,39 +360,46 @@ def make_spec(name: str, entry: CatalogueEntry | None, architecture: Mapping[str
 
     A model that makes whole clips has no steps, and a window of 0: who runs it has to say both.
     """
-    stream = entry.stream if entry is not None else None
     usual = find(USUAL)
     assert usual.stream is not None and usual.native_fps is not None
-    known = entry or usual
-    shared = parts()
+    known, shared = entry or usual, parts()
     pictures, tokens = shared.autoencoders[known.autoencoder], shared.text_encoders[known.text_encoder].tokens
-    schedules = entry.sampling.schedules() if entry is not None and entry.sampling is not None else ()
-    noise = entry.context.noise if entry is not None and entry.context is not None else None
     spec = ModelSpec(
         name=name,
         latent_channels=architecture["out_channels"],
         latent_height=known.height // pictures.spatial,
         latent_width=known.width // pictures.spatial,
-        chunk_latents=(stream or usual.stream).chunk_latents,
-        window_latents=stream.window_latents if stream is not None else 0,
-        clean_window_latents=stream.clean_window_latents if stream is not None else None,
-        sink_latents=stream.sink_latents if stream is not None else 0,
+        chunk_latents=usual.stream.chunk_latents,
+        window_latents=0,
+        sink_latents=0,
         frames_per_latent=pictures.temporal,
         width=known.width,
         height=known.height,
         native_fps=known.native_fps or usual.native_fps,
         shift=1.0,
+        steps=(),
+        text_shape=(tokens, architecture["text_dim"]),
+    )
+    if entry is None or entry.stream is None:
+        return spec
+    assert entry.sampling and entry.context and entry.switches and entry.positions, "it streams"
+    stream, context, schedules = entry.stream, entry.context, entry.sampling.schedules()
+    spec = replace(
+        spec,
+        chunk_latents=stream.chunk_latents,
+        first_chunks=(stream.first_chunk_latents or stream.chunk_latents) // stream.chunk_latents,
+        window_latents=stream.window_latents,
+        clean_window_latents=stream.clean_window_latents,
+        sink_latents=stream.sink_latents,
+        adaptive_sink=stream.sink_value if stream.sink_policy == "adaptive" else None,
+        averaged_sink=stream.sink_value if stream.sink_policy == "average" else None,
+        rope=entry.positions.published,
         steps=tuple(schedule.steps for schedule in schedules),
         schedules=schedules,
-        text_shape=(tokens, architecture["text_dim"]),
-        context_sigma=(noise or 0.0) / 1000,
-        rope=entry.positions.published if entry is not None and entry.positions is not None else "relative",
-        adaptive_sink=stream.sink_value if stream is not None and stream.sink_policy == "adaptive" else None,
-        averaged_sink=stream.sink_value if stream is not None and stream.sink_policy == "average" else None,
-        context_alone=entry is not None and entry.context is not None and entry.context.alone,
-        context_pictures=entry is not None and entry.context is not None and entry.context.pictures,
-        switch=entry.switches.own if entry is not None and entry.switches is not None else "keep",
-        first_chunks=(stream.first_chunk_latents or stream.chunk_latents) // stream.chunk_latents if stream else 1,
+        context_sigma=(context.noise or 0.0) / 1000,
+        context_alone=context.alone,
+        context_pictures=context.pictures,
+        switch=entry.switches.own,
     )
     return replace(spec, steps=_RANDOM_STEPS, shift=_RANDOM_SHIFT, schedules=()) if name.startswith(RANDOM) else spec
 
@@ -438,39 +421,10 @@ def small_autoencoder(name: str) -> str | None:
     return f"{RANDOM}{small[0].name}" if is_random(name) else small[0].name
 
 
-def read_entry(path: Path | Traversable) -> CatalogueEntry:
-    """A model's file.
-
-    Raises:
-        ConfigError: it cannot be read, a key is unknown or missing, a value is out of range, a part is not in
-            `parts.yaml`, or the name is not that of the file. All that pydantic finds is listed, one per line.
-    """
-    entry = _read(path, CatalogueEntry)
-    if f"{entry.name}.yaml" != path.name:
-        raise ConfigError(f"{path}: name is {entry.name!r}, but the file is called {path.name}")
-    shared = parts()
-    for key, value, known in (
-        ("architecture", entry.architecture, shared.architectures),
-        ("autoencoder", entry.autoencoder, shared.autoencoders),
-        ("text_encoder", entry.text_encoder, shared.text_encoders),
-    ):
-        if value not in known:
-            raise ConfigError(f"{path}: {key} is {value!r}, but must be one of {', '.join(known)}")
-    return entry
-
-
 def _folder() -> Traversable:
     return importlib.resources.files("streamdiff") / "models" / "published"
 
 
-def _read(path: Path | Traversable, model: type[_Model]) -> _Model:
-    try:
-        tree: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        # By way of JSON, where a strict model takes a list for a tuple.
-        return model.model_validate_json(json.dumps(tree))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValidationError as error:
-        raise ConfigError(problems(path, error)) from None
-    except (yaml.YAMLError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid YAML for a model: {error}") from None
+def _read(path: Traversable, model: type[_Model]) -> _Model:
+    # By way of JSON, where a strict model takes a list for a tuple.
+    return model.model_validate_json(json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.weight_files import INDEX, PICKLES, SAFETENSORS, USUAL_STEMS, read_object, some, weights_file
+from streamdiff.models.weight_files import (
+    INDEX,
+    PICKLES,
+    SAFETENSORS,
+    USUAL_STEMS,
+    fault_list,
+    read_object,
+    some,
+    weights_file,
+)
 
 CONTAINERS = ("generator_ema", "generator", "model", "state_dict", "module")
 """Names of what holds the tensors in a file, the preferred first. Which one is right is a fact of the file that its
@@ -63,7 +71,6 @@ def open_checkpoint(
     *,
     order: Sequence[str] = CONTAINERS,
     names: Sequence[str] = USUAL_STEMS,
-    old: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint: a file (`.safetensors`, `.pt`, `.pth`, `.bin`), the index of several
     (`.safetensors.index.json`), or a folder with one of these, possibly in `transformer`. A folder's `config.json`
@@ -74,7 +81,6 @@ def open_checkpoint(
             taken as it is.
         order: which container to take when `container` is None.
         names: stems of the usual file in a folder, which is taken before others.
-        old: take a torch file from before torch 1.6 too, which cannot be mapped: all of it is read.
 
     Raises:
         ConfigError: nothing there, several files that could be meant, a damaged file, a pickle that `weights_only`
@@ -87,7 +93,7 @@ def open_checkpoint(
     way, metadata = list[str](), dict[str, str]()
     entries: Mapping[str, Tensor]
     if path.suffix in PICKLES:
-        way, entries, found = _choose(path, unpickle(path, old=old), container, order)
+        way, entries, found = _choose(path, unpickle(path), container, order)
         container = None if found else container
     elif path.suffix == SAFETENSORS:
         entries, metadata = _mapped(path)
@@ -102,12 +108,12 @@ def open_checkpoint(
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, by name: for modules so small that all of it is wanted. As `open_checkpoint`, with `old`.
+    """All tensors of a file, by name: for modules so small that all of it is wanted.
 
     Raises:
         ConfigError: as `open_checkpoint`.
     """
-    checkpoint = open_checkpoint(path, old=True)
+    checkpoint = open_checkpoint(path)
     return {name: checkpoint.read(name) for name in checkpoint.names}
 
 
@@ -212,19 +218,8 @@ def _no_container(path: Path, wanted: str, found: Sequence[str]) -> ConfigError:
     return ConfigError(f"{path}: has no container {wanted!r}; there is {', '.join(found)}")
 
 
-_OLD_START = b"\x80\x02"
-# What torch's reader raises, as it does not look whether a pickle is whole before it uses it.
-_DAMAGED = (
-    *(RuntimeError, EOFError, OSError, ValueError, LookupError),
-    *(AssertionError, AttributeError, TypeError, struct.error),
-)
-
-
-def unpickle(path: Path, *, old: bool = False) -> object:
+def unpickle(path: Path) -> object:
     """What a torch file holds, its tensors mapped into memory.
-
-    Args:
-        old: take a file from before torch 1.6 too, which cannot be mapped; all of it is then read.
 
     Raises:
         ConfigError: it cannot be read, or `weights_only` refuses it.
@@ -232,8 +227,7 @@ def unpickle(path: Path, *, old: bool = False) -> object:
     if hint := pointer_hint(path):
         raise ConfigError(f"{path}: not a torch file{hint}")
     try:
-        mapped = not (old and _is_old(path))
-        tree: object = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+        tree: object = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"(?:GLOBAL|class|function)\s+([\w.]+\.[\w.]+)", str(error))
         what = f" ({found[1]})" if found else ""
@@ -241,25 +235,15 @@ def unpickle(path: Path, *, old: bool = False) -> object:
             f"{path}: holds more than tensors{what}. A pickle can run code when it is opened, so it is opened with "
             "weights_only=True, and torch refuses this one; take a safetensors file, or save the tensors alone"
         ) from None
-    except _DAMAGED as error:
+    except Exception as error:  # of any kind, as torch uses a pickle before it looks whether it is whole
         if "_use_new_zipfile_serialization" in str(error):
             raise ConfigError(
                 f"{path}: not a torch file, or one from before torch 1.6, which cannot be mapped into memory; load and "
                 "save it anew with torch.save, or take a safetensors file"
-            ) from None
-        raise ConfigError(f"{path}: not a readable torch file: {_reason(error)}") from None
+            ) from error
+        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
+        raise ConfigError(f"{path}: not a readable torch file: {reason}") from error
     return tree
-
-
-def _is_old(path: Path) -> bool:
-    """Whether it begins as torch's files did before they were zip archives: with a pickle."""
-    with path.open("rb") as file:
-        return file.read(len(_OLD_START)) == _OLD_START
-
-
-def _reason(error: Exception) -> str:
-    """The first line of what torch says, which can be nothing, or a bare number."""
-    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
 
 
 def pointer_hint(path: Path) -> str:
@@ -275,20 +259,19 @@ def check_fit(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, torc
     Raises:
         ConfigError: lists how many are missing, unexpected and misshapen, the first few by name.
     """
-    missing = [name for name in wanted if name not in found]
-    unexpected = [name for name in found if name not in wanted]
-    misshapen = [
-        f"{name} {list(found[name].shape)} instead of {list(shape)}"
-        for name, shape in wanted.items()
-        if name in found and found[name].shape != shape
-    ]
-    faults = [
-        f"{len(names)} {what} ({some(names)})"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
-        if names
-    ]
+    faults = fault_list(
+        {
+            "missing": [name for name in wanted if name not in found],
+            "unexpected": [name for name in found if name not in wanted],
+            "of another shape": [
+                f"{name} {list(found[name].shape)} instead of {list(shape)}"
+                for name, shape in wanted.items()
+                if name in found and found[name].shape != shape
+            ],
+        }
+    )
     if faults:
-        raise ConfigError(f"{path}: of {len(wanted)} tensors expected, {len(found)} found: {'; '.join(faults)}")
+        raise ConfigError(f"{path}: of {len(wanted)} tensors expected, {len(found)} found: {faults}")
 
 
 def load_module(

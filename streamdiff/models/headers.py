@@ -186,19 +186,16 @@ _HEADER_BYTES = 2**20  # room for a header where a limit is computed from shapes
 
 @dataclass(frozen=True)
 class FreeDim:
-    """A dimension that a file may choose, `low` to `high` (None: without end); the same everywhere in one file."""
+    """A dimension that a file may choose, `low` to `high` (None: without end)."""
 
     name: str
     low: int = 1
     high: int | None = None
 
     def __str__(self) -> str:
-        return self.name
-
-    @property
-    def range(self) -> str:
-        """As a remark in a message."""
-        return f"at least {self.low:,}" if self.high is None else f"{self.low:,} to {self.high:,}"
+        if self.high is not None:
+            return f"{self.name} ({self.low:,} to {self.high:,})"
+        return self.name if self.low <= 1 else f"{self.name} (at least {self.low:,})"
 
 
 Shape = tuple[int | FreeDim, ...]
@@ -212,18 +209,8 @@ class TensorSpec:
     shapes: tuple[Shape, ...]
     required: bool = True
 
-    def describe(self, bound: dict[str, int] | None = None) -> str:
-        """The shapes in words, free dimensions that are in `bound` as numbers."""
-        known = bound or {}
-        frees = {
-            size for shape in self.shapes for size in shape if isinstance(size, FreeDim) and size.name not in known
-        }
-        listed = " or ".join(f"[{', '.join(_size(size, known) for size in shape)}]" for shape in self.shapes)
-        ranges: dict[str, list[str]] = {}
-        for free in sorted(frees, key=lambda free: free.name):
-            ranges.setdefault(free.range, []).append(free.name)
-        remarks = "; ".join(f"{', '.join(names)} {each}" for each, names in ranges.items())
-        return f"{listed} ({remarks})" if remarks else listed
+    def __str__(self) -> str:
+        return " or ".join(f"[{', '.join(map(str, shape))}]" for shape in self.shapes)
 
 
 @dataclass(frozen=True)
@@ -234,9 +221,8 @@ class FileSpec:
     tensors: tuple[TensorSpec, ...]
     max_bytes: int = MAX_BYTES
 
-    def describe(self) -> str:
-        """The tensors in words."""
-        return ", ".join(f"{wanted.name} {wanted.describe()}" for wanted in self.tensors)
+    def __str__(self) -> str:
+        return ", ".join(f"{wanted.name} {wanted}" for wanted in self.tensors)
 
 
 def prompt_embeds_contract(text_shape: tuple[int, int]) -> FileSpec:
@@ -289,8 +275,8 @@ def video_contract() -> FileSpec:
     return FileSpec("frames", (TensorSpec("video", ((3, FreeDim("F"), FreeDim("H"), FreeDim("W")),)),), MAX_VIDEO_BYTES)
 
 
-def check_contract(contract: FileSpec, header: TensorHeader) -> dict[str, int]:
-    """Compare a file's header with the contract; returns the free dimensions as the file has them.
+def check_contract(contract: FileSpec, header: TensorHeader) -> None:
+    """Compare a file's header with the contract.
 
     Raises:
         ConfigError: too large a file, missing or unknown tensors, or one of another rank, shape or dtype.
@@ -305,45 +291,22 @@ def check_contract(contract: FileSpec, header: TensorHeader) -> dict[str, int]:
         faults = [f"{wanted.name} is missing" for wanted in missing] + [f"{name} is unknown" for name in unknown[:3]]
         held = ", ".join(sorted(header.entries)[:6]) or "nothing"
         raise ConfigError(
-            f"{place}: {', '.join(faults)}; expected {contract.describe()}, got {held} ({len(header.entries)} in all)"
+            f"{place}: {', '.join(faults)}; expected {contract}, got {held} ({len(header.entries)} in all)"
         )
-    bound: dict[str, int] = {}
     for wanted in contract.tensors:
-        if (entry := header.entries.get(wanted.name)) is not None:
-            _check_contract_tensor(place, wanted, entry, bound)
-    return bound
+        if (entry := header.entries.get(wanted.name)) is None:
+            continue
+        if entry.dtype not in FLOATS:
+            raise ConfigError(f"{place}: {wanted.name}: expected dtype {' or '.join(FLOATS)}, got {entry.dtype}")
+        if not any(_matches(shape, entry.shape) for shape in wanted.shapes):
+            raise ConfigError(f"{place}: {wanted.name}: expected shape {wanted}, got {list(entry.shape)}")
 
 
-def _check_contract_tensor(place: str, wanted: TensorSpec, entry: TensorEntry, bound: dict[str, int]) -> None:
-    """Mutates: bound, with the free dimensions of this tensor."""
-    if entry.dtype not in FLOATS:
-        raise ConfigError(f"{place}: {wanted.name}: expected dtype {' or '.join(FLOATS)}, got {entry.dtype}")
-    for shape in wanted.shapes:
-        if (found := _match(shape, entry.shape, bound)) is not None:
-            bound.update(found)
-            return
-    expected, ranks = wanted.describe(bound), {len(shape) for shape in wanted.shapes}
-    rank = "" if len(entry.shape) in ranks else f", which has {len(entry.shape)} dimensions"
-    raise ConfigError(f"{place}: {wanted.name}: expected shape {expected}, got {list(entry.shape)}{rank}")
-
-
-def _match(shape: Shape, actual: tuple[int, ...], bound: dict[str, int]) -> dict[str, int] | None:
-    """The free dimensions if `actual` fits `shape`, those in `bound` being given; None if it does not."""
-    if len(shape) != len(actual):
-        return None
-    found = dict(bound)
-    for want, size in zip(shape, actual, strict=True):
-        if isinstance(want, FreeDim):
-            if size < want.low or (want.high is not None and size > want.high):
-                return None
-            want = found.setdefault(want.name, size)
-        if want != size:
-            return None
-    return found
-
-
-def _size(size: int | FreeDim, bound: dict[str, int]) -> str:
-    return f"{size.name}={bound[size.name]}" if isinstance(size, FreeDim) and size.name in bound else str(size)
+def _matches(shape: Shape, actual: tuple[int, ...]) -> bool:
+    return len(shape) == len(actual) and all(
+        want.low <= size <= (want.high or size) if isinstance(want, FreeDim) else want == size
+        for want, size in zip(shape, actual, strict=True)
+    )
 
 
 def read_motion(header: TensorHeader) -> list[float] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,18 @@ def remote(files: Files) -> list[Remote]:
     Raises:
         ConfigError: see `fetch`.
     """
-    if not files.on_hub:
-        raise _elsewhere(files)
     try:
-        if any("*" in name for name in files.files):
-            found: Any = huggingface_hub.snapshot_download(files.repo, allow_patterns=list(files.files), dry_run=True)
-        else:
-            found = [huggingface_hub.hf_hub_download(files.repo, name, dry_run=True) for name in files.files]
-    except _faults() as error:
+        with _reachable(files.repo, files.files):
+            if any("*" in name for name in files.files):
+                found: Any = huggingface_hub.snapshot_download(
+                    files.repo, allow_patterns=list(files.files), dry_run=True
+                )
+            else:
+                found = [huggingface_hub.hf_hub_download(files.repo, name, dry_run=True) for name in files.files]
+    except ConfigError:
         if folder_on_disk(files) is not None:
             return []
-        raise _no_way(files.repo, files.files, error) from None
+        raise
     return [Remote(files.repo, each.filename, each.file_size, each.will_download) for each in found]
 
 
@@ -49,10 +51,8 @@ def fetch_file(repo: str, name: str, bar: type[Any] | None = None) -> Path:
     Raises:
         ConfigError: see `fetch`.
     """
-    try:
+    with _reachable(repo, (name,)):
         return Path(huggingface_hub.hf_hub_download(repo, name, tqdm_class=bar))
-    except _faults() as error:
-        raise _no_way(repo, (name,), error) from None
 
 
 def fetch(files: Files) -> list[Path]:
@@ -61,8 +61,6 @@ def fetch(files: Files) -> list[Path]:
     Raises:
         ConfigError: not on the hub, or there is no way to it; says what to put where by hand.
     """
-    if not files.on_hub:
-        raise _elsewhere(files)
     return [fetch_file(files.repo, name) for name in files.files]
 
 
@@ -72,10 +70,8 @@ def fetch_folder(files: Files) -> Path:
     Raises:
         ConfigError: see `fetch`.
     """
-    try:
+    with _reachable(files.repo, files.files):
         return Path(huggingface_hub.snapshot_download(files.repo, allow_patterns=list(files.files)))
-    except _faults() as error:
-        raise _no_way(files.repo, files.files, error) from None
 
 
 def folder_on_disk(files: Files) -> Path | None:
@@ -97,25 +93,15 @@ def download_command(repo: str, names: Sequence[str]) -> str:
     return f"hf download {repo} " + " ".join(f"--include '{name}'" if patterns else name for name in names)
 
 
-def _faults() -> tuple[type[Exception], ...]:
-    """Exceptions that the hub's client raises for a file that it cannot list or download."""
-    from huggingface_hub import errors
-
-    http: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
-    return (
-        *(errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.DryRunError, errors.FileMetadataError),
-        *(errors.HFValidationError, errors.OfflineModeIsEnabled, http, OSError),
-        *(RuntimeError, ImportError),  # of the library for large files; of a proxy that a package is missing for
-    )
-
-
-def _elsewhere(files: Files) -> ConfigError:
-    return ConfigError(f"{', '.join(files.files)} of {files.repo} cannot be fetched from here; give the file's path")
-
-
-def _no_way(repo: str, names: Sequence[str], error: Exception) -> ConfigError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    return ConfigError(
-        f"{', '.join(names)} of {repo} is not in the hub's cache and cannot be fetched: {reason}. Fetch it elsewhere "
-        f"with `{download_command(repo, names)}` and copy the cache here (HF_HOME), or give the path"
-    )
+@contextmanager
+def _reachable(repo: str, names: Sequence[str]) -> Iterator[None]:
+    """Whatever the hub's client raises for files that it cannot list or download is a ConfigError that says the way
+    out: it has a dozen kinds of errors, those of the network and of the library for large files among them."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"{', '.join(names)} of {repo} is not in the hub's cache and cannot be fetched: {reason}. Fetch it "
+            f"elsewhere with `{download_command(repo, names)}` and copy the cache here (HF_HOME), or give the path"
+        ) from error

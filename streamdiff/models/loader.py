@@ -30,7 +30,7 @@ from streamdiff.models.spec import (
     with_size,
     with_window,
 )
-from streamdiff.models.text_encoder import CachedText, EmbeddingCache, EmbeddingFolder, WanText
+from streamdiff.models.text_encoder import CachedText, EmbeddingFolder, WanText
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.tiny.model import TinyText
 from streamdiff.models.transformer import attention_backend
@@ -240,9 +240,6 @@ def _given_stream(config: ModelConfig) -> dict[str, Any]:
     return {"steps": (schedule.steps,), "schedules": (schedule,), "chunk_latents": config.chunk_latents}
 
 
-_CACHE_BYTES = 256 * 2**20  # some sixty prompts of 512 x 4096 in bfloat16
-
-
 def load_text_encoder(
     model: ResolvedModel, config: ModelConfig, text_shape: tuple[int, int], device: torch.device
 ) -> TextEncoder:
@@ -267,7 +264,7 @@ def load_text_encoder(
         path = hub.fetch_folder(path)
     length, width = text_shape
     encoder = WanText(path, length=length, width=width, output=device)
-    return CachedText(encoder, EmbeddingCache(_CACHE_BYTES), EmbeddingFolder())
+    return CachedText(encoder, EmbeddingFolder())
 
 
 def awaited_bytes(text: TextEncoder, device: torch.device) -> int:
@@ -275,13 +272,11 @@ def awaited_bytes(text: TextEncoder, device: torch.device) -> int:
     return text.encoder.awaited_bytes(device) if isinstance(text, CachedText) else 0
 
 
-class RandomText:
-    """A `TextEncoder` without an encoder: every text has embeddings of its own, drawn."""
+class RandomText(TextEncoder):
+    """Without an encoder: every text has embeddings of its own, drawn."""
 
-    examples: tuple[str, ...] = ("anything: weights are random, and the picture is noise",)
-    suggestions: tuple[tuple[str, ...], ...] = ()
-    vocabulary: str = "Any words. The weights are random, so the picture is noise; only speed and memory are real."
-    slow: bool = False
+    examples = ("anything: weights are random, and the picture is noise",)
+    vocabulary = "Any words. The weights are random, so the picture is noise; only speed and memory are real."
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         self._shape, self._device = shape, device

@@ -1,17 +1,14 @@
 """A model by name, path or hub id: where each of its parts lies, which have to be fetched first, and which model of the
-catalogue a checkpoint is; and the settings that are left at their default, resolved by device and by the presets
+catalogue a file is; and the settings that are left at their default, resolved by device and by the presets
 `plain` and `fast`, with the reason for each.
 
-Needs no torch, reads no weights, and opens no pickle: of a torch file only the texts in it are looked at.
+Needs no torch, and opens no file of weights: a model is recognised by its file's name.
 `models.loader.ModelLoader` loads the parts of what is found here.
 """
 
 from __future__ import annotations
 
-import pickle
-import pickletools
 import re
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -22,10 +19,8 @@ from streamdiff.config import EMBEDDED, ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub
 from streamdiff.models.catalogue import CatalogueEntry, Files, small_autoencoder
-from streamdiff.models.headers import parse_header
 from streamdiff.models.spec import Lora, parse_lora
-from streamdiff.models.transformer.tensor_names import block_count, recognise, translate
-from streamdiff.models.weight_files import INDEX, PICKLES, SAFETENSORS, read_object, weights_file
+from streamdiff.models.weight_files import PICKLES, SAFETENSORS, read_object, weights_file
 
 EMBEDDED_WEIGHTS = Path(__file__).parent / "tiny" / "weights"
 _FILES = (SAFETENSORS, *PICKLES, ".json")
@@ -234,80 +229,36 @@ def _find_known(config: ModelConfig) -> Path | Files | CatalogueEntry:
     return catalogue.find(name)
 
 
-_CONTAINERS = ("generator_ema", "generator")  # that entries of the catalogue name
-_MOST_BYTES = 64 * 2**20  # of the pickle in a torch file, which holds names and shapes alone
-
-
 def entry_of(weights: Path) -> CatalogueEntry:
-    """The model whose transformer this file holds; `weights` may be a folder with one.
+    """The model whose published file is called as `weights`, or as the file in the folder `weights`.
 
     Raises:
-        ConfigError: it is no Wan transformer, or could be that of several models, which are named, or of none; or which
-            file of a folder is meant cannot be told.
+        ConfigError: its name is that of none or of several models, which are named; or which file of a folder is meant
+            cannot be told.
     """
-    names = _names(weights_file(weights) if weights.is_dir() else weights)
-    layout = recognise(names)
-    if layout is None:
-        raise ConfigError(f"{weights}: holds no transformer of a kind that is known; say whose it is with --model NAME")
-    blocks = block_count(translate(names, layout).sources)
-    fitting = [entry for entry in catalogue.listed() if _fits(entry, names, blocks)]
-    named = _by_file_name(fitting, weights)
-    if len(named) == 1:
-        return named[0]
-    could = ", ".join(entry.name for entry in named) or "none of the catalogue's"
+    if _embedded_index(weights) is not None:
+        return catalogue.find(EMBEDDED)
+    file = weights_file(weights) if weights.is_dir() else weights
+    alike: dict[int, list[CatalogueEntry]] = {}
+    for entry in catalogue.listed():
+        published = (*entry.weights.files, *entry.weights.others) if entry.weights is not None else ()
+        alike.setdefault(max((_parts_alike(Path(each), file) for each in published), default=0), []).append(entry)
+    found = alike[max(alike)]
+    if len(found) == 1:
+        return found[0]
     raise ConfigError(
-        f"{weights}: a transformer of {blocks} blocks, whose name does not tell which model it is: it could be "
-        f"{could}. Say which with --model NAME"
+        f"{weights}: its name does not tell which model it is: it could be "
+        f"{', '.join(entry.name for entry in found)}. Say which with --model NAME"
     )
 
 
-def _fits(entry: CatalogueEntry, names: Sequence[str], blocks: int) -> bool:
-    """Whether the number of blocks and the container fit `entry`. A number that no catalogue architecture has is not
-    compared."""
-    sizes = catalogue.parts().architectures
-    if any(each.blocks == blocks for each in sizes.values()) and sizes[entry.architecture].blocks != blocks:
-        return False
-    container = None if entry.weights is None else entry.weights.container
-    held = {each for each in _CONTAINERS if any(name == each or name.startswith(f"{each}.") for name in names)}
-    return container is None or not held or container in held
-
-
-def _by_file_name(entries: Sequence[CatalogueEntry], weights: Path) -> list[CatalogueEntry]:
-    """The `entries` whose published file's path matches most trailing parts of `weights`; all where none matches."""
-    best: dict[int, list[CatalogueEntry]] = {0: list(entries)}
-    for entry in entries:
-        published = (*entry.weights.files, *entry.weights.others) if entry.weights is not None else ()
-        alike = max((_alike(Path(file), weights) for file in published), default=0)
-        if alike:
-            best.setdefault(alike, []).append(entry)
-    return best[max(best)]
-
-
-def _alike(one: Path, other: Path) -> int:
+def _parts_alike(one: Path, other: Path) -> int:
     """How many parts at the end of two paths are the same, but for the file's ending."""
     pairs = zip(reversed(one.with_suffix("").parts), reversed(other.with_suffix("").parts), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-# ---- names of tensors ----------------------------------------------------------------------------------------------
-
-
-def _names(path: Path) -> list[str]:
-    """Names of the tensors in a file; for a torch file, all strings of its pickle."""
-    if path.name.endswith(INDEX):
-        return list(read_object(path).get("weight_map", {}))
-    if path.suffix == SAFETENSORS:
-        return list(parse_header(path).entries)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            found = next(each for each in archive.infolist() if each.filename.endswith("data.pkl"))
-            data = archive.read(found) if found.file_size <= _MOST_BYTES else b""
-        return [given for _, given, _ in pickletools.genops(data) if isinstance(given, str)]
-    except (OSError, zipfile.BadZipFile, StopIteration, ValueError, pickle.UnpicklingError) as error:
-        raise ConfigError(
-            f"{path}: what it holds cannot be told ({error}); say whose it is with --model NAME"
-        ) from None
-
+# ---- settings that are left open ------------------------------------------------------------------------------------
 
 _PLAIN = "--plain"
 
@@ -363,7 +314,8 @@ def settle(
         if benchmark
         else Choice("cudnn.benchmark", "off", _PLAIN if plain else "CPU"),
         Choice("quantize", config.quantize, _QUANTIZE.get(config.quantize, own)),
-        *_decoding(cuda, plain),
+        Choice("decoder's layout", "contiguous", _PLAIN) if plain else _DECODING[device][0],
+        *_DECODING[device][1:],
     ]
     if compiled.value == "on" and cuda:
         choices.append(Choice("decode", "a stream of its own", "of lower priority than the transformer's graphs"))
@@ -434,18 +386,15 @@ def _compile(config: ModelConfig, cuda: bool, compile_fault: Callable[[], str | 
     return Choice("compile", "on", f"CUDA; {_PLAIN} switches it off")
 
 
-def _decoding(cuda: bool, plain: bool) -> tuple[Choice, ...]:
-    layout = "channels last", f"CUDA; {_PLAIN} switches it off"
-    if plain:
-        layout = "contiguous", _PLAIN
-    elif not cuda:
-        layout = "the decoder's own", "CPU: channels last, but for Wan's decoder"
-    call, pictures = ("a latent frame", "CPU: its pictures are early"), ("rgb", "CPU")
-    if cuda:
-        call = "a chunk", "CUDA; one latent frame where memory is short"
-        pictures = "yuv420 to a server's encoders, else rgb", "CUDA; rgb where serve.upscale is above 1"
-    return (
-        Choice("decoder's layout", *layout),
-        Choice("decoder's call", *call),
-        Choice("pictures", *pictures),
-    )
+_DECODING = {
+    "cuda": (
+        Choice("decoder's layout", "channels last", f"CUDA; {_PLAIN} switches it off"),
+        Choice("decoder's call", "a chunk", "CUDA; one latent frame where memory is short"),
+        Choice("pictures", "yuv420 to a server's encoders, else rgb", "CUDA; rgb where serve.upscale is above 1"),
+    ),
+    "cpu": (
+        Choice("decoder's layout", "the decoder's own", "CPU: channels last, but for Wan's decoder"),
+        Choice("decoder's call", "a latent frame", "CPU: its pictures are early"),
+        Choice("pictures", "rgb", "CPU"),
+    ),
+}

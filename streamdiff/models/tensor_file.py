@@ -52,7 +52,7 @@ def read(path: Path, contract: FileSpec) -> dict[str, Tensor]:
         ConfigError: what `check` and `parse_header` refuse, and values that are not finite.
     """
     if not path.exists():
-        raise ConfigError(f"{path} does not exist; expected {contract.what}, a safetensors file: {contract.describe()}")
+        raise ConfigError(f"{path} does not exist; expected {contract.what}, a safetensors file: {contract}")
     header = parse_header(path, contract.max_bytes)
     check_contract(contract, header)
     try:
@@ -82,11 +82,19 @@ def read_noise(
     `initial` `[chunks, C, f, h, w]` and `renoise` `[chunks, steps-1, ...]`.
 
     Raises:
-        ConfigError: see `read` and `noise_contract`.
+        ConfigError: see `read` and `noise_contract`; other numbers of chunks in the two.
     """
     found = read(path, noise_contract(chunk_shape, steps=steps, chunks=chunks))
     initial = found["initial"]
-    return initial, found.get("renoise", initial.new_zeros(len(initial), 0, *chunk_shape))
+    renoise = found.get("renoise", initial.new_zeros(len(initial), 0, *chunk_shape))
+    _check_count(path, "renoise", renoise, "initial", initial)
+    return initial, renoise
+
+
+def _check_count(path: Path, name: str, tensor: Tensor, other: str, of: Tensor) -> None:
+    """Raises ConfigError unless both are for as many chunks."""
+    if len(tensor) != len(of):
+        raise ConfigError(f"{path}: {name} is for {len(tensor)} chunks, and {other} for {len(of)}")
 
 
 def read_latents(path: Path, chunk_shape: Shape, *, chunks: int = 1, whole: bool = False) -> Tensor:
@@ -264,6 +272,8 @@ def read_first_steps(path: Path, frames: int, *, steps: int, chunks: int, with_v
             f"{path}: {_WHAT}: sigmas: expected shape {list(timesteps.shape)}, as timesteps have, got "
             f"{list(sigmas.shape)}"
         )
+    if level is not None:
+        _check_count(path, "noise_level", level, "timesteps", timesteps)
     for name, values, high in (("timesteps", timesteps, TIMESTEPS), ("sigmas", sigmas, 1.0), ("noise_level", level, 1)):
         if values is not None:
             _check_range(path, name, values, high)

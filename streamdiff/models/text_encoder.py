@@ -2,9 +2,8 @@
 rows, zero beyond the text; and caches of these embeddings, in memory and in files of the user's cache folder, so that a
 text is encoded once.
 
-Its files are in diffusers' layout or original Wan's. The original repository's file, `models_t5_umt5-xxl-enc-bf16.pth`,
-holds the encoder alone, under names of its own; sizes are read from its shapes. The names are those of
-github.com/Wan-Video/Wan2.1 (wan/modules/t5.py).
+Its files are in diffusers' layout or original Wan's, whose file holds the encoder alone, under names of its own
+(`umt5_xxl.yaml`).
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ import logging
 import os
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ftfy
 import torch
+import yaml
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -35,7 +34,7 @@ from transformers.models.umt5.configuration_umt5 import UMT5Config
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
 from streamdiff.atomic_write import temporary_sibling
-from streamdiff.device import pick_dtype
+from streamdiff.device import pick_dtype, side_stream
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import check_fit, open_checkpoint
 from streamdiff.models.spec import ParsedPrompt
@@ -53,16 +52,6 @@ VOCABULARY = (
     "light and the camera work best."
 )
 _LAST_WORDS = 8  # tokens of a cut prompt's end that a notice shows
-
-
-class TextKey(NamedTuple):
-    """What embeddings depend on: which encoder (its number format included), which revision of it, the text length in
-    tokens, and the text."""
-
-    encoder: str
-    revision: str
-    length: int
-    text: str
 
 
 class WanText:
@@ -97,13 +86,18 @@ class WanText:
         """
         self.path, self.length = path, length
         self._files = find_text_files(path)
-        self.width, words = read_sizes(self._files, width)
+        self._config = read_config(self._files)
+        self.width: int = self._config.d_model
+        if width not in (None, self.width):
+            raise ConfigError(
+                f"{path}: the text encoder is {self.width} wide (d_model), but the transformer asks for {width} "
+                "(text_dim)"
+            )
         self.output = torch.device(output or device or "cpu")
         self.device = choose_device(self._files, self.output) if device is None else torch.device(device)
         self.dtype = pick_dtype("auto", self.device)
-        self._identity = f"{path.resolve()} {self.dtype}"
         self.revision = revision(self._files)
-        self._tokenizer = load_tokenizer(self._files.tokenizer, words)
+        self._tokenizer = load_tokenizer(self._files.tokenizer, self._config.vocab_size)
         # Padding and truncation are settings of the tokenizer's own, so two threads must not use it at once.
         self._tokenizing, self._encoding = threading.Lock(), threading.Lock()
         self._encoder: UMT5EncoderModel | None = None
@@ -113,9 +107,10 @@ class WanText:
         """Whether the weights are in memory."""
         return self._encoder is not None
 
-    def key(self, text: str) -> TextKey:
-        """What tells the embeddings of `text` from others."""
-        return TextKey(self._identity, self.revision, self.length, text)
+    def key(self, text: str) -> str:
+        """Of the embeddings of `text`: a digest of all that they depend on."""
+        whole = (f"{self.path.resolve()} {self.dtype}", self.revision, self.length, text)
+        return hashlib.sha256(repr(whole).encode()).hexdigest()
 
     def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         """The prompt as it is; the notice says where it is cut if it is too long."""
@@ -144,8 +139,8 @@ class WanText:
         tokens = self.tokens(text)
         with self._encoding:
             if self._encoder is None:
-                self._encoder = load_encoder(self._files, self.device, self.dtype)
-            with torch.inference_mode(), _beside(self.device), _all_cores(self.device):
+                self._encoder = load_encoder(self._files, self._config, self.device, self.dtype)
+            with torch.inference_mode(), side_stream(self.device), _all_cores(self.device):
                 ids = tokens.to(self.device)
                 hidden = self._encoder(ids, torch.ones_like(ids)).last_hidden_state[0]
         if not bool(hidden.isfinite().all()):
@@ -172,18 +167,6 @@ def _clean(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
-    """On a GPU, run on a stream of its own and wait for it on this thread, so that the transformer's work goes on."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
-
-
-@contextlib.contextmanager
 def _all_cores(device: torch.device) -> Iterator[None]:
     """On the CPU, let torch use every core that this process may; afterwards as many threads as before. Other threads
     of the process that use torch already keep their own number."""
@@ -207,23 +190,10 @@ _SHARE = 3  # the rest of a GPU's free memory is for sessions
 TOKENIZER_FILES = ("tokenizer.json", "spiece.model")
 _WEIGHTS = "models_t5*.pth"
 _TOKENIZERS = ("google/umt5-xxl", "umt5-xxl", "tokenizer", ".")
-_MAX_DISTANCE = 128  # of relative positions: in no tensor, and the same in every UMT5
 _STEMS = ("model",)
 _TABLE, _SAME_TABLE = "shared.weight", "encoder.embed_tokens.weight"
 """The table of words, by both of its names. A file has one of them, or both, whatever its config.json says of them."""
-_TOP = {"token_embedding.weight": _TABLE, "norm.weight": "encoder.final_layer_norm.weight"}
-_BLOCK = {
-    "norm1": "layer.0.layer_norm",
-    "attn.q": "layer.0.SelfAttention.q",
-    "attn.k": "layer.0.SelfAttention.k",
-    "attn.v": "layer.0.SelfAttention.v",
-    "attn.o": "layer.0.SelfAttention.o",
-    "pos_embedding.embedding": "layer.0.SelfAttention.relative_attention_bias",
-    "norm2": "layer.1.layer_norm",
-    "ffn.gate.0": "layer.1.DenseReluDense.wi_0",
-    "ffn.fc1": "layer.1.DenseReluDense.wi_1",
-    "ffn.fc2": "layer.1.DenseReluDense.wo",
-}
+_ORIGINAL: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "umt5_xxl.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -284,72 +254,31 @@ def _tokenizer_beside(file: Path) -> Path:
     )
 
 
-def read_sizes(files: TextFiles, width: int | None) -> tuple[int, int]:
-    """Width and number of words of the encoder; the width must be `width` if that is given.
+def read_config(files: TextFiles) -> UMT5Config:
+    """The encoder's configuration: of the folder, or of the original file.
 
     Raises:
-        ConfigError: no encoder of this kind, or another width.
+        ConfigError: no encoder of this kind.
     """
     if files.original:
-        path, sizes = files.weights, original_sizes(files)
-        found, words = sizes.d_model, sizes.vocab_size
-    else:
-        path = files.weights / "config.json"
-        found, words = _read_config(path)
-    if width is not None and found != width:
-        raise ConfigError(
-            f"{path}: the text encoder is {found} wide (d_model), but the transformer asks for {width} (text_dim)"
-        )
-    return found, words
-
-
-def _read_config(path: Path) -> tuple[int, int]:
-    """Width and number of words of the encoder in a folder."""
+        return UMT5Config(**_ORIGINAL["config"])
+    path = files.weights / "config.json"
     try:
-        config = read_object(path)
+        stored = read_object(path)
     except ConfigError as error:
         raise ConfigError(f"{error}; diffusers' layout has the text encoder there") from None
-    kind = config.get("model_type")
-    if kind != "umt5" or not all(isinstance(config.get(key), int) for key in ("d_model", "vocab_size")):
+    kind = stored.get("model_type")
+    if kind != "umt5" or not all(isinstance(stored.get(key), int) for key in ("d_model", "vocab_size")):
         raise ConfigError(
             f"{path}: expected a UMT5 encoder (model_type umt5, with d_model and vocab_size), got model_type {kind!r}"
         )
-    return config["d_model"], config["vocab_size"]
+    try:
+        return UMT5Config.from_dict(stored)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: not a configuration of UMT5: {error}") from None
 
 
-def original_sizes(files: TextFiles) -> UMT5Config:
-    """The encoder's configuration, inferred from the shapes in the original file.
-
-    Raises:
-        ConfigError: it is not that file.
-    """
-
-    def sides(name: str) -> Sequence[int]:
-        found = files.shapes.get(name, ())
-        if len(found) != 2:
-            raise ConfigError(
-                f"{files.weights}: not Wan's text encoder: expected {name} of two axes, found {list(found) or 'none'} "
-                f"among {len(files.shapes)} tensors ({', '.join([*files.shapes][:3])}, ...)"
-            )
-        return found
-
-    words, width = sides("token_embedding.weight")
-    buckets, heads = sides("blocks.0.pos_embedding.embedding.weight")
-    numbers = [int(found[1]) for name in files.shapes if (found := re.match(r"blocks\.(\d+)\.", name))]
-    return UMT5Config(
-        vocab_size=words,
-        d_model=width,
-        d_kv=sides("blocks.0.attn.q.weight")[0] // heads,
-        d_ff=sides("blocks.0.ffn.fc1.weight")[0],
-        num_layers=1 + max(numbers),
-        num_heads=heads,
-        relative_attention_num_buckets=buckets,
-        relative_attention_max_distance=_MAX_DISTANCE,
-        feed_forward_proj="gated-gelu",
-    )
-
-
-def load_encoder(files: TextFiles, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
+def load_encoder(files: TextFiles, config: UMT5Config, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
     """The encoder, for inference.
 
     Raises:
@@ -358,7 +287,6 @@ def load_encoder(files: TextFiles, device: torch.device, dtype: torch.dtype) -> 
     path = files.weights
     checkpoint = open_checkpoint(path, names=_STEMS)
     try:
-        config = original_sizes(files) if files.original else UMT5Config.from_pretrained(path, local_files_only=True)
         with torch.device("meta"):
             encoder = UMT5EncoderModel(config)
     except (OSError, ValueError, RuntimeError) as error:
@@ -378,9 +306,9 @@ def load_encoder(files: TextFiles, device: torch.device, dtype: torch.dtype) -> 
 def _name(original: str) -> str:
     """transformers' name of a tensor of the original file; an unknown name stays as it is."""
     match = re.fullmatch(r"blocks\.(\d+)\.(.+)\.weight", original)
-    if match is None or match[2] not in _BLOCK:
-        return _TOP.get(original, original)
-    return f"encoder.block.{match[1]}.{_BLOCK[match[2]]}.weight"
+    if match is None or match[2] not in _ORIGINAL["block"]:
+        return str(_ORIGINAL["top"].get(original, original))
+    return f"encoder.block.{match[1]}.{_ORIGINAL['block'][match[2]]}.weight"
 
 
 def load_tokenizer(path: Path, words: int) -> Any:
@@ -419,87 +347,38 @@ def revision(files: TextFiles) -> str:
     return digest.hexdigest()[:16]
 
 
-class EmbeddingCache:
-    """Embeddings by key; the least recently used go first. One cache may serve several encoders."""
-
-    def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` of embeddings are kept at most; larger ones, and with 0 all, are handed out and not kept."""
-        self.max_bytes = max_bytes
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[TextKey, Tensor] = OrderedDict()
-        self._under_way: dict[TextKey, Future[Tensor]] = {}
-
-    def get(self, key: TextKey, encode: Callable[[], Tensor]) -> Tensor:
-        """The embeddings of `key`, encoded now if they are not kept; if another thread is encoding them, its result.
-
-        What is handed out is shared: it must not be written to. What `encode` raises goes to everybody who waits for
-        it, and nothing is kept. Mutates: self.
-        """
-        with self._lock:
-            if (kept := self._entries.get(key)) is not None:
-                self._entries.move_to_end(key)
-                return kept
-            if (theirs := self._under_way.get(key)) is None:
-                ours = self._under_way[key] = Future()
-        return self._encode(key, encode, ours) if theirs is None else theirs.result()
-
-    def _encode(self, key: TextKey, encode: Callable[[], Tensor], ours: Future[Tensor]) -> Tensor:
-        try:
-            embeddings = encode()
-        except BaseException as error:
-            with self._lock:
-                del self._under_way[key]
-            ours.set_exception(error)
-            raise
-        with self._lock:
-            del self._under_way[key]
-            self._keep(key, embeddings)
-        ours.set_result(embeddings)
-        return embeddings
-
-    def _keep(self, key: TextKey, embeddings: Tensor) -> None:
-        if _held_bytes(embeddings) > self.max_bytes:
-            return
-        self._entries[key] = embeddings
-        while sum(map(_held_bytes, self._entries.values())) > self.max_bytes:
-            self._entries.popitem(last=False)
-
-
 class CachedText:
-    """A `TextEncoder` that asks `encoder` only for texts that neither `cache` nor `kept`
-    holds."""
+    """A `TextEncoder` that asks `encoder` only for texts that are neither in memory nor in `kept`. For one thread."""
 
-    def __init__(self, encoder: WanText, cache: EmbeddingCache, kept: EmbeddingFolder | None = None) -> None:
+    def __init__(self, encoder: WanText, kept: EmbeddingFolder | None = None) -> None:
         self.examples, self.suggestions = encoder.examples, encoder.suggestions
         self.vocabulary, self.slow = encoder.vocabulary, encoder.slow
-        self.encoder, self.cache, self._kept = encoder, cache, kept
+        self.encoder, self._kept = encoder, kept
+        self._in_memory = lru_cache(_TEXTS_IN_MEMORY)(self._find)
 
     def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
         return self.encoder.read(prompt, previous)
 
     def encode(self, text: str) -> Tensor:
         """Embeddings `[T, text_dim]`, shared: not to be written to."""
-        key = self.encoder.key(text)
-        return self.cache.get(key, lambda: self._find(key))
+        return self._in_memory(text)
 
-    def _find(self, key: TextKey) -> Tensor:
+    def _find(self, text: str) -> Tensor:
+        key = self.encoder.key(text)
         if self._kept is not None and (found := self._kept.get(key)) is not None:
             return found.to(self.encoder.output)
-        embeddings = self.encoder.encode(key.text)
+        embeddings = self.encoder.encode(text)
         if self._kept is not None:
             self._kept.put(key, embeddings)
         return embeddings
 
 
-def _held_bytes(embeddings: Tensor) -> int:
-    """Of the whole memory behind it, which a view keeps alive."""
-    return embeddings.untyped_storage().nbytes()
-
-
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 512 * 2**20
-_TENSOR, _ROWS, _SUFFIX = "embeddings", "rows", ".safetensors"
+_TEXTS_IN_MEMORY = 64
+"""Each has 4 MB, with 512 x 4096 numbers in bfloat16."""
+_TENSOR, _ROWS = "embeddings", "rows"
 
 
 class EmbeddingFolder:
@@ -518,7 +397,7 @@ class EmbeddingFolder:
         self.max_bytes = max_bytes
         self._writable = True
 
-    def get(self, key: TextKey) -> Tensor | None:
+    def get(self, key: str) -> Tensor | None:
         """The embeddings on the CPU, as they were put; None if they are not here. A damaged file is removed."""
         path = self._path(key)
         try:
@@ -536,7 +415,7 @@ class EmbeddingFolder:
         embeddings[: len(kept)] = kept
         return embeddings
 
-    def put(self, key: TextKey, embeddings: Tensor) -> None:
+    def put(self, key: str, embeddings: Tensor) -> None:
         """Keep embeddings `[T, text_dim]`, without the zero rows at their end; drops others for room. Never raises for
         a disk that is full or cannot be written: says so once on standard error."""
         used = embeddings.any(1).nonzero()
@@ -571,5 +450,5 @@ class EmbeddingFolder:
             path.unlink(missing_ok=True)
             total -= size
 
-    def _path(self, key: TextKey) -> Path:
-        return self.folder / (hashlib.sha256(repr(tuple(key)).encode()).hexdigest() + _SUFFIX)
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.safetensors"

@@ -90,3 +90,9 @@ def some(names: Iterable[str], count: int = 3) -> str:
     """The first few of many names, for a message."""
     names = list(names)
     return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
+
+
+def fault_list(faults: Mapping[str, Sequence[str]]) -> str:
+    """How many names have each fault, and the first few of them: `2 missing (a, b); 1 unexpected (c)`; empty where none
+    has any."""
+    return "; ".join(f"{len(names)} {what} ({some(names)})" for what, names in faults.items() if names)

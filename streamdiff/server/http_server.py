@@ -29,7 +29,7 @@ from streamdiff.config import PREFIX, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server.peers import group_of, parse_address, share_of
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES
-from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
+from streamdiff.server.sessions.control import LARGEST_SNAPSHOT_BYTES, MAX_MESSAGE_BYTES
 
 CERTIFICATE_TICKS = 100
 """Of a tenth of a second, after which the certificate's files are looked at again."""
@@ -289,7 +289,7 @@ class HttpServer(uvicorn.Server):
         if serve.tls_cert is not None and serve.tls_key is not None:
             self._certificate = Certificate(serve.tls_cert, serve.tls_key)
         connections = Connections(max_connections or MAX_CONNECTIONS, serve.address_share, serve.trusted_proxies)
-        protocol = partial(BoundedProtocol, connections=connections, largest_bytes=serve.max_snapshot_mb << 20)
+        protocol = partial(BoundedProtocol, connections=connections, largest_bytes=LARGEST_SNAPSHOT_BYTES)
         super().__init__(
             uvicorn.Config(
                 app,

@@ -19,7 +19,7 @@ from streamdiff.server.problem import Problem
 
 FRESH_S = 30.0
 """How long a measurement says how busy the machine is."""
-EndReason = Literal["idle", "lifetime"]
+EndReason = Literal["idle"]
 RATES = (Fraction(3, 4), Fraction(1, 2))
 """Shares of the requested frame rate that a session in the fewest steps can be lowered to."""
 LATE = 1 / 8
@@ -128,7 +128,6 @@ class Lifetime:
 
     opened_s: float
     idle_limit_s: float | None = None
-    limit_s: float | None = None
     idle_since_s: float | None = field(init=False)
     """Time since which it has no viewers; None while it has some."""
 
@@ -144,12 +143,9 @@ class Lifetime:
 
     def end(self) -> tuple[float, EndReason] | None:
         """Time at which it will end by a limit unless something changes, and the reason; None: never."""
-        ends: list[tuple[float, EndReason]] = []
-        if self.idle_limit_s is not None and self.idle_since_s is not None:
-            ends.append((self.idle_since_s + self.idle_limit_s, "idle"))
-        if self.limit_s is not None:
-            ends.append((self.opened_s + self.limit_s, "lifetime"))
-        return min(ends, default=None)
+        if self.idle_limit_s is None or self.idle_since_s is None:
+            return None
+        return self.idle_since_s + self.idle_limit_s, "idle"
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
 """Runs a server: supervises the engine process, serves the web side, shuts both down. What `streamdiff serve` calls.
 
-`python -m streamdiff.server.main` is the web server of a running engine, started by the engine process
-(`engine.process.rank0_server`). Knows nothing about routes, codecs or sessions.
+Knows nothing about routes, codecs or sessions.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import errno
 import os
@@ -19,16 +17,13 @@ import webbrowser
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.engine.messages import Ready
-from streamdiff.engine.process import private_folder
-from streamdiff.engine.process.engine_process import EngineHandle, EngineProcess
+from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.fetching import DownloadProgress, fetch
-from streamdiff.engine.process.parent_engine import ParentEngine
 from streamdiff.engine.process.supervisor import EngineSupervisor, RestartPolicy
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.server.app import attach_engine, create_app
@@ -55,10 +50,13 @@ FETCHED_PERCENT = 5
 GOODBYE_S = 0.3
 """Time for the message that the engine has ended to reach viewers, before connections are closed."""
 
+RANK_FAILURE_S = 3.0
+"""For the engine to say that a rank is gone, when torchrun ends this one."""
+
 Fetch = Callable[[ModelConfig, Callable[[DownloadProgress], None]], Awaitable[None]]
 
 
-def run(config: Config, *, supervise: Callable[[Config], EngineHandle] = EngineProcess, fetch: Fetch = fetch) -> int:
+def run(config: Config, *, supervise: Callable[[Config], EngineProcess] = EngineProcess, fetch: Fetch = fetch) -> int:
     """Serve until Ctrl-C, SIGTERM or the engine's end; returns the exit code.
 
     0: asked to end. 1: the engine could not start, or failed once more than it is started again. 2: a setting that
@@ -167,7 +165,7 @@ async def _serve(
     config: Config,
     listener: socket.socket,
     connections: int,
-    supervise: Callable[[Config], EngineHandle],
+    supervise: Callable[[Config], EngineProcess],
     fetch: Fetch,
 ) -> int:
     shutdown = ShutdownRequest()
@@ -248,6 +246,10 @@ async def _serve_engine(
             fatal.error("the server stays to say so, /readyz answers 503 (Ctrl-C ends)")
             await asyncio.wait({serving, requested}, return_when=asyncio.FIRST_COMPLETED)
             code = EXIT_ENGINE
+        if "RANK" in os.environ and shutdown.requested.is_set() and not shutdown.immediate:
+            # torchrun ends this rank when it has lost another, which the engine notices at the same time: then what is
+            # kept stays for the next server.
+            await asyncio.wait({ended}, timeout=RANK_FAILURE_S)
         hands_over = config.serve.handover is not None and not shutdown.immediate
         if shutdown.requested.is_set() and (hands_over or state.manager.engine.state != "failed"):
             if hands_over:
@@ -290,22 +292,3 @@ def _announce(config: Config, listener: socket.socket, ready: Ready) -> None:
 
 def _has_display() -> bool:
     return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
-
-
-def _serve_parent() -> int:
-    """Serve for the engine that is this process's parent; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m streamdiff.server.main", description="a running engine's web side")
-    parser.add_argument("--address", type=Path, required=True, help="private folder: IPC socket, configuration")
-    address = parser.parse_args().address
-    config = private_folder.read_config(address)
-    # The engine takes this process along when it ends: whoever started the engine starts both again.
-    config = config.model_copy(update={"serve": config.serve.model_copy(update={"max_restarts": 0})})
-    return run(config, supervise=lambda _: ParentEngine(address), fetch=_fetch_nothing)
-
-
-async def _fetch_nothing(config: ModelConfig, report: Callable[[DownloadProgress], None]) -> None:
-    """The engine fetches what it needs by itself."""
-
-
-if __name__ == "__main__":
-    raise SystemExit(_serve_parent())

@@ -189,7 +189,7 @@ def _parts(value: Any, where: str) -> Iterator[tuple[str, Any]]:
     elif name_of(type(value)) is None:
         raise TypeError(
             f"{where} is a {type(value).__name__}, which is not declared part of a session; decorate it with "
-            "@session_state or @session_value, or mark its field DERIVED"
+            "@session_state, or mark its field DERIVED"
         )
     else:
         yield from ((f".{name}", getattr(value, name)) for name in saved_fields(type(value)))

@@ -34,12 +34,8 @@ _VIDEO: dict[str, tuple[str, dict[str, str]]] = {
     ".webm": ("libvpx-vp9", {"crf": "24", "b": "0", "deadline": "good", "cpu-used": "5", "row-mt": "1"}),
 }
 _CONTAINER_OPTIONS: dict[str, dict[str, str]] = {".mp4": {"movflags": "+faststart"}, ".webm": {}}
-_PICTURE, _PATTERN, _FOLDER = "%05d.png", "pattern", "folder"
-_NUMBER = re.compile(r"\*|%0?\d*d")
-_HOW = (
-    "use a name that ends in .mp4 or .webm, a folder for PNG pictures (out/), "
-    "or a pattern for their names (out/frame-%05d.png)"
-)
+_PICTURES = ""
+_HOW = "use a name that ends in .mp4 or .webm, or a folder for PNG pictures (out/)"
 
 
 def write_video(path: str | Path, frames: Iterable[Frame], fps: float, *, private: bool = False) -> None:
@@ -48,7 +44,6 @@ def write_video(path: str | Path, frames: Iterable[Frame], fps: float, *, privat
     - `.mp4`: H.264, yuv420p. `.webm`: VP9, yuv420p. A picture with an odd side gets its last row or column twice.
     - a folder: `00000.png`, `00001.png` and so on. One that exists is empty, or has such pictures only, and they are
       replaced.
-    - `name-%05d.png` or `name-*.png`: pictures with these names; those of the same name are replaced.
 
     Args:
         frames: uint8 `[H, W, 3]`, RGB, all of one size, at least one.
@@ -61,18 +56,24 @@ def write_video(path: str | Path, frames: Iterable[Frame], fps: float, *, privat
     """
     if not LOWEST_FPS <= fps <= HIGHEST_FPS:
         raise ConfigError(f"fps is {fps}; it must be at least {LOWEST_FPS} and at most {HIGHEST_FPS}")
-    (target, kind), replaced = _target(path), os.path.isdir(path)
-    with atomic_write.temporary_sibling(target) as temporary:
+    target, kind = _target(path)
+    # Into a folder that is there pictures are moved one by one: it may be a volume, which cannot be replaced.
+    is_there = target.is_dir()
+    with atomic_write.temporary_sibling(target / "pictures" if is_there else target) as temporary:
         if private:
             atomic_write.open_private(temporary).close()
-        if kind in _VIDEO:
+        if kind == _PICTURES:
+            _write_pngs(temporary, _checked(frames))
+        else:
             _write_video(kind, temporary, _checked(frames), Fraction(fps).limit_denominator(1001))
-        else:
-            _write_pngs(temporary, _checked(frames), target.name.replace("*", "%05d") if kind == _PATTERN else _PICTURE)
-        if kind == _PATTERN:
-            _spread(temporary, target.parent, alone=replaced)
-        else:
+        if not is_there:
             os.replace(temporary, target)
+            return
+        names = os.listdir(temporary)
+        for name in names:
+            os.replace(temporary / name, target / name)
+        for old in {*os.listdir(target)} - {*names, temporary.name}:  # of an earlier, longer video
+            (target / old).unlink()
 
 
 def check_target(path: str | Path, overwrite: bool = True) -> None:
@@ -81,41 +82,29 @@ def check_target(path: str | Path, overwrite: bool = True) -> None:
     Raises:
         ConfigError: a target that cannot be written, or without `overwrite` a video that exists.
     """
-    target, kind = _target(path)
-    if overwrite:
-        return
-    if kind != _PATTERN:
+    target, _ = _target(path)
+    if not overwrite and not (target.is_dir() and not os.listdir(target)):
         atomic_write.check_free(target)
-        return
-    before, after = _NUMBER.split(target.name)
-    for name in os.listdir(target.parent):
-        if re.fullmatch(f"{re.escape(before)}[0-9]+{re.escape(after)}", name):
-            atomic_write.check_free(target.with_name(name))
 
 
 def _target(path: str | Path) -> tuple[Path, str]:
-    """Where to write, links followed, and what: `.mp4`, `.webm`, `_PATTERN` for pictures whose names the target's name
-    is the pattern of, or `_FOLDER` for a new folder of pictures. An existing folder is a pattern in it.
+    """Where to write, links followed, and what: `.mp4`, `.webm`, or `_PICTURES`, a folder, which may be there.
 
     Raises:
         ConfigError: nothing can be written there, or the name says nothing that can be done.
     """
     target = Path(os.path.realpath(path))
-    suffix, kind = target.suffix.lower(), _FOLDER
+    kind = target.suffix.lower()
     if target.is_dir():
         if not all(re.fullmatch(r"[0-9]{5,}\.png", name) for name in os.listdir(target)):
             raise ConfigError(f"the folder {target} is not empty; name a new one, so that pictures do not mix")
-        target, kind = target / _PICTURE, _PATTERN
-    elif str(path).endswith(("/", os.sep)) or not (suffix or _NUMBER.search(target.name)):
+        atomic_write.check_parent(target / "pictures")
+        return target, _PICTURES
+    if str(path).endswith(("/", os.sep)) or not kind:
+        kind = _PICTURES
         if os.path.lexists(target):
             raise ConfigError(f"{target} is a file, so it cannot be a folder of pictures; {_HOW}")
-    elif suffix == ".png":
-        pattern, kind = target.name.replace("*", "%05d"), _PATTERN
-        if len(_NUMBER.findall(pattern)) != 1 or pattern.count("%") != 1:
-            raise ConfigError(f"{target} is one name for many pictures; {_HOW}")
-    elif suffix in _VIDEO:
-        kind = suffix
-    else:
+    elif kind not in _VIDEO:
         raise ConfigError(f"{target} has the unknown ending {target.suffix!r}; {_HOW}")
     atomic_write.check_parent(target)
     return target, kind
@@ -160,19 +149,10 @@ def _even(frame: Frame) -> Frame:
     return np.ascontiguousarray(np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge"))
 
 
-def _write_pngs(path: Path, frames: Iterator[Frame], pattern: str) -> None:
+def _write_pngs(path: Path, frames: Iterator[Frame]) -> None:
     path.mkdir()
     for number, frame in enumerate(frames):
-        Image.fromarray(frame).save(path / (pattern % number), format="PNG", compress_level=3)
-
-
-def _spread(temporary: Path, folder: Path, alone: bool) -> None:
-    """Move the pictures to `folder`; `alone`: pictures of an earlier, longer video there are removed."""
-    names = sorted(os.listdir(temporary))
-    for name in names:
-        os.replace(temporary / name, folder / name)
-    for old in {*os.listdir(folder)} - {*names, temporary.name} if alone else ():
-        (folder / old).unlink()
+        Image.fromarray(frame).save(path / f"{number:05d}.png", compress_level=3)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------

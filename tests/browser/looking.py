@@ -19,6 +19,11 @@ LOOK_S = 0.05
 """Seconds between two looks, which take time of the cores that play the video."""
 
 
+def painted_server(*options: str) -> tuple[str, ...]:
+    """The same, forked as in `model_server`."""
+    return fork_server.interpreter(), *PAINTED[1:], *options
+
+
 def model_server(*options: str) -> tuple[str, ...]:
     """The command of a server with the embedded model, whose engine is forked from a process that has everything
     imported. For tests that are not about how it starts."""

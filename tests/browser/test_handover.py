@@ -11,7 +11,7 @@ import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from benchmarks.browser import chromium, probe, running_server
-from tests.browser.looking import LIMIT_S, PAINTED, coloured, until
+from tests.browser.looking import LIMIT_S, coloured, painted_server, until
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -32,7 +32,7 @@ def test_a_rolling_restart_under_three_browsers(browser: WebDriver, tmp_path: Pa
     options = ("--handover", str(tmp_path / "handover"), "--server-name", "a")
     with ExitStack() as stack:
         second, third = stack.enter_context(chromium()), stack.enter_context(chromium())
-        with running_server((*PAINTED, *options)) as first:
+        with running_server(painted_server(*options)) as first:
             port = first.url.rstrip("/").rsplit(":", 1)[1]
             made = [httpx.post(f"{first.url}api/sessions", json={"prompt": each}).json() for each in ("green", "blue")]
             browser.get(first.url)
@@ -45,7 +45,7 @@ def test_a_rolling_restart_under_three_browsers(browser: WebDriver, tmp_path: Pa
             first.process.send_signal(signal.SIGTERM)
             first.process.wait(LIMIT_S)
             assert len(list((tmp_path / "handover").iterdir())) == 3
-        with running_server((*PAINTED, "--port", port, *options)) as last:
+        with running_server(painted_server("--port", port, *options)) as last:
             shows(browser, 0, 2)
             shows(second, 1, 0)
             shows(third, 2, 0)

@@ -14,7 +14,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from benchmarks.browser import Server, console_errors, running_server
-from tests.browser.looking import PAINTED, coloured, model_server, until
+from tests.browser.looking import coloured, model_server, painted_server, until
 from tests.server.scripted import COLOURS
 
 pytestmark = pytest.mark.browser
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running_server(PAINTED) as server:
+    with running_server(painted_server()) as server:
         yield server
 
 

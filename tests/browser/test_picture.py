@@ -12,7 +12,7 @@ from PIL import Image
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from benchmarks.browser import Server, console_errors, running_server
-from tests.browser.looking import PAINTED, coloured, open_controls, until
+from tests.browser.looking import coloured, open_controls, painted_server, until
 from tests.server.scripted import COLOURS
 
 pytestmark = pytest.mark.browser
@@ -38,7 +38,7 @@ def picture(colour: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running_server(PAINTED) as server:
+    with running_server(painted_server()) as server:
         yield server
 
 

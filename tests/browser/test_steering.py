@@ -13,7 +13,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 from benchmarks.browser import Server, console_errors, running_server
-from tests.browser.looking import PAINTED, ask, coloured, model_server, open_controls, until
+from tests.browser.looking import ask, coloured, model_server, open_controls, painted_server, until
 from tests.server.scripted import MARKS
 
 pytestmark = pytest.mark.browser
@@ -24,7 +24,7 @@ VIEW, CONTROL = "view-token-of-this-test", "control+token*of-this~test"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running_server(PAINTED) as server:
+    with running_server(painted_server()) as server:
         yield server
 
 
@@ -159,7 +159,7 @@ def steerable(page: WebDriver) -> set[bool]:
 
 
 def test_who_has_the_control_token_steers_and_all_others_watch(files: dict[str, str], browser: WebDriver) -> None:
-    with running_server((*PAINTED, "--control-token-file", files["control"])) as server:
+    with running_server(painted_server("--control-token-file", files["control"])) as server:
         visit(browser, server.url)
         assert steerable(browser) == {False}
         assert browser.find_element("id", "readonly").is_displayed()

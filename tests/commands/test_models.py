@@ -70,14 +70,6 @@ def test_the_list_has_every_model_that_streams_and_what_is_on_disk(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_what_the_authors_do_not_normalise_is_told_with_the_way_to_do_so_too(tmp_path: Path) -> None:
-    text = alone(tmp_path, "streamdiffusionv2-1.3b")
-    assert "normalised when encoded: not by the authors' code, see below (as theirs: encode --raw)" in text
-    assert "They called that a bug" in text
-    assert "normalised when encoded: yes" in alone(tmp_path, "self-forcing")
-
-
-@pytest.mark.slow
 def test_one_model_says_what_to_download_and_under_which_licence(tmp_path: Path) -> None:
     download(tmp_path, "Efficient-Large-Model/LongLive-1.3B", "models/longlive_base.pt")
     text = alone(tmp_path, "longlive-1.3b")
@@ -116,18 +108,6 @@ def test_json_has_the_same_for_programs(tmp_path: Path) -> None:
     assert whole["weights"] / 2 < small["weights"] < whole["weights"] * 0.53, "the blocks, not what stands around them"
     assert {**small, "weights": 0, "total": 0} == {**whole, "weights": 0, "total": 0}
     assert "an estimate" in tree["memory"]["note"]
-
-
-@pytest.mark.slow
-def test_the_json_list_holds_every_model_that_streams(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bases are shown to who asks for them by name."""
-    assert main.main(["models", "--json"]) == 0
-    trees = {tree["name"]: tree for tree in json.loads(capsys.readouterr().out)}
-    assert all("schedule" in tree for tree in trees.values())
-    assert set(trees) == set(catalogue.entries()) - BASES
-    assert trees["tiny"]["embedded"] and not trees["self-forcing"]["embedded"]
-    assert main.main(["models", "wan2.1-t2v-14b", "--json"]) == 0
-    assert "schedule" not in json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.slow

@@ -136,17 +136,17 @@ FIRST, GIVEN = "--first-steps", "--given-latents"
     [
         (FIRST, first_steps(timesteps=None), "timesteps is missing; expected timesteps [chunks] or [chunks, 3] or"),
         (FIRST, first_steps(noise_level=None), "noise_level is missing"),
-        (FIRST, first_steps(timesteps=told(5)), "[chunks, 3, 3] (chunks at least 6), got [5]"),
+        (FIRST, first_steps(timesteps=told(5)), "[chunks (at least 6), 3, 3], got [5]"),
         (FIRST, first_steps(timesteps=told(6, 2, 3)), "got [6, 2, 3]"),
         (FIRST, first_steps(timesteps=told(6) + 101), "expected values from 0 to 1000, got 1001 at [0] (6 of 6 are"),
         (FIRST, first_steps(noise_level=-told(6, 3)), "noise_level: expected values from 0 to 1, got -900 at [0, 0]"),
         (FIRST, first_steps(sigmas=told(6)), "sigmas: expected values from 0 to 1, got 900 at [0]"),
         (FIRST, first_steps(sigmas=told(6, 3)), "sigmas: expected shape [6], as timesteps have, got [6, 3]"),
         (GIVEN, {"latents": clean(channels=5)}, "expected shape [4, F, 4, 4] or [chunks, 4, 3, 4, 4]"),
-        (GIVEN, {"latents": clean()[0, :, :2].contiguous()}, "latents has 2 latent frames, but a stream goes on from"),
+        (GIVEN, {"latents": clean()[0, :, :2].contiguous()}, "but a stream goes on from whole chunks"),
         (GIVEN, {"latents": clean(chunks=6)}, "chunks is 6, and the first 6 are given, so there is none to make"),
         (GIVEN, None, "does not exist"),
-        ("--prompt-embeds", {"prompt_embeds": told(5)}, "expected shape [L, "),
+        ("--prompt-embeds", {"prompt_embeds": told(5)}, "expected shape [L ("),
         ("--video-latents", {"latents": clean()}, "the input video has 2 chunks, but 6 are to be made"),
         ("--video-latents", {"latents": clean()[0, :, :2].contiguous()}, "the input video has 0 chunks, but 6"),
     ],
@@ -167,14 +167,3 @@ def test_a_wrong_file_is_refused_before_anything_is_loaded(
     assert main.main(given.command("--video-latents", str(video), option, str(path))) == 2
     said = capsys.readouterr().err
     assert words in said and (str(path) in said or "chunks" in words)
-
-
-def test_first_steps_leave_no_room_for_other_ways_to_say_them(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
-    path, video = given.folder / "first.safetensors", given.folder / "video.safetensors"
-    save_file({"latents": clean(CHUNKS)}, video)
-    save_file(first_steps(), path)
-    for extra in (["--strength", "0.8"], ["--motion-noise"]):
-        assert main.main(given.command("--first-steps", str(path), "--video-latents", str(video), *extra)) == 2
-        assert "leave --strength and --motion-noise out" in capsys.readouterr().err
-    assert main.main(given.command("--first-steps", str(path))) == 2
-    assert "first steps, without --video-latents: noise_level is unknown" in capsys.readouterr().err

@@ -11,21 +11,17 @@ import logging
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from zlib import crc32
 
 import numpy as np
 
 from streamdiff.config import ModelConfig
-from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo
+from streamdiff.core import Frames, ModelInfo
 from streamdiff.engine.messages import Pictures
 from streamdiff.engine.process.main import main
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.spec import ParsedPrompt
-from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
-from tests.engine.bare_pipeline import BarePipeline
+from tests.fake_pipeline import FakePipeline, FakeStream
 
 SIZE = 16
 CHUNK_FRAMES = 6
@@ -56,118 +52,28 @@ class PaintedText:
         return text
 
 
-@dataclass
-class _Stream:
-    text: str
-    seed: int
-    epoch: int
-    steps: int
-    kv_context: str
-    chunk: int = 0
-    room: int = 0
-    paused: bool = False
-    in_flight: tuple[int, int, str] | None = None  # chunk, epoch, text
-    steps_left: int = 0
-    decoded: deque[Frames] = field(default_factory=deque)
-    start: Pictures | None = None
-
-    @property
-    def ready(self) -> bool:
-        waiting = sum(len(piece.pictures) for piece in self.decoded)
-        admits = not self.paused and self.room - waiting >= CHUNK_FRAMES
-        return self.in_flight is not None or admits
-
-
-class PaintedPipeline(BarePipeline):
+class PaintedPipeline(FakePipeline):
     info = INFO
 
     def __init__(self) -> None:
+        super().__init__()
         self.text = PaintedText()
-        self.streams: dict[int, _Stream] = {}
-        self.calls: list[tuple[object, ...]] = []
-        self.closed = False
-        self.on_fault: Callable[[int, str], None]
-
-    def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
-        if kv_context not in ("clean", "staircase", "same_step"):
-            raise ValueError(f"kv_context is {kv_context!r}; it must be clean, staircase or same_step")
-        return CHUNK_FRAMES
-
-    def open(
-        self,
-        session: int,
-        conditioning: object,
-        *,
-        seed: int,
-        epoch: int,
-        steps: int,
-        kv_context: str,
-        background: bool = False,
-        start: Pictures | None = None,
-        video: object = None,
-    ) -> None:
-        assert isinstance(conditioning, str) and session not in self.streams and video is None
-        if steps not in (2, 4):
-            raise RequestError("steps", f"steps is {steps}; it must be 2 or 4")
-        self.streams[session] = _Stream(conditioning, seed, epoch, steps, kv_context, start=start)
-        self.calls.append(("open", session, conditioning, steps, kv_context))
 
     def encode_picture(self, picture: Pictures) -> Pictures:
         if (picture == 13).all():
             raise ConfigError("the painter cannot look at this")
         return picture
 
-    def check_switch(self, session: int, switch: str) -> None:
-        known = ("keep", "flush", "reset") if self.streams[session].kv_context == "same_step" else PROMPT_POLICIES
-        if switch not in known:
-            raise RequestError("switch", f"the painter cannot {switch}")
-
-    def set_conditioning(self, session: int, conditioning: object, *, epoch: int, switch: str = "keep") -> None:
-        assert isinstance(conditioning, str)
-        stream = self.streams[session]
-        stream.text, stream.epoch = conditioning, epoch
-        self.calls.append(("set_conditioning", session, conditioning, epoch, switch))
-
-    def check_steps(self, session: int, steps: int) -> None:
-        assert session in self.streams
-        if steps not in self.info.steps_known:
-            raise RequestError("steps", f"steps is {steps}; the painter has 2, 4")
-
-    def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
-        stream = self.streams[session]
-        stream.steps, stream.epoch = steps, epoch  # of the chunk in flight the steps left stay
-        self.calls.append(("set_steps", session, steps, epoch))
-
-    def reset(
-        self, session: int, conditioning: object, *, seed: int, epoch: int, start: Pictures | None = None
-    ) -> None:
-        assert isinstance(conditioning, str)
-        stream = self.streams[session]
-        self.streams[session] = _Stream(conditioning, seed, epoch, stream.steps, stream.kv_context, start=start)
-        self.calls.append(("reset", session, conditioning, seed, epoch))
-
-    def set_paused(self, session: int, paused: bool) -> None:
-        self.streams[session].paused = paused
-        self.calls.append(("set_paused", session, paused))
-
-    def set_frame_credit(self, session: int, frames: int) -> None:
-        assert frames >= 0
-        self.streams[session].room = frames
-
-    def close_session(self, session: int) -> None:
-        del self.streams[session]
-        self.calls.append(("close_session", session))
-
     @property
     def busy(self) -> bool:
-        return any(stream.ready or stream.decoded for stream in self.streams.values())
+        return any(_ready(stream) or stream.decoded for stream in self.streams.values())
 
     def collect(self, wait_s: float) -> list[Frames]:
         for slot, stream in self.streams.items():
-            if not stream.ready:
+            if not _ready(stream):
                 continue
             if stream.in_flight is None:
-                stream.in_flight = (stream.chunk, stream.epoch, stream.text)
+                stream.in_flight = (stream.chunk, stream.epoch, stream.paint)
                 stream.steps_left = stream.steps
                 stream.chunk += 1
             stream.steps_left -= 1
@@ -181,11 +87,11 @@ class PaintedPipeline(BarePipeline):
         for stream in self.streams.values():
             if stream.decoded:
                 piece = stream.decoded.popleft()
-                stream.room -= len(piece.pictures)
+                stream.credit -= len(piece.pictures)
                 pieces.append(piece)
         return pieces
 
-    def _paint(self, slot: int, stream: _Stream) -> list[Frames]:
+    def _paint(self, slot: int, stream: FakeStream) -> list[Frames]:
         assert stream.in_flight is not None
         chunk, epoch, text = stream.in_flight
         pieces = []
@@ -211,30 +117,11 @@ class PaintedPipeline(BarePipeline):
             print("hanging", file=sys.stderr, flush=True)
             time.sleep(3600)
 
-    def check(self, wait_s: float = 0.0) -> None:
-        """A painter is always well."""
 
-    def occupancy(self) -> list[float]:
-        return []
-
-    def forwards(self) -> ForwardCounts:
-        return ForwardCounts()
-
-    def busy_s(self) -> list[float]:
-        return [0.0]
-
-    def chunk_compute_s(self) -> float | None:
-        return None
-
-    def max_sessions(self) -> int | None:
-        return None
-
-    def close(self) -> None:
-        self.streams.clear()
-        self.closed = True
-
-    def take_done(self) -> list[tuple[int, object]]:
-        return []
+def _ready(stream: FakeStream) -> bool:
+    waiting = sum(len(piece.pictures) for piece in stream.decoded)
+    admits = not stream.paused and stream.credit - waiting >= CHUNK_FRAMES
+    return stream.in_flight is not None or admits
 
 
 def load(config: ModelConfig) -> PaintedPipeline:

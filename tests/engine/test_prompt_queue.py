@@ -9,12 +9,10 @@ import weakref
 from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import streamdiff.errors
 from streamdiff.api import StreamSession
 from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
@@ -37,11 +35,8 @@ from streamdiff.engine.messages import (
 )
 from streamdiff.engine.process.main import _load_runtime
 from streamdiff.errors import RequestError, StreamdiffError
-from streamdiff.models.text_encoder import CachedText, EmbeddingCache, WanText
-from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.engine.painted import CHUNK_FRAMES, PaintedPipeline, PaintedText, checksum
 from tests.engine.test_engine import batches, chunks, pictures, run
-from tests.models.text_encoder import umt5
 
 LIMIT_S = 60.0
 
@@ -186,24 +181,6 @@ def test_a_prompt_that_is_encoded_holds_until_the_next_is(engine: Engine, pipeli
     assert checksum("green") in colours(follow(engine, 5))
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (RuntimeError("out of memory"), "the prompt could not be encoded: RuntimeError: out of memory"),
-        (streamdiff.errors.ConfigError("weights are gone"), "the prompt could not be encoded: weights are gone"),
-    ],
-)
-def test_an_error_is_told_to_who_asked_and_the_stream_goes_on(
-    engine: Engine, text: SlowText, error: Exception, reason: str
-) -> None:
-    text.errors["blue"] = error
-    assert tell(engine, SetPrompt("a", "blue", "r1")) == [Refused("a", "r1", "prompt", reason)]
-    events = follow(engine, 3)
-    assert colours(events) == {checksum("red")}
-    del text.errors["blue"]
-    assert tell(engine, SetPrompt("a", "blue", "r2")) == [Accepted("a", "r2", 1, "blue")]
-
-
 def test_a_prompt_that_fails_takes_no_other_with_it(engine: Engine, text: SlowText) -> None:
     """The one before it, which it would have replaced, is the latest again."""
     text.hold("star")
@@ -314,15 +291,6 @@ def test_opening_a_session_does_not_stop_the_others(engine: Engine, pipeline: Sl
     assert encoded(engine) == [Accepted("b", "p", 2, "green")]
     assert not pipeline.streams[1].paused, "it went on after the prompt, as asked"
     assert colours(follow(engine, 4, "b"), "b") <= {checksum("blue"), checksum("green")}
-
-
-def test_a_prompt_right_after_opening_comes_second(engine: Engine, text: SlowText) -> None:
-    text.hold("blue")
-    engine.handle(Open("b", "blue", 2))
-    engine.handle(SetPrompt("b", "green", "p"))
-    text.release()
-    assert encoded(engine) == [Opened("b", 0, "blue"), Accepted("b", "p", 1, "green")]
-    assert text.encoded == ["red", "blue", "green"]
 
 
 def test_only_the_conditioning_in_force_is_held(engine: Engine, pipeline: SlowPipeline) -> None:
@@ -468,33 +436,6 @@ def test_an_opening_that_fails_frees_the_pipeline(pipeline: SlowPipeline) -> Non
     with pytest.raises(RequestError, match="could not be encoded: OSError: no such file"):
         StreamSession(pipeline, "red")
     assert pipeline.closed
-
-
-@pytest.mark.slow
-def test_the_real_model_streams_with_wans_text_encoder(tmp_path: Path) -> None:
-    """Its transformer knows nothing of these words; but a prompt changes what it shows, and each is encoded once."""
-    pipeline = _load_runtime(ModelConfig(steps=2))
-    assert isinstance(pipeline, StreamingPipeline)
-    length, width = pipeline.model.spec.text_shape
-    umt5.write(tmp_path, width=width)
-    encoder, encoded = WanText(tmp_path, length=length, width=width), list[str]()
-    encode = encoder.encode
-    encoder.encode = lambda text: (encoded.append(text), encode(text))[1]  # type: ignore[method-assign]
-    pipeline.text = CachedText(encoder, EmbeddingCache(2**20))
-    with StreamSession(pipeline, "a red fox", seed=3) as session:
-        frames = iter(session)
-        size = session.chunk_frames
-        first = [next(frames) for _ in range(size)]
-        session.reset()
-        assert np.array_equal([next(frames) for _ in range(size)], first)
-        session.set_prompt("two blue stars")
-        session.reset()
-        other = [next(frames) for _ in range(size)]
-        assert not np.array_equal(other, first)
-        session.set_prompt("a red fox")
-        session.reset()
-        assert np.array_equal([next(frames) for _ in range(size)], first)
-    assert encoded == ["a red fox", "two blue stars"]
 
 
 @pytest.mark.slow

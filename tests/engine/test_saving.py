@@ -243,18 +243,11 @@ def test_a_reset_of_a_stream_from_a_snapshot_has_its_slow_text_encoded_beside_th
     data = saved_by(engine, "a").to_bytes()
     engine.handle(Close("a"))
     engine.handle(Open("b", "", snapshot=data))
-    plain, threads = pipeline.text.encode, list[str]()
-
-    def encode(text: str) -> object:
-        threads.append(threading.current_thread().name)
-        return plain(text)
-
     pipeline.text = SlowText(pipeline.text)
-    engine._text._call = encode
     events = engine.handle(Reset("b", None, "reset"))
     while not any(isinstance(each, Accepted) for each in events):
         events += engine.step(0.01)
-    assert [name.split("_")[0] for name in threads] == ["text"]
+    assert [name.split("_")[0] for name in pipeline.text.threads] == ["text"]
 
 
 class SlowText:
@@ -264,6 +257,11 @@ class SlowText:
 
     def __init__(self, text: Any) -> None:
         self._text = text
+        self.threads: list[str] = []
+
+    def encode(self, text: str) -> object:
+        self.threads.append(threading.current_thread().name)
+        return self._text.encode(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._text, name)

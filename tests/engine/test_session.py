@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.engine.messages import Accepted, Applied, Closed, Event, FrameBatch, Opened
+from streamdiff.engine.messages import Accepted, Applied, Event, FrameBatch, Opened
 from streamdiff.engine.session import Session
 
 CHUNK = 4
@@ -61,12 +61,6 @@ def make(session: Session, *, epoch: int, chunk: int, count: int = CHUNK, chunk_
     return session.made(epoch=epoch, chunk=chunk, pictures=np.zeros((count, 2, 2, 3), np.uint8), chunk_s=chunk_s)
 
 
-def test_opening_gives_room_and_tells_how_the_prompt_was_read() -> None:
-    s = session(epoch=5)
-    assert s.open("a notice") == [Opened("s", 5, "red", "a notice")]
-    assert calls(s) == [("set_frame_credit", 12)]
-
-
 def test_a_prompt_is_accepted_now_and_applied_with_its_first_frames() -> None:
     s = session()
     make(s, epoch=0, chunk=0)
@@ -78,10 +72,6 @@ def test_a_prompt_is_accepted_now_and_applied_with_its_first_frames() -> None:
     new = make(s, epoch=1, chunk=2)
     assert new[0] == Applied("s", 1, 2, 2 * CHUNK)
     assert not any(isinstance(output, Applied) for output in make(s, epoch=1, chunk=3)), "told once"
-
-
-def test_the_first_frames_of_all_apply_the_opening_prompt() -> None:
-    assert make(session(epoch=4), epoch=4, chunk=0)[0] == Applied("s", 4, 0, 0)
 
 
 def test_of_prompts_that_wait_the_latest_wins() -> None:
@@ -115,13 +105,6 @@ def test_a_reset_takes_the_latest_prompt_and_keeps_its_seed_and_pause() -> None:
     assert pending(s) == [], "it went with the reset"
     s.reset(None, "")
     assert calls(s)[0] == ("reset", "blue", 9, 3, None)
-
-
-def test_pausing_twice_does_nothing_more() -> None:
-    s = session()
-    for paused in (False, True, True, False):
-        s.set_paused(paused)
-    assert calls(s) == [("set_paused", True), ("set_paused", False)]
 
 
 def test_room_is_what_the_lead_leaves() -> None:
@@ -160,14 +143,6 @@ def test_a_prompt_that_skips_is_made_at_once_and_what_waits_counts_as_shown() ->
     assert make(s, epoch=2, chunk=3)[0] == Applied("s", 2, 3, 3 * CHUNK, skip=False), "once"
 
 
-def test_a_prompt_that_skips_nothing_waits_for_its_turn() -> None:
-    s = session(max_ahead_frames=CHUNK)
-    make(s, epoch=0, chunk=0)
-    s.set_prompt("blue", "", "r1")
-    assert calls(s)[-1] == ("set_frame_credit", 0)
-    assert make(s, epoch=1, chunk=1)[0] == Applied("s", 1, 1, CHUNK, skip=False)
-
-
 @pytest.mark.parametrize("after", ["steps", "prompt"])
 def test_what_is_asked_after_a_prompt_that_skips_comes_with_it(after: str) -> None:
     s = session(max_ahead_frames=CHUNK)
@@ -185,12 +160,6 @@ def test_a_reset_takes_what_was_to_be_skipped_with_it() -> None:
     assert make(s, epoch=2, chunk=0)[0] == Applied("s", 2, 0, CHUNK, skip=False)
 
 
-def test_closing() -> None:
-    s = session()
-    assert s.close() == [Closed("s")]
-    assert calls(s) == [("close_session",)]
-
-
 @pytest.mark.parametrize(("epoch", "chunk"), [(0, 1), (0, 4), (1, 3), (0, -1)])
 def test_frames_out_of_order_are_a_fault(epoch: int, chunk: int) -> None:
     s = session()
@@ -199,14 +168,6 @@ def test_frames_out_of_order_are_a_fault(epoch: int, chunk: int) -> None:
     make(s, epoch=0, chunk=2)
     with pytest.raises(AssertionError):
         make(s, epoch=epoch, chunk=chunk)
-
-
-def test_a_chunk_of_two_epochs_is_a_fault() -> None:
-    s = session()
-    make(s, epoch=0, chunk=0, count=2)
-    s.set_prompt("blue", "", "")
-    with pytest.raises(AssertionError, match="chunk 0 of epoch 1 came after chunk 0 of epoch 0"):
-        make(s, epoch=1, chunk=0, count=2)
 
 
 ACTS = st.sampled_from(["chunk", "chunk", "chunk", "show", "prompt", "steps", "take", "reset", "pause", "resume"])
@@ -254,15 +215,6 @@ def test_whatever_is_asked(acts: list[str]) -> None:
     assert accepted == list(range(1, len(accepted) + 1))
 
 
-def test_a_prompt_carries_what_becomes_of_the_past() -> None:
-    stream = session()
-    stream.set_prompt("blue", "", "r1", "flush")
-    stream.set_prompt("green", "", "r2", "recache")
-    assert pending(stream) == [("set_conditioning", "green", 2, "recache")], "the latest wins, with its own way"
-    stream.set_prompt("red", "", "r3")
-    assert pending(stream) == [("set_conditioning", "red", 3, "keep")]
-
-
 def test_a_prompt_may_begin_the_stream_afresh() -> None:
     stream = session()
     outputs = stream.set_prompt("blue", "a remark", "r1", "reset")
@@ -288,21 +240,6 @@ def test_a_session_taken_up_goes_on_counting_and_has_room_for_what_was_not_shown
     assert isinstance(batch, FrameBatch) and batch.first == 100
     s.shown(98)
     assert calls(s) == [("set_frame_credit", 7), ("set_frame_credit", 3), ("set_frame_credit", 6)]
-
-
-def test_steps_are_accepted_now_and_applied_with_their_first_frames_beside_a_prompt() -> None:
-    s = session()
-    assert s.set_steps(2, 0, "r1") == [Accepted("s", "r1", 1, "")]
-    assert calls(s) == [("set_frame_credit", 12)]
-    s.set_prompt("blue", "", "r2")
-    s.set_steps(4, 0, "r3")
-    latest = [("set_conditioning", "blue", 2, "keep"), ("set_steps", 4, 3)]
-    assert pending(s) == latest, "the latest of each kind, in order"
-    assert pending(s) == [], "once"
-    s.set_steps(2, 0, "r4")
-    s.set_prompt("red", "", "r5")
-    assert pending(s) == [("set_steps", 2, 4), ("set_conditioning", "red", 5, "keep")]
-    assert make(s, epoch=5, chunk=0)[0] == Applied("s", 5, 0, 0)
 
 
 def test_a_reset_takes_the_steps_that_wait_with_it() -> None:

@@ -11,8 +11,6 @@ import pytest
 from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import (
     Accepted,
-    Close,
-    Closed,
     Command,
     Event,
     FrameBatch,
@@ -74,13 +72,6 @@ def engine() -> Engine:
     return Engine(PaintedPipeline(), 2 * CHUNK_FRAMES)
 
 
-def test_a_session_begins_with_its_picture_and_goes_on(engine: Engine) -> None:
-    assert [type(event) for event in ask(engine, Open("a", "red", image=picture(77)))] == [Opened]
-    frames = first_frames(engine, "a")
-    assert all((frame == 77).all() for frame in frames[:CHUNK_FRAMES])
-    assert [frame[0, 0, 2] for frame in frames[CHUNK_FRAMES:]] == [checksum("red")] * CHUNK_FRAMES
-
-
 def test_resets_begin_with_the_picture_until_another_or_none_is_asked_for(engine: Engine) -> None:
     ask(engine, Open("a", "red", image=picture(77)))
     for request, shown in (
@@ -113,16 +104,6 @@ def test_other_sessions_go_on_while_a_picture_is_encoded_and_its_own_requests_wa
     frames += first_frames(engine, "a", 4 * CHUNK_FRAMES)
     assert [type(event) for event in answers] == [Opened, Accepted]
     assert (frames[0] == 77).all() and frames[-1][0, 0, 2] == checksum("blue")
-
-
-def test_a_session_that_closes_meanwhile_is_answered() -> None:
-    pipeline = Held()
-    engine = Engine(pipeline, 2 * CHUNK_FRAMES)
-    engine.handle(Open("a", "red", image=picture(77)))
-    assert pipeline.begun.wait(60)
-    refused, closed = engine.handle(Close("a"))
-    assert isinstance(refused, Refused) and closed == Closed("a")
-    pipeline.let.set()
 
 
 def test_a_picture_that_cannot_be_encoded_refuses_the_request_alone(engine: Engine) -> None:

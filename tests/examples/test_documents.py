@@ -133,20 +133,6 @@ def test_python_in_documents_calls_what_there_is(document: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        "session.set_promt('a star')",
-        "session.set_prompt()",
-        "session.video(strenght=0.4)",
-        "streamdiff.opens('a star')",
-    ],
-)
-def test_a_wrong_call_is_seen(body: str) -> None:
-    assert wrong_calls(f"with streamdiff.open('a star', size='64x64') as session:\n    {body}")
-    assert wrong_calls("streamdiff.open('a star', sise='64x64')")
-
-
-@pytest.mark.parametrize(
     "document", [each for each in DOCUMENTS if any(fenced(each, "yaml"))], ids=lambda path: path.name
 )
 def test_yaml_in_documents_is_a_configuration(document: Path, tmp_path: Path) -> None:

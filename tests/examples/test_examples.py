@@ -49,11 +49,6 @@ def test_every_example_is_covered() -> None:
     assert files == COVERED
 
 
-def test_hello_has_ten_lines_of_code() -> None:
-    lines = (EXAMPLES / "hello.py").read_text(encoding="utf-8").splitlines()
-    assert len([line for line in lines if line.strip()]) <= 10
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_generate_file(tmp_path: Path) -> None:

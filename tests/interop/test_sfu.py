@@ -19,7 +19,7 @@ from selenium.webdriver.common.by import By
 from benchmarks.browser import chromium, console_errors, running_server
 from streamdiff.config import Config, ServeConfig
 from streamdiff.server.outputs.output import Publication
-from tests.browser.looking import PAINTED, coloured, until
+from tests.browser.looking import coloured, painted_server, until
 from tests.free_ports import free_ports
 from tests.rules.source import ROOT
 from tests.server.conftest import LIMIT_S, Site, run_scene
@@ -133,7 +133,7 @@ def test_the_page_of_who_only_watches_plays_from_the_media_server(tmp_path: Path
     with sfu(tmp_path / "sfu") as address:
         whip = f"{address.replace('http://', f'whip+http://{TOKEN}@')}/whip"
         words = ("--control-token-file", str(control), "--output", whip, "--whep-url", f"{address}/whep")
-        with running_server((*PAINTED, *words)) as server, chromium() as browser:
+        with running_server(painted_server(*words)) as server, chromium() as browser:
 
             def viewers() -> int:
                 return int(httpx.get(f"{server.url}api/state", timeout=LIMIT_S).json()["viewers"])

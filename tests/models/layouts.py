@@ -1,5 +1,4 @@
-"""Checkpoints as other programs write them, made from a diffusers model. Written from original Wan's names,
-without a look at the loader's tables."""
+"""Checkpoints as other programs write them, made from a diffusers model."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from streamdiff.models.checkpoint import Checkpoint
 from streamdiff.models.transformer import rope
+from streamdiff.models.transformer.tensor_names import NameLayout, Names
 from streamdiff.models.transformer.wan import WanDenoiser, attend
 from streamdiff.models.transformer.weights import load_transformer, open_transformer
 from tests.small import CPU, LATENT_CHANNELS, small_transformer
@@ -23,39 +23,8 @@ State = dict[str, Tensor]
 
 
 def original_name(name: str) -> str:
-    """What original Wan calls a tensor of diffusers."""
-    embedder = {
-        "text_embedder.linear_1": "text_embedding.0",
-        "text_embedder.linear_2": "text_embedding.2",
-        "time_embedder.linear_1": "time_embedding.0",
-        "time_embedder.linear_2": "time_embedding.2",
-        "time_proj": "time_projection.1",
-        "image_embedder.norm1": "img_emb.proj.0",
-        "image_embedder.ff.net.0.proj": "img_emb.proj.1",
-        "image_embedder.ff.net.2": "img_emb.proj.3",
-        "image_embedder.norm2": "img_emb.proj.4",
-    }
-    if name == "scale_shift_table":
-        return "head.modulation"
-    if name.startswith("proj_out."):
-        return name.replace("proj_out", "head.head")
-    if name == "condition_embedder.image_embedder.pos_embed":
-        return "img_emb.emb_pos"
-    if name.startswith("condition_embedder."):
-        module, leaf = name.removeprefix("condition_embedder.").rsplit(".", 1)
-        return f"{embedder[module]}.{leaf}"
-    if not name.startswith("blocks."):
-        return name
-    name = re.sub(r"\.scale_shift_table$", ".modulation", name)
-    name = re.sub(r"\.norm2\.", ".norm3.", name)
-    name = re.sub(r"\.ffn\.net\.0\.proj\.", ".ffn.0.", name)
-    name = re.sub(r"\.ffn\.net\.2\.", ".ffn.2.", name)
-    name = re.sub(r"\.attn1\.", ".self_attn.", name)
-    name = re.sub(r"\.attn2\.", ".cross_attn.", name)
-    name = re.sub(r"\.to_out\.0\.", ".o.", name)
-    name = re.sub(r"\.to_([qkv])\.", r".\1.", name)
-    name = re.sub(r"\.add_([kv])_proj\.", r".\1_img.", name)
-    return re.sub(r"\.norm_added_k\.", ".norm_k_img.", name)
+    """What original Wan calls a tensor of diffusers (diffusers' own conversion is asked in test_tensor_names)."""
+    return Names(NameLayout.WAN).spell(name)
 
 
 def original(state: State) -> State:

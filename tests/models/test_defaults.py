@@ -59,13 +59,6 @@ def test_every_choice_is_told_once_with_a_reason(device: str, preset: str) -> No
     assert {"device", "dtype", "steps", "vae", "cudnn.benchmark"} < set(told)
 
 
-def test_a_line_names_setting_value_and_the_way_back() -> None:
-    found = {choice.setting: str(choice) for choice in settled("cuda").choices}
-    assert found["compile"] == "compile: on (CUDA; --plain switches it off)"
-    assert found["decode"] == "decode: a stream of its own (of lower priority than the transformer's graphs)"
-    assert "decode" not in {choice.setting for choice in settled("cuda", compile="off").choices}
-
-
 @pytest.mark.parametrize(
     ("given", "fault", "reason"),
     [
@@ -91,12 +84,6 @@ def test_fast_takes_the_small_autoencoder_and_the_fewest_steps(name: str, vae: s
     assert told["steps"] == "steps: 2 (--fast: of 4 or 2)"
     assert told["vae"].startswith(f"vae: {vae} (--fast" if vae else "vae: the model's own (no smaller one is known")
     assert settled("cpu", name=name).config.vae is None
-
-
-def test_what_fast_takes_is_fetched_before_the_start() -> None:
-    config = resolve.completed(ModelConfig(name="self-forcing", preset="fast"))
-    assert "taew2_1.safetensors" in {file for files in resolve.to_fetch(config) for file in files.files}
-    assert settle(config, "cuda", (4,)).choices[2].reason.startswith("--fast"), "as when it is settled at once"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, loader
-from streamdiff.models.autoencoder.autoencoder import load_decoder, load_encoder
+from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.catalogue import Architecture
 from streamdiff.models.loader import ModelLoader
@@ -65,14 +65,6 @@ def test_the_full_autoencoder_has_a_decoder_and_no_encoder() -> None:
     pictures = PictureDecoder(decoder).decode(torch.zeros(1, 16, 2, 2, 2), decoder.new_memory())
     assert pictures.shape == (5, 16, 16, 3)
     assert decoder.autoencoder.encoder.conv_in.weight.is_meta
-
-
-@pytest.mark.slow
-def test_the_other_half_encodes() -> None:
-    encoder = load_encoder("random:wan2.1", CPU)
-    latents = encoder.encode(torch.zeros(1, 3, 5, 16, 16), encoder.new_memory())
-    assert latents.shape == (1, 16, 2, 2, 2)
-    assert encoder.autoencoder.decoder.conv_in.weight.is_meta
 
 
 def test_texts_have_embeddings_of_their_own() -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import ReferenceRun, run_reference
+from streamdiff.commands.reference import ReferenceRun, run_reference
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.runner.sampler import StepLevels

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, run_reference
+from streamdiff.commands.reference import PromptSwitch, ReferenceRun, run_reference
 from streamdiff.core import MicroStep
 from streamdiff.models import sampling
 from streamdiff.models.model import Model

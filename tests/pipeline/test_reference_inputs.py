@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun, run_reference
+from streamdiff.commands.reference import PromptSwitch, ReferenceRun, run_reference
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from tests.pipeline.playing import local_ring

@@ -19,7 +19,7 @@ from streamdiff.errors import ConfigError
 from streamdiff.pipeline.decode import decoder_memories
 from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding, Piece, latents_layout, stream_key
 from streamdiff.pipeline.distributed import state_exchange
-from streamdiff.pipeline.distributed.link import LocalLink, NoSender
+from streamdiff.pipeline.distributed.link import LocalLink, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
 from streamdiff.pipeline.ring import local_parts
@@ -218,7 +218,7 @@ def test_a_rank_that_decodes_saves_a_stream_as_it_is_when_it_is_told(monkeypatch
     row = MicroStep(0, 0, 0, MODEL.spec.chunk_latents, 0)
     link.send(StageMessage(MessageKind.SAVE, (), SessionUpdate(0)))
     link.send(StageMessage(MessageKind.ROWS, (row,), None, (torch.ones((1, *MODEL.spec.chunk_shape)),)))
-    worker = threading.Thread(target=DecodeWorker(decoder, link, NoSender(), exchange=exchange).run)
+    worker = threading.Thread(target=DecodeWorker(decoder, link, Sender(), exchange=exchange).run)
     worker.start()
     saved, saved_tree = exchange.take(stream_key(0))
     link.send(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import ReferenceRun, run_reference
+from streamdiff.commands.reference import ReferenceRun, run_reference
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline

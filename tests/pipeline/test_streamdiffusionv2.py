@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import ReferenceRun
+from streamdiff.commands.reference import ReferenceRun
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.runner.init_latents import levels_of

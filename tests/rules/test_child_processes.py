@@ -63,7 +63,6 @@ def test_the_rule_sees_the_children_there_are() -> None:
     }
     assert seen >= {
         "streamdiff.engine.process.engine_process",
-        "streamdiff.engine.process.rank0_server",
         "streamdiff.engine.process.launcher",
         "streamdiff.server.outputs.output",
     }

@@ -9,7 +9,7 @@ from streamdiff.cli.options import SETTINGS, fields
 from streamdiff.cli.parser import parsers
 from tests.rules.source import ROOT
 
-MOST_SETTINGS, MOST_FLAGS, MOST_FLAGS_OF_ALL = 77, 25, 60
+MOST_SETTINGS, MOST_FLAGS, MOST_FLAGS_OF_ALL = 75, 25, 60
 
 
 def flags_shown(*, everything: bool) -> list[str]:

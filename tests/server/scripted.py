@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
@@ -25,16 +25,16 @@ import yaml
 from numpy.typing import NDArray
 
 from streamdiff.config import Config, ModelConfig, ServeConfig
-from streamdiff.core import PROMPT_POLICIES, Frames, ModelInfo
+from streamdiff.core import Frames, ModelInfo
 from streamdiff.engine.messages import Data
+from streamdiff.engine.process import ipc
 from streamdiff.engine.process import main as engine_main
-from streamdiff.engine.process import private_folder
 from streamdiff.errors import RequestError
 from streamdiff.models import catalogue
 from streamdiff.models.spec import ParsedPrompt
 from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
 from streamdiff.snapshot_header import FORMAT, KIND, OpenedWith, read_header
-from tests.engine.bare_pipeline import BarePipeline
+from tests.fake_pipeline import FakePipeline, FakeStream
 
 COLOURS = {
     "red": (214, 48, 49),
@@ -81,22 +81,6 @@ class Text:
         return COLOURS[known[-1]] if known else BLACK if "black" in text else COLOURS["red"]
 
 
-@dataclass
-class _Stream:
-    colour: tuple[int, int, int]
-    epoch: int
-    room: int = 0
-    paused: bool = False
-    chunk: int = 0
-    time: int = 0
-    seed: int = 0
-    kv_context: str = "clean"
-    steps: int = INFO.steps
-    mark: tuple[int, int, int] | None = None
-    start: NDArray[np.uint8] | None = None
-    video: list[tuple[int, ...]] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Painting:
     """A painted stream at rest; its file is that of a snapshot, without tensors."""
@@ -121,48 +105,34 @@ class Painting:
         return len(header).to_bytes(8, "little") + header
 
 
-@dataclass
-class Painter(BarePipeline):
+class Painter(FakePipeline):
     """Makes a chunk of every stream that has room, `chunk_s` seconds apart."""
 
-    chunk_s: float = 0.05
-    die_after_chunks: int | None = None
-    fits: int | None = None
-    shares: tuple[float, ...] = ()
-    switches: list[str] = field(default_factory=list)
-    info: ModelInfo = INFO
-    text: Text = field(default_factory=Text)
-    _streams: dict[int, _Stream] = field(default_factory=dict)
-    _saved: list[tuple[int, Any]] = field(default_factory=list)
-    _tickets: Iterator[int] = field(default_factory=count)
-    _made: int = 0
-
-    def __post_init__(self) -> None:
-        self.on_fault: Callable[[int, str], None] = lambda session, why: None
-
-    def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
-        return self.info.chunk_frames
-
-    def open(
+    def __init__(
         self,
-        session: int,
-        conditioning: object,
-        *,
-        seed: int,
-        epoch: int,
-        steps: int,
-        kv_context: str,
-        background: bool = False,
-        start: NDArray[np.uint8] | None = None,
-        video: list[tuple[int, ...]] | None = None,
+        chunk_s: float = 0.05,
+        die_after_chunks: int | None = None,
+        fits: int | None = None,
+        shares: tuple[float, ...] = (),
+        info: ModelInfo = INFO,
+        text: Text | None = None,
     ) -> None:
-        if steps not in self.info.steps_known:
-            raise RequestError("steps", f"steps is {steps}; the painter has {self.info.steps_known}")
-        if self.fits is not None and len(self._streams) >= self.fits:
+        super().__init__()
+        self.chunk_s, self.die_after_chunks, self.fits, self.shares = chunk_s, die_after_chunks, fits, shares
+        self.info, self.text = info, text or Text()
+        self.switches: list[str] = []
+        self._saved: list[tuple[int, Any]] = []
+        self._tickets = count()
+        self._made = 0
+
+    def open(self, session: int, conditioning: Any, **given: Any) -> None:
+        if self.fits is not None and len(self.streams) >= self.fits:
             raise RequestError("session", f"only {self.fits} paintings fit", "memory")
-        painted: Any = conditioning
-        self._streams[session] = _Stream(painted, epoch, seed=seed, kv_context=kv_context, steps=steps, start=start)
-        self._streams[session].video = video or []
+        super().open(session, conditioning, **given)
+
+    def set_conditioning(self, session: int, conditioning: Any, *, epoch: int, switch: str = "keep") -> None:
+        super().set_conditioning(session, conditioning, epoch=epoch, switch=switch)
+        self.switches.append(switch)
 
     def features_of(self, rows: Any, latents: Any, video: Any, strength: float, motion: Any) -> tuple[Any, Any, Any]:
         colour = None if rows is None else tuple(int(each) for each in rows[0])
@@ -171,52 +141,13 @@ class Painter(BarePipeline):
         chunks = None if video is None else [tuple(int(each) for each in chunk[:, 0, 0, 0]) for chunk in video]
         return colour, start, chunks
 
-    def encode_picture(self, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return picture
-
-    def check_switch(self, session: int, switch: str) -> None:
-        same_step = self._streams[session].kv_context == "same_step"
-        if switch not in (("keep", "flush", "reset") if same_step else PROMPT_POLICIES):
-            raise RequestError("switch", f"the painter cannot {switch}")
-
-    def set_conditioning(self, session: int, conditioning: object, *, epoch: int, switch: str = "keep") -> None:
-        stream = self._streams[session]
-        stream.colour, stream.epoch = conditioning, epoch  # type: ignore[assignment]
-        stream.mark = MARKS.get(switch)
-        self.switches.append(switch)
-
-    def check_steps(self, session: int, steps: int) -> None:
-        if steps not in self.info.steps_known:
-            raise RequestError("steps", f"steps is {steps}; the painter has {self.info.steps_known}")
-
-    def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
-        self._streams[session].steps, self._streams[session].epoch = steps, epoch
-
-    def reset(
-        self, session: int, conditioning: object, *, seed: int, epoch: int, start: NDArray[np.uint8] | None = None
-    ) -> None:
-        stream = self._streams[session]
-        stream.start = start
-        stream.colour, stream.epoch, stream.seed = conditioning, epoch, seed  # type: ignore[assignment]
-        stream.chunk = stream.time = 0
-        stream.mark = MARKS["reset"]
-
-    def set_paused(self, session: int, paused: bool) -> None:
-        self._streams[session].paused = paused
-
-    def set_frame_credit(self, session: int, frames: int) -> None:
-        self._streams[session].room = frames
-
-    def close_session(self, session: int) -> None:
-        del self._streams[session]
-
     def comes_to_rest(self, session: int) -> bool:
         return True
 
     def begin(self, session: int, finish: Callable[[Painting], Any]) -> int:
-        stream = self._streams[session]
+        stream = self.streams[session]
         opened = OpenedWith(stream.seed, stream.steps, stream.epoch, stream.kv_context)  # type: ignore[arg-type]
-        painting = Painting(opened, {"chunk": stream.chunk, "colour": stream.colour, "paused": stream.paused})
+        painting = Painting(opened, {"chunk": stream.chunk, "colour": stream.paint, "paused": stream.paused})
         self._saved = [(next(self._tickets), finish(painting))]
         return self._saved[0][0]
 
@@ -236,23 +167,23 @@ class Painter(BarePipeline):
             session, tuple(trees["colour"]), seed=opened.seed, epoch=opened.epoch, steps=opened.steps,
             kv_context=opened.kv_context,
         )  # fmt: skip
-        self._streams[session].chunk, self._streams[session].paused = trees["chunk"], trees["paused"]
+        self.streams[session].chunk, self.streams[session].paused = trees["chunk"], trees["paused"]
         return []
 
     def progress(self, session: int) -> tuple[int, int, int, bool]:
-        stream = self._streams[session]
+        stream = self.streams[session]
         return stream.chunk - 1, stream.epoch, stream.epoch, stream.paused
 
     def _ready(self) -> deque[int]:
         return deque(
-            slot for slot, each in self._streams.items() if not each.paused and each.room >= self.info.chunk_frames
+            slot for slot, each in self.streams.items() if not each.paused and each.credit >= self.info.chunk_frames
         )
 
     def collect(self, wait_s: float) -> list[Frames]:
         made = []
         for slot in self._ready():
-            stream = self._streams[slot]
-            if stream.colour == BLACK:
+            stream = self.streams[slot]
+            if stream.paint == BLACK:
                 self.on_fault(slot, f"chunk {stream.chunk}: the painter has no black")
                 continue
             chunk_s = self.chunk_s * (stream.steps + 1) / (self.info.steps + 1)
@@ -265,25 +196,22 @@ class Painter(BarePipeline):
                 raise RuntimeError("the painter ran out of paint")
         return made
 
-    def _paint(self, stream: _Stream, number: int) -> NDArray[np.uint8]:
+    def _paint(self, stream: FakeStream, number: int) -> NDArray[np.uint8]:
         picture = np.empty((SIZE, SIZE, 3), np.uint8)
-        picture[:] = stream.colour if stream.chunk or stream.start is None else stream.start
+        picture[:] = stream.paint if stream.chunk or stream.start is None else stream.start
         if stream.chunk < len(stream.video):
             picture[:] = stream.video[stream.chunk]
         at = (stream.chunk * self.info.chunk_frames + number + stream.seed) * 2 % SIZE
         picture[SIZE - 24 : SIZE - 8, at : at + 8] = 255
         if stream.steps < self.info.steps:
             picture[:24, :24] = 255
-        if stream.mark is not None:
-            picture[:24, -24:] = stream.mark
+        if stream.switch in MARKS:
+            picture[:24, -24:] = MARKS[stream.switch]
         return picture
 
     @property
     def busy(self) -> bool:
         return bool(self._ready())
-
-    def check(self, wait_s: float = 0.0) -> None:
-        """A painter fails only while it paints."""
 
     def occupancy(self) -> list[float]:
         return list(self.shares)
@@ -300,9 +228,6 @@ class Painter(BarePipeline):
 
     def max_sessions(self) -> int | None:
         return self.fits
-
-    def close(self) -> None:
-        self._streams.clear()
 
 
 def load(config: ModelConfig, painter: Painter) -> Any:
@@ -355,7 +280,7 @@ async def _nothing(config: ModelConfig, tell: object) -> None:
 
 
 def _model_config() -> ModelConfig:
-    return private_folder.read_config(Path(sys.argv[sys.argv.index("--address") + 1])).model
+    return ipc.read_config(Path(sys.argv[sys.argv.index("--address") + 1])).model
 
 
 if __name__ == "__main__":

@@ -31,16 +31,6 @@ from streamdiff.server import main
 config = Config.model_validate_json(sys.stdin.read())
 sys.exit(main.run(config, supervise=partial(EngineProcess, module="tests.server.scripted")))
 """
-HOST = """
-import sys
-from functools import partial
-from streamdiff.config import Config
-from streamdiff.engine.process import rank0_server
-from tests.server import scripted
-
-rank0_server.run = partial(rank0_server.run, load=partial(scripted.load, painter=scripted.Painter()))
-sys.exit(rank0_server.host(Config.model_validate_json(sys.stdin.read())))
-"""
 # It notes that it was run, and then is the module whose name it has, so that nothing breaks.
 FOREIGN = """
 import os, sys
@@ -109,12 +99,4 @@ def test_an_engine_and_a_writer_show_nothing_and_import_nothing_foreign(mark: Pa
     assert set(shown) == {"tests.server.scripted", "streamdiff.server.outputs.muxer"}
     for module, text in shown.items():
         assert STREAM_KEY not in text and CREDENTIAL not in text, module
-    assert not mark.exists(), "a module of the current folder was run"
-
-
-def test_the_web_server_of_an_engine_shows_nothing_and_imports_nothing_foreign(mark: Path) -> None:
-    with program(HOST, mark, settings()) as (process, _):
-        shown = children(process)
-    assert set(shown) == {"streamdiff.server.main"}
-    assert CREDENTIAL not in shown["streamdiff.server.main"]
     assert not mark.exists(), "a module of the current folder was run"

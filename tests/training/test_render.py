@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamdiff.models.tiny.scene import COLORS, PLACES, SHAPES, Scene, Thing
+from streamdiff.models.tiny.scene import COLOR_NAMES, PLACES, SHAPES, Scene, Thing
 from training.scene_rows import row_of
 from training.world.render import Window, render
 from training.world.render_batch import render_batch
@@ -77,7 +77,7 @@ def test_everything_that_can_be_said_can_be_seen() -> None:
     """Pictures that differ in one attribute differ visibly."""
     plain = Scene()
     base = picture(plain)
-    others = [replace(plain, first=replace(plain.first, color=color)) for color in COLORS if color != "red"]
+    others = [replace(plain, first=replace(plain.first, color=color)) for color in COLOR_NAMES if color != "red"]
     others += [replace(plain, first=replace(plain.first, shape=shape)) for shape in SHAPES if shape != "circle"]
     others += [replace(plain, first=replace(plain.first, size="small")), replace(plain, second=Thing("blue"))]
     others += [replace(plain, place=place) for place in PLACES if place != "meadow"]

@@ -6,7 +6,6 @@ import errno
 import math
 import os
 from collections.abc import Iterator
-from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -80,8 +79,7 @@ def test_a_shorter_video_replaces_the_pictures_in_a_folder_also_behind_a_link(tm
 
 
 @pytest.mark.parametrize(("name", "exists"), [
-    ("a.mp4", "a.mp4"), ("link.webm", "link.webm"), ("pictures", "pictures/00000.png"), ("p-%03d.png", "p-417.png"),
-    ("*.png", "00009.png"),
+    ("a.mp4", "a.mp4"), ("link.webm", "link.webm"), ("pictures", "pictures/00000.png"),
 ])  # fmt: skip
 def test_without_overwrite_what_exists_is_refused(tmp_path: Path, name: str, exists: str) -> None:
     check_target(tmp_path / name, overwrite=False)
@@ -96,18 +94,7 @@ def test_without_overwrite_what_exists_is_refused(tmp_path: Path, name: str, exi
         check_target(tmp_path / name, overwrite=False)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "second"), [("p-%03d.png", "p-001.png"), ("*.png", "00001.png"), ("x%d.png", "x1.png")]
-)
-def test_a_pattern_of_names(tmp_path: Path, pattern: str, second: str) -> None:
-    pictures = paint(2)
-    (tmp_path / "other.txt").write_text("stays")
-    write_video(tmp_path / pattern, pictures, 10)
-    assert np.array_equal(np.asarray(Image.open(tmp_path / second)), pictures[1])
-    assert len(os.listdir(tmp_path)) == 3
-
-
-@pytest.mark.parametrize("target", ["out.mp4", "out.webm", "out", "out-%d.png"])
+@pytest.mark.parametrize("target", ["out.mp4", "out.webm", "out"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, target: str, error: type[BaseException]) -> None:
     def frames() -> Iterator[np.ndarray]:
@@ -120,7 +107,7 @@ def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, target: str, error: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["out.mp4", "out", "out-%d.png", "out.safetensors"])
+@pytest.mark.parametrize("target", ["out.mp4", "out", "out.safetensors"])
 def test_a_full_disk_is_an_error_that_names_the_target(small_disk: Path, target: str) -> None:
     fill(small_disk)
     with pytest.raises(OSError, match="No space left") as caught:
@@ -147,9 +134,7 @@ def test_an_error_keeps_what_was_there(tmp_path: Path) -> None:
     ("target", "message"),
     [
         ("movie.avi", "unknown ending '.avi'; use a name that ends in .mp4 or .webm"),
-        ("one.png", "one name for many pictures"),
-        ("a-%d-%d.png", "one name for many pictures"),
-        ("a-%s.png", "one name for many pictures"),
+        ("one.png", "unknown ending"),
         ("missing/movie.mp4", "does not exist; create it first"),
         ("file/", "is a file"),
         ("full", "is not empty"),
@@ -168,44 +153,17 @@ def test_targets_that_cannot_be_written(tmp_path: Path, target: str, message: st
         write_video(f"{tmp_path}/{target}", never(), 10)
 
 
-def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.geteuid() == 0:  # root may write anywhere: let the system's answer be no
-        monkeypatch.setattr(os, "access", lambda path, mode: False)
-    else:
-        tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="cannot be written to"):
-        write_video(tmp_path / "a.mp4", paint(1), 10)
-
-
 @pytest.mark.parametrize("fps", [0, -1, 1e-4, float("nan"), float("inf"), 5000])
 def test_an_fps_that_cannot_be(tmp_path: Path, fps: float) -> None:
     with pytest.raises(ConfigError, match=r"it must be at least 0\.001 and at most 1000"):
         write_video(tmp_path / "a.mp4", paint(1), fps)
 
 
-def test_the_lowest_fps_is_written(tmp_path: Path) -> None:
-    write_video(tmp_path / "a.mp4", paint(2), 0.001)
-    _, stream, times = read(tmp_path / "a.mp4")
-    assert times == [0, 1000] and stream.average_rate == Fraction(1, 1000)
-
-
 def test_no_frames(tmp_path: Path) -> None:
-    for target in ("a.mp4", "pictures", "%d.png"):
+    for target in ("a.mp4", "pictures"):
         with pytest.raises(ValueError, match="no frames"):
             write_video(tmp_path / target, [], 10)
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("frame", [np.zeros((4, 4, 3)), np.zeros((4, 4), np.uint8), np.zeros((4, 4, 4), np.uint8)])
-def test_frames_of_another_kind(tmp_path: Path, frame: np.ndarray) -> None:
-    with pytest.raises(ValueError, match=r"frames are uint8 \[H, W, 3\]"):
-        write_video(tmp_path / "a.mp4", [frame], 10)
-
-
-def test_the_file_has_the_usual_permissions(tmp_path: Path) -> None:
-    write_video(tmp_path / "a.mp4", paint(1), 10)
-    (tmp_path / "plain").write_text("")
-    assert (tmp_path / "a.mp4").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -228,7 +186,8 @@ def test_a_video_is_read_in_order_and_may_be_read_again(tmp_path: Path, name: st
 
 def test_pictures_are_read_by_their_numbers(tmp_path: Path) -> None:
     pictures = paint(12)
-    write_video(tmp_path / "frame-%d.png", pictures, 20)
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture).save(tmp_path / f"frame-{number}.png")
     (tmp_path / "notes.txt").write_text("not a picture")
     clip = open_clip(tmp_path)
     assert (clip.frames, clip.width, clip.height) == (12, 48, 32)
@@ -255,13 +214,6 @@ def test_what_a_phone_took_upright_is_upright(tmp_path: Path, degrees: float, qu
     assert (clip.height, clip.width) == expected.shape[:2]
     for frame in clip:
         assert np.abs(frame.astype(int) - expected).mean() < 5
-
-
-def test_other_kinds_of_pictures_become_rgb(tmp_path: Path) -> None:
-    grey = np.full((32, 48, 3), 20, np.uint8)
-    Image.fromarray(grey).convert("L").save(tmp_path / "0.png")
-    Image.fromarray(grey).convert("RGBA").save(tmp_path / "1.PNG")
-    assert all(np.array_equal(frame, grey) for frame in open_clip(tmp_path))
 
 
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:

@@ -138,13 +138,9 @@ def _frames(kind: str) -> bytes:
 JPEG = saved(Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)), "JPEG")
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "nothing": (lambda: b"", "is empty"),
-    "text": (lambda: b"https://example.com/cat.jpg", "format that is not read"),
     "GIF": (lambda: saved(halves(), "GIF"), "format that is not read here; send JPEG, PNG, WebP"),
-    "SVG": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", "format that is not read"),
     "EPS, which would start a program": (lambda: saved(halves(), "EPS"), "format that is not read"),
-    "TIFF": (lambda: saved(halves(), "TIFF"), "format that is not read"),
     "JPEG cut off": (lambda: JPEG[: len(JPEG) // 2], "cut off or broken"),
-    "JPEG's head alone": (lambda: JPEG[:20], "format that is not read|cut off or broken"),
     "JPEG of scans that take minutes": (lambda: _scans(1000), "JPEG of more than 100 scans"),
     "PNG cut off": (lambda: saved(halves(400, 300), "PNG")[:80], "cut off or broken"),
     "PNG with a wrong checksum": (
@@ -159,7 +155,6 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: png(10_000, 6_000, (b"IDAT", zlib.compress(b"\0" * 1000))), "of 10,000 x 6,000 has too many pixels"
     ),
     "a thread": (lambda: png(1, 50_000_000, (b"IDAT", b"")), "side of more than 16,384"),
-    "a thin strip": (lambda: png(16_385, 2, (b"IDAT", b"")), "side of more than 16,384"),
     "4 billion pixels": (lambda: png(65_535, 65_535, (b"IDAT", b"")), "too many pixels: at most 50 million"),
     "a bomb in a text": (
         lambda: png(8, 8, (b"zTXt", b"a\0\0" + zlib.compress(b"\0" * 30_000_000)), (b"IEND", b"")), "cut off or broken"

@@ -25,8 +25,8 @@ from tqdm import tqdm
 import streamdiff
 from benchmarks import report
 from streamdiff.engine.messages import DEFAULT_STRENGTH
-from streamdiff.models.tiny.prompts import MOTION_WORDS, SPEED_WORDS, canonical
-from streamdiff.models.tiny.scene import COLOR_NAMES, PLACES, SHAPES, Scene, Thing
+from streamdiff.models.tiny.prompts import canonical
+from streamdiff.models.tiny.scene import COLOR_NAMES, PHRASES, PLACES, SHAPES, Scene, Thing
 from training.judges.autoencoder_quality import hidden
 from training.judges.thing_judge import Seen
 from training.judges.world_judge import judge
@@ -39,7 +39,7 @@ CHUNKS = 4
 NEAR_PX = 12.0
 JUDGED = ("color", "shape", "motion", "place", "camera")
 BARS = {"where": 0.90, "motion": 0.90, "color": 0.90, "place": 0.90}
-_MOVES = re.compile(f" ({'|'.join(MOTION_WORDS.values())})({'|'.join(filter(None, SPEED_WORDS.values()))})?")
+_MOVES = re.compile(f" ({'|'.join(PHRASES['motion'].values())})({'|'.join(filter(None, PHRASES['speed'].values()))})?")
 
 
 @dataclass(frozen=True)

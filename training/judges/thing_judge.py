@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streamdiff.models.tiny.scene import COLORS, MOTIONS, SHAPES, SIZES, SPEEDS
+from streamdiff.models.tiny.scene import MOTIONS, SHAPES, SIZES, SPEEDS
 from training.world import shapes
 from training.world.render import cast_shadow
 from training.world.tracks import ANGLES, BOUNDS, PARTS, SIZE, SPIN, STRIDE, pixels, steps
@@ -340,7 +340,7 @@ def _paint(grounds: Tensor, find: _Find, path: _Path, light: Tensor) -> tuple[Te
 
 
 def _color(rgb: Tensor, light: Tensor) -> int:
-    table = torch.tensor(list(COLORS.values()))
+    table = torch.tensor(list(shapes.COLORS.values()))
     distance = (rgb / (light.mean(0) @ shapes.TINT) - table).norm(dim=1)
     return int(distance.argmin()) if float(distance.min()) <= COLOR_TOLERANCE else NONE
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamdiff.models.tiny.scene import COLORS, SHAPES, SIZES
+from streamdiff.models.tiny.scene import SHAPES, SIZES
 from training.world.tracks import ANGLES
 
+COLORS: dict[str, tuple[float, float, float]] = {
+    "red": (0.89, 0.18, 0.20),
+    "orange": (0.98, 0.55, 0.10),
+    "yellow": (0.99, 0.87, 0.20),
+    "green": (0.16, 0.72, 0.34),
+    "blue": (0.16, 0.38, 0.95),
+    "purple": (0.60, 0.26, 0.86),
+    "white": (0.97, 0.97, 0.97),
+}
+"""By `scene.COLOR_NAMES`, in their order."""
 RADIUS = {"large": 42.0, "small": 28.0}
 HALF = {"large": 60, "small": 40}
 """Half the side of the square that holds a thing at any angle; even, so that it halves well."""

@@ -16,16 +16,13 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections import deque
-from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Protocol
 
 from streamdiff import child_process
 from streamdiff.config import Config
-from streamdiff.engine.messages import Event, Failed, Ready, Shutdown
-from streamdiff.engine.process import private_folder, standby
-from streamdiff.engine.process.ipc import EXIT_CONFIG, EngineClient
+from streamdiff.engine.messages import Failed, Ready, Shutdown
+from streamdiff.engine.process.ipc import EXIT_CONFIG, EngineClient, make_folder, make_pipe, wake
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.models.resolve import may_compile
 
@@ -59,44 +56,16 @@ def loading_limit_s(config: Config) -> float:
     return _COMPILE_LIMIT_S if may_compile(config.model) else _START_LIMIT_S
 
 
-def ending_limit_s(config: Config) -> float:
+def _ending_limit_s(config: Config) -> float:
     """How long an engine may take to end: more for ranks, and much more where it may have a trace to write."""
     if config.model.trace is not None:
         return _STOP_TRACED_LIMIT_S
     return _STOP_LIMIT_S if config.model.ranks == 1 else _STOP_RANKS_LIMIT_S
 
 
-class EngineHandle(Protocol):
-    """The engine, as the web process sees it: `EngineProcess` starts one, `ParentEngine` belongs to one."""
-
-    _ready: Ready | None = None
-
-    @property
-    def ready(self) -> Ready:
-        """The engine's `Ready` event; after `start`."""
-        assert self._ready is not None, "start the engine first"
-        return self._ready
-
-    @property
-    def alive(self) -> bool:
-        """Whether there is a process; after `prepare`."""
-
-    async def prepare(self) -> None:
-        """Optional step before `start`: imports that take time and need no model."""
-        return
-
-    async def ended(self) -> str:
-        """Wait until the process has ended; returns how, after the word "ended". After `prepare` or `start`."""
-
-    async def start(self) -> EngineClient:
-        """Wait until the engine is warm. Raises ConfigError, EngineFailure."""
-
-    async def stop(self) -> None:
-        """End the engine. May be called at any time, and again."""
-
-
-class EngineProcess(EngineHandle):
-    """One engine process, from start to end."""
+class EngineProcess:
+    """One engine process, from start to end; with several ranks, a launcher and its ranks, unless torchrun has started
+    this process as the first of them."""
 
     def __init__(
         self,
@@ -109,25 +78,29 @@ class EngineProcess(EngineHandle):
         """Args:
         start_limit_s: how long the process may be silent while it loads and warms up, which may take any time; by
             default `loading_limit_s`.
-        stop_limit_s: how long the process may take to end by itself before it is killed; by default
-            `ending_limit_s`.
+        stop_limit_s: how long the process may take to end by itself before it is killed.
         module: what runs with `python -m`; takes `--address`.
         """
         self._config = config
-        self._start_limit_s = start_limit_s or loading_limit_s(config)
-        self._stop_limit_s = stop_limit_s or ending_limit_s(config)
+        self._silence_limit_s = start_limit_s or loading_limit_s(config)
+        self._stop_limit_s = stop_limit_s or _ending_limit_s(config)
         self._module = module
         self._folder: Path | None = None
         self._process: Process | None = None
         self._ipc: EngineClient | None = None
         self._watching: asyncio.Task[int] | None = None
         self._silence_watch: asyncio.Task[None] | None = None
-        self._watchdog_s = config.model.watchdog_s + (0.0 if config.model.ranks == 1 else _RANKS_HANG_S)
-        self._hung = False
-        self._stopping = False
+        self._ready: Ready | None = None
+        self._silent = self._stopping = False
         self._start_pipe: int | None = None
         self._written = 0  # bytes, by the process
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+
+    @property
+    def ready(self) -> Ready:
+        """The engine's `Ready` event; after `start`."""
+        assert self._ready is not None, "start the engine first"
+        return self._ready
 
     @property
     def pid(self) -> int:
@@ -141,10 +114,10 @@ class EngineProcess(EngineHandle):
         return self._process is not None and self._process.returncode is None
 
     async def prepare(self) -> None:
-        """Start a standby process, which only imports modules until `start` is called."""
-        self._folder = private_folder.make()
+        """Optional step before `start`: a standby process, which only imports modules until then."""
         try:
-            self._start_pipe = standby.open_pipe(self._folder)
+            self._folder = make_folder(self._config)
+            self._start_pipe = make_pipe(self._folder)
             await self._launch("--spare")
         except BaseException:
             await self.stop()
@@ -160,25 +133,28 @@ class EngineProcess(EngineHandle):
         assert self._silence_watch is None, "one EngineProcess starts one engine; make another"
         try:
             if self._start_pipe is not None:
-                standby.tell(self._start_pipe)
+                wake(self._start_pipe)
             else:
-                self._folder = private_folder.make()
+                self._folder = make_folder(self._config)
                 await self._launch()
-            assert self._process is not None and self._ipc is not None
-            await self._wait_until_ready(self._ipc)
-            self._silence_watch = asyncio.create_task(
-                self._kill_when_silent(self._process, self._ipc), name="engine-listen"
-            )
+            assert self._ipc is not None
+            self._silence_watch = asyncio.create_task(self._kill_when_silent(), name="engine-listen")
+            self._ready = await self._until_ready(self._ipc)
         except BaseException:
             await self.stop()
             raise
+        model = self._config.model
+        self._silence_watch.cancel()
+        self._silence_limit_s = model.watchdog_s + (0.0 if model.ranks == 1 else _RANKS_HANG_S)
+        self._silence_watch = asyncio.create_task(self._kill_when_silent(), name="engine-listen")
+        self._last_lines.clear()  # what was chosen at the start is no reason for what ends it later
         return self._ipc
 
     async def _launch(self, *more: str) -> None:
         assert self._folder is not None
-        private_folder.write_config(self._folder, self._config)
         self._ipc = EngineClient(self._folder)
-        launcher = ("streamdiff.engine.process.launcher", "--module") if self._config.model.ranks > 1 else ()
+        launches = self._config.model.ranks > 1 and "RANK" not in os.environ
+        launcher = ("streamdiff.engine.process.launcher", "--module") if launches else ()
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", *launcher, self._module),
             *("--address", str(self._folder), *more),
@@ -191,39 +167,21 @@ class EngineProcess(EngineHandle):
             # second where other processes took all cores (docs/decisions/0056-playback-delay.md).
             process_group=0,
         )
-        self._watching = asyncio.create_task(self._watch(self._process), name="engine-watch")
+        self._watching = asyncio.create_task(self._watch(self._process, self._ipc), name="engine-watch")
 
-    async def _wait_until_ready(self, ipc: EngineClient) -> None:
-        waiting = asyncio.create_task(self._first_event(ipc), name="engine-first-word")
-        silent = asyncio.create_task(_until_silent(self._start_limit_s, lambda: (ipc.heard, self._written)))
-        try:
-            done, _ = await asyncio.wait({waiting, silent}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-            silent.cancel()
-        if waiting not in done:
-            message = f"the engine said nothing for {self._start_limit_s:g} s while it was loading{self._last_output()}"
-            raise EngineFailure(message)
-        event, code = waiting.result()
-        if isinstance(event, Ready):
-            self._ready = event
-            self._last_lines.clear()  # what was chosen at the start is no reason for what ends it later
-            return
-        if isinstance(event, Failed) and code == EXIT_CONFIG:
-            raise ConfigError(event.reason)
-        reason = event.reason if isinstance(event, Failed) else f"the engine sent {event!r:.80} before Ready"
-        raise EngineFailure(f"the engine did not start: {reason}")
-
-    async def _first_event(self, ipc: EngineClient) -> tuple[Event | None, int]:
-        """The engine's first event, and how the process ended where that is not `Ready`."""
+    async def _until_ready(self, ipc: EngineClient) -> Ready:
         async with aclosing(ipc.events()) as events:
             event = await anext(events, None)
-        return event, 0 if isinstance(event, Ready) else await self.wait()
+        if isinstance(event, Ready):
+            return event
+        if isinstance(event, Failed) and await self.wait() == EXIT_CONFIG:
+            raise ConfigError(event.reason)
+        reason = event.reason if isinstance(event, Failed) else f"the engine sent {event!r:.80} before Ready"
+        raise EngineFailure(reason if self._silent else f"the engine did not start: {reason}")
 
-    async def _watch(self, process: Process) -> int:
+    async def _watch(self, process: Process, ipc: EngineClient) -> int:
         """Forward the engine's output until the process ends, then mark the IPC socket as ended, with the reason."""
         assert process.stdout is not None
-        assert self._ipc is not None
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         rest = ""
         while data := await process.stdout.read(8192):
@@ -235,22 +193,30 @@ class EngineProcess(EngineHandle):
             rest = rest[-_LINE_CHARACTERS:]
         self._keep_lines([rest])
         code = await process.wait()
-        self._ipc.end(None if self._stopping else Failed(self._end_reason(code)))
+        ipc.end(None if self._stopping else Failed(self._end_reason(code) + self._last_output()))
         return code
 
     def _end_reason(self, code: int) -> str:
-        if self._hung:
-            more = "a machine so slow needs a larger model.watchdog_s"
-            silent = f"it said nothing for {self._watchdog_s:g} s, and was ended ({more})"
-            return f"the engine hung: {silent}{self._last_output()}"
-        return f"the engine ended {name_exit(code)}{self._last_output()}"
+        if not self._silent:
+            return f"the engine ended {name_exit(code)}"
+        limit = f"for {self._silence_limit_s:g} s"
+        if self._ready is None:
+            return f"the engine said nothing {limit} while it was loading"
+        more = "a machine so slow needs a larger model.watchdog_s"
+        return f"the engine hung: it said nothing {limit}, and was ended ({more})"
 
-    async def _kill_when_silent(self, process: Process, ipc: EngineClient) -> None:
-        """Kill the engine once no message has come from it for `watchdog_s`."""
-        await _until_silent(self._watchdog_s, lambda: ipc.heard)
-        self._hung = True
+    async def _kill_when_silent(self) -> None:
+        """Kill the engine once nothing has come from it for `_silence_limit_s`: no message, and while it loads no
+        output. Counts looks, not time: nobody may have let us look."""
+        assert self._process is not None and self._ipc is not None
+        last, silent = (0, 0), 0
+        while silent < _LOOKS:
+            await _pause(self._silence_limit_s / _LOOKS)
+            heard = self._ipc.heard, self._written if self._ready is None else 0
+            last, silent = heard, silent + 1 if heard == last else 0
+        self._silent = True
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-            process.kill()
+            self._process.kill()
 
     def _forward_output(self, text: str) -> None:
         if self._config.serve.log_format == "text" and sys.stderr is not None:  # it may be closed
@@ -305,15 +271,6 @@ class EngineProcess(EngineHandle):
             ipc.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-async def _until_silent(limit_s: float, heard: Callable[[], object]) -> None:
-    """Wait until `heard` has been the same for `limit_s`. Counts looks, not time: nobody may have let us look."""
-    last, silent = heard(), 0
-    while silent < _LOOKS:
-        await _pause(limit_s / _LOOKS)
-        silent = silent + 1 if heard() == last else 0
-        last = heard()
 
 
 async def _pause(seconds: float) -> None:

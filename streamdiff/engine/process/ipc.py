@@ -1,6 +1,8 @@
-"""The IPC socket between the web process and the engine process: a pyzmq PAIR over ipc in a private folder.
+"""The private folder that a web process shares with its engine: the configuration, the pipe that wakes a standby
+process, and a pyzmq PAIR over ipc.
 
-Independent of what messages mean; `serializer` turns them into bytes.
+A configuration holds secrets (stream keys, TURN credentials), so it is never an argument of a process: everybody on the
+machine can read those. Messages travel as JSON, with pictures and snapshots raw beside it.
 
 Nothing here can pile up without limit. Both directions hold at most `HIGH_WATER` messages per side; then the web
 side's `send` waits (its callers are held back), and the engine's `send` waits up to `stall_s` and then gives up,
@@ -11,17 +13,20 @@ than that by back-pressure: a session makes at most `max_ahead_frames` frames be
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import AsyncGenerator, Awaitable
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import zmq
 import zmq.asyncio
 
+from streamdiff.config import Config
 from streamdiff.engine.messages import Alive, Command, Event, Failed
-from streamdiff.engine.process import serializer
-from streamdiff.errors import EngineFailure
+from streamdiff.errors import EngineFailure, StreamdiffError
 
 HIGH_WATER = 256
 EXIT_CONFIG = 2
@@ -29,6 +34,101 @@ EXIT_CONFIG = 2
 # The kernel's limit on the path of a local socket, the closing zero included, is 108 bytes on Linux, 104 elsewhere.
 _MAX_PATH_BYTES = 103
 _DRAIN_MS = 200
+_CONFIG, _PIPE = "config.json", "begin"
+_EVERYBODY = b"." * 1024
+"""More than there are ranks, each of which reads one byte of the pipe."""
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*get_args(Command), *get_args(Event))}
+Part = bytes | memoryview
+
+
+# ---- the folder ----------------------------------------------------------------------------------------------------
+
+
+def make_folder(config: Config) -> Path:
+    """A new folder (mode 0700) with the whole configuration, for the caller to remove."""
+    folder = Path(tempfile.mkdtemp(prefix="streamdiff-"))
+    write_config(folder, config)
+    return folder
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Put the configuration there for `read_config`, readable by this user only. Raises FileExistsError."""
+    descriptor = os.open(folder / _CONFIG, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(config.model_dump_json())
+
+
+def read_config(folder: Path) -> Config:
+    """The configuration that was put there."""
+    return Config.model_validate_json((folder / _CONFIG).read_text(encoding="utf-8"))
+
+
+def make_pipe(folder: Path) -> int:
+    """Make the pipe that standby processes wait at; returns its descriptor, for `wake` and to close when they are
+    stopped. Never blocks."""
+    os.mkfifo(folder / _PIPE, 0o600)
+    return os.open(folder / _PIPE, os.O_RDWR | os.O_NONBLOCK)
+
+
+def open_pipe(folder: Path) -> int:
+    """The other end; without O_NONBLOCK it would wait for a writer, who may be gone. Raises FileNotFoundError."""
+    return os.open(folder / _PIPE, os.O_RDONLY | os.O_NONBLOCK)
+
+
+def wake(pipe: int) -> None:
+    """Wake every process that waits at the pipe, now or later."""
+    os.write(pipe, _EVERYBODY)
+
+
+# ---- messages as bytes ---------------------------------------------------------------------------------------------
+
+
+class SerializationError(StreamdiffError):
+    """Bytes that are not one of our messages: the two processes run different versions, or one has a fault."""
+
+
+def encode(message: Command | Event) -> list[Part]:
+    """Bytes of a message: a JSON header, and a part for each field of pictures or data: a view, not a copy."""
+    parts: list[Part] = []
+
+    def put_beside(value: Any) -> dict[str, object]:
+        if not isinstance(value, np.ndarray):
+            parts.append(value)
+            return {"shape": None}
+        parts.append(np.ascontiguousarray(value).data.cast("B"))
+        return {"shape": value.shape}
+
+    header = json.dumps([type(message).__name__, vars(message)], default=put_beside)
+    return [header.encode("ascii"), *parts]
+
+
+def decode(parts: Sequence[Part]) -> Any:
+    """The command or event in `parts`; pictures are a read-only view of their part, and data is the part itself.
+
+    Raises:
+        SerializationError: anything else.
+    """
+    beside = iter(parts[1:])
+
+    def take_beside(value: dict[str, Any]) -> Any:
+        if value.keys() != {"shape"}:
+            return value
+        data, shape = next(beside), value["shape"]
+        return data if shape is None else np.frombuffer(memoryview(data).toreadonly(), np.uint8).reshape(shape)
+
+    try:
+        kind, values = json.loads(bytes(parts[0]), object_hook=take_beside)
+        return _KINDS[kind](**{name: _frozen(value) for name, value in values.items()})
+    except (LookupError, TypeError, ValueError, StopIteration) as error:
+        raise SerializationError(f"no message is {bytes(parts[0][:80])!r}: {error!r}") from error
+
+
+def _frozen(value: object) -> object:
+    """JSON's lists as tuples, of tuples too."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+# ---- the socket ----------------------------------------------------------------------------------------------------
 
 
 def _endpoint(folder: Path) -> str:
@@ -81,7 +181,7 @@ class EngineServer:
             return commands
         while len(commands) < HIGH_WATER:
             try:
-                commands.append(serializer.decode_command(self._socket.recv_multipart(zmq.NOBLOCK)))
+                commands.append(decode(self._socket.recv_multipart(zmq.NOBLOCK)))
             except zmq.Again:
                 break
         return commands
@@ -93,7 +193,7 @@ class EngineServer:
             EngineFailure: the web process has not read anything for `stall_s`.
         """
         try:
-            self._socket.send_multipart(serializer.encode(event))
+            self._socket.send_multipart(encode(event))
         except zmq.Again as error:
             message = f"the web process has read nothing for {self._stall_s:g} s; {HIGH_WATER} messages wait for it"
             raise EngineFailure(message) from error
@@ -126,7 +226,7 @@ class EngineClient:
         Raises:
             EngineFailure: the engine has ended.
         """
-        parts = serializer.encode(command)
+        parts = encode(command)
         # The lock keeps waiting senders out of pyzmq's own queue, which has no limit.
         async with self._sending:
             if self._end.done() or not await self._before_end(self._socket.send_multipart(parts)):
@@ -158,7 +258,7 @@ class EngineClient:
             yield failure
 
     def _received(self, parts: list[zmq.Frame]) -> Event:
-        event = serializer.decode_event([frame.buffer for frame in parts])
+        event: Event = decode([frame.buffer for frame in parts])
         self.heard += 1
         self._failure_delivered = self._failure_delivered or isinstance(event, Failed)
         return event
@@ -185,7 +285,7 @@ class EngineClient:
         return not polling.cancelled() and bool(polling.result())  # cancelled: `close` came in between
 
     def end(self, failure: Failed | None) -> None:
-        """Mark the engine as ended (its `EngineHandle` does); `failure`: None if the end was requested."""
+        """Mark the engine as ended (its `EngineProcess` does); `failure`: None if the end was requested."""
         if not self._end.done():
             self._end.set_result(failure)
 

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streamdiff import child_process
-from streamdiff.engine.process import private_folder
 from streamdiff.engine.process.engine_process import name_exit
-from streamdiff.engine.process.ipc import EXIT_CONFIG
+from streamdiff.engine.process.ipc import EXIT_CONFIG, read_config
 from streamdiff.heavy_import import heavy_import
 
 with heavy_import():
@@ -107,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--address", required=True, help="private folder of the IPC socket and the configuration")
     parser.add_argument("--spare", action="store_true", help="ranks import everything, and wait to be needed")
     options = parser.parse_args(argv)
-    ranks = private_folder.read_config(Path(options.address)).model.ranks
+    ranks = read_config(Path(options.address)).model.ranks
     passed = ("--address", options.address, *(["--spare"] * options.spare))
     return launch(options.module, ranks, passed, options.address)
 

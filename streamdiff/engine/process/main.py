@@ -7,9 +7,11 @@ so end of file there means the parent died, however it died. Knows nothing about
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import math
 import os
+import select
 import shutil
 import signal
 import socket
@@ -23,11 +25,10 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from streamdiff import clock
-from streamdiff.config import Config, ModelConfig
+from streamdiff.config import ModelConfig
 from streamdiff.engine.engine import Engine
-from streamdiff.engine.messages import Alive, Event, Failed, Shutdown
-from streamdiff.engine.process import private_folder, standby
-from streamdiff.engine.process.ipc import EXIT_CONFIG, EngineServer
+from streamdiff.engine.messages import Alive, Failed, Shutdown
+from streamdiff.engine.process.ipc import EXIT_CONFIG, EngineServer, open_pipe, read_config
 from streamdiff.errors import ConfigError, EngineFailure
 from streamdiff.heavy_import import heavy_import
 
@@ -44,37 +45,36 @@ _ALIVE_S = 0.25
 _FAILURE_GRACE_S = 1.0
 # What takes the seconds of a start: torch, and all that loads a pipeline.
 _HEAVY = "streamdiff.pipeline.build"
-EventHook = Callable[[Engine, Event], None]
 # How long the process may take to end by itself after its parent died.
 _ORPHAN_LIMIT_S = 5.0
 
 
+# A stream that begins has the machine for itself for so long; then a standby process imports what is heavy, behind a
+# stream that plays: with a tenth of a core that both want.
+_SETTLE_S = 10.0
+_NICE = 10
+
+
 class Stop:
-    """Stop request of the process, by a signal or its parent's death, with a file descriptor to poll for it."""
+    """Stop request of the process, by SIGTERM, SIGINT or its parent's death, with a file descriptor to poll for it.
+    Mutates: this process's signal handlers."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` is that of the IPC socket, removed here once the parent, whose it is, is gone."""
         self._folder = folder
-        self.requested = False
-        self.orphaned = False
+        self.requested = self._orphaned = False
         self.loading = True
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
 
     @property
     def fd(self) -> int:
         """File descriptor that is readable once a stop was requested."""
         return self._reader.fileno()
-
-    def listen(self) -> None:
-        """Take SIGTERM and SIGINT."""
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
-        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-
-    def watch_parent(self) -> None:
-        """Request a stop at end of file on standard input, which means that the parent has died."""
-        threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
@@ -82,10 +82,11 @@ class Stop:
             raise SystemExit(0)
 
     def _watch_parent(self) -> None:
+        """Request a stop at end of file on standard input, which means that the parent has died."""
         # os.read, not sys.stdin: a thread blocked inside a buffered reader holds its lock and aborts the interpreter.
         while os.read(0, 4096):
             pass
-        self.orphaned = True
+        self._orphaned = True
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(_ORPHAN_LIMIT_S)  # the process ends meanwhile, and this thread with it
         self.clean_up()
@@ -93,8 +94,39 @@ class Stop:
 
     def clean_up(self) -> None:
         """Remove the IPC folder if the parent is gone."""
-        if self.orphaned:
+        if self._orphaned:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def wait_as_standby(folder: Path, module: str) -> None:
+    """Wait at the pipe in `folder` until this process is needed, and import `module` after `_SETTLE_S` if that has not
+    come by then. Ends the process, and removes `folder`, when the web process, which holds the pipe open, has died."""
+    try:
+        pipe = open_pipe(folder)
+    except FileNotFoundError:
+        os._exit(0)  # another rank has seen it, and removed the folder
+    importing: threading.Thread | None = None
+    try:
+        byte = os.read(pipe, 1)  # empty: the web process is gone already, which `select` would not say
+    except BlockingIOError:
+        if not select.select([pipe], [], [], _SETTLE_S)[0]:
+            importing = threading.Thread(target=_import_modestly, args=(module,), name="import", daemon=True)
+            importing.start()
+        os.set_blocking(pipe, True)
+        byte = os.read(pipe, 1)
+    if not byte:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+    os.close(pipe)
+    if importing is not None:
+        importing.join()
+
+
+def _import_modestly(module: str) -> None:
+    if sys.platform == "linux":  # where this is of one thread: the engine itself shall not be as modest
+        os.nice(_NICE)
+    with heavy_import():
+        importlib.import_module(module)
 
 
 def _load_runtime(config: ModelConfig) -> StreamingPipeline:
@@ -104,12 +136,7 @@ def _load_runtime(config: ModelConfig) -> StreamingPipeline:
     return load_pipeline(config)
 
 
-def max_ahead_frames(config: Config) -> int:
-    """How many frames the engine may make ahead of what is shown."""
-    return math.ceil(config.playback.max_ahead_s * config.playback.fps)
-
-
-def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: EventHook) -> None:
+def _serve(server: EngineServer, engine: Engine, stop: Stop) -> None:
     """The engine loop: handle commands, step the engine, send events. Waits in `poll` when the engine is idle."""
     alive_s = clock.monotonic_s()
     while not stop.requested:
@@ -119,12 +146,10 @@ def _serve(server: EngineServer, engine: Engine, stop: Stop, tap: EventHook) -> 
         for command in server.poll(0.0 if engine.busy else _IDLE_WAIT_S):
             for event in engine.handle(command):
                 server.send(event)
-                tap(engine, event)
             if isinstance(command, Shutdown):
                 return
         for event in engine.step(_DECODE_WAIT_S):
             server.send(event)
-            tap(engine, event)
     engine.check(_FAILURE_GRACE_S)
 
 
@@ -135,14 +160,11 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[[ModelConfig], Str
     parser.add_argument("--spare", action="store_true", help="import everything, and wait to be needed")
     arguments = parser.parse_args(argv)
     if arguments.spare:
-        standby.wait(arguments.address, _HEAVY)
+        wait_as_standby(arguments.address, _HEAVY)
     with log_on_stderr():
         if int(os.environ.get("RANK", "0")) > 0:
-            return run_as_worker(private_folder.read_config(arguments.address).served_model())
-        stop = Stop(arguments.address)
-        stop.listen()
-        stop.watch_parent()
-        return run(arguments.address, stop, load=load)
+            return run_as_worker(read_config(arguments.address).served_model())
+        return _run(arguments.address, Stop(arguments.address), load)
 
 
 @contextmanager
@@ -161,26 +183,20 @@ def log_on_stderr() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def run(
-    address: Path,
-    stop: Stop,
-    *,
-    load: Callable[[ModelConfig], StreamingPipeline] = _load_runtime,
-    tap: EventHook = lambda engine, event: None,
-) -> int:
+def _run(address: Path, stop: Stop, load: Callable[[ModelConfig], StreamingPipeline]) -> int:
     """Run the engine loop on the IPC socket and configuration in folder `address`; returns the exit code.
 
-    Ends when `stop` is requested or the web process sends `Shutdown`. `tap` is called with every event of the loop
-    after it was sent to the web process.
+    Ends when `stop` is requested or the web process sends `Shutdown`.
     """
     server = EngineServer(address, wake_fd=stop.fd)
     engine: Engine | None = None
     try:
-        config = private_folder.read_config(address)
-        engine = Engine(load(config.served_model()), max_ahead_frames(config))
+        config = read_config(address)
+        max_ahead_frames = math.ceil(config.playback.max_ahead_s * config.playback.fps)
+        engine = Engine(load(config.served_model()), max_ahead_frames)
         stop.loading = False
         server.send(engine.ready())
-        _serve(server, engine, stop, tap)
+        _serve(server, engine, stop)
     except ConfigError as error:
         server.send(Failed(str(error)))
         return EXIT_CONFIG

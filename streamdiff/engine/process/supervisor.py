@@ -17,7 +17,7 @@ from zmq import ZMQError
 
 from streamdiff import clock
 from streamdiff.engine.messages import Command, Event, Failed, Ready
-from streamdiff.engine.process.engine_process import EngineHandle
+from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import ConfigError, EngineFailure
 
@@ -43,12 +43,12 @@ class EngineSupervisor:
     """Starts an engine, and restarts it when it fails. `make` gives a new engine process, not started; `restarts` says
     how often."""
 
-    def __init__(self, make: Callable[[], EngineHandle], restarts: RestartPolicy, *, spare: bool = False) -> None:
+    def __init__(self, make: Callable[[], EngineProcess], restarts: RestartPolicy, *, spare: bool = False) -> None:
         """`spare`: beside every engine that runs, another one waits, prepared."""
         self._make, self._restarts = make, restarts
         self._engine = make()
         self._keep_standby = spare and restarts.most > 0
-        self._standby: EngineHandle | None = None
+        self._standby: EngineProcess | None = None
         self._standby_watch: asyncio.Task[None] | None = None
         self._ipc: EngineClient | None = None
         self._down_reason = "it has not been started"
@@ -66,7 +66,7 @@ class EngineSupervisor:
         """Start the engine for the first time; a failure here is raised, and nothing is retried.
 
         Raises:
-            ConfigError, EngineFailure: see `EngineHandle.start`.
+            ConfigError, EngineFailure: see `EngineProcess.start`.
         """
         begun_s = clock.monotonic_s()
         self._ipc = await self._engine.start()
@@ -142,7 +142,7 @@ class EngineSupervisor:
         spare = self._standby is not None and self._standby.alive
         return self._start_times_s.get(spare, self._start_times_s[False])
 
-    async def _next_engine(self) -> tuple[EngineHandle, bool]:
+    async def _next_engine(self) -> tuple[EngineProcess, bool]:
         """The standby engine if it is alive, else a new one; and which of them it is."""
         await self._stop_standby_watch()
         if self._standby is not None and not self._standby.alive:
@@ -164,7 +164,7 @@ class EngineSupervisor:
         else:
             self._standby_watch = asyncio.create_task(self._watch_standby(self._standby), name="spare-mind")
 
-    async def _watch_standby(self, spare: EngineHandle) -> None:
+    async def _watch_standby(self, spare: EngineProcess) -> None:
         """Replace a standby engine that dies, after a pause, as memory may be short."""
         how = await spare.ended()
         logger.warning("The spare engine ended %s; another starts in %g s.", how, SPARE_AGAIN_S)

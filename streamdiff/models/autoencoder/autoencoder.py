@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from streamdiff.config import EMBEDDED
+from streamdiff.device import side_stream
 from streamdiff.errors import ConfigError
 from streamdiff.models import catalogue, hub
 from streamdiff.models.autoencoder import wan
@@ -295,17 +295,8 @@ class ImageEncoder:
         encoder, spec = self.encoder, self.spec
         count = spec.first_chunks * spec.chunk_latents
         still = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, None]
-        with beside_others(encoder.device):
+        with side_stream(encoder.device, after_current=True):
             video = still.to(encoder.device, torch.float32) / 127.5 - 1
             frames = encoder.first_frames + (count - 1) * encoder.temporal
             latents = encoder.encode(video.expand(-1, -1, frames, -1, -1), encoder.new_memory())[0].float().cpu()
         return torch.stack(latents.split(spec.chunk_latents, 1))
-
-
-def beside_others(device: torch.device) -> AbstractContextManager[object]:
-    """Context of a separate CUDA stream, so that no forward of a live stream waits for the picture; none on a CPU."""
-    if device.type != "cuda":
-        return nullcontext()
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))  # which has copied the weights
-    return torch.cuda.stream(side)

@@ -11,24 +11,21 @@ are what the transformer works on, what streams carry, and what files hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from torch import Tensor, nn
 
 from streamdiff.session_state import walk
 
-WAN_CHANNELS = 16
+_DEFAULTS = signature(AutoencoderKLWan.__init__).parameters
 # Of Wan2.1's 16 channels. `Wan2.1_VAE.pth` does not hold them: every program that reads it has them written down.
-WAN_MEAN = (
-    *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
-    *(0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
-)
-WAN_STD = (
-    *(2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743),
-    *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
-)
+WAN_MEAN: tuple[float, ...] = tuple(_DEFAULTS["latents_mean"].default)
+WAN_STD: tuple[float, ...] = tuple(_DEFAULTS["latents_std"].default)
+WAN_CHANNELS = len(WAN_MEAN)
 
 
 class Normalisation:

@@ -14,9 +14,8 @@ so it is a field, never a guess.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -233,6 +232,8 @@ TAEHV_CLASS = "TAEHV"
 """What `config.json` calls it."""
 LatentSpace = Literal["normalised", "raw"]
 _RAW_NAME, _NORMALISED_NAME = "lighttae", "tae"
+_FIRST, _LAST = "decoder.1.weight", "decoder.22.weight"
+"""Of a decoder's first and last convolution."""
 
 
 @session_state("taehv-encode-memory")
@@ -397,8 +398,8 @@ def read_taehv(
     messages.
 
     Args:
-        stored: a `config.json`: fields of `TaehvConfig`, latents_mean and latents_std. None: channels, widths, blocks,
-            patch size and strides in time come from names and shapes.
+        stored: a `config.json`: fields of `TaehvConfig`, latents_mean and latents_std. None: as published, with the
+            channels and patch size of the shapes.
         latent_space: without `stored`, see `space_of`.
 
     Raises:
@@ -424,58 +425,16 @@ def read_taehv(
 
 
 def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> TaehvConfig:
-    """Layer sizes inferred from names and shapes of the tensors. Strides in space cannot be: 2 in each stage, as
-    published.
+    """The published layout, with the latent channels and the patch size that the tensors have.
 
     Raises:
-        ConfigError: not the published layout.
+        ConfigError: not that layout.
     """
-
-    def size(name: str, axis: int) -> int:
+    for name in (_FIRST, _LAST):
         if name not in tensors or tensors[name].ndim != 4:
-            raise ConfigError(
-                f"{path} has no tensor {name} [.., .., .., ..]; expected a TAEHV in the published layout, of any width"
-            )
-        return tensors[name].shape[axis]
-
-    grows = _stages(path, tensors, "decoder")
-    last = grows[2] + 3  # behind a convolution and a ReLU
-    time = [size(f"decoder.{index}.conv.weight", 0) // size(f"decoder.{index}.conv.weight", 1) for index in grows]
-    widths = [size(f"decoder.{index}.conv.weight", 1) for index in grows]
-    # Between stages stand a convolution, the blocks, and what enlarges, which has no weights.
-    blocks = [index - 1 - first for first, index in zip((3, grows[0] + 2, grows[1] + 2), grows, strict=True)]
-    config = TaehvConfig(
-        latent_channels=size("decoder.1.weight", 1),
-        patch_size=math.isqrt(size(f"decoder.{last}.weight", 0) // 3),
-        decoder_widths=(widths[0], widths[1], widths[2], size(f"decoder.{last - 2}.weight", 0)),
-        decoder_blocks=(blocks[0], blocks[1], blocks[2]),
-        decoder_time=(time[0], time[1], time[2]),
-        frames_to_trim=math.prod(time) - 1,
+            raise ConfigError(f"{path} has no tensor {name} [.., .., .., ..]; expected a TAEHV in the published layout")
+    return TaehvConfig(
+        latent_channels=tensors[_FIRST].shape[1],
+        patch_size=max(1, math.isqrt(tensors[_LAST].shape[0] // 3)),
+        has_encoder=any(name.startswith("encoder.") for name in tensors),
     )
-    if not any(name.startswith("encoder.") for name in tensors):
-        return replace(config, has_encoder=False)
-    pools = _stages(path, tensors, "encoder")
-    ends = [*pools[1:], max(index for index in _numbers(tensors, r"encoder\.(\d+)\.weight"))]
-    blocks = [end - index - 2 for index, end in zip(pools, ends, strict=True)]
-    widths = [size(f"encoder.{index}.conv.weight", 0) for index in pools]
-    return replace(
-        config,
-        encoder_widths=(widths[0], widths[1], widths[2], size(f"encoder.{pools[2] + 1}.weight", 0)),
-        encoder_blocks=(blocks[0], blocks[1], blocks[2]),
-    )
-
-
-def _stages(path: Path, tensors: Mapping[str, Tensor], half: str) -> list[int]:
-    """Numbers of the three modules of a half that change the frame rate, one in each stage."""
-    found = _numbers(tensors, rf"{half}\.(\d+)\.conv\.weight")
-    if len(found) != 3:
-        numbers = ", ".join(map(str, found)) or "none"
-        raise ConfigError(
-            f"{path} has {len(found)} tensors {half}.N.conv.weight ({numbers}); a TAEHV in the published layout has 3"
-        )
-    return found
-
-
-def _numbers(tensors: Mapping[str, Tensor], pattern: str) -> list[int]:
-    """The numbers in the names that fit, rising."""
-    return sorted(int(match[1]) for name in tensors if (match := re.fullmatch(pattern, name)))

@@ -282,8 +282,12 @@ WAN_PREFIXES: dict[Half, tuple[str, ...]] = {
     "encoder": ("encoder.", "quant_conv."),
     "both": ("",),
 }
-_BLOCKS = 2
-"""Residual blocks of a level, in every layout that this reads without a configuration."""
+_WIDTHS = {
+    "base_dim": "encoder.conv_in.weight",
+    "decoder_base_dim": "decoder.norm_out.gamma",
+    "z_dim": "post_quant_conv.weight",
+}
+"""Tensors whose rows tell a width."""
 
 
 def read_wan(
@@ -293,7 +297,7 @@ def read_wan(
     messages.
 
     Raises:
-        ConfigError: original names that are none of the layout; or sizes that neither a configuration nor the shapes
+        ConfigError: original names that are none of the layout; or widths that neither a configuration nor the shapes
             tell.
     """
     if is_original(tensors):
@@ -302,35 +306,21 @@ def read_wan(
 
 
 def _config_of(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The configuration of diffusers' class, inferred from the shapes of tensors with diffusers' names."""
-
-    def channels(name: str) -> int:
+    """The configuration of diffusers' class: Wan2.1's, as wide as the tensors, which have diffusers' names."""
+    found = {}
+    for key, name in _WIDTHS.items():
         if name not in tensors:
             raise ConfigError(
                 f"{path} has no tensor {name}, so its size is unknown; expected the names of Wan2.1_VAE.pth or of a "
                 "diffusers AutoencoderKLWan"
             )
-        return tensors[name].shape[0]
-
-    base = channels("encoder.conv_in.weight")
-    latents = channels("post_quant_conv.weight")
-    if latents != WAN_CHANNELS:
+        found[key] = tensors[name].shape[0]
+    if found["z_dim"] != WAN_CHANNELS:
         raise ConfigError(
-            f"{path} has {latents} latent channels, but only for {WAN_CHANNELS} are mean and standard deviation "
+            f"{path} has {found['z_dim']} latent channels, but only for {WAN_CHANNELS} are mean and standard deviation "
             "known; use a diffusers folder, whose config.json has latents_mean and latents_std"
         )
-    step = _BLOCKS + 1
-    firsts = [index for index in range(0, 100, step) if f"encoder.down_blocks.{index}.conv1.weight" in tensors]
-    return {
-        "base_dim": base,
-        "decoder_base_dim": channels("decoder.norm_out.gamma"),
-        "z_dim": latents,
-        "dim_mult": [channels(f"encoder.down_blocks.{index}.conv1.weight") // base for index in firsts],
-        "num_res_blocks": _BLOCKS,
-        "temperal_downsample": [
-            f"encoder.down_blocks.{index + step - 1}.time_conv.weight" in tensors for index in firsts[:-1]
-        ],
-    }
+    return found
 
 
 # ---- original names -------------------------------------------------------------------------------------------------

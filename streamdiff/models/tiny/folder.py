@@ -49,10 +49,6 @@ class _StreamFacts(BaseModel):
     control_buttons: tuple[_Name, ...] = ()
 
 
-class _Index(BaseModel):
-    stream: _StreamFacts
-
-
 class _Transformer(BaseModel):
     """Arguments of diffusers' `WanTransformer3DModel` that its config.json has to say, or may."""
 
@@ -99,7 +95,8 @@ def read_folder(folder: Path, name: str) -> FolderFacts:
             "text_encoder, tokenizer and vae. Use the embedded model with `--model tiny`, or train one with "
             "`python -m training`"
         )
-    stream = validated(folder / "model_index.json", _Index).stream
+    index = folder / "model_index.json"
+    stream = validated(index, _StreamFacts, read_object(index).get("stream") or {})
     transformer = validated(folder / "transformer" / "config.json", _Transformer)
     decoder = validated(folder / "vae" / "config.json", TaehvConfig)
     match read_object(folder / "tokenizer" / "tokenizer.json"):

@@ -10,82 +10,40 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from difflib import get_close_matches
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from streamdiff.models.spec import ParsedPrompt
-from streamdiff.models.tiny.scene import COLOR_NAMES, SETTING_TABLES, SHAPES, SPEEDS, THING_TABLES, Scene, Thing, plain
+from streamdiff.models.tiny.scene import (
+    COLOR_NAMES,
+    PHRASES,
+    SETTING_TABLES,
+    SHAPES,
+    SPEEDS,
+    THING_TABLES,
+    WORLD,
+    Scene,
+    Thing,
+    plain,
+)
 
 TABLE = Path(__file__).parent / "words.txt"
+EXAMPLES: tuple[str, ...] = tuple(WORLD["examples"])
+SUGGESTIONS: tuple[tuple[str, ...], ...] = tuple(map(tuple, WORLD["suggestions"]))
+VOCABULARY: str = WORLD["vocabulary"]
 DEFAULT = Scene()
 STARTS_OVER = 3
 """A prompt that says so much of color, shape, motion and place, with an article, describes a new picture."""
-MOTION_WORDS = {way: f"moving {way}" for way in ("left", "right", "up", "down")} | {
-    "still": "standing still",
-    "bouncing": "bouncing",
-    "spinning": "spinning",
-}
-SPEED_WORDS = {"slow": " slowly", "normal": "", "fast": " fast"}
-PLACE_WORDS = {
-    "meadow": "over a meadow",
-    "desert": "in the desert",
-    "sea": "over the sea",
-    "sky": "in the sky",
-    "city": "in the city",
-}
-HOUR_WORDS = {
-    "day": "",
-    "dusk": " at dusk",
-    "night": " at night",
-    "dawn": " at dawn",
-    "passing": " as day turns into night",
-}
-WEATHER_WORDS = {"clear": "", "rain": " in the rain", "snow": " in the snow", "wind": " in the wind"}
-CAMERA_WORDS = {"still": "", "left": ", camera panning left", "right": ", camera panning right"}
-
-EXAMPLES = (
-    "a red circle moving right over a meadow",
-    "a blue star moving up and a small yellow heart bouncing in the city at night",
-    "a white heart moving left slowly over the sea at dusk, camera panning right",
-    "a purple square spinning in the desert as day turns into night",
-    "an orange star bouncing fast over a meadow in the snow",
-)
-SUGGESTIONS = (
-    COLOR_NAMES,
-    SHAPES,
-    ("moving left", "moving up", "bouncing", "spinning", "standing still"),
-    ("faster", "slower", "larger", "smaller"),
-    tuple(PLACE_WORDS.values()),
-    ("by day", "at dusk", "at night", "at dawn", "as day turns into night"),
-    ("rain", "snow", "wind", "clear weather"),
-    ("camera panning left", "camera panning right", "still camera"),
-)
-VOCABULARY = (
-    f"one or two things; colours {', '.join(COLOR_NAMES)}; shapes {', '.join(SHAPES)}, large or small; moving left, "
-    "right, up or down, standing still, bouncing, spinning, slowly or fast; over a meadow, in the desert, over the "
-    "sea, in the sky, in the city; by day, at dusk, at night, at dawn or as day turns into night; rain, snow, "
-    "wind; the camera panning left or right"
-)
-CANNOT = {
-    "place": "I cannot choose where things are, only where they go",
-    "follow": "the camera pans or stands still, it follows nothing",
-}
-"""What people ask for that the world does not have, by the value of `cannot` in words.txt."""
 MOST_REMARKS = 4
-_DRAWN = {
-    "motion": {name: f"it {words}" for name, words in MOTION_WORDS.items()},
-    "place": {"meadow": "a meadow", "desert": "a desert", "sea": "the sea", "sky": "the sky", "city": "a city"},
-    "hour": {"day": "daylight", "dusk": "dusk", "night": "night", "dawn": "dawn", "passing": "time that passes"},
-    "weather": {"clear": "clear weather", "rain": "rain", "snow": "snow", "wind": "wind"},
-    "camera": {"still": "a still camera", "left": "the camera panning left", "right": "the camera panning right"},
-}
-"""How the notice names what is drawn for a word that has only a nearest meaning."""
 _OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 _JOINERS = {"and", "with", "while", ",", "and another", "plus"}
 _REPLACING = {"replace", "exchange", "swap"}
 _ENDINGS = (("ies", "y"), ("ves", "f"), ("es", ""), ("s", ""))
 _MOST_WORDS = 200
+_ALIKE = 0.75
+"""Of `difflib`: one wrong letter in a word of four, two in a word of eight."""
 
 
 # ---- sentences -------------------------------------------------------------------------------------------------------
@@ -94,14 +52,13 @@ _MOST_WORDS = 200
 def canonical(scene: Scene) -> str:
     """The sentence for `scene`. What a prompt means unless it says otherwise (large, by day, ...) is left out."""
     things = " and ".join(map(_thing_words, scene.things))
-    where = PLACE_WORDS[scene.place] + HOUR_WORDS[scene.hour] + WEATHER_WORDS[scene.weather]
-    return f"{things} {where}{CAMERA_WORDS[scene.camera]}"
+    return f"{things} {''.join(PHRASES[name][getattr(scene, name)] for name in SETTING_TABLES)}"
 
 
 def _thing_words(thing: Thing) -> str:
-    size = "small " if thing.size == "small" else ""
-    speed = "" if thing.motion == "still" else SPEED_WORDS[thing.speed]
-    return _with_article(f"{size}{thing.color} {thing.shape} {MOTION_WORDS[thing.motion]}{speed}")
+    size, motion = PHRASES["size"][thing.size], PHRASES["motion"][thing.motion]
+    speed = "" if thing.motion == "still" else PHRASES["speed"][thing.speed]
+    return _with_article(f"{size}{thing.color} {thing.shape} {motion}{speed}")
 
 
 def _with_article(words: str) -> str:
@@ -110,10 +67,8 @@ def _with_article(words: str) -> str:
 
 def known_words() -> list[str]:
     """Every word of the sentences, sorted: the tokenizer's vocabulary."""
-    tables = (MOTION_WORDS, SPEED_WORDS, PLACE_WORDS, HOUR_WORDS, WEATHER_WORDS, CAMERA_WORDS)
-    phrases = [phrase for table in tables for phrase in table.values()]
-    plain_words = (*COLOR_NAMES, *SHAPES, "a", "an", "and", "small", ",")
-    return sorted({word for phrase in (*phrases, *plain_words) for word in phrase.replace(",", " , ").split()})
+    phrases = [phrase for table in PHRASES.values() for phrase in table.values()]
+    return sorted(set(words_of(" ".join([*phrases, "a an and"]))))
 
 
 def scene_of(text: str) -> Scene:
@@ -155,7 +110,7 @@ def _remarks(request: Request, scene: Scene) -> list[str]:
             if word.misspelt:
                 remarks[typed] = f"“{typed}”: I read “{word.entry}”."
             if "cannot" in word.says:
-                remarks[typed] = f"“{typed}”: {CANNOT[word.says['cannot']]}."
+                remarks[typed] = f"“{typed}”: {WORLD['cannot'][word.says['cannot']]}."
             if not word.exact and (nearest := _nearest(word, group, request, scene)):
                 remarks[typed] = f"“{typed}”: I draw {nearest}."
     for color in request.uncolored:
@@ -165,19 +120,15 @@ def _remarks(request: Request, scene: Scene) -> list[str]:
 
 def _nearest(word: Word, group: Group, request: Request, scene: Scene) -> str:
     """What is drawn for a word that has only a nearest meaning; empty where other words of the prompt decided."""
-    thing_words, setting_words = (group.named, group.says), (request.setting, request.certain)
-    won = {}
-    for name, value in word.says.items():
-        named, exact = setting_words if name in SETTING_TABLES else thing_words
-        if named.get(name) == value and name not in exact:
-            won[name] = value
+    decided = {**group.said, **request.setting}
+    won = {name: value for name, value in word.says.items() if decided.get(name) is word}
     if "shape" in won:
         things: Sequence[Thing] = scene.things if group is request.groups[0] else scene.things[::-1]
         alike = [thing for thing in things if thing.shape == won["shape"]]
         of_color = [thing for thing in alike if thing.color == group.named.get("color", thing.color)]
         for thing in [*of_color, *alike][:1]:
             return _with_article(f"{thing.color} {thing.shape}")
-    return " and ".join(_DRAWN[name][value] if name in _DRAWN else value for name, value in won.items())
+    return " and ".join(WORLD["drawn"].get(name, {}).get(value, value) for name, value in won.items())
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
@@ -252,127 +203,121 @@ def _word(typed: str) -> Word:
         return Word(typed, typed, *meanings[typed])
     if typed in fillers or len(typed) < 3:
         return Word(typed, typed)
-    if (entry := singular(typed)) is not None:
-        return Word(typed, entry, *meanings[entry], many=True)
-    if (entry := spelt(typed)) is not None:
-        return Word(typed, entry, *meanings[entry])
+    for ending, instead in _ENDINGS:
+        entry = typed.removesuffix(ending) + instead
+        if typed.endswith(ending) and len(typed) >= len(ending) + 2 and entry in meanings:
+            return Word(typed, entry, *meanings[entry], many=True)
+    if (spelt := _spelt(typed)) is not None:
+        return Word(typed, spelt, *meanings[spelt])
     return Word(typed, typed, known=False)
 
 
-def singular(word: str) -> str | None:
-    """The entry of which `word` is the plural."""
-    for ending, instead in _ENDINGS:
-        entry = word.removesuffix(ending) + instead
-        if word.endswith(ending) and len(word) >= len(ending) + 2 and entry in word_table().meanings:
-            return entry
-    return None
-
-
-@cache
-def spelt(word: str) -> str | None:
-    """The known single word that was probably meant: one edit away, or two in words of eight letters and more. Short
-    words are taken for no word of the table that has only a nearest meaning: too many are one edit away."""
+@lru_cache(maxsize=4096)
+def _spelt(word: str) -> str | None:
+    """The known single word that was probably meant. Short words are taken for no word of the table that has only a
+    nearest meaning: too many look like it."""
     meanings, _, apart = word_table()
     if not 4 <= len(word) <= 20 or word in apart:
         return None
-    most = 2 if len(word) >= 8 else 1
     candidates = [
-        (distance(word, entry, most), not exact, entry)
+        entry
         for entry, (_, exact) in meanings.items()
-        if (exact or len(word) >= 6) and _looks_alike(word, entry, most)
+        if (exact or len(word) >= 6) and " " not in entry and len(entry) > 2 and _begin_alike(word, entry)
     ]
-    edits, _, best = min(candidates, default=(most + 1, True, ""))
-    return best if edits <= most else None
+    return next(iter(get_close_matches(word, candidates, 1, _ALIKE)), None)
 
 
-def _looks_alike(word: str, entry: str, most: int) -> bool:
-    """Whether a word may be `most` edits from a single word of the table: those that begin otherwise are not meant."""
-    if " " in entry or len(entry) < 3 or abs(len(entry) - len(word)) > most:
-        return False
-    return entry[0] == word[0] or entry[1:2] == word[1:2]
-
-
-def distance(one: str, other: str, most: int) -> int:
-    """Edits (insert, delete, replace, swap neighbours) between two words; more than `most` may be said as most + 1."""
-    before, last = list(range(len(other) + 1)), list(range(len(other) + 1))
-    for i, a in enumerate(one, 1):
-        row = [i]
-        for j, b in enumerate(other, 1):
-            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b))
-            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
-                cost = min(cost, before[j - 2] + 1)
-            row.append(cost)
-        before, last = last, row
-        if min(row) > most:
-            return most + 1
-    return last[-1]
+def _begin_alike(one: str, other: str) -> bool:
+    return one[0] == other[0] or one[1] == other[1]
 
 
 # ---- what a prompt asks for ------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Group:
-    """What a prompt says of one thing, in these `words`: fields of `Thing` (`says` by exact words, `implied` by near
-    ones), and how it speaks of it. `many`: in the plural."""
+    """What a prompt says of one thing, in these `words`: `said` is the word that decides each field of `Thing`, the
+    first exact one, else the first near one."""
 
-    words: Sequence[Word]
-    says: dict[str, str] = field(default_factory=dict)
-    implied: dict[str, str] = field(default_factory=dict)
-    changes: list[str] = field(default_factory=list)
-    article: bool = False
-    two: bool = False
-    many: bool = False
-
-    @property
-    def says_anything(self) -> bool:
-        return bool(self.says or self.implied or self.changes or self.two)
+    def __init__(self, words: Sequence[Word]) -> None:
+        self.words = words
+        self.said: dict[str, Word] = {}
+        for word in words:
+            for name in THING_TABLES.keys() & word.says.keys():
+                if name not in self.said or (word.exact and not self.said[name].exact):
+                    self.said[name] = word
 
     @property
     def named(self) -> dict[str, str]:
-        """What is said, exact words before near ones."""
-        return {**self.implied, **self.says}
+        """Fields of `Thing` and their values."""
+        return {name: word.says[name] for name, word in self.said.items()}
+
+    @property
+    def changes(self) -> list[str]:
+        return [word.says["change"] for word in self.words if "change" in word.says]
+
+    @property
+    def article(self) -> bool:
+        return any(word.entry in ("a", "an") for word in self.words)
+
+    @property
+    def two(self) -> bool:
+        return any(word.says.get("count") == "two" for word in self.words)
+
+    @property
+    def many(self) -> bool:
+        """Whether a shape is named in the plural."""
+        return any(word.many and "shape" in word.says for word in self.words)
 
 
 @dataclass
 class Request:
-    """A parsed prompt: `groups` of what is to be, of those `spoken` of; and what is said of the setting, whose fields
-    in `certain` were said exactly. `ends` are weathers that are to end; `uncolored` colors that were said of the
-    setting, which has none that can be chosen; `wishes` any of add, remove, one, both and edit; `target` what is said
-    of the thing that is to become another, as in "turn the circle into a heart"."""
+    """A parsed prompt: `groups` of what is to be, of those `spoken` of, and `setting`, the word that decides each field
+    of it. `uncolored` are colors that were said of the setting, which has none that can be chosen; `target` what is
+    said of the thing that is to become another, as in "turn the circle into a heart"."""
 
-    spoken: list[Group] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    setting: dict[str, str] = field(default_factory=dict)
-    certain: set[str] = field(default_factory=set)
-    ends: set[str] = field(default_factory=set)
-    uncolored: list[str] = field(default_factory=list)
-    wishes: set[str] = field(default_factory=set)
-    target: dict[str, str] = field(default_factory=dict)
+    spoken: list[Group]
+    groups: list[Group]
+    setting: dict[str, Word]
+    uncolored: list[str]
+    target: dict[str, str]
 
     @property
     def words(self) -> list[Word]:
         return [word for group in self.spoken for word in group.words]
 
     @property
+    def ends(self) -> set[str]:
+        """Weathers that are to end."""
+        return {word.says["end"] for word in self.words if "end" in word.says}
+
+    @property
+    def wishes(self) -> set[str]:
+        """Any of add, remove, one, both and edit."""
+        found = {word.says[name] for word in self.words for name in ("count", "refer", "edit") if name in word.says}
+        return found | {"edit"} if any({"refer", "edit"} & word.says.keys() for word in self.words) else found
+
+    @property
     def empty(self) -> bool:
-        described = any(group.says_anything for group in self.groups) or self.setting or self.ends
+        described = any(map(_says_anything, self.groups)) or self.setting or self.ends
         return not (described or self.wishes & {"add", "remove", "one"})
+
+
+def _says_anything(group: Group) -> bool:
+    return bool(group.said or group.changes or group.two)
 
 
 def parse(prompt: str) -> Request:
     """Sort the prompt's words into what is said of things and of their setting."""
-    words = read_words(prompt)
-    request, uncolored, cut = Request(), _colors_of_setting(words), _cut(words)
-    for start, end in [(0, cut), (cut, len(words))][: 1 if cut == len(words) else 2]:
-        group = Group(words[start:end])
-        for index in range(start, end):
-            if index in uncolored:
-                request.uncolored.append(words[index].typed)
-            else:
-                _take(words[index], group, request)
-        request.spoken.append(group)
-    request.groups = list(request.spoken)
+    typed = read_words(prompt)
+    uncolored = _colors_of_setting(typed)
+    words = [word for index, word in enumerate(typed) if index not in uncolored]
+    cut, setting = _cut(words), dict[str, Word]()
+    for word in words:
+        for name in SETTING_TABLES.keys() & word.says.keys():
+            if word.exact or name not in setting or not setting[name].exact:  # the last word counts
+                setting[name] = word
+    spoken = [Group(half) for half in (words[:cut], words[cut:]) if half] or [Group([])]
+    request = Request(spoken, spoken, setting, [typed[index].typed for index in uncolored], {})
     _find_target(request)
     return request
 
@@ -395,7 +340,7 @@ def _exact_colors(words: Sequence[Word]) -> list[int]:
     return [index for index, word in enumerate(words) if word.exact and "color" in word.says]
 
 
-def _colors_of_setting(words: list[Word]) -> set[int]:
+def _colors_of_setting(words: list[Word]) -> list[int]:
     """Which words are colors of a place, an hour or a weather: "a green meadow", "make the sky purple"."""
 
     def setting(word: Word) -> bool:
@@ -404,34 +349,13 @@ def _colors_of_setting(words: list[Word]) -> set[int]:
         return bool(only_setting) and word.entry.split()[0] not in word_table().fillers
 
     about_things = any({"shape", "refer"} & word.says.keys() for word in words)
-    found = set()
+    found = []
     for index in _exact_colors(words):
         before, after = words[max(0, index - 1) : index], words[index + 1 : index + 3]
         of_thing = len(after) == 2 and "shape" in after[1].says  # "a green desert flower"
         if (any(map(setting, after[:1])) and not of_thing) or (any(map(setting, before)) and not about_things):
-            found.add(index)
+            found.append(index)
     return found
-
-
-def _take(word: Word, group: Group, request: Request) -> None:
-    """Mutates: group, request."""
-    group.article |= word.entry in ("a", "an")
-    for name, value in word.says.items():
-        if name in THING_TABLES:
-            (group.says if word.exact else group.implied).setdefault(name, value)
-            group.many |= name == "shape" and word.many
-        elif name in SETTING_TABLES:
-            if word.exact or name not in request.certain:
-                request.setting[name] = value  # the last word counts
-                request.certain |= {name} if word.exact else set()
-        elif name == "end":
-            request.ends.add(value)
-        elif name == "change":
-            group.changes.append(value)
-        elif value == "two":
-            group.two = True
-        elif name != "cannot":
-            request.wishes |= {value, "edit"} if name in ("refer", "edit") else {value}
 
 
 def _find_target(request: Request) -> None:
@@ -445,17 +369,16 @@ def _find_target(request: Request) -> None:
             target, kept = groups
         else:
             return
-        request.target, request.groups = target.says, [kept]
-        request.wishes.add("edit")
+        request.target, request.groups = target.named, [kept]
         return
     [group], colors = groups, _exact_colors(groups[0].words)
     if "edit" not in request.wishes or len(colors) != 2 or group.article:
         return
     between = group.words[colors[0] + 1 : colors[1]]
     if any("shape" in word.says or word.entry in ("one", "thing") for word in between):  # "make the blue one red"
-        request.target = {name: value for name, value in group.says.items() if name in ("shape", "color")}
-        group.says.pop("shape", None)
-        group.says["color"] = group.words[colors[1]].says["color"]
+        request.target = {name: value for name, value in group.named.items() if name in ("shape", "color")}
+        group.said.pop("shape", None)
+        group.said["color"] = group.words[colors[1]]
 
 
 # ---- the scene after it ----------------------------------------------------------------------------------------------
@@ -463,10 +386,11 @@ def _find_target(request: Request) -> None:
 
 def apply(request: Request, before: Scene) -> Scene:
     """The scene after a request, when `before` was shown. What it leaves open stays, unless it describes a new one."""
-    groups, wishes = [group for group in request.groups if group.says_anything], request.wishes
+    groups, wishes = [group for group in request.groups if _says_anything(group)], request.wishes
     if "remove" in wishes:
         return _removed(request, groups, before)
-    scene = _placed(DEFAULT if _describes(request, groups) else before, request.setting, request.ends)
+    setting = {name: word.says[name] for name, word in request.setting.items()}
+    scene = _placed(DEFAULT if _describes(request, groups) else before, setting, request.ends)
     if not groups:
         if "add" in wishes:
             return replace(scene, second=scene.second or _beside(scene.first))
@@ -479,7 +403,7 @@ def apply(request: Request, before: Scene) -> Scene:
     elif group.two or (group.many and (scene.second or "both" not in wishes)):
         first = _changed(group, first)
         scene = replace(scene, first=first, second=_changed(group, scene.second or _beside(first)))
-    elif "one" in wishes or scene.second is None or (group.article and "edit" not in wishes and "shape" in group.named):
+    elif "one" in wishes or scene.second is None or (group.article and "edit" not in wishes and "shape" in group.said):
         meant = ("one" in wishes and _owner(group.named, scene)) or first
         scene = replace(scene, first=_changed(group, meant), second=None)
     else:
@@ -489,11 +413,10 @@ def apply(request: Request, before: Scene) -> Scene:
 
 def _describes(request: Request, groups: list[Group]) -> bool:
     """Whether a prompt describes a picture of its own, rather than a change of the one that is shown."""
-    if not groups or request.wishes & {"edit", "add"} or not groups[0].article:
+    if not groups or request.target or request.wishes & {"edit", "add"} or not groups[0].article:
         return False
-    named = groups[0].named
-    count = sum(name in named for name in ("color", "shape", "motion")) + ("place" in request.setting)
-    return "shape" in named and count >= STARTS_OVER
+    count = len(groups[0].said.keys() & {"color", "shape", "motion"}) + ("place" in request.setting)
+    return "shape" in groups[0].said and count >= STARTS_OVER
 
 
 def _placed(scene: Scene, setting: dict[str, str], ends: set[str]) -> Scene:
@@ -504,16 +427,14 @@ def _placed(scene: Scene, setting: dict[str, str], ends: set[str]) -> Scene:
 
 def _both(groups: list[Group], scene: Scene) -> Scene:
     """Both things changed, or given, whichever of them is spoken of first."""
-    if "shape" not in groups[0].named:  # "red and blue circles"
-        groups = [replace(groups[0], says={**groups[1].says, **groups[0].says}), groups[1]]
-    if scene.second:
-        first, second = (_owner(group.named, scene) for group in groups)
-        if (first is scene.second and second is not scene.second) or (
-            second is scene.first and first is not scene.first
-        ):
-            groups = groups[::-1]
-    thing = _changed(groups[0], scene.first)
-    return replace(scene, first=thing, second=_changed(groups[1], scene.second or _beside(thing)))
+    one, other = groups
+    if "shape" not in one.said:  # "red and blue circles"
+        one.said = {**other.said, **one.said}
+    owners = [_owner(group.named, scene) for group in (one, other)]
+    if scene.second and owners in ([scene.second, scene.first], [scene.second, None], [None, scene.first]):
+        one, other = other, one
+    thing = _changed(one, scene.first)
+    return replace(scene, first=thing, second=_changed(other, scene.second or _beside(thing)))
 
 
 def _owner(said: dict[str, str], scene: Scene) -> Thing | None:
@@ -540,9 +461,10 @@ def _edited(request: Request, group: Group, scene: Scene) -> Scene:
 
 def _removed(request: Request, groups: list[Group], before: Scene) -> Scene:
     """Without what is named: a weather, the camera's movement, the thing of that shape or color, or the second one."""
-    camera = {"camera": "still"} if "camera" in request.setting else {}
-    scene = _placed(before, camera, request.ends | {request.setting.get("weather", "")})
-    if request.ends or {"weather", "camera"} & request.setting.keys() or scene.second is None:
+    setting = request.setting
+    weather = {setting["weather"].says["weather"]} if "weather" in setting else set()
+    scene = _placed(before, {"camera": "still"} if "camera" in setting else {}, request.ends | weather)
+    if request.ends or {"weather", "camera"} & setting.keys() or scene.second is None:
         return scene
     first_meant = bool(groups) and _owner(groups[0].named, scene) is scene.first
     return replace(scene, first=scene.second if first_meant else scene.first, second=None)
@@ -558,8 +480,8 @@ def _beside(thing: Thing) -> Thing:
 def _changed(group: Group, thing: Thing) -> Thing:
     """`thing` with what the group says of it."""
     named = group.named
-    if "reverse" in group.changes and "motion" not in group.says:
-        named.pop("motion", None)  # "move the other way"
+    if "reverse" in group.changes and "motion" in named and not group.said["motion"].exact:
+        named.pop("motion")  # "move the other way"
     thing = replace(thing, **named)
     for change in group.changes:
         if change == "reverse":

@@ -6,40 +6,18 @@ Knows nothing about pixels, prompts or tensors of pictures.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-COLORS: dict[str, tuple[float, float, float]] = {
-    "red": (0.89, 0.18, 0.20),
-    "orange": (0.98, 0.55, 0.10),
-    "yellow": (0.99, 0.87, 0.20),
-    "green": (0.16, 0.72, 0.34),
-    "blue": (0.16, 0.38, 0.95),
-    "purple": (0.60, 0.26, 0.86),
-    "white": (0.97, 0.97, 0.97),
-}
-COLOR_NAMES = tuple(COLORS)
-SHAPES = ("circle", "square", "triangle", "star", "heart")
-MOTIONS = ("left", "right", "up", "down", "still", "bouncing", "spinning")
-SIZES = ("large", "small")
-SPEEDS = ("slow", "normal", "fast")
-PLACES = ("meadow", "desert", "sea", "sky", "city")
-HOURS = ("day", "dusk", "night", "dawn", "passing")
-"""`passing`: day turns into night and back again."""
-WEATHERS = ("clear", "rain", "snow", "wind")
-CAMERAS = ("still", "left", "right")
+import yaml
 
-THING_TABLES: dict[str, tuple[str, ...]] = {
-    "color": COLOR_NAMES,
-    "shape": SHAPES,
-    "motion": MOTIONS,
-    "size": SIZES,
-    "speed": SPEEDS,
-}
-SETTING_TABLES: dict[str, tuple[str, ...]] = {
-    "place": PLACES,
-    "hour": HOURS,
-    "weather": WEATHERS,
-    "camera": CAMERAS,
-}
+WORLD: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "world.yaml").read_text(encoding="utf-8"))
+PHRASES: dict[str, dict[str, str]] = WORLD["phrases"]
+"""Words of a sentence by field and value of a scene. Weights depend on the values' order."""
+THING_TABLES = {name: tuple(PHRASES[name]) for name in ("color", "shape", "motion", "size", "speed")}
+COLOR_NAMES, SHAPES, MOTIONS, SIZES, SPEEDS = THING_TABLES.values()
+SETTING_TABLES = {name: tuple(PHRASES[name]) for name in ("place", "hour", "weather", "camera")}
+PLACES, HOURS, WEATHERS, CAMERAS = SETTING_TABLES.values()
 
 
 @dataclass(frozen=True)

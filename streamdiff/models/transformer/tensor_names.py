@@ -1,4 +1,5 @@
-"""Tensor names of Wan transformers: every spelling met in published files, to that of diffusers. Text only, no torch.
+"""Tensor names of Wan transformers: every spelling met in published files (`tensor_names.yaml`), to that of diffusers.
+Text only, no torch.
 
 A name is looked up whole, block by block. Replacing parts of names goes wrong: `norm3` becomes `norm2`, `cross_attn.k`
 begins `cross_attn.k_img`, and `modulation` ends `head.modulation`.
@@ -8,10 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
 
 
 class NameLayout(Enum):
@@ -28,73 +32,26 @@ _OWNERS = frozenset(
     {"model", "net", "module", "generator", "generator_ema", "diffusion_model", "transformer", "base_model"}
 )
 
-_WEIGHT_AND_BIAS = (".weight", ".bias")
-_WEIGHT = (".weight",)
-_ITSELF = ("",)
-
-# Original module, diffusers module, its tensors.
-_TOP: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("patch_embedding", "patch_embedding", _WEIGHT_AND_BIAS),
-    ("text_embedding.0", "condition_embedder.text_embedder.linear_1", _WEIGHT_AND_BIAS),
-    ("text_embedding.2", "condition_embedder.text_embedder.linear_2", _WEIGHT_AND_BIAS),
-    ("time_embedding.0", "condition_embedder.time_embedder.linear_1", _WEIGHT_AND_BIAS),
-    ("time_embedding.2", "condition_embedder.time_embedder.linear_2", _WEIGHT_AND_BIAS),
-    ("time_projection.1", "condition_embedder.time_proj", _WEIGHT_AND_BIAS),
-    ("img_emb.proj.0", "condition_embedder.image_embedder.norm1", _WEIGHT_AND_BIAS),
-    ("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj", _WEIGHT_AND_BIAS),
-    ("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2", _WEIGHT_AND_BIAS),
-    ("img_emb.proj.4", "condition_embedder.image_embedder.norm2", _WEIGHT_AND_BIAS),
-    ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed", _ITSELF),
-    ("head.modulation", "scale_shift_table", _ITSELF),
-    ("head.head", "proj_out", _WEIGHT_AND_BIAS),
-)
-_BLOCK: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("modulation", "scale_shift_table", _ITSELF),
-    *((f"self_attn.{a}", f"attn1.{b}", _WEIGHT_AND_BIAS) for a, b in zip("qkv", ("to_q", "to_k", "to_v"), strict=True)),
-    ("self_attn.o", "attn1.to_out.0", _WEIGHT_AND_BIAS),
-    ("self_attn.norm_q", "attn1.norm_q", _WEIGHT),
-    ("self_attn.norm_k", "attn1.norm_k", _WEIGHT),
-    # The pre-norm of cross-attention: third in one naming, second in the other, and the only one with weights.
-    ("norm3", "norm2", _WEIGHT_AND_BIAS),
-    *(
-        (f"cross_attn.{a}", f"attn2.{b}", _WEIGHT_AND_BIAS)
-        for a, b in zip("qkv", ("to_q", "to_k", "to_v"), strict=True)
-    ),
-    ("cross_attn.o", "attn2.to_out.0", _WEIGHT_AND_BIAS),
-    ("cross_attn.norm_q", "attn2.norm_q", _WEIGHT),
-    ("cross_attn.norm_k", "attn2.norm_k", _WEIGHT),
-    ("cross_attn.k_img", "attn2.add_k_proj", _WEIGHT_AND_BIAS),
-    ("cross_attn.v_img", "attn2.add_v_proj", _WEIGHT_AND_BIAS),
-    ("cross_attn.norm_k_img", "attn2.norm_added_k", _WEIGHT),
-    ("ffn.0", "ffn.net.0.proj", _WEIGHT_AND_BIAS),
-    ("ffn.2", "ffn.net.2", _WEIGHT_AND_BIAS),
-)
-# Projections stored as one matrix, one above the other; in diffusers' names what is inside.
-_FUSED: dict[NameLayout, dict[str, tuple[str, ...]]] = {
-    NameLayout.WAN: {
-        "self_attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-        "self_attn.to_qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-        "cross_attn.kv": ("attn2.to_k", "attn2.to_v"),
-        "cross_attn.to_kv": ("attn2.to_k", "attn2.to_v"),
-    },
-    NameLayout.DIFFUSERS: {
-        "attn1.to_qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-        "attn2.to_kv": ("attn2.to_k", "attn2.to_v"),
-        "attn2.to_added_kv": ("attn2.add_k_proj", "attn2.add_v_proj"),
-    },
-}
+_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 # Tables that anybody computes anew, and a norm that diffusers once stored and never used.
 _SKIPPED = re.compile(r"(^|\.)freqs(_cos|_sin)?$|(^|\.)norm_added_q\.weight$")
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
-def _tables(rows: Iterable[tuple[str, str, tuple[str, ...]]]) -> dict[NameLayout, dict[str, str]]:
+def _tables(modules: Mapping[str, str]) -> dict[NameLayout, dict[str, str]]:
     """diffusers' name of each tensor, by the name in a layout."""
-    spelled = {original + leaf: name + leaf for original, name, leaves in rows for leaf in leaves}
+    spelled = {original + leaf: name + leaf for original, name in modules.items() for leaf in _leaves(name)}
     return {NameLayout.WAN: spelled, NameLayout.DIFFUSERS: {name: name for name in spelled.values()}}
 
 
-_TOP_NAMES, _BLOCK_NAMES = _tables(_TOP), _tables(_BLOCK)
+def _leaves(name: str) -> tuple[str, ...]:
+    """Endings of a module's tensors; some names are tensors themselves."""
+    if name.endswith(("scale_shift_table", "pos_embed")):
+        return ("",)
+    return (".weight",) if name.endswith(("norm_q", "norm_k", "norm_added_k")) else (".weight", ".bias")
+
+
+_TOP_NAMES, _BLOCK_NAMES = _tables(_TABLE["top"]), _tables(_TABLE["block"])
 _TOP_ORIGINAL = {new: old for old, new in _TOP_NAMES[NameLayout.WAN].items()}
 _BLOCK_ORIGINAL = {new: old for old, new in _BLOCK_NAMES[NameLayout.WAN].items()}
 
@@ -177,5 +134,5 @@ def _targets(plain: str, layout: NameLayout) -> list[str]:
     if found := _BLOCK_NAMES[layout].get(rest):
         return [block + found]
     module, dot, leaf = rest.rpartition(".")
-    inside = _FUSED[layout].get(module, ()) if dot + leaf in _WEIGHT_AND_BIAS else ()
+    inside = _TABLE["fused"][layout.value].get(module, ()) if dot + leaf in (".weight", ".bias") else ()
     return [f"{block}{target}.{leaf}" for target in inside]

@@ -59,6 +59,7 @@ class PagedTrial(NamedTuple):
     report: str
 
 
+@torch.inference_mode()
 def try_paged(
     shape: AttentionShape,
     rows: int,
@@ -72,52 +73,42 @@ def try_paged(
     """Try `kernel` with pages of a frame and of its largest divisor up to 256, against `rows` rows one after the other
     by `attend`: that stays unless a right one is faster by `MARGIN`. Takes seconds, and memory of the device for the
     keys and values of a layer of so many sessions."""
-    if device.type != "cuda":
+    if device.type != "cuda" and kernel is paged:
         return PagedTrial(None, f"row by row: varlen_attn is for CUDA, and the device is {device.type}")
     try:
-        return _tried(shape, rows, frame_tokens, attend, device, dtype, kernel, stopwatch)
+        generator = torch.Generator().manual_seed(0)
+        count = shape.keys // frame_tokens
+        seen = torch.randperm(rows * count, generator=generator).view(rows, count).to(device)
+        sizes = ((rows, shape.queries), (rows * count, frame_tokens), (rows * count, frame_tokens))
+        query, key, value = (
+            torch.randn(*size, shape.heads, shape.head_dim, generator=generator).to(device, dtype) for size in sizes
+        )
+        loop = partial(row_by_row, attend)
+        found, tried = list[tuple[float, AttendPaged | None]](), list[str]()
+        for page in _pages(frame_tokens):
+            own = partial(kernel, page)
+            try:
+                off = _off(own(query, key, value, seen), query, key, value, seen)
+            except (*REFUSALS, TypeError) as error:  # the last of a torch that does not know an argument yet
+                tried.append(f"varlen, pages of {page}, cannot run here: {_first_line(error)}")
+                continue
+            if off is not None:
+                tried.append(f"varlen, pages of {page}, is wrong here: off by {off:.3g}")
+                continue
+            found.append((stopwatch(partial(own, query, key, value, seen), device), own))
+            tried.append(f"varlen, pages of {page}, {1000 * found[-1][0]:.3g} ms")
+        alone_s = stopwatch(partial(loop, query, key, value, seen), device)
     except REFUSALS as error:  # memory is short, most likely
-        return PagedTrial(None, f"row by row: the trial cannot run here: {(str(error).splitlines() or ['?'])[0]}")
-
-
-@torch.inference_mode()
-def _tried(
-    shape: AttentionShape,
-    rows: int,
-    frame_tokens: int,
-    attend: AttendParts,
-    device: torch.device,
-    dtype: torch.dtype,
-    kernel: Callable[..., Tensor],
-    stopwatch: Stopwatch,
-) -> PagedTrial:
-    generator = torch.Generator().manual_seed(0)
-    count = shape.keys // frame_tokens
-    seen = torch.randperm(rows * count, generator=generator).view(rows, count).to(device)
-    sizes = ((rows, shape.queries), (rows * count, frame_tokens), (rows * count, frame_tokens))
-    query, key, value = (
-        torch.randn(*size, shape.heads, shape.head_dim, generator=generator).to(device, dtype) for size in sizes
-    )
-    loop = partial(row_by_row, attend)
-    found, tried = list[tuple[float, AttendPaged | None]](), list[str]()
-    for page in _pages(frame_tokens):
-        own = partial(kernel, page)
-        try:
-            off = _off(own(query, key, value, seen), query, key, value, seen)
-        except (*REFUSALS, TypeError) as error:  # the last of a torch that does not know an argument yet
-            tried.append(f"varlen, pages of {page}, cannot run here: {(str(error).splitlines() or ['?'])[0]}")
-            continue
-        if off is not None:
-            tried.append(f"varlen, pages of {page}, is wrong here: off by {off:.3g}")
-            continue
-        found.append((stopwatch(partial(own, query, key, value, seen), device), own))
-        tried.append(f"varlen, pages of {page}, {1000 * found[-1][0]:.3g} ms")
-    alone_s = stopwatch(partial(loop, query, key, value, seen), device)
+        return PagedTrial(None, f"row by row: the trial cannot run here: {_first_line(error)}")
     best_s, best = min(found, key=lambda each: each[0], default=(alone_s, None))
     chosen = best if best_s < (1 - MARGIN) * alone_s else None
     tried.append(f"row by row {1000 * alone_s:.3g} ms")
     name = "row by row" if chosen is None else "by varlen_attn"
     return PagedTrial(chosen, f"{name}; tried with {rows} rows: {', '.join(tried)}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["?"])[0]
 
 
 def _pages(tokens: int) -> Sequence[int]:

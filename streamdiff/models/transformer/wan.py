@@ -36,11 +36,10 @@ class KeyValue(NamedTuple):
     value: Tensor
 
 
-class SelfAttention(Protocol):
-    """Self-attention callback: selects the cached keys that each row sees, and writes new ones to the cache."""
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """All `[R, L, H, d]`, normalised but not rotated; returns the attention output of the same shape."""
+SelfAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Self-attention callback: selects the cached keys that each row sees, and writes new ones to the cache. It gets the
+layer's number, then query, key and value, all `[R, L, H, d]`, normalised but not rotated, and returns the attention
+output of the same shape."""
 
 
 class TokenStates(NamedTuple):

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -33,7 +34,7 @@ from streamdiff.models.checkpoint import LORA_CONTAINERS, Checkpoint, drawn, ope
 from streamdiff.models.spec import Lora
 from streamdiff.models.transformer import quantization
 from streamdiff.models.transformer.tensor_names import Names, TensorLocation, bare, block_count, recognise, translate
-from streamdiff.models.weight_files import read_object, some
+from streamdiff.models.weight_files import Count, fault_list, read_object, some, validated
 
 FILE = "diffusion_pytorch_model.safetensors"
 LARGE = 256 * 2**20
@@ -65,7 +66,7 @@ def open_transformer(
     Args:
         source: a file or folder (see `open_checkpoint`), in original Wan's or diffusers' names.
         container: which set of tensors to take from a file with several; None for the usual one.
-        config: of diffusers or original Wan; goes before the folder's own `config.json`. What neither says is read from
+        config: of diffusers; goes before the folder's own `config.json`. What neither says is read from
             the tensors' shapes.
 
     Raises:
@@ -133,43 +134,31 @@ def load_transformer(
     if not 0 <= first < last <= count:
         raise ConfigError(f"{checkpoint}: blocks {first} to {last} are asked for, but there are {count}")
     with torch.device("meta"):
-        model: WanTransformer3DModel = WanTransformer3DModel.from_config({**architecture, "num_layers": last - first})
-    shapes = {_renumbered(name, first): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        model: WanTransformer3DModel = WanTransformer3DModel.from_config(architecture)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     left_out = (*(() if first == 0 else _FIRST_ONLY), *(() if last == count else _LAST_ONLY))
-    wanted = {name: shape for name, shape in shapes.items() if not name.startswith(left_out)}
-    whole = _full_shapes(shapes, first, count)
+    own = tuple(f"{_BLOCK}{number}." for number in range(first, last))
+    wanted = {
+        name: shape
+        for name, shape in shapes.items()
+        if not name.startswith(left_out) and (name.startswith(own) or not name.startswith(_BLOCK))
+    }
     stored = {name: checkpoint.entries[names.sources[name].name] for name in wanted if name in names.sources}
-    _check(file, stored, wanted, whole)
-    adapters = [open_lora(lora, whole) for lora in loras]
-    places = {_renumbered(name, -first): name for name in wanted}
+    _check(file, stored, wanted, shapes)
+    adapters = [open_lora(lora, shapes) for lora in loras]
     sizes = {name: tensor.nbytes // names.sources[name].parts for name, tensor in stored.items()}
     found = _read(file, sizes, wanted, adapters, device, dtype, quantize)
-    model.load_state_dict({place: found.pop(name) for place, name in places.items()}, strict=False, assign=True)
+    model.load_state_dict(found, strict=False, assign=True)
+    model.blocks = model.blocks[first:last]
     model.eval()
     return model
-
-
-def _full_shapes(shapes: Shapes, first: int, count: int) -> Shapes:
-    """Shapes of all `count` blocks and the tensors outside of them, from those of some blocks, `first` the first."""
-    own = f"{_BLOCK}{first}."
-    block = {name.removeprefix(own): shape for name, shape in shapes.items() if name.startswith(own)}
-    outside = {name: shape for name, shape in shapes.items() if not name.startswith(_BLOCK)}
-    return outside | {f"{_BLOCK}{i}.{rest}": shape for i in range(count) for rest, shape in block.items()}
 
 
 # ---- what is wrong with a file -------------------------------------------------------------------------------------
 def _check(file: WanCheckpoint, stored: Mapping[str, Tensor], wanted: Shapes, whole: Shapes) -> None:
     """Check names, shapes and dtypes, which needs no weights. Of `stored` only wanted tensors are checked. Raises
     ConfigError that lists all problems."""
-    (checkpoint, names, architecture), problems = file, []
-    if missing := [names.spell(name) for name in wanted if name not in names.sources]:
-        problems.append(f"{_count(missing, 'is', 'are')} missing, for example {some(missing)}")
-    strange = names.unmatched + [source.name for name, source in names.sources.items() if name not in whole]
-    if strange:
-        problems.append(f"{_count(strange, 'is', 'are')} unexpected, for example {some(strange)}")
-    if names.clashes:
-        twice = [f"{one} and {other} are both {name}" for name, one, other in names.clashes]
-        problems.append(f"{_count(twice, 'is', 'are')} there twice, for example {some(twice, 1)}")
+    checkpoint, names, architecture = file
     shapes, kinds = [], []
     for name, tensor in stored.items():
         source, expected = names.sources[name], wanted[name]
@@ -177,13 +166,24 @@ def _check(file: WanCheckpoint, stored: Mapping[str, Tensor], wanted: Shapes, wh
             kinds.append(f"{source.name} is {str(tensor.dtype).removeprefix('torch.')}")
         if not _fits(name, tensor.shape, source.parts, expected):
             rows = [expected[0] * source.parts, *expected[1:]]
-            shapes.append(f"{source.name} has shape {list(tensor.shape)}, but {rows} is expected")
-    if shapes:
-        problems.append(f"{_count(shapes, 'has', 'have')} another shape: {some(shapes)}")
-    if kinds:
-        problems.append(f"{_count(kinds, 'is', 'are')} not floating point: {some(kinds)}")
-    if problems:
-        raise ConfigError(f"{checkpoint}: {'; '.join(problems)}. Expected is {_expected(names, whole, architecture)}")
+            shapes.append(f"{source.name} {list(tensor.shape)} instead of {rows}")
+    unexpected = [source.name for name, source in names.sources.items() if name not in whole]
+    faults = fault_list(
+        {
+            "missing": [names.spell(name) for name in wanted if name not in names.sources],
+            "unexpected": names.unmatched + unexpected,
+            "there twice": [f"{one} and {other} are both {name}" for name, one, other in names.clashes],
+            "of another shape": shapes,
+            "not floating point": kinds,
+        }
+    )
+    if faults:
+        width = architecture["num_attention_heads"] * architecture["attention_head_dim"]
+        raise ConfigError(
+            f"{checkpoint}: of {len(whole)} tensors in {names.layout.value} names of a Wan transformer of "
+            f"{architecture['num_layers']} blocks, {width} wide, feed-forward {architecture['ffn_dim']}: {faults}. "
+            "Nothing was loaded"
+        )
 
 
 def _fits(name: str, shape: tuple[int, ...], parts: int, expected: tuple[int, ...]) -> bool:
@@ -191,18 +191,6 @@ def _fits(name: str, shape: tuple[int, ...], parts: int, expected: tuple[int, ..
     if name == "patch_embedding.weight" and len(shape) == 2:
         return shape == (expected[0], prod(expected[1:]))
     return shape == (expected[0] * parts, *expected[1:])
-
-
-def _expected(names: Names, whole: Shapes, architecture: Mapping[str, Any]) -> str:
-    width = architecture["num_attention_heads"] * architecture["attention_head_dim"]
-    return (
-        f"a Wan transformer of {architecture['num_layers']} blocks, {width} wide, feed-forward "
-        f"{architecture['ffn_dim']}: {len(whole)} tensors in {names.layout.value} names. Nothing was loaded"
-    )
-
-
-def _count(things: Sequence[str], one: str, many: str) -> str:
-    return f"{len(things)} tensor {one}" if len(things) == 1 else f"{len(things)} tensors {many}"
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -245,10 +233,8 @@ def _read(
             found[name] = tensor
             bar.update(sizes[name])
     if broken:
-        raise ConfigError(
-            f"{checkpoint}: {_count(broken, 'holds', 'hold')} values that are not finite in "
-            f"{str(dtype).removeprefix('torch.')}, for example {some(broken)}. Nothing was loaded"
-        )
+        fault = f"with values that are not finite in {str(dtype).removeprefix('torch.')}"
+        raise ConfigError(f"{checkpoint}: {fault_list({fault: broken})}. Nothing was loaded")
     return found
 
 
@@ -258,30 +244,31 @@ def kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if kept else dtype
 
 
-def _renumbered(name: str, shift: int) -> str:
-    """The name of a tensor whose block has number `shift` more."""
-    if not name.startswith(_BLOCK):
-        return name
-    number, rest = name.removeprefix(_BLOCK).split(".", 1)
-    return f"{_BLOCK}{int(number) + shift}.{rest}"
-
-
 HEAD_DIM = 128
 """Channels per head of every published Wan model."""
 PATCH = (1, 2, 2)
 _PATCHES = "patch_embedding.weight"
-_NUMBERS = (
-    "num_attention_heads",
-    "attention_head_dim",
-    "in_channels",
-    "out_channels",
-    "text_dim",
-    "freq_dim",
-    "ffn_dim",
-    "num_layers",
-    "rope_max_seq_len",
-)
-_OPTIONAL = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
+
+
+class _Config(BaseModel):
+    """A `config.json` of diffusers, as far as it matters. What it does not say, not even as a default, shapes tell."""
+
+    patch_size: tuple[Count, Count, Count] = PATCH
+    num_attention_heads: Count = 1
+    attention_head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = HEAD_DIM
+    in_channels: Count = 1
+    out_channels: Count = 1
+    text_dim: Count = 1
+    freq_dim: Count = 1
+    ffn_dim: Count = 1
+    num_layers: Count = 1
+    rope_max_seq_len: Count = 1
+    image_dim: Count | None = None
+    added_kv_proj_dim: Count | None = None
+    pos_embed_seq_len: Count | None = None
+    cross_attn_norm: bool = True
+    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+
 
 Shape = Callable[[str], tuple[int, ...] | None]
 """The shape of the tensor that diffusers calls so, None if it is not there."""
@@ -293,8 +280,7 @@ def read_architecture(shape: Shape, blocks: int, *configs: Mapping[str, Any] | N
     Args:
         shape: looks up a tensor; it is asked only for those that `configs` leave open.
         blocks: how many there are.
-        configs: of diffusers or of original Wan, whole or in parts, the first to be heard first. Keys beyond these
-            arguments are ignored.
+        configs: of diffusers, whole or in parts, the first to be heard first. Keys beyond these arguments are ignored.
 
     Raises:
         ConfigError: a tensor that is needed is missing, the number of heads cannot be told, or a value in a config is
@@ -302,7 +288,7 @@ def read_architecture(shape: Shape, blocks: int, *configs: Mapping[str, Any] | N
     """
     known: dict[str, Any] = {}
     for config in reversed(configs):
-        known |= _checked(_from_original(config or {}))
+        known |= validated(Path("model config"), _Config, config or {}).model_dump(exclude_unset=True)
 
     def size(name: str, axis: int) -> int:
         if (found := shape(name)) is None or len(found) <= axis:
@@ -358,34 +344,6 @@ def stored_shape(checkpoint: Checkpoint, names: Names, name: str) -> tuple[int, 
         return None
     rows, *rest = checkpoint.entries[source.name].shape or (1,)
     return (rows // source.parts, *rest)
-
-
-def _from_original(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Original Wan's keys under diffusers' names; other keys as they are."""
-    renamed = {"num_heads": "num_attention_heads", "in_dim": "in_channels", "out_dim": "out_channels"}
-    result = {renamed.get(key, key): value for key, value in config.items()}
-    width, heads = config.get("dim"), config.get("num_heads")
-    if type(width) is int and type(heads) is int and heads > 0:
-        result.setdefault("attention_head_dim", width // heads)
-    return result
-
-
-def _checked(config: dict[str, Any]) -> dict[str, Any]:
-    for key in (*_NUMBERS, *_OPTIONAL):
-        value = config.get(key, 1)
-        if not (type(value) is int and value > 0) and not (value is None and key in _OPTIONAL):
-            raise ConfigError(f"model config: {key} is {value!r}, but must be a whole number above 0")
-    patch = config.get("patch_size", PATCH)
-    if not (isinstance(patch, list | tuple) and len(patch) == 3 and all(type(n) is int and n > 0 for n in patch)):
-        raise ConfigError(f"model config: patch_size is {patch!r}, but must be three whole numbers above 0")
-    eps = config.get("eps", 1e-6)
-    if type(eps) not in (int, float) or not 0 < eps < 1:
-        raise ConfigError(f"model config: eps is {eps!r}, but must be a number between 0 and 1")
-    if type(config.get("cross_attn_norm", True)) is not bool:
-        raise ConfigError(f"model config: cross_attn_norm is {config['cross_attn_norm']!r}, but must be true or false")
-    if config.get("attention_head_dim", 2) % 2:
-        raise ConfigError(f"model config: attention_head_dim is {config['attention_head_dim']}, but must be even")
-    return {**config, "patch_size": tuple(patch)} if "patch_size" in config else config
 
 
 _FACTOR = re.compile(r"(.+)\.(?:lora_(A|down)|lora_(B|up))(?:\.\w+)??\.weight")
@@ -458,19 +416,20 @@ def open_lora(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> Adapter:
             f"or transformer.blocks.0.attn1.to_q.lora_A.weight, found {some(checkpoint.names)}"
         )
     names = translate((f"{module}.weight" for module in pairs), layout)
-    problems = []
     lost = [*names.unmatched, *(source.name for target, source in names.sources.items() if target not in shapes)]
-    if nothing := [*strange, *(pairs[name.removesuffix(".weight")].any for name in lost)]:
-        problems.append(f"names that match nothing in the model ({len(nothing)}): {some(nothing)}")
-    if twice:
-        problems.append(f"names of a second adapter ({len(twice)}): {some(twice)}; a file must hold one")
-    if halves := [pair.any for pair in pairs.values() if not (pair.down and pair.up)]:
-        problems.append(f"factors without their other half ({len(halves)}): {some(halves)}")
+    faults = {
+        "names that match nothing in the model": [
+            *strange,
+            *(pairs[name.removesuffix(".weight")].any for name in lost),
+        ],
+        "names of a second adapter, of which a file must hold one": twice,
+        "factors without their other half": [pair.any for pair in pairs.values() if not (pair.down and pair.up)],
+    }
     changes = {target: (pairs[source.name.removesuffix(".weight")], source) for target, source in names.sources.items()}
-    if not problems:
-        problems += _misfits(checkpoint, changes, shapes)
-    if problems:
-        raise ConfigError(f"{checkpoint}: {'; '.join(problems)}. Nothing was loaded")
+    if not any(faults.values()):
+        faults["changes that do not fit"] = _misfits(checkpoint, changes, shapes)
+    if any(faults.values()):
+        raise ConfigError(f"{checkpoint}: {fault_list(faults)}. Nothing was loaded")
     alpha, stabilised = _settings(checkpoint)
     return Adapter(checkpoint, lora.scale, changes, alpha, stabilised)
 
@@ -508,7 +467,7 @@ def _misfits(
             found.append(f"{pair.alpha} is not a single number")
         if not fits or (up[0], prod(down[1:])) != (rows, columns):
             found.append(f"{target} is {rows} x {columns}, but {list(up)} x {list(down)} is to be added")
-    return [f"changes that do not fit ({len(found)}): {'; '.join(found[:3])}"] if found else []
+    return found
 
 
 def _settings(checkpoint: Checkpoint) -> tuple[float | None, bool]:

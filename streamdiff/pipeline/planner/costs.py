@@ -5,22 +5,16 @@ Knows nothing about stages: which blocks go where is decided in `partition`.
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.weight_files import read_object
 from streamdiff.pipeline.planner.model_sizes import ModelSizes
 
-PROFILE_KEYS = {
-    "block_s": "seconds of each block, in order",
-    "embed_s": "seconds of the embedding, on the first rank",
-    "head_s": "seconds of the output layer, on the last rank",
-    "decode_s": "seconds of decoding one chunk",
-    "link_s": "seconds of a message from one stage to the next",
-}
 # About thirty kernels at a few microseconds each: less than this no block takes, however small it is.
 _BLOCK_FLOOR_S = 1e-4
 # Setting up a message and noticing that it has come.
@@ -160,55 +154,56 @@ def row_gflop(sizes: ModelSizes, kv_context: str) -> float:
     return sizes.blocks * sum(_block_flops(sizes, kv_context)) / 1e9
 
 
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_BlockSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Profile(BaseModel):
+    """Measured seconds: an entry per block, of the embedding, the output layer, a chunk's decode, a message between
+    stages. A list has those of a forward with 1 row, 2 rows, and so on; a number is that of one, more are in
+    proportion."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    block_s: list[_BlockSeconds | list[_BlockSeconds]]
+    embed_s: _Seconds | list[_Seconds]
+    head_s: _Seconds | list[_Seconds]
+    decode_s: _Seconds
+    link_s: _Seconds
+
+
 def read_profile(path: Path, sizes: ModelSizes, *, max_rows: int) -> Costs:
-    """Costs as they were measured, from a JSON object with PROFILE_KEYS: `block_s` is a list with an entry per block;
-    an entry of it, `embed_s` and `head_s` are a number (one row; more rows in proportion) or a list: 1 row, 2 rows, ...
-    The flow's way back counts like any other link.
+    """Costs as they were measured, from the JSON of a `Profile`. The flow's way back counts like any other link.
 
     Raises:
         ConfigError: unreadable file, a key that is missing or unknown, a time that cannot be, or another number of
             blocks than the model's.
     """
+    try:
+        found = Profile.model_validate(read_object(path))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = f"{'.'.join(map(str, first['loc']))} is {str(first['input'])[:60]}: {first['msg']}"
+        raise ConfigError(f"--profile {path}: {what}", field="profile") from None
+    short = [each for each in (*found.block_s, found.embed_s, found.head_s) if isinstance(each, list)]
+    if len(found.block_s) != sizes.blocks or any(len(each) < max_rows for each in short):
+        raise ConfigError(
+            f"--profile {path}: block_s must be a list of {sizes.blocks}, one per block of {sizes.spec.name}, and a "
+            f"list by rows have {max_rows} entries (--max-rows)",
+            field="profile",
+        )
 
-    def wrong(problem: str) -> ConfigError:
-        return ConfigError(f"--profile {path}: {problem}", field="profile")
+    def by_rows(value: float | list[float]) -> tuple[float, ...]:
+        return tuple(value[:max_rows]) if isinstance(value, list) else in_proportion(value, max_rows)
 
-    def seconds(key: str, value: object, above: bool = False) -> float:
-        # JSON has whole numbers that are larger than any float.
-        number: float = -1.0 if isinstance(value, bool) or not isinstance(value, int | float) else value
-        if not 0 <= number <= sys.float_info.max or (above and number == 0):
-            limit = "above 0" if above else "of 0 or more"
-            raise wrong(f"{key} is {json.dumps(value)[:60]}, but must be seconds {limit}")
-        return float(number)
-
-    def by_rows(key: str, value: object, above: bool = False) -> tuple[float, ...]:
-        if not isinstance(value, list):
-            return in_proportion(seconds(key, value, above), max_rows)
-        if len(value) < max_rows:
-            raise wrong(
-                f"{key} has {len(value)} entries, but --max-rows is {max_rows}; give one per number of rows, or a "
-                "single number"
-            )
-        return tuple(seconds(f"{key}[{n}]", item, above) for n, item in enumerate(value[:max_rows]))
-
-    tree = read_object(path)
-    if missing := [f"{key!r} ({meaning})" for key, meaning in PROFILE_KEYS.items() if key not in tree]:
-        raise wrong(f"missing {', '.join(missing)}")
-    if unknown := [key for key in tree if key not in PROFILE_KEYS]:
-        raise wrong(f"unknown key {unknown[0]!r}; known are {', '.join(PROFILE_KEYS)}")
-    blocks = tree["block_s"]
-    if not isinstance(blocks, list) or len(blocks) != sizes.blocks:
-        found = f"{len(blocks)} entries" if isinstance(blocks, list) else json.dumps(blocks)[:60]
-        raise wrong(f"block_s is {found}, but must be a list of {sizes.blocks}, one per block of {sizes.spec.name}")
-    link_s = seconds("link_s", tree["link_s"])
     return Costs(
         source=f"the profile {path}",
-        block_s=tuple(by_rows(f"block_s[{n}]", value, above=True) for n, value in enumerate(blocks)),
-        embed_s=by_rows("embed_s", tree["embed_s"]),
-        head_s=by_rows("head_s", tree["head_s"]),
-        decode_s=seconds("decode_s", tree["decode_s"]),
-        link_s=link_s,
-        flow_s=link_s,
+        block_s=tuple(map(by_rows, found.block_s)),
+        embed_s=by_rows(found.embed_s),
+        head_s=by_rows(found.head_s),
+        decode_s=found.decode_s,
+        link_s=found.link_s,
+        flow_s=found.link_s,
     )
 
 

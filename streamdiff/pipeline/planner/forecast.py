@@ -46,7 +46,6 @@ lose. An assumption: of FLUX by xDiT on H100s, 28 steps of 4,608 tokens, compile
 on four (its docs/performance/flux.md), bytes and copies leave 40 to 55 us for each of four exchanges in 57 blocks."""
 FACTOR = 1.5
 """Within which published figures of well-made engines lie, both ways (tests/pipeline/planner/test_forecast.py)."""
-GPUS_AT_MOST = 16
 _CHUNKS = {"forecast": 40, "comparison": 12}
 """Simulated per session: enough for a steady state; bursts of a ring of 8 stages come back often enough."""
 _BEYOND = 2

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import linear_regression
+from typing import NamedTuple
 
 from streamdiff.atomic_write import temporary_sibling
 from streamdiff.core import MicroStep, min_ahead_frames
@@ -92,16 +93,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Done:
-    """A chunk's life: admitted (its first step entered the ring), finished (decoded)."""
-
-    session: int
-    chunk: int
-    admitted_s: float
-    finished_s: float
-
-
-@dataclass(frozen=True)
 class Gaps:
     """Seconds between a session's finished chunks."""
 
@@ -127,6 +118,15 @@ class Figures:
     occupancy: tuple[float, ...]
     decode_occupancy: float
     rows_per_forward: float
+
+
+class Done(NamedTuple):
+    """A chunk's life: admitted (its first step entered the ring), finished (decoded)."""
+
+    session: int
+    chunk: int
+    admitted_s: float
+    finished_s: float
 
 
 @dataclass(frozen=True)
@@ -262,33 +262,32 @@ class _Ring:
 def _figures(setup: Setup, jobs: Sequence[Job], done: Sequence[Done]) -> Figures:
     begin_s, end_s = done[len(done) // 4].finished_s, done[-1].finished_s
     window_s = end_s - begin_s
-    steady = [chunk for chunk in done if begin_s < chunk.finished_s]
-    latencies = [chunk.finished_s - chunk.admitted_s for chunk in steady]
-    finished = [[chunk.finished_s for chunk in done if chunk.session == n] for n in range(len(setup.streams))]
+    steady = [each for each in done if begin_s < each.finished_s]
+    latencies = [each.finished_s - each.admitted_s for each in steady]
+    finished = [[each.finished_s for each in done if each.session == n] for n in range(len(setup.streams))]
 
     def busy(stage: int | None) -> float:
         own = (job for job in jobs if job.stage == stage)
         return sum(max(0.0, min(job.end_s, end_s) - max(job.begin_s, begin_s)) for job in own) / window_s
 
+    def gaps(times: Sequence[float]) -> Gaps:
+        """One that finished less than two chunks in the window has one gap: all of it."""
+        found = [later - earlier for earlier, later in pairwise(times) if earlier >= begin_s] or [window_s]
+        return Gaps(sum(found) / len(found), max(found))
+
     forwards = [len(job.rows) for job in jobs if job.stage == 0 and not job.is_decode]
     return Figures(
         # The slope: a count over a window would depend on where its edges fall among chunks that finish in bursts.
-        chunks_per_s=linear_regression([chunk.finished_s for chunk in steady], range(len(steady))).slope,
+        chunks_per_s=linear_regression([each.finished_s for each in steady], range(len(steady))).slope,
         latency_s=sum(latencies) / len(latencies),
         longest_latency_s=max(latencies),
         first_chunk_s=max((times[0] if times else end_s) for times in finished),
         second_chunk_s=max((times[1] if len(times) > 1 else end_s) for times in finished),
-        gaps=tuple(_gaps([time for time in times if time >= begin_s], window_s) for times in finished),
+        gaps=tuple(map(gaps, finished)),
         occupancy=tuple(map(busy, range(len(setup.stage_s)))),
         decode_occupancy=busy(None),
         rows_per_forward=sum(forwards) / len(forwards),
     )
-
-
-def _gaps(times: Sequence[float], window_s: float) -> Gaps:
-    """A session that finished less than two chunks in the window has one gap: all of it."""
-    gaps = [later - earlier for earlier, later in pairwise(times)] or [window_s]
-    return Gaps(sum(gaps) / len(gaps), max(gaps))
 
 
 def _ticks(seconds: float) -> int:
@@ -306,29 +305,23 @@ def tracks(jobs: Sequence[Job], stages: int) -> list[tuple[int, Job]]:
     return sorted(found, key=lambda placed: (placed[0], placed[1].begin_s))
 
 
-def chrome_trace(jobs: Sequence[Job], stages: int) -> dict[str, object]:
-    """The trace as JSON for chrome://tracing or ui.perfetto.dev; times in microseconds."""
-    events: list[dict[str, object]] = [
-        {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "streamdiff plan"}}
-    ]
-    for track, name in enumerate(_names(stages)):
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": name}})
-        events.append({"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": track, "args": {"sort_index": track}})
-    for track, job in tracks(jobs, stages):
-        rows = [{"session": s, "chunk": c, "step": "decode" if step is None else step} for s, c, step in job.rows]
-        times = {"ts": job.begin_s * 1e6, "dur": (job.end_s - job.begin_s) * 1e6}
-        events.append({"name": job.label, "ph": "X", "pid": 0, "tid": track, **times, "args": {"rows": rows}})
-    return {"displayTimeUnit": "ms", "traceEvents": events}
-
-
 def _names(stages: int) -> list[str]:
     return [*(f"stage {number}" for number in range(stages)), "decode"]
 
 
 def write_trace(path: Path, jobs: Sequence[Job], stages: int) -> None:
-    """Write `chrome_trace` to `path`, which is replaced only by a complete file. Raises OSError."""
+    """Write JSON for chrome://tracing or ui.perfetto.dev, times in microseconds, to `path`, which is replaced only by a
+    complete file. Raises OSError."""
+    events: list[dict[str, object]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": name}}
+        for track, name in enumerate(_names(stages))
+    ]
+    for track, job in tracks(jobs, stages):
+        rows = [{"session": s, "chunk": c, "step": "decode" if step is None else step} for s, c, step in job.rows]
+        times = {"ts": job.begin_s * 1e6, "dur": (job.end_s - job.begin_s) * 1e6}
+        events.append({"name": job.label, "ph": "X", "pid": 0, "tid": track, **times, "args": {"rows": rows}})
     with _replacing(path) as place:
-        place.write_text(json.dumps(chrome_trace(jobs, stages)) + "\n", encoding="utf-8")
+        place.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n", encoding="utf-8")
 
 
 def check_plot(path: Path) -> None:
@@ -348,10 +341,9 @@ def _replacing(path: Path) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         yield path
         return
-    target = path.resolve()
-    with temporary_sibling(target) as temporary:
+    with temporary_sibling(path.resolve()) as temporary:
         yield temporary
-        os.replace(temporary, target)
+        os.replace(temporary, path.resolve())
 
 
 def write_plot(path: Path, jobs: Sequence[Job], stages: int) -> None:

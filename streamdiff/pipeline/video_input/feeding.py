@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamdiff.core import InputFigures
+from streamdiff.device import side_stream
 from streamdiff.errors import RequestError, StreamdiffError
-from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder, beside_others
+from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.runner.init_latents import MAX_WAITING, LiveLatents
 from streamdiff.pipeline.runner.sampler import SamplerState
@@ -186,7 +187,7 @@ class VideoInputs:
             entry.memory = encoder.new_memory()
         self.encodings += 1
         cuda = encoder.device.type == "cuda"
-        with beside_others(encoder.device):
+        with side_stream(encoder.device, after_current=True):
             video = torch.from_numpy(piece).to(encoder.device).permute(0, 3, 1, 2).float() / 127.5 - 1
             latents = encoder.encode(video.movedim(0, 1)[None], entry.memory)[0].float().cpu()
             entry.motion = max(entry.motion, _largest_step(video, entry.last))

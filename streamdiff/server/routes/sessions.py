@@ -28,7 +28,7 @@ from streamdiff.server.routes.control import carry_out, check, status_of
 from streamdiff.server.routes.dependencies import Controlled, State, Watched, answer, operation, problems
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.sessions import control as messages
-from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlMessage
+from streamdiff.server.sessions.control import LARGEST_SNAPSHOT_BYTES, MAX_BODY_BYTES, ControlMessage
 from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
 from streamdiff.server.sessions.receipts import StreamEnded
 from streamdiff.snapshot_header import check_signature, read_saved_session, signed
@@ -94,7 +94,7 @@ async def open_session(request: Request, state: State) -> Response:
 async def _open(request: Request, state: AppState) -> LiveSession:
     """The session that a request asks for. Raises Problem."""
     ready = state.manager.ready
-    files = {"image": 0, SNAPSHOT: state.config.serve.max_snapshot_mb << 20, **bodies.feature_files(ready)}
+    files = {"image": 0, SNAPSHOT: LARGEST_SNAPSHOT_BYTES, **bodies.feature_files(ready)}
     wanted, picture, sent = await _read(request, schemas.NewSession, state, files)
     schemas.check_new(wanted, ready)
     prompt = wanted.prompt is not None
@@ -180,8 +180,8 @@ def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, given: Features,
             that such a session cannot have.
     """
     serve = state.config.serve
-    if len(snapshot) > serve.max_snapshot_mb << 20:
-        why = f"`snapshot` is larger than serve.max_snapshot_mb, {serve.max_snapshot_mb} MiB."
+    if len(snapshot) > LARGEST_SNAPSHOT_BYTES:
+        why = f"`snapshot` is larger than {LARGEST_SNAPSHOT_BYTES >> 20} MiB, an eighth of this server's memory."
         raise Problem(413, why, code="too_large", field=SNAPSHOT)
     fixed = [name for name in _FIXED if name in wanted.model_fields_set and getattr(wanted, name) is not None]
     if refused := [*fixed, *given.names]:

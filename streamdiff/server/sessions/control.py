@@ -9,6 +9,7 @@ from __future__ import annotations
 import unicodedata
 from typing import Annotated, Any, Literal, get_args
 
+import psutil
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
@@ -17,6 +18,8 @@ from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
 
 MAX_MESSAGE_BYTES, MAX_BODY_BYTES = 16 * 1024, 256 * 1024
+LARGEST_SNAPSHOT_BYTES = psutil.virtual_memory().total // 8
+"""Of a saved session that is sent to go on here."""
 MESSAGES_PER_S = 50
 
 MAX_ID_CHARACTERS = 64

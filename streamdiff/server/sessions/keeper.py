@@ -328,7 +328,7 @@ class SnapshotKeeper:
         if record.control_token is not None:
             session.tokens = Tokens(record.view_token, record.control_token)
             session.lifetime.opened_s = now_s - record.age_s
-            session.lifetime.idle_limit_s, session.lifetime.limit_s = serve.idle_s, serve.lifetime_s
+            session.lifetime.idle_limit_s = serve.idle_s
         session.text, session.rev, session.epoch = record.text, record.rev, record.epoch
         session.playback.resume_at(record.made_frames)
         if record.paused:

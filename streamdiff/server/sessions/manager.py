@@ -307,7 +307,7 @@ class SessionManager:
         # Nothing is awaited between the look at the shares and this, which takes one.
         session = self._add(f"{self._prefix}{secrets.token_urlsafe(9)}", spec)
         serve, now_s = self._config.serve, clock.monotonic_s()
-        session.lifetime = Lifetime(now_s, serve.idle_s, serve.lifetime_s)
+        session.lifetime = Lifetime(now_s, serve.idle_s)
         session.reserved_until_s = now_s + RESERVED_S
         self.load.changed()
         session.tokens = Tokens.fresh()
@@ -441,10 +441,10 @@ class SessionManager:
             await session.close()
 
     async def _end_expired(self) -> None:
-        """End sessions that exceed `serve.idle_s` or `serve.lifetime_s`."""
-        limits = [limit for limit in (self._config.serve.idle_s, self._config.serve.lifetime_s) if limit is not None]
+        """End sessions that exceed `serve.idle_s`."""
+        period_s = min(HOUSEKEEPING_S, (self._config.serve.idle_s or math.inf) / 4)
         while True:
-            await asyncio.sleep(min([HOUSEKEEPING_S, *(limit / 4 for limit in limits)]))
+            await asyncio.sleep(period_s)
             now_s = clock.monotonic_s()
             for session in self.sessions:
                 with contextlib.suppress(EngineFailure):  # the reader of the engine's events hears of it

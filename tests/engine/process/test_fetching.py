@@ -164,5 +164,5 @@ def test_every_published_part_is_on_the_hub() -> None:
     shared = catalogue.parts()
     for entry in catalogue.listed():
         needed = [entry.weights, entry.lora, shared.text_encoders[entry.text_encoder].weights]
-        assert all(files.on_hub for files in needed if files is not None)
-    assert all(files.on_hub for files in catalogue.autoencoders().values())
+        assert all(files.repo.count("/") == 1 for files in needed if files is not None)
+    assert all(files.repo.count("/") == 1 for files in catalogue.autoencoders().values())

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from streamdiff.config import Config, IceServer, ModelConfig, ServeConfig
 from streamdiff.engine.messages import Open
-from streamdiff.engine.process import private_folder
+from streamdiff.engine.process import ipc
 from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.ipc import EngineClient
 from tests.engine.process.test_launcher import watch
@@ -104,9 +104,8 @@ async def test_a_ring_lets_nobody_in(tmp_path: Path) -> None:
 
 def test_the_configuration_is_handed_over_for_this_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = private_folder.make()
-    private_folder.write_config(folder, config())
+    folder = ipc.make_folder(config())
     assert folder.stat().st_mode & 0o777 == 0o700
     (file,) = folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
-    assert private_folder.read_config(folder) == config()
+    assert ipc.read_config(folder) == config()

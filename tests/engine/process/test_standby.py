@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from streamdiff.engine.process import standby
+from streamdiff.engine.process.ipc import make_pipe, wake
 
 LIMIT_S = 60.0
 ROOT = Path(__file__).resolve().parents[3]
@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[3]
 WAITS = """
 import sys
 from pathlib import Path
-from streamdiff.engine.process import standby
-standby._SETTLE_S = float(sys.argv[2])
-standby.wait(Path(sys.argv[1]), "this")
+from streamdiff.engine.process import main
+main._SETTLE_S = float(sys.argv[2])
+main.wait_as_standby(Path(sys.argv[1]), "this")
 print("told", flush=True)
 """
 
@@ -37,11 +37,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_it_imports_before_it_is_told(folder: Path) -> None:
-    pipe = standby.open_pipe(folder)
+    pipe = make_pipe(folder)
     with start(folder, 0.0) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("The Zen"), "what importing this module prints"
-        standby.tell(pipe)
+        wake(pipe)
         assert process.stdout.read().endswith("\ntold\n")
         assert process.wait(LIMIT_S) == 0
     os.close(pipe)
@@ -50,9 +50,9 @@ def test_it_imports_before_it_is_told(folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_telling_cuts_the_wait_short_for_all_who_come(folder: Path, ranks: int) -> None:
-    pipe = standby.open_pipe(folder)
+    pipe = make_pipe(folder)
     early = [start(folder, 3600.0) for _ in range(ranks - 1)]
-    standby.tell(pipe)
+    wake(pipe)
     for process in [*early, start(folder, 3600.0)]:
         with process:
             assert process.stdout is not None
@@ -62,7 +62,7 @@ def test_telling_cuts_the_wait_short_for_all_who_come(folder: Path, ranks: int) 
 
 @pytest.mark.parametrize("when", ["before", "while it waits"])
 def test_it_ends_with_the_one_who_could_tell_it(folder: Path, when: str) -> None:
-    pipe = standby.open_pipe(folder)
+    pipe = make_pipe(folder)
     if when == "before":
         os.close(pipe)
     with start(folder, 3600.0 if when == "before" else 0.0) as process:

@@ -224,11 +224,6 @@ async def test_a_spare_whose_launcher_was_killed_is_ended() -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_an_engine_that_is_never_started_again_has_no_spare() -> None:
-    async with kept(most=0, spare=True) as run:
-        assert len(run.made) == 1
-
-
 async def test_an_engine_that_is_never_started_again_is_told_as_it_was() -> None:
     async with kept(most=0) as run:
         os.kill(run.made[0].pid, signal.SIGKILL)

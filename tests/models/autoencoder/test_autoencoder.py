@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from streamdiff.errors import ConfigError
-from streamdiff.models import catalogue
 from streamdiff.models.autoencoder.autoencoder import load_decoder, load_encoder, native_fps
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.autoencoder.taehv import TAEHV, TaehvConfig, TaehvDecoder, TaehvEncoder
+from streamdiff.models.autoencoder.taehv import TaehvDecoder, TaehvEncoder
 from streamdiff.models.autoencoder.wan import WanDecoder, WanEncoder
 from streamdiff.models.tiny.model import WEIGHTS, load_model
-from tests.hub_cache import lay
 from tests.small import CPU, bare_sky
 from tests.small_vae import original_layout, relative_error, small_wan_autoencoder
 
@@ -60,30 +57,6 @@ def test_a_diffusers_folder_and_a_pipelines_folder_and_an_original_file(tmp_path
         assert isinstance(load_encoder(path, CPU), WanEncoder)
         assert native_fps(path) == 16
     assert native_fps("tiny") == 40
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "normalised"), [("taew2_1", False), ("lighttaew2_1", True)])
-def test_a_small_autoencoder_by_name_is_the_published_file(
-    name: str, normalised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From where the catalogue says, and with the latents that it says."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    files = catalogue.autoencoders()[name]
-    with pytest.raises(ConfigError):
-        load_decoder(name, CPU)
-    torch.manual_seed(0)
-    save_file({key: tensor.half() for key, tensor in TAEHV(TaehvConfig()).state_dict().items()}, tmp_path / "weights")
-    lay(tmp_path / "hub", files.repo, {files.files[0]: tmp_path / "weights"})
-    half = load_decoder(name, CPU)
-    assert isinstance(half, TaehvDecoder) and (half.normalisation is not None) == normalised
-    assert isinstance(load_encoder(name, CPU), TaehvEncoder)
-    assert native_fps(name) == 16
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / name).mkdir()
-    with pytest.raises(ConfigError):
-        load_decoder(name, CPU)  # what lies there goes before a name
 
 
 def test_what_is_no_autoencoder(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import build, load_decoder, load_encoder
-from streamdiff.models.autoencoder.picture_decoder import WAN_MEAN, WAN_STD, PictureDecoder
+from streamdiff.models.autoencoder.picture_decoder import WAN_MEAN, WAN_STD
 from streamdiff.models.autoencoder.taehv import TAEHV, LatentSpace, TaehvConfig, TaehvDecoder, TaehvEncoder, space_of
 from tests.small import CPU
 
@@ -85,35 +85,30 @@ def with_past(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return (conv(weights, f"{name}.conv.4", y, padding=1) + x).relu()
 
 
-def plain_decode(weights: dict[str, Tensor], latents: Tensor, blocks: tuple[int, ...] = (3, 3, 3)) -> Tensor:
-    """Latents `[T, C, h, w]`, as the network takes them, to frames in [0, 1]; three leading frames are not shown.
-    `blocks`: of each stage."""
+def plain_decode(weights: dict[str, Tensor], latents: Tensor) -> Tensor:
+    """Latents `[T, C, h, w]`, as the network takes them, to frames in [0, 1]; three leading frames are not shown."""
     x = conv(weights, "decoder.1", (latents / 3).tanh() * 3, padding=1).relu()
-    first = 3
-    for count in blocks:
-        for index in range(first, first + count):
+    for first in (3, 9, 15):
+        for index in range(first, first + 3):
             x = with_past(weights, f"decoder.{index}", x)
         x = F.interpolate(x, scale_factor=2)
-        channels, grow = x.shape[1], first + count + 1
-        x = conv(weights, f"decoder.{grow}.conv", x)
+        channels = x.shape[1]
+        x = conv(weights, f"decoder.{first + 4}.conv", x)
         x = x.reshape(-1, channels, *x.shape[2:])
-        x = conv(weights, f"decoder.{grow + 1}", x, padding=1)
-        first = grow + 2
-    return conv(weights, f"decoder.{first + 1}", x.relu(), padding=1).clamp(0, 1)[3:]
+        x = conv(weights, f"decoder.{first + 5}", x, padding=1)
+    return conv(weights, "decoder.22", x.relu(), padding=1).clamp(0, 1)[3:]
 
 
-def plain_encode(weights: dict[str, Tensor], frames: Tensor, blocks: tuple[int, ...] = (3, 3, 3)) -> Tensor:
+def plain_encode(weights: dict[str, Tensor], frames: Tensor) -> Tensor:
     """Frames `[T, 3, H, W]` in [0, 1] to latents as the network gives them; the last frame fills the last four up."""
     frames = torch.cat([frames, frames[-1:].repeat(-len(frames) % 4, 1, 1, 1)])
     x = conv(weights, "encoder.0", frames, padding=1).relu()
-    pool = 2
-    for together, count in zip((2, 2, 1), blocks, strict=True):
+    for pool, together in ((2, 2), (7, 2), (12, 1)):
         x = conv(weights, f"encoder.{pool}.conv", x.reshape(-1, together * x.shape[1], *x.shape[2:]))
         x = conv(weights, f"encoder.{pool + 1}", x, padding=1, stride=2)
-        for index in range(pool + 2, pool + 2 + count):
+        for index in range(pool + 2, pool + 5):
             x = with_past(weights, f"encoder.{index}", x)
-        pool += 2 + count
-    return conv(weights, f"encoder.{pool}", x, padding=1)
+    return conv(weights, "encoder.17", x, padding=1)
 
 
 def undo(latents: Tensor, space: LatentSpace) -> Tensor:
@@ -144,40 +139,10 @@ def test_encoding_is_the_published_networks(weights: dict[str, Tensor], space: L
     torch.testing.assert_close(undo(latents[0], space), expected, rtol=1e-4, atol=1e-5)
 
 
-@cache
-def halves() -> tuple[TaehvDecoder, TaehvEncoder]:
-    return decoder(random_weights(), "raw"), encoder(random_weights(), "raw")
-
-
-@cache
-def whole_clip() -> Tensor:
-    return halves()[0].decode_video(latents_of(), halves()[0].new_memory())
-
-
-def test_pictures_are_those_of_the_video() -> None:
-    half = halves()[0]
-    pictures = PictureDecoder(half).decode(latents_of(), half.new_memory())
-    assert (pictures.float() / 127.5 - 1 - whole_clip()[0].permute(1, 2, 3, 0)).abs().max() <= 0.5 / 127.5 + 1e-5
-
-
-@settings(max_examples=10)
-@given(st.sets(st.integers(1, LATENTS - 1)))
-def test_decoding_in_any_pieces_equals_the_whole(cuts: set[int]) -> None:
-    half, latents = halves()[0], latents_of()
-    memory = half.new_memory()
-    bounds = [0, *sorted(cuts), LATENTS]
-    pieces = [latents[:, :, begin:end] for begin, end in pairwise(bounds)]
-    parts = [half.decode_video(piece, memory) for piece in pieces]
-    assert [part.shape[2] for part in parts] == [
-        half.frames_of(end) - half.frames_of(begin) for begin, end in pairwise(bounds)
-    ]
-    torch.testing.assert_close(torch.cat(parts, 2), whole_clip(), rtol=1e-5, atol=1e-5)
-
-
 @settings(max_examples=10)
 @given(st.sets(st.integers(1, 8)))
 def test_encoding_in_any_pieces_equals_the_whole(cuts: set[int]) -> None:
-    half, video = halves()[1], video_of(9)
+    half, video = encoder(random_weights(), "raw"), video_of(9)
     bounds = [0, *sorted(cuts), 9]
     results = []
     for edges in (bounds, [0, 9]):
@@ -192,13 +157,9 @@ def test_encoding_in_any_pieces_equals_the_whole(cuts: set[int]) -> None:
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
-def in_half_precision(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.half() for name, tensor in weights.items()}
-
-
 @pytest.mark.parametrize("name", ["taew2_1.pth", "taew2_1.safetensors", "lighttaew2_1.pth", "lighttaew2_1.safetensors"])
 def test_published_names_say_which_latents_they_take(tmp_path: Path, weights: dict[str, Tensor], name: str) -> None:
-    stored = in_half_precision(weights)
+    stored = {key: tensor.half() for key, tensor in weights.items()}
     path = tmp_path / name
     if path.suffix == ".pth":
         torch.save(stored, path)
@@ -225,40 +186,14 @@ def test_another_name_has_to_be_told(tmp_path: Path, weights: dict[str, Tensor])
     assert space_of(Path("lighttaew2_1.pth"), "normalised") == "normalised", "what is said wins over the name"
 
 
-def test_other_channels_patches_and_strides_come_from_the_shapes(tmp_path: Path) -> None:
+def test_other_channels_and_patches_come_from_the_shapes(tmp_path: Path) -> None:
     """That of Wan2.2's 5B model: 48 channels, 2 x 2 pixels in a patch."""
     stored = TAEHV(TaehvConfig(latent_channels=48, patch_size=2)).state_dict()
     torch.save(stored, tmp_path / "taew2_2.pth")
     half = load_decoder(tmp_path / "taew2_2.pth", CPU)
     assert (half.latent_channels, half.spatial, half.temporal) == (48, 16, 4)
-    stored = TAEHV(TaehvConfig(latent_channels=128, patch_size=4, decoder_time=(2, 2, 2))).state_dict()
-    torch.save(stored, tmp_path / "taeltx.pth")
-    eight = load_decoder(tmp_path / "taeltx.pth", CPU)
-    assert (eight.spatial, eight.temporal, eight.frames_of(1), eight.frames_of(3)) == (32, 8, 1, 17)
     with pytest.raises(ConfigError):
         load_decoder(tmp_path / "taew2_2.pth", CPU, latent_space="raw")
-
-
-@pytest.mark.parametrize(
-    ("widths", "blocks"), [((96, 48, 32, 24), (3, 3, 3)), ((64, 64, 32, 16), (2, 4, 1)), ((40, 32, 24, 32), (0, 1, 5))]
-)
-def test_widths_and_blocks_come_from_names_and_shapes(
-    tmp_path: Path, widths: tuple[int, int, int, int], blocks: tuple[int, int, int]
-) -> None:
-    """Wider, narrower, deeper, and another encoder than decoder: against the layout written down plainly."""
-    config = TaehvConfig(
-        decoder_widths=widths, decoder_blocks=blocks, encoder_widths=(24, 16, 32, 20), encoder_blocks=blocks[::-1]
-    )
-    stored = random_weights(config)
-    torch.save(stored, tmp_path / "taew2_1.pth")
-    half, latents = load_decoder(tmp_path / "taew2_1.pth", CPU), latents_of()
-    assert isinstance(half, TaehvDecoder) and half.config == config
-    expected = plain_decode(stored, latents[0].transpose(0, 1), blocks).transpose(0, 1)[None] * 2 - 1
-    assert expected.std() > 0.05
-    torch.testing.assert_close(half.decode_video(latents, half.new_memory()), expected, rtol=1e-5, atol=1e-5)
-    other, video = load_encoder(tmp_path / "taew2_1.pth", CPU), video_of(8)
-    expected = plain_encode(stored, (video[0].transpose(0, 1) + 1) / 2, blocks[::-1]).transpose(0, 1)
-    torch.testing.assert_close(other.encode(video, other.new_memory())[0], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
@@ -281,10 +216,8 @@ def test_a_file_may_have_the_decoder_alone(tmp_path: Path, weights: dict[str, Te
         lambda w: w.update(more=torch.zeros(1)),
         lambda w: w.update({"decoder.22.bias": torch.zeros(4)}),
         lambda w: w["decoder.22.bias"].fill_(float("inf")),
-        lambda w: w.pop("decoder.7.conv.weight"),
-        lambda w: w.pop("decoder.20.weight"),
-        lambda w: w.pop("encoder.12.conv.weight"),
-        lambda w: w.pop("decoder.9.conv.0.weight"),
+        lambda w: w.pop("decoder.22.weight"),
+        lambda w: w.update({"decoder.7.conv.weight": torch.zeros(8, 8, 1, 1)}),
     ],
 )
 def test_what_is_wrong_with_the_tensors_is_listed(
@@ -295,13 +228,6 @@ def test_what_is_wrong_with_the_tensors_is_listed(
     torch.save(stored, tmp_path / "taew2_1.pth")
     with pytest.raises(ConfigError):
         load_decoder(tmp_path / "taew2_1.pth", CPU)
-
-
-@pytest.mark.parametrize("shape", [(1, 15, 1, 2, 3), (1, 16, 0, 2, 3), (16, 1, 2, 3)])
-def test_latents_of_another_shape_are_refused(weights: dict[str, Tensor], shape: tuple[int, ...]) -> None:
-    half = decoder(weights)
-    with pytest.raises(ValueError):
-        PictureDecoder(half).decode(torch.zeros(shape), half.new_memory())
 
 
 def test_frames_of_another_shape_are_refused(weights: dict[str, Tensor]) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from streamdiff.errors import ConfigError
-from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder, WanEncoder, WanMemory
 from streamdiff.session_state import walk
 from tests.small_vae import relative_error, small_wan_autoencoder
@@ -135,21 +134,6 @@ def test_normalised_latents_are_those_that_the_transformer_makes() -> None:
     assert relative_error(encoder.encode(video, WanMemory()), (whole_encode(WAN, video) - mean) / std) <= TOLERANCE
 
 
-def test_pictures_are_the_video_in_bytes() -> None:
-    decoder, latents, memory = WanDecoder(WAN), raw_of(WAN), WanMemory()
-    pictures = torch.cat([PictureDecoder(decoder).decode(piece, memory) for piece in latents.split(1, 2)])
-    assert (pictures.dtype, tuple(pictures.shape)) == (torch.uint8, (FRAMES, 16, 24, 3))
-    video = decoder.decode_video(latents, WanMemory())[0].permute(1, 2, 3, 0)
-    assert (pictures.float() / 127.5 - 1 - video).abs().max() <= 0.5 / 127.5 + 1e-5
-
-
-def test_sizes() -> None:
-    assert (WanDecoder(WAN).spatial, WanDecoder(WAN).temporal) == (8, 4)
-    assert WanDecoder(WAN22).spatial == 16
-    assert [WanDecoder(WAN).frames_of(count) for count in (0, 1, 2, 21)] == [0, 1, 5, 81]
-    assert [WanEncoder(WAN).latents_of(frames) for frames in (1, 5, 81)] == [1, 2, 21]
-
-
 # ---- memory -----------------------------------------------------------------------------------------------------
 
 
@@ -216,14 +200,3 @@ def test_frames_that_wait_are_the_streams_own() -> None:
         parts.append(encoder.encode_raw(buffer[:, :, :1], memory))
         assert memory.pending is None or memory.pending.untyped_storage().nbytes() == memory.pending.nbytes
     assert relative_error(torch.cat(parts, 2), whole_encode(WAN, video)) <= TOLERANCE
-
-
-@pytest.mark.parametrize(("frames", "near"), [(0, "1"), (2, "1, 5"), (80, "77, 81")])
-def test_a_length_that_cannot_be_encoded_names_the_nearest(frames: int, near: str) -> None:
-    with pytest.raises(ConfigError):
-        WanEncoder(WAN).latents_of(frames)
-
-
-def test_sides_that_are_no_multiple_are_refused() -> None:
-    with pytest.raises(ValueError):
-        WanEncoder(WAN).encode_raw(torch.zeros(1, 3, 1, 16, 12), WanMemory())

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import struct
 from pathlib import Path
+from typing import Annotated
 
-import psutil
 import pytest
 import torch
+from pydantic import BaseModel, Field
 from safetensors.torch import save_file
 
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import LORA_CONTAINERS, open_checkpoint
+from streamdiff.models.weight_files import read_object, validated
 
 NAME = "blocks.0.self_attn.q.weight"
 
@@ -94,45 +95,6 @@ def test_the_container_that_is_asked_for(
 def test_the_container_of_a_lora(tmp_path: Path) -> None:
     torch.save({"generator": marked(1), "generator_lora": marked(2)}, tmp_path / "lora.pt")
     assert which(tmp_path / "lora.pt", order=LORA_CONTAINERS) == (2, "generator_lora")
-
-
-def test_what_is_known_before_anything_is_read(tmp_path: Path) -> None:
-    save_file(marked(1), tmp_path / "a.safetensors", metadata={"format": "pt"})
-    torch.save(marked(1), tmp_path / "a.pt")
-    for path in (tmp_path / "a.safetensors", tmp_path / "a.pt"):
-        checkpoint = open_checkpoint(path)
-        assert sorted(checkpoint.names) == sorted(marked(1))
-        assert [(each.shape, each.dtype) for each in map(checkpoint.entries.get, marked(1))] == [
-            ((2, 3), torch.float32),
-            ((4,), torch.bfloat16),
-        ]
-        assert checkpoint.config is None
-    assert open_checkpoint(tmp_path / "a.safetensors").metadata == {"format": "pt"}
-    assert open_checkpoint(tmp_path / "a.pt").metadata == {}
-
-
-@pytest.mark.slow
-def test_a_large_file_takes_no_memory_until_it_is_read(tmp_path: Path) -> None:
-    """A file with a hole of 1 GiB: reading it would show in this process's memory."""
-    size, small = 2**30, struct.pack("<3f", 1.0, 2.0, 3.0)
-    header = {
-        "small": {"dtype": "F32", "shape": [3], "data_offsets": [0, len(small)]},
-        "large": {"dtype": "F32", "shape": [size // 4], "data_offsets": [len(small), len(small) + size]},
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path = tmp_path / "large.safetensors"
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text + small)
-        file.truncate(file.tell() + size)
-    before = psutil.Process().memory_info().rss
-    checkpoint = open_checkpoint(path)
-    assert checkpoint.entries["large"].nbytes == size
-    assert checkpoint.read("small").tolist() == [1.0, 2.0, 3.0]
-    large = checkpoint.read("large")
-    assert psutil.Process().memory_info().rss - before < size // 8
-    large[: size // 8].sum()
-    assert psutil.Process().memory_info().rss - before > size // 4, "the measure sees what is read"
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------
@@ -263,3 +225,21 @@ def test_a_dtype_whose_numbers_need_others_is_refused_by_name(tmp_path: Path) ->
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     with pytest.raises(ConfigError):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", '{"a": ' + "9" * 5000 + "}", "[]"])
+def test_what_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json: (not valid JSON|must hold)"):
+        read_object(tmp_path / "config.json")
+
+
+class _Rate(BaseModel):
+    rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), 0, -1, True, "1"])
+def test_a_number_is_one_that_can_be_computed_with(value: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json: rate: "):
+        validated(tmp_path / "config.json", _Rate, {"rate": value})
+    assert validated(tmp_path / "config.json", _Rate, {"rate": 10**300}).rate == 1e300

@@ -19,11 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from streamdiff.errors import ConfigError
-from streamdiff.models import headers, tensor_file
+from streamdiff.models import tensor_file
 from streamdiff.models.headers import (
     FileSpec,
     FreeDim,
-    TensorSpec,
     check_contract,
     latents_contract,
     noise_contract,
@@ -67,7 +66,8 @@ def test_noise_is_read_with_its_companion(save: Save) -> None:
     path = save({"from": "elsewhere"}, initial=initial, renoise=renoise)
     read = read_noise(path, CHUNK, steps=4, chunks=5)
     assert torch.equal(read[0], initial) and torch.equal(read[1], renoise)
-    assert check_contract(noise_contract(CHUNK, steps=4), parse_header(path)) == {"chunks": 5}
+    with pytest.raises(ConfigError):
+        read_noise(save(initial=initial, renoise=renoise[:4]), CHUNK, steps=4)
 
 
 @pytest.mark.parametrize("given_too", [True, False])
@@ -129,7 +129,6 @@ EMBEDS = prompt_embeds_contract(TEXT)
         (NOISE, {"initial": torch.zeros(2, *CHUNK)}),
         (NOISE, {"renoise": torch.zeros(2, 2, *CHUNK)}),
         (NOISE, {"initial": torch.zeros(1, *CHUNK), "renoise": torch.zeros(1, 2, *CHUNK)}),
-        (NOISE, {"initial": torch.zeros(3, *CHUNK), "renoise": torch.zeros(2, 2, *CHUNK)}),
         (NOISE, {"initial": torch.zeros(2, *CHUNK), "renoise": torch.zeros(2, 3, *CHUNK)}),
         (latents_contract(CHUNK, max_bytes=500), {"latents": torch.zeros(1, *CHUNK)}),
         (EMBEDS, {"prompt_embeds": torch.zeros(600, 600)}),
@@ -159,11 +158,6 @@ def test_values_that_are_not_finite_are_refused_with_their_place(save: Save, val
         read_latents(save(latents=latents), CHUNK)
 
 
-def test_a_value_too_large_for_float32_is_refused(save: Save) -> None:
-    with pytest.raises(ConfigError):
-        read_rows(save(prompt_embeds=torch.full(TEXT, 1e300, dtype=torch.float64)), TEXT)
-
-
 def test_not_even_the_header_of_a_file_that_is_too_large_is_read(tmp_path: Path) -> None:
     path = tmp_path / "given.safetensors"
     path.write_bytes(raw(b"{" * 5000))
@@ -175,20 +169,6 @@ def test_not_even_the_header_of_a_file_that_is_too_large_is_read(tmp_path: Path)
 
 def read_latents_at_most(path: Path, max_bytes: int) -> None:
     tensor_file.read(path, latents_contract(CHUNK, max_bytes=max_bytes))
-
-
-def test_a_contract_of_ones_own() -> None:
-    """A companion, and a size that two tensors share."""
-    frames = FreeDim("frames", 1, 9)
-    contract = FileSpec("camera", (TensorSpec("rays", ((frames, 6),)), TensorSpec("mask", ((frames,),))))
-    header = headers.TensorHeader(Path("x"), 10, {"rays": headers.TensorEntry("F32", (3, 6), 0, 72)}, {})
-    with pytest.raises(ConfigError):
-        check_contract(contract, header)
-    header.entries["mask"] = headers.TensorEntry("F32", (2,), 72, 80)
-    with pytest.raises(ConfigError):
-        check_contract(contract, header)
-    header.entries["mask"] = headers.TensorEntry("F32", (3,), 72, 84)
-    assert check_contract(contract, header) == {"frames": 3}
 
 
 # ---- files that are something else, or broken ---------------------------------------------------------------------

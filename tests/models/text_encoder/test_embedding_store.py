@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +15,10 @@ from streamdiff.config import ModelConfig
 from streamdiff.models import catalogue, text_encoder
 from streamdiff.models.loader import load_text_encoder
 from streamdiff.models.resolve import ResolvedModel
-from streamdiff.models.text_encoder import EmbeddingFolder, TextKey, choose_device, find_text_files
+from streamdiff.models.text_encoder import CachedText, EmbeddingFolder, WanText, choose_device, find_text_files
 from tests.models.text_encoder import umt5
 
 PROMPT = "a red fox trots"
-
-
-def key(text: str, encoder: str = "e", revision: str = "r", length: int = 8) -> TextKey:
-    return TextKey(encoder, revision, length, text)
 
 
 def rows(count: int, total: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -75,52 +70,71 @@ def test_a_gpu_with_room_for_it_runs_the_text_encoder(
 @pytest.mark.parametrize("count", [0, 1, 3, 8])
 def test_what_was_put_comes_back_and_zeros_take_no_room(tmp_path: Path, count: int, dtype: torch.dtype) -> None:
     kept = EmbeddingFolder(tmp_path / "kept")
-    kept.put(key("a"), rows(count, dtype=dtype))
-    found = kept.get(key("a"))
+    kept.put("a", rows(count, dtype=dtype))
+    found = kept.get("a")
     assert found is not None and found.dtype == dtype and torch.equal(found, rows(count, dtype=dtype))
     (file,) = (tmp_path / "kept").iterdir()
     other = EmbeddingFolder(tmp_path / "other")
-    other.put(key("a"), rows(count, total=800, dtype=dtype))
+    other.put("a", rows(count, total=800, dtype=dtype))
     assert next((tmp_path / "other").iterdir()).stat().st_size <= file.stat().st_size + 16
 
 
 def test_every_part_of_the_key_counts(tmp_path: Path) -> None:
-    kept = EmbeddingFolder(tmp_path)
-    kept.put(key("a"), rows(2))
-    for other in (key("b"), key("a", encoder="f"), key("a", revision="s"), key("a", length=9)):
-        assert kept.get(other) is None
-    assert kept.get(key("a")) is not None
+    umt5.write(tmp_path / "a")
+    umt5.write(tmp_path / "b")
+    texts = (WanText(tmp_path / "a"), WanText(tmp_path / "b"), WanText(tmp_path / "a", length=9))
+    cuda = WanText(tmp_path / "a", device="cuda")  # nothing is loaded yet
+    changed = WanText(tmp_path / "a")
+    changed.revision = "another"
+    assert len({*(each.key(PROMPT) for each in (*texts, cuda, changed)), texts[0].key("b")}) == 6
+    assert WanText(tmp_path / "a").key(PROMPT) == texts[0].key(PROMPT)
 
 
-def test_only_the_user_can_read_it_and_it_holds_no_text(tmp_path: Path) -> None:
+def test_a_text_is_encoded_once_and_only_so_many_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_encoder, "_TEXTS_IN_MEMORY", 2)
+    umt5.write(tmp_path)
+    encoder, asked = WanText(tmp_path, length=8), list[str]()
+    encode = encoder.encode
+    monkeypatch.setattr(encoder, "encode", lambda text: asked.append(text) or encode(text))
+    text = CachedText(encoder)
+    first = text.encode("a")
+    assert text.encode("a") is first and torch.equal(first, encode("a"))
+    for other in "bca":
+        text.encode(other)
+    assert asked == ["a", "b", "c", "a"]
+    assert text.read("a", None) == encoder.read("a", None) and text.examples == encoder.examples
+
+
+def test_only_the_user_can_read_it(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        EmbeddingFolder(tmp_path / "cache" / "kept").put(key(PROMPT), rows(2))
+        EmbeddingFolder(tmp_path / "cache" / "kept").put("0123", rows(2))
     finally:
         os.umask(before)
     (file,) = (tmp_path / "cache" / "kept").iterdir()
     assert file.parent.stat().st_mode & 0o777 == 0o700 and file.stat().st_mode & 0o777 == 0o600
-    assert PROMPT not in file.name and PROMPT.encode() not in file.read_bytes()
 
 
 def test_those_used_longest_ago_go_first(tmp_path: Path) -> None:
     kept = EmbeddingFolder(tmp_path)
-    kept.put(key("a"), rows(8))
+    kept.put("a", rows(8))
     size = next(tmp_path.iterdir()).stat().st_size
     kept.max_bytes = 3 * size
     for text in "bc":
-        kept.put(key(text), rows(8))
-    for age, path in enumerate((kept._path(key("a")), kept._path(key("b")), kept._path(key("c")))):
+        kept.put(text, rows(8))
+    for age, path in enumerate((kept._path("a"), kept._path("b"), kept._path("c"))):
         os.utime(path, (age, age))
-    assert kept.get(key("a")) is not None  # used: now the newest
+    assert kept.get("a") is not None  # used: now the newest
     (tmp_path / "cut off.part").write_bytes(b"x" * size)  # of a process that was killed
     os.utime(tmp_path / "cut off.part", (0, 0))
-    kept.put(key("d"), rows(8))
-    assert {text for text in "abcd" if kept.get(key(text)) is not None} == {"a", "c", "d"}
+    kept.put("d", rows(8))
+    assert {text for text in "abcd" if kept.get(text) is not None} == {"a", "c", "d"}
     assert len(list(tmp_path.iterdir())) == 3
     kept.max_bytes = size - 1
-    kept.put(key("e"), rows(8))
-    assert kept.get(key("e")) is None, "larger than the whole folder may be"
+    kept.put("e", rows(8))
+    assert kept.get("e") is None, "larger than the whole folder may be"
 
 
 @pytest.mark.parametrize(
@@ -131,28 +145,12 @@ def test_those_used_longest_ago_go_first(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_damaged_file_counts_as_not_there(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     kept = EmbeddingFolder(tmp_path)
-    kept.put(key("a"), rows(2))
-    damage(kept._path(key("a")))
-    assert kept.get(key("a")) is None and not list(tmp_path.iterdir())
-    kept.put(key("a"), rows(3))
-    found = kept.get(key("a"))
+    kept.put("a", rows(2))
+    damage(kept._path("a"))
+    assert kept.get("a") is None and not list(tmp_path.iterdir())
+    kept.put("a", rows(3))
+    found = kept.get("a")
     assert found is not None and torch.equal(found, rows(3))
-
-
-def test_a_folder_that_is_only_read_gives_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of an image whose disk cannot be written."""
-
-    def fail(*given: object, **named: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    kept = EmbeddingFolder(tmp_path)
-    kept.put(key("a"), rows(3))
-    monkeypatch.setattr(os, "utime", fail)
-    monkeypatch.setattr(Path, "unlink", fail)
-    found = kept.get(key("a"))
-    assert found is not None and torch.equal(found, rows(3))
-    kept._path(key("a")).write_bytes(b"damaged")
-    assert kept.get(key("a")) is None
 
 
 def test_a_folder_that_cannot_be_written_is_told_once_and_no_fault(
@@ -161,6 +159,6 @@ def test_a_folder_that_cannot_be_written_is_told_once_and_no_fault(
     (tmp_path / "file").write_text("in the way")
     kept = EmbeddingFolder(tmp_path / "file" / "kept")
     for text in "ab":
-        kept.put(key(text), rows(2))
-        assert kept.get(key(text)) is None
+        kept.put(text, rows(2))
+        assert kept.get(text) is None
     assert caplog.text.count("embeddings are not kept on disk") == 1

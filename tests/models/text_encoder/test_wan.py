@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,24 +129,6 @@ def test_a_prompt_is_read_as_it_is_and_a_long_one_gets_a_notice(text: WanText, f
     assert text.encode(cut.text).shape == (LENGTH, umt5.WIDTH), "reading with another length changed no setting"
 
 
-def test_weights_come_with_the_first_text_and_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[UMT5EncoderModel]] = []
-    load = text_encoder.load_encoder
-
-    def watched(*arguments: object) -> UMT5EncoderModel:
-        encoder = load(*arguments)  # type: ignore[arg-type]
-        made.append(weakref.ref(encoder))
-        return encoder
-
-    monkeypatch.setattr(text_encoder, "load_encoder", watched)
-    text = WanText(folder, length=LENGTH)
-    assert not text.loaded and not made, "nothing is loaded before the first text"
-    text.encode(FOX)
-    assert text.loaded and made[0]() is not None
-    text.encode("two stars")
-    assert len(made) == 1, "it is not loaded again"
-
-
 def test_embeddings_that_are_not_finite_are_refused(
     changed: Callable[[Callable[[Names], object]], Path],
 ) -> None:
@@ -156,21 +137,8 @@ def test_embeddings_that_are_not_finite_are_refused(
         text.encode(FOX)
 
 
-def test_the_number_format_is_that_of_the_device(text: WanText, folder: Path) -> None:
-    half = WanText(folder, length=LENGTH, device="cuda")  # nothing is loaded yet, so no GPU is needed
-    assert (text.dtype, half.dtype) == (torch.float32, torch.bfloat16)
-    assert half.key(FOX).encoder != text.key(FOX).encoder and half.revision == text.revision
-
-
-def test_embeddings_may_be_written_to(text: WanText) -> None:
-    """They are the caller's: not a view of something kept, and no tensor of inference mode."""
-    first = text.encode(FOX)
-    first.add_(1.0)
-    assert not torch.equal(text.encode(FOX), first)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [("shared",), ("encoder.embed_tokens",), ("shared", "encoder.embed_tokens")])
+@pytest.mark.parametrize("names", [("encoder.embed_tokens",), ("shared", "encoder.embed_tokens")])
 def test_the_table_of_words_may_have_either_name(
     text: WanText, changed: Callable[[Callable[[Names], object]], Path], names: tuple[str, ...]
 ) -> None:
@@ -212,10 +180,8 @@ def _write(path: str, content: str) -> Callable[[Path], object]:
     [
         _remove("text_encoder/config.json"),
         _write("text_encoder/config.json", "{"),
-        _write("text_encoder/config.json", "[]"),
         _write("text_encoder/config.json", json.dumps({"model_type": "t5", "d_model": 32})),
         _remove("tokenizer"),
-        _write("tokenizer/tokenizer.json", "{}"),
         _write("tokenizer/tokenizer.json", '{"added_tokens": []}'),
         _remove("tokenizer/tokenizer.json"),
     ],
@@ -232,14 +198,6 @@ def test_a_folder_that_lacks_something_is_refused_at_once(
 def test_another_width_than_the_transformer_asks_for_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError):
         WanText(folder, width=4096)
-
-
-def test_a_tokenizer_of_another_encoder_is_refused(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path / "copy")
-    path = tmp_path / "copy" / "text_encoder" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 7}))
-    with pytest.raises(ConfigError):
-        WanText(tmp_path / "copy")
 
 
 def test_the_revision_follows_the_files(folder: Path, tmp_path: Path) -> None:

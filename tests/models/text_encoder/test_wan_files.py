@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor
+from transformers.models.umt5.configuration_umt5 import UMT5Config
+from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
 
 from streamdiff.errors import ConfigError
+from streamdiff.models import catalogue
 from streamdiff.models import text_encoder as wan_text
 from streamdiff.models.text_encoder import WanText
 from tests.models.text_encoder import umt5
 
 LENGTH = 24
 PROMPT = "a red fox trots through fresh snow"
+PUBLISHED = dict(wan_text._ORIGINAL["config"])
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """diffusers' and the original one."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """diffusers' and the original one, which are as large as the file of the original repository is taken to be."""
     ours, theirs = tmp_path_factory.mktemp("diffusers"), tmp_path_factory.mktemp("original")
-    umt5.write_original(theirs, ours, umt5.write(ours, max_distance=128))
-    return ours, theirs
+    encoder = umt5.write(ours, max_distance=128)
+    umt5.write_original(theirs, ours, encoder)
+    with pytest.MonkeyPatch.context() as patch:
+        umt5.take_for_the_published_one(encoder, patch)
+        yield ours, theirs
 
 
 def file_of(folder: Path) -> Path:
@@ -68,6 +75,16 @@ def test_a_file_that_does_not_fit_is_refused(
         WanText(path, length=LENGTH).encode(PROMPT)
 
 
+def test_the_published_file_is_umt5_xxl() -> None:
+    """As large as the catalogue says: 5.7 billion numbers, 11.4 GB in bfloat16."""
+    with torch.device("meta"):
+        encoder = UMT5EncoderModel(UMT5Config(**PUBLISHED))
+    encoder.set_input_embeddings(encoder.shared)
+    known = catalogue.parts().text_encoders["umt5-xxl"]
+    assert encoder.config.d_model == known.width and known.gigabytes is not None
+    assert 2e-9 * sum(each.numel() for each in encoder.parameters()) == pytest.approx(known.gigabytes, rel=0.01)
+
+
 def test_without_a_tokenizer_it_says_where_one_is_expected(folders: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "alone.pth").write_bytes(file_of(folders[1]).read_bytes())
     with pytest.raises(ConfigError):
@@ -86,8 +103,3 @@ def test_without_a_tokenizer_it_says_where_one_is_expected(folders: tuple[Path, 
 )
 def test_prompts_are_cleaned_as_diffusers_cleans_them(prompt: str) -> None:
     assert wan_text._clean(prompt) == prompt_clean(prompt)
-
-
-def test_a_broken_encoding_is_mended() -> None:
-    """diffusers does it only where ftfy is installed, so both could be wrong together."""
-    assert wan_text._clean("caf\u00c3\u00a9  by\tthe sea") == "caf\u00e9 by the sea"

@@ -6,10 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import UMT5Config
 from transformers.models.umt5.modeling_umt5 import UMT5EncoderModel
+
+from streamdiff.models import text_encoder
 
 WIDTH = 32
 WORDS = [
@@ -43,6 +46,12 @@ def write(folder: Path, seed: int = 0, width: int = WIDTH, max_distance: int = 1
         torch.nn.init.normal_(parameter, std=0.3)
     encoder.save_pretrained(folder / "text_encoder", max_shard_size="20KB")
     return encoder
+
+
+def take_for_the_published_one(encoder: UMT5EncoderModel, patch: pytest.MonkeyPatch) -> None:
+    """Let a file in original names be as large as `encoder`. Mutates: patch."""
+    sizes = {name: getattr(encoder.config, name) for name in text_encoder._ORIGINAL["config"]}
+    patch.setitem(text_encoder._ORIGINAL, "config", sizes)
 
 
 def write_original(folder: Path, source: Path, encoder: UMT5EncoderModel) -> Path:

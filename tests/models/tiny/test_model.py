@@ -12,11 +12,11 @@ import torch
 from streamdiff.errors import ConfigError
 from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
-from streamdiff.models.autoencoder.taehv import TaehvMemory
-from streamdiff.models.tiny import model
+from streamdiff.models.tiny import model, prompts
+from streamdiff.models.tiny.model import PAD, TEXT_TOKENS, UNKNOWN, WIDTH
 from streamdiff.session_state import walk
-from tests.small import AUTOENCODER, CPU, LATENT_CHANNELS, LATENT_SIDE, RED, small_parts
-from training.model_folder import save_model
+from tests.small import AUTOENCODER, CPU, LATENT_CHANNELS, LATENT_SIDE, RED, small_parts, small_text
+from training.model_folder import build_tokenizer, save_model
 
 STREAM: dict[str, object] = {
     "latent_height": LATENT_SIDE,
@@ -73,21 +73,6 @@ def test_a_saved_stream_goes_on_on_a_cpu_that_decodes_in_another_dtype(first: to
     assert (one.float() - here.decode(latents[1], here.new_memory()).float()).square().mean().sqrt() > 3, "it remembers"
 
 
-def test_the_decoder_gives_the_same_pictures(folder: Path) -> None:
-    parts = small_parts(5)
-    loaded = model.load_model(folder, CPU)
-    latents = torch.randn(1, LATENT_CHANNELS, 2, LATENT_SIDE, LATENT_SIDE, generator=torch.Generator().manual_seed(0))
-    pictures = loaded.decoder.decode(latents, loaded.decoder.new_memory())
-    assert pictures.dtype == torch.uint8
-    assert pictures.shape == (2 * AUTOENCODER.temporal, loaded.spec.height, loaded.spec.width, 3)
-    scale = parts.std.view(1, 1, -1, 1, 1)
-    raw = latents.transpose(1, 2) * scale + parts.mean.view(1, 1, -1, 1, 1)
-    frames = parts.autoencoder.decode(raw, TaehvMemory())[0]
-    expected = (frames.clamp(0, 1) * 255).permute(0, 2, 3, 1)
-    assert (pictures.float() - expected).abs().max() <= 1.5
-    assert pictures.float().std() > 1
-
-
 @pytest.mark.parametrize(
     "missing",
     [
@@ -134,3 +119,33 @@ def test_a_model_names_its_controls_and_one_without_has_none(folder: Path, tmp_p
 def test_controls_that_cannot_be_are_refused(folder: Path, tmp_path: Path, axes: object) -> None:
     with pytest.raises(ConfigError):
         model.load_model(rewritten(folder, tmp_path / "m", control_axes=axes), CPU)
+
+
+def test_the_tokenizer_knows_every_word_of_the_captions_and_nothing_else() -> None:
+    assert set(build_tokenizer().get_vocab()) == {PAD, UNKNOWN, *prompts.known_words()}
+
+
+def test_padding_is_zero_and_words_are_not() -> None:
+    text = small_text(0)
+    ids = text.tokens([RED])[0]
+    words = len(RED.split())
+    assert ids.shape == (TEXT_TOKENS,) and (ids[:words] > 1).all() and not ids[words:].any()
+    embedded = text.encode(RED)
+    assert embedded.shape == (TEXT_TOKENS, WIDTH) and embedded.dtype == torch.float32
+    assert not embedded[words:].any()
+    assert (embedded[:words].norm(dim=1) > 0).all()
+
+
+def test_padding_does_not_reach_the_words() -> None:
+    """What stands in the padded places of a batch has no influence: one text alone and among longer ones agree."""
+    text = small_text(0)
+    short = "a blue star"
+    together = text.embed(text.tokens([short, RED]))[0]
+    torch.testing.assert_close(together, text.encode(short), rtol=1e-5, atol=1e-6)
+
+
+def test_a_text_that_is_too_long_is_cut() -> None:
+    text = small_text(0)
+    long = " ".join(["red", "circle"] * 20)
+    assert text.encode(long).shape == (TEXT_TOKENS, WIDTH)
+    assert torch.equal(text.encode(long), text.encode(" ".join(long.split()[:TEXT_TOKENS])))

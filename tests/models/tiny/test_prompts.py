@@ -41,24 +41,9 @@ def test_every_sentence_fits_the_tokenizer(scene: Scene) -> None:
     assert len(text.replace(",", " , ").split()) <= TEXT_TOKENS
 
 
-@pytest.mark.parametrize("prompt", prompts.EXAMPLES)
-def test_the_examples_are_understood_as_they_are(prompt: str) -> None:
-    assert prompts.read(prompt, None) == prompts.ParsedPrompt(prompt)
-
-
-def test_people_are_told_what_is_drawn_instead() -> None:
-    assert "“sunflower”: I draw a yellow star." in prompts.read("a sunflower", None).notice
-    assert "“circel”: I read “circle”." in prompts.read("a red circel", None).notice
-    assert "two things at most" in prompts.read("a star, a heart and a circle", None).notice
-
-
 def test_short_words_are_not_taken_for_others_that_are_only_near() -> None:
     assert "“zoom”" in prompts.read("zoom in", None).notice
     assert after("zoom in", TWO) == TWO
-
-
-def test_a_word_that_other_words_overrule_is_not_spoken_of() -> None:
-    assert "flies" not in prompts.read("a green ball flies to the left", None).notice
 
 
 def test_what_has_nothing_near_is_named() -> None:
@@ -72,20 +57,6 @@ def test_nothing_known_at_all_keeps_the_picture_and_says_what_is_known(prompt: s
     text = prompts.canonical(TWO)
     reading = prompts.read(prompt, text)
     assert reading.text == text and prompts.VOCABULARY in reading.notice
-
-
-@pytest.mark.parametrize("plural", ["hearts", "boxes", "berries", "leaves", "skies"])
-def test_plurals_are_known(plural: str) -> None:
-    assert prompts.read_words(plural)[0].says
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("cirlce", "circle"), ("strar", "star"), ("bouncng", "bouncing"), ("purpel", "purple"), ("meaddow", "meadow")],
-)
-def test_typing_mistakes_are_understood(typed: str, meant: str) -> None:
-    word = prompts.read_words(typed)[0]
-    assert word.entry == meant and word.misspelt
 
 
 def test_the_table_is_small_and_says_only_what_there_is() -> None:

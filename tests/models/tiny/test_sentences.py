@@ -140,10 +140,6 @@ SHOWN = ((None, FIRST), (ONE, ON_ONE), (TWO, ON_TWO))
 SENTENCES = [(typed, before, shown) for before, text in SHOWN for typed, shown in pairs(text)]
 
 
-def test_there_are_a_hundred() -> None:
-    assert len(SENTENCES) >= 100
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "before", "shown"), SENTENCES, ids=[f"{t} ({len(b or '')})" for t, b, _ in SENTENCES]

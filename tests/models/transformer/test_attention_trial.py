@@ -112,12 +112,3 @@ def test_an_implementation_that_is_taken_stays_for_the_process(installed: list[s
     attention_backend.probe("flash", CPU, torch.float32, heads=2, head_dim=16)  # torch's own, for that long
     assert torch_attention.current_flash_attention_impl() == "FA3"
     assert installed == ["FA3 activated", "FA3 removed", "FA3 activated"]
-
-
-def test_it_runs_for_keys_in_pieces_too(installed: list[str]) -> None:
-    """A sink lies apart from the window, and must not be copied beside it."""
-    case = attention_backend.AttentionCase.of(SHAPE, CPU, torch.float32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "cat", None)
-        got = attention_backend.attention_over_segments("fa3")(case.query, case.parts)
-    torch.testing.assert_close(got, attention_backend.kernel("math")(case.query, case.key, case.value))

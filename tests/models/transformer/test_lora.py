@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import open_checkpoint
 from streamdiff.models.spec import Lora, parse_lora
-from tests.models.layouts import Counting, State, flow, load, original, original_name, save, small_state
-from tests.small import small_transformer
+from tests.models.layouts import Counting, State, load, original, original_name, save, small_state
 
 RANK = 3
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -86,13 +85,6 @@ def test_a_lora_in_diffusers_names_on_a_model_in_original_names(base: Path, tmp_
     assert_weights(base, [Lora(path)], merged(factors(), 1.0))
 
 
-def test_the_change_matters(base: Path, tmp_path: Path) -> None:
-    path = save(tmp_path / "lora.safetensors", diffusers(factors()))
-    plain, changed = flow(load(base)), flow(load(base, loras=[Lora(path)]))
-    assert torch.equal(plain, flow(small_transformer(3, layers=3, planes=0)))
-    assert (changed - plain).norm() > 0.1 * plain.norm()
-
-
 def test_several_loras_add_up(base: Path, tmp_path: Path) -> None:
     one = save(tmp_path / "one.safetensors", diffusers(factors(1)))
     two = save(tmp_path / "two.safetensors", peft(factors(2, rank=5)))
@@ -131,14 +123,6 @@ def test_a_change_of_a_fused_projection_is_split(base: Path, tmp_path: Path) -> 
     assert_weights(base, [Lora(path)], merged({f"blocks.1.attn1.{n}.weight": (down, part) for n, part in parts}, 1.0))
 
 
-def test_in_bfloat16_the_sum_is_rounded_once(base: Path, tmp_path: Path) -> None:
-    path = save(tmp_path / "lora.safetensors", diffusers(factors()))
-    state = load(base, loras=[Lora(path)], dtype=torch.bfloat16).state_dict()
-    exact = load(base, loras=[Lora(path)]).state_dict()
-    for name in factors():
-        assert torch.equal(state[name], exact[name].bfloat16()), name
-
-
 def test_the_base_file_is_not_changed(base: Path, tmp_path: Path) -> None:
     path = save(tmp_path / "lora.safetensors", diffusers(factors()))
     before, checkpoint = base.read_bytes(), open_checkpoint(base)
@@ -174,16 +158,19 @@ def pair(module: str, rows: int = 24, columns: int = 24, rank: int = RANK, up_ra
 
 OWN = "blocks.1.self_attn.q"
 MISFITS: dict[str, tuple[State, str]] = {
-    "no such block": (peft(factors()) | pair("blocks.9.self_attn.q"), "(1): blocks.9.self_attn.q.lora_A"),
-    "no such module": (peft(factors()) | pair("blocks.0.self_attn.qq"), "(1): blocks.0.self_attn.qq.lora_A"),
-    "no factor": (pair(OWN) | {"blocks.0.norm3.diff_b": torch.ones(24)}, "(1): blocks.0.norm3.diff_b"),
-    "half a pair": ({k: t for k, t in pair(OWN).items() if "lora_A" in k}, f"(1): {OWN}.lora_A.weight"),
+    "no such block": (
+        peft(factors()) | pair("blocks.9.self_attn.q"),
+        "1 names that match nothing in the model (blocks.9.self_attn.q.lora_A",
+    ),
+    "no such module": (peft(factors()) | pair("blocks.0.self_attn.qq"), "(blocks.0.self_attn.qq.lora_A"),
+    "no factor": (pair(OWN) | {"blocks.0.norm3.diff_b": torch.ones(24)}, "(blocks.0.norm3.diff_b)"),
+    "half a pair": ({k: t for k, t in pair(OWN).items() if "lora_A" in k}, f"({OWN}.lora_A.weight)"),
     "rows": (pair(OWN, rows=25), "blocks.1.attn1.to_q.weight is 24 x 24, but [25, 3] x [3, 24] is to be added"),
     "columns": (pair(OWN, columns=23), "but [24, 3] x [3, 23] is to be added"),
     "two ranks": (pair(OWN, up_rank=4), "[24, 4] x [3, 24] is to be added"),
     "two adapters": (
         {f"{OWN}.lora_{half}.{which}.weight": torch.ones(RANK, RANK) for half in "AB" for which in "xy"},
-        f"names of a second adapter (2): {OWN}.lora_A.y.weight, ",
+        f"2 names of a second adapter, of which a file must hold one ({OWN}.lora_A.y.weight, ",
     ),
     "not finite": ({k: t / 0 for k, t in pair(OWN).items()}, "the change of blocks.1.attn1.to_q.weight is not finite"),
     "an alpha of many numbers": (pair(OWN) | {f"{OWN}.alpha": torch.ones(2)}, f"{OWN}.alpha is not a single number"),
@@ -233,9 +220,3 @@ def test_a_lora_on_the_command_line(text: str, expected: Lora) -> None:
 def test_a_lora_that_cannot_be(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_lora(text)
-
-
-def test_a_file_with_a_colon_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "take:2").touch()
-    monkeypatch.chdir(tmp_path)
-    assert parse_lora("take:2") == Lora(Path("take:2"), 1.0)

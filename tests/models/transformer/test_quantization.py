@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from streamdiff.models.transformer.weights import load_transformer, open_transfo
 from streamdiff.pipeline.planner.memory import Storage
 from streamdiff.pipeline.planner.model_sizes import ModelSizes, sizes_from
 from tests.models.layouts import flow
-from tests.pipeline.processes import ROOT
 from tests.small import CPU, small_model, small_transformer
 
 HEADS, HEAD_DIM = 4, 16
@@ -143,23 +140,6 @@ def test_without_torchao_the_message_says_how_to_get_it(folder: Path, monkeypatc
     with pytest.raises(ConfigError):
         load(folder, "int8")
     load(folder, "none")
-
-
-def test_a_weight_that_torchao_leaves_alone_is_no_quiet_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It passes over layers of odd sizes with a warning."""
-    lazy = types.SimpleNamespace(Int8WeightOnlyConfig=lambda: None, quantize_=lambda layer, config: None)
-    monkeypatch.setattr(quantization, "_torchao", lambda mode: lazy)
-    with pytest.raises(ConfigError):
-        quantization.quantize(torch.ones(3, 5), "int8", "blocks.0.ffn.2.weight")
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_torchaos_remarks_on_other_machines_stay_out_of_the_way() -> None:
-    """diffusers imports torchao wherever it is installed; a user who does not quantise reads nothing of it."""
-    program = "import streamdiff.models.transformer.wan, sys; print('torchao' in sys.modules)"
-    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (process.stdout, process.stderr) == ("True\n", "")
 
 
 SMALL = {(64, 64): 6, (128, 64): 1, (64, 128): 1}

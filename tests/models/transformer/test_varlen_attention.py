@@ -52,8 +52,7 @@ def tried(kernel: Callable[..., Tensor], seconds: dict[str, float]) -> PagedTria
         call()
         return seconds["alone" if call.func is row_by_row else f"pages of {call.args[0]}"]
 
-    arguments = (SHAPE, 3, FRAME, ATTEND, CPU, torch.float32, kernel, stopwatch)
-    return varlen_attention._tried(*arguments)  # type: ignore[arg-type]
+    return try_paged(SHAPE, 3, FRAME, ATTEND, CPU, torch.float32, kernel, stopwatch)  # type: ignore[arg-type]
 
 
 def right(page: int, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
@@ -92,10 +91,9 @@ def test_a_cpu_tries_nothing() -> None:
 
 
 def test_a_trial_that_the_device_has_no_memory_for_leaves_it_at_row_by_row() -> None:
-    """Without a GPU it has none at all."""
 
     def short(call: Callable[[], object], device: torch.device) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    found = try_paged(SHAPE, 3, FRAME, ATTEND, torch.device("cuda"), torch.float32, refusing, short)
+    found = try_paged(SHAPE, 3, FRAME, ATTEND, CPU, torch.float32, refusing, short)
     assert found.attend is None and found.report.startswith("row by row: the trial cannot run here")

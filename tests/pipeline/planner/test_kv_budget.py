@@ -60,20 +60,6 @@ def test_caches_that_wait_for_sessions_are_nobody_elses() -> None:
     assert KVCacheBudget(SIZES, [memory], [1], 4).need(steps=4, kv_context="same_step")
 
 
-def test_where_there_is_room_for_one_session_it_may_come() -> None:
-    kind = 4 * SIZES.cache_values(1, steps=4, kv_context="clean")
-    budget = KVCacheBudget(
-        SIZES, [RankMemory(10 * kind), RankMemory(kind)], [1, 1], 4, PreallocatedCaches(3, 4, "clean")
-    )
-    budget.take(0, budget.need(steps=4, kv_context="clean"))
-    with pytest.raises(ValueError, match="on rank 1"):
-        budget.need(steps=4, kv_context="clean")
-
-
-def test_room_is_a_share_of_what_is_free() -> None:
-    assert 0 < free_bytes(ModelConfig(), CPU, 4) < free_bytes(ModelConfig(), CPU, 1)
-
-
 def test_everything_that_lies_in_host_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default of a server in a container of 1 GB: what plays, is swapped out and is kept, and the spare engine."""
     monkeypatch.setattr(kv_budget, "host_memory", lambda: (1_000_000_000, 1_500_000_000))
@@ -141,17 +127,6 @@ def test_the_decoder_counts_where_it_works() -> None:
         KVCacheBudget(SIZES, rooms, [1, 1, 0], 4).need(steps=4, kv_context="clean")
     rooms[1] = RankMemory(2 * caches, caches)
     assert KVCacheBudget(SIZES, rooms, [1, 1, 0], 4).need(steps=4, kv_context="clean") == [caches, 2 * caches, 10]
-
-
-@pytest.mark.slow
-def test_sessions_have_what_a_limit_of_the_device_leaves() -> None:
-    loader = plan_load(ModelConfig(), CPU)
-    demand = loader.demand(split_evenly(loader.sizes.blocks, 1))
-    session = demand.total(0) - demand.without_sessions(0)
-    limit = demand.without_sessions(0) + 3 * session + session // 2
-    runtime = build_pipeline(ModelConfig(device_memory_gb=limit / 1e9))
-    assert runtime.figures.max_sessions() == 3
-    runtime.close()
 
 
 def test_on_a_gpu_computing_keeps_its_room(monkeypatch: pytest.MonkeyPatch) -> None:

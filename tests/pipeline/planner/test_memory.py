@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from streamdiff.cli import main, parser
+from streamdiff.cli import parser
 from streamdiff.config import ModelConfig
 from streamdiff.core import MicroStep
 from streamdiff.errors import ConfigError
@@ -70,31 +70,6 @@ def test_a_latent_frame_of_cache_has_the_published_size(name: str, per_latent: f
     assert sizes.tokens == 1560 * entry.stream.chunk_latents
 
 
-def test_same_step_keeps_a_cache_per_step() -> None:
-    entry = catalogue.find("streamdiffusionv2-1.3b")
-    (stage,) = stage_memory(entry, 1)
-    sizes = entry_sizes(entry)
-    text = 2 * 2 * sizes.blocks * sizes.width * sizes.text_tokens
-    assert stage.caches - text == pytest.approx(4 * 6 * 0.288e9, rel=2e-3), "keys of its sink stay as they are"
-    moving = replace(sizes, spec=replace(sizes.spec, rope="relative"))
-    values = [each.cache_values(sizes.blocks, steps=4, kv_context="same_step") for each in (sizes, moving)]
-    sink_keys = 3 * 0.288e9 / 2  # kept un-rotated too
-    assert 2 * (values[1] - values[0]) == pytest.approx(4 * sink_keys, rel=2e-3)
-
-
-def test_stages_share_weights_and_caches() -> None:
-    entry = catalogue.find("longlive-1.3b")
-    whole = stage_memory(entry, 1)[0]
-    parts = stage_memory(entry, 4)
-    assert len(parts) == 4
-    assert sum(stage.caches for stage in parts) == whole.caches
-    assert whole.weights / 4 < max(stage.weights for stage in parts) < whole.weights / 3
-
-
-def test_a_model_of_whole_clips_has_no_caches() -> None:
-    assert [stage.caches for stage in stage_memory(catalogue.find("wan2.1-t2v-14b"), 2)] == [0, 0]
-
-
 def test_the_embedded_models_facts_are_its_folders() -> None:
     assert entry_sizes(catalogue.find("tiny")) == read_sizes("tiny")
 
@@ -106,11 +81,6 @@ def test_a_checkpoint_says_what_the_catalogue_says() -> None:
     assert read == replace(told, spec=read.spec), "the decoder's sizes too"
     own = {name: getattr(read.spec, name) for name in ("name", "shift", "rope", "schedules")}
     assert read.spec == replace(told.spec, steps=(4, 2, 1), **own)
-
-
-def test_another_picture_has_other_tokens() -> None:
-    entry = catalogue.find("self-forcing")
-    assert entry_sizes(entry, (512, 512)).tokens == 3 * 1024
 
 
 @pytest.mark.slow
@@ -200,7 +170,7 @@ def with_options(given: dict[str, Any], words: str) -> ModelConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit_gb", [13.0, 12.0, 9.0])
+@pytest.mark.parametrize("limit_gb", [13.0, 9.0])
 def test_every_option_makes_it_fit_and_takes_what_it_says(limit_gb: float) -> None:
     text = refused(ModelConfig(**SMALL, device_memory_gb=limit_gb))
     assert text.startswith("random:wan2.1-1.3b does not fit: rank 0 needs 13.8 GB (weights 2.98, KV caches 3.98, ")
@@ -216,11 +186,6 @@ def test_every_option_makes_it_fit_and_takes_what_it_says(limit_gb: float) -> No
 def test_a_call_of_the_decoder_is_as_long_as_memory_allows(limit_gb: float, latents: int) -> None:
     plan = plan_rank(plan_load(ModelConfig(**SMALL, attention="sdpa", device_memory_gb=limit_gb), GPU))
     assert plan.decode_latents == latents and plan.demand(plan.runs).total(0) < limit_gb * 1e9
-
-
-def test_a_window_and_a_picture_are_no_smaller_than_they_must() -> None:
-    text = refused(ModelConfig(**SMALL, device_memory_gb=13))
-    assert "--window 9 (12.9 GB)" in text and "--size 704x416 (11.1 GB)" in text
 
 
 @pytest.mark.slow
@@ -276,15 +241,7 @@ def test_a_cpu_without_a_limit_refuses_nothing() -> None:
         load_rank(plan_rank(plan_load(ModelConfig(**LARGE), CPU)))
 
 
-def test_the_command_line_says_it_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
-    (tmp_path / "small.yaml").write_text("model: {device_memory_gb: 0.01}")
-    words = f"generate --config {tmp_path}/small.yaml --seconds 1 --output {tmp_path}/v.mp4"
-    assert main.main(words.split()) == main.USER_ERROR
-    assert capsys.readouterr().err.startswith("streamdiff: error: tiny does not fit: rank 0 needs ")
-
-
-@pytest.mark.parametrize("limit", [10**9, 6 * 10**9, 12 * 10**9])
-def test_every_published_model_has_options(limit: int) -> None:
+def test_every_published_model_has_options() -> None:
     """With the sinks, windows and first chunks of all of them."""
     for entry in catalogue.listed():
         if entry.weights is None or entry.context is None:
@@ -293,5 +250,5 @@ def test_every_published_model_has_options(limit: int) -> None:
         load = Workload(1, 1, sizes.spec.steps[0], kv_context, 1)
         runs = split_evenly(sizes.blocks, 1)
         demand = Demand(sizes, Storage(2), runs, "head", load, entry.autoencoder)
-        text = misfit(demand, 0, limit, "a card")
+        text = misfit(demand, 0, 6 * 10**9, "a card")
         assert text is not None and "--" in text, entry.name

@@ -3,9 +3,7 @@ and plots of it take the place of earlier ones only when they are whole."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 
 from streamdiff.core import KV_CONTEXTS
 from streamdiff.pipeline.planner.simulator import (
@@ -22,8 +19,6 @@ from streamdiff.pipeline.planner.simulator import (
     Setup,
     Stream,
     simulate,
-    tracks,
-    write_plot,
     write_trace,
 )
 
@@ -145,11 +140,6 @@ def test_every_chunk_is_denoised_then_decoded_and_the_ring_is_never_overfull(set
         assert count <= limit
 
 
-def test_the_same_setup_gives_the_same_run() -> None:
-    setup = Setup(((0.1, 0.15), (0.3, 0.31)), (Stream(3, "same_step"), Stream(2, "clean")), (0.01, 0.02), 0.05, 1, 2)
-    assert simulate(setup) == simulate(setup)
-
-
 @pytest.mark.parametrize(
     ("kv_context", "sessions", "ideal"), [("same_step", 1, 1.0), ("clean", 4, 4 / 5), ("staircase", 1, 4 / 5)]
 )
@@ -215,11 +205,6 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     assert figures.occupancy == pytest.approx((0.25, 1.0, 0.5), abs=0.03)
 
 
-def test_a_slow_link_sets_the_pace_too() -> None:
-    setup = Setup(((0.1,), (0.1,)), (Stream(4, "clean"),) * 6, link_s=(0.5, 0.0), forwards=8)
-    assert simulate(setup).figures.chunks_per_s == pytest.approx(1 / (5 * 0.5), rel=0.03)
-
-
 @pytest.mark.slow
 def test_decode_costs_the_stage_on_which_it_runs_and_no_other() -> None:
     def figures(stage: int | None) -> tuple[float, tuple[float, ...], float]:
@@ -253,13 +238,6 @@ def test_decoding_beside_the_ring_does_not_hold_it_back(decode_s: float) -> None
     assert figures.latency_s >= 4 + decode_s - CLOSE
 
 
-def test_rows_that_share_a_forward_are_one_job() -> None:
-    """Where further rows cost little: what pays is `pipeline.scheduler.row_limit`'s."""
-    run = simulate(Setup(stage_s=((1.0, 1.1, 1.2),), streams=(Stream(4, "clean"),) * 6, max_rows=3, chunks=8))
-    full = [job for _, job in tracks(run.jobs, 1) if len(job.rows) == 3]
-    assert full[0].label == "session 0 chunk 0 step 0 + session 1 chunk 0 step 0 + session 2 chunk 0 step 0"
-
-
 @pytest.mark.parametrize(("decode_stage", "keeps_busy"), [(0, {0}), (3, {3}), (None, set())])
 def test_a_trace_has_a_track_per_stage_and_one_for_decoding(
     tmp_path: Path, decode_stage: int | None, keeps_busy: set[int]
@@ -277,48 +255,3 @@ def test_a_trace_has_a_track_per_stage_and_one_for_decoding(
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in work if e["tid"] == track)
         assert spans and all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(spans))
     assert {e["tid"] for e in work if e["name"].endswith("decode")} == {4} | keeps_busy
-
-
-JOBS = simulate(Setup(((0.25,),), (Stream(2, "clean"),), decode_s=0.1, chunks=8)).jobs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left on device"), SystemExit])
-@pytest.mark.parametrize("name", ["plan.json", "plan.svg"])
-def test_an_end_on_the_way_leaves_an_earlier_trace_or_plot_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException | type[BaseException]
-) -> None:
-    path = tmp_path / name
-    path.write_text("earlier")
-
-    def cut_off(target: Path, *_: object, **__: object) -> None:
-        with target.open("w") as file:
-            file.write("half")
-        raise error
-
-    monkeypatch.setattr(Path, "write_text", cut_off)
-    monkeypatch.setattr(Figure, "savefig", lambda self, target, **_: cut_off(target))
-    with pytest.raises(BaseException) as raised:
-        (write_plot if name.endswith("svg") else write_trace)(path, JOBS, 1)
-    assert raised.type is error or getattr(raised.value, "errno", None) == errno.ENOSPC
-    assert path.read_text() == "earlier" and [each.name for each in tmp_path.iterdir()] == [name]
-
-
-def test_a_trace_is_written_through_links_and_into_pipes(tmp_path: Path) -> None:
-    target, link, pipe = tmp_path / "target.json", tmp_path / "link.json", tmp_path / "pipe"
-    link.symlink_to(target)
-    os.mkfifo(pipe)
-    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write_trace(link, (), 1)
-    write_trace(pipe, (), 1)
-    assert link.is_symlink() and pipe.is_fifo()
-    assert os.read(reading, 1 << 16) == target.read_bytes() and json.loads(target.read_text())["traceEvents"]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["link.json", "pipe", "target.json"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["plan.png", "plan.svg", "plan.pdf"])
-def test_a_plot_is_of_the_kind_that_its_name_says(tmp_path: Path, name: str) -> None:
-    write_plot(tmp_path / name, JOBS, 1)
-    begin = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[Path(name).suffix]
-    assert (tmp_path / name).read_bytes().startswith(begin) and len(list(tmp_path.iterdir())) == 1

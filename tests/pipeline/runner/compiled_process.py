@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from streamdiff.config import ModelConfig
 from streamdiff.core import MicroStep
-from streamdiff.engine.process import private_folder
+from streamdiff.engine.process import ipc
 from streamdiff.pipeline import rank_process
 from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata
@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", type=Path, required=True)
     options = parser.parse_args()
-    config = private_folder.read_config(options.address).model
+    config = ipc.read_config(options.address).model
     rank = int(os.environ["RANK"])
     from streamdiff.pipeline.runner import model_runner
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from streamdiff.config import Config, ModelConfig
-from streamdiff.engine.process import private_folder
+from streamdiff.engine.process import ipc
 from tests.pipeline.processes import ROOT
 from tests.pipeline.runner import compiled_process
 from tests.pipeline.runner.compiled_process import CHUNKS
@@ -36,7 +36,7 @@ Made = dict[str, list[torch.Tensor]]
 
 def play(folder: Path, parallel: str, **options: Any) -> tuple[Made, list[dict[str, int]], str]:
     """What the head made, what each rank says of its forwards, and what all wrote to standard error."""
-    private_folder.write_config(folder, Config(model=ModelConfig(parallel=parallel, device="cpu", **options)))
+    ipc.write_config(folder, Config(model=ModelConfig(parallel=parallel, device="cpu", **options)))
     told = ("--module", "tests.pipeline.runner.compiled_process", "--address", str(folder))
     process = subprocess.run(
         [sys.executable, "-m", "streamdiff.engine.process.launcher", *told],

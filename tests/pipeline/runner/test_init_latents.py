@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference_run import PromptSwitch, ReferenceRun
+from streamdiff.commands.reference import PromptSwitch, ReferenceRun
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model

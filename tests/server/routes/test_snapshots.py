@@ -21,6 +21,7 @@ from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
 from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from streamdiff.server import http_server
 from streamdiff.server.app_state import MAX_SNAPSHOTS
 from streamdiff.server.routes import sessions
 from streamdiff.snapshot_header import read_saved_session
@@ -134,12 +135,13 @@ async def test_the_default_stream_goes_on_from_a_file_with_its_own_prompt_or_ano
         assert "name is small-4 in the snapshot" in site.state.manager.engine.reason
 
 
-async def test_what_does_not_fit_is_refused_by_name_and_others_play_on() -> None:
-    config = Config(serve=ServeConfig(max_snapshot_mb=1))
+async def test_what_does_not_fit_is_refused_by_name_and_others_play_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "LARGEST_SNAPSHOT_BYTES", 1 << 20)
+    monkeypatch.setattr(sessions, "LARGEST_SNAPSHOT_BYTES", 1 << 20)
     other = small_model(5, layers=4, sink=2)
     async with open_site(Config(), pipeline(1)) as site:
         snapshot = await saved(site, "default", {})
-    async with open_site(config, pipeline(1, other)) as site:
+    async with open_site(Config(), pipeline(1, other)) as site:
 
         async def refusal(data: bytes, **fields: str) -> tuple[int, str, str]:
             answer = await opened(site, data, **fields)

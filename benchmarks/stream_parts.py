@@ -23,8 +23,7 @@ from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
 from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.server.media.codecs import Format, openable
-from streamdiff.server.media.encoder import VideoEncoder
+from streamdiff.server.media.encoder import Format, VideoEncoder, choose
 from streamdiff.video.pixel_format import size_of
 
 SESSION = 10**6
@@ -153,7 +152,7 @@ def _decode(
 
 def _encode(chunks: Sequence[Tensor], fps: float) -> tuple[str, list[float]]:
     """The best codec there is, and seconds of each chunk's pictures, one after the other; the first does not count."""
-    codec = next(iter(openable("auto")))
+    codec = choose("auto")[0]
     height, width = size_of(chunks[0].shape[1:])
     encoder = VideoEncoder(codec, Format(width, height, fps))
     times, pts = [], 0

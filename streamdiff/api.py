@@ -216,11 +216,11 @@ class StreamSession:
 
     def pause(self) -> None:
         """Make no more chunks; those begun are finished."""
-        self._tell(messages.Pause(_NAME))
+        self._tell(messages.SetPaused(_NAME, True))
 
     def resume(self) -> None:
         """Continue making chunks after a pause."""
-        self._tell(messages.Resume(_NAME))
+        self._tell(messages.SetPaused(_NAME, False))
 
     def save(self, path: str | Path) -> None:
         """Write the stream's state to a file, from which `streamdiff.load` continues with the next frame to be taken.
@@ -256,7 +256,7 @@ class StreamSession:
         self._ask(messages.Open(_NAME, "", snapshot=data, made_frames=made, shown_frames=shown), "")
         self._frames.extend(pictures)
         self._made = made
-        self._tell(messages.Resume(_NAME))
+        self._tell(messages.SetPaused(_NAME, False))
 
     def close(self) -> None:
         """End the stream and free the model. May be called again."""

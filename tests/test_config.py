@@ -139,3 +139,10 @@ def test_an_origin_is_what_a_browser_sends(write, text: str) -> None:
     message = refusal(write(f"serve:\n  cors_origins: ['https://a.example:8443', '{text}']"))
     assert "cors_origins.1" in message and "https://example.org" in message
     assert load(write("serve:\n  cors_origins: ['*', 'https://a.example:8443']")).serve.cors_origins[1:]
+
+
+@pytest.mark.parametrize(
+    "serve", [{"handover": "a", "state_dir": "a"}, {"tls_cert": "cert.pem"}, {"udp_ports": "60000-70000"}]
+)
+def test_settings_that_do_not_go_together_are_refused(write, serve: dict[str, str]) -> None:
+    assert "serve: " in refusal(write(yaml.safe_dump({"serve": serve})))

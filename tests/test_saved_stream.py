@@ -11,7 +11,7 @@ import pytest
 import streamdiff
 from streamdiff import api
 from streamdiff.config import ModelConfig
-from streamdiff.engine.messages import Open, Pause, Resume, Save, Saved
+from streamdiff.engine.messages import Open, Save, Saved, SetPaused
 from streamdiff.errors import RequestError
 from tests.engine.test_saving import CHUNK, Driven
 from tests.small import BLUE, RED
@@ -51,12 +51,12 @@ def test_what_a_server_saved_goes_on_after_the_frames_that_it_had_made(paused: b
         driven.tell(Open("a", RED, 4))
         while max(driven.frames.get("a", {-1: None})) < 2 * CHUNK:
             driven._take(driven.engine.step(0.01))
-        driven.tell(*([Pause("a")] if paused else []), Save("a", "s"))
+        driven.tell(*([SetPaused("a", True)] if paused else []), Save("a", "s"))
         while not isinstance(event := driven.events[-1], Saved):
             driven._take(driven.engine.step(0.01))
         path.write_bytes(event.data)
         made = max(driven.frames["a"]) + 1
-        driven.tell(Resume("a"))
+        driven.tell(SetPaused("a", False))
         driven.frames_to("a", made + 2 * CHUNK)
     finally:
         driven.engine.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from streamdiff.cli.options import SETTINGS, fields
+from streamdiff.cli.parser import SETTINGS, fields
 from streamdiff.config import Config
 from streamdiff.config_file import section_of
 

@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from streamdiff.cli import options, parser
+from streamdiff.cli import parser
 from streamdiff.commands import jobs
 from streamdiff.config import Config
 from streamdiff.config_file import explain, load
@@ -74,7 +74,7 @@ def _carry_out(argv: list[str]) -> int:
             from streamdiff.engine.process.main import log_on_stderr
 
             with log_on_stderr():
-                return _reference(arguments, argv) if options.is_reference(arguments) else _generate(arguments, argv)
+                return _reference(arguments, argv) if parser.is_reference(arguments) else _generate(arguments, argv)
         case "plan":
             from streamdiff.commands import plan
 
@@ -128,7 +128,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
         fit_picture(start.image, 16, 16)
     if start.input is not None:
-        from streamdiff.server.media.video_input import check_video
+        from streamdiff.server.sessions.video_input import check_video
 
         check_video(start.input)
     if start.snapshot is not None:
@@ -189,7 +189,7 @@ def _check_by_chunks(arguments: argparse.Namespace, config: Config) -> None:
             section, name = flag.split(".")
             settings: BaseModel = getattr(config, section)
             differs = getattr(settings, name) != type(settings).model_fields[name].default
-            flag = flag if typed is None else options.SETTINGS[flag].flag
+            flag = flag if typed is None else parser.SETTINGS[flag].flag
         if typed or differs:
             raise ConfigError(f"{flag} does not go with the options that say everything by chunks; use {instead}")
     for name, refused, plain in (
@@ -223,7 +223,7 @@ def _reference(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 def _job(kind: type[_JobT], arguments: argparse.Namespace, **known: object) -> _JobT:
     """The job of what was typed, else of what is `known`, else of its defaults. Raises ConfigError: it cannot be."""
     typed = {name: getattr(arguments, name, None) for name in kind.model_fields}
-    flags = {option.name: option.flag for option in options.of_job(kind)}
+    flags = {option.name: option.flag for option in parser.of_job(kind)}
     try:
         return kind(**known | {name: value for name, value in typed.items() if value is not None})
     except ValidationError as error:
@@ -240,9 +240,9 @@ def _config(arguments: argparse.Namespace) -> Config:
     """The file given with --config, or the defaults, with the options laid over it."""
     from streamdiff.models.resolve import completed
 
-    given = {key: vars(arguments).get(key) for key in options.SETTINGS}
+    given = {key: vars(arguments).get(key) for key in parser.SETTINGS}
     overrides = {key: value for key, value in given.items() if value is not None}
-    config = load(arguments.config, overrides, {key: option.flag for key, option in options.SETTINGS.items()})
+    config = load(arguments.config, overrides, {key: option.flag for key, option in parser.SETTINGS.items()})
     return config.model_copy(update={"model": completed(config.model)})
 
 

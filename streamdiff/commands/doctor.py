@@ -30,7 +30,7 @@ from streamdiff.version import __version__
 if TYPE_CHECKING:
     import torch
 
-    from streamdiff.server.media.codecs import Library
+    from streamdiff.server.media.encoder import Library
 
 _HEAD_DIM = 128
 """Width of a head of Wan's."""
@@ -243,7 +243,7 @@ def _look_at_codecs(config: Config) -> Iterator[Finding]:
     try:
         import av
 
-        from streamdiff.server.media import codecs
+        from streamdiff.server.media import encoder as codecs
     except (ImportError, OSError) as error:
         yield Finding("FAIL", "codecs", f"PyAV cannot be imported: {error}")
         return

@@ -19,6 +19,7 @@ STAGES = (1, 2, 4)
 _UNKNOWN = "unknown"
 _EMBEDDED_LICENCE = "Apache-2.0"
 _WIDTH = 118
+_PARTS = ("weights", "caches", "activations", "decoding", "total")
 
 
 def run(job: ModelsJob) -> int:
@@ -79,45 +80,30 @@ def _presence(entry: CatalogueEntry) -> str:
 
 def as_tree(entry: CatalogueEntry) -> dict[str, Any]:
     """A catalogue entry as a JSON tree, with its computed schedules, its files on disk, and bytes per stage."""
-    shared = catalogue.parts()
-    schedules = {}
+    shared, tree = catalogue.parts(), entry.model_dump(mode="json")
     if entry.sampling is not None:
         for key, chunk in (("schedule", 1), ("first_chunk_schedule", 0)):
             made = entry.sampling.schedule().of(chunk)
-            schedules[key] = {
-                "timesteps": list(made.timesteps),
-                "sigmas": list(made.sigmas),
-                "noise_scale": made.noise_scale,
-            }
-    return {
-        **entry.model_dump(mode="json"),
-        **schedules,
-        "parts": {
-            "architecture": shared.architectures[entry.architecture].model_dump(mode="json"),
-            "autoencoder": shared.autoencoders[entry.autoencoder].model_dump(mode="json"),
-            "text_encoder": shared.text_encoders[entry.text_encoder].model_dump(mode="json"),
-        },
-        "embedded": entry.weights is None,
-        "on_disk": {
-            use: {file: str(path) if path else None for file, path in on_disk(files).items()}
-            for use, files in _needed(entry)
-        },
-        "memory": {
-            "note": _memory_note(entry),
-            "bytes_per_stage": _stage_trees(entry, "none"),
-            "bytes_per_stage_quantized": _stage_trees(entry, "int8"),
-        },
+            tree[key] = {name: getattr(made, name) for name in ("timesteps", "sigmas", "noise_scale")}
+    tree["parts"] = {
+        "architecture": shared.architectures[entry.architecture].model_dump(mode="json"),
+        "autoencoder": shared.autoencoders[entry.autoencoder].model_dump(mode="json"),
+        "text_encoder": shared.text_encoders[entry.text_encoder].model_dump(mode="json"),
     }
-
-
-def _stage_trees(entry: CatalogueEntry, quantize: str) -> dict[str, list[dict[str, int]]]:
-    return {
-        str(stages): [
-            {name: getattr(stage, name) for name in ("weights", "caches", "activations", "decoding", "total")}
-            for stage in stage_memory(entry, stages, quantize)
-        ]
-        for stages in STAGES
+    tree["embedded"] = entry.weights is None
+    tree["on_disk"] = {
+        use: {file: str(path) if path else None for file, path in on_disk(files).items()}
+        for use, files in _needed(entry)
     }
+    tree["memory"] = {"note": _memory_note(entry)}
+    for name, quantize in (("bytes_per_stage", "none"), ("bytes_per_stage_quantized", "int8")):
+        tree["memory"][name] = {
+            str(stages): [
+                {part: getattr(stage, part) for part in _PARTS} for stage in stage_memory(entry, stages, quantize)
+            ]
+            for stages in STAGES
+        }
+    return tree
 
 
 def _memory_note(entry: CatalogueEntry) -> str:
@@ -228,26 +214,29 @@ def _run_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
             scale = f"; begins with noise times {made.noise_scale:.6g}" if made.noise_scale != 1 else ""
             yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}{scale}"
     if sampling.keep_end:
-        fewer = sampling.schedules()[-1].steps
-        yield "", f"the step that is told 0 may be left out: --steps {fewer}"
+        yield "", f"the step that is told 0 may be left out: --steps {sampling.schedules()[-1].steps}"
     first_chunk = f", the first {stream.first_chunk_latents}" if stream.first_chunk_latents else ""
     yield "chunk", f"{_latents(stream.chunk_latents)}{first_chunk}"
     sink = f", a sink of {stream.sink_latents} in it" if stream.sink_latents else ""
     value = f" {stream.sink_value:g}" if stream.sink_value is not None else ""
     policy = f" ({stream.sink_policy}{value})" if stream.sink_policy else ""
     clean = f" ({stream.clean_window_latents} with KV context clean)" if stream.clean_window_latents else ""
-    yield "window", f"{_latents(stream.window_latents)}{clean}{sink}{policy}"
-    yield "trained on", f"streams of {_latents(stream.trained_latents)}" if stream.trained_latents else _UNKNOWN
-    yield "KV context", f"trained for {context.trained or _UNKNOWN}; also known to work: {_names(context.works)}"
     alone = " and sees its chunk alone" if context.alone else ""
     reencoded = ", its first latent frame encoded again from its picture" if context.pictures else ""
     clean_pass = f"the clean pass is told {_number(context.noise)}{alone}{reencoded}"
-    yield "", clean_pass if context.noise is not None else "no clean pass"
-    if context.source is not None:
-        yield "", f"read in {context.source}"
-    trained, works = entry.switches.trained or _UNKNOWN, _names(entry.switches.works)
-    yield "prompt change", f"trained for {trained}; known to work: {works}; reset always does"
-    yield "positions", f"{entry.positions.published}; also: {_names(entry.positions.works)}"
+    yield from (
+        ("window", f"{_latents(stream.window_latents)}{clean}{sink}{policy}"),
+        ("trained on", f"streams of {_latents(stream.trained_latents)}" if stream.trained_latents else _UNKNOWN),
+        ("KV context", f"trained for {context.trained or _UNKNOWN}; also known to work: {_names(context.works)}"),
+        ("", clean_pass if context.noise is not None else "no clean pass"),
+        *((("", f"read in {context.source}"),) if context.source is not None else ()),
+        (
+            "prompt change",
+            f"trained for {entry.switches.trained or _UNKNOWN}; known to work: {_names(entry.switches.works)}; reset "
+            "always does",
+        ),
+        ("positions", f"{entry.positions.published}; also: {_names(entry.positions.works)}"),
+    )
 
 
 def _memory_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:

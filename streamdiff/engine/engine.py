@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from streamdiff.core import Frames
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetPrompt
-from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue, Request
+from streamdiff.engine.messages import Command, Event, InputFrames, Open, Reset, SetPrompt, StreamCommand
+from streamdiff.engine.prompt_queue import PendingRequest, PromptQueue
 from streamdiff.engine.saving import SaveQueue
 from streamdiff.engine.session import Session, possible_switches
 from streamdiff.engine.swapping import Swapping
@@ -23,7 +23,6 @@ from streamdiff.engine.validation import (
     SESSION_ERRORS,
     bad_value,
     check_begin,
-    check_frames,
     check_open,
     check_prompt,
     closed_before,
@@ -133,7 +132,7 @@ class Engine:
                     self._note_failure(session.slot, error)
 
     def _measured(self) -> list[Event]:
-        """The `Measured` event; empty before the first chunk."""
+        """The `LoadFigures` event; empty before the first chunk."""
         figures = self._pipeline.figures
         chunk_compute_s, counts = figures.chunk_compute_s(), figures.forwards()
         if chunk_compute_s is None:
@@ -142,7 +141,7 @@ class Engine:
         queue = self._prompt_queue
         encodings = queue.texts_encoded, queue.pictures_encoded, self._pipeline.video.encodings
         return [
-            messages.Measured(
+            messages.LoadFigures(
                 chunk_compute_s, tuple(figures.occupancy()), tuple(figures.busy_s()),
                 forwards, tuple(counts.alone), tuple(counts.alone.values()), encodings,
                 self._pipeline.memory_bytes(),
@@ -243,7 +242,7 @@ class Engine:
         steps = info.steps if command.steps is None else command.steps
         return steps, info.kv_context if command.kv_context is None else command.kv_context
 
-    def _control(self, command: Request | messages.Close) -> list[Event]:
+    def _control(self, command: StreamCommand) -> list[Event]:
         if isinstance(command, messages.Close):
             return self._close(command.session)
         opening = command.session in self._prompt_queue.opening()
@@ -268,7 +267,7 @@ class Engine:
         """`_do`, where a session that fails half way is ended."""
         try:
             return self._do(pending)
-        except RequestError:
+        except (RequestError, EngineFailure):
             raise
         except SESSION_ERRORS as error:
             self._note_failure(self._sessions[pending.request.session].slot, error)
@@ -300,13 +299,12 @@ class Engine:
                 self._pipeline.video.check_input(request.strength)
                 return session.set_input(request.strength, request.request)
             case InputFrames():
-                check_frames(request, self._pipeline.info)
                 if not self._pipeline.swapping.is_away(slot):
                     session.apply_pending()  # the input that they are for may be among it
                     self._pipeline.video.check_input(None)
                     self._pipeline.video.feed(slot, request.pictures)
-            case messages.Pause() | messages.Resume():
-                session.set_paused(isinstance(request, messages.Pause))
+            case messages.SetPaused():
+                session.set_paused(request.paused)
             case Reset():
                 if request.image is not None or request.no_image:
                     session.start = pending.made.start
@@ -331,7 +329,7 @@ class Engine:
 
     # ---- sessions ----------------------------------------------------------------------------------------------
 
-    def _find(self, command: Request | messages.Close) -> Session | None:
+    def _find(self, command: StreamCommand) -> Session | None:
         """The session of a command; None for commands without an answer to a session that has ended."""
         session = self._sessions.get(command.session)
         if session is not None or isinstance(command, _UNANSWERED):

@@ -69,17 +69,6 @@ class Features:
 NOTHING = Features()
 
 
-@dataclass(frozen=True)
-class DecodedFeatures:
-    """`Features` as arrays, all finite: prompt embeddings `[L, D]`, latents `[n, C, F, h, w]`; `motion` `[n]`: how much
-    the pixels of each chunk of video move, None if its file does not say it."""
-
-    prompt_embeds: Floats | None = None
-    image_latents: Floats | None = None
-    video_latents: Floats | None = None
-    motion: NDArray[np.float64] | None = None
-
-
 def features_of(command: Open) -> Features:
     """Those that a session is to be opened with."""
     return Features(command.prompt_embeds, command.image_latents, command.video_latents, command.strength)
@@ -132,20 +121,21 @@ def check_file(name: str, file: BinaryIO, file_bytes: int, info: ModelInfo) -> N
         file.seek(begin)
 
 
-def decode(features: Features, info: ModelInfo) -> DecodedFeatures:
-    """The numbers of all that is given.
+def decode(features: Features, info: ModelInfo) -> dict[str, NDArray[Any]]:
+    """The numbers of all that is given, finite, by name: prompt embeddings `[L, D]`, latents `[n, C, F, h, w]`; and
+    `motion` `[n]`, how much the pixels of each chunk of video move, if its file says it.
 
     Raises:
         RequestError: as `check_file`, or values that are not finite or beyond MAX_VALUE; names the file.
     """
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, NDArray[Any]] = {}
     for name in features.names:
         given, header = _decoded(name, getattr(features, name), info)
-        numbers[name] = _flat(given) if name == "prompt_embeds" else _in_chunks(given, info)
+        numbers[name] = given.reshape(-1, given.shape[-1]) if name == "prompt_embeds" else _in_chunks(given, info)
         if name == "video_latents" and (motion := read_motion(header)) is not None:
             count, _, frames = numbers[name].shape[:3]
             numbers["motion"] = np.array(motion[: count * frames]).reshape(count, -1).max(1)
-    return DecodedFeatures(**numbers)
+    return numbers
 
 
 def _check_header_size(name: str, length: int, file_bytes: int) -> None:
@@ -195,11 +185,6 @@ def _decoded(name: str, data: Data, info: ModelInfo) -> tuple[Floats, TensorHead
             f"({np.count_nonzero(~usable):,} of {numbers.size:,} are out of range)",
         )
     return numbers, header
-
-
-def _flat(rows: Floats) -> Floats:
-    """Rows `[L, D]` of `[L, D]` or `[1, L, D]`."""
-    return rows.reshape(-1, rows.shape[-1])
 
 
 def _in_chunks(latents: Floats, info: ModelInfo) -> Floats:

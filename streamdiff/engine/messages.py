@@ -20,8 +20,15 @@ DEFAULT_STRENGTH = 0.4
 
 
 @dataclass(frozen=True)
-class SessionMessage:
-    """What concerns one session, by its name."""
+class StreamCommand:
+    """A command to one session, by its name. One with a `request`, the caller's id of it, is answered."""
+
+    session: str
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """What happened to one session, by its name."""
 
     session: str
 
@@ -30,7 +37,7 @@ class SessionMessage:
 
 
 @dataclass(frozen=True)
-class Open(SessionMessage):
+class Open(StreamCommand):
     """Open `session` (any non-empty id). Answered by `Opened` or `Refused`. None means the engine's default.
 
     `max_ahead_frames`: how many frames may be made beyond those shown; where the pipeline needs more, it gets more.
@@ -69,7 +76,7 @@ class Open(SessionMessage):
 
 
 @dataclass(frozen=True)
-class Save(SessionMessage):
+class Save(StreamCommand):
     """Take a snapshot of the session, which goes on. Answered by `Saved` or `Refused`. What was accepted before is in
     it, and frames that were made and are not shown yet are not."""
 
@@ -77,7 +84,7 @@ class Save(SessionMessage):
 
 
 @dataclass(frozen=True)
-class SetPrompt(SessionMessage):
+class SetPrompt(StreamCommand):
     """Change the prompt from the next chunk on. Answered by `Accepted` or `Refused`, later by `Applied`.
 
     `request` is the caller's id of this request, echoed in every answer. Of several prompts waiting, the latest wins.
@@ -93,17 +100,14 @@ class SetPrompt(SessionMessage):
 
 
 @dataclass(frozen=True)
-class Pause(SessionMessage):
-    """Stop making new chunks. What is made already may still be shown."""
+class SetPaused(StreamCommand):
+    """Stop making new chunks, or go on. What is made already may still be shown."""
+
+    paused: bool
 
 
 @dataclass(frozen=True)
-class Resume(SessionMessage):
-    """Admit chunks of the session again, after `Pause`."""
-
-
-@dataclass(frozen=True)
-class Reset(SessionMessage):
+class Reset(StreamCommand):
     """Restart the stream at chunk 0; frame numbers go on. `seed`: None keeps the session's; `image`: see `Open`, None
     keeps the session's, unless `no_image`, which removes it."""
 
@@ -114,7 +118,7 @@ class Reset(SessionMessage):
 
 
 @dataclass(frozen=True)
-class SetSteps(SessionMessage):
+class SetSteps(StreamCommand):
     """Make chunks in `steps` denoise steps, one of `Ready.steps_known`, from the next one on that is admitted after
     those begun. Answered by `Accepted` or `Refused`, later by `Applied`; of several waiting, the latest wins."""
 
@@ -123,7 +127,7 @@ class SetSteps(SessionMessage):
 
 
 @dataclass(frozen=True)
-class SetInput(SessionMessage):
+class SetInput(StreamCommand):
     """Let the next chunks start from the video that `InputFrames` bring, with noise of level `strength`, above 0 and at
     most 1, mixed in; or change the strength. None: the input ends, and the session goes on from its text alone.
     Answered by `Accepted` or `Refused`, later by `Applied`; of several waiting, the latest wins."""
@@ -133,7 +137,7 @@ class SetInput(SessionMessage):
 
 
 @dataclass(frozen=True)
-class InputFrames(SessionMessage):
+class InputFrames(StreamCommand):
     """The next frames of the session's input, RGB `[n, H, W, 3]` of the model's size, at the rate at which its own are
     shown; the oldest of too many are dropped. Has no answer, but `InputUsed` tells what becomes of them."""
 
@@ -141,14 +145,14 @@ class InputFrames(SessionMessage):
 
 
 @dataclass(frozen=True)
-class SetMaxAhead(SessionMessage):
+class SetMaxAhead(StreamCommand):
     """Let at most `frames` frames be made beyond those shown: the pace of viewing has changed. Has no answer."""
 
     frames: int
 
 
 @dataclass(frozen=True)
-class SetActive(SessionMessage):
+class SetActive(StreamCommand):
     """Whether the session's next chunk is needed; of a new session `Open` says so. An inactive one may be swapped out
     if another needs its memory, and with `swap_out` as soon as none of its chunks is in flight; it is swapped in when
     active. Has no answer, but `Swapped` follows when its location changes."""
@@ -158,12 +162,12 @@ class SetActive(SessionMessage):
 
 
 @dataclass(frozen=True)
-class Close(SessionMessage):
+class Close(StreamCommand):
     """End the session and free its state. Answered by `Closed`."""
 
 
 @dataclass(frozen=True)
-class Shown(SessionMessage):
+class Shown(StreamCommand):
     """Back-pressure: the number of this session's frames that have been shown (or skipped) so far."""
 
     frames: int
@@ -174,22 +178,7 @@ class Shutdown:
     """End the engine process."""
 
 
-Command = (
-    Open
-    | Save
-    | SetPrompt
-    | SetSteps
-    | SetInput
-    | InputFrames
-    | Pause
-    | Resume
-    | Reset
-    | SetMaxAhead
-    | SetActive
-    | Close
-    | Shown
-    | Shutdown
-)
+Command = StreamCommand | Shutdown
 
 
 # ---- events: engine to web process -----------------------------------------------------------------------------
@@ -210,7 +199,7 @@ class Ready(ModelInfo):
 
 
 @dataclass(frozen=True)
-class Opened(SessionMessage):
+class Opened(StreamEvent):
     """`text` is the prompt as the model was given it; `notice` a friendly remark for the page, or empty. `switches`:
     those of PROMPT_POLICIES that this session's KV context can do. `image`: whether a reset begins with a picture."""
 
@@ -222,7 +211,7 @@ class Opened(SessionMessage):
 
 
 @dataclass(frozen=True)
-class Saved(SessionMessage):
+class Saved(StreamEvent):
     """A snapshot of the session after the frames of the events before this. `data`: the content of its file."""
 
     request: str
@@ -230,7 +219,7 @@ class Saved(SessionMessage):
 
 
 @dataclass(frozen=True)
-class Accepted(SessionMessage):
+class Accepted(StreamEvent):
     """The request is taken and has its epoch; it will be visible from the chunk that `Applied` names. `text` is the
     prompt as the model is given it, empty where the request says nothing of it."""
 
@@ -241,7 +230,7 @@ class Accepted(SessionMessage):
 
 
 @dataclass(frozen=True)
-class Applied(SessionMessage):
+class Applied(StreamEvent):
     """The first chunk of `epoch` is made; its first frame has number `first_frame`. `skip`: frames before that count as
     shown, and what waits of them is to be skipped."""
 
@@ -252,7 +241,7 @@ class Applied(SessionMessage):
 
 
 @dataclass(frozen=True)
-class Refused(SessionMessage):
+class Refused(StreamEvent):
     """A command that cannot be carried out, with the field at fault. The session, if there is one, goes on.
 
     `code` is a word for programs, see `RequestError`; often empty.
@@ -265,7 +254,7 @@ class Refused(SessionMessage):
 
 
 @dataclass(frozen=True)
-class FrameBatch(SessionMessage):
+class FrameBatch(StreamEvent):
     """Consecutive frames of one chunk. `first` numbers frames from 0 over the whole session, across resets.
 
     `pictures` is uint8 `[count, *P]`, RGB or YUV420 as in `streamdiff.video.pixel_format`. `chunk_s` is the time from
@@ -280,7 +269,7 @@ class FrameBatch(SessionMessage):
 
 
 @dataclass(frozen=True)
-class InputUsed(SessionMessage):
+class InputUsed(StreamEvent):
     """Sent with every finished chunk of a session that has, or had, an input. `level`: noise level of the latest chunk
     that started from it; `used`, `dropped`: frames used, and frames that came too fast, since it began; `fault`: why
     it failed, else empty."""
@@ -292,21 +281,21 @@ class InputUsed(SessionMessage):
 
 
 @dataclass(frozen=True)
-class Swapped(SessionMessage):
+class Swapped(StreamEvent):
     """The session's caches have moved. `place`: where they are now, `device`, `host` (memory) or `disk`."""
 
     place: str
 
 
 @dataclass(frozen=True)
-class Closed(SessionMessage):
+class Closed(StreamEvent):
     """The session has ended; no event of it follows. `reason`: what failed; empty where its end was requested."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True)
-class Measured:
+class LoadFigures:
     """Sent with every finished chunk. `chunk_compute_s`: seconds of work per chunk of the default number of steps, of
     late; `occupancy`: share of the time each rank was at work (empty with one rank); `busy_s`: seconds of work of each
     rank since its process began. `forwards`: their number since then with 1 row, 2 rows, and so on; `alone`: the
@@ -336,18 +325,4 @@ class Failed:
     reason: str
 
 
-Event = (
-    Ready
-    | Opened
-    | Saved
-    | Accepted
-    | Applied
-    | Refused
-    | FrameBatch
-    | InputUsed
-    | Swapped
-    | Closed
-    | Measured
-    | Alive
-    | Failed
-)
+Event = StreamEvent | Ready | LoadFigures | Alive | Failed

@@ -14,17 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from streamdiff.engine import messages
 from streamdiff.engine.features import decode, features_of
-from streamdiff.engine.messages import Open, Pictures, Reset, SetPrompt
+from streamdiff.engine.messages import Open, Pictures, Reset, SetPrompt, StreamCommand
 from streamdiff.engine.validation import SESSION_ERRORS, reason_of
 from streamdiff.errors import RequestError
 
 if TYPE_CHECKING:
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-
-_Setting = SetPrompt | messages.SetSteps | messages.SetInput | messages.SetMaxAhead | messages.SetActive
-Request = Open | _Setting | messages.InputFrames | Reset | messages.Pause | messages.Resume | messages.Shown
 
 
 class Encoded(NamedTuple):
@@ -47,7 +43,7 @@ class PendingRequest:
     says why encoding failed.
     """
 
-    request: Request
+    request: StreamCommand
     text: str = ""
     notice: str = ""
     made: Encoded = NOTHING
@@ -206,5 +202,7 @@ class PromptQueue:
         that the pipeline does not take; names them."""
         features = features_of(command)
         given = decode(features, self._pipeline.info)
-        parts = given.prompt_embeds, given.image_latents, given.video_latents
-        return Encoded(*self._pipeline.features_of(*parts, features.strength, given.motion))
+        embeddings, latents, video, motion = map(
+            given.get, ("prompt_embeds", "image_latents", "video_latents", "motion")
+        )
+        return Encoded(*self._pipeline.features_of(embeddings, latents, video, features.strength, motion))

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from streamdiff.engine.messages import Reset, SetActive, SetPrompt, SetSteps
-from streamdiff.engine.prompt_queue import PendingRequest, Request
+from streamdiff.engine.messages import Reset, SetActive, SetPrompt, SetSteps, StreamCommand
+from streamdiff.engine.prompt_queue import PendingRequest
 from streamdiff.errors import RequestError
 
 if TYPE_CHECKING:
@@ -128,6 +128,6 @@ class Swapping:
         return False
 
 
-def _resets(request: Request) -> bool:
+def _resets(request: StreamCommand) -> bool:
     """Whether a request resets the stream."""
     return isinstance(request, Reset) or (isinstance(request, SetPrompt) and request.switch == "reset")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamdiff.core import ModelInfo
 from streamdiff.engine.features import check_together, features_of
-from streamdiff.engine.messages import Command, InputFrames, Open, Refused, Reset, Shutdown
+from streamdiff.engine.messages import Command, Open, Refused, Reset, Shutdown
 from streamdiff.errors import EngineFailure, RequestError, StreamdiffError
 
 SESSION_ERRORS = (StreamdiffError, OSError, RuntimeError, ValueError, MemoryError)
@@ -28,8 +28,6 @@ def check_prompt(prompt: str) -> None:
 def check_open(command: Open, info: ModelInfo) -> None:
     if not command.session:
         raise RequestError("session", "the session has no id; give any non-empty text")
-    if min(command.epoch, command.made_frames, command.shown_frames) < 0:
-        raise RequestError("session", "epoch, made_frames and shown_frames of a session count from 0")
     features = features_of(command)
     check_together(features, prompt=bool(command.prompt), image=command.image is not None)
     if features.names and command.snapshot is not None:
@@ -46,15 +44,6 @@ def check_begin(command: Open | Reset, info: ModelInfo) -> None:
         raise RequestError(
             "image",
             f"the picture is of shape {list(image.shape)}; {info.model} takes [1, {info.height}, {info.width}, 3]",
-        )
-
-
-def check_frames(command: InputFrames, info: ModelInfo) -> None:
-    """Raises RequestError unless the frames are `[n, H, W, 3]` of the model's size."""
-    shape = command.pictures.shape
-    if len(shape) != 4 or shape[1:] != (info.height, info.width, 3):
-        raise RequestError(
-            "input", f"frames are of shape {list(shape)}; {info.model} takes [n, {info.height}, {info.width}, 3]"
         )
 
 

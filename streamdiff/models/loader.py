@@ -30,7 +30,7 @@ from streamdiff.models.spec import (
     with_size,
     with_window,
 )
-from streamdiff.models.text_encoder import CachedText, EmbeddingFolder, WanText
+from streamdiff.models.text_encoder import EmbeddingFolder, WanText
 from streamdiff.models.tiny.folder import FolderFacts, read_folder
 from streamdiff.models.tiny.model import TinyText
 from streamdiff.models.transformer import attention_backend
@@ -263,13 +263,12 @@ def load_text_encoder(
     if isinstance(path, Files):
         path = hub.fetch_folder(path)
     length, width = text_shape
-    encoder = WanText(path, length=length, width=width, output=device)
-    return CachedText(encoder, EmbeddingFolder())
+    return WanText(path, length=length, width=width, output=device, kept=EmbeddingFolder())
 
 
 def awaited_bytes(text: TextEncoder, device: torch.device) -> int:
     """Bytes that a text encoder's weights will take on `device` once the first text loads them."""
-    return text.encoder.awaited_bytes(device) if isinstance(text, CachedText) else 0
+    return text.awaited_bytes(device) if isinstance(text, WanText) else 0
 
 
 class RandomText(TextEncoder):

@@ -37,7 +37,7 @@ from streamdiff.atomic_write import temporary_sibling
 from streamdiff.device import pick_dtype, side_stream
 from streamdiff.errors import ConfigError
 from streamdiff.models.checkpoint import check_fit, open_checkpoint
-from streamdiff.models.spec import ParsedPrompt
+from streamdiff.models.spec import ParsedPrompt, TextEncoder
 from streamdiff.models.weight_files import read_object
 
 TEXT_TOKENS = 512
@@ -52,15 +52,17 @@ VOCABULARY = (
     "light and the camera work best."
 )
 _LAST_WORDS = 8  # tokens of a cut prompt's end that a notice shows
+_TEXTS_IN_MEMORY = 64
+"""Each has 4 MB, with 512 x 4096 numbers in bfloat16."""
 
 
-class WanText:
-    """Wan's `TextEncoder`. For several threads; they encode one after the other."""
+class WanText(TextEncoder):
+    """Wan's. Each text is encoded once, as long as it is among the last in memory or in `kept`. For several threads;
+    they encode one after the other."""
 
-    examples: tuple[str, ...] = EXAMPLES
-    suggestions: tuple[tuple[str, ...], ...] = ()
-    vocabulary: str = VOCABULARY
-    slow: bool = True
+    examples = EXAMPLES
+    vocabulary = VOCABULARY
+    slow = True
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class WanText:
         width: int | None = None,
         device: torch.device | str | None = None,
         output: torch.device | str | None = None,
+        kept: EmbeddingFolder | None = None,
     ) -> None:
         """Reads the tokenizer and the encoder's sizes; the weights come with the first text.
 
@@ -80,11 +83,13 @@ class WanText:
             device: where the encoder runs, in bfloat16 on a GPU, float32 on the CPU; None: on `output` where it takes a
                 third of the free memory or less, else on the CPU.
             output: where embeddings are put; None: `device`, or the CPU.
+            kept: where embeddings are kept on disk; None: nowhere.
 
         Raises:
             ConfigError: a part that is missing or cannot be read, or an encoder of another kind or width.
         """
-        self.path, self.length = path, length
+        self.path, self.length, self._kept = path, length, kept
+        self._remembered = lru_cache(_TEXTS_IN_MEMORY)(self._find)
         self._files = find_text_files(path)
         self._config = read_config(self._files)
         self.width: int = self._config.d_model
@@ -126,8 +131,26 @@ class WanText:
         )
 
     def encode(self, text: str) -> Tensor:
-        """Embeddings `[T, D]` of one text, `dtype`, on `output`; rows beyond the text are zero. Loads the weights if
-        they are not there. On the CPU all cores take part.
+        """Embeddings `[T, D]` of one text, `dtype`, on `output`; rows beyond the text are zero. They are shared: not to
+        be written to.
+
+        Raises:
+            ConfigError, ValueError: see `encode_anew`.
+        """
+        return self._remembered(text)
+
+    def _find(self, text: str) -> Tensor:
+        if self._kept is None:
+            return self.encode_anew(text)
+        key = self.key(text)
+        if (found := self._kept.get(key)) is not None:
+            return found.to(self.output)
+        embeddings = self.encode_anew(text)
+        self._kept.put(key, embeddings)
+        return embeddings
+
+    def encode_anew(self, text: str) -> Tensor:
+        """As `encode`, by the encoder. Loads the weights if they are not there. On the CPU all cores take part.
 
         Only the text's own tokens are encoded: attention is masked and positions are relative, so their rows are those
         of a text padded to T tokens, which takes ten times as long.
@@ -347,37 +370,9 @@ def revision(files: TextFiles) -> str:
     return digest.hexdigest()[:16]
 
 
-class CachedText:
-    """A `TextEncoder` that asks `encoder` only for texts that are neither in memory nor in `kept`. For one thread."""
-
-    def __init__(self, encoder: WanText, kept: EmbeddingFolder | None = None) -> None:
-        self.examples, self.suggestions = encoder.examples, encoder.suggestions
-        self.vocabulary, self.slow = encoder.vocabulary, encoder.slow
-        self.encoder, self._kept = encoder, kept
-        self._in_memory = lru_cache(_TEXTS_IN_MEMORY)(self._find)
-
-    def read(self, prompt: str, previous: str | None) -> ParsedPrompt:
-        return self.encoder.read(prompt, previous)
-
-    def encode(self, text: str) -> Tensor:
-        """Embeddings `[T, text_dim]`, shared: not to be written to."""
-        return self._in_memory(text)
-
-    def _find(self, text: str) -> Tensor:
-        key = self.encoder.key(text)
-        if self._kept is not None and (found := self._kept.get(key)) is not None:
-            return found.to(self.encoder.output)
-        embeddings = self.encoder.encode(text)
-        if self._kept is not None:
-            self._kept.put(key, embeddings)
-        return embeddings
-
-
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 512 * 2**20
-_TEXTS_IN_MEMORY = 64
-"""Each has 4 MB, with 512 x 4096 numbers in bfloat16."""
 _TENSOR, _ROWS = "embeddings", "rows"
 
 

@@ -21,8 +21,7 @@ from streamdiff.config import Config
 from streamdiff.engine.messages import Ready
 from streamdiff.server.app_state import AppState
 from streamdiff.server.auth import read_tokens
-from streamdiff.server.media import codecs as known_codecs
-from streamdiff.server.media.codecs import Format
+from streamdiff.server.media.encoder import Format, choose
 from streamdiff.server.middleware import GuardMiddleware, LoadingStatus
 from streamdiff.server.outputs.output import parse_targets, read_targets
 from streamdiff.server.problem import OPENAI, OPENAI_DOCUMENT, PROBLEM_TYPE, Problem, respond, route_path
@@ -87,7 +86,7 @@ async def attach_engine(
         ConfigError: no codec, a size that cannot be encoded, tokens that cannot be used, or an output that cannot be
             written, a folder for jobs or sessions that cannot be used, a video file for a model that takes none.
     """
-    codecs = tuple(known_codecs.choose(config.serve.codec))
+    codecs = choose(config.serve.codec)
     Format(ready.width, ready.height, config.playback.fps, config.serve.upscale, config.serve.bitrate)  # or its error
     targets = parse_targets([*config.serve.outputs, *read_targets(config.serve.outputs_file)])
     with open_folders(config.serve) as folders:
@@ -99,11 +98,10 @@ async def attach_engine(
             await state.jobs.start()
         app.state.app_state = state
         try:
-            await state.feed_file()
+            if config.session.input is not None:
+                await state.manager.feed_file(config.session.input)
             yield state
         finally:
-            if state.file_feed is not None:
-                await state.file_feed.stop()
             if state.jobs is not None:
                 await state.jobs.stop()
             await asyncio.gather(state.session_outputs.stop(), *(output.stop() for output in state.outputs))

@@ -18,18 +18,17 @@ from streamdiff.server.auth import Role, Tokens, read_snapshot_key, role_of
 from streamdiff.server.jobs import runner as job_runner
 from streamdiff.server.jobs.runner import JobRunner
 from streamdiff.server.jobs.store import JobStore
-from streamdiff.server.media.codecs import Codec
+from streamdiff.server.media.encoder import Codec
 from streamdiff.server.metrics import Metrics
 from streamdiff.server.outputs.output import AddedOutputs, AllowedTargets, Output, Target
 from streamdiff.server.peers import PerAddressLimiter, SlotPool, address_of
 from streamdiff.server.problem import Problem
+from streamdiff.server.sessions.control import EngineStatus
 from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper
-from streamdiff.server.sessions.live_session import EngineStatus, LiveSession
-from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, SessionManager
-from streamdiff.server.sessions.video_source import FileFeed
-from streamdiff.server.webrtc.feeders import Feeders
+from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.manager import DEFAULT_SESSION, EngineConnection, Manager
 from streamdiff.server.webrtc.ice import IceServers
-from streamdiff.server.webrtc.viewers import Viewers
+from streamdiff.server.webrtc.peer_connections import Feeders, Viewers
 
 REQUESTS_PER_S, REQUEST_BURST = 50.0, 200.0
 MAX_SOCKETS = 64
@@ -52,7 +51,7 @@ class AppState:
         keeper: SnapshotKeeper,
         found: Sequence[SavedFile],
     ) -> None:
-        """`keeper` and `found`: see `SessionManager`."""
+        """`keeper` and `found`: see `Manager`."""
         self.config = config
         self.metrics = Metrics()
         self.codecs = codecs
@@ -60,12 +59,11 @@ class AppState:
         serve = config.serve
         self.sockets = SlotPool(MAX_SOCKETS, serve.address_share, "sockets", "control WebSockets")
         self._requests = PerAddressLimiter(REQUESTS_PER_S, REQUEST_BURST)
-        self.manager = SessionManager(config, connection, ready, self.metrics, keeper, found)
+        self.manager = Manager(config, connection, ready, self.metrics, keeper, found)
         slots = SlotPool(serve.max_viewers, serve.address_share, "viewers", "serve.max_viewers")
         self.ice_servers = IceServers(serve.ice_servers, lambda url: self.metrics.ice_failures.labels(url).inc())
         self.viewers = Viewers(slots, self.codecs, self.metrics, self.ice_servers)
         self.feeders = Feeders(slots, self.ice_servers, self.manager.end)
-        self.file_feed: FileFeed | None = None
         allowed = AllowedTargets(serve.output_targets)
         self.session_outputs = AddedOutputs(allowed, self.metrics, self.ice_servers)
         self.snapshots = asyncio.Semaphore(MAX_SNAPSHOTS)
@@ -82,27 +80,8 @@ class AppState:
         default = partial(self.manager.get, DEFAULT_SESSION)
         self.outputs = [Output(target, default, self.metrics, allowed.allows, self.ice_servers) for target in targets]
 
-    async def feed_file(self) -> None:
-        """Feed the default session with the file of the configuration, if it names one. Mutates: self.
-
-        Raises:
-            ConfigError: the model takes no video.
-        """
-        session = self.manager.get(DEFAULT_SESSION)
-        if self.config.session.input is not None and session is not None:
-            self.file_feed = FileFeed(self.config.session, session.input, session.control_and_wait)
-            await self.file_feed.start()
-
-    async def end_input(self, session: LiveSession) -> bool:
-        """End the video that feeds a session, whatever it is; False if none does."""
-        if session.id == DEFAULT_SESSION and self.file_feed is not None and await self.file_feed.end():
-            return True
-        return await self.feeders.end_input(session)
-
     async def _session_ends(self, session: LiveSession, reason: str) -> None:
-        """Close a session's viewers, outputs and inputs."""
-        if session.id == DEFAULT_SESSION and self.file_feed is not None:
-            await self.file_feed.stop()
+        """Close a session's viewers, outputs and senders."""
         await self.feeders.end_session(session)
         await self.viewers.end_session(session)
         await self.session_outputs.end_session(session)

@@ -113,19 +113,19 @@ def _make_snapshot_key(path: Path, parents: bool) -> None:
             os.link(temporary, path)
 
 
-def read_setting_file(path: str, key: str) -> str:
-    """The text of the file that the setting `key` names. Raises ConfigError."""
+def read_setting_file(path: str, key: str, hint: str = "") -> str:
+    """The text of the file that the setting `key` names. Raises ConfigError, whose words end with the `hint`."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{key}: {path} cannot be read: {why}", field=key) from error
+        raise ConfigError(f"{key}: {path} cannot be read: {why}{hint}", field=key) from error
 
 
 def _read(path: str | None, key: str) -> str | None:
     if path is None:
         return None
-    token = read_setting_file(path, key).strip()
+    token = read_setting_file(path, key, f". Make it: (umask 077; openssl rand -hex 32 > {path})").strip()
     if not MIN_TOKEN_CHARACTERS <= len(token) <= MAX_TOKEN_CHARACTERS:
         raise ConfigError(
             f"{key}: the token in {path} has {len(token)} characters; it must have {MIN_TOKEN_CHARACTERS} to "

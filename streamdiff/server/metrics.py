@@ -16,6 +16,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._figures: list[tuple[tuple[str, ...], Any]] = []  # with their labels
         table = yaml.safe_load((resources.files("streamdiff.server") / "metrics.yaml").read_text(encoding="utf-8"))
         for attribute, facts in table["figures"].items():
             name, labels = facts.get("name", attribute), facts.get("labels", ())
@@ -23,22 +24,25 @@ class Metrics:
             kind = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[facts["kind"]]
             figure = kind(name, facts["help"], labels, namespace="streamdiff", registry=self._registry, **bounds)
             setattr(self, attribute, figure)
+            self._figures.append((tuple(labels), figure))
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def forget_output(self, name: str) -> None:
-        """Take away the figures of an output that has ended."""
-        for figure in (self.output_up, self.output_frames, self.output_dropped):
-            figure.remove(name)
+    def forget(self, label: str, value: str) -> None:
+        """Take away the figures of a session or an output that has ended."""
+        for labels, figure in self._figures:
+            if labels == (label,):
+                figure.labels(value)  # `remove` wants it to be there
+                figure.remove(value)
 
     def text(self, sessions: Collection[str] | None = None) -> bytes:
         """Everything in Prometheus' text format; of figures by session those of `sessions`, None: of all."""
-        return generate_latest(self._registry if sessions is None else _OfSessions(self._registry, sessions))
+        return generate_latest(self._registry if sessions is None else _VisibleFigures(self._registry, sessions))
 
 
-class _OfSessions(Collector):
+class _VisibleFigures(Collector):
     """The figures of a registry, without the samples of other sessions."""
 
     def __init__(self, registry: CollectorRegistry, sessions: Collection[str]) -> None:

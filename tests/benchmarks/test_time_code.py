@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import time_code
-from streamdiff.server.media.codecs import Codec, Format
-from streamdiff.server.media.encoder import VideoEncoder
+from streamdiff.server.media.encoder import Codec, Format, VideoEncoder
 
 
 @given(st.integers(0, 2**40))

@@ -20,14 +20,13 @@ from streamdiff.engine.messages import (
     Command,
     Event,
     FrameBatch,
-    Measured,
+    LoadFigures,
     Open,
     Opened,
-    Pause,
     Refused,
     Reset,
-    Resume,
     SetMaxAhead,
+    SetPaused,
     SetPrompt,
     SetSteps,
     Shown,
@@ -236,12 +235,12 @@ def test_a_pause_ends_the_work_and_resume_goes_on_as_if_nothing_was(start: Start
 
     engine.handle(Open("a", RED, 1))
     events = run(engine, until=chunks(1, engine))
-    engine.handle(Pause("a"))
+    engine.handle(SetPaused("a", True))
     events += settle(engine)
     engine.handle(Shown("a", count(events)))
     assert not engine.busy, "paused, with room"
-    engine.handle(Pause("a"))
-    engine.handle(Resume("a"))
+    engine.handle(SetPaused("a", True))
+    engine.handle(SetPaused("a", False))
     events += run(engine, until=lambda new: count(events) + count(new) >= len(plain))
     shared = min(len(plain), count(events))
     assert np.array_equal(pictures(events)[:shared], plain[:shared])
@@ -293,7 +292,7 @@ def test_a_slot_used_again_gives_a_stream_of_its_own(start: Start) -> None:
         (SetPrompt("nobody", RED, "r"), "session"),
         (SetSteps("a", 3, "r"), "steps"),
         (Reset("a", -5, "r"), "seed"),
-        (Pause("nobody"), "session"),
+        (SetPaused("nobody", True), "session"),
         (Close("nobody"), "session"),
     ],
 )
@@ -388,9 +387,9 @@ def test_the_engine_says_what_a_chunk_costs(start_real: Start) -> None:
     assert ready.steps == 4 and ready.steps_known == (4, 2)
     engine.handle(Open("a", RED))
     events = run(engine, until=chunks(3, engine))
-    measured = [event.chunk_compute_s for event in events if isinstance(event, Measured)]
+    measured = [event.chunk_compute_s for event in events if isinstance(event, LoadFigures)]
     assert 2 <= len(measured) <= 3 and min(measured) > 0, "two chunks may come out of one step, the lead is no longer"
-    busy_s = [stage_s for event in events if isinstance(event, Measured) for stage_s in event.busy_s]
+    busy_s = [stage_s for event in events if isinstance(event, LoadFigures) for stage_s in event.busy_s]
     assert len(busy_s) == len(measured) and busy_s[0] > 0, "one stage"
     assert all(before < after for before, after in pairwise(busy_s))
 

@@ -22,7 +22,7 @@ from streamdiff.engine.messages import (
     Event,
     FrameBatch,
     InputFrames,
-    Measured,
+    LoadFigures,
     Open,
     Opened,
     Refused,
@@ -101,9 +101,9 @@ class Place:
                 self.made[event.session] = event.first + len(event.pictures)
                 if event.session not in self.held:
                     self.engine.handle(Shown(event.session, self.made[event.session]))
-            elif isinstance(event, Measured):
+            elif isinstance(event, LoadFigures):
                 self.encodings = event.encodings
-        return [event for event in events if not isinstance(event, FrameBatch | Measured)]
+        return [event for event in events if not isinstance(event, FrameBatch | LoadFigures)]
 
     def ask(self, *commands: Command) -> list[Event]:
         answers = [answer for command in commands for answer in self.take(self.engine.handle(command))]

@@ -25,10 +25,9 @@ from streamdiff.engine.messages import (
     Event,
     Open,
     Opened,
-    Pause,
     Refused,
     Reset,
-    Resume,
+    SetPaused,
     SetPrompt,
     Shown,
     Shutdown,
@@ -251,15 +250,15 @@ def test_a_reset_with_nothing_to_wait_for_is_immediate(engine: Engine, text: Slo
 def test_pausing_does_not_wait(engine: Engine, pipeline: SlowPipeline) -> None:
     pipeline.text.hold("blue")
     engine.handle(SetPrompt("a", "blue", "1"))
-    engine.handle(Pause("a"))
+    engine.handle(SetPaused("a", True))
     assert pipeline.calls[-1] == ("set_paused", 0, True)
-    engine.handle(Resume("a"))
+    engine.handle(SetPaused("a", False))
     assert pipeline.calls[-1] == ("set_paused", 0, False)
 
 
 def test_an_idle_engine_waits_for_the_text(engine: Engine, text: SlowText) -> None:
     """In one step, without being asked again and again."""
-    engine.handle(Pause("a"))
+    engine.handle(SetPaused("a", True))
     run(engine, until=lambda events: not engine.busy)
     text.hold("blue")
     assert engine.handle(SetPrompt("a", "blue", "1")) == [] and engine.busy
@@ -275,10 +274,10 @@ def test_opening_a_session_does_not_stop_the_others(engine: Engine, pipeline: Sl
     follow(engine, 5)
     early = [
         *engine.handle(Shown("b", 0)),
-        *engine.handle(Pause("b")),
+        *engine.handle(SetPaused("b", True)),
         *engine.handle(Reset("b", 7, "r")),
         *engine.handle(SetPrompt("b", "green", "p")),
-        *engine.handle(Resume("b")),
+        *engine.handle(SetPaused("b", False)),
     ]
     assert early == [], "all of that waits for the session"
     for refused, field in ((Open("b", "red"), "session"), (SetPrompt("b", ""), "prompt"), (Reset("b", -1), "seed")):
@@ -311,7 +310,7 @@ def test_what_cannot_be_opened_is_refused_with_all_that_waits(engine: Engine, pi
     pipeline.text.errors["blue"] = RuntimeError("no memory")
     assert engine.handle(Open("x", "red", kv_context="dirty"))[0].reason.startswith("kv_context is")  # type: ignore[union-attr]
     engine.handle(Open("b", "blue"))
-    engine.handle(Pause("b"))
+    engine.handle(SetPaused("b", True))
     engine.handle(SetPrompt("b", "green", "p"))
     pipeline.text.release()
     reason = "the prompt could not be encoded: RuntimeError: no memory"
@@ -338,7 +337,7 @@ def test_closing_answers_what_waits_and_late_texts_are_dropped(engine: Engine, p
     engine.handle(SetPrompt("a", "blue", "1"))
     engine.handle(Reset("a", 1, "2"))
     engine.handle(Open("b", "green", 2))
-    engine.handle(Pause("b"))
+    engine.handle(SetPaused("b", True))
     why = "session 'a' was closed before this was done"
     assert engine.handle(Close("a")) == [
         Refused("a", "1", "session", why),

@@ -22,13 +22,12 @@ from streamdiff.engine.messages import (
     FrameBatch,
     Open,
     Opened,
-    Pause,
     Refused,
     Reset,
-    Resume,
     Save,
     Saved,
     SetActive,
+    SetPaused,
     SetPrompt,
     SetSteps,
     Shown,
@@ -128,17 +127,17 @@ def test_what_changed_after_it_was_saved_holds_from_the_next_chunk(driven: Drive
     """As a session that comes back: frames and epochs go on from what viewers know, and the last epoch has it all."""
     driven.tell(Open("a", RED, 4))
     driven.frames_to("a", 2 * CHUNK)
-    driven.tell(Pause("a"))  # or further chunks of the old prompt may come before the new one
+    driven.tell(SetPaused("a", True))  # or further chunks of the old prompt may come before the new one
     data = saved(driven, "a")
     made = read_saved_session(data).made_frames
-    driven.tell(SetPrompt("a", BLUE, "r1"), SetSteps("a", 4, "r2"), Resume("a"))
+    driven.tell(SetPrompt("a", BLUE, "r1"), SetSteps("a", 4, "r2"), SetPaused("a", False))
     driven.frames_to("a", made + 2 * CHUNK)
     driven.tell(Close("a"))
 
     driven.tell(Open("c", BLUE, steps=4, snapshot=data, epoch=9, made_frames=200, shown_frames=190))
     opened = driven.last(Opened)
     assert isinstance(opened, Opened) and (opened.text, opened.epoch) == (BLUE, 9)
-    driven.tell(Resume("c"))
+    driven.tell(SetPaused("c", False))
     driven.frames_to("c", 200 + 2 * CHUNK)
     applied = [event for event in driven.events if isinstance(event, Applied) and event.session == "c"]
     assert (applied[-1].epoch, min(driven.frames["c"])) == (9, 200)
@@ -220,7 +219,7 @@ def test_a_session_is_saved_with_the_prompt_that_came_while_it_was_swapped_out(s
             events.extend(engine.step(0.01))
 
     until(lambda: any(isinstance(each, FrameBatch) for each in events))
-    engine.handle(Pause("a"))
+    engine.handle(SetPaused("a", True))
     engine.handle(SetActive("a", False, True))
     until(lambda: pipeline.swapping.is_away(0))
     engine.handle(SetPrompt("a", BLUE, "prompt", "keep"))
@@ -231,7 +230,7 @@ def test_a_session_is_saved_with_the_prompt_that_came_while_it_was_swapped_out(s
     until(lambda: pipeline.swapping.is_away(0))
     events.clear()
     engine.handle(SetActive("a", True))
-    engine.handle(Resume("a"))
+    engine.handle(SetPaused("a", False))
     engine.handle(Shown("a", 10**6))
     until(lambda: any(isinstance(each, FrameBatch | Closed) for each in events))
     assert not [each for each in events if isinstance(each, Closed)]

@@ -57,7 +57,7 @@ def test_ffmpeg_feeds_a_session_and_stays_although_it_answers_no_request(
             assert figures["size"] == [320, 240]
             assert np.abs(np.median(fed(site)[-1].reshape(-1, 3), axis=0) - GREEN).max() < 30
             [feeder] = site.state.feeders._peers.values()
-            connection: Any = next(iter(feeder.receiver.pc._RTCPeerConnection__dtlsTransports))  # type: ignore[attr-defined]
+            connection: Any = next(iter(feeder.pc._RTCPeerConnection__dtlsTransports))  # type: ignore[attr-defined]
             asked = 0
             note = connection.transport._connection.check_incoming
 

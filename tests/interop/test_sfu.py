@@ -104,7 +104,7 @@ def test_one_publication_is_watched_by_many_and_goes_on_when_it_is_begun_again(t
 
                 live = site.state.manager.get("default")
                 assert live is not None
-                other = Publication(whip, live.playback.fanout, "h264", lambda url: True)
+                other = Publication(whip, live.playback, "h264", lambda url: True)
                 await other.open()  # takes the place of the one before, and the viewers stay
                 await site.until(lambda: other.sender.sent > 20)
                 for pc, _ in watching:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -167,28 +166,3 @@ def test_what_cannot_be_written_leaves_nothing(snapshot: Snapshot, tmp_path: Pat
         with pytest.raises(ConfigError):
             snapshot.write(path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_each_number_that_points_at_a_slot_is_bounded() -> None:
-    """Of the queue of an adaptive ring, which is used on the device, every column by itself."""
-    model = replace(MODEL, spec=replace(MODEL.spec, adaptive_sink=0.97, rope="absolute"))
-    pipeline = started(1, model)
-    pipeline.open(0, pipeline.text.encode(RED), seed=3, epoch=5, steps=4, kv_context="same_step")
-    play(pipeline, [], CHUNK)
-    snapshot, _ = save(pipeline, 0)
-    pipeline.close_session(0)
-    name = snapshot.trees["stages"]["fields"]["state"]["fields"]["queue"]["tensor"]
-    for column in range(3):
-        for wrong in (-1, 2**20):
-            queue = snapshot.tensors[name].clone()
-            queue[0, 0, column] = wrong
-            with pytest.raises(RequestError, match=r"stages\.state\.queue"):
-                pipeline.saving.load(0, replace(snapshot, tensors={**snapshot.tensors, name: queue}))
-    trees = json.loads(json.dumps(snapshot.trees))
-    trees["head"]["fields"]["sampler"]["fields"]["visible_from_chunk"] = 2**20
-    with pytest.raises(RequestError, match=r"head\.sampler\.visible_from_chunk"):
-        pipeline.saving.load(0, replace(snapshot, trees=trees))
-    pipeline.saving.load(0, snapshot)
-    play(pipeline, [], CHUNK)
-    pipeline.close()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import runpy
 
-from streamdiff.cli.options import SETTINGS, fields
-from streamdiff.cli.parser import parsers
+from streamdiff.cli.parser import SETTINGS, fields, parsers
 from tests.rules.source import ROOT
 
 MOST_SETTINGS, MOST_FLAGS, MOST_FLAGS_OF_ALL = 75, 25, 60

@@ -13,11 +13,10 @@ from typing import Any
 import httpx
 import pytest
 from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
-from aiortc.sdp import candidate_to_sdp
 
-from streamdiff.config import Config, ServeConfig
+from streamdiff.config import Config
 from streamdiff.engine.engine import Engine
-from streamdiff.engine.messages import Command, Event, FrameBatch, Ready, Shown
+from streamdiff.engine.messages import Command, Event, Ready, Shown
 from streamdiff.server import main as server
 from streamdiff.server.app import attach_engine, create_app
 from streamdiff.server.app_state import AppState
@@ -243,12 +242,6 @@ async def open_site(config: Config | None = None, painter: Painter | None = None
 
 
 @pytest.fixture
-def small() -> Config:
-    """A configuration with few places."""
-    return Config(serve=ServeConfig(max_viewers=8, address_share=1.0))
-
-
-@pytest.fixture
 def regular_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time stamps are those of the media clock, also where the machine is so busy that they lag behind real time."""
     monkeypatch.setattr(pacer, "SLACK_S", 1000.0)
@@ -267,9 +260,6 @@ def no_threads_left() -> Iterator[None]:
     names = {"pacer", "encoder-h264", "encoder-vp8"}
     yield
     assert not [thread.name for thread in threading.enumerate() if thread.name in names]
-
-
-__all__ = ["FrameBatch", "InMemoryClient", "Peer", "Site", "candidate_to_sdp", "open_site"]
 
 
 def run_scene(

@@ -268,7 +268,8 @@ def main() -> int:
             while words and not words[0].startswith("--"):
                 serve.setdefault(setting, []).append(words.popleft())
         else:
-            serve[setting] = yaml.safe_load(words.popleft())
+            word = words.popleft()
+            serve[setting] = word if setting in ("name", "host") else yaml.safe_load(word)
     proxies = ["127.0.0.1"] if "name" in serve else []
     config = Config(serve=ServeConfig(**serve, trusted_proxies=proxies), model=ModelConfig(name=model))
     published = {} if model in catalogue.entries() else {"fetch": _nothing}

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.sessions.test_file_feed import video
+from tests.server.sessions.test_video_input import video
 from tests.server.test_restart import LIMIT_S, MODEL, start, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]

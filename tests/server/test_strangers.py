@@ -11,7 +11,7 @@ import pytest
 from streamdiff.config import Config, IceServer, ServeConfig
 from streamdiff.engine.messages import Failed
 from streamdiff.engine.process.supervisor import Restarting
-from streamdiff.server.sessions.live_session import PLAIN_REASON
+from streamdiff.server.sessions.control import PLAIN_REASON
 from tests.server.conftest import Site, bearer, run_scene
 from tests.server.socket_client import SocketClient
 from tests.server.webrtc.test_viewers import _colour, _is

@@ -18,13 +18,14 @@ import os
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import zmq
 import zmq.asyncio
 
 from streamdiff.config import Config
+from streamdiff.engine import messages
 from streamdiff.engine.messages import Alive, Command, Event, Failed
 from streamdiff.errors import EngineFailure, StreamdiffError
 
@@ -37,7 +38,9 @@ _DRAIN_MS = 200
 _CONFIG, _PIPE = "config.json", "begin"
 _EVERYBODY = b"." * 1024
 """More than there are ranks, each of which reads one byte of the pipe."""
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*get_args(Command), *get_args(Event))}
+_OF_STREAMS: list[type] = [*messages.StreamCommand.__subclasses__(), *messages.StreamEvent.__subclasses__()]
+_OF_THE_ENGINE: list[type] = [messages.Shutdown, messages.Ready, messages.LoadFigures, Alive, Failed]
+KINDS: dict[str, type] = {kind.__name__: kind for kind in _OF_STREAMS + _OF_THE_ENGINE}
 Part = bytes | memoryview
 
 
@@ -118,7 +121,7 @@ def decode(parts: Sequence[Part]) -> Any:
 
     try:
         kind, values = json.loads(bytes(parts[0]), object_hook=take_beside)
-        return _KINDS[kind](**{name: _frozen(value) for name, value in values.items()})
+        return KINDS[kind](**{name: _frozen(value) for name, value in values.items()})
     except (LookupError, TypeError, ValueError, StopIteration) as error:
         raise SerializationError(f"no message is {bytes(parts[0][:80])!r}: {error!r}") from error
 
@@ -241,15 +244,10 @@ class EngineClient:
         Raises:
             SerializationError: something that is not an event.
         """
-        while not self._end.done():
-            receiving = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
-            if await self._before_end(receiving):
-                event = self._received(receiving.result())
-                if not isinstance(event, Alive):
-                    yield event
-        # What the engine sent just before it ended may still be on its way through the socket.
-        while await self._more_to_come():
-            event = self._received(await self._socket.recv_multipart(copy=False))
+        while (parts := await self._receive()) is not None:
+            event: Event = decode([frame.buffer for frame in parts])
+            self.heard += 1
+            self._failure_delivered = self._failure_delivered or isinstance(event, Failed)
             if not isinstance(event, Alive):
                 yield event
         failure = self._end.result()
@@ -257,11 +255,20 @@ class EngineClient:
             self._failure_delivered = True
             yield failure
 
-    def _received(self, parts: list[zmq.Frame]) -> Event:
-        event: Event = decode([frame.buffer for frame in parts])
-        self.heard += 1
-        self._failure_delivered = self._failure_delivered or isinstance(event, Failed)
-        return event
+    async def _receive(self) -> list[zmq.Frame] | None:
+        """The next message; None once the engine has ended and all that it sent is read."""
+        if not self._end.done():
+            receiving = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
+            if await self._before_end(receiving):
+                return receiving.result()
+        if self._socket.closed:
+            return None
+        # What the engine sent just before it ended may still be on its way through the socket.
+        polling = asyncio.ensure_future(self._socket.poll(_DRAIN_MS))
+        await asyncio.wait({polling})
+        if polling.cancelled() or not polling.result():  # cancelled: `close` came in between
+            return None
+        return await self._socket.recv_multipart(copy=False)
 
     async def _before_end(self, work: Awaitable[object]) -> bool:
         """Wait for `work`; False when the engine ended first, and `work` is then cancelled."""
@@ -276,13 +283,6 @@ class EngineClient:
             task.result()
             return True
         return False
-
-    async def _more_to_come(self) -> bool:
-        if self._socket.closed:
-            return False
-        polling = asyncio.ensure_future(self._socket.poll(_DRAIN_MS))
-        await asyncio.wait({polling})
-        return not polling.cancelled() and bool(polling.result())  # cancelled: `close` came in between
 
     def end(self, failure: Failed | None) -> None:
         """Mark the engine as ended (its `EngineProcess` does); `failure`: None if the end was requested."""

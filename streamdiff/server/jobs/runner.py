@@ -65,10 +65,6 @@ LONGEST_JOB_S = 60.0
 _T = TypeVar("_T")
 
 
-class EncodingAborted(StreamdiffError):
-    """A video is not wanted any more."""
-
-
 def _yield_to_others() -> None:
     if sys.platform == "linux":  # elsewhere it would be the whole process
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
@@ -217,10 +213,10 @@ class JobRunner:
         elif isinstance(event, Ready):
             self._engine_runs = True
             self._wake.set()
-        elif isinstance(event, messages.Measured):
+        elif isinstance(event, messages.LoadFigures):
             for run in self._runs.values():
                 run.peak_memory_mb = round(max(run.peak_memory_mb or 0.0, event.memory_bytes / 2**20), 1)
-        elif isinstance(event, messages.SessionMessage):
+        elif isinstance(event, messages.StreamEvent):
             for run in self._runs.values():
                 if run.session == event.session:
                     run.inbox.put_nowait(event)
@@ -408,13 +404,13 @@ class JobRunner:
         `encoded` is called with the number of frames encoded so far, on this thread: an encoder's.
 
         Raises:
-            EncodingAborted: it is not wanted any more. OSError, FFmpegError: it cannot be written.
+            StreamdiffError: it is not wanted any more. OSError, FFmpegError: it cannot be written.
         """
 
         def frames() -> Iterator[NDArray[np.uint8]]:
             for number in range(run.job.frames):
                 if (picture := run.pictures.get()) is None:
-                    raise EncodingAborted("the video was given up")
+                    raise StreamdiffError("the video is not wanted any more")
                 yield as_rgb(picture)
                 encoded(number + 1)
 

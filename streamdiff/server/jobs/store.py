@@ -333,7 +333,8 @@ class JobStore:
 
     def next_expiry_s(self) -> float | None:
         """When the next job expires; None: none does."""
-        return self._value("SELECT min(expires_s) FROM jobs")  # type: ignore[no-any-return]
+        soonest_s: float | None = self._value("SELECT min(expires_s) FROM jobs")
+        return soonest_s
 
     def _jobs(self, condition: str, *values: object) -> list[Job]:
         names = [each.name for each in fields(Job)]

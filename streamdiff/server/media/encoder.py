@@ -1,4 +1,5 @@
-"""Encodes a stream once per codec, on a thread of its own; and the bounded queue of encoded frames of one receiver.
+"""Encodes a stream once per codec, on a thread of its own, with the library that can be opened here; and the bounded
+queue of encoded frames of one receiver.
 
 Knows nothing about peer connections, sessions or pacing: pictures with time stamps go in, packets come out.
 """
@@ -10,8 +11,10 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Literal, TypeAlias
 
 import av
 import numpy as np
@@ -19,11 +22,23 @@ from av.video.frame import PictureType, VideoFrame
 from numpy.typing import NDArray
 
 from streamdiff import clock
-from streamdiff.server.media.codecs import PERIODIC_KEY_S, TIME_BASE, Codec, Format, open_context
+from streamdiff.errors import ConfigError
 from streamdiff.video.pixel_format import kind_of, size_of
 
 logger = logging.getLogger(__name__)
 
+Codec = Literal["h264", "vp8"]
+Library = Literal["libx264", "h264_nvenc", "libvpx"]
+
+TIME_BASE = Fraction(1, 90_000)
+PERIODIC_KEY_S = 10.0
+BITS_PER_PIXEL = 0.35
+LIBRARIES: dict[Codec, tuple[Library, ...]] = {"h264": ("h264_nvenc", "libx264"), "vp8": ("libvpx",)}
+"""The codecs, and what is tried for each, best first."""
+
+_MIN_BITRATE, _MAX_BITRATE = 1_000_000, 12_000_000
+_PROBE_SIDE = 256
+"""Pixels; NVENC refuses pictures below about 145."""
 Packet: TypeAlias = "av.Packet[av.VideoStream]"
 
 _IDR = re.compile(rb"\x00\x00\x01[\x05\x25\x45\x65]")
@@ -45,6 +60,115 @@ REOPEN_S = 1.0
 milliseconds in which no other thread runs Python, as PyAV holds the interpreter's lock."""
 QUEUE_PICTURES = 4
 """Pictures that may wait for the encoder, 0.1 s at 40 FPS; the oldest goes first."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """Parameters of an encoder: the model's picture size in pixels, its enlargement, the frame rate,
+    the bit rate in bit/s (None: by size and frame rate)."""
+
+    width: int
+    height: int
+    fps: float
+    scale: int = 1
+    bitrate: int | None = None
+
+    @property
+    def bitrate_bps(self) -> int:
+        """The bit rate as configured, or one that fits size and pace."""
+        if self.bitrate is not None:
+            return self.bitrate
+        wanted = BITS_PER_PIXEL * self.width * self.height * self.scale**2 * self.fps
+        return int(min(max(wanted, _MIN_BITRATE), _MAX_BITRATE))
+
+    def __post_init__(self) -> None:
+        if (self.width * self.scale) % 2 or (self.height * self.scale) % 2:
+            raise ConfigError(
+                f"A picture of {self.width * self.scale}x{self.height * self.scale} cannot be encoded: "
+                "both sides must be even. Choose an even serve.upscale."
+            )
+
+
+def open_context(codec: Codec, fmt: Format) -> av.VideoCodecContext:
+    """A codec context for low delay: a packet out for each picture in.
+
+    Raises:
+        av.FFmpegError, ValueError: it cannot be opened here.
+    """
+    if (name := library(codec)) is None:
+        raise ValueError(f"{codec} cannot be encoded here")
+    return _open(name, fmt)
+
+
+def _open(name: Library, fmt: Format) -> av.VideoCodecContext:
+    context = av.CodecContext.create(name, "w")
+    assert isinstance(context, av.VideoCodecContext)
+    context.width, context.height = fmt.width * fmt.scale, fmt.height * fmt.scale
+    context.pix_fmt = "yuv420p"
+    context.time_base = TIME_BASE
+    context.framerate = Fraction(fmt.fps).limit_denominator(1001)
+    context.bit_rate = fmt.bitrate_bps
+    context.gop_size = max(1, round(fmt.fps * PERIODIC_KEY_S * 2))
+    context.thread_count = 1
+    if name != "libvpx":
+        context.colorspace, context.color_primaries, context.color_trc, context.color_range = 1, 1, 1, 1  # BT.709
+    if name == "libx264":
+        context.profile = "Baseline"
+    context.options = _options(name, fmt.bitrate_bps)
+    context.open()
+    return context
+
+
+def _options(name: Library, bitrate_bps: int) -> dict[str, str]:
+    rate = str(bitrate_bps)
+    h264 = {"forced-idr": "1", "bf": "0", "maxrate": rate, "bufsize": str(bitrate_bps // 4)}
+    match name:
+        case "libx264":
+            repeat = {"x264-params": "repeat-headers=1:scenecut=0"}
+            return {"preset": "ultrafast", "tune": "zerolatency"} | h264 | repeat
+        case "h264_nvenc":
+            latency = {"zerolatency": "1", "delay": "0", "no-scenecut": "1", "rc": "cbr"}
+            return {"preset": "p2", "tune": "ull", "profile": "baseline"} | latency | h264
+        case "libvpx":
+            latency = {"deadline": "realtime", "cpu-used": "-12", "lag-in-frames": "0", "static-thresh": "1"}
+            return latency | {"minrate": rate, "maxrate": rate, "qmin": "2", "qmax": "56"}
+
+
+@cache
+def fault(name: Library) -> str | None:
+    """Why `name` cannot be used here, found by encoding one grey picture with it; None when it can.
+
+    NVENC is part of every PyAV wheel, but data-centre GPUs may have no encoder at all: only opening it shows that.
+    """
+    try:
+        context = _open(name, Format(_PROBE_SIDE, _PROBE_SIDE, 30.0))
+        grey = np.full((_PROBE_SIDE, _PROBE_SIDE, 3), 128, np.uint8)
+        frame = VideoFrame.from_ndarray(grey, format="rgb24").reformat(format="yuv420p")
+        frame.pts = 0
+        packets = [*context.encode(frame), *context.encode(None)]
+    except (av.FFmpegError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return None if packets else "it made no packet"
+
+
+def library(codec: Codec) -> Library | None:
+    """The library that encodes `codec` here, found by opening them; None: there is none."""
+    return next((name for name in LIBRARIES[codec] if fault(name) is None), None)
+
+
+def choose(wanted: str) -> tuple[Codec, ...]:
+    """The codecs to offer, best first, for a value of `serve.codec`; nothing else is tried.
+
+    Raises:
+        ConfigError: what was asked for cannot be encoded here; says what can.
+    """
+    if not (found := tuple(codec for codec in LIBRARIES if wanted in ("auto", codec) and library(codec))):
+        known = (
+            ", ".join(codec for codec in LIBRARIES if library(codec))
+            or "none of h264 and vp8: install another build of PyAV"
+        )
+        raise ConfigError(f"serve.codec is {wanted!r}, which cannot be encoded here; what can: {known}.")
+    return found
 
 
 @dataclass(frozen=True)
@@ -222,11 +346,6 @@ class EncoderThread:
         """Encode in another format from one of the next pictures on, which becomes a key frame."""
         with self._changed:
             self._format = fmt
-
-    def set_bitrate(self, bitrate_bps: int) -> None:
-        """Encode at this rate from one of the next pictures on, which becomes a key frame."""
-        with self._changed:
-            self._format = replace(self._format, bitrate=bitrate_bps)
 
     def key_due_s(self) -> float | None:
         """When a requested key frame may be made; None when none is requested."""

@@ -1,9 +1,10 @@
 """Playout buffer: frames arrive in bursts, a chunk at a time, and leave at an even rate; and how far the engine may be
 ahead of it.
 
-Pure: the caller gives the time. Knows nothing about sessions, encoders or viewers. Time is cut into slots of `1 /
-fps` seconds, numbered from 0; slot `k` has presentation time `k * 90000 / fps` ticks, computed from `k` alone, so the
-rate is exact for as long as one likes. A slot shows the next frame, or the last one again when there is none.
+Pure: the caller gives the time, which never goes back. Knows nothing about sessions, encoders or viewers. Time is cut
+into slots of `1 / fps` seconds, numbered from 0; slot `k` has presentation time `k * 90000 / fps` ticks, computed from
+`k` alone, so the rate is exact for as long as one likes. A slot shows the next frame, or the last one again when there
+is none.
 """
 
 from __future__ import annotations
@@ -86,12 +87,10 @@ class PlayoutBuffer:
 
     A caller who asks late by up to `CATCH_UP_S` gets the slots it missed one by one, at once, with their regular
     presentation times. Later than that, the missed slots pass without a picture (counted in `missed`): the
-    media clock follows real time and the next frame is the next one. A clock that goes back shifts the slots.
+    media clock follows real time and the next frame is the next one.
     """
 
     def __init__(self, fps: float, *, start_frames: int = 1) -> None:
-        if not 1 <= start_frames <= CAPACITY_FRAMES:
-            raise ValueError(f"start_frames is {start_frames}; it must be from 1 to {CAPACITY_FRAMES}")
         self._progress = PlayoutProgress()
         self.latest: PlayoutSlot | None = None
         """The last slot handed out, for new viewers."""
@@ -208,7 +207,7 @@ class PlayoutBuffer:
         if not self._filling or not self._queue:
             self._filling_since_s = None
             return
-        if self._filling_since_s is None or now_s < self._filling_since_s:
+        if self._filling_since_s is None:
             self._filling_since_s = now_s
         waited_s = now_s - self._filling_since_s
         if len(self._queue) >= self._start_frames or waited_s >= START_WAIT_S:
@@ -216,14 +215,8 @@ class PlayoutBuffer:
             self._filling_since_s = None
 
     def _follow_clock(self, now_s: float) -> None:
-        """Let slots pass that are too late to catch up, and follow a clock that was set back."""
-        early_s = self._slot_s(self._slot) - now_s
-        slot_s = self._per_s / self._slots
-        if early_s > 2 * slot_s:
-            assert self._zero_s is not None
-            self._zero_s -= early_s - slot_s
-            return
-        late_slots = math.floor(-early_s / slot_s)
+        """Let slots pass that are too late to catch up."""
+        late_slots = math.floor((now_s - self._slot_s(self._slot)) * self._slots / self._per_s)
         if late_slots > self._catch_up_slots:
             self._progress.missed += late_slots
             self._slot += late_slots
@@ -289,7 +282,7 @@ class PlayoutBuffer:
         """Go on where `pause` held the media clock."""
         if self._paused_at_s is None:
             return
-        held_s = max(0.0, now_s - self._paused_at_s)
+        held_s = now_s - self._paused_at_s
         self._paused_at_s = None
         if self._zero_s is not None:
             self._zero_s += held_s

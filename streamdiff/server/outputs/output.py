@@ -30,9 +30,8 @@ from streamdiff import atomic_write, child_process, clock
 from streamdiff.atomic_write import check_room
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.server.auth import read_setting_file
-from streamdiff.server.media.codecs import Codec
-from streamdiff.server.media.encoder import EncodedFrame, PacketQueue
-from streamdiff.server.media.fanout import Fanout
+from streamdiff.server.media.encoder import Codec, EncodedFrame, PacketQueue
+from streamdiff.server.media.playback import Playback
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.outputs.muxer import RECORD, MuxerHeader
 from streamdiff.server.sessions.live_session import LiveSession
@@ -212,15 +211,15 @@ class Output:
         self._ice_servers = ice_servers or IceServers(())
         self._queue = PacketQueue(QUEUE_PACKETS)
         self._available = asyncio.Event()
-        self._fanout: Fanout | None = None
+        self._playback: Playback | None = None
         self._stopping = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"output-{target.name}")
 
     def put(self, encoded: EncodedFrame) -> None:
         """Take one packet, or skip to the next key frame; called by the fan-out."""
         dropped = self._queue.dropped
-        if self._queue.put(encoded) and self._fanout is not None:
-            self._fanout.request_key(self.target.codec)
+        if self._queue.put(encoded) and self._playback is not None:
+            self._playback.request_key(self.target.codec)
         self._count(0, self._queue.dropped - dropped)
         self._available.set()
 
@@ -294,10 +293,10 @@ class Output:
         stderr = asyncio.create_task(process.stderr.read())
         written = asyncio.create_task(self._count_written(process.stdout))
         self._queue = PacketQueue(QUEUE_PACKETS)
-        self._fanout = session.playback.fanout
+        self._playback = session.playback
         reason = ""
         try:
-            session.playback.fanout.attach(self.target.codec, self)
+            session.playback.attach(self.target.codec, self)
             fmt, target = session.playback.format, self.target
             size, options = (fmt.width * fmt.scale, fmt.height * fmt.scale), dict(target.options)
             where = (target.attempt(attempt), target.container, target.codec)
@@ -310,8 +309,8 @@ class Output:
         except OSError as error:  # else the writer has ended, and says why
             reason = str(error.strerror) if error.errno == errno.ENOSPC else ""
         finally:
-            session.playback.fanout.detach(self.target.codec, self)
-            self._fanout = None
+            session.playback.detach(self.target.codec, self)
+            self._playback = None
             process.stdin.close()
             await _end(process)
             await written
@@ -340,7 +339,7 @@ class Output:
             if encoded.key:
                 key_s = now_s
             elif not self.target.is_file and now_s - key_s > KEY_S:
-                session.playback.fanout.request_key(self.target.codec)
+                session.playback.request_key(self.target.codec)
             data = bytes(encoded.packet)
             process.stdin.write(RECORD.pack(encoded.pts, encoded.key, len(data)) + data)
             async with asyncio.timeout(STUCK_S):  # `wait_for` would make a task for every packet
@@ -359,8 +358,8 @@ class Output:
     async def _publish(self, session: LiveSession) -> str | None:
         """Publish the session until something fails; says what. None: the session has ended."""
         ice_servers = self._ice_servers.to_ask()
-        fanout, codec = session.playback.fanout, self.target.codec
-        publication = Publication(self.target.url, fanout, codec, self._allows, ice_servers)
+        playback, codec = session.playback, self.target.codec
+        publication = Publication(self.target.url, playback, codec, self._allows, ice_servers)
         frames, dropped = CounterDelta(), CounterDelta()
         try:
             await publication.open()
@@ -410,7 +409,7 @@ class Publication:
     def __init__(
         self,
         url: str,
-        fanout: Fanout,
+        playback: Playback,
         codec: Codec,
         allows: Callable[[str], bool],
         ice_servers: Sequence[RTCIceServer] = (),
@@ -423,7 +422,7 @@ class Publication:
         self._headers = {"Authorization": f"Bearer {unquote(parts.username)}"} if parts.username else {}
         self._codec, self._allows = codec, allows
         # What this line carries must not lower the viewers' picture.
-        self.sender = VideoSender(fanout, ice_servers, adapts_bitrate=False)
+        self.sender = VideoSender(playback, ice_servers)
         self._resource: str | None = None
         self._resource_headers = self._headers
         self._opened_s = 0.0
@@ -636,4 +635,4 @@ class AddedOutputs:
 
     async def _end(self, output: Output) -> None:
         await output.stop()
-        self._metrics.forget_output(output.status.name)
+        self._metrics.forget("output", output.status.name)

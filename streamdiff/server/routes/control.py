@@ -30,10 +30,17 @@ from streamdiff.server.routes.bodies import JSON, media_type, read_bytes
 from streamdiff.server.routes.dependencies import BINARY, Controlled, State, Watched, answer, body_of, operation
 from streamdiff.server.routes.schemas import Answer
 from streamdiff.server.sessions.connection import MAX_BUFFERED_BYTES, ControlConnection
-from streamdiff.server.sessions.control import MAX_BODY_BYTES, ControlError, ControlMessage, message_schema, parse
+from streamdiff.server.sessions.control import (
+    MAX_BODY_BYTES,
+    ControlError,
+    ControlMessage,
+    Receipt,
+    StreamEnded,
+    message_schema,
+    parse,
+)
 from streamdiff.server.sessions.live_session import STALLED_S, LiveSession
 from streamdiff.server.sessions.manager import DEFAULT_SESSION
-from streamdiff.server.sessions.receipts import Receipt, StreamEnded
 
 ANSWER_TIMEOUT_S = 5.0
 """How long a request waits for the engine's answer before it is answered with 202."""
@@ -72,7 +79,7 @@ async def _events(session: LiveSession) -> AsyncIterator[str]:
                     await came.wait()
             came.clear()
             # What thousands read is not written in one go, for which the video would have to wait.
-            await asyncio.sleep(random.random() * STAGGER_S * len(session.subscribers))
+            await asyncio.sleep(random.random() * STAGGER_S * len(session.peers))
             sent = "".join(f"data: {json.dumps(message, ensure_ascii=False)}\n\n" for message in newest.values())
             ended = "session_ended" in newest
             newest.clear()
@@ -80,7 +87,7 @@ async def _events(session: LiveSession) -> AsyncIterator[str]:
             if ended:
                 return
     finally:
-        session.subscribers.leave(name)
+        session.leave(name)
 
 
 @router.get("/api/state", summary="Everything that a page needs to draw itself", **operation("watch", 404, 410))

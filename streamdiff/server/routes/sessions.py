@@ -28,9 +28,8 @@ from streamdiff.server.routes.control import carry_out, check, status_of
 from streamdiff.server.routes.dependencies import Controlled, State, Watched, answer, operation, problems
 from streamdiff.server.routes.schemas import Receipts, SessionInfo
 from streamdiff.server.sessions import control as messages
-from streamdiff.server.sessions.control import LARGEST_SNAPSHOT_BYTES, MAX_BODY_BYTES, ControlMessage
+from streamdiff.server.sessions.control import LARGEST_SNAPSHOT_BYTES, MAX_BODY_BYTES, ControlMessage, StreamEnded
 from streamdiff.server.sessions.live_session import LiveSession, StreamSpec
-from streamdiff.server.sessions.receipts import StreamEnded
 from streamdiff.snapshot_header import check_signature, read_saved_session, signed
 
 logger = logging.getLogger(__name__)
@@ -135,20 +134,21 @@ async def end_session(request: Request, state: State, session: str) -> schemas.E
 @router.delete(
     "/{session}/input", status_code=204, summary="End the video that feeds it, whoever sends it", **operation("steer")
 )  # fmt: skip
-async def end_input(state: State, live: Controlled) -> Response:
-    if not await state.end_input(live):
+async def end_input(live: Controlled) -> Response:
+    if live.input is None:
         raise Problem(404, "No video feeds the session.", code="no_input")
+    await live.input.end("delete")
     return Response(status_code=204)
 
 
 @router.post("/{session}/pause", summary="Hold it", **operation("steer", 503, 504, answers=_LATER))
 async def pause_session(request: Request, response: Response, live: Controlled) -> Receipts:
-    return await _carry_out_all(request, live, [messages.PauseMessage(type="pause")], response)
+    return await _carry_out_all(request, live, [messages.HoldMessage(type="pause")], response)
 
 
 @router.post("/{session}/resume", summary="Let it go on", **operation("steer", 503, 504, answers=_LATER))
 async def resume_session(request: Request, response: Response, live: Controlled) -> Receipts:
-    return await _carry_out_all(request, live, [messages.ResumeMessage(type="resume")], response)
+    return await _carry_out_all(request, live, [messages.HoldMessage(type="resume")], response)
 
 
 @router.post("/{session}/reset", summary="Begin afresh", **operation("steer", 503, 504, answers=_LATER))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 from streamdiff import clock
@@ -27,18 +26,9 @@ class ControlConnection(ABC):
     """One peer's control messages, until `close`. A bad message is answered and changes nothing. Lives on the event
     loop; a subclass carries the text."""
 
-    def __init__(
-        self,
-        peer: str,
-        session: LiveSession,
-        metrics: Metrics,
-        may_control: bool = True,
-        network: Callable[[], str] = lambda: "unknown",
-    ) -> None:
-        """`peer` is its unique name; `may_control`: whether it may change anything; `network`: how good its line is,
-        unknown, poor or good. Sends the state at once."""
-        self._peer, self._session, self._metrics = peer, session, metrics
-        self._may_control, self._network = may_control, network
+    def __init__(self, peer: str, session: LiveSession, metrics: Metrics, may_control: bool = True) -> None:
+        """`peer` is its unique name; `may_control`: whether it may change anything. Sends the state at once."""
+        self._peer, self._session, self._metrics, self._may_control = peer, session, metrics, may_control
         self._closed = False
         self._messages = TokenBucket(MESSAGES_PER_S, MESSAGES_PER_S)
         self._rate_errors = TokenBucket(1, 1)
@@ -53,6 +43,10 @@ class ControlConnection(ABC):
     def send_text(self, text: str) -> None:
         """Send one message to the peer, or leave it out; never waits."""
 
+    def network(self) -> str:
+        """How good the peer's line is: unknown, poor or good."""
+        return "unknown"
+
     def send(self, message: dict[str, Any]) -> None:
         """Send one message as JSON."""
         self.send_text(json.dumps(message, ensure_ascii=False))
@@ -63,7 +57,7 @@ class ControlConnection(ABC):
         if self._closed:
             return
         self._closed = True
-        self._session.subscribers.leave(self._peer)
+        self._session.leave(self._peer)
         for task in self._tasks:
             task.cancel()
 
@@ -111,5 +105,5 @@ class ControlConnection(ABC):
 
     async def _send_stats(self) -> None:
         while True:
-            self.send(self._session.stats() | {"network": self._network()})
+            self.send(self._session.stats() | {"network": self.network()})
             await asyncio.sleep(STATS_INTERVAL_S)

@@ -1,4 +1,5 @@
-"""Control messages: what they are, and their parsing, from data channels, WebSockets and HTTP alike.
+"""Control messages, from data channels, WebSockets and HTTP alike: what they are, their parsing, and their receipts,
+which say how far each request has come.
 
 The models below check messages and make the API's description; the bodies of `/api/sessions` share their field types.
 A message is checked whole before anything changes. Pure: knows nothing about sockets, the engine or the clock.
@@ -7,6 +8,7 @@ A message is checked whole before anything changes. Pure: knows nothing about so
 from __future__ import annotations
 
 import unicodedata
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
 import psutil
@@ -16,6 +18,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from streamdiff.core import PromptPolicy
 from streamdiff.engine.messages import Pictures, Ready
 from streamdiff.engine.validation import MAX_PROMPT_CHARACTERS, MAX_SEED
+from streamdiff.errors import StreamdiffError
 
 MAX_MESSAGE_BYTES, MAX_BODY_BYTES = 16 * 1024, 256 * 1024
 LARGEST_SNAPSHOT_BYTES = psutil.virtual_memory().total // 8
@@ -128,28 +131,16 @@ class AdaptiveMessage(ChangeMessage):
     adaptive: bool
 
 
-class PauseMessage(ChangeMessage):
-    """Hold the stream."""
+class HoldMessage(ChangeMessage):
+    """Hold the stream, or let it go on."""
 
-    type: Literal["pause"]
-
-
-class ResumeMessage(ChangeMessage):
-    """Let the stream go on."""
-
-    type: Literal["resume"]
+    type: Literal["pause", "resume"]
 
 
-class GetMessage(_Message):
-    """Tell the state."""
+class AskMessage(_Message):
+    """Tell the state, or just answer."""
 
-    type: Literal["get"]
-
-
-class PingMessage(_Message):
-    """Answer."""
-
-    type: Literal["ping"]
+    type: Literal["get", "ping"]
 
 
 ControlMessage = (
@@ -159,13 +150,11 @@ ControlMessage = (
     | StrengthMessage
     | FpsMessage
     | AdaptiveMessage
-    | PauseMessage
-    | ResumeMessage
-    | GetMessage
-    | PingMessage
+    | HoldMessage
+    | AskMessage
 )
 MESSAGES: dict[str, type[ControlMessage]] = {
-    get_args(model.model_fields["type"].annotation)[0]: model for model in get_args(ControlMessage)
+    kind: model for model in get_args(ControlMessage) for kind in get_args(model.model_fields["type"].annotation)
 }
 """The models of control messages by their `type`."""
 
@@ -185,7 +174,7 @@ class ControlError(ValueError):
 
 def message_schema() -> dict[str, Any]:
     """JSON schema of a control message."""
-    return {"oneOf": [model.model_json_schema() for model in MESSAGES.values()]}
+    return {"oneOf": [model.model_json_schema() for model in get_args(ControlMessage)]}
 
 
 def parse(data: str | bytes) -> ControlMessage:
@@ -240,3 +229,205 @@ def steps_refusal(steps: int, ready: Ready) -> str:
 
 def _echo(value: Any) -> str:
     return repr(value)[:42]
+
+
+# ---- what callers are told ----------------------------------------------------------------------------------------
+
+Stage = Literal["asked", "accepted", "applied", "shown", "superseded", "refused"]
+LOAD = "load"
+"""Owner of requests that are made by the load limits, whose receipts go to all peers; also their reason."""
+
+PLAIN_REASON = "it failed; who may steer is told why"
+_WORDS = {
+    "opening": "The session is not open yet",
+    "restarting": "The engine is being started again",
+    "waiting": "The session waits for memory",
+    "failed": "The engine stopped",
+}
+
+
+class StreamEnded(StreamdiffError):
+    """The session ended before it answered."""
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """State of the engine, or of a session on it: `opening`, or `waiting` for memory to be opened again. `reason`: why
+    it does not run; `retry_after_s`: in how many seconds it may, as far as known.
+
+    A reason may end with the last lines that the engine wrote: paths, addresses, what an exception held. Only callers
+    that may control a session get it; others learn only that the engine failed.
+    """
+
+    state: Literal["running", "opening", "restarting", "waiting", "failed"] = "running"
+    reason: str = ""
+    retry_after_s: int = 1
+
+    @property
+    def running(self) -> bool:
+        return self.state == "running"
+
+    @property
+    def code(self) -> str:
+        """For programs, of an engine that does not run."""
+        return {"failed": "engine", "waiting": "memory"}.get(self.state, self.state)
+
+    def reason_for(self, may_control: bool) -> str:
+        """The reason that a caller may see; empty where there is none."""
+        return self.reason if may_control or not self.reason or self.state == "waiting" else PLAIN_REASON
+
+    def message(self, may_control: bool, consequence: str = "") -> str:
+        """A sentence on an engine that does not run, and why."""
+        reason = self.reason_for(may_control)
+        return f"{_WORDS[self.state]}{consequence}{f': {reason}' if reason else '.'}"
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """How far a request has come. `lag_s` counts from its arrival, `begun_s`; `frame` is the first frame that obeys it,
+    of chunk `chunk`, and `pts` its presentation time on the stream's media clock, in 90 kHz ticks. `steps` and `fps`,
+    with the reason `load`: what holds, as it is less than was asked for."""
+
+    request: str
+    owner: str
+    control: ControlMessage
+    begun_s: float
+    stage: Stage = "asked"
+    lag_s: float = 0.0
+    epoch: int | None = None
+    frame: int | None = None
+    chunk: int | None = None
+    pts: int | None = None
+    text: str = ""
+    notice: str = ""
+    field: str = ""
+    reason: str = ""
+    steps: int | None = None
+    fps: float | None = None
+
+    @property
+    def id(self) -> Id:
+        """The id that the peer gave its message."""
+        return self.control.id
+
+    def at(self, stage: Stage, now_s: float, **more: Any) -> Receipt:
+        """The receipt of a stage that is reached now."""
+        return replace(self, stage=stage, lag_s=max(0.0, now_s - self.begun_s), **more)
+
+    def message(self) -> dict[str, Any]:
+        """The JSON message for viewers, without unset fields."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("owner", "control", "begun_s"):
+            del values[name]
+        switch = self.control.switch if isinstance(self.control, PromptMessage) else None
+        known = {name: value for name, value in values.items() if value not in (None, "")}
+        about = {"type": "receipt", "id": self.id, "kind": self.control.type}
+        return about | known | {"lag_s": round(self.lag_s, 4)} | ({"switch": switch} if switch else {})
+
+
+class RequestTracker:
+    """Follows requests from their arrival until their first frame is shown. Sans-IO; the caller gives the time.
+
+    Holds at most `limit` open requests; the oldest is forgotten first.
+    """
+
+    def __init__(self, limit: int = 256) -> None:
+        self._open: dict[str, Receipt] = {}
+        self._limit = limit
+        self._count = 0
+
+    def begin(self, control: ControlMessage, owner: str, now_s: float, **less: Any) -> str:
+        """Register a request; returns its name. `less`: receipt fields where load reduces what it requests. Mutates:
+        self."""
+        self._count += 1
+        name = f"r{self._count}"
+        if len(self._open) >= self._limit:
+            self.forget(next(iter(self._open)))
+        self._open[name] = Receipt(name, owner, control, now_s, **less)
+        return name
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that were neither accepted nor refused yet."""
+        return sum(request.epoch is None for request in self._open.values())
+
+    def find(self, name: str) -> ControlMessage | None:
+        """The message of the request of that name, while it is open."""
+        request = self._open.get(name)
+        return request.control if request is not None else None
+
+    def forget(self, name: str) -> Receipt | None:
+        """Stop following a request. Mutates: self."""
+        return self._open.pop(name, None)
+
+    def accepted(self, name: str, epoch: int, text: str, notice: str, now_s: float) -> list[Receipt]:
+        """The engine took it. Mutates: self."""
+        if name not in self._open:
+            return []
+        request = self._open[name] = replace(self._open[name], epoch=epoch)
+        return [request.at("accepted", now_s, text=text, notice=notice)]
+
+    def refused(self, name: str, field: str, reason: str, now_s: float) -> list[Receipt]:
+        """The engine did not take it. Mutates: self."""
+        request = self.forget(name)
+        if request is None:
+            return []
+        return [request.at("refused", now_s, field=field, reason=reason, steps=None, fps=None)]
+
+    def engine_lost(self, epoch: int | None, made_frames: int, reason: str, now_s: float) -> list[Receipt]:
+        """The engine has ended; frames before `made_frames` have come and will be shown. Requests not accepted are
+        refused. Of accepted ones without a frame yet, the latest of each kind holds for the stream that restarts with
+        `epoch`; None: there is no restart, and all are refused. Mutates: self."""
+        ahead = [each for each in self._open.values() if each.frame is None or each.frame >= made_frames]
+        lasting = [each for each in ahead if each.epoch is not None and not self._is_replaced(each)]
+        receipts = []
+        for request in ahead:
+            if request.epoch is None or epoch is None:
+                self._open[request.request] = replace(request, frame=None, chunk=None)
+                receipts += self.refused(request.request, "", reason, now_s)
+            else:
+                carried = epoch if request in lasting else request.epoch
+                self._open[request.request] = replace(request, epoch=carried, frame=None, chunk=None)
+        return receipts
+
+    def applied(self, epoch: int, first_frame: int, now_s: float, chunk: int = 0) -> list[Receipt]:
+        """The first chunk of `epoch` is made. It applies older requests too that were not applied yet, except those
+        that a later one replaced. Mutates: self."""
+        taken = [
+            each
+            for each in self._open.values()
+            if each.frame is None and each.epoch is not None and each.epoch <= epoch
+        ]
+        replaced = [each for each in taken if self._is_replaced(each, epoch)]
+        receipts = []
+        for request in taken:
+            if request in replaced:
+                self.forget(request.request)
+                receipts.append(request.at("superseded", now_s))
+            else:
+                request = self._open[request.request] = replace(request, frame=first_frame, chunk=chunk)
+                receipts.append(request.at("applied", now_s))
+        return receipts
+
+    def shown(self, frame: int, epoch: int, now_s: float, pts: int = 0) -> list[Receipt]:
+        """Frame number `frame` of `epoch` is on show, with presentation time `pts`. Mutates: self."""
+        reached = [each for each in self._open.values() if each.frame is not None and frame >= each.frame]
+        receipts = [
+            each.at("superseded", now_s) if self._is_replaced(each, epoch) else each.at("shown", now_s, pts=pts)
+            for each in reached
+        ]
+        for request in reached:
+            self.forget(request.request)
+        return receipts
+
+    def _is_replaced(self, request: Receipt, epoch: int | None = None) -> bool:
+        """Whether a later request, of those up to `epoch`, replaced this one, which was accepted: one of the same
+        kind, or a reset a prompt. Requests of other kinds do not affect each other."""
+        mine, kind = request.epoch or 0, request.control.type
+        return any(
+            other.epoch is not None
+            and mine < other.epoch
+            and (epoch is None or other.epoch <= epoch)
+            and (other.control.type == kind or (kind, other.control.type) == ("prompt", "reset"))
+            for other in self._open.values()
+        )

@@ -7,84 +7,44 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.core import PROMPT_POLICIES
 from streamdiff.engine import messages
 from streamdiff.engine.features import NOTHING, Features
-from streamdiff.engine.messages import Command, Data, FrameBatch, Pictures, Ready
+from streamdiff.engine.messages import DEFAULT_STRENGTH, Command, Data, FrameBatch, Pictures, Ready
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load import UNLIMITED, Lifetime, LoadLimit, ViewerDemand
+from streamdiff.server.media.playback import Playback
 from streamdiff.server.metrics import CounterDelta, Metrics
 from streamdiff.server.peers import Rate
 from streamdiff.server.sessions import control
-from streamdiff.server.sessions.control import ControlError, ControlMessage, Id
-from streamdiff.server.sessions.playback import Playback
-from streamdiff.server.sessions.receipts import (
+from streamdiff.server.sessions.control import (
     LOAD,
-    Mailbox,
-    PendingAnswers,
+    ControlError,
+    ControlMessage,
+    EngineStatus,
+    Id,
     Receipt,
     RequestTracker,
     StreamEnded,
-    Subscribers,
 )
-from streamdiff.server.sessions.video_source import VideoSource
+from streamdiff.server.sessions.video_input import VideoInput
 from streamdiff.snapshot_header import SavedStream
+
+logger = logging.getLogger(__name__)
 
 STALLED_S = 2.0
 OPENING = "open"
 """`Open.request`: a refusal that has it is that of the session, others are of requests to it."""
-PLAIN_REASON = "it failed; who may steer is told why"
-_WORDS = {
-    "opening": "The session is not open yet",
-    "restarting": "The engine is being started again",
-    "waiting": "The session waits for memory",
-    "failed": "The engine stopped",
-}
-_STATE_FIELDS = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context")
-"""Attributes of a session that its state has under the same name."""
-_Answer = messages.Opened | messages.Accepted | messages.Applied | messages.Refused | messages.Closed
-SessionEvent = _Answer | FrameBatch | messages.InputUsed | messages.Saved | messages.Swapped
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """State of the engine, or of a session on it: `opening`, or `waiting` for memory to be opened again. `reason`: why
-    it does not run; `retry_after_s`: in how many seconds it may, as far as known.
-
-    A reason may end with the last lines that the engine wrote: paths, addresses, what an exception held. Only callers
-    that may control a session get it; others learn only that the engine failed.
-    """
-
-    state: Literal["running", "opening", "restarting", "waiting", "failed"] = "running"
-    reason: str = ""
-    retry_after_s: int = 1
-
-    @property
-    def running(self) -> bool:
-        return self.state == "running"
-
-    @property
-    def code(self) -> str:
-        """For programs, of an engine that does not run."""
-        return {"failed": "engine", "waiting": "memory"}.get(self.state, self.state)
-
-    def reason_for(self, may_control: bool) -> str:
-        """The reason that a caller may see; empty where there is none."""
-        return self.reason if may_control or not self.reason or self.state == "waiting" else PLAIN_REASON
-
-    def message(self, may_control: bool, consequence: str = "") -> str:
-        """A sentence on an engine that does not run, and why."""
-        reason = self.reason_for(may_control)
-        return f"{_WORDS[self.state]}{consequence}{f': {reason}' if reason else '.'}"
+Mailbox = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -112,8 +72,8 @@ class StreamSpec:
 class LiveSession:
     """An open session. Lives on the event loop.
 
-    Its parts: `playback` (pacer and encoders), `input` (the video that feeds it), `subscribers` (who gets its
-    messages), `lifetime` (when it ends by itself).
+    Its parts: `playback` (pacer and encoders), `input` (the video that feeds it), `peers` (who gets its messages),
+    `lifetime` (when it ends by itself).
     """
 
     def __init__(
@@ -138,10 +98,8 @@ class LiveSession:
         self.kv_context = ready.kv_context if spec.kv_context is None else spec.kv_context
         self.text, self.notice, self.switches = "", "", PROMPT_POLICIES
         self.paused = False
-        self.rev = 0
-        """Revision of the state; goes up with every request."""
-        self.resets = 0
-        """How often its stream has begun again."""
+        self.rev = self.resets = 0
+        """Revision of the state, which goes up with every request; and how often its stream has begun again."""
         # Steps: in force, as requested (`demand`), and as the engine was sent last.
         self.steps = self._sent_steps = ready.steps if spec.steps is None else spec.steps
         self.limit, self._demand = UNLIMITED, ViewerDemand(self.steps, spec.fps, spec.adaptive)
@@ -158,22 +116,26 @@ class LiveSession:
         self.reserved_until_s = float("-inf")
         """Until then it counts as playing, although it has no viewers."""
         self._sent_active: tuple[bool, bool] | None = None  # active, and whether to be swapped out
-        self._opening: asyncio.Future[None] | None = None  # the answer to `Open`
-        self._saves, self._snapshots = itertools.count(1), PendingAnswers[Data]()
+        self._saves = itertools.count(1)
+        self._answers: dict[str, asyncio.Future[Any]] = {}
+        """What is waited for: that it is open, a snapshot, the first receipt of an owner's request."""
         # Who may do what, and for how long.
         self.tokens: Tokens | None = None
         """Tokens to watch and to control it, beside the server's; None: it has none, see `auth.role_of`."""
         self.lifetime = Lifetime(clock.monotonic_s())
-        self.subscribers = Subscribers()
-        self._requests, self._first_receipts = RequestTracker(), PendingAnswers[Receipt]()
+        self.peers: dict[str, tuple[Mailbox, bool]] = {}
+        """By name: how a peer is sent a message, and whether it may control the session."""
+        self._requests = RequestTracker()
         # Figures.
-        self._repeated, self._dropped = CounterDelta(), CounterDelta()
-        self._made, self._shown = Rate(), Rate()
+        self._made, self._shown, self._repeated, self._dropped = Rate(), Rate(), CounterDelta(), CounterDelta()
         self._opening_s: float | None = None  # when `Open` was sent, until the first frame is made
         self._chunk_s: float | None = None
         self._lag_s: float | None = None
         self.playback = Playback(id, spec.fps, config, ready, metrics, self._on_shown, send, self.send_active)
-        self.input = VideoSource(id, ready, send, lambda: self.fps, lambda: not self.idle, self._send_state)
+        self.input: VideoInput | None = None
+        """The video that feeds it."""
+        self.strength = DEFAULT_STRENGTH
+        """Noise that is mixed with that."""
 
     @property
     def fps(self) -> float:
@@ -187,7 +149,7 @@ class LiveSession:
     @property
     def watched(self) -> bool:
         """Whether it has viewers or outputs that receive the video."""
-        return bool(self.playback.fanout.codecs)
+        return bool(self.playback.codecs)
 
     @property
     def idle(self) -> bool:
@@ -209,7 +171,7 @@ class LiveSession:
         """
         if self.closed:
             return
-        self._opening = asyncio.get_running_loop().create_future()
+        self._answers[OPENING] = asyncio.get_running_loop().create_future()
         playback, self._sent_active, self.asked_s = self.playback, None, clock.monotonic_s()
         self.steps = self._sent_steps = self.limit.steps_of(self._demand.steps)
         if self.epoch < 0:
@@ -227,7 +189,8 @@ class LiveSession:
         await self._send(opening)
         if self.paused and snapshot is None:
             await self.send_paused()
-        await self.input.announce()
+        if self.input is not None and self.input.begun:
+            await self._send(messages.SetInput(self.id, self.strength))
 
     async def wait_opened(self, timeout_s: float) -> None:
         """Wait until the engine has answered the latest `ask_open`.
@@ -235,23 +198,13 @@ class LiveSession:
         Raises:
             RequestError: it refused; EngineFailure: it has ended; TimeoutError: it did not answer in time.
         """
-        assert self._opening is not None
         async with asyncio.timeout(timeout_s):
-            await asyncio.shield(self._opening)
+            await asyncio.shield(self._answers[OPENING])
 
     @property
     def may_be_open(self) -> bool:
         """Whether the engine has opened it, or has yet to answer."""
-        return self.opened or (self._opening is not None and not self._opening.done())
-
-    def _end_opening(self, error: Exception | None) -> None:
-        if self._opening is None or self._opening.done():
-            return
-        if error is None:
-            self._opening.set_result(None)
-        else:
-            self._opening.set_exception(error)
-            self._opening.exception()  # marks it retrieved: there may be no waiter
+        return self.opened or (OPENING in self._answers and not self._answers[OPENING].done())
 
     async def save(self, timeout_s: float) -> Data:
         """A snapshot's file as it would be on disk, taken now; the session continues.
@@ -262,10 +215,32 @@ class LiveSession:
             TimeoutError: it did not answer in time.
         """
         request = f"save {next(self._saves)}"
-        with self._snapshots.expect(request) as snapshot:
+        with self._answer_to(request) as snapshot:
             async with asyncio.timeout(timeout_s):
                 await self._send(messages.Save(self.id, request))
-                return await snapshot
+                data: Data = await snapshot
+                return data
+
+    @contextmanager
+    def _answer_to(self, name: str) -> Iterator[asyncio.Future[Any]]:
+        """Context manager: a future of the first answer of that name. Mutates: self."""
+        self._answers[name] = future = asyncio.get_running_loop().create_future()
+        try:
+            yield future
+        finally:
+            del self._answers[name]
+
+    def _settle(self, name: str, answer: object) -> bool:
+        """Give whoever waits for it an answer, or an error to raise; False where nobody asked for one."""
+        if (future := self._answers.get(name)) is None:
+            return False
+        if not future.done():
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+                future.exception()  # marks it retrieved: there may be no waiter any more
+            else:
+                future.set_result(answer)
+        return True
 
     async def send_active(self) -> None:
         """Send `SetActive` where it has changed: active unless idle, to be swapped out if idle for
@@ -279,9 +254,9 @@ class LiveSession:
             await self._send(messages.SetActive(self.id, *wanted))
 
     async def send_paused(self) -> None:
-        """Send `Pause` or `Resume`, as a snapshot may have the other state."""
+        """Send `SetPaused`, as a snapshot may have the other state."""
         with suppress(EngineFailure):  # `ask_open` sends it to the next engine
-            await self._send(messages.Pause(self.id) if self.paused else messages.Resume(self.id))
+            await self._send(messages.SetPaused(self.id, self.paused))
 
     def engine_lost(self, engine: EngineStatus) -> None:
         """The engine has ended: refuse the requests that ended with it. The last picture stays; `ask_open` continues.
@@ -289,9 +264,9 @@ class LiveSession:
         Mutates: self.
         """
         self.opened, self.engine, self.place = False, engine, "none"
-        self._first_receipts.fail(lambda: self._unavailable(None))
-        self._snapshots.fail(lambda: EngineFailure(engine.reason))
-        self._end_opening(EngineFailure(engine.reason))
+        for name in self._answers:
+            of_engine = name == OPENING or name.startswith("save ")
+            self._settle(name, EngineFailure(engine.reason) if of_engine else self._unavailable(None))
         why = engine.message(may_control=True, consequence=", and this was not taken before")
         carried = self.epoch + 1 if engine.state == "restarting" else None
         made_frames = self.playback.made_frames
@@ -310,17 +285,17 @@ class LiveSession:
     async def close(self) -> None:
         """End its threads and tasks; the engine's session is not closed. Mutates: self."""
         self.closed = True
-        self._end_opening(EngineFailure("the session ended before it was opened"))
-        ended = partial(StreamEnded, "the session ended before this was answered")
-        self._first_receipts.fail(ended)
-        self._snapshots.fail(ended)
-        await self.input.close()
+        self._settle(OPENING, EngineFailure("the session ended before it was opened"))
+        for name in self._answers:
+            self._settle(name, StreamEnded("the session ended before this was answered"))
+        if self.input is not None:
+            await self.input.close()
         await self.playback.close()
-        self._end_metrics()
+        self._metrics.forget("session", self.id)
 
     # ---- the engine's events ------------------------------------------------------------------------------------
 
-    def handle(self, event: SessionEvent) -> None:
+    def handle(self, event: messages.StreamEvent) -> None:
         """Take one of this session's events. Mutates: self."""
         now_s = clock.monotonic_s()
         match event:
@@ -331,7 +306,7 @@ class LiveSession:
                 self.opened, self.engine, self.place, self.epoch = True, EngineStatus(), "device", event.epoch
                 self.begins_with_image = event.image
                 self.playback.progressed.set()
-                self._end_opening(None)
+                self._settle(OPENING, None)
                 self.text, self.notice, self.switches = event.text, event.notice or self.notice, event.switches
                 self._send_state()
             case messages.Accepted():
@@ -341,11 +316,11 @@ class LiveSession:
                     self.playback.clear_before(event.epoch, reset=False)
                 self._deliver(self._requests.applied(event.epoch, event.first_frame, now_s, event.chunk))
             case messages.Saved():
-                self._snapshots.settle(event.request, event.data)
+                self._settle(event.request, event.data)
             case messages.Refused():
                 self._handle_refused(event, now_s)
             case messages.InputUsed():
-                self.input.used(event)
+                self._handle_input_used(event)
             case messages.Swapped():
                 self.place = event.place
             case messages.Closed():
@@ -370,21 +345,19 @@ class LiveSession:
             case control.StepsMessage():
                 self.steps = self._sent_steps
             case control.StrengthMessage(strength=strength):
-                self.input.strength = strength
+                self.strength = strength
         if event.text:  # what says nothing of the prompt leaves the remark on it too
             self.text, self.notice = event.text, event.notice
         self._deliver(self._requests.accepted(event.request, event.epoch, event.text, event.notice, now_s))
         self._send_state()
 
     def _handle_refused(self, event: messages.Refused, now_s: float) -> None:
-        error = RequestError(event.field, event.reason, event.code)
-        if event.request == OPENING and not self.opened:
-            self._end_opening(error)
-        elif not self._snapshots.settle(event.request, error):
-            if isinstance(self._requests.find(event.request), control.StepsMessage):
-                self._demand = replace(self._demand, steps=self.steps)
-                self._sent_steps = self.steps
-            self._deliver(self._requests.refused(event.request, event.field, event.reason, now_s))
+        if self._settle(event.request, RequestError(event.field, event.reason, event.code)):  # to open, or to save
+            return
+        if isinstance(self._requests.find(event.request), control.StepsMessage):
+            self._demand = replace(self._demand, steps=self.steps)
+            self._sent_steps = self.steps
+        self._deliver(self._requests.refused(event.request, event.field, event.reason, now_s))
 
     def _on_shown(self, frame: int, epoch: int, pts: int) -> None:
         """A new frame is on show. Mutates: self."""
@@ -395,6 +368,56 @@ class LiveSession:
         self._shown.add(1, now_s)
         self._metrics.shown.labels(self.id).inc()
         self._deliver(self._requests.shown(frame, epoch, now_s, pts))
+
+    # ---- the video that feeds it --------------------------------------------------------------------------------
+
+    def take_input(self, kind: str) -> VideoInput:
+        """A new input, called `kind` in messages; `VideoInput.begin` starts it. Mutates: self.
+
+        Raises:
+            ControlError: there is another.
+        """
+        if self.input is not None:
+            end = f"DELETE /api/sessions/{self.id}/input ends that"
+            message = f"The session is fed already, by a {self.input.kind}; {end}. Or open a session of your own."
+            raise ControlError("fed", message, "input")
+        size = self._ready.width, self._ready.height
+        self.input = source = VideoInput(
+            kind, size, lambda: self.fps, self._feed, lambda: not self.idle, lambda reason: self.end_input(source)
+        )
+        return source
+
+    async def end_input(self, source: VideoInput) -> None:
+        """End an input: the session continues with its prompt only, unless it has another by now. Mutates: self."""
+        await source.close()
+        if source is not self.input:
+            return
+        self.input = None
+        if source.begun:
+            with suppress(EngineFailure):  # `ask_open` sends none to the next one
+                await self._send(messages.SetInput(self.id, None))
+            self._send_state()
+
+    async def _feed(self, frames: Pictures) -> None:
+        with suppress(EngineFailure):  # the next one gets what comes then
+            await self._send(messages.InputFrames(self.id, frames))
+
+    def _handle_input_used(self, event: messages.InputUsed) -> None:
+        if (source := self.input) is None:
+            return
+        failed = event.fault and not source.used.fault
+        source.used = event
+        if failed:
+            logger.warning("The video for session %s cannot be encoded: %s.", self.id, event.fault)
+            self._send_state()
+            source.end_soon("encoder")
+
+    def _input_state(self, may_control: bool) -> dict[str, Any] | None:
+        """JSON-able; the reason of a fault is only for callers that `may_control`."""
+        if self.input is None:
+            return None
+        fault = self.input.used.fault if may_control or not self.input.used.fault else "failed"
+        return {"kind": self.input.kind, "strength": self.strength, "fault": fault}
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -414,7 +437,7 @@ class LiveSession:
         match message:
             case control.PromptMessage(prompt=prompt, switch=switch):
                 # Video is shown as it came in, or was given: frames that are skipped would be missing at its end.
-                follows = self.input.video_input is not None or self.features.video_latents is not None
+                follows = self.input is not None or self.features.video_latents is not None
                 skip = switch != "reset" and not follows and self.playback.may_skip()
                 await self._send(messages.SetPrompt(self.id, prompt, request, switch or "", skip))
             case control.ResetMessage(seed=seed):
@@ -428,18 +451,22 @@ class LiveSession:
             case control.StrengthMessage(strength=strength):
                 await self._send(messages.SetInput(self.id, strength, request))
             case _:
-                if isinstance(message, control.FpsMessage):
-                    self.playback.set_fps(message.fps)
-                    await self._show_fps()
-                elif isinstance(message, control.AdaptiveMessage):
-                    self._send_state()
-                elif message.type in ("pause", "resume"):
-                    await self._set_paused(message.type == "pause")
-                # Nothing has to be made for these.
+                await self._carry_out_here(message)
                 shown_epoch, now_s = self._latest_shown_epoch, clock.monotonic_s()
                 self._deliver(self._requests.accepted(request, shown_epoch, "", "", now_s))
                 self._requests.forget(request)
         return request
+
+    async def _carry_out_here(self, message: ControlMessage) -> None:
+        """Carry out a message for which the engine makes nothing else. Mutates: self."""
+        match message:
+            case control.FpsMessage(fps=fps):
+                self.playback.set_fps(fps)
+                await self._show_fps()
+            case control.AdaptiveMessage():
+                self._send_state()
+            case control.HoldMessage():
+                await self._set_paused(message.type == "pause")
 
     async def control_and_wait(self, message: ControlMessage, owner: str, timeout_s: float) -> Receipt:
         """Like `control`, and wait for the engine's answer: a receipt `accepted` or `refused`; `asked` when it has not
@@ -451,16 +478,17 @@ class LiveSession:
             EngineFailure: the engine has ended.
             StreamEnded: the session has.
         """
-        request = ""
-        with self._first_receipts.expect(owner) as receipt:
+        request, begun_s = "", clock.monotonic_s()
+        with self._answer_to(owner) as answer:
             try:
                 async with asyncio.timeout(timeout_s):
                     request = await self.control(message, owner)
-                    return await receipt
+                    receipt: Receipt = await answer
+                    return receipt
             except TimeoutError:
                 if not request:
                     raise
-                return Receipt(request, owner, message.id, message.type, "asked", timeout_s)
+                return Receipt(request, owner, message, begun_s, lag_s=timeout_s)
 
     def check(self, messages: Sequence[ControlMessage]) -> None:
         """Check that `messages`, carried out in this order, would not be refused here; the engine may still refuse.
@@ -486,7 +514,7 @@ class LiveSession:
         match message:
             case control.StepsMessage(steps=steps) if why := control.steps_refusal(steps, self._ready):
                 raise ControlError("out_of_range", why, "steps", message.id)
-            case control.StrengthMessage() if self.input.video_input is None:
+            case control.StrengthMessage() if self.input is None:
                 raise ControlError("no_input", "No video feeds the session; send one by WHIP.", "strength", message.id)
             case control.PromptMessage(switch=switch) if switch is not None and switch not in self.switches:
                 why = f"`switch` is {switch!r}; this session can do {', '.join(self.switches)}."
@@ -517,7 +545,7 @@ class LiveSession:
         self._send_state()
 
     async def _set_paused(self, paused: bool) -> None:
-        await self._send(messages.Pause(self.id) if paused else messages.Resume(self.id))
+        await self._send(messages.SetPaused(self.id, paused))
         self.paused = paused
         self.playback.pacer.set_paused(paused)
         await self.send_active()
@@ -527,45 +555,55 @@ class LiveSession:
 
     def join(self, peer: str, mailbox: Mailbox, may_control: bool = True) -> None:
         """Send messages to `peer` from now on, the first with the state. Mutates: self."""
-        self.subscribers.join(peer, mailbox, may_control)
+        self.peers[peer] = mailbox, may_control
         role = "controller" if may_control else "viewer"
         mailbox({"type": "hello", "protocol": 1, "viewer": peer, "role": role, "state": self.state(may_control)})
 
+    def leave(self, peer: str) -> None:
+        """Send `peer` no more messages. Mutates: self."""
+        self.peers.pop(peer, None)
+
+    def broadcast(self, message: dict[str, Any], to_viewers: dict[str, Any] | None = None) -> None:
+        """Send a message to all peers; `to_viewers`: instead of it, to those that may not control."""
+        for mailbox, may_control in list(self.peers.values()):
+            mailbox(message if to_viewers is None or may_control else to_viewers)
+
     def _send_state(self) -> None:
-        self.subscribers.broadcast(self.state(may_control=True), self.state(may_control=False))
+        self.broadcast(self.state(may_control=True), self.state(may_control=False))
 
     def _deliver(self, receipts: Sequence[Receipt]) -> None:
         """Send receipts to the peers that made the requests, and count them. Mutates: self."""
         for receipt in receipts:
             if receipt.owner == LOAD:
-                self.subscribers.broadcast(receipt.message())
+                self.broadcast(receipt.message())
                 continue
-            kind, stage, lag_s = receipt.kind, receipt.stage, receipt.lag_s
+            kind, stage, lag_s = receipt.control.type, receipt.stage, receipt.lag_s
             if stage in ("accepted", "refused", "superseded"):
                 self._metrics.controls.labels(kind, stage).inc()
             if stage in ("accepted", "applied", "shown") and kind in ("prompt", "reset"):
                 self._metrics.request_lag_s.labels(kind, stage).observe(lag_s)
             self._lag_s = lag_s if stage == "shown" else self._lag_s
             if stage in ("accepted", "refused"):
-                self._first_receipts.settle(receipt.owner, receipt)
-            self.subscribers.send(receipt.owner, receipt.message())
+                self._settle(receipt.owner, receipt)
+            if receipt.owner in self.peers:
+                self.peers[receipt.owner][0](receipt.message())
 
     def state(self, may_control: bool) -> dict[str, Any]:
         """All that a page needs to draw itself, JSON-able; for a caller that may control the session, or may not."""
         fmt, demand = self.playback.format, self._demand
         fps = self.limit.fps_of(demand.fps)
+        names = ("prompt", "text", "notice", "seed", "paused", "place", "rev", "kv_context", "steps")
         return {
             "type": "state",
             "session": self.id,
-            **{name: getattr(self, name) for name in _STATE_FIELDS},
+            **{name: getattr(self, name) for name in names},
             "image": self.begins_with_image,
             "features": list(self.features.names),
-            "input": self.input.state(may_control),
+            "input": self._input_state(may_control),
             "engine": self.engine.state,
             "engine_reason": self.engine.reason_for(may_control),
             "adaptive": demand.adaptive,
             "reason": LOAD if self.limit.steps_of(demand.steps) < demand.steps or fps < demand.fps else "",
-            "steps": self.steps,
             "asked_steps": demand.steps,
             "fps": fps,
             "asked_fps": demand.fps,
@@ -574,7 +612,7 @@ class LiveSession:
             "native_fps": self._ready.native_fps,
             **{name: getattr(fmt, name) for name in ("width", "height", "scale")},
             "bitrate": fmt.bitrate_bps,
-            "codecs": list(self.playback.fanout.codecs),
+            "codecs": list(self.playback.codecs),
         }
 
     # ---- figures ------------------------------------------------------------------------------------------------
@@ -589,18 +627,19 @@ class LiveSession:
             "made_fps": round(self._made.per_s(now_s), 1),
             "chunk_ms": None if self._chunk_s is None else round(self._chunk_s * 1000),
             "prompt_lag_ms": None if self._lag_s is None else round(self._lag_s * 1000),
-            "encoder_dropped": playback.fanout.dropped,
+            "encoder_dropped": playback.dropped,
             **{name: getattr(progress, name) for name in ("frame", "buffered", "repeated", "dropped", "missed")},
             "occupancy": [round(share, 3) for share in self._occupancy()],
-            "input": self.input.figures(),
+            "input": None if self.input is None else self.input.figures(),
             "stalled": self.stalled_s() > STALLED_S,
             "lead_ms": round(playback.lead.lead_s * 1000),
         }
 
     def stalled_s(self) -> float:
         """Seconds since the engine made a frame, while it should; 0 when it need not."""
-        swapped_out = self.playback.pacer.held and self.place != "device"
-        return 0.0 if self.paused or swapped_out or self.input.holds else self.playback.stalled_s()
+        swapped_out = self.idle and self.place != "device"
+        holds = self.input is not None and self.input.holds
+        return 0.0 if self.paused or swapped_out or holds else self.playback.stalled_s()
 
     def _count_made(self, frames: int, chunk_s: float | None, now_s: float) -> None:
         """The engine made so many frames; `chunk_s` is what their chunk took, with its last ones. Mutates: self."""
@@ -617,27 +656,19 @@ class LiveSession:
         """Copy figures that other objects hold into the metrics. Mutates: self, the metrics."""
         if self.closed:
             return
-        playback, demand, metrics = self.playback, self._demand, self._metrics
-        progress = playback.pacer.progress()
+        metrics, progress = self._metrics, self.playback.pacer.progress()
         metrics.repeated.labels(self.id).inc(self._repeated.increase(progress.repeated))
         metrics.dropped.labels(self.id).inc(self._dropped.increase(progress.dropped))
-        metrics.buffered.labels(self.id).set(progress.buffered)
-        metrics.unanswered.labels(self.id).set(self._requests.unanswered)
-        metrics.encoder_waiting.labels(self.id).set(playback.fanout.waiting)
-        metrics.steps.labels(self.id).set(self.steps)
-        metrics.asked_steps.labels(self.id).set(demand.steps)
-        metrics.fps.labels(self.id).set(playback.fps)
-        metrics.asked_fps.labels(self.id).set(demand.fps)
-
-    def _end_metrics(self) -> None:
-        """The session has ended: remove its metrics. Mutates: the metrics."""
-        metrics = self._metrics
-        counted = (metrics.made, metrics.shown, metrics.repeated, metrics.dropped, metrics.chunk_s)
-        waiting = (metrics.buffered, metrics.unanswered, metrics.encoder_waiting)
-        by_load = (metrics.steps, metrics.asked_steps, metrics.fps, metrics.asked_fps)
-        for figure in (*counted, *waiting, *by_load):
-            figure.labels(self.id)  # `remove` wants it to be there
-            figure.remove(self.id)
+        for gauge, value in (
+            (metrics.buffered, progress.buffered),
+            (metrics.unanswered, self._requests.unanswered),
+            (metrics.encoder_waiting, self.playback.waiting),
+            (metrics.steps, self.steps),
+            (metrics.asked_steps, self._demand.steps),
+            (metrics.fps, self.fps),
+            (metrics.asked_fps, self._demand.fps),
+        ):
+            gauge.labels(self.id).set(value)
 
 
 def demand_after(demand: ViewerDemand, message: ControlMessage) -> ViewerDemand:

@@ -19,15 +19,17 @@ from prometheus_client import Counter
 from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Command, Data, Event, FrameBatch, Measured, Ready, Refused
+from streamdiff.engine.messages import Command, Data, Event, FrameBatch, LoadFigures, Ready, Refused
 from streamdiff.engine.process.supervisor import Restarting
-from streamdiff.errors import NOT_FINITE, EngineFailure, RequestError
+from streamdiff.errors import NOT_FINITE, ConfigError, EngineFailure, RequestError
 from streamdiff.server.auth import Tokens
 from streamdiff.server.load import Capacity, Lifetime, LoadPolicy, Unavailable, ViewerDemand, least_share
 from streamdiff.server.logging_setup import log_fields
 from streamdiff.server.metrics import CounterDelta, Metrics
+from streamdiff.server.sessions.control import ControlError, EngineStatus, StreamEnded, StrengthMessage
 from streamdiff.server.sessions.keeper import SavedFile, SnapshotKeeper, read_snapshot, spec_of
-from streamdiff.server.sessions.live_session import OPENING, EngineStatus, LiveSession, SessionEvent, StreamSpec
+from streamdiff.server.sessions.live_session import OPENING, LiveSession, StreamSpec
+from streamdiff.server.sessions.video_input import VideoInput, play
 from streamdiff.snapshot_header import read_saved_session
 from streamdiff.video.picture import fit_picture
 
@@ -35,9 +37,11 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _ENCODERS = ("text", "picture", "video")
-"""As `Measured.encodings` has them."""
+"""As `LoadFigures.encodings` has them."""
 DEFAULT_SESSION = "default"
 OPEN_TIMEOUT_S = 60.0
+INPUT_ANSWER_S = 5.0
+"""How long the engine is waited for to take an input; a large encoder may be loaded later than that."""
 ENDED_RETRY_S = 5
 LONGEST_RETRY_S, SHORTEST_RETRY_S = 60.0, 1.0
 HOUSEKEEPING_S = 1.0
@@ -61,7 +65,8 @@ class EngineLoad:
         self.occupancy: tuple[float, ...] = ()
         self.batching: dict[str, dict[str, int]] = {"rows": {}, "alone": {}}
         self._policy = LoadPolicy(ready.steps_known, config.serve.max_utilization)
-        self._config, self._ready, self._metrics, self._sessions = config, ready, metrics, sessions
+        self._default = ViewerDemand(ready.steps, config.playback.fps, config.serve.adaptive)
+        self._ready, self._metrics, self._sessions = ready, metrics, sessions
         self._totals: defaultdict[tuple[Counter, str], CounterDelta] = defaultdict(CounterDelta)  # by label
         self._changed = asyncio.Event()
 
@@ -70,7 +75,7 @@ class EngineLoad:
     def free_sessions(self) -> int | None:
         """How many more sessions of the default kind could play, with all that adaptive ones can give up; None: not
         measured yet."""
-        free = self.capacity.free_sessions(self._least_shares(), self._default_share())
+        free = self.capacity.free_sessions(self._least_shares(), self._least_share(self._default))
         by_memory, away, sessions = self._ready.max_sessions, self._ready.max_swapped_sessions, self._sessions()
         if free is None or by_memory is None:
             return free
@@ -81,12 +86,9 @@ class EngineLoad:
 
     def sessions_limit(self) -> int | None:
         """How many sessions of the default kind can play at once; None: not measured yet."""
-        by_time, by_memory = self.capacity.free_sessions((), self._default_share()), self._ready.max_sessions
+        by_time = self.capacity.free_sessions((), self._least_share(self._default))
+        by_memory = self._ready.max_sessions
         return by_time if by_time is None or by_memory is None else min(by_time, by_memory)
-
-    def _default_share(self) -> float:
-        default = ViewerDemand(self._ready.steps, self._config.playback.fps, self._config.serve.adaptive)
-        return self._least_share(default)
 
     def share(self, fps: float, steps: int | None = None) -> float:
         """The share of the engine's time, 0 to 1, that a session takes while it plays."""
@@ -103,10 +105,10 @@ class EngineLoad:
         return self.capacity.refusal(self._least_shares(excluding), self._least_share(demand))
 
     def _least_shares(self, excluding: str | None = None) -> list[float]:
-        """The share of each session but `excluding` at its strictest limit; 0 for one that does not play."""
+        """The share of each session that plays, but `excluding`, at its strictest limit."""
         now_s = clock.monotonic_s()
         others = [session.demand(now_s) for session in self._sessions() if session.id != excluding]
-        return [self._least_share(demand) if demand.plays else 0.0 for demand in others]
+        return [self._least_share(demand) for demand in others if demand.plays]
 
     def _least_share(self, demand: ViewerDemand) -> float:
         return least_share(demand, self._ready.steps_known, self.share)
@@ -128,26 +130,22 @@ class EngineLoad:
             chunk_s = self._ready.chunk_frames / session.fps
             self._policy.chunk(session.id, slack_s, chunk_s, clock.monotonic_s())
 
-    def measured(self, measured: Measured) -> None:
-        """Take a `Measured` event of the engine. Mutates: self, the metrics."""
+    def measured(self, measured: LoadFigures) -> None:
+        """Take a `LoadFigures` event of the engine. Mutates: self, the metrics."""
         self.capacity.measured(measured.chunk_compute_s, clock.monotonic_s())
         self._changed.set()
         self.occupancy = measured.occupancy
-        for stage, total_s in enumerate(measured.busy_s):
-            self._count(self._metrics.stage_busy_s, str(stage), total_s)
-        self.batching = {
-            "rows": {str(rows): count for rows, count in enumerate(measured.forwards, 1) if count},
-            "alone": dict(zip(measured.alone, measured.alone_forwards, strict=True)),
-        }
-        for encoder, total in zip(_ENCODERS, measured.encodings, strict=True):
-            self._count(self._metrics.encodings, encoder, total)
-        for rows, count in enumerate(measured.forwards, 1):
-            self._count(self._metrics.forwards, str(rows), count)
-        for reason, count in self.batching["alone"].items():
-            self._count(self._metrics.alone, reason, count)
-
-    def _count(self, counter: Counter, label: str, total: float) -> None:
-        counter.labels(label).inc(self._totals[counter, label].increase(total))
+        alone = dict(zip(measured.alone, measured.alone_forwards, strict=True))
+        rows = {str(rows): count for rows, count in enumerate(measured.forwards, 1)}
+        self.batching = {"rows": {name: count for name, count in rows.items() if count}, "alone": alone}
+        for counter, totals in (
+            (self._metrics.stage_busy_s, {str(stage): busy_s for stage, busy_s in enumerate(measured.busy_s)}),
+            (self._metrics.encodings, dict(zip(_ENCODERS, measured.encodings, strict=True))),
+            (self._metrics.forwards, rows),
+            (self._metrics.alone, alone),
+        ):
+            for label, total in totals.items():
+                counter.labels(label).inc(self._totals[counter, label].increase(total))
 
     # ---- load limits --------------------------------------------------------------------------------------------
 
@@ -188,7 +186,7 @@ class EngineConnection(Protocol):
         """The engine's events, until it ends; after `Restarting` those of a new engine, beginning with `Ready`."""
 
 
-class SessionManager:
+class Manager:
     """The open sessions. While `draining` no session is opened; `ended` is set when the engine has ended for good."""
 
     def __init__(
@@ -354,7 +352,7 @@ class SessionManager:
         level, fields = logging.WARNING if why else logging.INFO, log_fields(session=id, reason=reason)
         logger.log(level, "Session %s ends: %s.", id, f"{reason}: {why}" if why else reason, extra=fields)
         ended = {"type": "session_ended", "reason": reason}
-        session.subscribers.broadcast(ended | {"message": why} if why else ended, ended)
+        session.broadcast(ended | {"message": why} if why else ended, ended)
         may_be_open = session.may_be_open
         await self._drop(session)
         if may_be_open:
@@ -388,6 +386,26 @@ class SessionManager:
         if self.on_end is not None:
             await self.on_end(session, self._end_reasons.get(session.id, "refused"))
         await session.close()
+
+    # ---- the video file of the configuration --------------------------------------------------------------------
+
+    async def feed_file(self, path: str) -> None:
+        """Feed the default session with a video file, until that ends or the session does.
+
+        Raises:
+            ConfigError: the model takes no video.
+        """
+        if (session := self.get(DEFAULT_SESSION)) is None:
+            return
+        source = session.take_input("file")
+        source.begin(_play_file(session, source, path))
+        message = StrengthMessage(type="strength", strength=session.strength)
+        try:
+            receipt = await session.control_and_wait(message, "file", INPUT_ANSWER_S)
+        except (ControlError, EngineFailure, StreamEnded, TimeoutError):
+            return  # the engine has ended, or hangs: the server says so, and `ask_open` tells the next one
+        if receipt.stage == "refused":
+            raise ConfigError(f"session.input: {receipt.reason}", field="session.input")
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -461,7 +479,7 @@ class SessionManager:
             match event:
                 case messages.Failed():
                     reason = event.reason
-                case messages.Measured():
+                case messages.LoadFigures():
                     self.load.measured(event)
                 case Restarting():
                     self.engine = EngineStatus("restarting", event.reason, event.retry_after_s)
@@ -492,7 +510,7 @@ class SessionManager:
             return default.engine.running
         return self._reopening.get(DEFAULT_SESSION) is None or self._begin_with is not None
 
-    def _dispatch(self, event: SessionEvent) -> None:
+    def _dispatch(self, event: messages.StreamEvent) -> None:
         """Hand an event to its session, if that is still open."""
         session = self.get(event.session)
         if session is None:
@@ -556,5 +574,15 @@ class SessionManager:
             to_all, to_viewers = (
                 {"type": "engine_ended", "message": self.engine.message(may_control)} for may_control in (True, False)
             )
-            session.subscribers.broadcast(to_all, to_viewers)
+            session.broadcast(to_all, to_viewers)
         self.ended.set()
+
+
+async def _play_file(session: LiveSession, source: VideoInput, path: str) -> None:
+    """Play a file to its end, after which the session continues with its prompt only."""
+    try:
+        await play(path, push=source.push, wanted=lambda: not session.idle)
+    except ConfigError as error:
+        fields = log_fields(session=session.id)
+        logger.error("The video for session %s has ended: %s", session.id, error, extra=fields)
+    await session.end_input(source)

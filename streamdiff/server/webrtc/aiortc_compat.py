@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial, partialmethod
-from queue import Empty, Queue
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,11 +235,9 @@ class DecoderQueue(Queue[Any]):
             await asyncio.to_thread(self._thread.join, limit_s)
 
     def _drop_all(self) -> int:
-        count = 0
-        with contextlib.suppress(Empty):
-            while True:
-                self.get_nowait()
-                count += 1
+        with self.mutex:
+            count = len(self.queue)
+            self.queue.clear()
         return count
 
 

@@ -6,16 +6,16 @@ Knows nothing about signalling, sessions or retries.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from aiortc import RTCConfiguration, RTCIceServer, RTCPeerConnection, RTCRtpSender, RTCRtpTransceiver
 from aiortc.mediastreams import MediaStreamError, MediaStreamTrack
 
 from streamdiff import clock
-from streamdiff.server.media.codecs import Codec
-from streamdiff.server.media.encoder import EncodedFrame, Packet, PacketQueue
-from streamdiff.server.media.fanout import FRESH_S, TRIAL_S, Fanout
+from streamdiff.server.media.encoder import Codec, EncodedFrame, Packet, PacketQueue
+from streamdiff.server.media.playback import FRESH_S, TRIAL_S, Playback
+from streamdiff.server.metrics import Metrics
 from streamdiff.server.peers import TokenBucket
 from streamdiff.server.webrtc import aiortc_compat
 
@@ -42,23 +42,18 @@ class VideoSender(MediaStreamTrack):
 
     def __init__(
         self,
-        fanout: Fanout,
+        playback: Playback,
         ice_servers: Sequence[RTCIceServer] = (),
-        *,
-        on_first: Callable[[float], None] = lambda since_s: None,
-        on_key_request: Callable[[bool], None] = lambda is_met: None,
-        adapts_bitrate: bool = True,
+        metrics: Metrics | None = None,
     ) -> None:
-        """`on_first` gets the seconds until the first packet; `on_key_request` is called for every request of the peer,
-        with whether it is met; `adapts_bitrate`: whether the peer's bandwidth estimates count for the encoder's rate.
-        """
+        """`metrics`: those of viewers; None: the peer is none, and its bandwidth estimates do not count for the
+        encoder's rate."""
         super().__init__()
         # Without an explicit (here often empty) list aiortc asks a public STUN server and waits for it.
         self.pc = RTCPeerConnection(RTCConfiguration(iceServers=list(ice_servers)))
         self.codec: Codec | None = None
         self.sent = 0
-        self._fanout, self._on_first, self._on_key_request = fanout, on_first, on_key_request
-        self._adapts_bitrate = adapts_bitrate
+        self._playback, self._metrics = playback, metrics
         self._key_requests = TokenBucket(KEY_REQUESTS_PER_S, KEY_REQUEST_BURST)
         self._resends = TokenBucket(RESENT_PER_S, RESEND_BURST)
         self._queue = PacketQueue()
@@ -97,15 +92,18 @@ class VideoSender(MediaStreamTrack):
         """Detach, and close the connection; whether that took no longer than `limit_s`. Mutates: self."""
         self._closed = True
         if self.codec is not None:
-            self._fanout.detach(self.codec, self)
+            self._playback.detach(self.codec, self)
         return await aiortc_compat.close(self.pc, limit_s)
 
     # ---- packets: from the fan-out, to aiortc ----------------------------------------------------------------------
 
     def put(self, encoded: EncodedFrame) -> None:
         """Queue one packet; called by the fan-out."""
+        dropped = self._queue.dropped
         if self._queue.put(encoded):
             self.request_key()
+        if self._metrics is not None:
+            self._metrics.viewer_dropped.inc(self._queue.dropped - dropped)
         self._available.set()
 
     async def recv(self) -> Packet:
@@ -114,14 +112,14 @@ class VideoSender(MediaStreamTrack):
         if self._started_s is None:
             self._started_s = clock.monotonic_s()
             if self.codec is not None and not self._closed:
-                self._fanout.attach(self.codec, self)
+                self._playback.attach(self.codec, self)
         while self.readyState == "live":
             encoded = self._queue.get()
             if encoded is not None:
                 self.sent += 1
                 self._idle, self._asked_s = False, clock.monotonic_s()
-                if self.sent == 1:
-                    self._on_first(self._asked_s - self._made_s)
+                if self.sent == 1 and self._metrics is not None:
+                    self._metrics.viewer_first_s.observe(self._asked_s - self._made_s)
                 return encoded.packet
             self._available.clear()
             await self._available.wait()
@@ -135,7 +133,7 @@ class VideoSender(MediaStreamTrack):
     def request_key(self) -> None:
         """The peer can go on only from a key frame."""
         if self.codec is not None:
-            self._fanout.request_key(self.codec)
+            self._playback.request_key(self.codec)
 
     # ---- figures ---------------------------------------------------------------------------------------------------
 
@@ -165,15 +163,16 @@ class VideoSender(MediaStreamTrack):
         codec cannot be encoded; None: it should not."""
         if not self._idle and now_s - self._asked_s > STUCK_S:
             return "stuck"
-        if self.codec is not None and self._fanout.failing_s(self.codec, now_s) > STUCK_S:
+        if self.codec is not None and self._playback.failing_s(self.codec, now_s) > STUCK_S:
             return "encoder"
         return "silent" if self.silent_s(now_s) > SILENT_S else None
 
     # ---- what the peer sends ---------------------------------------------------------------------------------------
 
     def _key_requested(self) -> None:
-        is_met = self._key_requests.take(clock.monotonic_s())
-        self._on_key_request(is_met)
+        is_met, metrics = self._key_requests.take(clock.monotonic_s()), self._metrics
+        if metrics is not None:
+            (metrics.keyframe_requests if is_met else metrics.keyframe_requests_refused).inc()
         if is_met:
             self.request_key()
 
@@ -181,7 +180,7 @@ class VideoSender(MediaStreamTrack):
         return self._resends.take(clock.monotonic_s())
 
     def _take_estimate(self, bitrate_bps: int) -> None:
-        if self._adapts_bitrate:
+        if self._metrics is not None:
             self._reported_s = clock.monotonic_s()
             self._estimate = (self._reported_s, bitrate_bps)
 

@@ -211,9 +211,9 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
     assert not psutil.pid_exists(running.pid)
 
 
-@pytest.mark.parametrize(("model", "prompt"), [("tiny", "red"), ("tiny", "fail hang"), ("slow", ""), ("spare", "")])
+@pytest.mark.parametrize(("model", "prompt"), [("tiny", "red"), ("tiny", "fail hang"), ("slow", "")])
 def test_no_orphan_when_the_parent_is_killed(model: str, prompt: str, tmp_path: Path) -> None:
-    """The parent dies by SIGKILL: the engine ends too, while it serves, hangs, loads or waits, and cleans up."""
+    """The parent dies by SIGKILL: the engine ends too, while it serves, hangs or loads, and cleans up."""
     script = f"""
 import asyncio, tempfile
 from streamdiff.config import Config, ModelConfig
@@ -223,10 +223,7 @@ from streamdiff.engine.process.engine_process import EngineProcess
 async def main():
     tempfile.tempdir = {str(tmp_path)!r}
     running = EngineProcess(Config(model=ModelConfig(name={model!r})), module={MODULE!r})
-    if {model!r} == "spare":
-        await running.prepare()
-    else:
-        starting = asyncio.create_task(running.start())
+    starting = asyncio.create_task(running.start())
     if {model!r} == "tiny":
         client = await starting
         await client.send(Open("a", {prompt!r}))

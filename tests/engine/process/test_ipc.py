@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -17,8 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamdiff.engine import messages
-from streamdiff.engine.messages import Closed, Failed, FrameBatch, Pause, SetPrompt, Shown
-from streamdiff.engine.process.ipc import HIGH_WATER, EngineClient, EngineServer, SerializationError, decode, encode
+from streamdiff.engine.messages import Closed, Failed, FrameBatch, SetPaused, SetPrompt, Shown
+from streamdiff.engine.process.ipc import (
+    HIGH_WATER,
+    KINDS,
+    EngineClient,
+    EngineServer,
+    SerializationError,
+    decode,
+    encode,
+)
 from streamdiff.errors import EngineFailure
 
 LIMIT_S = 20.0
@@ -26,8 +33,8 @@ PICTURES = np.arange(2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 3, 4, 3)
 MESSAGES = [
     messages.Open("a", "a red circle", 5, 4, "clean"),
     messages.SetPrompt("a", "blue", "r1"),
-    messages.Pause("a"),
-    messages.Resume("a"),
+    messages.SetPaused("a", True),
+    messages.SetPaused("a", False),
     messages.SetMaxAhead("a", 24),
     messages.SetSteps("a", 2, "r3"),
     messages.Close("a"),
@@ -60,7 +67,7 @@ MESSAGES = [
     messages.Swapped("a", "host"),
     messages.Closed("a"),
     messages.Refused("a", "", "session", "why", "memory"),
-    messages.Measured(0.25, (0.5, 1.0), (3.0, 4.5)),
+    messages.LoadFigures(0.25, (0.5, 1.0), (3.0, 4.5)),
     messages.Alive(),
     messages.Failed("reason"),
     messages.Open("a", "a red circle", image=PICTURES[:1]),
@@ -85,7 +92,7 @@ def test_a_message_survives(message: messages.Command | messages.Event) -> None:
 
 
 def test_every_message_there_is_was_tried() -> None:
-    assert {type(message) for message in MESSAGES} == {*get_args(messages.Command), *get_args(messages.Event)}
+    assert {type(message) for message in MESSAGES} == {*KINDS.values()}
 
 
 @settings(max_examples=50, deadline=None)
@@ -210,7 +217,7 @@ async def test_a_reader_that_reads_nothing_stops_the_engine_and_not_its_memory(
 @pytest.mark.slow
 async def test_an_engine_that_reads_nothing_holds_its_caller_back(tmp_path: Path, server: EngineServer) -> None:
     client = EngineClient(tmp_path)
-    await client.send(Pause("a"))
+    await client.send(SetPaused("a", True))
     await poll(server)  # connected
     command = SetPrompt("a", "x" * 50_000)
     sent = 0
@@ -261,7 +268,7 @@ async def test_a_waiting_reader_and_sender_end_with_the_engine(tmp_path: Path) -
     """Nobody is connected: the sender waits for ever, were it not for the end."""
     client = EngineClient(tmp_path)
     collecting = asyncio.create_task(collect(client))
-    sending = asyncio.create_task(client.send(Pause("a")))
+    sending = asyncio.create_task(client.send(SetPaused("a", True)))
     await asyncio.sleep(0)
     client.end(None)
     assert await asyncio.wait_for(collecting, LIMIT_S) == []

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from streamdiff.config import Config, ModelConfig
-from streamdiff.engine.messages import Failed, FrameBatch, Measured, Open, Shown
+from streamdiff.engine.messages import Failed, FrameBatch, LoadFigures, Open, Shown
 from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.ipc import EngineClient
 from streamdiff.errors import ConfigError, EngineFailure
@@ -96,7 +96,7 @@ async def test_ranks_stream_and_end_together(folder: Path, stages: int, spare: b
         await client.send(Open("one", "a red circle moving left"))
         assert await watch(client, 4) == ""
         async with asyncio.timeout(LIMIT_S):
-            told = await anext(event async for event in client.events() if isinstance(event, Measured))
+            told = await anext(event async for event in client.events() if isinstance(event, LoadFigures))
         assert len(told.busy_s) == stages and min(told.busy_s) > 0
         if not spare:
             os.kill(processes[0].pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ import pytest
 from zmq import ZMQError
 
 from streamdiff.config import Config, ModelConfig
-from streamdiff.engine.messages import Applied, Event, Failed, FrameBatch, Open, Opened, Pause, Ready, Shutdown
+from streamdiff.engine.messages import Applied, Event, Failed, FrameBatch, Open, Opened, Ready, SetPaused, Shutdown
 from streamdiff.engine.process import supervisor
 from streamdiff.engine.process.engine_process import EngineProcess
 from streamdiff.engine.process.supervisor import EngineSupervisor, Restarting, RestartPolicy
@@ -96,7 +96,7 @@ async def test_a_killed_engine_is_followed_by_another_that_takes_the_session_up(
         assert restarting.reason == "the engine ended by signal SIGKILL (often: out of memory)"
         assert restarting.retry_after_s >= 1
         with pytest.raises(EngineFailure, match="SIGKILL"):
-            await run.supervisor.send(Pause("a"))
+            await run.supervisor.send(SetPaused("a", True))
         assert await run.until(Ready) == run.supervisor.ready
         await run.supervisor.send(Open("a", "blue", 4, epoch=7, made_frames=50, shown_frames=40))
         assert await run.until(Opened) == Opened("a", 7, "blue")

@@ -66,7 +66,7 @@ def whole_encode(autoencoder: AutoencoderKLWan, video: Tensor) -> Tensor:
 
 
 @kinds
-@pytest.mark.parametrize("pieces", [[1] * 6, [2, 2, 2], [3, 3], [4, 2], [6], [1, 3, 2], [2, 1, 1, 2]], ids=str)
+@pytest.mark.parametrize("pieces", [[1] * 6, [4, 2], [6], [2, 1, 1, 2]], ids=str)
 def test_decoding_in_pieces_equals_diffusers_whole(kind: str, pieces: list[int]) -> None:
     autoencoder = KINDS[kind]
     raw, decoder, memory = raw_of(autoencoder), WanDecoder(autoencoder), WanMemory()
@@ -99,7 +99,7 @@ def test_a_step_compares_no_tensor_with_a_word(kind: str) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("pieces", [[1, 4, 4, 4, 4, 4], [1] * 21, [5, 16], [21], [2, 3, 7, 9], [9, 8, 4]], ids=str)
+@pytest.mark.parametrize("pieces", [[1, 4, 4, 4, 4, 4], [1] * 21, [21], [2, 3, 7, 9]], ids=str)
 def test_encoding_in_pieces_equals_diffusers_whole(kind: str, pieces: list[int]) -> None:
     autoencoder = KINDS[kind]
     video, encoder, memory = video_of(autoencoder), WanEncoder(autoencoder), WanMemory()

@@ -39,22 +39,6 @@ PUBLISHED: dict[str, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ..
     "causal-rcm-chunkwise": (RCM, (SCALE, 0.9375, 0.833333, 0.625), None),
     "causal-rcm-framewise-2step": ((1000, 832), (SCALE, 0.833333), RCM),
 }
-# (container, chunk, window with sink and chunk in it, sink, KV context, timestep of the clean pass)
-RUNS: dict[str, tuple[str | None, int, int, int, str, float | None]] = {
-    "self-forcing": ("generator_ema", 3, 21, 0, "clean", 0),
-    "causal-forcing-chunkwise": ("generator", 3, 21, 0, "clean", 0),
-    "causal-forcing-framewise": ("generator_ema", 1, 21, 0, "clean", 0),
-    "causal-forcing-framewise-2step": ("generator_ema", 1, 21, 0, "clean", 0),
-    "causal-forcing-framewise-1step": ("generator_ema", 1, 21, 0, "clean", 0),
-    "longlive-1.3b": ("generator", 3, 12, 3, "clean", 0),
-    "reward-forcing-1.3b": ("flat", 3, 9, 3, "clean", 0),
-    "streamdiffusionv2-1.3b": (None, 1, 6, 3, "same_step", None),
-    "streamdiffusionv2-14b": (None, 1, 6, 3, "same_step", None),
-    "krea-realtime-14b": ("flat", 3, 6, 0, "clean", 0),
-    "causal-rcm-framewise": (None, 1, 21, 0, "clean", 0),
-    "causal-rcm-framewise-2step": (None, 1, 21, 0, "clean", 0),
-    "causal-rcm-chunkwise": (None, 3, 21, 0, "clean", 0),
-}
 BASES = {"wan2.1-t2v-1.3b": "wan2.1-1.3b", "wan2.1-t2v-14b": "wan2.1-14b"}
 
 
@@ -62,7 +46,6 @@ def test_every_packaged_file_is_an_entry_and_stands_in_the_tables() -> None:
     names = {path.stem for path in FOLDER.glob("*.yaml")} - {"parts"}
     assert set(catalogue.entries()) == names
     assert set(catalogue.entries()) == names == set(PUBLISHED) | set(BASES)
-    assert set(RUNS) == set(PUBLISHED) - {"tiny"}
     assert list(catalogue.entries())[:3] == ["tiny", *BASES], "the embedded model first, then the bases"
 
 
@@ -74,22 +57,6 @@ def test_the_published_timesteps(name: str) -> None:
     assert found.schedule().timesteps == pytest.approx(timesteps, abs=1e-4)
     assert found.schedule().sigmas == pytest.approx(sigmas, abs=1e-6)
     assert found.schedule().of(0).timesteps == pytest.approx(first_chunk or timesteps, abs=1e-4)
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_how_the_authors_run_it(name: str) -> None:
-    entry = catalogue.find(name)
-    assert entry.weights and entry.stream and entry.context
-    assert RUNS[name] == (
-        entry.weights.container,
-        entry.stream.chunk_latents,
-        entry.stream.window(entry.context.default),
-        entry.stream.sink_latents,
-        entry.context.default,
-        entry.context.noise,
-    )
-    assert (entry.native_fps, entry.height, entry.width) == (16, 480, 832)
-    assert entry.architecture == ("wan2.1-14b" if "14b" in name else "wan2.1-1.3b")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from streamdiff.config import ModelConfig
 from streamdiff.models import catalogue, text_encoder
 from streamdiff.models.loader import load_text_encoder
 from streamdiff.models.resolve import ResolvedModel
-from streamdiff.models.text_encoder import CachedText, EmbeddingFolder, WanText, choose_device, find_text_files
+from streamdiff.models.text_encoder import EmbeddingFolder, WanText, choose_device, find_text_files
 from tests.models.text_encoder import umt5
 
 PROMPT = "a red fox trots"
@@ -95,16 +95,14 @@ def test_a_text_is_encoded_once_and_only_so_many_stay_in_memory(
 ) -> None:
     monkeypatch.setattr(text_encoder, "_TEXTS_IN_MEMORY", 2)
     umt5.write(tmp_path)
-    encoder, asked = WanText(tmp_path, length=8), list[str]()
-    encode = encoder.encode
-    monkeypatch.setattr(encoder, "encode", lambda text: asked.append(text) or encode(text))
-    text = CachedText(encoder)
+    text, asked = WanText(tmp_path, length=8), list[str]()
+    encode = text.encode_anew
+    monkeypatch.setattr(text, "encode_anew", lambda text: asked.append(text) or encode(text))
     first = text.encode("a")
     assert text.encode("a") is first and torch.equal(first, encode("a"))
     for other in "bca":
         text.encode(other)
     assert asked == ["a", "b", "c", "a"]
-    assert text.read("a", None) == encoder.read("a", None) and text.examples == encoder.examples
 
 
 def test_only_the_user_can_read_it(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_only_the_texts_own_tokens_are_encoded_on_all_cores(folder: Path, monkey
     monkeypatch.setattr(text_encoder, "_cores", lambda: 3)
     before = torch.get_num_threads()
     count = text.tokens(FOX).shape[1]
-    text.encode(FOX)
+    text.encode_anew(FOX)
     assert seen == [((1, count), 3)] and count < 20
     assert torch.get_num_threads() == before
 
@@ -218,7 +218,7 @@ def test_reading_and_encoding_at_once_do_not_disturb_each_other(folder: Path) ->
 
     def encode() -> None:
         start.wait()
-        wrong.extend(prompt for prompt in PROMPTS if not torch.equal(text.encode(prompt), expected[prompt][0]))
+        wrong.extend(prompt for prompt in PROMPTS if not torch.equal(text.encode_anew(prompt), expected[prompt][0]))
 
     def read() -> None:
         start.wait()

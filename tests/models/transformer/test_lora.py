@@ -71,9 +71,9 @@ def assert_weights(base: Path, loras: list[Lora], expected: State) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [1.0, 0.5, -2.0, 0.0])
-@pytest.mark.parametrize("container", ["generator_lora", None])
-@pytest.mark.parametrize("adapter", ["", ".default"])
+@pytest.mark.parametrize(
+    ("adapter", "container", "scale"), [("", "generator_lora", 1.0), (".default", None, -2.0), ("", None, 0.0)]
+)
 def test_longlive(adapter: str, container: str | None, scale: float, base: Path, tmp_path: Path) -> None:
     state, path = peft(factors(), adapter), tmp_path / "lora.pt"
     torch.save({container: state, "step": 3} if container else state, path)

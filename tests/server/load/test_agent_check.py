@@ -10,7 +10,7 @@ import pytest
 from streamdiff.config import Config, ServeConfig
 from streamdiff.errors import ConfigError
 from streamdiff.server.load import serve_agent
-from streamdiff.server.sessions.live_session import EngineStatus
+from streamdiff.server.sessions.control import EngineStatus
 from tests.server.conftest import open_site
 
 

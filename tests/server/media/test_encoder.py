@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from streamdiff import clock
 from streamdiff.models.autoencoder.picture_decoder import yuv420p
 from streamdiff.server.media import encoder
-from streamdiff.server.media.codecs import Codec, Format
 from streamdiff.server.media.encoder import (
     KEY_INTERVAL_S,
     REOPEN_S,
+    Codec,
     EncodedFrame,
     EncoderThread,
+    Format,
     KeyframeLimiter,
     PacketQueue,
     VideoEncoder,
@@ -42,7 +43,7 @@ def _flat(colour: tuple[int, int, int], size: int = 64) -> np.ndarray:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("scale", "kind"), [(1, "rgb"), (2, "rgb"), (3, "rgb"), (1, "yuv420"), (2, "yuv420")])
+@pytest.mark.parametrize(("scale", "kind"), [(1, "rgb"), (2, "rgb"), (1, "yuv420"), (2, "yuv420")])
 def test_a_packet_for_every_picture_in_the_right_colour_and_size(codec: Codec, scale: int, kind: str) -> None:
     encoder, decoder = VideoEncoder(codec, Format(64, 48, 40.0, scale)), _decoder(codec)
     matrix = "ITU709" if codec == "h264" else "ITU601"
@@ -55,15 +56,6 @@ def test_a_packet_for_every_picture_in_the_right_colour_and_size(codec: Codec, s
         assert (frame.width, frame.height) == (64 * scale, 48 * scale)
         shown = frame.to_ndarray(format="rgb24", src_colorspace=matrix)[20, 20]
         assert np.abs(shown.astype(int) - colour).max() <= 12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", CODECS)
-def test_the_bit_rate_is_kept_on_noise(codec: Codec) -> None:
-    noise = np.random.default_rng(0).integers(100, 160, (30, 128, 128, 3)).astype(np.uint8)
-    encoder = VideoEncoder(codec, Format(128, 128, 40.0, 2, 1_000_000))
-    sizes = [encoder.encode(noise[n % 30], n * 2250, n == 0)[0].packet.size for n in range(160)]
-    assert sum(sizes[40:]) * 8 / 3.0 < 2_000_000
 
 
 def test_wishes_for_key_frames_are_brought_together() -> None:
@@ -85,56 +77,69 @@ def test_wishes_for_key_frames_are_brought_together() -> None:
     assert storm <= 10 / KEY_INTERVAL_S + 1
 
 
-class _Delivered:
-    """An encoder thread, and the packets that it delivered. A context manager."""
+class _Fed:
+    """An encoder thread that is given one picture after the other, and its packets. A context manager."""
 
     def __init__(self, codec: Codec, fmt: Format) -> None:
         self.packets: list[EncodedFrame] = []
-        self._arrived = threading.Semaphore(0)
-        self.thread = EncoderThread(codec, fmt, self._deliver)
+        self.thread = EncoderThread(codec, fmt, self.packets.append)
+        self._given = 0
+        self.made: Queue[list[EncodedFrame]] = Queue()
+        encode = self.thread._encode
 
-    def _deliver(self, encoded: EncodedFrame) -> None:
-        self.packets.append(encoded)
-        self._arrived.release()
+        def noted(*picture: Any) -> list[EncodedFrame]:
+            packets = encode(*picture)
+            self.made.put(packets)
+            return packets
 
-    def wait(self) -> None:
-        assert self._arrived.acquire(timeout=20)
+        self.thread._encode = noted  # type: ignore[method-assign]
 
-    def __enter__(self) -> _Delivered:
+    def __enter__(self) -> _Fed:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.thread.stop()
 
+    def submit(self, picture: np.ndarray | None = None) -> None:
+        self.thread.submit(_flat(COLOURS[self._given % 6]) if picture is None else picture, self._given * 2250)
+        self._given += 1
+
+    def keys(self) -> list[bool]:
+        """`give`, by whether what it becomes is a key frame."""
+        return [each.key for each in self.give()]
+
+    def give(self, picture: np.ndarray | None = None) -> list[EncodedFrame]:
+        """What becomes of the next picture."""
+        self.submit(picture)
+        return self.made.get(timeout=20)
+
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_thread_delivers_in_order_and_drops_the_oldest_when_flooded(codec: Codec) -> None:
-    with _Delivered(codec, Format(64, 64, 40.0)) as made:
-        for number in range(3):
-            made.thread.submit(_flat(COLOURS[number]), number * 2250)
-            made.wait()
-        for number in range(3, 203):
-            made.thread.submit(_flat(COLOURS[number % 6]), number * 2250)
-        while made.packets[-1].pts != 202 * 2250:
-            made.wait()
-    stamps = [encoded.pts for encoded in made.packets]
+    with _Fed(codec, Format(64, 64, 40.0)) as fed:
+        for _ in range(3):
+            fed.give()
+        for _ in range(200):
+            fed.submit()
+        while fed.made.get(timeout=20)[-1].pts != 202 * 2250:
+            pass
+    stamps = [encoded.pts for encoded in fed.packets]
     assert stamps == sorted(set(stamps))
-    assert made.packets[0].key
-    assert len(made.packets) + made.thread.dropped == 203
+    assert fed.packets[0].key
+    assert len(fed.packets) + fed.thread.dropped == 203
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_another_bit_rate_holds_from_a_key_frame_on(codec: Codec) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (8, 128, 128, 3)).astype(np.uint8)
-    with _Delivered(codec, Format(128, 128, 40.0, 1, 4_000_000)) as made:
+    with _Fed(codec, Format(128, 128, 40.0, 1, 4_000_000)) as fed:
         for number in range(120):
             if number == 60:
-                made.thread.set_bitrate(500_000)
-            made.thread.submit(noise[number % 8], number * 2250)
-            made.wait()
-    assert [number for number, encoded in enumerate(made.packets) if encoded.key][:2] == [0, 60]
-    before, after = (sum(encoded.packet.size for encoded in made.packets[at : at + 40]) for at in (20, 80))
+                fed.thread.set_format(Format(128, 128, 40.0, 1, 500_000))
+            fed.give(noise[number % 8])
+    assert [number for number, encoded in enumerate(fed.packets) if encoded.key][:2] == [0, 60]
+    before, after = (sum(encoded.packet.size for encoded in fed.packets[at : at + 40]) for at in (20, 80))
     assert after < before / 2
 
 
@@ -163,48 +168,14 @@ class _Works:
         monkeypatch.setattr(clock, "monotonic_s", lambda: self.now_s)
 
 
-class _Fed:
-    """An encoder thread that is given one picture after the other. A context manager."""
-
-    def __init__(self, codec: Codec, fmt: Format) -> None:
-        self.thread = EncoderThread(codec, fmt, lambda encoded: None)
-        self._given = 0
-        self._made: Queue[list[EncodedFrame]] = Queue()
-        encode = self.thread._encode
-
-        def noted(*picture: Any) -> list[EncodedFrame]:
-            packets = encode(*picture)
-            self._made.put(packets)
-            return packets
-
-        self.thread._encode = noted  # type: ignore[method-assign]
-
-    def __enter__(self) -> _Fed:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.thread.stop()
-
-    def keys(self) -> list[bool]:
-        """`give`, by whether what it becomes is a key frame."""
-        return [each.key for each in self.give()]
-
-    def give(self) -> list[EncodedFrame]:
-        """What becomes of the next picture."""
-        self.thread.submit(_flat(COLOURS[self._given % 6]), self._given * 2250)
-        self._given += 1
-        return self._made.get(timeout=20)
-
-
-@pytest.mark.parametrize("codec", CODECS)
 def test_a_codec_that_cannot_be_opened_for_another_rate_goes_on_with_the_old_one(
-    codec: Codec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = _Works(monkeypatch)
-    with _Fed(codec, Format(64, 64, 40.0, 1, 1_000_000)) as fed:
+    with _Fed("h264", Format(64, 64, 40.0, 1, 1_000_000)) as fed:
         assert fed.keys() == [True]
         library.opens = False
-        fed.thread.set_bitrate(500_000)
+        fed.thread.set_format(Format(64, 64, 40.0, 1, 500_000))
         for _ in range(8):
             assert fed.keys() == [False]
         assert len(library.threads) == 3, "at the next picture again, then once a second"
@@ -216,13 +187,12 @@ def test_a_codec_that_cannot_be_opened_for_another_rate_goes_on_with_the_old_one
     assert caplog.text.count("cannot be opened") == 1
 
 
-@pytest.mark.parametrize("codec", CODECS)
 def test_a_codec_that_fails_is_opened_again_once_a_second_until_it_works(
-    codec: Codec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = _Works(monkeypatch)
     library.opens = False
-    with _Fed(codec, Format(64, 64, 40.0)) as fed:
+    with _Fed("h264", Format(64, 64, 40.0)) as fed:
         assert fed.give() == []
         library.opens = True
         library.now_s += REOPEN_S
@@ -243,12 +213,11 @@ def test_a_codec_that_fails_is_opened_again_once_a_second_until_it_works(
     assert caplog.text.count("It is opened again") == 2, "once for each time"
 
 
-@pytest.mark.parametrize("codec", CODECS)
 def test_changes_of_the_format_that_follow_each_other_closely_share_a_key_frame(
-    codec: Codec, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library = _Works(monkeypatch)
-    with _Fed(codec, Format(64, 64, 40.0)) as fed:
+    with _Fed("h264", Format(64, 64, 40.0)) as fed:
         assert fed.keys() == [True]
         keys = []
         for number in range(20):
@@ -262,7 +231,7 @@ def test_changes_of_the_format_that_follow_each_other_closely_share_a_key_frame(
         fed.thread.set_format(Format(64, 64, 31.0))
         library.now_s += REOPEN_S
         assert fed.keys() == [False], "no other format"
-    assert library.threads == 3 * [f"encoder-{codec}"]
+    assert library.threads == 3 * ["encoder-h264"]
 
 
 def _smooth(width: int = 64, height: int = 48) -> np.ndarray:
@@ -318,15 +287,6 @@ def _drain(queue: PacketQueue) -> list[int]:
     while (encoded := queue.get()) is not None:
         found.append(encoded.pts)
     return found
-
-
-def test_a_viewer_begins_with_a_key_frame() -> None:
-    queue = PacketQueue()
-    assert queue.put(_encoded(1))
-    assert not queue.put(_encoded(2, key=True))
-    assert not queue.put(_encoded(3))
-    assert _drain(queue) == [2, 3]
-    assert queue.dropped == 1
 
 
 def test_a_viewer_too_far_behind_skips_to_the_next_key_frame() -> None:

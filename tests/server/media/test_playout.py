@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -95,12 +94,6 @@ def test_a_stall_of_a_fast_engine_is_forgotten_within_seconds(at_s: float, stall
     assert set(gaps(taken, from_s=at_s + stall_s + 9)) == {1}
 
 
-def test_an_engine_that_was_slow_for_a_while_is_shown_at_full_rate_again() -> None:
-    taken = live(90.0, lambda now_s: 12 / (20 if 10 < now_s < 30 else 60))
-    assert max(gaps(taken, from_s=15.0)) <= 4
-    assert set(gaps(taken, from_s=40.0)) == {1}
-
-
 def test_start_waits_for_the_start_buffer_but_not_for_ever() -> None:
     playout = PlayoutBuffer(10, start_frames=5)
     playout.push(0, frames(0, 2))
@@ -128,18 +121,6 @@ def test_a_dry_buffer_repeats_and_goes_on_at_once_a_little_slower(monkeypatch: p
     later = take(playout, 0.9)
     assert [(due.frame, due.repeated) for _, due in later] == [(3, False), (4, False), (4, True), (4, True)]
     assert [due.pts for _, due in [*taken, *later]] == [9000 * slot for slot in range(10)]
-
-
-def test_after_a_long_stall_frames_gather_as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(playout_module, "START_WAIT_S", 5)
-    playout = PlayoutBuffer(10, start_frames=3)
-    playout.push(0, frames(0, 3))
-    take(playout, 10.0)
-    playout.push(3, frames(3, 2))
-    assert {due.frame for _, due in take(playout, 10.5)} == {2}
-    assert 30 <= playout.progress.dry <= 31 < playout.progress.repeated, "then it waits for frames to gather"
-    playout.push(5, frames(5, 1))
-    assert [(due.frame, due.repeated) for _, due in take(playout, 10.8)] == [(3, False), (4, False), (5, False)]
 
 
 def test_pause_holds_the_media_clock() -> None:
@@ -209,37 +190,6 @@ def test_a_late_caller_catches_up_within_limits() -> None:
     assert playout.due(10.0) is None, "and there is no burst"
 
 
-def test_a_clock_set_back_does_not_freeze_the_stream() -> None:
-    playout = PlayoutBuffer(40)
-    playout.push(0, frames(0, 10))
-    first, second = playout.due(1000.0), playout.due(1000.025)
-    assert first is not None and second is not None
-    assert playout.due(500.0) is None
-    assert playout.next_due_s == pytest.approx(500.025)
-    third = playout.due(playout.next_due_s)
-    assert third is not None and third.frame == 2 and third.pts == second.pts + 2250
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fps", [40, 30000 / 1001])
-def test_the_rate_is_exact_over_an_hour(fps: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(playout_module, "CAPACITY_FRAMES", 1000)
-    playout = PlayoutBuffer(fps)
-    exact = Fraction(fps).limit_denominator(1001)
-    pictures = frames(0, 1000)
-    slots = math.floor(3600 * exact)
-    last, now_s = -1, 5.0
-    for slot in range(slots):
-        if slot % 1000 == 0:
-            playout.push(slot, pictures)
-        now_s = max(playout.next_due_s or 0.0, 5.0)
-        due = playout.due(now_s)
-        assert due is not None and due.pts > last and not due.repeated
-        last = due.pts
-    assert last == math.floor(90_000 * (slots - 1) / exact)
-    assert now_s == pytest.approx(5.0 + float((slots - 1) / exact), abs=1e-6)
-
-
 def test_more_than_the_capacity_drops_the_oldest_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(playout_module, "CAPACITY_FRAMES", 4)
     playout = PlayoutBuffer(10)
@@ -262,7 +212,7 @@ def test_frames_cannot_come_twice() -> None:
 STEPS = st.one_of(
     st.tuples(st.just("push"), st.integers(1, 12)),
     st.tuples(st.just("ask"), st.floats(0, 0.2)),
-    st.tuples(st.just("jump"), st.floats(-5, 50)),
+    st.tuples(st.just("jump"), st.floats(0, 50)),
     st.tuples(st.just("pause"), st.just(0)),
     st.tuples(st.just("resume"), st.just(0)),
     st.tuples(st.just("clear"), st.just(0)),
@@ -330,16 +280,15 @@ CHUNK_S, LIMIT_S = 0.2, 0.6
 class LeadStream:
     """An engine that begins a chunk when it fits into the lead, and a buffer that is shown in real time."""
 
-    def __init__(self, work_s: Callable[[float], float], needs_s: float = 0.0) -> None:
+    def __init__(self, work_s: Callable[[float], float]) -> None:
         self.lead = PlayoutLead(CHUNK_S, LIMIT_S)
-        self.work_s, self.needs_s = work_s, needs_s
+        self.work_s = work_s
         self.now_s, self.made_s, self.shown_until_s = 0.0, 0.0, 0.0
         self.slacks: list[float] = []
 
     def run(self, chunks: int) -> LeadStream:
         for _ in range(chunks):
-            ahead_s = max(self.lead.lead_s, self.needs_s)
-            begin_s = max(self.now_s, self.shown_until_s - (ahead_s - CHUNK_S))
+            begin_s = max(self.now_s, self.shown_until_s - (self.lead.lead_s - CHUNK_S))
             self.now_s = begin_s + self.work_s(begin_s)
             slack_s = self.shown_until_s - self.now_s  # negative: nothing waited
             self.slacks.append(slack_s)
@@ -372,33 +321,8 @@ def test_an_unsteady_machine_keeps_more_and_does_not_run_dry(seed: int) -> None:
     assert min(stream.slacks[1:]) > 0
 
 
-def test_a_second_in_which_all_takes_half_as_long_again_empties_nothing() -> None:
-    stream = LeadStream(lambda _: 0.1).run(200)
-    begin_s = stream.now_s
-    stream.work_s = lambda now_s: 0.15 if now_s < begin_s + 1 else 0.1
-    stream.run(200)
-    assert min(stream.slacks[1:]) > 0
-    assert stream.lead.lead_s == pytest.approx(CHUNK_S + 0.1 + MARGIN_S, abs=0.01), "and it comes back"
-
-
 def test_a_stall_takes_the_lead_to_its_limit_and_no_further() -> None:
     stream = LeadStream(lambda _: 0.1).run(200)
     stream.work_s = lambda _: 2.0
     stream.run(1)
     assert stream.lead.lead_s == LIMIT_S
-
-
-def test_where_the_engine_needs_more_ahead_the_lead_follows_from_there() -> None:
-    stream = LeadStream(lambda _: 0.1, needs_s=0.5).run(200)
-    assert stream.lead.lead_s == pytest.approx(0.4, abs=0.01), "what is there when a chunk has come"
-    stream.work_s, stream.needs_s = lambda _: 0.25, 0.0
-    stream.run(8)
-    assert stream.lead.lead_s > 0.45
-
-
-def test_it_begins_with_a_part_of_its_limit_and_a_chunk_always_fits() -> None:
-    assert PlayoutLead(CHUNK_S, 0.9).lead_s == pytest.approx(0.6)
-    lead = PlayoutLead(1.0, 0.6)
-    for _ in range(100):
-        lead.arrived(5.0)
-    assert lead.lead_s == 1.0

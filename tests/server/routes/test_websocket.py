@@ -134,7 +134,7 @@ async def test_a_reader_that_does_not_read_is_let_go_and_others_hear_on() -> Non
         stuck = await SocketClient.connect(site.base, PATH, receive_bytes=4096)
         assert site.state.sockets.count == 2
         for number in range(2000):
-            live.subscribers.broadcast({"type": "pad", "number": number, "pad": "x" * 50_000})
+            live.broadcast({"type": "pad", "number": number, "pad": "x" * 50_000})
             await reads.message({"type": "pad", "number": number})
             if site.state.sockets.count == 1:
                 break
@@ -220,10 +220,10 @@ async def test_of_events_that_nobody_reads_the_newest_is_kept_and_they_hold_up_n
         events = control._events(live)
         await anext(events)
         for number in range(1000):
-            live.subscribers.broadcast({"type": "state", "number": number})
+            live.broadcast({"type": "state", "number": number})
         assert await anext(events) == 'data: {"type": "state", "number": 999}\n\n'
         await events.aclose()
-        assert not live.subscribers
+        assert not live.peers
         stream = await site.http.send(site.http.build_request("GET", EVENTS.format("default")), stream=True)
         await _event(stream.aiter_lines(), "hello")
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []

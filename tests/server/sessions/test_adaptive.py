@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
 import pytest
 
-from streamdiff.config import Config, PlaybackConfig, ServeConfig
+from streamdiff.config import Config, ServeConfig
 from streamdiff.engine.messages import Open
 from streamdiff.engine.process.supervisor import Restarting
 from streamdiff.server import load
@@ -18,13 +18,8 @@ from tests.server.scripted import Painter
 pytestmark = pytest.mark.slow
 
 
-def _run(scene: Any, painter: Painter, fps: float = 40.0, **serve: Any) -> None:
-    async def main() -> None:
-        config = Config(serve=ServeConfig(**serve), playback=PlaybackConfig(fps=fps))
-        async with open_site(config, painter) as site:
-            await scene(site)
-
-    asyncio.run(main())
+def _site(painter: Painter, **serve: Any) -> AbstractAsyncContextManager[Site]:
+    return open_site(Config(serve=ServeConfig(**serve)), painter)
 
 
 @pytest.fixture
@@ -63,8 +58,8 @@ def _now(state: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.usefixtures("measured_only")
-def test_steps_go_down_when_another_comes_and_come_back_when_it_has_gone() -> None:
-    async def scene(site: Site) -> None:
+async def test_steps_go_down_when_another_comes_and_come_back_when_it_has_gone() -> None:
+    async with _site(Painter(chunk_s=0.12), adaptive=True) as site:  # each takes 0.6 of the time, in fewer steps 0.36
         peer = await site.watch()
         await _until_corner(peer, white=False)
         other = await _open(site, prompt="blue")
@@ -93,12 +88,10 @@ def test_steps_go_down_when_another_comes_and_come_back_when_it_has_gone() -> No
         assert 'streamdiff_load_changes_total{direction="down"} 3.0' in figures
         assert other.json()["id"] not in figures
 
-    _run(scene, Painter(chunk_s=0.12), adaptive=True)  # each takes 0.6 of the time, in fewer steps 0.36
-
 
 @pytest.mark.usefixtures("measured_only")
-def test_then_frame_rate_is_lost_and_only_then_is_somebody_refused() -> None:
-    async def scene(site: Site) -> None:
+async def test_then_frame_rate_is_lost_and_only_then_is_somebody_refused() -> None:
+    async with _site(Painter(chunk_s=0.2), adaptive=True, max_utilization=0.95) as site:
         peer = await site.watch()
         await _until_corner(peer, white=True)  # alone, it takes all of the time
         rigid = await _open(site, adaptive=False)
@@ -116,43 +109,25 @@ def test_then_frame_rate_is_lost_and_only_then_is_somebody_refused() -> None:
         shown = pacer.progress().shown
         await site.until(lambda: pacer.progress().shown > shown + 5)  # it plays on
 
-    # Of the time: 1, in fewer steps 0.6, at half the frame rate 0.3.
-    _run(scene, Painter(chunk_s=0.2), adaptive=True, max_utilization=0.95)
 
-
-def test_chunks_that_come_late_are_noticed_whatever_was_measured() -> None:
+async def test_chunks_that_come_late_are_noticed_whatever_was_measured() -> None:
     class TooCheap(Painter):
         def chunk_compute_s(self) -> float:
             return 0.001
 
-    async def scene(site: Site) -> None:
+    async with _site(TooCheap(chunk_s=0.3), adaptive=True) as site:  # and a chunk is shown for 0.2
         peer = await site.watch()
         await _until_corner(peer, white=False)
         await _until_corner(peer, white=True)
         assert (await peer.message({"type": "state", "steps": 2}))["reason"] == "load"
 
-    _run(scene, TooCheap(chunk_s=0.3), adaptive=True)  # and a chunk is shown for 0.2
-
 
 @pytest.mark.usefixtures("measured_only")
-def test_an_engine_that_comes_back_goes_on_with_what_load_leaves() -> None:
-    async def scene(site: Site) -> None:
+async def test_an_engine_that_comes_back_goes_on_with_what_load_leaves() -> None:
+    async with _site(Painter(chunk_s=0.2), adaptive=True) as site:
         peer = await site.watch()
         await peer.message({"type": "state", "steps": 2, "asked_steps": 4})
         await site.client.inject(Restarting("it was lost", 1))
         await site.client.inject(site.client.ready)
         await site.until(lambda: len([each for each in site.client.sent if isinstance(each, Open)]) > 1)
         assert [each.steps for each in site.client.sent if isinstance(each, Open)] == [4, 2]
-
-    _run(scene, Painter(chunk_s=0.2), adaptive=True)
-
-
-def test_who_is_not_adaptive_gives_nothing() -> None:
-    async def scene(site: Site) -> None:
-        peer = await site.watch()
-        for _ in range(60):
-            await peer.frame()
-        state = (await site.http.get("/api/state")).json()["state"]
-        assert _now(state) == (4, 4, 40.0, 40.0, "") and not state["adaptive"]
-
-    _run(scene, Painter(chunk_s=0.3))

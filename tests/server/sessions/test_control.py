@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from streamdiff.server.sessions.control import (
     ControlError,
     PromptMessage,
-    ResetMessage,
+    RequestTracker,
     StepsMessage,
     parse,
 )
-from streamdiff.server.sessions.receipts import RequestTracker
 
 
 @pytest.mark.parametrize(
@@ -139,14 +138,6 @@ def test_a_prompt_that_was_overtaken_is_superseded() -> None:
     assert [(receipt.owner, receipt.stage) for receipt in receipts] == [("me", "superseded"), ("you", "applied")]
 
 
-def test_a_refused_request_is_closed() -> None:
-    tracker = RequestTracker()
-    request = tracker.begin(ResetMessage(type="reset", id=1, seed=3), "me", 0.0)
-    [receipt] = tracker.refused(request, "seed", "too big", 0.1)
-    assert (receipt.stage, receipt.field, receipt.reason) == ("refused", "seed", "too big")
-    assert tracker.accepted(request, 1, "", "", 0.2) == []
-
-
 def test_the_book_does_not_grow() -> None:
     tracker = RequestTracker(limit=4)
     requests = [tracker.begin(PromptMessage(type="prompt", id=n, prompt="a"), "me", 0.0) for n in range(100)]
@@ -175,26 +166,6 @@ def test_what_a_lost_engine_had_taken_last_holds_for_the_next_one_and_what_it_ha
     assert [(receipt.id, receipt.stage) for receipt in tracker.shown(12, 3, 0.7)] == [(1, "shown")]
 
 
-def test_a_request_whose_frame_was_named_and_never_came_is_carried_over_too() -> None:
-    tracker = RequestTracker()
-    tracker.begin(PromptMessage(type="prompt", id="mine", prompt="a"), "me", 0.0)
-    tracker.accepted("r1", 1, "a", "", 0.1)
-    tracker.applied(1, 10, 0.2)
-    assert tracker.engine_lost(2, 10, "it died", 0.3) == []
-    assert [receipt.stage for receipt in tracker.applied(2, 10, 0.4)] == ["applied"]
-    assert [receipt.stage for receipt in tracker.shown(10, 2, 0.5)] == ["shown"]
-
-
-def test_of_several_that_a_lost_engine_had_taken_the_latest_holds() -> None:
-    tracker = _three_prompts()
-    tracker.accepted("r3", 3, "c", "", 0.3)
-    assert tracker.engine_lost(4, 12, "it died", 0.4) == []
-    assert [(receipt.id, receipt.stage) for receipt in tracker.applied(4, 12, 0.5)] == [
-        (1, "superseded"),
-        (2, "applied"),
-    ]
-
-
 def _mixed() -> RequestTracker:
     """Two prompts and two numbers of steps by turns, all taken."""
     tracker = RequestTracker()
@@ -207,13 +178,6 @@ def _mixed() -> RequestTracker:
     for number, control in enumerate(controls, start=1):
         tracker.accepted(tracker.begin(control, "me", 0.0), number, "", "", 0.1)
     return tracker
-
-
-def test_prompts_and_steps_hold_beside_each_other() -> None:
-    tracker = _mixed()
-    stages = {receipt.id: receipt.stage for receipt in tracker.applied(4, 10, 0.2)}
-    assert stages == {"red": "superseded", "few": "superseded", "blue": "applied", "many": "applied"}
-    assert {receipt.id: receipt.stage for receipt in tracker.shown(10, 4, 0.3)} == {"blue": "shown", "many": "shown"}
 
 
 def test_what_was_made_and_never_seen_is_superseded_by_its_own_kind_only() -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from streamdiff import clock
 from streamdiff.config import Config, PlaybackConfig
 from streamdiff.engine.messages import SetPrompt
+from streamdiff.server.media.playback import SKIP_EVERY_S
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.sessions.playback import SKIP_EVERY_S
 from tests.server.conftest import Site, open_site
 from tests.server.scripted import Painter
 
@@ -19,15 +19,14 @@ pytestmark = pytest.mark.slow
 LEAD_S = 4.0
 
 
-def run(scene: Callable[[Site, LiveSession], Awaitable[None]]) -> None:
-    async def main() -> None:
-        config = Config(playback=PlaybackConfig(max_ahead_s=LEAD_S))
-        async with open_site(config, Painter(chunk_s=0.001)) as site:
-            session = site.state.manager.get("default")
-            assert session is not None
-            await scene(site, session)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def opened() -> AsyncIterator[tuple[Site, LiveSession]]:
+    """A server whose engine is fast, and its default session."""
+    config = Config(playback=PlaybackConfig(max_ahead_s=LEAD_S))
+    async with open_site(config, Painter(chunk_s=0.001)) as site:
+        session = site.state.manager.get("default")
+        assert session is not None
+        yield site, session
 
 
 async def prompt(site: Site, text: str) -> SetPrompt:
@@ -37,8 +36,8 @@ async def prompt(site: Site, text: str) -> SetPrompt:
     return next(command for command in reversed(site.client.sent) if isinstance(command, SetPrompt))
 
 
-def test_what_waits_is_skipped_for_a_new_prompt() -> None:
-    async def scene(site: Site, session: LiveSession) -> None:
+async def test_what_waits_is_skipped_for_a_new_prompt() -> None:
+    async with opened() as (site, session):
         peer = await site.watch()
         await peer.frame()
         await site.until(lambda: session.playback.pacer.progress().buffered > 40)
@@ -50,11 +49,9 @@ def test_what_waits_is_skipped_for_a_new_prompt() -> None:
         assert progress.dropped > 0
         assert progress.passed == progress.shown + progress.dropped, "each was either shown or skipped"
 
-    run(scene)
 
-
-def test_prompts_without_end_skip_now_and_then_only() -> None:
-    async def scene(site: Site, session: LiveSession) -> None:
+async def test_prompts_without_end_skip_now_and_then_only() -> None:
+    async with opened() as (site, session):
         await (await site.watch()).frame()
         now_s = clock.monotonic_s()
         with pytest.MonkeyPatch.context() as patch:
@@ -63,21 +60,11 @@ def test_prompts_without_end_skip_now_and_then_only() -> None:
             patch.setattr(clock, "monotonic_s", lambda: now_s + SKIP_EVERY_S)
             assert session.playback.may_skip()
 
-    run(scene)
 
-
-def test_nothing_is_made_ahead_for_prompts_that_nobody_sees() -> None:
-    async def scene(site: Site, session: LiveSession) -> None:
+async def test_nothing_is_skipped_that_nobody_sees_nor_of_video_that_comes_in() -> None:
+    async with opened() as (site, session):
         await site.until(lambda: session.playback.pacer.held)
         assert not (await prompt(site, "blue")).skip
-
-    run(scene)
-
-
-def test_video_that_comes_in_is_not_skipped() -> None:
-    async def scene(site: Site, session: LiveSession) -> None:
         await (await site.watch()).frame()
-        session.input.take("camera")
+        session.take_input("camera")
         assert not (await prompt(site, "blue")).skip
-
-    run(scene)

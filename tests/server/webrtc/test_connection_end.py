@@ -16,20 +16,19 @@ from aiortc import RTCConfiguration, RTCPeerConnection
 
 from streamdiff.server.peers import SlotPool
 from streamdiff.server.sessions.live_session import LiveSession
-from streamdiff.server.webrtc import viewers
+from streamdiff.server.webrtc import peer_connections
 from streamdiff.server.webrtc.ice import IceServers
-from streamdiff.server.webrtc.peer_connections import Peer, Peers
-from streamdiff.server.webrtc.viewers import Viewer, Viewers
-from tests.server.conftest import Site, run_scene
+from streamdiff.server.webrtc.peer_connections import Peer, Peers, Viewer, Viewers
+from tests.server.conftest import Site, open_site
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("joins", ["before the viewers are sent away", "after it"])
-def test_nobody_joins_a_session_that_is_being_ended(joins: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_joins_a_session_that_is_being_ended(joins: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The viewer's negotiation begins before the DELETE and ends in the middle of it."""
     negotiate = Viewers._negotiate
 
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         opened = (await site.http.post("/api/sessions", json={"prompt": "purple"})).json()
         live = site.state.manager.get(opened["id"])
         assert live is not None
@@ -63,9 +62,7 @@ def test_nobody_joins_a_session_that_is_being_ended(joins: str, monkeypatch: pyt
         assert response.status_code == 410, response.text
         assert response.json()["code"] == "ended"
         assert site.state.viewers.count == 0
-        assert live.playback.fanout.codecs == (), "nothing is encoded for a session that has ended"
-
-    run_scene(scene)
+        assert live.playback.codecs == (), "nothing is encoded for a session that has ended"
 
 
 # ---- what is left ----------------------------------------------------------------------------------------------------
@@ -124,11 +121,11 @@ def _connection(site: Site) -> RTCPeerConnection:
 
 
 @pytest.mark.slow
-def test_a_connection_that_gets_no_time_to_close_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_gets_no_time_to_close_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine so busy that the time is over before the event loop comes to it."""
-    monkeypatch.setattr(viewers, "CLOSE_S", 0.0)
+    monkeypatch.setattr(peer_connections, "CLOSE_S", 0.0)
 
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         offer = await _offer_of_nobody()
         await _delete(site, await _post(site, offer))
         before, files = _held()
@@ -138,14 +135,12 @@ def test_a_connection_that_gets_no_time_to_close_leaves_nothing(monkeypatch: pyt
         assert not _held()[0]
         await site.until(lambda: _held()[1] <= files)
 
-    run_scene(scene)
-
 
 @pytest.mark.slow
-def test_a_connection_whose_good_bye_does_not_get_away_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewers, "CLOSE_S", 0.1)
+async def test_a_connection_whose_good_bye_does_not_get_away_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_connections, "CLOSE_S", 0.1)
 
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         peer = await site.watch()
         await peer.message({"type": "hello"})
         await peer.frame()
@@ -159,28 +154,10 @@ def test_a_connection_whose_good_bye_does_not_get_away_leaves_nothing(monkeypatc
         await peer.pc.close()
         await site.until(lambda: not _held()[0])
 
-    run_scene(scene)
-
-
-@pytest.mark.slow
-def test_a_connection_whose_close_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(site: Site) -> None:
-        posted = await _post(site, await _offer_of_nobody())
-        [transceiver] = _connection(site).getTransceivers()
-
-        async def fail() -> None:
-            raise OSError("broken")
-
-        monkeypatch.setattr(transceiver, "stop", fail)
-        await _delete(site, posted)
-        assert not _held()[0]
-
-    run_scene(scene)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("handshake_ends", ["after the transport", "before it"])
-def test_a_connection_in_the_middle_of_its_handshake_leaves_nothing_and_is_no_error(
+async def test_a_connection_in_the_middle_of_its_handshake_leaves_nothing_and_is_no_error(
     handshake_ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close = aioice.Connection.close
@@ -191,7 +168,7 @@ def test_a_connection_in_the_middle_of_its_handshake_leaves_nothing_and_is_no_er
             await asyncio.sleep(0)
         await close(self)
 
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         if handshake_ends == "before it":
             monkeypatch.setattr(aioice.Connection, "close", late_close)
         errors: list[dict[str, Any]] = []
@@ -205,62 +182,22 @@ def test_a_connection_in_the_middle_of_its_handshake_leaves_nothing_and_is_no_er
         assert not _held()[0]
         assert not errors
 
-    run_scene(scene)
 
-
-@pytest.mark.slow
-def test_a_connection_that_comes_about_while_it_is_closed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ICE has succeeded, but aioice's `connect` goes on, and asks for consent for ever, only after the close."""
-    make = aioice.Connection.__init__
-
-    async def scene(site: Site) -> None:
-        closed = asyncio.Event()
-
-        def made(self: aioice.Connection, *args: Any, **options: Any) -> None:
-            make(self, *args, **options)
-            if not self.ice_controlling:
-                get = self._check_list_state.get
-
-                async def late_get() -> Any:
-                    result = await get()
-                    await closed.wait()
-                    return result
-
-                self._check_list_state.get = late_get  # type: ignore[method-assign]
-
-        monkeypatch.setattr(aioice.Connection, "__init__", made)
-        posted, peer = await _ice_only(site)
-        [dtls] = _connection(site)._RTCPeerConnection__dtlsTransports  # type: ignore[attr-defined]
-        await peer.connect()
-        await site.until(lambda: dtls.transport._connection._check_list_done)
-        await _delete(site, posted)
-        closed.set()
-        await peer.close()
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not _held()[0]
-
-    run_scene(scene)
-
-
-def test_a_connection_that_has_ended_before_it_is_registered_leaves_its_slot() -> None:
+async def test_a_connection_that_has_ended_before_it_is_registered_leaves_its_slot() -> None:
     """It may end while its offer is being answered; nobody is told a second time."""
 
     class Connections(Peers[Peer]):
         async def _end(self, peer: Peer, end: str) -> None:
             self._unregister(peer)
 
-    async def scene() -> None:
-        slots, session, pc = (
-            SlotPool(1, 1.0, "viewers", "serve.max_viewers"),
-            SimpleNamespace(id="s"),
-            RTCPeerConnection(),
-        )
-        connections = Connections(slots, IceServers([]))
-        await pc.close()
-        slots.take("::1")
-        connections._register(Peer(session, pc, "::1", None))  # type: ignore[arg-type]
-        await asyncio.gather(*connections._closing)
-        assert slots.count == 0
-
-    asyncio.run(scene())
+    slots, session, pc = (
+        SlotPool(1, 1.0, "viewers", "serve.max_viewers"),
+        SimpleNamespace(id="s"),
+        RTCPeerConnection(),
+    )
+    connections = Connections(slots, IceServers([]))
+    await pc.close()
+    slots.take("::1")
+    connections._register(Peer(session, pc, "::1", None))  # type: ignore[arg-type]
+    await asyncio.gather(*connections._closing)
+    assert slots.count == 0

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from aiortc.rtcsctptransport import WEBRTC_DCEP, WEBRTC_STRING, DataChunk, HeartbeatChunk, SackChunk
 
-from streamdiff.server.sessions.control import MAX_MESSAGE_BYTES
 from streamdiff.server.webrtc import aiortc_compat
-from tests.server.conftest import Peer, Site, run_scene
+from tests.server.conftest import Peer, Site, open_site
 
 
 def _reopen(peer: Peer) -> None:
@@ -26,8 +25,8 @@ def _reopen(peer: Peer) -> None:
         peer.arrived.set()
 
 
-def test_a_control_channel_that_was_closed_may_be_opened_again_and_a_second_one_beside_it_may_not() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_control_channel_that_was_closed_may_be_opened_again_and_a_second_one_beside_it_may_not() -> None:
+    async with open_site() as site:
         peer = await site.watch()
         await peer.message({"type": "hello"})
         beside = peer.pc.createDataChannel("control")
@@ -44,11 +43,9 @@ def test_a_control_channel_that_was_closed_may_be_opened_again_and_a_second_one_
         assert len(speaking) == 2, "the conversations over closed channels have ended"
         await peer.frame()
 
-    run_scene(scene)
 
-
-def test_a_control_channel_may_be_opened_before_the_end_of_the_old_one_is_known() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_control_channel_may_be_opened_before_the_end_of_the_old_one_is_known() -> None:
+    async with open_site() as site:
         peer = await site.watch()
         await peer.message({"type": "hello"})
         [viewer] = site.state.viewers._peers.values()
@@ -62,8 +59,6 @@ def test_a_control_channel_may_be_opened_before_the_end_of_the_old_one_is_known(
         await peer.message({"type": "pong", "id": 1})
         await peer.message({"type": "stats"})
 
-    run_scene(scene)
-
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 
@@ -72,22 +67,9 @@ def _ended(site: Site, end: str) -> bool:
     return f'viewers_ended_total{{end="{end}"}} 1.0'.encode() in site.state.metrics.text()
 
 
-def test_a_peer_is_told_how_long_a_message_may_be() -> None:
-    async def scene(site: Site) -> None:
-        peer = await site.watch()
-        assert f"a=max-message-size:{MAX_MESSAGE_BYTES}\r\n" in peer.answer
-        await peer.message({"type": "hello"})
-        with pytest.raises(ValueError, match="only supports messages up to 16384 bytes"):
-            peer.channel.send("x" * (MAX_MESSAGE_BYTES + 1))
-        peer.channel.send('{"type":"ping","id":1}'.ljust(MAX_MESSAGE_BYTES))
-        await peer.message({"type": "pong", "id": 1})
-
-    run_scene(scene)
-
-
 @pytest.mark.slow
-def test_a_peer_that_sends_megabytes_in_one_message_is_let_go_before_they_are_held() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_peer_that_sends_megabytes_in_one_message_is_let_go_before_they_are_held() -> None:
+    async with open_site() as site:
         peer, other = await site.watch(), await site.watch()
         await asyncio.gather(peer.message({"type": "hello"}), other.message({"type": "hello"}))
         [viewer, _] = site.state.viewers._peers.values()
@@ -111,8 +93,6 @@ def test_a_peer_that_sends_megabytes_in_one_message_is_let_go_before_they_are_he
         other.channel.send('{"type":"ping","id":1}')
         await other.message({"type": "pong", "id": 1})
         await other.frame()
-
-    run_scene(scene)
 
 
 def _chunk(peer: Peer, data: bytes = b"x", flags: int = 3, ahead: int = 0, stream_id: int = 1) -> DataChunk:
@@ -151,13 +131,13 @@ def _huge_acknowledgement(peer: Peer) -> list[Any]:
 @pytest.mark.parametrize(
     "chunks", [_many_streams, _messages_after_a_gap, _tiny_fragments, _heartbeats, _huge_acknowledgement]
 )
-def test_a_peer_that_speaks_sctp_of_its_own_to_make_work_is_let_go(
+async def test_a_peer_that_speaks_sctp_of_its_own_to_make_work_is_let_go(
     chunks: Callable[[Peer], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aiortc_compat, "CHUNK_BURST", 500.0)
     monkeypatch.setattr(aiortc_compat, "CHUNKS_PER_S", 0.001)
 
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         peer = await site.watch()
         await peer.message({"type": "hello"})
         for chunk in chunks(peer):
@@ -168,14 +148,12 @@ def test_a_peer_that_speaks_sctp_of_its_own_to_make_work_is_let_go(
         await site.until(lambda: site.state.viewers.count == 0)
         assert _ended(site, "data_limit")
 
-    run_scene(scene)
-
 
 # ---- what cannot be read ---------------------------------------------------------------------------------------------
 
 
-def test_text_that_is_not_utf8_is_answered(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene(site: Site) -> None:
+async def test_text_that_is_not_utf8_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_site() as site:
         peer = await site.watch()
         await peer.message({"type": "hello"})
         await peer.pc.sctp._send(peer.channel.id, WEBRTC_STRING, b'{"type":"ping","id":"\xff"}')
@@ -184,8 +162,6 @@ def test_text_that_is_not_utf8_is_answered(caplog: pytest.LogCaptureFixture) -> 
         peer.channel.send('{"type":"ping","id":5}')
         await peer.message({"type": "pong", "id": 5})
         await peer.frame()
-
-    run_scene(scene)
     assert "Traceback" not in caplog.text
 
 
@@ -203,16 +179,14 @@ def _acknowledge_nothing(peer: Peer) -> tuple[int, int, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("message", [_open_again, _label_of_bytes, _acknowledge_nothing])
-def test_a_peer_whose_channel_packets_cannot_be_read_is_let_go_in_one_line(
+async def test_a_peer_whose_channel_packets_cannot_be_read_is_let_go_in_one_line(
     message: Callable[[Peer], tuple[int, int, bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         peer = await site.watch()
         await peer.message({"type": "hello"})
         await peer.pc.sctp._send(*message(peer))
         await site.until(lambda: site.state.viewers.count == 0)
         assert _ended(site, "data_malformed")
-
-    run_scene(scene)
     assert "Traceback" not in caplog.text
     assert not [record for record in caplog.records if record.exc_info]

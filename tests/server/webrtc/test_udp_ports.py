@@ -93,25 +93,3 @@ def test_where_all_ports_are_taken_a_viewer_is_told_and_one_comes_in_later() -> 
         await (await site.watch()).frame()
 
     run_on(ports, scene)
-
-
-def test_sockets_with_a_port_or_a_peer_are_left_alone() -> None:
-    ports = free_range(1)
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        for options in (
-            {"remote_addr": ("127.0.0.1", 9)},
-            {"local_addr": ("127.0.0.1", 0), "remote_addr": ("127.0.0.1", 9)},
-        ):
-            transport, _ = await loop.create_datagram_endpoint(asyncio.DatagramProtocol, **options)  # type: ignore[arg-type]
-            assert transport.get_extra_info("sockname")[1] not in ports
-            transport.close()
-        made, _ = await loop.create_datagram_endpoint(asyncio.DatagramProtocol, ("127.0.0.1", 0))
-        assert made.get_extra_info("sockname")[1] == ports[0]
-        with pytest.raises(OSError):
-            await loop.create_datagram_endpoint(asyncio.DatagramProtocol, ("127.0.0.1", 0))
-        made.close()
-
-    with asyncio.Runner(loop_factory=partial(UdpPortLoop, ports)) as runner:
-        runner.run(main())

@@ -11,9 +11,9 @@ import numpy as np
 import psutil
 import pytest
 
-from streamdiff.config import Config, PlaybackConfig, ServeConfig
+from streamdiff.config import Config, ServeConfig
 from streamdiff.server.webrtc import peer_connections
-from tests.server.conftest import Peer, Site, in_slots, run_scene
+from tests.server.conftest import Peer, Site, open_site
 from tests.server.scripted import COLOURS, SIZE
 
 pytestmark = pytest.mark.slow
@@ -40,59 +40,23 @@ async def _until_colour(peer: Peer, name: str) -> None:
 # ---- the surface -----------------------------------------------------------------------------------------------------
 
 
-def test_the_endpoint_describes_itself() -> None:
-    async def scene(site: Site) -> None:
-        options = await site.http.options("/whep")
-        assert (options.status_code, options.headers["accept-post"]) == (200, "application/sdp")
-        head = await site.http.head("/whep")
-        assert (head.status_code, head.headers["content-type"]) == (200, "application/sdp")
-        assert (await site.http.get("/whep")).status_code == 200
-        put = await site.http.put("/whep", content="x")
-        assert put.status_code == 405
-        assert "POST" in put.headers["allow"]
-        assert put.headers["content-type"] == "application/problem+json"
-        for path in ("/nowhere", "/whep?session=other"):
-            missing = await site.http.post(path, content="v=0", headers=SDP)
-            assert (missing.status_code, missing.json()["status"]) == (404, 404)
-
-    run_scene(scene)
-
-
-def test_bad_offers_are_answered_and_the_stream_goes_on() -> None:
-    async def scene(site: Site) -> None:
+async def test_bad_offers_are_answered_and_the_stream_goes_on() -> None:
+    async with open_site() as site:
         watcher = await site.watch()
         await watcher.frame()
         good = (await site.offer()).pc.localDescription.sdp
-        channel_only = good[: good.index("m=video")] + good[good.index("m=application") :]
         no_common = re.sub(r"a=(rtpmap|fmtp):.*\r\n", "", good).replace(
             "a=mid:0\r\n", "a=mid:0\r\na=rtpmap:97 AV1/90000\r\n"
         )
         mid, candidate = "a=mid:0\r\n", "a=candidate:1 1 {} 1 {} 5000 typ host{}\r\n"
         table: list[tuple[bytes | str, dict[str, str], int]] = [
             (good, {"Content-Type": "text/plain"}, 415),
-            (good, {"Content-Type": "application/json"}, 415),
             ("", SDP, 400),
-            ("hello", SDP, 400),
-            ("<html></html>", SDP, 400),
-            ("{}", SDP, 400),
-            ("v=0", SDP, 400),
             (b"v=0\r\n\xff\xfe", SDP, 400),
-            (good[:300], SDP, 400),
             (good.replace("a=fingerprint", "a=x-print"), SDP, 400),
-            (good.replace("m=video", "m=video 99999999", 1), SDP, 400),
             (good + "a=x\r\n" * 100_000, SDP, 413),
             (good.replace("a=recvonly", "a=sendonly"), SDP, 422),
-            (good.replace("a=recvonly", "a=inactive"), SDP, 422),
-            (channel_only.replace("BUNDLE 0 1", "BUNDLE 1"), SDP, 422),
             (no_common, SDP, 422),
-            (good.replace("BUNDLE 0 1", "BUNDLE 7 9"), SDP, 400),
-            (re.sub(r"a=ice-ufrag.*\r\n", "", good), SDP, 400),
-            (re.sub(r"a=ice-pwd.*\r\n", "", good), SDP, 400),
-            (re.sub(r"a=setup.*\r\n", "", good), SDP, 400),
-            (good.replace("a=rtcp-mux\r\n", ""), SDP, 400),
-            (good.replace(mid, ""), SDP, 400),
-            (good.replace(mid, mid + "a=candidate:nonsense\r\n"), SDP, 400),
-            (good.replace(mid, mid + candidate.format("udp", "192.0.2.9", "") * 65), SDP, 400),
         ]
         for body, headers, status in table:
             response = await site.http.post("/whep", content=body, headers=headers)
@@ -112,11 +76,9 @@ def test_bad_offers_are_answered_and_the_stream_goes_on() -> None:
         for _ in range(20):
             await watcher.frame()
 
-    run_scene(scene)
 
-
-def test_a_body_without_a_length_is_read_up_to_the_limit_only() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_body_without_a_length_is_read_up_to_the_limit_only() -> None:
+    async with open_site() as site:
         sent = 0
 
         async def endless() -> object:
@@ -132,11 +94,9 @@ def test_a_body_without_a_length_is_read_up_to_the_limit_only() -> None:
             pass  # the server closes; whether its answer is read first is luck
         assert sent < 64 * 2**20
 
-    run_scene(scene)
 
-
-def test_sessions_end_once_and_are_remembered_for_a_while() -> None:
-    async def scene(site: Site) -> None:
+async def test_sessions_end_once_and_are_remembered_for_a_while() -> None:
+    async with open_site() as site:
         peer = await site.watch()
         assert re.fullmatch(r"/whep/default/[\w-]{32}", peer.location)
         await peer.frame()
@@ -156,11 +116,9 @@ def test_sessions_end_once_and_are_remembered_for_a_while() -> None:
         trickle = {"Content-Type": "application/trickle-ice-sdpfrag"}
         assert (await site.http.patch(peer.location, content="a=mid:0", headers=trickle)).status_code == 404
 
-    run_scene(scene)
 
-
-def test_trickle_takes_candidates_and_refuses_what_it_cannot() -> None:
-    async def scene(site: Site) -> None:
+async def test_trickle_takes_candidates_and_refuses_what_it_cannot() -> None:
+    async with open_site() as site:
         peer = await site.watch()
         username = re.search(r"a=ice-ufrag:(\S+)", peer.pc.localDescription.sdp).group(1)  # type: ignore[union-attr]
         good = f"a=ice-ufrag:{username}\r\na=mid:0\r\na=candidate:1 1 udp 1 192.0.2.77 5000 typ host\r\n"
@@ -183,16 +141,16 @@ def test_trickle_takes_candidates_and_refuses_what_it_cannot() -> None:
         [transport] = {each.transport.transport for each in viewer.sender.pc.getSenders()}
         assert {"192.0.2.77", "192.0.2.78"} <= {each.ip for each in transport.getRemoteCandidates()}
 
-    run_scene(scene)
-
 
 # ---- limits ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_hundred_at_once_get_exactly_the_places_there_are_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hundred_at_once_get_exactly_the_places_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(peer_connections, "CONNECT_TIMEOUT_S", 600.0)
 
-    async def scene(site: Site) -> None:
+    async with open_site(Config(serve=ServeConfig(max_viewers=8, address_share=1.0))) as site:
         watcher = await site.watch()
         await watcher.frame()
         offer = (await site.offer()).pc.localDescription.sdp
@@ -217,40 +175,34 @@ def test_a_hundred_at_once_get_exactly_the_places_there_are_and_leave_nothing(mo
         for _ in range(20):
             await watcher.frame()
 
-    run_scene(scene, Config(serve=ServeConfig(max_viewers=8, address_share=1.0)))
 
-
-def test_who_never_connects_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_never_connects_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_connections, "CONNECT_TIMEOUT_S", 0.5)
 
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         offer = (await site.offer()).pc.localDescription.sdp
         location = (await site.http.post("/whep", content=offer, headers=SDP)).headers["location"]
         await site.until(lambda: site.state.viewers.count == 0)
         assert (await site.http.delete(location)).status_code == 200
 
-    run_scene(scene)
 
-
-def test_a_flood_from_one_address_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_from_one_address_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_connections, "POST_BURST", 3.0)
     monkeypatch.setattr(peer_connections, "POSTS_PER_S", 0.001)
 
-    async def scene(site: Site) -> None:
+    async with open_site() as site:
         offer = (await site.offer()).pc.localDescription.sdp
         responses = [await site.http.post("/whep", content=offer, headers=SDP) for _ in range(5)]
         assert [response.status_code for response in responses] == [201, 201, 201, 429, 429]
         assert responses[-1].headers["retry-after"] == "1"
-
-    run_scene(scene)
 
 
 # ---- viewers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("codec", "name"), [("h264", "H264"), ("vp8", "VP8"), (None, "H264")])
-def test_a_viewer_sees_the_stream(codec: str | None, name: str) -> None:
-    async def scene(site: Site) -> None:
+async def test_a_viewer_sees_the_stream(codec: str | None, name: str) -> None:
+    async with open_site() as site:
         peer = await site.watch(codec)
         video = peer.answer[peer.answer.index("m=video") :]
         assert f" {name}/90000" in video
@@ -264,30 +216,17 @@ def test_a_viewer_sees_the_stream(codec: str | None, name: str) -> None:
         assert set(np.diff(stamps)) & {2250}, "40 frames per second on the 90 kHz clock"
         assert str(frames[0].time_base) == "1/90000"
 
-    run_scene(scene)
-
-
-@pytest.mark.parametrize(("fps", "ticks"), [(40.0, 2250), (50.0, 1800), (60.0, 1500)])
-def test_frames_carry_the_media_clock_at_any_rate(fps: float, ticks: int, regular_stamps: None) -> None:
-    async def scene(site: Site) -> None:
-        peer = await site.watch()
-        stamps = [(await peer.frame()).pts for _ in range(90)]
-        assert in_slots(stamps[30:], ticks)
-        assert ticks in np.diff(stamps[30:]), "slots are no shorter than that"
-
-    run_scene(scene, Config(playback=PlaybackConfig(fps=fps)))
-
 
 def _figure(site: Site, name: str) -> float:
     """A figure of the H.264 encoders."""
     return float(site.state.metrics.text().decode().split(f'streamdiff_{name}{{codec="h264"}}')[1].split()[0])
 
 
-def test_two_viewers_share_one_encoder_and_the_second_gets_a_key_frame() -> None:
-    async def scene(site: Site) -> None:
+async def test_two_viewers_share_one_encoder_and_the_second_gets_a_key_frame() -> None:
+    async with open_site() as site:
         first = await site.watch()
         await first.frame()
-        fanout = site.state.manager.get("default").playback.fanout  # type: ignore[union-attr]
+        fanout = site.state.manager.get("default").playback  # type: ignore[union-attr]
         before = _figure(site, "key_frames_total")
         second = await site.watch()
         await second.frame()
@@ -303,11 +242,9 @@ def test_two_viewers_share_one_encoder_and_the_second_gets_a_key_frame() -> None
         await asyncio.gather(*(site.http.delete(peer.location) for peer in (first, second, third)))
         assert fanout.codecs == ()
 
-    run_scene(scene)
 
-
-def test_who_joins_a_paused_stream_sees_the_picture() -> None:
-    async def scene(site: Site) -> None:
+async def test_who_joins_a_paused_stream_sees_the_picture() -> None:
+    async with open_site() as site:
         first = await site.watch()
         await first.frame()
         await site.http.post("/api/control", json={"type": "pause"})
@@ -323,11 +260,9 @@ def test_who_joins_a_paused_stream_sees_the_picture() -> None:
         await site.until(lambda: live.stats()["frame"] > frame)
         await _until_colour(late, "red")
 
-    run_scene(scene)
 
-
-def test_a_lost_picture_is_sent_as_a_key_frame_and_who_asks_without_end_is_heard_now_and_then() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_lost_picture_is_sent_as_a_key_frame_and_who_asks_without_end_is_heard_now_and_then() -> None:
+    async with open_site() as site:
         peer = await site.watch()
         await peer.frame()
         before = _figure(site, "key_frames_total")
@@ -339,5 +274,3 @@ def test_a_lost_picture_is_sent_as_a_key_frame_and_who_asks_without_end_is_heard
         await site.until(lambda: b"key_wishes_refused_total 9" in site.state.metrics.text())
         assert _figure(site, "key_frames_total") <= before + 6
         await peer.frame()
-
-    run_scene(scene)

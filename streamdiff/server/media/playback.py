@@ -1,13 +1,21 @@
-"""The media side of one session: frames from the engine to the encoders at an even rate, and progress reports."""
+"""The media side of one session: frames from the engine to the encoders at an even rate, packets from there to every
+receiver, and progress reports.
+
+One encoder per codec in use, started for its first receiver and stopped with its last; its bit rate follows the
+receivers' bandwidth estimates. Knows nothing about peer connections. Lives on the event loop; packets come from encoder
+threads.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +25,32 @@ from streamdiff import clock
 from streamdiff.config import Config
 from streamdiff.engine.messages import Command, FrameBatch, Ready, SetMaxAhead, Shown
 from streamdiff.errors import EngineFailure
-from streamdiff.server.media.codecs import Format, openable
-from streamdiff.server.media.encoder import as_rgb
-from streamdiff.server.media.fanout import Fanout
+from streamdiff.server.media.encoder import Codec, EncodedFrame, EncoderThread, Format, as_rgb
 from streamdiff.server.media.pacer import Pacer
 from streamdiff.server.media.playout import PlayoutLead, PlayoutSlot
-from streamdiff.server.metrics import Metrics
+from streamdiff.server.metrics import CounterDelta, Metrics
+from streamdiff.server.peers import Rate
 
 QUALITY = 92
 SKIP_EVERY_S = 0.5
 """Least seconds between two skips of frames for a new prompt. Without it, a viewer who sends prompts continuously would
 see only first chunks, and take engine time from others."""
+
+FLOOR = 0.4
+"""The rate never falls below this share of the configured one, which is also the highest."""
+SETTLE_S = 4.0
+"""Between changes: each begins with a key frame, and estimates need a while to follow."""
+HEADROOM = 0.85
+RISE = 1.25
+CLEARLY_MORE = 1.2
+SMALLEST = 0.05
+"""Smaller changes, as a share of the configured rate, are not made."""
+FRESH_S = 10.0
+"""An older estimate (REMB) is ignored."""
+TRIAL_S = 6.0
+"""A viewer's first estimates grow from a guess, whatever its line can carry."""
+ADAPT_INTERVAL_S = 1.0
+"""Between decisions on the bit rate."""
 
 
 def _encode_jpeg(picture: NDArray[np.uint8]) -> bytes:
@@ -36,8 +59,60 @@ def _encode_jpeg(picture: NDArray[np.uint8]) -> bytes:
     return file.getvalue()
 
 
+class BitrateController:
+    """The bit rate of one encoder. Sans-IO."""
+
+    def __init__(self, configured_bps: int) -> None:
+        self._highest = configured_bps
+        self._changed_s = float("-inf")
+        self.rate_bps = configured_bps
+
+    def decide(self, estimates_bps: Sequence[int], sent_bps: float, now_s: float) -> int | None:
+        """The new rate in bit/s, or None to leave it.
+
+        An estimate is bounded by what a viewer receives, and a simple picture takes fewer bits than allowed: so what
+        counts is whether the line carries what is *sent*. Mutates: self.
+        """
+        if not estimates_bps or now_s - self._changed_s < SETTLE_S:
+            return None
+        line_bps = statistics.median_low(estimates_bps)
+        if line_bps < sent_bps:
+            target = min(HEADROOM * line_bps, self.rate_bps)
+        elif line_bps > CLEARLY_MORE * sent_bps:
+            target = RISE * self.rate_bps
+        else:
+            return None
+        rate_bps = int(min(max(target, FLOOR * self._highest), self._highest))
+        if abs(rate_bps - self.rate_bps) < SMALLEST * self._highest:
+            return None
+        self._changed_s = now_s
+        self.rate_bps = rate_bps
+        return rate_bps
+
+
+class PacketReceiver(Protocol):
+    """Takes the packets: a viewer's track, or an output."""
+
+    def put(self, encoded: EncodedFrame) -> None:
+        """Take one packet, at once; called on the event loop."""
+
+    def line_bps(self, now_s: float) -> int | None:
+        """Its bandwidth estimate in bit/s; None where there is none."""
+
+
+class _Stream:
+    """The encoder of one codec, the receivers of its packets, and counts of what was sent."""
+
+    def __init__(self, encoder: EncoderThread, fmt: Format) -> None:
+        self.receivers: set[PacketReceiver] = set()
+        self.bits = Rate()
+        self.encoder, self.dropped = encoder, CounterDelta()
+        self.bitrate = BitrateController(fmt.bitrate_bps)
+
+
 class Playback:
-    """Pacer, encoders and snapshot of a session. Lives on the event loop.
+    """Pacer, encoders and snapshot of a session. Every packet of a codec goes to each receiver of that codec: encoded
+    once, however many there are.
 
     Back-pressure: it reports how many frames were shown or skipped, and the engine makes only so many beyond those as
     the lead says.
@@ -63,13 +138,15 @@ class Playback:
         self.lead = PlayoutLead(ready.chunk_frames / fps, self._most_ahead_s)
         self.fps = fps
         """Frames shown per second; under load fewer than `format` says."""
-        h264 = openable(config.serve.codec).get("h264", "libx264")
-        self.format = Format(ready.width, ready.height, fps, config.serve.upscale, config.serve.bitrate, h264)
-        take = asyncio.get_running_loop().call_soon_threadsafe
-        self.pacer = Pacer(fps, ready.chunk_frames, lambda slot: take(self._shown, slot), config.serve.pause_after_s)
+        self.format = Format(ready.width, ready.height, fps, config.serve.upscale, config.serve.bitrate)
+        self._call_soon = asyncio.get_running_loop().call_soon_threadsafe
+        show, grace_s = self._shown, config.serve.pause_after_s
+        self.pacer = Pacer(fps, ready.chunk_frames, lambda slot: self._call_soon(show, slot), grace_s)
         self.progressed = asyncio.Event()
         """Wakes the progress report."""
-        self.fanout = Fanout(self.format, self.pacer, metrics, self.progressed.set)
+        self._metrics = metrics
+        self._streams: dict[Codec, _Stream] = {}
+        self._adapted_s = 0.0
         self._jpeg: asyncio.Task[bytes] | None = None
         self._jpeg_of: weakref.ref[NDArray[np.uint8]] | None = None  # weak: a frame keeps the memory of its whole chunk
         self._made_s = clock.monotonic_s()
@@ -150,7 +227,9 @@ class Playback:
             return
         self.format = replace(self.format, fps=fps)
         self.show_fps(fps)
-        self.fanout.set_format(self.format)
+        for stream in self._streams.values():
+            stream.encoder.set_format(self.format)
+            stream.bitrate = BitrateController(self.format.bitrate_bps)
 
     def show_fps(self, fps: float) -> None:
         """Show frames at another rate from now on, with the present encoders. The lead is measured from the start, and
@@ -169,8 +248,10 @@ class Playback:
         """End the threads and tasks."""
         self._reporting.cancel()
         await asyncio.gather(self._reporting, return_exceptions=True)
-        self.fanout.stop()
         self.pacer.stop()
+        for stream in self._streams.values():
+            stream.encoder.stop()
+        self._streams.clear()
 
     def _shown(self, slot: PlayoutSlot) -> None:
         self._on_shown(slot.frame, slot.epoch, slot.pts)
@@ -192,3 +273,85 @@ class Playback:
                     await self._send(Shown(self._session, passed))
             except EngineFailure:
                 continue  # the reader of the engine's events reports it; `Open` carries both to the next engine
+
+    # ---- receivers ----------------------------------------------------------------------------------------------
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """The codecs that are encoded right now."""
+        return tuple(self._streams)
+
+    @property
+    def waiting(self) -> int:
+        """Pictures that wait to be encoded."""
+        return sum(stream.encoder.waiting for stream in self._streams.values())
+
+    @property
+    def dropped(self) -> int:
+        """Pictures that the running encoders did not encode."""
+        return sum(stream.encoder.dropped for stream in self._streams.values())
+
+    def attach(self, codec: Codec, receiver: PacketReceiver) -> None:
+        """Send `receiver` the stream, beginning with a key frame. Mutates: self."""
+        if codec in self._streams:
+            self._streams[codec].receivers.add(receiver)
+            self.request_key(codec)
+            return
+        encoder = EncoderThread(codec, self.format, lambda each: self._call_soon(self._distribute, codec, each))
+        self._streams[codec] = _Stream(encoder, self.format)
+        self._streams[codec].receivers.add(receiver)
+        self._set_encoders()
+
+    def detach(self, codec: Codec, receiver: PacketReceiver) -> None:
+        """Forget `receiver`. Mutates: self."""
+        stream = self._streams.get(codec)
+        if stream is None:
+            return
+        stream.receivers.discard(receiver)
+        if not stream.receivers:
+            del self._streams[codec]
+            self._set_encoders()
+            stream.encoder.stop()
+
+    def _set_encoders(self) -> None:
+        self.pacer.set_encoders(tuple(stream.encoder for stream in self._streams.values()))
+        self.progressed.set()
+
+    def request_key(self, codec: Codec) -> None:
+        """A receiver of `codec` can go on only from a key frame."""
+        if codec in self._streams:
+            self._streams[codec].encoder.request_key()
+            self.pacer.wake()
+
+    def failing_s(self, codec: Codec, now_s: float) -> float:
+        """Seconds since the encoder of `codec` has failed to make anything; 0 while it works."""
+        since_s = self._streams[codec].encoder.failing_since_s if codec in self._streams else None
+        return 0.0 if since_s is None else now_s - since_s
+
+    def sent_bps(self, codec: Codec) -> float:
+        """Bit/s that each receiver of `codec` is sent."""
+        return self._streams[codec].bits.per_s(clock.monotonic_s()) if codec in self._streams else 0.0
+
+    def _distribute(self, codec: Codec, encoded: EncodedFrame) -> None:
+        now_s = clock.monotonic_s()
+        self._metrics.encoded_bytes.labels(codec).inc(encoded.packet.size)
+        self._metrics.encode_s.labels(codec).observe(encoded.encode_s)
+        self._metrics.key_frames.labels(codec).inc(encoded.key)
+        if (stream := self._streams.get(codec)) is None:
+            return
+        stream.bits.add(8 * encoded.packet.size, now_s)
+        self._metrics.encoder_dropped.labels(codec).inc(stream.dropped.increase(stream.encoder.dropped))
+        for receiver in stream.receivers:
+            receiver.put(encoded)
+        if now_s - self._adapted_s >= ADAPT_INTERVAL_S:
+            self._adapted_s = now_s
+            self._adapt_bitrates(now_s)
+
+    def _adapt_bitrates(self, now_s: float) -> None:
+        """Adapt each encoder's bit rate to the receivers' bandwidth estimates. Mutates: self."""
+        for codec, stream in self._streams.items():
+            estimates = [bps for each in stream.receivers if (bps := each.line_bps(now_s)) is not None]
+            rate_bps = stream.bitrate.decide(estimates, stream.bits.per_s(now_s), now_s)
+            if rate_bps is not None:
+                stream.encoder.set_format(replace(self.format, bitrate=rate_bps))
+            self._metrics.bitrate.labels(codec).set(stream.bitrate.rate_bps)

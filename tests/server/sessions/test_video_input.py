@@ -1,4 +1,4 @@
-"""A video file feeds the default session at its own pace, and what was asked for happens at its end; so with WHIP."""
+"""Video that feeds a session: frames in pieces, a file at its own pace, and what happens at its end; so with WHIP."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ import torch
 from streamdiff.config import Config, PlaybackConfig, SessionConfig
 from streamdiff.engine.messages import InputFrames, SetInput
 from streamdiff.errors import ConfigError, EngineFailure
-from streamdiff.server.media import video_input
-from streamdiff.server.media.video_input import check_video, play
-from streamdiff.server.sessions.control import ControlError
-from streamdiff.server.sessions.receipts import Receipt, StreamEnded
-from streamdiff.server.sessions.video_source import FileFeed
+from streamdiff.server.sessions import video_input
+from streamdiff.server.sessions.live_session import LiveSession
+from streamdiff.server.sessions.video_input import Frames, VideoInput, check_video, fit_frame, play
 from streamdiff.video.files import open_clip
-from tests.server.conftest import Site, bearer, open_site
-from tests.server.routes.test_whip import Colour, run, sending, state
+from tests.server.conftest import bearer, open_site
+from tests.server.routes.test_whip import Colour, sending, served, state
 from tests.server.scripted import Painter
-from tests.server.sessions.test_session_input import Told
 
 GREEN = (20, 200, 30)
 
@@ -58,8 +55,8 @@ async def until(holds: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_stream_follows_the_file_and_goes_on_from_its_prompt_at_the_end(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
+async def test_the_stream_follows_the_file_and_goes_on_from_its_prompt_at_the_end(tmp_path: Path) -> None:
+    async with served(with_file(video(tmp_path / "a.mp4", 30))) as site:
         assert (await state(site))["input"] == {"kind": "file", "strength": 0.4, "fault": ""}
         assert not [each for each in site.client.sent if isinstance(each, InputFrames)], "nobody watches yet"
         viewer = await site.watch()
@@ -77,12 +74,10 @@ def test_the_stream_follows_the_file_and_goes_on_from_its_prompt_at_the_end(tmp_
         again = await site.http.post("/whip", content="v=0", headers={"Content-Type": "application/sdp"})
         assert again.status_code == 400, "another may feed it now"
 
-    run(scene, with_file(video(tmp_path / "a.mp4", 30)))
-
 
 @pytest.mark.slow
-def test_a_sender_s_session_ends_with_it_where_that_was_asked_for() -> None:
-    async def scene(site: Site) -> None:
+async def test_a_sender_s_session_ends_with_it_where_that_was_asked_for() -> None:
+    async with served() as site:
         for on_end, status in (("end", 410), ("text", 200)):
             opened = (await site.http.post("/api/sessions", json={"prompt": "a red circle"})).json()
             where, own = f"/api/sessions/{opened['id']}", bearer(opened["control_token"])
@@ -96,16 +91,11 @@ def test_a_sender_s_session_ends_with_it_where_that_was_asked_for() -> None:
         odd = await site.http.post("/whip?on_end=stop", content="v=0", headers={"Content-Type": "application/sdp"})
         assert odd.status_code == 400 and "on_end" in odd.text
 
-    run(scene)
 
-
-def test_a_model_that_takes_no_video_ends_the_start(tmp_path: Path) -> None:
-    async def start() -> None:
+async def test_a_model_that_takes_no_video_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
         async with open_site(with_file(video(tmp_path / "a.mp4", 3)), Painter()):
             pass
-
-    with pytest.raises(ConfigError):
-        asyncio.run(start())
 
 
 def test_what_is_no_video_is_said_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,8 +134,8 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr("streamdiff.server.media.video_input.asyncio.sleep", sleep)
-    monkeypatch.setattr("streamdiff.server.media.video_input.clock.monotonic_s", lambda: now[0])
+    monkeypatch.setattr("streamdiff.server.sessions.video_input.asyncio.sleep", sleep)
+    monkeypatch.setattr("streamdiff.server.sessions.video_input.clock.monotonic_s", lambda: now[0])
     return now
 
 
@@ -176,33 +166,60 @@ def test_a_damaged_packet_is_left_out_and_the_file_plays_on(tmp_path: Path, now:
     assert len(came) == 9 and came[-1] - came[0] == pytest.approx(9 / 25), "each in its own time"
 
 
-@pytest.mark.parametrize(
-    "error", [ControlError("engine_ended", "it ended"), EngineFailure("it ended"), StreamEnded("it"), TimeoutError()]
-)
-def test_an_engine_that_ends_at_the_start_is_no_error_of_the_file_and_the_next_one_is_told(
-    tmp_path: Path, error: Exception
+async def test_an_engine_that_ends_at_the_start_is_no_error_of_the_file_and_the_next_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def ask(*asked: Any) -> Receipt:
-        raise error
+    async def ends(*asked: Any) -> None:
+        raise EngineFailure("it ended")
 
-    async def main() -> None:
-        told = Told(wanted=False)
-        path = video(tmp_path / "a.mp4", 3)
-        feed = FileFeed(SessionConfig(input=path), told.input, ask)
-        await feed.start()
-        await told.input.announce()
-        assert told.sent == [SetInput("a", 0.4)]
-        await feed.stop()
-        await told.input.close()
+    monkeypatch.setattr(LiveSession, "control_and_wait", ends)
 
-    asyncio.run(main())
+    async with open_site(with_file(video(tmp_path / "a.mp4", 3)), Painter()) as site:
+        await site.state.manager.sessions[0].ask_open()
+        assert site.client.sent[-1] == SetInput("default", 0.4)
 
 
 @pytest.mark.slow
-def test_a_session_that_is_ended_is_fed_no_more(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
-        assert [task for task in asyncio.all_tasks() if task.get_name() == "input-file"]
+async def test_a_session_that_is_ended_is_fed_no_more(tmp_path: Path) -> None:
+    async with served(with_file(video(tmp_path / "a.mp4", 500))) as site:
+        assert [task for task in asyncio.all_tasks() if task.get_name() == "input"]
         assert (await site.http.delete("/api/sessions/default")).status_code == 200
-        assert not [task for task in asyncio.all_tasks() if task.get_name() == "input-file"]
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "input"]
 
-    run(scene, with_file(video(tmp_path / "a.mp4", 500)))
+
+# ---- frames ---------------------------------------------------------------------------------------------------------
+
+
+def frame(width: int, height: int, value: int = 90) -> av.VideoFrame:
+    return av.VideoFrame.from_ndarray(np.full((height, width, 3), value, np.uint8), "rgb24")
+
+
+async def test_the_newest_frame_goes_on_in_pieces_whatever_its_size_and_only_while_it_is_wanted() -> None:
+    handed: asyncio.Queue[Frames] = asyncio.Queue()
+    wanted = False
+
+    async def end(reason: str) -> None: ...
+
+    source = VideoInput("camera", (48, 32), lambda: 100.0, handed.put, lambda: wanted, end)
+    source.begin()
+    source.push(frame(8000, 4000))
+    assert source.figures()["left_out"] == 1
+    for _ in range(20):
+        source.push(frame(32, 32))
+        await asyncio.sleep(0)
+    assert handed.empty()
+    wanted = True
+    for size in ((640, 480), (33, 71), (1920, 1080)):
+        for value in (10, 200, 90):
+            source.push(frame(*size, value))
+        pictures = await asyncio.wait_for(handed.get(), 30)
+        assert pictures.shape == (4, 32, 48, 3) and np.abs(pictures.astype(int) - 90).max() <= 2
+    await source.close()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2001, 1), (17, 4000)])
+def test_odd_sizes_are_fitted_and_what_would_be_huge_is_refused(size: tuple[int, int]) -> None:
+    made = fit_frame(frame(*size), 48, 32)
+    assert made.shape == (32, 48, 3) and np.abs(made.astype(int) - 90).max() <= 2
+    with pytest.raises(ValueError):
+        fit_frame(frame(2, 5400), 256, 160)

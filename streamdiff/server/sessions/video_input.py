@@ -1,4 +1,4 @@
-"""Video that comes in for a session, from a connection or a file, as the frames that its model takes.
+"""Video that feeds a session, from a connection or a file, as the frames that its model takes.
 
 Newest wins: at each moment that a frame of the session is due the latest that came is taken, one perhaps twice. When
 none comes any more, none is handed on, and the session's picture holds. Knows nothing about connections or sessions.
@@ -7,15 +7,16 @@ none comes any more, none is handed on, and the session's picture holds. Knows n
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 from numpy.typing import NDArray
 
 from streamdiff import clock
+from streamdiff.engine.messages import InputUsed
 from streamdiff.errors import ConfigError
 from streamdiff.video.files import upright
 
@@ -33,7 +34,7 @@ _USUAL_RATE = 25.0
 
 
 class VideoInput:
-    """One source's frames. Lives on the event loop; `run` is its task.
+    """One source's frames. Lives on the event loop, from `begin` to `close`.
 
     Frames that are larger than MAX_PIXELS, cannot be converted, or come faster than they are decoded, are left out, and
     `left_out` counts them.
@@ -41,25 +42,47 @@ class VideoInput:
 
     def __init__(
         self,
-        width: int,
-        height: int,
+        kind: str,
+        size: tuple[int, int],
         fps: Callable[[], float],
         hand_on: Callable[[Frames], Awaitable[None]],
-        wanted: Callable[[], bool] = lambda: True,
+        wanted: Callable[[], bool],
+        end: Callable[[str], Awaitable[None]],
     ) -> None:
-        """`hand_on` gets PIECE_FRAMES frames `[n, height, width, 3]`, RGB, `fps()` of them in a second, while they are
-        `wanted`."""
-        self._size, self._fps, self._hand_on, self._wanted = (width, height), fps, hand_on, wanted
+        """`hand_on` gets PIECE_FRAMES frames `[n, height, width, 3]`, RGB, of the `size` (width, height), `fps()` of
+        them in a second, while they are `wanted`. `end` ends it for a reason, with what sends it."""
+        self.kind, self.end = kind, end
+        self.used = InputUsed("", level=None, used=0, dropped=0)
+        """The engine's last report."""
+        self._size, self._fps, self._hand_on, self._wanted = size, fps, hand_on, wanted
+        self._tasks: list[asyncio.Task[None]] = []
         self._newest: av.VideoFrame | None = None
         self._came = asyncio.Event()
         self._came_s = float("-inf")
         self._window: tuple[float, int] = (clock.monotonic_s(), 0)
-        self.rate = 0.0
-        """Frames per second that came of late."""
-        self.source_size: tuple[int, int] | None = None
+        self._rate = 0.0  # frames per second that came of late
+        self._source_size: tuple[int, int] | None = None
         self.left_out = 0
-        self.on_fault: Callable[[], object] = lambda: None
-        """Called when the engine can take no more of it; the creator of the input ends it then."""
+
+    def begin(self, *sources: Coroutine[Any, Any, None]) -> None:
+        """Hand frames on; `sources` run as long. Mutates: self."""
+        self._tasks = [asyncio.create_task(each, name="input") for each in (self._run(), *sources)]
+
+    def end_soon(self, reason: str) -> None:
+        """`end` it, without waiting for that. Mutates: self."""
+        self._ending = asyncio.ensure_future(self.end(reason))
+
+    @property
+    def begun(self) -> bool:
+        """Whether it hands frames on."""
+        return bool(self._tasks)
+
+    async def close(self) -> None:
+        """End the tasks."""
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def holds(self) -> bool:
@@ -71,10 +94,10 @@ class VideoInput:
         now_s = clock.monotonic_s()
         begin_s, count = self._window
         if now_s - begin_s >= _RATE_S:
-            self.rate, self._window = count / (now_s - begin_s), (now_s, 0)
+            self._rate, self._window = count / (now_s - begin_s), (now_s, 0)
         else:
             self._window = begin_s, count + 1
-        self.source_size = frame.width, frame.height
+        self._source_size = frame.width, frame.height
         if frame.width * frame.height > MAX_PIXELS:
             self.left_out += 1
             return
@@ -85,8 +108,19 @@ class VideoInput:
         """So many frames have come and will not be decoded. Mutates: self."""
         self.left_out += count
 
-    async def run(self) -> None:
-        """Hand frames on until cancelled."""
+    def figures(self) -> dict[str, Any]:
+        """JSON-able statistics."""
+        return {
+            "fps": round(self._rate, 1),
+            "size": None if self._source_size is None else list(self._source_size),
+            "holds": self.holds,
+            "left_out": self.left_out,
+            "level": None if self.used.level is None else round(self.used.level, 3),
+            "used": self.used.used,
+            "dropped": self.used.dropped,
+        }
+
+    async def _run(self) -> None:
         taken: av.VideoFrame | None = None
         picture: Frames | None = None
         pieces: list[Frames] = []
@@ -169,38 +203,27 @@ async def _until(time_s: float) -> None:
 
 def _frames(path: str) -> Iterator[tuple[float, float, av.VideoFrame]]:
     """The frames, each with its begin and end in seconds from the begin of the first one. Blocking. Packets that cannot
-    be decoded are left out, and so is what comes after a place from which nothing more can be read. Raises ConfigError
-    for what is no video."""
+    be decoded are left out, and so is what comes after a place from which nothing more can be read, as at the end of a
+    file that was cut off. Raises ConfigError for what is no video."""
+    first_s: float | None = None
+    last_s: float | None = None
     try:
         with av.open(path, metadata_errors="replace") as container:
             if not container.streams.video:
                 raise ConfigError(f"{path} has no video in it")
             stream = container.streams.video[0]
-            rate = float(stream.average_rate or 0) or _USUAL_RATE
-            first_s: float | None = None
-            last_s = -1 / rate
-            for frame in _decoded(container, stream):
-                frame_s = frame.time
-                first_s = frame_s if first_s is None else first_s
-                due_s = last_s + 1 / rate if frame_s is None or first_s is None else frame_s - first_s
-                last_s = max(last_s, due_s)
-                yield last_s, last_s + 1 / rate, upright(frame)
+            step_s = 1 / (float(stream.average_rate or 0) or _USUAL_RATE)
+            for packet in container.demux(stream):
+                try:
+                    decoded = packet.decode()
+                except av.FFmpegError:
+                    continue
+                for frame in decoded:
+                    first_s = frame.time if first_s is None else first_s
+                    next_s = 0.0 if last_s is None else last_s + step_s
+                    due_s = next_s if frame.time is None or first_s is None else frame.time - first_s
+                    last_s = due_s if last_s is None else max(last_s, due_s)
+                    yield last_s, last_s + step_s, upright(frame)
     except av.FFmpegError as error:
-        raise ConfigError(f"{path} cannot be read as a video: {error.strerror or error}") from None
-
-
-def _decoded(container: av.container.InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
-    packets, decoded = container.demux(stream), False
-    while True:
-        try:
-            packet = next(packets, None)
-        except av.FFmpegError:
-            if decoded:  # as at the end of a file that was cut off
-                return
-            raise
-        if packet is None:
-            return
-        with contextlib.suppress(av.FFmpegError):
-            for frame in packet.decode():
-                decoded = True
-                yield frame
+        if last_s is None:
+            raise ConfigError(f"{path} cannot be read as a video: {error.strerror or error}") from None

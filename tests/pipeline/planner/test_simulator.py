@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from streamdiff.core import KV_CONTEXTS
 from streamdiff.pipeline.planner.simulator import (
-    Job,
     Run,
     Setup,
     Stream,
+    WorkSpan,
     simulate,
     write_trace,
 )
@@ -34,18 +34,18 @@ def equal(
     return Setup(times, streams, max_rows=max_rows, forwards=forwards)
 
 
-def work_of(run: Run, stage: int | None) -> list[Job]:
+def work_of(run: Run, stage: int | None) -> list[WorkSpan]:
     """What a stage did, in order of begin."""
     return sorted((job for job in run.jobs if job.stage == stage), key=lambda job: job.begin_s)
 
 
-def forwards_of(run: Run, stage: int) -> list[Job]:
+def forwards_of(run: Run, stage: int) -> list[WorkSpan]:
     return [job for job in work_of(run, stage) if not job.is_decode]
 
 
-def steps_of(run: Run) -> dict[tuple[int, int], dict[int, dict[int, Job]]]:
+def steps_of(run: Run) -> dict[tuple[int, int], dict[int, dict[int, WorkSpan]]]:
     """(session, chunk) to step to stage to the forward."""
-    found: dict[tuple[int, int], dict[int, dict[int, Job]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[tuple[int, int], dict[int, dict[int, WorkSpan]]] = defaultdict(lambda: defaultdict(dict))
     for job in run.jobs:
         for session, chunk, step in job.rows:
             if step is not None:

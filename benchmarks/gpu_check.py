@@ -68,15 +68,15 @@ def off_by(got: Tensor, expected: Tensor) -> float:
 
 def latents_of(runtime: StreamingPipeline, chunks: int) -> Tensor:
     """The first chunks of a stream, `[chunks, C, F, h, w]`, from the runtime's ring; noise is drawn on the CPU."""
-    ring, info = runtime.ring, runtime.info
+    ring, info = runtime, runtime.info
     text = runtime.text.encode(runtime.text.read(runtime.text.examples[0], None).text)
     ring.open(_SESSION, text, seed=1, epoch=0, steps=info.steps, kv_context=info.kv_context)
     found: list[Tensor] = []
     while len(found) < chunks:
         ring.scheduler.set_frame_credit(_SESSION, 10**6)
-        found += [done.latents for done in ring.step(1.0)[1]]
-    ring.close(_SESSION)
-    ring.step()
+        found += [done.latents for done in ring.step_latents(1.0)[1]]
+    ring.close_session(_SESSION)
+    ring.step_latents()
     return torch.stack(found[:chunks])
 
 
@@ -126,7 +126,7 @@ def two_streams(config: ModelConfig) -> tuple[Tensor, int]:
     for which there are graphs; of how many sessions there are."""
     runtime = build_pipeline(config)
     try:
-        ring, info = runtime.ring, runtime.info
+        ring, info = runtime, runtime.info
         if ring.stage.compiled is not None:
             ring.stage.compiled.replayed.clear()  # the start has made chunks too
         chunks = runtime.model.spec.window_chunks(info.kv_context) + _BEYOND
@@ -137,7 +137,7 @@ def two_streams(config: ModelConfig) -> tuple[Tensor, int]:
         while min(map(len, found.values())) < chunks:
             for name in found:
                 ring.scheduler.set_frame_credit(name, 10**6)
-            for row, latents in ring.step(1.0)[1]:
+            for row, latents in ring.step_latents(1.0)[1]:
                 found[row.session].append(latents.clone())
         compiled = ring.stage.compiled
         captured = compiled.captured_sessions if compiled is not None else 0
@@ -250,7 +250,7 @@ def no_memory_taken(context: str, device: torch.device) -> str:
 def taken_in_replays(runtime: StreamingPipeline, taken_so_far: Callable[[], int]) -> list[int]:
     """By how much `taken_so_far` grows in each forward of a stream that is replayed and no chunk's first step: while a
     window fills there are no graphs. Mutates: the runtime."""
-    stage, taken = runtime.ring.stage, list[int]()
+    stage, taken = runtime.stage, list[int]()
     forward, compiled = stage.forward, stage.compiled
     assert compiled is not None, "the model was loaded compiled"
 
@@ -291,15 +291,15 @@ def _generated(out: Path, context: str, device: torch.device, *split: str) -> Te
 
 def _turns(runtime: StreamingPipeline, chunks: int) -> int:
     """Micro-steps of some chunks of a stream whose first ones were made before."""
-    ring, info = runtime.ring, runtime.info
+    ring, info = runtime, runtime.info
     text = torch.zeros(runtime.model.spec.text_shape, device=ring.stage.device)
     with _waiting():
         ring.open(_SESSION + 1, text, seed=2, epoch=0, steps=info.steps, kv_context=info.kv_context)
-        ring.step()
+        ring.step_latents()
     done = count = 0
     while done < chunks:
         ring.scheduler.set_frame_credit(_SESSION + 1, 10**6)
-        rows, finished = ring.step()
+        rows, finished = ring.step_latents()
         done, count = done + len(finished), count + len(rows)
     return count
 

@@ -28,12 +28,12 @@ from streamdiff.models.model import Model
 from streamdiff.models.tiny import model as tiny
 from streamdiff.pipeline.distributed.link import Receiver
 from streamdiff.pipeline.distributed.message import StageMessage
-from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.planner.simulator import Figures, Setup, Stream, simulate
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.graphs import Tensors
-from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
-from streamdiff.pipeline.topology import StageTopology, connect
+from streamdiff.pipeline.runner.model_runner import ModelRunner
+from streamdiff.pipeline.topology import StageTopology, connect_stage
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0  # for the ring to come to rest
@@ -146,7 +146,7 @@ def hop_of(ranks: Sequence[Trace], stage_s: float) -> dict[str, float]:
     return {name: 1e6 * value for name, value in seconds.items()}
 
 
-def measure(ring: RingExecutor, plan: Plan) -> dict[str, float]:
+def measure(ring: Ring, plan: Plan) -> dict[str, float]:
     """Figures of the head, as `figures_of` has them; `first_chunk_s` and `second_chunk_s` count from the start."""
     text = torch.zeros(ring.stage.spec.text_shape)
     for session in range(plan.sessions):
@@ -157,7 +157,7 @@ def measure(ring: RingExecutor, plan: Plan) -> dict[str, float]:
     began_s = clock.monotonic_s()
     while len(finished) < plan.round * (plan.warm_up + plan.rounds):
         begin_s = clock.monotonic_s()
-        rows, done = ring.step(1.0)
+        rows, done = ring.step_latents(1.0)
         now_s = clock.monotonic_s()
         admitted |= {(row.session, row.chunk): begin_s for row in rows if row.step == 0}
         finished += [Done(now_s, now_s - admitted[row.session, row.chunk], row.session) for row, _ in done]
@@ -193,14 +193,14 @@ def run_rank(place: StageTopology, port: int, plans: Sequence[Plan]) -> list[dic
     results = []
     for number, plan in enumerate(plans):
         trace, figures = Trace(), dict[str, float]()
-        stage = Sleeping(model, place, plan.forward_s, trace)
-        links = connect(model, replace(place, ring=number), CPU) if place.stages > 1 else None
-        if links is not None:
-            trace.watch(links[1])
-        if place.rank > 0 and links is not None:
-            Worker(links[1], stage, links[0]).run()
+        parts = connect_stage(model, replace(place, ring=number), CPU)
+        parts = parts._replace(stage=Sleeping(model, place, plan.forward_s, trace))
+        if parts.links is not None:
+            trace.watch(parts.links[1])
+        if place.rank > 0:
+            parts.worker().run()
         else:
-            ring = RingExecutor(model, CPU, stage=stage, links=links)
+            ring = Ring(model, CPU, parts=parts)
             figures = measure(ring, plan)
             ring.stop(LIMIT_S)
         results.append({"figures": figures, "trace": asdict(trace)})

@@ -20,7 +20,7 @@ from streamdiff import clock
 from streamdiff.core import MicroStep
 from streamdiff.models.loader import RandomText
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
-from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.server.media.encoder import Format, VideoEncoder, choose
@@ -55,7 +55,7 @@ def measure(
     `at_once` latent frames are decoded by one call; `step` is told what is measured next. Mutates: the runtime's ring,
     which has the sessions of before at the end.
     """
-    device = runtime.ring.stage.device
+    device = runtime.stage.device
     parts: Parts = {}
     remarks: list[str] = []
     if isinstance(runtime.text, RandomText):
@@ -91,7 +91,7 @@ def _text(runtime: StreamingPipeline, rounds: int, device: torch.device) -> list
 
 def turns(runtime: StreamingPipeline, rounds: int, device: torch.device) -> tuple[Parts, list[Tensor]]:
     """Times of single micro-steps around the ring, by what they are, and the measured chunks' latents."""
-    ring, spec = runtime.ring, runtime.model.spec
+    ring, spec = runtime, runtime.model.spec
     info = runtime.info
     times: defaultdict[str, list[float]] = defaultdict(list)
     latents: list[Tensor] = []
@@ -110,14 +110,14 @@ def turns(runtime: StreamingPipeline, rounds: int, device: torch.device) -> tupl
         if rows and min(row.chunk for row in rows) > full:
             times[name_of(rows)].append(took_s)
         latents += [done.latents for done in finished if done.row.chunk > full]
-    ring.close(SESSION)
+    ring.close_session(SESSION)
     _around(ring)
     return {name: values for name, values in times.items() if values}, latents[:rounds]
 
 
-def _around(ring: RingExecutor) -> tuple[list[MicroStep], list[Finished]]:
+def _around(ring: Ring) -> tuple[list[MicroStep], list[Finished]]:
     """The rows that enter next, none or those of one forward, and what is finished when they are back."""
-    rows, finished = ring.step()
+    rows, finished = ring.step_latents()
     return rows, finished + ring.await_returns(_LIMIT_S)
 
 

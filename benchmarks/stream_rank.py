@@ -31,7 +31,7 @@ from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Accepted, Close, Event, FrameBatch, Open, Refused, SetPrompt, Shown
 from streamdiff.engine.process.ipc import EXIT_CONFIG
 from streamdiff.errors import ConfigError, EngineFailure
-from streamdiff.pipeline import worker_main
+from streamdiff.pipeline import rank_process
 from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.profiler import Profiler
@@ -100,7 +100,7 @@ class Player:
 def measure(runtime: StreamingPipeline, case: Case, load_s: float) -> Raw:
     """Everything of a case, from a warm runtime, which is used up."""
     amount, spec = case.amount, runtime.model.spec
-    device = runtime.ring.stage.device
+    device = runtime.stage.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     engine = Engine(runtime, LEAD_CHUNKS * runtime.info.chunk_frames)
@@ -194,7 +194,7 @@ def _lead(folder: Path, case: Case) -> None:
 
 def _follow(folder: Path, case: Case, rank: int) -> None:
     """Any other rank; its memory counts from its start."""
-    worker_main.run_worker(case.config)
+    rank_process.run_worker(case.config)
     facts = {"peak_bytes": peak_bytes(own_device(case.config.device)), "threads": torch.get_num_threads()}
     (folder / f"rank-{rank}.json").write_text(json.dumps(facts))
 

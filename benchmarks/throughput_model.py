@@ -67,7 +67,7 @@ def measure(case: Case, step: Any) -> dict[str, Any]:
     step("load")
     runtime = build_pipeline(config)
     try:
-        device, dtype, info = runtime.ring.stage.device, runtime.model.denoiser.dtype, runtime.info
+        device, dtype, info = runtime.stage.device, runtime.model.denoiser.dtype, runtime.info
         step("ceilings")
         found = ceilings(device, dtype)
         step("forwards")

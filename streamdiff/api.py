@@ -416,9 +416,9 @@ def run_worker(**options: Any) -> None:
     """
     config = model_config(options)
     with heavy_import():
-        from streamdiff.pipeline import worker_main  # imports torch
+        from streamdiff.pipeline import rank_process  # imports torch
 
-    worker_main.run_worker(config)
+    rank_process.run_worker(config)
 
 
 def stream(prompt: str, *, seed: int = 0, seconds: float | None = None, **options: Any) -> Iterator[Frame]:

@@ -58,7 +58,7 @@ class FakePipeline:
         """The fake is its own collaborators."""
         return self
 
-    saving = video = figures = ring = swapping
+    saving = video = figures = swapping
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         if kv_context not in ("clean", "staircase", "same_step"):

@@ -57,7 +57,7 @@ MODULES = {
 }
 COMMANDS = {"doctor", "generate", "plan", "serve"}
 _IMPORTED = (
-    "streamdiff.pipeline.build", "streamdiff.pipeline.worker_main", "streamdiff.server.main",
+    "streamdiff.pipeline.build", "streamdiff.pipeline.rank_process", "streamdiff.server.main",
     "torch.distributed.elastic.multiprocessing",
 )  # fmt: skip
 _DESCRIPTORS = (0, 1, 2)

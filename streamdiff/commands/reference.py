@@ -32,20 +32,20 @@ from streamdiff.models.autoencoder.autoencoder import load_decoder
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.models.headers import MOTION, NORMALISED, parse_header, read_motion
 from streamdiff.models.loader import ModelLoader, load_text_encoder
-from streamdiff.models.model import Model
 from streamdiff.models.resolve import ResolvedModel
 from streamdiff.models.sampling import TIMESTEPS, Schedule
 from streamdiff.models.spec import ModelSpec, choose_steps, with_window
 from streamdiff.models.tensor_file import read_first_steps
 from streamdiff.models.weight_files import read_object
-from streamdiff.pipeline import build, worker_main
+from streamdiff.pipeline import rank_process
 from streamdiff.pipeline.distributed.link import LinkClosed
-from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.load_plan import LoadPlan
 from streamdiff.pipeline.planner.model_sizes import sizes_from
 from streamdiff.pipeline.planner.partition import check_ranks, split_evenly
+from streamdiff.pipeline.ring import Ring, local_parts
 from streamdiff.pipeline.runner.init_latents import REACH, TIMESTEP_OFFSET, InitLatents, levels_of
 from streamdiff.pipeline.runner.sampler import Noise, SeededNoise, StepLevels, StreamInputs, TensorNoise
+from streamdiff.pipeline.worker_group import WorkerGroup
 from streamdiff.video import files
 
 MIXED = ("keep", *RECACHES)
@@ -140,13 +140,13 @@ class ReferenceRun:
 
     def inputs_from(self, spec: ModelSpec, first: int) -> StreamInputs:
         """Noise and input of the stream that begins at chunk `first`: the noise is its own seed's, or what is given
-        from there on; finished latents are given to the first stream alone."""
+        from there on."""
         noise: Noise = SeededNoise(spec.chunk_shape, self.seed)
         if self.initial is not None:
             renoise = None if self.renoise is None else self.renoise[first:]
             noise = TensorNoise(self.initial[first:], renoise, self.schedule, noise)
         levels = None if self.levels is None else self.levels.starting_at(first)
-        return StreamInputs(noise, self._source(spec, first), levels, self.given_latents if first == 0 else None)
+        return StreamInputs(noise, self._source(spec, first), levels)
 
     def _source(self, spec: ModelSpec, first: int) -> InitLatents | None:
         """The encoded input of the stream that begins at chunk `first`."""
@@ -206,13 +206,8 @@ class ReferenceRun:
         ]
 
 
-def local_ring(model: Model, device: torch.device, stages: int = 1) -> RingExecutor:
-    """The ring of a whole model in this process, whose stages take turns."""
-    return RingExecutor(model, device) if stages == 1 else LocalRing(model, device, stages)
-
-
 def run_reference(
-    ring: RingExecutor, run: ReferenceRun, check: Callable[[], None] = lambda: None
+    ring: Ring, run: ReferenceRun, check: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[Tensor, bool]]:
     """The latents `[C, F, h, w]` of each chunk, in order, and whether it is the first chunk of a stream. `check` is
     called between turns of a ring over processes, and ends the run by what it raises. Mutates: ring.
@@ -226,7 +221,10 @@ def run_reference(
     for begin, switches, end in run.segments:
         inputs, length = run.inputs_from(spec, begin.chunk), end - begin.chunk
         if begin.chunk == 0:
-            ring.open(_NAME, begin.embeddings, epoch=0, steps=run.schedule, kv_context=run.kv_context, given=inputs)
+            ring.open(
+                _NAME, begin.embeddings, epoch=0, steps=run.schedule, kv_context=run.kv_context,
+                start=run.given_latents, given=inputs,
+            )  # fmt: skip
         else:
             ring.reset(_NAME, begin.embeddings, epoch=next(epochs), given=inputs)
         known = ring.scheduler.next_chunk(_NAME)
@@ -237,19 +235,19 @@ def run_reference(
             continue
         while not ring.scheduler.drained(_NAME):  # what is given is seen under the prompt that the stream begins with
             check()
-            ring.step(_WAIT_S)
+            ring.step_latents(_WAIT_S)
         due = {switch.chunk - begin.chunk: switch for switch in switches}
         done: dict[int, Tensor] = {}
         for chunk in range(known, length):
             while chunk not in done:
                 following = ring.scheduler.next_chunk(_NAME)
                 if (switch := due.pop(following, None)) is not None:
-                    ring.set_text(_NAME, next(epochs), switch.embeddings, switch.policy)
+                    ring.set_conditioning(_NAME, switch.embeddings, epoch=next(epochs), switch=switch.policy)
                 # Steps of a staircase wait for chunks that come after; those made for this alone are dropped.
                 wanted = following < length or run.kv_context == "staircase"
                 ring.scheduler.set_frame_credit(_NAME, spec.admitted_frames(following) if wanted else 0)
                 check()
-                rows, finished = ring.step(_WAIT_S)
+                rows, finished = ring.step_latents(_WAIT_S)
                 assert rows or finished or ring.has_work, "the stream stands still"
                 done |= {row.chunk: latents for row, latents in finished}
             yield done.pop(chunk), chunk == 0
@@ -317,11 +315,11 @@ def run(job: ReferenceJob) -> int:
 
 def follow(job: ReferenceJob) -> None:
     """Run a rank other than 0 until the ring ends. Raises ConfigError as `plan_of`, and for ranks that differ."""
-    worker_main.run_rank(plan_of(job))
+    rank_process.run_rank(plan_of(job))
 
 
 @contextmanager
-def _ring(plan: LoadPlan, stages: int) -> Iterator[tuple[RingExecutor, Callable[[], None]]]:
+def _ring(plan: LoadPlan, stages: int) -> Iterator[tuple[Ring, Callable[[], None]]]:
     """The loaded ring, all `stages` in this process unless `plan` is for several, and a check that raises where it is
     broken. Other ranks end with it.
 
@@ -329,16 +327,19 @@ def _ring(plan: LoadPlan, stages: int) -> Iterator[tuple[RingExecutor, Callable[
         ConfigError: parts that are missing or do not fit, or ranks that are not alike.
         EngineFailure: a rank that does not come, or ends before its time.
     """
-    head = build.load_head(plan)
-    if head.workers is None:
-        yield head.ring if stages == 1 else local_ring(head.model, plan.device, stages), lambda: None
+    started = rank_process.start_rank(plan, plan.join())
+    model, parts = started.head
+    if started.context is None:
+        parts = parts if stages == 1 else local_parts(model, plan.device, stages)
+        yield Ring(model, plan.device, parts=parts), lambda: None
         return
-    head.workers.start(lambda: None)
+    ring, workers = Ring(model, plan.device, parts=parts), WorkerGroup(started.context, plan.config.watchdog_s)
+    workers.start(ring, lambda: None)
     try:
-        yield head.ring, head.workers.check
+        yield ring, workers.check
     except LinkClosed as error:
-        raise head.workers.broken(error) from error
-    head.workers.leave()
+        raise workers.broken(error) from error
+    workers.leave()
 
 
 def _written(

@@ -91,12 +91,12 @@ class Engine:
     def step(self, wait_s: float = 0.0) -> list[Event]:
         """Carry out queued requests that are ready, and one micro-step of every rank; returns all events. Where there
         is nothing to do but wait, waits up to `wait_s`."""
-        pipeline, ring = self._pipeline, self._pipeline.ring
+        pipeline = self._pipeline
         events = self._take_commands(wait_s)
         with pipeline.watched():
-            message = ring.schedule()
-            ring.run(message)
-            finished = ring.sample()
+            message = pipeline.schedule()
+            pipeline.run(message)
+            finished = pipeline.sample()
         pipeline.decode(message, finished)
         return events + self._deliver(pipeline.collect(0.0 if message or finished else wait_s))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 
@@ -32,20 +31,11 @@ ROUNDS = 5
 """Forwards that are timed; the median counts, for `row_costs` the shortest."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Seconds on one rank: of a block, and of what only one rank does: embedding, output layer, a chunk's decode."""
-
-    block_s: float
-    embed_s: float = 0.0
-    head_s: float = 0.0
-    decode_s: float = 0.0
-
-
 def measure(
     model: StageModel, decoder: PictureDecoder | None, device: torch.device, place: tuple[int, int], kv_context: str
-) -> Measured:
-    """Time this rank's parts, with the attention window full. `place` is (rank, stages)."""
+) -> dict[str, float]:
+    """Seconds of this rank's parts, with the attention window full: `block_s` of a block, and of what only one rank
+    does `embed_s`, `head_s` (the output layer) and `decode_s` (of a chunk). `place` is (rank, stages)."""
     rank, stages = place
     spec, denoiser = model.spec, model.denoiser
     stage = ModelRunner(model, device, 1, 3)  # the one in the middle has blocks alone
@@ -68,22 +58,22 @@ def measure(
     if rank == stages - 1:
         timed["head_s"] = lambda: denoiser.output_layer(tokens, grid)
     seconds = {part: _seconds(call, device) for part, call in timed.items()}
-    return Measured(seconds.pop("block_s") / len(denoiser.blocks), **seconds)
+    return seconds | {"block_s": seconds["block_s"] / len(denoiser.blocks)}
 
 
-def gather_costs(context: RankContext, own: Measured, stages: int, shares: int, blocks: int) -> Costs:
+def gather_costs(context: RankContext, own: Mapping[str, float], stages: int, shares: int, blocks: int) -> Costs:
     """Gather the measurements of all stages into costs, the same on every rank; waits for them. Blocks are alike, and a
     rank that was disturbed only measured too much. Blocks and output layer, which were measured whole, take `shares`
     ranks so much less time; their exchanges are not counted."""
-    context.store.set(f"cost/{context.rank}", json.dumps(asdict(own)))
+    context.store.set(f"cost/{context.rank}", json.dumps(own))
     first_ranks = range(0, stages * shares, shares)
-    everybody = [Measured(**json.loads(context.store.get(f"cost/{rank}"))) for rank in first_ranks]
+    everybody: list[dict[str, float]] = [json.loads(context.store.get(f"cost/{rank}")) for rank in first_ranks]
     return Costs(
         source="measured at the start",
-        block_s=(in_proportion(min(measured.block_s for measured in everybody) / shares, 1),) * blocks,
-        embed_s=in_proportion(everybody[0].embed_s, 1),
-        head_s=in_proportion(everybody[-1].head_s / shares, 1),
-        decode_s=max(measured.decode_s for measured in everybody),
+        block_s=(in_proportion(min(measured["block_s"] for measured in everybody) / shares, 1),) * blocks,
+        embed_s=in_proportion(everybody[0].get("embed_s", 0.0), 1),
+        head_s=in_proportion(everybody[-1].get("head_s", 0.0) / shares, 1),
+        decode_s=max(measured.get("decode_s", 0.0) for measured in everybody),
         link_s=0.0,
         flow_s=0.0,
     )

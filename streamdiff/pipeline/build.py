@@ -4,74 +4,21 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import NamedTuple
 
 from streamdiff.config import ModelConfig
 from streamdiff.core import in_flight_limit
 from streamdiff.device import own_device
 from streamdiff.errors import EngineFailure
-from streamdiff.models.model import Model
-from streamdiff.pipeline import balance, load_plan, rank_loader, topology
-from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS
-from streamdiff.pipeline.distributed.rendezvous import StartProgress
-from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, RankMemory
+from streamdiff.pipeline import balance, load_plan, rank_process
+from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
 from streamdiff.pipeline.profiler import Profiler, check_folder
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.worker_group import WorkerGroup
-from streamdiff.pipeline.worker_main import start_progress
 
 logger = logging.getLogger(__name__)
 
 _MEASURED_CHUNKS = 3
-
-
-class RingHead(NamedTuple):
-    """Rank 0, loaded, and connected to the `workers` if there are any; `memories` are those of all ranks."""
-
-    plan: load_plan.RankPlan
-    loaded: rank_loader.LoadedRank
-    ring: RingExecutor
-    workers: WorkerGroup | None
-    memories: list[RankMemory]
-
-    @property
-    def model(self) -> Model:
-        """Its part of the model."""
-        assert isinstance(self.loaded.model, Model), "this is rank 0"
-        return self.loaded.model
-
-
-def load_head(plan: load_plan.LoadPlan) -> RingHead:
-    """Load what rank 0 runs, connect it to the other ranks if there are some, and make graphs.
-
-    Raises:
-        ConfigError: parts that are missing, or a ring that cannot be built.
-    """
-    config, device, context, links = plan.config, plan.device, plan.join(), None
-    progress = StartProgress(None, 1) if context is None else start_progress(context, config)
-    rank_plan = load_plan.plan_rank(plan, context)
-    loaded = rank_loader.load_rank(rank_plan, context)
-    model, memory = loaded.model, loaded.memory
-    assert isinstance(model, Model), "this is rank 0"
-    if context is None:
-        ring = RingExecutor(model, device, plan.max_rows)
-    else:
-        context.send_memory(memory)
-        rank_topology = topology.StageTopology.of(config, 0, device, plan.max_rows)
-        ring = topology.connect_head(model, rank_topology, device, progress.enter)
-        progress.enter("graphs")
-        if config.decode_rank_number != 0:
-            links = topology.decode_links(model.spec, 0, config.decode_rank_number, device, plan.pixel_format)
-    ring.stage.swaps = loaded.swaps
-    rank_loader.compile_stage(rank_plan, ring.stage, memory, progress)
-    rank_loader.compile_decoder(rank_plan, loaded.decoder, DECODE_THREADS)
-    if context is None:
-        return RingHead(rank_plan, loaded, ring, None, [memory])
-    workers, memories = WorkerGroup(context, ring, config.watchdog_s, links), context.receive_memories()
-    progress.finish()
-    return RingHead(rank_plan, loaded, ring, workers, memories)
 
 
 def build_pipeline(config: ModelConfig) -> StreamingPipeline:
@@ -80,20 +27,26 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
     Raises:
         ConfigError: unknown model, a device that is not there, or a ring that cannot be built.
     """
-    head = load_head(load_plan.plan_load(config, own_device(config.device)))
-    plan, ring, model = head.plan, head.ring, head.model
+    plan = load_plan.plan_load(config, own_device(config.device))
+    started = rank_process.start_rank(plan, plan.join())
+    plan, (model, parts) = started.plan, started.head
     config, device = plan.config, plan.device
-    if plan.max_rows > 1:
-        _measure_rows(ring, model, plan, head.loaded.memory)
-    blocks = [last - first for first, last in head.loaded.runs for _ in range(config.shares)]
+    row_costs = _measure_rows(started) if plan.max_rows > 1 else []
+    blocks = [last - first for first, last in started.loaded.runs for _ in range(config.shares)]
     blocks += [0] * (config.ranks - config.stage_ranks)
     preallocated = plan.preallocated if device.type == "cuda" and config.shares == 1 else None  # shared: no pool
-    itemsize = model.denoiser.dtype.itemsize
-    budget = KVCacheBudget(plan.sizes, head.memories, blocks, itemsize, preallocated, config.shares)
+    itemsize, workers = model.denoiser.dtype.itemsize, None
+    if started.context is not None:
+        workers = WorkerGroup(started.context, config.watchdog_s, started.decode_links)
     pipeline = StreamingPipeline(
-        model, device, config.step_count, config.kv_context, head.workers, budget, ring, plan.decode_latents,
-        config.watchdog_s, plan.models.picture_encoder(model.spec),
+        model, device, config.step_count, config.kv_context, max_rows=plan.max_rows, parts=parts,
+        workers=workers,
+        budget=KVCacheBudget(plan.sizes, started.memories, blocks, itemsize, preallocated, config.shares),
+        at_once=plan.decode_latents, watchdog_s=config.watchdog_s,
+        pictures=plan.models.picture_encoder(model.spec),
     )  # fmt: skip
+    if row_costs:
+        _set_row_costs(pipeline, row_costs)
     try:
         _warm_up(pipeline, config)
     except EngineFailure as error:
@@ -102,16 +55,22 @@ def build_pipeline(config: ModelConfig) -> StreamingPipeline:
     return pipeline
 
 
-def _measure_rows(ring: RingExecutor, model: Model, plan: load_plan.LoadPlan, memory: RankMemory) -> None:
-    """Let the scheduler know what further rows of a forward cost here. Mutates: ring's scheduler."""
-    # Where others share the stage a forward would wait for them: what is measured is all of it.
-    stage = ModelRunner(model, ring.stage.device, 1, 3) if ring.stage.group is not None else ring.stage
-    most, context = ring.scheduler.max_rows, plan.config.kv_context
-    costs = balance.row_costs(stage, most, steps=plan.steps, kv_context=context, memory=memory)
-    ring.scheduler.set_row_costs(costs)
-    shown = ", ".join(f"{cost:.3g}" for cost in ring.scheduler.row_limit.costs)
-    so = "" if ring.scheduler.row_limit.shares else "; so none share one"
-    logger.info("batching: forwards of 1 to %d rows take %s times as long as of one%s", most, shown, so)
+def _measure_rows(started: rank_process.StartedRank) -> list[float]:
+    """What forwards of 1, 2, ... rows take here."""
+    plan, (model, parts) = started.plan, started.head
+    stage = parts.stage
+    if stage.group is not None:  # a forward would wait for the others: what is measured is all of the stage
+        stage = ModelRunner(model, stage.device, 1, 3)
+    context, memory = plan.config.kv_context, started.loaded.memory
+    return balance.row_costs(stage, plan.max_rows, steps=plan.steps, kv_context=context, memory=memory)
+
+
+def _set_row_costs(pipeline: StreamingPipeline, costs: list[float]) -> None:
+    """Let the scheduler know what further rows of a forward cost. Mutates: its scheduler."""
+    pipeline.scheduler.set_row_costs(costs)
+    limit = pipeline.scheduler.row_limit
+    shown, so = ", ".join(f"{cost:.3g}" for cost in limit.costs), "" if limit.shares else "; so none share one"
+    logger.info("batching: forwards of 1 to %d rows take %s times as long as of one%s", limit.max_rows, shown, so)
 
 
 def _warm_up(pipeline: StreamingPipeline, config: ModelConfig) -> None:
@@ -121,7 +80,7 @@ def _warm_up(pipeline: StreamingPipeline, config: ModelConfig) -> None:
     needs newcomers. So it is on CUDA, where attention's kernels are planned anew for each length of a window that
     fills.
     """
-    whole, spec = config.compile == "on" or pipeline.ring.stage.device.type == "cuda", pipeline.model.spec
+    whole, spec = config.compile == "on" or pipeline.stage.device.type == "cuda", pipeline.model.spec
     kv_context = config.kv_context if whole else "clean"
     before = max(spec.window_chunks(kv_context), spec.first_chunks) if whole else 1
     steps = pipeline.info.steps
@@ -137,7 +96,7 @@ def _warm_up(pipeline: StreamingPipeline, config: ModelConfig) -> None:
             left -= sum(frames.last for frames in pipeline.step(wait_s=1.0))
     pipeline.figures.measure_to_here()
     pipeline.close_session(0)
-    while pipeline.ring.has_work:  # newcomers of a staircase are still in it
+    while pipeline.has_work:  # newcomers of a staircase are still in it
         pipeline.step(wait_s=1.0)
 
 

@@ -1,6 +1,6 @@
 """Plans what a rank loads, before it loads anything: finds the model, resolves settings, counts memory, tries kernels.
 
-`plan_load` is the same on all ranks; `plan_rank` adds what one rank makes of it. `rank_loader` then only loads.
+`plan_load` is the same on all ranks; `plan_rank` adds what one rank makes of it. `rank_process` then only loads.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ from streamdiff.video.pixel_format import PictureKind
 
 logger = logging.getLogger(__name__)
 
+_OWN_AFFAIR = {"host_memory_gb", "state_dir", "keep_s", "warm_standby"}
+"""Settings in which ranks may differ."""
+
 _GRAPH_SESSIONS = 8
 """Sessions of a server whose caches have graphs of CUDA, where half of the memory for caches has room for them."""
 
@@ -54,7 +57,10 @@ class LoadPlan:
     each, `notes` what a user should know, `channels_last` as of `Defaults`, `decode_latents` how many latent frames one
     call decodes, and `runs` first and last block (exclusive) of each stage: by the profile's costs, or even shares.
     With `reference` embeddings come in and latents out, so there is neither text encoder nor decoder; blocks stay in
-    even shares, and the autoencoder is in float32."""
+    even shares, and the autoencoder is in float32.
+
+    The last three are one rank's own, see `plan_rank`: it loads its run of `runs`, to compute with `kernels` (None on a
+    rank that only decodes); `limits` are its device's, from before anything was loaded."""
 
     config: ModelConfig
     models: ModelLoader
@@ -67,6 +73,9 @@ class LoadPlan:
     decode_latents: int
     runs: Blocks
     reference: bool = False
+    rank: int = 0
+    limits: Limits = ()
+    kernels: Kernels | None = None
 
     @property
     def device(self) -> torch.device:
@@ -104,9 +113,14 @@ class LoadPlan:
         return PreallocatedCaches(filling, self.steps, context, served)
 
     def rank_facts(self) -> dict[str, str]:
-        """See the function of that name; with the steps that are taken, and what pictures are."""
+        """What must be the same on all ranks: the program, torch, the configuration, and the weights' shapes and
+        names."""
         return {
-            **rank_facts(self.config, self.models),
+            "streamdiff": __version__,
+            "torch": torch.__version__,
+            # Where a rank keeps what is swapped out is its own affair.
+            **{f"model.{name}": str(value) for name, value in self.config.model_dump(exclude=_OWN_AFFAIR).items()},
+            "weights": self.models.digest(),
             # A server has it in its configuration, its other ranks leave it out where it is off.
             "model.batching": str(self.max_rows),
             "model.steps": str(self.steps),
@@ -177,16 +191,6 @@ def _ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankPlan(LoadPlan):
-    """What the rank `rank` loads: its run of `runs`, to compute with `kernels` (None on a rank that only decodes).
-    `limits` are its device's, from before anything was loaded."""
-
-    rank: int
-    limits: Limits
-    kernels: Kernels | None
-
-
 def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     """The plan of `config` on `device`. Fetches published files that are not there, and reads no weights.
 
@@ -213,7 +217,7 @@ def plan_load(config: ModelConfig, device: torch.device) -> LoadPlan:
     )  # fmt: skip
 
 
-def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> RankPlan:
+def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> LoadPlan:
     """The plan of the rank of `context`; of the only one without. Says what it will run with, and why. Takes seconds
     where kernels are tried out. Mutates: torch's number of threads, on a stage.
 
@@ -240,7 +244,7 @@ def plan_rank(plan: LoadPlan, context: rendezvous.RankContext | None = None) -> 
             card = torch.cuda.get_device_name(device) if device.type == "cuda" else None
             notes.append(offload_note(plan.demand(plan.runs), card, graphs=config.compile != "off"))
         _tell(filter(None, notes), "note: ", logging.WARNING)
-    return RankPlan(**vars(plan), rank=rank, limits=limits, kernels=kernels)
+    return replace(plan, rank=rank, limits=limits, kernels=kernels)
 
 
 def check_world(config: ModelConfig) -> None:
@@ -256,20 +260,6 @@ def check_world(config: ModelConfig) -> None:
             f"themselves; a program of your own needs torchrun --nproc-per-node {ranks}: examples/torchrun_stream.py"
         )
     raise ConfigError(f"{wanted}, but torchrun started {world} ranks; start {ranks}, or change the configuration")
-
-
-SWAP = {"host_memory_gb", "state_dir", "keep_s", "warm_standby"}
-
-
-def rank_facts(config: ModelConfig, models: ModelLoader) -> dict[str, str]:
-    """What must be the same on all ranks: the program, torch, the configuration, and the weights' shapes and names."""
-    return {
-        "streamdiff": __version__,
-        "torch": torch.__version__,
-        # Where a rank keeps what is swapped out is its own affair.
-        **{f"model.{name}": str(value) for name, value in config.model_dump(exclude=SWAP).items()},
-        "weights": models.digest(),
-    }
 
 
 def try_kernels(

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -20,15 +20,16 @@ from streamdiff.core import Chunk, Frames, ModelInfo, StreamProgress, min_ahead_
 from streamdiff.errors import EngineFailure, RequestError
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
+from streamdiff.models.sampling import Schedule
 from streamdiff.models.spec import choose_steps
-from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece
+from streamdiff.pipeline.decode.decode_worker import Decoding, LocalDecoding, Piece, RemoteDecoding
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import StageMessage
-from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
+from streamdiff.pipeline.ring import Ring, RingParts
 from streamdiff.pipeline.row_faults import OnFault, Streak, fail_all, fault_key
 from streamdiff.pipeline.runner.init_latents import LOWEST, GivenVideo, motion_levels
-from streamdiff.pipeline.runner.sampler import Finished, StreamInputs
+from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.snapshot.saving import RingSaving
 from streamdiff.pipeline.snapshot.swapping import RingSwapping
 from streamdiff.pipeline.throughput import PipelineFigures
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from streamdiff.pipeline.profiler import Profiler
 
 
-class StreamingPipeline:
-    """Runs sessions, which have numbers; `step` is called repeatedly from one thread."""
+class StreamingPipeline(Ring):
+    """A ring whose finished chunks are decoded. Sessions have numbers; `step` is called repeatedly from one thread."""
 
     def __init__(
         self,
@@ -48,22 +49,25 @@ class StreamingPipeline:
         device: torch.device,
         steps: int | None = None,
         kv_context: str = "clean",
+        *,
+        max_rows: int = 1,
+        parts: RingParts | None = None,
         workers: WorkerGroup | None = None,
         budget: KVCacheBudget | None = None,
-        ring: RingExecutor | None = None,
         at_once: int = 1,
         watchdog_s: float = 60.0,
         pictures: ImageEncoder | None = None,
     ) -> None:
         """`steps` and `kv_context` are those of a session that does not name its own (None: what the model was made
-        for). `workers` are the other ranks of the ring; without them all blocks of `model` run here, on `ring` if that
-        was made already. `budget` is the memory for caches; None: without limit. `at_once` latent frames are decoded by
-        one call. With one stage, `watchdog_s` is how long the device may be at one work; in a ring `workers` knows.
-        `pictures` encodes start pictures; None: there are none.
+        for). `max_rows` and `parts` as in `Ring`; `workers` are the other ranks, where there are some. `budget` is the
+        memory for caches; None: without limit. `at_once` latent frames are decoded by one call. With one stage,
+        `watchdog_s` is how long the device may be at one work; in a ring `workers` knows. `pictures` encodes start
+        pictures; None: there are none.
 
         Raises:
             ConfigError: steps that the model does not have.
         """
+        super().__init__(model, device, max_rows, parts)
         spec = model.spec
         assert model.text is not None, "a live stream takes texts"
         self.model, self.text = model, model.text
@@ -75,7 +79,6 @@ class StreamingPipeline:
             spec.text_shape, spec.chunk_shape, spec.first_chunks,
         )  # fmt: skip
         self.budget, self._workers, self._watchdog_s, self._pictures = budget, workers, watchdog_s, pictures
-        self.ring = workers.ring if workers else ring or RingExecutor(model, device)
         self.streams: dict[int, StreamProgress] = {}  # by session
         self._numbers = count()
         self._ready: queue.SimpleQueue[tuple[Piece, float] | None] = queue.SimpleQueue()
@@ -89,46 +92,40 @@ class StreamingPipeline:
         """Called within `step` with a session that has failed and is to be closed, and why."""
         self.failed: set[int] = set()
         self._decoding_streak = Streak()
-        self.ring.faults.on_fault = self._fail
+        self.faults.on_fault = self._fail
         self.decoding = self._decode_where(model, workers, device, at_once)
-        self.ring.notify(self.wake)
+        self.notify(self.wake)
         if workers is not None:
-            workers.start(self.wake)
-        self.figures = PipelineFigures(self.info, self.ring, workers, budget)
+            workers.start(self, self.wake)
+        self.figures = PipelineFigures(self.info, self, workers, budget)
         self.swapping, self.saving = RingSwapping(self), RingSaving(self)
         self.video = VideoInputs(pictures, spec, self.wake)
 
     def min_ahead_frames(self, *, steps: int, kv_context: str) -> int:
         """Frames that must be allowed ahead of those shown, at least, for the ring to run."""
-        stages = self.ring.stage.stages
+        stages = self.stage.stages
         chunk_frames, first = self.info.chunk_frames, self.model.spec.first_chunks
         return min_ahead_frames(kv_context, steps=steps, stages=stages, chunk_frames=chunk_frames, first_chunks=first)
 
     def open(
-        self, session: int, conditioning: Tensor, *, seed: int, epoch: int, steps: int, kv_context: str,
-        background: bool = False, start: Tensor | None = None, video: GivenVideo | None = None,
-    ) -> None:  # fmt: skip
-        """Start a stream; nothing is made before `set_frame_credit`. With `background` it takes what others leave,
-        in the ring and of the decoder's time. `start` are latents of its first chunks, as `encode_picture` makes them:
-        they are shown, and the stream goes on from them. Chunks start from `video`, as far as it goes, in this stream
-        and in those after resets, until one begins with a picture or the session has a live input.
+        self, session: int, conditioning: Tensor, *, epoch: int, steps: int | Schedule, kv_context: str, **more: Any
+    ) -> None:
+        """As `Ring.open`; nothing is made before `set_frame_credit`. A session in the `background` takes what others
+        leave of the decoder's time too. What it starts from is shown.
 
         Raises:
             ValueError: a bad KV context, or the session is open.
             RequestError: bad steps, or its caches do not fit.
         """
-        if steps not in self.model.spec.steps:
+        if not isinstance(steps, int) or steps not in self.model.spec.steps:
             raise RequestError(
                 "steps", f"steps is {steps}; model {self.info.model} has {', '.join(map(str, self.model.spec.steps))}"
             )
         need = self.budget.need(steps=steps, kv_context=kv_context) if self.budget is not None else []
-        self.ring.open(
-            session, conditioning, seed=seed, epoch=epoch, steps=steps, kv_context=kv_context,
-            background=background, given=StreamInputs(given_latents=start, video=video),
-        )  # fmt: skip
+        super().open(session, conditioning, epoch=epoch, steps=steps, kv_context=kv_context, **more)
         if self.budget is not None:
             self.budget.take(session, need)
-        self._begin(session, background, epoch)
+        self._begin(session, more.get("background", False), epoch)
 
     def encode_picture(self, picture: NDArray[np.uint8]) -> Tensor:
         """A start picture, RGB `[H, W, 3]` of the model's size, as `open` and `reset` take it. From any thread.
@@ -164,39 +161,19 @@ class StreamingPipeline:
         if video is not None:
             encoded, moves = torch.from_numpy(np.array(video)), None if motion is None else torch.from_numpy(motion)
             levels = motion_levels(encoded, strength, spec.first_chunks, moves).clamp(LOWEST, 1)
-            given = GivenVideo(encoded, tuple(levels.tolist())).on(self.ring.sampler.device)
+            given = GivenVideo(encoded, tuple(levels.tolist())).on(self.sampler.device)
         return conditioning, None if latents is None else torch.from_numpy(np.array(latents)), given
 
-    def check_switch(self, session: int, switch: str) -> None:
-        """Raises RequestError for a change of prompt that the session cannot have: an unknown one, or one of
-        RECACHES in a KV context without a clean pass."""
-        if switch != "reset":
-            self.ring.sampler.check_switch(session, switch)
-
-    def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int, switch: str = "keep") -> None:
-        """Use this conditioning from the next admitted chunk on; `switch` as in `RingExecutor.set_text`."""
-        self.ring.set_text(session, epoch, conditioning, switch)
-
-    def reset(self, session: int, conditioning: Tensor, *, seed: int, epoch: int, start: Tensor | None = None) -> None:
-        """Drop what is in flight and start afresh at chunk 0, or from `start`, see `open`; the frame credit is 0 until
-        it is set again. Not of a session that `is_away`."""
+    def reset(self, session: int, conditioning: Tensor, *, epoch: int, **more: Any) -> None:
+        """As `Ring.reset`; the frame credit is 0 until it is set again. Not of a session that `is_away`."""
         self.swapping.forget(session)
         self.saving.forget(session)
-        self.ring.scheduler.hold(session, False)
-        self.ring.reset(session, conditioning, seed=seed, epoch=epoch, given=StreamInputs(given_latents=start))
+        self.scheduler.hold(session, False)
+        super().reset(session, conditioning, epoch=epoch, **more)
         self._begin(session, self.streams[session].background, epoch)
 
-    def check_steps(self, session: int, steps: int) -> None:
-        """Raises RequestError for a number of steps that the session cannot go on in."""
-        self.ring.check_steps(session, steps)
-
-    def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
-        """Make chunks in `steps` steps from the next one on that is admitted after those in flight, see
-        `RingExecutor.set_steps`. Needs no more memory."""
-        self.ring.set_steps(session, epoch, steps)
-
     def set_paused(self, session: int, paused: bool) -> None:
-        self.ring.scheduler.set_paused(session, paused)
+        self.scheduler.set_paused(session, paused)
 
     def set_frame_credit(self, session: int, frames: int) -> None:
         """Let `frames` frames come beyond those `step` has returned; those in flight or decoding count.
@@ -211,12 +188,12 @@ class StreamingPipeline:
         credit = self.streams[session].frame_credit - self.streams[session].ahead_frames
         if session in self.video.inputs and (ready := self.video.frames_ready(session)) is not None:
             credit = min(credit, ready)
-        self.ring.scheduler.set_frame_credit(session, credit)
+        self.scheduler.set_frame_credit(session, credit)
 
     def set_input(self, session: int, strength: float | None, *, epoch: int) -> None:
         """As `VideoInputs.set_input`; chunks admitted from now on are of `epoch`."""
-        self.video.set_input(session, self.ring.sampler.sessions[session], strength)
-        self.ring.set_epoch(session, epoch)
+        self.video.set_input(session, self.sampler.sessions[session], strength)
+        self.set_epoch(session, epoch)
         self._limit_credit(session)
 
     def close_session(self, session: int) -> None:
@@ -224,7 +201,7 @@ class StreamingPipeline:
         self.swapping.forget(session)
         self.saving.forget(session)
         self.video.forget(session)
-        self.ring.close(session)
+        super().close_session(session)
         if self.budget is not None:
             self.budget.give_back(session)
         self._end(session)
@@ -240,9 +217,9 @@ class StreamingPipeline:
         """
         self.attend()
         with self.watched():
-            message = self.ring.schedule()
-            self.ring.run(message)
-            finished = self.ring.sample()
+            message = self.schedule()
+            self.run(message)
+            finished = self.sample()
         self.decode(message, finished)
         return self.collect(0.0 if message or finished else wait_s)
 
@@ -262,8 +239,8 @@ class StreamingPipeline:
         if self._workers is not None:
             self._workers.check()
         # In a ring each rank's monitor checks its device.
-        elif (stuck := self.ring.worker.timer.stuck(clock.monotonic_s(), self._watchdog_s)) is not None:
-            raise EngineFailure(f"rank 0 hangs: {stuck}; in the ring: {self.ring.contents}")
+        elif (stuck := self.worker.timer.stuck(clock.monotonic_s(), self._watchdog_s)) is not None:
+            raise EngineFailure(f"rank 0 hangs: {stuck}; in the ring: {self.contents}")
         try:
             yield
         except LinkClosed as error:
@@ -304,7 +281,7 @@ class StreamingPipeline:
     def busy(self) -> bool:
         """Whether a step can run now, or something is decoding or decoded and not handed out yet."""
         waiting = self._given or self._put_off or self.undelivered or self._others_busy
-        return self.ring.has_work or self._pending > 0 or bool(waiting) or not self._ready.empty()
+        return self.has_work or self._pending > 0 or bool(waiting) or not self._ready.empty()
 
     @property
     def _others_busy(self) -> bool:
@@ -331,11 +308,11 @@ class StreamingPipeline:
         """End decoding and the other ranks."""
         if self.profiler is not None:
             self.profiler.close()
-        hung = self.ring.worker.timer.hung
+        hung = self.worker.timer.hung
         self.video.close(abandon=hung)
         self.saving.close()
         self.decoding.close(abandon=hung)
-        self.ring.stage.swaps.close()
+        self.stage.swaps.close()
         if self._workers is not None:
             self._workers.leave()
 
@@ -356,13 +333,14 @@ class StreamingPipeline:
         self._ready.put(None)
 
     def _decode_where(self, model: Model, workers: WorkerGroup | None, device: torch.device, at_once: int) -> Decoding:
-        remote = workers.decoding(model.spec, self._deliver, self.wake) if workers is not None else None
-        if remote is not None:
-            return remote
+        stage = self.stage
+        if workers is not None and (links := workers.decode_links) is not None:
+            return RemoteDecoding(*links, model.spec, self._deliver, self.wake, stage.exchange, stage.device)
         if model.decoder is None:
             raise ValueError("a runtime that decodes needs a model with a decoder")
-        timer, swaps = self.ring.worker.timer, self.ring.stage.swaps
-        return LocalDecoding(model.decoder, self._deliver, self.wake, device, at_once, timer, swaps)
+        return LocalDecoding(
+            model.decoder, self._deliver, self.wake, device, at_once, self.worker.timer, stage.swaps
+        )  # fmt: skip
 
     def _begin(self, session: int, background: bool, epoch: int) -> None:
         """A new stream of a session. What it is given with a clean pass alone never comes back finished, and is decoded
@@ -370,9 +348,9 @@ class StreamingPipeline:
         self._end(session)
         self.failed.discard(session)
         stream = self.streams[session] = StreamProgress(next(self._numbers), session, background)
-        self.video.begin_again(session, self.ring.sampler.sessions[session])
-        given = self.ring.sampler.sessions[session].given_latents
-        for chunk in range(self.ring.scheduler.next_chunk(session)):
+        self.video.begin_again(session, self.sampler.sessions[session])
+        given = self.sampler.sessions[session].given_latents
+        for chunk in range(self.scheduler.next_chunk(session)):
             stream.chunks[chunk] = Chunk(epoch, 1 / (self.info.steps + 1))
             stream.ahead_frames += self.info.chunk_frames
             self._given.append((session, chunk, given[chunk]))
@@ -391,7 +369,7 @@ class StreamingPipeline:
         """Everything decoded so far; waits up to `wait_s` while something is decoding or in the ring."""
         out: list[Frames] = []
         while True:
-            under_way = self._pending or self.ring.waiting or self._others_busy
+            under_way = self._pending or self.waiting or self._others_busy
             wait = wait_s if under_way and not out else 0.0
             try:
                 item = self._ready.get(timeout=wait) if wait > 0 else self._ready.get_nowait()
@@ -428,7 +406,7 @@ class StreamingPipeline:
         Mutates: self."""
         if stream.session not in self.failed:
             name = fault_key(stream.session, stream.chunks[piece.chunk].epoch)
-            why = self.ring.stage.exchange.pop_text(name) or piece.fault
+            why = self.stage.exchange.pop_text(name) or piece.fault
             self._decoding_streak.record_failure(why)
             self._fail(stream.session, why)
 

@@ -11,8 +11,8 @@ from streamdiff import clock
 
 if TYPE_CHECKING:
     from streamdiff.core import ModelInfo
-    from streamdiff.pipeline.executor import RingExecutor
     from streamdiff.pipeline.planner.kv_budget import KVCacheBudget
+    from streamdiff.pipeline.ring import Ring
     from streamdiff.pipeline.scheduler.row_limit import ForwardCounts
     from streamdiff.pipeline.worker_group import WorkerGroup
 
@@ -64,9 +64,7 @@ class ChunkCostMeter:
 class PipelineFigures:
     """What a pipeline says of itself: how busy its ranks are, what a chunk takes, how many sessions fit."""
 
-    def __init__(
-        self, info: ModelInfo, ring: RingExecutor, workers: WorkerGroup | None, budget: KVCacheBudget | None
-    ) -> None:
+    def __init__(self, info: ModelInfo, ring: Ring, workers: WorkerGroup | None, budget: KVCacheBudget | None) -> None:
         self._info, self._ring, self._workers, self._budget = info, ring, workers, budget
         self._meter = ChunkCostMeter(clock.monotonic_s(), self.busy_s())
 

@@ -18,17 +18,17 @@ import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.errors import ConfigError
-from streamdiff.models.model import Model, StageModel
+from streamdiff.models.model import StageModel
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.decode.decode_worker import latents_layout, pictures_layout
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup, stage_group
-from streamdiff.pipeline.distributed.link import FanOutSender, NoLink, NoSender, Receiver, Sender, ring_edges
+from streamdiff.pipeline.distributed.link import NoLink, Receiver, Sender, ring_edges
 from streamdiff.pipeline.distributed.message import MessageLayout
 from streamdiff.pipeline.distributed.nccl import NcclEnd, NcclReceiver, NcclSender, edge_groups, warm_up
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
-from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import rows_carried
-from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
+from streamdiff.pipeline.ring import RingParts
+from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.video.pixel_format import PictureKind
 
 Link = Literal["gloo", "nccl"]
@@ -45,9 +45,9 @@ _LATENTS_TAG, _PICTURES_TAG = 1_000_001, 1_000_002  # beyond those of any ring's
 
 @dataclass(frozen=True)
 class StageTopology:
-    """Rank `rank` of a ring of `stages`, and what all of its ranks have to agree on: `rows` in a forward, `link`,
-    whether a clean pass takes the next chunk's first step with it, and how many ranks share a stage, `shares`: those of
-    a stage are numbered one after the other. `ring` tells rings over the same processes apart."""
+    """Rank `rank` of a ring of `stages`, and what all of its ranks have to agree on: `rows` in a forward, `link`, and
+    how many ranks share a stage, `shares`: those of a stage are numbered one after the other. `ring` tells rings over
+    the same processes apart."""
 
     rank: int
     stages: int
@@ -59,13 +59,7 @@ class StageTopology:
     @classmethod
     def of(cls, config: ModelConfig, rank: int, device: torch.device, max_rows: int = 1) -> StageTopology:
         """That of a configuration. Raises ConfigError as `link_of`."""
-        return cls(
-            rank,
-            config.stages,
-            rows=max_rows,
-            link=link_of(config, device),
-            shares=config.shares,
-        )
+        return cls(rank, config.stages, rows=max_rows, link=link_of(config, device), shares=config.shares)
 
     @property
     def stage(self) -> int:
@@ -89,12 +83,16 @@ class StageTopology:
         return self.ring * len(self.edges) + edge
 
 
-def connect(
+def connect_stage(
     model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore
-) -> tuple[Sender, Receiver]:
-    """This rank's ends of its edges; where it has none that leads on, what it sends goes nowhere, or on the head comes
-    back. With `nccl` all ranks of the default group, which is one of gloo, have to call this or `join_edges`, it
-    returns when all have, and `on_edge` is told which edge is next."""
+) -> RingParts:
+    """A rank's stage, and what leads from it. `model` has its blocks only. With `nccl` all ranks of the default group,
+    which is one of gloo, call this or `join_edges`; it returns when all have, and `on_edge` is told which edge is
+    next."""
+    group = share_stages(topology, model.spec, device)
+    stage = ModelRunner(model, device, topology.stage, topology.stages, group)
+    if not topology.edges:
+        return RingParts(stage)
     senders: Mapping[int, Sender]
     receivers: Mapping[int, Receiver]
     if topology.link == "nccl":
@@ -102,11 +100,11 @@ def connect(
     else:
         senders, receivers = _connect_tcp(model, topology, device)
     loop = NoLink()
-    others = [sender for edge, sender in senders.items() if 0 < topology.edges[edge][1] < topology.shares]
-    onward = [sender for sender in senders.values() if sender not in others]
-    sender = onward[0] if onward else loop if topology.rank == 0 else NoSender()
-    receiver = next(iter(receivers.values()), loop)
-    return FanOutSender(sender, others) if others else sender, receiver
+    fellows = [sender for edge, sender in senders.items() if 0 < topology.edges[edge][1] < topology.shares]
+    onward = [sender for sender in senders.values() if sender not in fellows]
+    # Where no edge leads on, what a rank sends goes nowhere, or on the head comes back.
+    sender = onward[0] if onward else loop if topology.rank == 0 else Sender()
+    return RingParts(stage, (sender, next(iter(receivers.values()), loop)), fellows)
 
 
 def _connect_tcp(
@@ -183,24 +181,6 @@ def pick_link(device: torch.device, shared_device: bool = False) -> Link:
     """The kind of link between ranks on devices like `device`: NCCL between CUDA devices where torch has it, unless
     ranks share a device (`shared_device`), which NCCL refuses before 2.30; else gloo, through host memory."""
     return "nccl" if device.type == "cuda" and dist.is_nccl_available() and not shared_device else "gloo"
-
-
-def connect_head(
-    model: Model, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore
-) -> RingExecutor:
-    """The ring, for rank 0. `model` has the blocks of rank 0 only."""
-    group = share_stages(topology, model.spec, device)
-    links = connect(model, topology, device, on_edge) if topology.stages * topology.shares > 1 else None
-    stage = ModelRunner(model, device, topology.stage, topology.stages, group)
-    others = links[0].others if links is not None and isinstance(links[0], FanOutSender) else ()
-    return RingExecutor(model, device, topology.rows, stage=stage, links=links, others=others)
-
-
-def stage_worker(model: StageModel, topology: StageTopology, device: torch.device, on_edge: OnEdge = _ignore) -> Worker:
-    """The `Worker` of a stage on any rank but 0. `model` has this rank's blocks only."""
-    group = share_stages(topology, model.spec, device)
-    sender, receiver = connect(model, topology, device, on_edge)
-    return Worker(receiver, ModelRunner(model, device, topology.stage, topology.stages, group), sender)
 
 
 def decode_links(

@@ -8,14 +8,17 @@ from collections.abc import Callable
 
 from streamdiff import clock
 from streamdiff.errors import EngineFailure
-from streamdiff.models.spec import ModelSpec
-from streamdiff.pipeline.decode.decode_worker import Deliver, RemoteDecoding
-from streamdiff.pipeline.distributed.heartbeat import HEARTBEAT_S, LEAVE_S, HealthMonitor, Heartbeat
+from streamdiff.pipeline.distributed.heartbeat import (
+    HEARTBEAT_S,
+    LEAVE_S,
+    HealthMonitor,
+    Heartbeat,
+    exit_now,
+    link_fault,
+)
 from streamdiff.pipeline.distributed.link import LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.rendezvous import RankContext
-from streamdiff.pipeline.distributed.state_exchange import StoreExchange
-from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.worker_main import exit_now, link_fault
+from streamdiff.pipeline.ring import Ring
 
 _NOTICE_S = 2.0
 """How long ranks may take to tell why a link is closed."""
@@ -26,32 +29,19 @@ class WorkerGroup:
     """Rank 0's side of a ring over several processes."""
 
     def __init__(
-        self,
-        context: RankContext,
-        ring: RingExecutor,
-        watchdog_s: float,
-        decode_links: tuple[Sender, Receiver] | None = None,
+        self, context: RankContext, watchdog_s: float, decode_links: tuple[Sender, Receiver] | None = None
     ) -> None:
         """`decode_links` lead to the rank that decodes and back; None: this one does."""
-        self.context, self.ring, self._decode_links = context, ring, decode_links
-        ring.stage.exchange = StoreExchange(context.store)
-        self._watch = HealthMonitor(context, [ring.worker], self._on_fault, watchdog_s)
-        self._wake: Callable[[], None] = lambda: None
+        self.context, self.decode_links, self._watchdog_s = context, decode_links, watchdog_s
         self._fault: str | None = None
         self._since: list[Heartbeat] = []
 
-    def start(self, wake: Callable[[], None]) -> None:
-        """Begin to watch; `wake` is called, from another thread, when there is a fault."""
-        self._wake = wake
+    def start(self, ring: Ring, wake: Callable[[], None]) -> None:
+        """Begin to watch; `wake` is called, from another thread, when there is a fault. Before anything else."""
+        self.ring, self._wake = ring, wake
+        self._watch = HealthMonitor(self.context, [ring.worker], self._on_fault, self._watchdog_s)
         atexit.register(exit_now)
         self._watch.start()
-
-    def decoding(self, spec: ModelSpec, deliver: Deliver, wake: Callable[[], None]) -> RemoteDecoding | None:
-        """The way to the rank that decodes, if that is another one."""
-        if self._decode_links is None:
-            return None
-        stage = self.ring.stage
-        return RemoteDecoding(*self._decode_links, spec, deliver, wake, stage.exchange, stage.device)
 
     def check(self, wait_s: float = 0.0) -> None:
         """Raises EngineFailure when the ring has a fault, or one shows within `wait_s`; chunks that come back in that

@@ -149,7 +149,7 @@ class Lost(StreamdiffError):
 
 
 @dataclass(eq=False)
-class _Kept:
+class _SwappedState:
     """A state away from its device: the tree and the tensors of `walk.save`, these in `tensors`, in `file`, or while it
     is written or read in both; `copy` brought it here. `outline`: the tensors without content; `checksum`: of the
     file."""
@@ -181,7 +181,7 @@ class SwapStore:
             ConfigError: the folder cannot be made, or nothing can be written there.
         """
         self.device, self.host_bytes, self.copies = device, host_bytes, HostCopies(device)
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _SwappedState] = {}
         self._changed = threading.Lock()
         self._disk_fault, self._fault_s = "", 0.0
         self._folder = None if state_dir is None else state_dir.expanduser()
@@ -208,7 +208,7 @@ class SwapStore:
         copy.go_on()
         with self._changed:
             outline = {name: each.to(walk.META) for name, each in copy.tensors.items()}
-            self._kept[name] = _Kept(copy.tree, copy.tensors, outline, copy)
+            self._kept[name] = _SwappedState(copy.tree, copy.tensors, outline, copy)
             self._spill()
 
     def ready(self, name: str) -> bool:
@@ -305,7 +305,7 @@ class SwapStore:
                 kept.writing = True
                 self._thread.submit(self._write, kept)
 
-    def _write(self, kept: _Kept) -> None:
+    def _write(self, kept: _SwappedState) -> None:
         """Write a state to a file of its own, unless it has been taken meanwhile. On the thread. Mutates: kept."""
         assert kept.tensors is not None
         if kept.copy is not None:
@@ -330,7 +330,7 @@ class SwapStore:
         if fault and fault != known:
             logger.warning("A session stays in host memory, as it cannot be written to %s: %s", self._folder, fault)
 
-    def _content(self, kept: _Kept) -> dict[str, Tensor]:
+    def _content(self, kept: _SwappedState) -> dict[str, Tensor]:
         """What a state's file holds. Raises Lost where it is not what was written."""
         assert kept.file is not None
         tensors = {name: self.copies.host(each) for name, each in kept.outline.items()}
@@ -345,7 +345,7 @@ class SwapStore:
             raise Lost(f"its file in {self._folder} is not what was written")
         return tensors
 
-    def _forget(self, name: str) -> _Kept:
+    def _forget(self, name: str) -> _SwappedState:
         """Mutates: self."""
         kept = self._kept.pop(name)
         if kept.file is not None:

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import fps_ttff, throughput_model
 from benchmarks.report import ROOT
-from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.costs import row_gflop
 from streamdiff.pipeline.planner.model_sizes import sizes_from
+from streamdiff.pipeline.ring import Ring
 from tests.small import CPU, small_model
 
 
@@ -29,13 +29,13 @@ def test_torch_counts_as_many_operations(kv_context: str) -> None:
     config: Any = model.denoiser.model.config
     sizes = sizes_from(dict(config), model.spec)
     model.denoiser.attention = "math"
-    ring = RingExecutor(model, CPU)
+    ring = Ring(model, CPU)
     ring.open(0, torch.zeros(model.spec.text_shape), epoch=0, steps=2, kv_context=kv_context)
     rows: Any = []
     while not (rows and rows[0].step == 1 and rows[0].chunk > model.spec.window_chunks(kv_context)):
         ring.scheduler.set_frame_credit(0, 10**6)
         with FlopCounterMode(display=False) as counter:
-            rows, _ = ring.step()
+            rows, _ = ring.step_latents()
     ends = 4 * sizes.tokens * sizes.width * sizes.out_channels * prod(sizes.patch)
     modulation = 12 * sizes.spec.chunk_latents // sizes.patch[0] * sizes.width**2
     assert counter.get_total_flops() == round(1e9 * row_gflop(sizes, kv_context)) + ends + modulation

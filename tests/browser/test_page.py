@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import parse_qs, urlencode, urlsplit
 
+import av
 import httpx
+import numpy as np
 import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.action_chains import ActionChains
@@ -133,6 +135,20 @@ def test_the_next_words_replace_a_prompt_that_was_sent_and_the_arrow_brings_it_b
     assert box.get_property("value") == "a red circle"
     page.find_element("id", "surprise").click()
     until(page, lambda _: page.find_element("id", "playing").text != "a blue star")
+
+
+def test_what_is_shown_is_recorded_into_a_video(page: WebDriver, tmp_path: Path) -> None:
+    page.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    button = page.find_element("id", "record")
+    button.click()
+    until(page, lambda _: page.find_element("id", "receipt").text.startswith("Recording, 2 s"))
+    assert button.get_attribute("aria-pressed") == "true"
+    button.click()
+    until(page, lambda _: any(file.suffix in (".mp4", ".webm") for file in tmp_path.iterdir()))
+    [file] = tmp_path.iterdir()
+    with av.open(str(file)) as video:
+        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+    assert len(frames) > 20 and not np.array_equal(frames[0], frames[-1])
 
 
 def test_a_full_screen_has_the_prompt(page: WebDriver) -> None:

@@ -82,19 +82,6 @@ def test_a_prompt_switch_changes_what_comes_after_it(given: Given) -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_may_come_over_chunks(given: Given) -> None:
-    plain, text, other = given.latents(), given.text, load_file(given.folder / "other.safetensors")["prompt_embeds"]
-    switch = ["--prompt-switch", f"2:{given.folder / 'other.safetensors'}:keep"]
-    at_once, mixed = given.latents(*switch), given.latents(*switch, "--prompt-mix", "2")
-    save_file({"prompt_embeds": (text + other) / 2}, given.folder / "half.safetensors")
-    half = ["--prompt-switch", f"2:{given.folder / 'half.safetensors'}"]
-    by_hand = given.latents(*half, "--prompt-switch", f"3:{given.folder / 'other.safetensors'}")
-    torch.testing.assert_close(mixed, by_hand, rtol=1e-4, atol=1e-5)
-    assert torch.equal(mixed[:2], plain[:2]) and not torch.allclose(mixed[2], at_once[2], atol=1e-4)
-    assert torch.equal(given.latents(*switch, "--prompt-mix", "1"), at_once)
-
-
-@pytest.mark.slow
 def test_context_noise_and_positions_are_used(given: Given) -> None:
     plain = given.latents("--window", "9", "--sink", "3")
     noisy = given.latents("--window", "9", "--sink", "3", "--context-noise", "200")
@@ -102,20 +89,6 @@ def test_context_noise_and_positions_are_used(given: Given) -> None:
     absolute = given.latents("--window", "9", "--sink", "3", "--rope", "absolute")
     torch.testing.assert_close(absolute[:3], plain[:3], rtol=1e-5, atol=1e-5)
     assert (absolute[3] - plain[3]).abs().max() > 1e-5
-
-
-@pytest.mark.slow
-def test_chunks_start_from_encoded_video(given: Given) -> None:
-    """In chunks or as a clip, as `streamdiff encode` writes it; with motion noise the still part keeps the level."""
-    draw = torch.randn(CHUNKS, LATENT_CHANNELS, CHUNK, SIDE, SIDE, generator=torch.Generator().manual_seed(2))
-    path = given.folder / "video.safetensors"
-    options = ["--video-latents", str(path), "--strength", "0.9"]
-    save_file({"latents": draw}, path)
-    moving, in_chunks = (given.latents(*options, *flag, steps="700,500,400") for flag in (["--motion-noise"], []))
-    assert (moving - in_chunks).abs().max() > 1e-2
-    save_file({"latents": draw.transpose(0, 1).flatten(1, 2).contiguous()}, path)
-    assert torch.equal(given.latents(*options, "--chunk-frames", str(CHUNK), steps="700,500,400"), in_chunks)
-    assert (given.latents(steps="700,500,400") - in_chunks).abs().max() > 0.1
 
 
 @pytest.mark.slow

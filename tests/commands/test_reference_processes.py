@@ -16,7 +16,7 @@ from torch import Tensor
 from streamdiff.cli import main
 from streamdiff.engine.process import launcher
 from streamdiff.models.model import StageModel
-from streamdiff.pipeline import worker_main
+from streamdiff.pipeline import rank_process
 from streamdiff.pipeline.distributed import rendezvous
 from streamdiff.pipeline.runner.block_offload import OffloadedBlocks
 from tests.commands.conftest import CHUNK, CHUNKS, Given, checkpoint
@@ -113,14 +113,14 @@ def test_a_rank_that_follows_has_its_blocks_offloaded_too(given: Given, monkeypa
     class Seen(Exception):
         pass
 
-    def stage_worker(model: StageModel, *_: object) -> None:
+    def connect_stage(model: StageModel, *_: object) -> None:
         assert len(model.denoiser.blocks) == 2 and isinstance(model.denoiser.block_source, OffloadedBlocks)
         raise Seen
 
     rank = SimpleNamespace(rank=1, send_memory=lambda memory: None, store=None)
     monkeypatch.setattr(rendezvous, "join", lambda facts: rank)
-    monkeypatch.setattr(worker_main, "start_progress", lambda *_: SimpleNamespace(enter=None))
-    monkeypatch.setattr(worker_main.topology, "stage_worker", stage_worker)
+    monkeypatch.setattr(rank_process, "start_progress", lambda *_: SimpleNamespace(enter=None))
+    monkeypatch.setattr(rank_process, "connect_stage", connect_stage)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     out = given.folder / "never.safetensors"

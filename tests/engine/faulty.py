@@ -78,10 +78,10 @@ def decode_chunk(*arguments: Any) -> Iterator[Tensor]:
 
 if __name__ == "__main__":
     if os.environ.get("RANK", "0") == os.environ["FAULT_RANK"]:
-        from streamdiff.pipeline import executor, topology
+        from streamdiff.pipeline import topology
         from streamdiff.pipeline.decode import decode_worker
 
-        topology.ModelRunner = executor.ModelRunner = FaultyStage  # type: ignore[misc]
+        topology.ModelRunner = FaultyStage  # type: ignore[misc]
         topology.TcpSender = DeviceSender  # type: ignore[misc]
         decode_worker.decode_chunk = decode_chunk
         device_timer.HostEvent = DeviceEvent  # type: ignore[misc]

@@ -31,9 +31,9 @@ def test_micro_steps_prompts_and_decoding_print_nothing(
 
     take(engine.handle(Open("one", RED)))
     changed = 0
-    while runtime.ring.worker.done < MICRO_STEPS:
+    while runtime.worker.done < MICRO_STEPS:
         take(engine.step(5.0))
-        if runtime.ring.worker.done // 100 > changed:
+        if runtime.worker.done // 100 > changed:
             changed += 1
             take(engine.handle(SetPrompt("one", (RED, BLUE)[changed % 2])))
     engine.close()

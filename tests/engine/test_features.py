@@ -36,7 +36,7 @@ from streamdiff.engine.messages import (
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.headers import MOTION, NORMALISED
 from streamdiff.models.model import Model
-from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state.swap_store import SwapStore
 from tests.saving import saved
@@ -75,11 +75,11 @@ class Place:
     """An engine, and what its sessions have shown."""
 
     def __init__(self, stages: int = 1, max_rows: int = 1, model: Model = MODEL) -> None:
-        ring = RingExecutor(model, CPU, max_rows) if stages == 1 else LocalRing(model, CPU, stages)
-        for stage in (ring.stage, *(worker.stage for worker in getattr(ring, "others", ()))):
+        parts = local_parts(model, CPU, stages, max_rows)
+        for stage in (parts.stage, *(worker.stage for worker in parts.local)):
             stage.swaps = SwapStore(CPU, None, None)
         encoder = ImageEncoder(lambda: small_encoder(4), SPEC)
-        self.pipeline = StreamingPipeline(model, CPU, ring=ring, pictures=encoder)
+        self.pipeline = StreamingPipeline(model, CPU, max_rows=max_rows, parts=parts, pictures=encoder)
         self.engine = Engine(self.pipeline, 2 * FRAMES)
         self.shown: dict[str, list[np.ndarray]] = {}
         self.encodings: tuple[int, ...] = (0, 0, 0)

@@ -24,14 +24,15 @@ from pathlib import Path
 
 import torch
 
-from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.ring import Ring, local_parts
 from streamdiff.pipeline.runner.sampler import Finished
 from streamdiff.pipeline.snapshot.file import Snapshot, mapped
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
+from streamdiff.pipeline.topology import StageTopology, connect_stage
 from streamdiff.session_state.swap_store import SwapStore
 from tests.pipeline.distributed.rendezvous_backend import join_ring
+from tests.pipeline.playing import local_ring
 from tests.pipeline.processes import run_ranks
 from tests.saving import save as save_session
 from tests.small import BLUE, CPU, RED, WHITE, small_model
@@ -50,7 +51,7 @@ Latents = dict[int, dict[int, torch.Tensor]]
 """By session and chunk."""
 
 
-def record(ring: RingExecutor, latents: Latents) -> None:
+def record(ring: Ring, latents: Latents) -> None:
     """Have the latents of finished chunks added to `latents`. Mutates: ring."""
     take_back = ring._take_back
 
@@ -69,30 +70,29 @@ def digest(chunks: dict[int, torch.Tensor]) -> str:
 
 
 def started(stages: int, latents: Latents, rows: int = 1) -> StreamingPipeline:
-    ring = LocalRing(MODEL, CPU, stages, rows)
-    for stage in (ring.stage, *(worker.stage for worker in ring.others)):
+    parts = local_parts(MODEL, CPU, stages, rows)
+    for stage in (parts.stage, *(worker.stage for worker in parts.local)):
         stage.swaps = SwapStore(CPU, None, None)
-    record(ring, latents)
-    return StreamingPipeline(MODEL, CPU, ring=ring)
+    pipeline = StreamingPipeline(MODEL, CPU, max_rows=rows, parts=parts)
+    record(pipeline, latents)
+    return pipeline
 
 
 def ended(pipeline: StreamingPipeline) -> None:
-    ring = pipeline.ring
-    assert isinstance(ring, LocalRing)
     pipeline.close()
-    for stage in (ring.stage, *(worker.stage for worker in ring.others)):
+    for stage in (pipeline.stage, *(worker.stage for worker in pipeline.local)):
         stage.swaps.close()
 
 
-def change(ring: RingExecutor, session: int, what: str) -> None:
+def change(ring: Ring, session: int, what: str) -> None:
     if what == "steps":
-        ring.set_steps(session, 1, 2)
+        ring.set_steps(session, 2, epoch=1)
     else:
-        ring.set_text(session, 1, MODEL.text.encode(BLUE), what)
+        ring.set_conditioning(session, MODEL.text.encode(BLUE), epoch=1, switch=what)
 
 
 def play(
-    ring: RingExecutor, step: Callable[[], object], latents: Latents, changes: dict[int, str], until: int = CHUNKS
+    ring: Ring, step: Callable[[], object], latents: Latents, changes: dict[int, str], until: int = CHUNKS
 ) -> None:
     """Step until chunk `until - 1` of every session is finished; a session's change holds from chunk `CHANGE_AT` on.
     Mutates: changes, which keeps those that are to come."""
@@ -117,7 +117,7 @@ def opened(case: str, stages: int, latents: Latents) -> tuple[StreamingPipeline,
 def played(case: str, stages: int) -> str:
     latents: Latents = defaultdict(dict)
     pipeline, changes = opened(case, stages, latents)
-    play(pipeline.ring, partial(pipeline.step, 0.1), latents, changes)
+    play(pipeline, partial(pipeline.step, 0.1), latents, changes)
     ended(pipeline)
     return digest(latents[0])
 
@@ -130,7 +130,7 @@ def saved(case: str, stages: int, then: int, killed: bool) -> str:
 
         def save(latents: Latents) -> None:
             pipeline, changes = opened(case, stages, latents)
-            play(pipeline.ring, partial(pipeline.step, 0.1), latents, changes, INTERRUPTED_AT)
+            play(pipeline, partial(pipeline.step, 0.1), latents, changes, INTERRUPTED_AT)
             save_session(pipeline, 0)[0].write(file)
             if killed:
                 torch.save(latents[0], Path(folder) / "latents.pt")
@@ -147,7 +147,7 @@ def saved(case: str, stages: int, then: int, killed: bool) -> str:
             save(latents)
         pipeline = started(then, latents)
         pipeline.saving.load(0, Snapshot.from_bytes(mapped(file)))
-        play(pipeline.ring, partial(pipeline.step, 0.1), latents, {0: case.split("/")[1]})
+        play(pipeline, partial(pipeline.step, 0.1), latents, {0: case.split("/")[1]})
         ended(pipeline)
     return digest(latents[0])
 
@@ -155,19 +155,19 @@ def saved(case: str, stages: int, then: int, killed: bool) -> str:
 def swapped(case: str, stages: int) -> str:
     latents: Latents = defaultdict(dict)
     pipeline, changes = opened(case, stages, latents)
-    play(pipeline.ring, partial(pipeline.step, 0.1), latents, changes, INTERRUPTED_AT)
+    play(pipeline, partial(pipeline.step, 0.1), latents, changes, INTERRUPTED_AT)
     pipeline.swapping.swap_out(0)
     while pipeline.swapping.place(0) != "host":
         pipeline.step(0.01)
     pipeline.swapping.swap_in(0)
     while pipeline.swapping.is_away(0):
         pipeline.step(0.01)
-    play(pipeline.ring, partial(pipeline.step, 0.1), latents, changes)
+    play(pipeline, partial(pipeline.step, 0.1), latents, changes)
     ended(pipeline)
     return digest(latents[0])
 
 
-def open_two(ring: RingExecutor, case: str) -> dict[int, str]:
+def open_two(ring: Ring, case: str) -> dict[int, str]:
     """Two sessions of other prompts and seeds."""
     context, what = case.split("/")
     for session, prompt in enumerate((RED, WHITE)):
@@ -179,9 +179,9 @@ def open_two(ring: RingExecutor, case: str) -> dict[int, str]:
 def both(case: str) -> str:
     """Two sessions whose rows share forwards, on one stage."""
     latents: Latents = defaultdict(dict)
-    ring = LocalRing(MODEL, CPU, 1, max_rows=2)
+    ring = local_ring(MODEL, CPU, 1, max_rows=2)
     record(ring, latents)
-    play(ring, ring.step, latents, open_two(ring, case))
+    play(ring, ring.step_latents, latents, open_two(ring, case))
     assert ring.scheduler.counts.rows[2], "no forward was shared"
     return f"{digest(latents[0])} {digest(latents[1])}"
 
@@ -194,12 +194,12 @@ def rank(number: int, ranks: int, port: int, out: str) -> None:
         topology = StageTopology(number, 1, count, shares=ranks)
         part = MODEL.part(*split_evenly(MODEL.blocks, 1)[0])
         if number:
-            stage_worker(part, topology, CPU).run()
+            connect_stage(part, topology, CPU).worker().run()
             continue
         latents: Latents = defaultdict(dict)
-        ring = connect_head(part, topology, CPU)
+        ring = Ring(part, CPU, topology.rows, connect_stage(part, topology, CPU))
         record(ring, latents)
-        play(ring, partial(ring.step, 1.0), latents, open_two(ring, case))
+        play(ring, partial(ring.step_latents, 1.0), latents, open_two(ring, case))
         ring.stop(60.0)
         table[case] = f"{digest(latents[0])} {digest(latents[1])}"
     if number == 0:

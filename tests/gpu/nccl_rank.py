@@ -19,9 +19,9 @@ from streamdiff.core import MicroStep
 from streamdiff.models.model import Model
 from streamdiff.pipeline.distributed.link import Receiver, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, StageMessage
-from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
+from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.topology import StageTopology, connect_stage
 from tests.gpu.nccl_ring import finding
 from tests.pipeline.distributed.scenarios import SCENARIOS, all_send_first, connect_often, nccl_ends
 from tests.pipeline.playing import CHUNKS_LONG, THREE, play, same
@@ -159,18 +159,18 @@ def ring(rank: int, ranks: int, device: torch.device) -> None:
     model = on(device)
     topology, part = StageTopology(rank, ranks, link="nccl"), model.part(*split_evenly(model.blocks, ranks)[rank])
     if rank:
-        worker = stage_worker(part, topology, device)
+        worker = connect_stage(part, topology, device).worker()
         for _ in range(100):  # first calls
             worker.step(None)
         with told_syncs(rank):
             worker.run()
         return
-    head = connect_head(part, topology, device)
+    head = Ring(part, device, topology.rows, connect_stage(part, topology, device))
     with told_syncs(rank):
         made = play(head, model, THREE, CHUNKS_LONG)
     head.stop()
     for name, order in THREE.items():
-        alone = play(RingExecutor(model, device), model, {name: order}, CHUNKS_LONG)[name]
+        alone = play(Ring(model, device), model, {name: order}, CHUNKS_LONG)[name]
         worst = max(float((one - other).abs().max()) for one, other in zip(made[name], alone, strict=True))
         print(finding(order.kv_context, same(made[name], alone), worst), flush=True)
 

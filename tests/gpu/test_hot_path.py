@@ -26,8 +26,8 @@ from streamdiff.models.autoencoder.taehv import TaehvDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
 from streamdiff.models.model import Model
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
-from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.graphs import capture_on, one_graph
 from tests.pipeline.playing import CHUNKS_LONG, Order, play
 from tests.small import RED, WHITE, small_autoencoder, small_model
@@ -64,7 +64,7 @@ def no_host_sync() -> Iterator[None]:
 @pytest.mark.parametrize("kv_context", ORDERS)
 def test_graphs_make_the_plain_stream_and_are_never_made_again(model: Model, kv_context: str) -> None:
     device, order = torch.device("cuda"), {0: ORDERS[kv_context]}
-    plain, graphs = RingExecutor(model, device), RingExecutor(model, device)
+    plain, graphs = Ring(model, device), Ring(model, device)
     graphs.stage.compile(PreallocatedCaches(1, 4, kv_context))
     assert graphs.stage.compiled is not None and graphs.stage.compiled._graph_cache is not None
     captured = set(graphs.stage.compiled._graph_cache.graphs)
@@ -78,7 +78,7 @@ def test_graphs_make_the_plain_stream_and_are_never_made_again(model: Model, kv_
 
 def test_two_sessions_at_once_are_both_captured(model: Model) -> None:
     device, orders = torch.device("cuda"), {0: Order(RED, 5, 4, "clean"), 1: Order(WHITE, 6, 4, "clean")}
-    plain, graphs = RingExecutor(model, device), RingExecutor(model, device)
+    plain, graphs = Ring(model, device), Ring(model, device)
     graphs.stage.compile(PreallocatedCaches(2, 4, "clean"))
     with torch.compiler.set_stance("fail_on_recompile"):
         got = play(graphs, model, orders, CHUNKS_LONG)
@@ -92,18 +92,18 @@ def test_two_sessions_at_once_are_both_captured(model: Model) -> None:
 @pytest.mark.parametrize("kv_context", ORDERS)
 def test_a_micro_step_makes_no_host_sync(model: Model, kv_context: str, compiled: bool) -> None:
     """After one chunk, on which first calls and first uploads fall."""
-    ring = RingExecutor(model, torch.device("cuda"))
+    ring = Ring(model, torch.device("cuda"))
     if compiled:
         ring.stage.compile(PreallocatedCaches(1, 4, kv_context))
     ring.open(0, model.text.encode(RED), seed=1, epoch=0, steps=4, kv_context=kv_context)
     frames, done = ring.scheduler.chunk_frames, 0
     while done < 6:
         ring.scheduler.set_frame_credit(0, frames)
-        done += len(ring.step()[1])
+        done += len(ring.step_latents()[1])
     with no_host_sync():
         while done < 12:
             ring.scheduler.set_frame_credit(0, frames)
-            done += len(ring.step()[1])
+            done += len(ring.step_latents()[1])
 
 
 @pytest.mark.parametrize("at_once", [1, 2])

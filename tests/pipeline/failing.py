@@ -10,7 +10,7 @@ from torch import Tensor
 from streamdiff.core import MicroStep
 from streamdiff.models.model import Model
 from streamdiff.pipeline.distributed.message import MessageKind, SessionUpdate
-from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.graphs import Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from tests.small import BLUE, RED, WHITE
@@ -64,7 +64,7 @@ def raise_at_second(stage: ModelRunner, attend: Callable[..., Tensor], rows: int
 
 
 def play_failing(
-    ring: RingExecutor, model: Model, contexts: dict[int, str], chunks: int = CHUNKS
+    ring: Ring, model: Model, contexts: dict[int, str], chunks: int = CHUNKS
 ) -> tuple[dict[int, list[Tensor]], dict[int, str]]:
     """Latents of so many chunks of every session, of those that fail as many as there are; and why these failed."""
     lost: dict[int, str] = {}
@@ -77,9 +77,9 @@ def play_failing(
     closed: set[int] = set()
     while any(len(latents) < chunks for name, latents in done.items() if name not in lost):
         assert ring.has_work, "the ring stands still"
-        for row, latents in ring.step(1.0)[1]:
+        for row, latents in ring.step_latents(1.0)[1]:
             done[row.session].append(latents.clone())
         for name in set(lost) - closed:
             closed.add(name)
-            ring.close(name)
+            ring.close_session(name)
     return {name: latents[:chunks] for name, latents in done.items()}, lost

@@ -25,8 +25,8 @@ from streamdiff.pipeline import topology
 from streamdiff.pipeline.distributed.link import SLOTS
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
-from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
 from tests.pipeline.processes import run_ranks
 from tests.small import BLUE, CPU, RED, small_model
@@ -55,7 +55,7 @@ Counts = dict[str, int]
 class Counter(Worker):
     """A rank that counts what it holds when the mark goes by. `ring` is for the head."""
 
-    ring: RingExecutor | None = None
+    ring: Ring | None = None
 
     def __init__(self, stage: ModelRunner, sender: TcpSender, receiver: TcpReceiver) -> None:
         super().__init__(receiver, stage, sender)
@@ -89,7 +89,7 @@ class Counter(Worker):
 class Show:
     """The sessions of a head, by number; `epochs` never repeat."""
 
-    def __init__(self, ring: RingExecutor, texts: Sequence[torch.Tensor], frames: int, leg: int) -> None:
+    def __init__(self, ring: Ring, texts: Sequence[torch.Tensor], frames: int, leg: int) -> None:
         self.ring, self.texts, self.frames, self.chunks, self.epochs = ring, texts, frames, leg, count()
         for name in range(len(KV_CONTEXTS)):
             self.open(name)
@@ -103,18 +103,19 @@ class Show:
         while done < self.chunks:
             for name in range(len(KV_CONTEXTS)):
                 self.ring.scheduler.set_frame_credit(name, self.frames)
-            for _ in self.ring.step(LEAVE_S)[1]:
+            for _ in self.ring.step_latents(LEAVE_S)[1]:
                 done += 1
                 if done % often == 0:
-                    self.ring.set_text(done // often % 3, next(self.epochs), self.texts[done // often % 2])
+                    text = self.texts[done // often % 2]
+                    self.ring.set_conditioning(done // often % 3, text, epoch=next(self.epochs))
         name = number % 3
-        self.ring.close(name)
+        self.ring.close_session(name)
         self.open(name)
         self.ring.reset((name + 1) % 3, self.texts[1], seed=number, epoch=next(self.epochs))
         for each in range(len(KV_CONTEXTS)):
             self.ring.scheduler.set_frame_credit(each, 0)
         while self.ring.has_work:
-            self.ring.step(LEAVE_S)
+            self.ring.step_latents(LEAVE_S)
 
 
 def main(rank: int, stages: int, port: int, legs: int, leg: int) -> list[Counts]:
@@ -124,21 +125,22 @@ def main(rank: int, stages: int, port: int, legs: int, leg: int) -> list[Counts]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=stages, timeout=timedelta(days=3650))
     model = small_model(6, layers=stages, heads=1, chunk=1, window=3, planes=0)
     part, place = model.part(*split_evenly(model.blocks, stages)[rank]), topology.StageTopology(rank, stages)
-    stage, links = ModelRunner(part, CPU, rank, stages), topology.connect(part, place, CPU)
-    worker = Counter(stage, *links)
+    parts = topology.connect_stage(part, place, CPU)
+    assert parts.links is not None
+    worker = Counter(parts.stage, *parts.links)
     gc.collect()
     gc.freeze()  # what was imported is not counted, and is not looked at again and again
     if rank > 0:
         worker.run()
         return worker.found
-    ring = RingExecutor(part, CPU, stage=stage, links=links)
+    ring = Ring(part, CPU, parts=parts)
     worker.ring, ring.worker = ring, worker
     show = Show(ring, [model.text.encode(text) for text in (RED, BLUE)], model.spec.chunk_frames, leg)
     for number in range(legs):
         show.leg(number)
-        ring.close(MARK)
+        ring.close_session(MARK)
         while ring.has_work:
-            ring.step(LEAVE_S)
+            ring.step_latents(LEAVE_S)
     ring.stop(LEAVE_S)
     return worker.found
 

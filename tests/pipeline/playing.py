@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from streamdiff.models.model import Model
-from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.distributed.link import LocalLink
+from streamdiff.pipeline.ring import Ring, local_parts
 from tests.small import BLUE, RED, WHITE
 
 CHUNKS, CHUNKS_LONG = 8, 16  # with a window of three chunks: evictions
@@ -27,9 +28,14 @@ class Order:
     switch: str = "keep"
 
 
-def play(
-    ring: RingExecutor, model: Model, orders: dict[int, Order], chunks: int = CHUNKS
-) -> dict[int, list[torch.Tensor]]:
+def local_ring(
+    model: Model, device: torch.device, stages: int = 1, max_rows: int = 1, link: type[LocalLink] = LocalLink
+) -> Ring:
+    """A ring whose stages are all in this process."""
+    return Ring(model, device, max_rows, local_parts(model, device, stages, max_rows, link))
+
+
+def play(ring: Ring, model: Model, orders: dict[int, Order], chunks: int = CHUNKS) -> dict[int, list[torch.Tensor]]:
     """Latents of `chunks` chunks of every session, made together."""
     for name, order in orders.items():
         text = model.text.encode(order.text)
@@ -42,13 +48,13 @@ def play(
             if admitted == order.change_at and name not in changed:
                 changed.add(name)
                 if order.then_steps is None:
-                    ring.set_text(name, 1, model.text.encode(BLUE), order.switch)
+                    ring.set_conditioning(name, model.text.encode(BLUE), epoch=1, switch=order.switch)
                 else:
-                    ring.set_steps(name, 1, order.then_steps)
+                    ring.set_steps(name, order.then_steps, epoch=1)
             limit = chunks + 6 if name in changed else order.change_at  # a staircase needs newcomers
             ring.scheduler.set_frame_credit(name, (limit - admitted) * model.spec.chunk_frames)
         assert ring.has_work, "the ring stands still"
-        for row, latents in ring.step(1.0)[1]:
+        for row, latents in ring.step_latents(1.0)[1]:
             assert row.chunk == len(done[row.session])
             assert row.epoch == int(row.chunk >= orders[row.session].change_at), "no chunk mixes two epochs"
             done[row.session].append(latents.clone())

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference import ReferenceRun, local_ring, run_reference
+from streamdiff.commands.reference import ReferenceRun, run_reference
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.pipeline.runner.sampler import StepLevels
 from tests.pipeline.float64_wan import PlainWan
 from tests.pipeline.plain_wan import PlainStream
+from tests.pipeline.playing import local_ring
 from tests.small import CPU, small_model
 
 CHUNKS, CHUNK, STEPS, GIVEN = 4, 2, 3, 2

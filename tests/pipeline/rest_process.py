@@ -18,7 +18,7 @@ import torch
 
 from streamdiff.config import ServedModel
 from streamdiff.core import Frames
-from streamdiff.pipeline import build, topology, worker_main
+from streamdiff.pipeline import build, rank_process, topology
 from streamdiff.pipeline.snapshot.file import Snapshot, mapped
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.distributed.rendezvous_backend import use_rendezvous
@@ -60,7 +60,7 @@ class Shown:
 
     def until_under_way(self, micro_steps: int) -> None:
         """Until so many of session 0 are in the ring."""
-        chunks = self.pipeline.ring.scheduler.session(0).chunks
+        chunks = self.pipeline.scheduler.session(0).chunks
         while sum(chunk.entered - chunk.back for chunk in chunks) < micro_steps:
             self.step(0)  # not both: it would mostly wait for the other, with nothing in the ring
 
@@ -92,7 +92,7 @@ def main(rank: int, ranks: int, port: int, folder: Path, stages: int, shares: in
         host_memory_gb=0.0 if (folder / "disk").exists() else 1.0, state_dir=str(folder / "state"),
     )  # fmt: skip
     if rank:
-        worker_main.run_worker(config)
+        rank_process.run_worker(config)
         return
     pipeline = build.build_pipeline(config)
     opened(pipeline)

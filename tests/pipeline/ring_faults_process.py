@@ -12,7 +12,8 @@ import torch
 from streamdiff.models.model import Model
 from streamdiff.pipeline.distributed.state_exchange import StoreExchange
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
+from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.topology import StageTopology, connect_stage
 from tests.pipeline.distributed.rendezvous_backend import join_ring
 from tests.pipeline.failing import ONCE, play_failing, spoil
 from tests.small import CPU, small_model
@@ -37,8 +38,8 @@ def main(rank: int, stages: int, port: int, out: str) -> None:
     model = small()
     topology = StageTopology(rank, stages, rows=4)
     part = model.part(*split_evenly(model.blocks, stages)[rank])
-    worker = stage_worker(part, topology, CPU) if rank else None
-    ring = connect_head(part, topology, CPU) if worker is None else None
+    worker = connect_stage(part, topology, CPU).worker() if rank else None
+    ring = Ring(part, CPU, topology.rows, connect_stage(part, topology, CPU)) if worker is None else None
     stage = worker.stage if worker is not None else ring.stage  # type: ignore[union-attr]
     stage.exchange = StoreExchange(store)
     for session, (where, kind) in FAULTS.items():

@@ -14,7 +14,8 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from streamdiff.models.model import Model
 from streamdiff.pipeline import topology
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.topology import StageTopology, connect_head, stage_worker
+from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.topology import StageTopology, connect_stage
 from tests.pipeline.distributed.rendezvous_backend import join_ring
 from tests.pipeline.distributed.rough import BROKEN, LANES, LINKS
 from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, OTHER_STEPS, THREE, play
@@ -64,9 +65,9 @@ def main(rank: int, stages: int, port: int, out: str, cases: list[str]) -> None:
         rank_topology = StageTopology(rank, stages, number, case.max_rows, "nccl" if case.links == LANES else "gloo")
         part = model.part(*split_evenly(model.blocks, stages)[rank])
         if rank:
-            stage_worker(part, rank_topology, CPU).run()
+            connect_stage(part, rank_topology, CPU).worker().run()
             continue
-        ring = connect_head(part, rank_topology, CPU)
+        ring = Ring(part, CPU, rank_topology.rows, connect_stage(part, rank_topology, CPU))
         if case.links in BROKEN:  # rubbish is to come out, and nobody to end its sessions
             ring.faults.rows_ok = lambda message: [True] * len(message.rows)  # type: ignore[method-assign]
         results[text] = play(ring, model, {name: ORDERS[name] for name in case.names}, case.chunks)

@@ -7,11 +7,10 @@ import random
 import pytest
 import torch
 
-from streamdiff.models.model import Model
-from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.sampler import StreamInputs
-from tests.pipeline.playing import THREE, play, same
+from tests.pipeline.playing import THREE, local_ring, play, same
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 CONTEXTS = ("clean", "staircase", "same_step")
@@ -21,20 +20,13 @@ MODEL = small_model(1, layers=4, sink=2)
 @pytest.fixture(scope="module")
 def alone() -> dict[int, list[torch.Tensor]]:
     """Every session by itself on one stage: what all others must equal."""
-    return {name: play(RingExecutor(MODEL, CPU), MODEL, {name: order})[name] for name, order in THREE.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [3, *(pytest.param(stages, marks=pytest.mark.soak) for stages in (2, 4))])
-@pytest.mark.parametrize("name", THREE)
-def test_stages_change_nothing(stages: int, name: int, alone: dict[int, list[torch.Tensor]]) -> None:
-    assert same(play(LocalRing(MODEL, CPU, stages), MODEL, {name: THREE[name]})[name], alone[name])
+    return {name: play(Ring(MODEL, CPU), MODEL, {name: order})[name] for name, order in THREE.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_sessions_of_all_contexts_share_the_ring(stages: int, alone: dict[int, list[torch.Tensor]]) -> None:
-    together = play(LocalRing(MODEL, CPU, stages), MODEL, THREE)
+    together = play(local_ring(MODEL, CPU, stages), MODEL, THREE)
     for name in THREE:
         assert same(together[name], alone[name]), f"session {name}"
 
@@ -42,41 +34,31 @@ def test_sessions_of_all_contexts_share_the_ring(stages: int, alone: dict[int, l
 @pytest.mark.slow
 def test_several_rows_per_forward_agree_closely(alone: dict[int, list[torch.Tensor]]) -> None:
     """Kernels for larger matrices sum in another order."""
-    together = play(LocalRing(MODEL, CPU, 3, max_rows=4), MODEL, THREE)
+    together = play(local_ring(MODEL, CPU, 3, max_rows=4), MODEL, THREE)
     for name in THREE:
         for one, other in zip(together[name], alone[name], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_stages_hold_their_own_blocks_only() -> None:
-    ring = LocalRing(MODEL, CPU, 3)
-    play(ring, MODEL, {0: THREE[0]}, chunks=1)
-    parts = [ring.stage, *(worker.stage for worker in ring.others)]
-    assert [len(part.denoiser.blocks) for part in parts] == [2, 1, 1]
-    assert [part.sessions[0].state.key.shape[1] for part in parts] == [2, 1, 1]
-    owned = [id(block) for part in parts for block in part.denoiser.blocks]
-    assert owned == [id(block) for block in MODEL.denoiser.blocks]
-
-
 @pytest.mark.slow
 def test_what_is_in_the_ring_at_a_reset_is_nobodys() -> None:
-    ring = LocalRing(MODEL, CPU, 4)
+    ring = local_ring(MODEL, CPU, 4)
     order = THREE[1]
     ring.open(0, MODEL.text.encode(order.text), seed=1, epoch=0, steps=4, kv_context="staircase")
     ring.scheduler.set_frame_credit(0, 10**6)
     while len(ring.in_ring) < 2 or ring.scheduler.next_chunk(0) < 3:
-        ring.step()
+        ring.step_latents()
     ring.reset(0, MODEL.text.encode(RED), seed=9, epoch=7)
     ring.scheduler.set_frame_credit(0, 12 * MODEL.spec.chunk_frames)
     got: list[torch.Tensor] = []
     while ring.has_work:
-        got += [done.latents for done in ring.step()[1]]
-    fresh = RingExecutor(MODEL, CPU)
+        got += [done.latents for done in ring.step_latents()[1]]
+    fresh = Ring(MODEL, CPU)
     fresh.open(0, MODEL.text.encode(RED), seed=9, epoch=7, steps=4, kv_context="staircase")
     fresh.scheduler.set_frame_credit(0, 12 * MODEL.spec.chunk_frames)
     expected: list[torch.Tensor] = []
     while fresh.has_work:
-        expected += [done.latents for done in fresh.step()[1]]
+        expected += [done.latents for done in fresh.step_latents()[1]]
     assert len(got) > 6 and same(got, expected)
 
 
@@ -90,19 +72,19 @@ class Lost(InitLatents):
 @pytest.mark.slow
 def test_what_cannot_be_opened_leaves_nothing_open() -> None:
     """The slot can be used again, and what it makes is as if nothing had been."""
-    ring, order = LocalRing(MODEL, CPU, 2), THREE[1]
+    ring, order = local_ring(MODEL, CPU, 2), THREE[1]
     lost = Lost.steady(torch.zeros(1, *MODEL.spec.chunk_shape), 0.5, 500.0)
     with pytest.raises(torch.OutOfMemoryError):
         ring.open(
             0, MODEL.text.encode(order.text), epoch=0, steps=4, kv_context="clean", given=StreamInputs(source=lost)
         )
     assert not ring.has_work, "no stage is told of it"
-    assert same(play(ring, MODEL, {0: order})[0], play(RingExecutor(MODEL, CPU), MODEL, {0: order})[0])
+    assert same(play(ring, MODEL, {0: order})[0], play(Ring(MODEL, CPU), MODEL, {0: order})[0])
 
 
 def test_what_cannot_be_reset_goes_on() -> None:
     """The stream is as if the reset had not been asked for."""
-    ring, undisturbed = RingExecutor(MODEL, CPU), RingExecutor(MODEL, CPU)
+    ring, undisturbed = Ring(MODEL, CPU), Ring(MODEL, CPU)
     lost = Lost.steady(torch.zeros(1, *MODEL.spec.chunk_shape), 0.5, 500.0)
     made: list[list[torch.Tensor]] = []
     for each in (ring, undisturbed):
@@ -110,12 +92,12 @@ def test_what_cannot_be_reset_goes_on() -> None:
         each.scheduler.set_frame_credit(0, 2 * MODEL.spec.chunk_frames)
         latents: list[torch.Tensor] = []
         while len(latents) < 1:
-            latents += [done.latents for done in each.step()[1]]
+            latents += [done.latents for done in each.step_latents()[1]]
         if each is ring:
             with pytest.raises(torch.OutOfMemoryError):
                 each.reset(0, MODEL.text.encode(BLUE), seed=2, epoch=1, given=StreamInputs(source=lost))
         while each.has_work:
-            latents += [done.latents for done in each.step()[1]]
+            latents += [done.latents for done in each.step_latents()[1]]
         made.append(latents)
     assert len(made[0]) == 2 and same(made[0], made[1])
 
@@ -125,7 +107,7 @@ def test_what_cannot_be_reset_goes_on() -> None:
 def test_sessions_that_come_change_pause_and_go_at_random_are_as_if_alone(seed: int) -> None:
     """Three slots on three stages; every finished chunk equals that of the same session with the ring to itself."""
     chance = random.Random(seed)
-    ring = LocalRing(MODEL, CPU, 3)
+    ring = local_ring(MODEL, CPU, 3)
     epochs = [0, 0, 0]
     live: dict[int, Life] = {}
     past: list[Life] = []
@@ -138,17 +120,17 @@ def test_sessions_that_come_change_pause_and_go_at_random_are_as_if_alone(seed: 
             ring.open(slot, text, seed=life.seed, epoch=life.epoch, steps=life.steps, kv_context=life.kv_context)
             epochs[slot] += 1
         elif chance.random() < 0.06:
-            ring.close(slot)
+            ring.close_session(slot)
             past.append(live.pop(slot))
         elif chance.random() < 0.1:
             text = chance.choice((RED, BLUE, WHITE))
             live[slot].texts[ring.scheduler.next_chunk(slot)] = text
-            ring.set_text(slot, epochs[slot], MODEL.text.encode(text))
+            ring.set_conditioning(slot, MODEL.text.encode(text), epoch=epochs[slot])
             epochs[slot] += 1
         elif chance.random() < 0.1:
             steps = chance.choice((2, 4))
             live[slot].changes[ring.scheduler.next_chunk(slot)] = steps
-            ring.set_steps(slot, epochs[slot], steps)
+            ring.set_steps(slot, steps, epoch=epochs[slot])
             epochs[slot] += 1
         elif chance.random() < 0.2:
             live[slot].paused = not live[slot].paused
@@ -156,18 +138,18 @@ def test_sessions_that_come_change_pause_and_go_at_random_are_as_if_alone(seed: 
         else:
             ring.scheduler.set_frame_credit(slot, chance.choice((0, 1, 3)) * MODEL.spec.chunk_frames)
         for _ in range(chance.randrange(4)):
-            for row, latents in ring.step()[1]:
+            for row, latents in ring.step_latents()[1]:
                 live[row.session].done.append(latents.clone())
     for slot in list(live):
-        ring.close(slot)
+        ring.close_session(slot)
         past.append(live.pop(slot))
     while ring.has_work:
-        assert not ring.step()[1]
+        assert not ring.step_latents()[1]
     assert sum(len(life.done) for life in past) > 15
     for life in past:
         assert same(life.done, life.alone())
     assert not ring.scheduler._sessions and not ring.sampler.sessions
-    assert not any(part.sessions for part in (ring.stage, *(worker.stage for worker in ring.others)))
+    assert not any(part.sessions for part in (ring.stage, *(worker.stage for worker in ring.local)))
 
 
 class Life:
@@ -181,7 +163,7 @@ class Life:
         self.done: list[torch.Tensor] = []
 
     def alone(self) -> list[torch.Tensor]:
-        ring = RingExecutor(MODEL, CPU)
+        ring = Ring(MODEL, CPU)
         text = MODEL.text.encode(self.texts[0])
         ring.open(0, text, seed=self.seed, epoch=0, steps=self.steps, kv_context=self.kv_context)
         done: list[torch.Tensor] = []
@@ -191,18 +173,12 @@ class Life:
             admitted = ring.scheduler.next_chunk(0)
             while changes and changes[0][0] <= admitted:
                 epoch += 1
-                ring.set_text(0, epoch, MODEL.text.encode(changes.pop(0)[1]))
+                ring.set_conditioning(0, MODEL.text.encode(changes.pop(0)[1]), epoch=epoch)
             while steps and steps[0][0] <= admitted:
                 epoch += 1
-                ring.set_steps(0, epoch, steps.pop(0)[1])
+                ring.set_steps(0, steps.pop(0)[1], epoch=epoch)
             # A staircase needs newcomers.
             ahead = min([each[0][0] for each in (changes, steps) if each], default=admitted + 6) - admitted
             ring.scheduler.set_frame_credit(0, ahead * MODEL.spec.chunk_frames)
-            done += [latents for _, latents in ring.step()[1]]
+            done += [latents for _, latents in ring.step_latents()[1]]
         return done[: len(self.done)]
-
-
-def test_model_is_cut_without_copies() -> None:
-    part: Model = MODEL.part(1, 3)
-    assert part.blocks == 2 and part.denoiser.blocks[0] is MODEL.denoiser.blocks[1]
-    assert MODEL.blocks == 4

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from streamdiff.commands.reference import PromptSwitch, ReferenceRun
-from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
-from streamdiff.pipeline.executor import RingExecutor
-from streamdiff.pipeline.runner.init_latents import InitLatents
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 from tests.pipeline.reference import Reference
 from tests.pipeline.reference_cases import played
@@ -95,39 +93,6 @@ def test_any_number_of_stages_gives_the_same(kv_context: str, stages: int) -> No
     assert torch.equal(played(model, fresh), one[4:])
 
 
-def test_those_made_together_have_the_level_without_motion() -> None:
-    """StreamDiffusionV2 starts at 0.8 and tells 700, whatever moves; then the level follows."""
-    video = torch.randn(4, 2, 1, 3, 3, generator=torch.Generator().manual_seed(1))
-    source = InitLatents.following_motion(video, 0.8, together=2)
-    assert source.timestep[:2].tolist() == [700, 700] and source.noise_level[:2].tolist() == pytest.approx([0.8, 0.8])
-    assert float(source.timestep[2]) < 700 and float(source.noise_level[2]) == pytest.approx(0.9 * 0.7 + 0.1 * 0.8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "staircase"])
-def test_recache_causal_runs_them_together_again(kv_context: str) -> None:
-    """A new prompt with `recache-causal` while both are in the window: as if their clean pass had been under it from
-    the start. The reference's texts are those of the clean passes then."""
-    model = beginning_with(2, window=5)
-    switch = PromptSwitch(2, model.text.encode(BLUE), "recache-causal")
-    got = played(model, replace(script_of(model, kv_context), switches=(switch,)))
-    reference = Recached(model, kv_context)
-    torch.testing.assert_close(got[:4], torch.stack(reference.chunks(4)), rtol=1e-4, atol=1e-4)
-    kept = played(model, replace(script_of(model, kv_context), switches=(replace(switch, policy="keep"),)))
-    assert (got[2] - kept[2]).abs().max() > 1e-3
-
-
-class Recached(Reference):
-    """What is seen of the first two chunks was computed under the new text."""
-
-    def __init__(self, model: Model, kv_context: str) -> None:
-        super().__init__(model, lambda chunk: BLUE, seed=SEED, steps=2, kv_context=kv_context)
-        self.old = Reference(model, lambda chunk: RED, seed=SEED, steps=2, kv_context=kv_context)
-
-    def _clean(self, row: tuple[int, int]) -> Tensor:
-        return self.old._clean(row) if row[0] < 2 else super()._clean(row)
-
-
 def test_all_passes_of_those_made_together_enter_before_the_next_chunk() -> None:
     scheduler = StreamBatchScheduler(stages=4, chunk_frames=4, first_chunks=2)
     scheduler.open(0, steps=3, kv_context="same_step", epoch=0)
@@ -153,29 +118,13 @@ def test_sessions_beside_it_are_as_if_alone() -> None:
     model = beginning_with(2, window=6, sink=3)
     alone = {context: played(model, script_of(model, context)) for context in CONTEXTS}
     for max_rows in (1, 2, 3):
-        ring, done = RingExecutor(model, CPU, max_rows=max_rows), dict[tuple[int, int], Tensor]()
+        ring, done = Ring(model, CPU, max_rows=max_rows), dict[tuple[int, int], Tensor]()
         for name, context in enumerate(CONTEXTS):
             ring.open(name, model.text.encode(RED), seed=SEED, epoch=0, steps=2, kv_context=context)
         while any((name, CHUNKS - 1) not in done for name in range(3)):
             for name in range(3):
                 ring.scheduler.set_frame_credit(name, model.spec.admitted_frames(ring.scheduler.next_chunk(name)))
-            done |= {(row.session, row.chunk): latents for row, latents in ring.step()[1]}
+            done |= {(row.session, row.chunk): latents for row, latents in ring.step_latents()[1]}
         for name, context in enumerate(CONTEXTS):
             got = torch.stack([done[name, chunk] for chunk in range(CHUNKS)])
             torch.testing.assert_close(got, alone[context], rtol=1e-3, atol=1e-4)
-
-
-def test_what_would_cut_them_is_refused() -> None:
-    model = beginning_with(3)
-    script, text = script_of(model, "clean"), model.text.encode(BLUE)
-    for field, wrong in (
-        ("chunks", {"chunks": 2}),
-        ("prompt_switch", {"switches": (PromptSwitch(2, text),)}),
-        ("chunks", {"switches": (PromptSwitch(5, text, "reset"),)}),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            played(model, replace(script, **wrong))
-        assert caught.value.field == field
-    two, four = sampling.embedded_schedule(2, 5.0), sampling.embedded_schedule(4, 5.0)
-    with pytest.raises(ValueError, match="also has more steps is not built"):
-        played(model, replace(script, schedule=replace(two, first=four)))

@@ -19,7 +19,7 @@ from benchmarks.kernel_count import CUDA, STEPS, WithoutDevice, denoiser, spec_o
 from streamdiff.core import KV_CONTEXTS
 from streamdiff.models.model import Model
 from streamdiff.pipeline.device_timer import DeviceTimer
-from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.init_latents import InitLatents
 from streamdiff.pipeline.runner.sampler import StreamInputs
 
@@ -84,30 +84,30 @@ class AtOnce(ThreadPoolExecutor):
 
 
 @contextmanager
-def ring_on_cuda(**more: Any) -> Iterator[tuple[RingExecutor, Waits]]:
+def ring_on_cuda(**more: Any) -> Iterator[tuple[Ring, Waits]]:
     pinning = Pinning()
     waits = Waits(pinning)
     with FakeTensorMode(), pinning, torch.inference_mode():
         model = Model(spec_of("longlive-1.3b"), denoiser(1), None, None)  # type: ignore[arg-type]
-        ring = RingExecutor(model, CUDA, timer=DeviceTimer(), **more)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeviceTimer, "on", lambda device: DeviceTimer())
+            ring = Ring(model, CUDA, **more)
         ring.sampler._thread = AtOnce(1)
         yield ring, waits
 
 
-def stream(
-    ring: RingExecutor, waits: Waits, kv_context: str, source: InitLatents | None = None, chunks: int = CHUNKS
-) -> None:
+def stream(ring: Ring, waits: Waits, kv_context: str, source: InitLatents | None = None, chunks: int = CHUNKS) -> None:
     """Chunks of one session; opening it may wait. Mutates: all."""
     spec = ring.sampler.spec
     text = torch.zeros(spec.text_shape)
     ring.open(0, text, epoch=0, steps=STEPS, kv_context=kv_context, given=StreamInputs(source=source))
     while ring.has_work:
-        ring.step()
+        ring.step_latents()
     made = 0
     with waits:
         while made < chunks:
             ring.scheduler.set_frame_credit(0, 2 * chunks * spec.chunk_frames)
-            made += len(ring.step()[1])
+            made += len(ring.step_latents()[1])
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from streamdiff.engine.engine import Engine
 from streamdiff.engine.messages import Close, Event, FrameBatch, Open, Opened, Refused, SetPrompt, Shown
 from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
-from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.snapshot_header import FORMAT, MAX_HEADER_BYTES, read_saved_session
@@ -63,7 +63,7 @@ class Place:
     """An engine with a session of its own that goes on all the time."""
 
     def __init__(self, model: Model, stages: int) -> None:
-        self.engine = Engine(StreamingPipeline(model, CPU, ring=LocalRing(model, CPU, stages)), 4 * CHUNK)
+        self.engine = Engine(StreamingPipeline(model, CPU, parts=local_parts(model, CPU, stages)), 4 * CHUNK)
         self.own: list[np.ndarray] = []
         self.engine.handle(Open("own", WHITE, seed=9))
 
@@ -103,7 +103,7 @@ def taken(kv_context: str, stages: int = 2) -> bytes:
     place = Place(CASES[kv_context], stages)
     place.engine.handle(Open("guest", RED, seed=3, kv_context=kv_context))
     place.go_on("guest", 4, [])
-    while kv_context != "clean" and not place.engine._pipeline.ring.waiting:  # type: ignore[attr-defined]
+    while kv_context != "clean" and not place.engine._pipeline.waiting:  # type: ignore[attr-defined]
         place.engine.step(0.1)
     snapshot = saved(place.engine, "guest")
     place.engine.close()

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from streamdiff.core import MicroStep
-from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import KeyValue
-from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from tests.pipeline.reference import Explicit, Reference, window
 from tests.small import BLUE, CPU, RED, small_model
@@ -24,14 +23,14 @@ def streamed(
     model: Model, *, steps: int, kv_context: str, max_rows: int = 1, chunks: int = CHUNKS, seed: int = 11
 ) -> list[torch.Tensor]:
     """Latents of a stream whose prompt changes at chunk `CHANGE_AT`."""
-    ring = RingExecutor(model, CPU, max_rows=max_rows)
+    ring = Ring(model, CPU, max_rows=max_rows)
     ring.open(0, model.text.encode(RED), seed=seed, epoch=0, steps=steps, kv_context=kv_context)
     done: dict[int, torch.Tensor] = {}
     while len(done) < chunks:
         if ring.scheduler.next_chunk(0) == CHANGE_AT:
-            ring.set_text(0, 1, model.text.encode(BLUE))
+            ring.set_conditioning(0, model.text.encode(BLUE), epoch=1)
         ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-        rows, finished = ring.step()
+        rows, finished = ring.step_latents()
         assert rows, "the stream stands still"
         done |= {row.chunk: latents for row, latents in finished}
     return [done[chunk] for chunk in range(chunks)]
@@ -138,40 +137,6 @@ def test_a_past_may_be_kept_without_what_was_before_it(kv_context: str, window: 
     for one, expected in zip(got, referenced(model, steps=2, kv_context=kv_context), strict=True):
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
     assert (got[-1] - streamed(plain, steps=2, kv_context=kv_context)[-1]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("rope", ["relative", "absolute"])
-def test_with_a_window_of_two_chunks_that_is_a_past_computed_anew(rope: str) -> None:
-    """Krea's way: before each chunk the one before it, with no other, is run through the model again, then all steps
-    see what that gives. Here as one forward of two chunks per step, with a block-causal mask and no cache."""
-    model = small_model(1, window=4)
-    model = replace(model, spec=replace(model.spec, context_alone=True, rope=rope))
-    spec, denoiser, steps = model.spec, model.denoiser, 2
-    got = streamed(model, steps=steps, kv_context="clean", chunks=4)
-    grid = (spec.latent_height // denoiser.patch[1], spec.latent_width // denoiser.patch[2])
-    text = [KeyValue(*layer) for layer in denoiser.text(model.text.encode(RED)[None].expand(2, -1, -1))]
-    chunk, x0 = 3, torch.zeros(spec.chunk_shape)
-    for step, sigma in enumerate(sampling.schedule(steps, spec.shift)):
-        noise = sampling.noise(spec.chunk_shape, seed=11, chunk=chunk, step=step)
-        x_t = sampling.add_noise(x0, noise, sigma)
-        level = torch.tensor([0.0, 1000 * sigma])[:, None].expand(-1, spec.chunk_latents)
-        with torch.inference_mode():
-            tokens = denoiser.embed(torch.stack([got[chunk - 1], x_t]), level)
-            tokens = denoiser.run_blocks(tokens, text, Explicit([[0], [0, 1]], spec.chunk_latents, grid))
-            x0 = sampling.clean_from_flow(x_t, denoiser.output_layer(tokens, spec.chunk_shape[1:])[-1], sigma)
-    torch.testing.assert_close(got[chunk], x0, rtol=1e-4, atol=1e-4)
-
-
-def test_the_contexts_are_different_streams() -> None:
-    """The comparison above would mean little if all contexts gave the same numbers."""
-    model = small_model(1)
-    text = lambda chunk: RED  # noqa: E731
-    streams = [
-        Reference(model, text, seed=11, steps=2, kv_context=context).chunks(3)[2]
-        for context in ("clean", "staircase", "same_step")
-    ]
-    for i, j in ((0, 1), (0, 2), (1, 2)):
-        assert (streams[i] - streams[j]).abs().max() > 1e-2
 
 
 @pytest.mark.slow

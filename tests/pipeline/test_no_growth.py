@@ -11,7 +11,7 @@ import torch
 
 from streamdiff.models.model import Model
 from streamdiff.pipeline.decode.decode_worker import LocalDecoding
-from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.session_state import walk
 from tests.small import BLUE, CPU, RED, small_model
@@ -22,19 +22,19 @@ PROCESS = psutil.Process()
 MEBIBYTE = 1 << 20
 
 
-def run(ring: RingExecutor, model: Model, chunks: int, first_epoch: int) -> None:
+def run(ring: Ring, model: Model, chunks: int, first_epoch: int) -> None:
     """Make `chunks` more chunks of session 0, with a prompt change now and then."""
     texts = [model.text.encode(RED), model.text.encode(BLUE)]
     done = 0
     while done < chunks:
         ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-        finished = ring.step()[1]
+        finished = ring.step_latents()[1]
         if finished and done % 50 == 0:
-            ring.set_text(0, first_epoch + done, texts[done // 50 % 2])
+            ring.set_conditioning(0, texts[done // 50 % 2], epoch=first_epoch + done)
         done += len(finished)
 
 
-def kept(ring: RingExecutor) -> dict[str, int]:
+def kept(ring: Ring) -> dict[str, int]:
     """Lengths of everything that could grow, and the addresses of what must stay where it is."""
     stage, head = ring.stage.sessions[0], ring.sampler.sessions[0]
     state = ring.scheduler._sessions[0]
@@ -51,7 +51,7 @@ def kept(ring: RingExecutor) -> dict[str, int]:
 
 def flat(chunks: int, kv_context: str) -> None:
     model = small_model(6, layers=1)
-    ring = RingExecutor(model, CPU)
+    ring = Ring(model, CPU)
     ring.open(0, model.text.encode(RED), seed=1, epoch=0, steps=2, kv_context=kv_context)
     run(ring, model, 120, 1)
     gc.collect()
@@ -79,7 +79,7 @@ def test_memory_files_and_lists_are_flat(kv_context: str, capfd: pytest.CaptureF
 def test_noise_that_no_clean_pass_takes_does_not_stay(kv_context: str) -> None:
     model = small_model(6, layers=1)
     model = replace(model, spec=replace(model.spec, context_sigma=0.1))
-    ring = RingExecutor(model, CPU)
+    ring = Ring(model, CPU)
     ring.open(0, model.text.encode(RED), seed=1, epoch=0, steps=2, kv_context=kv_context)
     run(ring, model, 40, 1)
     assert len(ring.sampler.sessions[0].noise._drawn) <= 5

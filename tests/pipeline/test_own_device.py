@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from streamdiff.config import ModelConfig
-from streamdiff.device import own_device
-from streamdiff.pipeline import build, load_plan, rank_loader, worker_main
+from streamdiff.pipeline import build, load_plan, rank_process
 from streamdiff.pipeline.topology import link_of
 
 CUDA = torch.device("cuda")
@@ -46,7 +45,7 @@ def stop(*arguments: object) -> None:
     raise FirstStep
 
 
-@pytest.mark.parametrize("begin", [worker_main.run_worker, build.build_pipeline])
+@pytest.mark.parametrize("begin", [rank_process.run_worker, build.build_pipeline])
 def test_a_rank_binds_its_device_before_anything_else(
     devices: Devices, monkeypatch: pytest.MonkeyPatch, begin: Any
 ) -> None:
@@ -54,41 +53,6 @@ def test_a_rank_binds_its_device_before_anything_else(
     with pytest.raises(FirstStep):
         begin(ModelConfig(stages=4, decode_rank="dedicated"))
     assert devices.bound == [("MainThread", torch.device("cuda", 3))]
-
-
-def test_a_process_of_its_own_leaves_the_device_as_it_is(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_RANK")
-    assert own_device("auto") == CUDA and not devices.bound
-
-
-def test_the_thread_that_compiles_the_decoder_is_bound_too(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Decoder:
-        def compile(self, latents: torch.Tensor, at_once: int, one_graph: object, capture: object) -> None:
-            self.bound = list(devices.bound)
-
-    decoder, zeros = Decoder(), torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda shape, device: zeros(shape))
-    monkeypatch.setattr(rank_loader, "capture_on", lambda device: None)
-    plan = load_plan.plan_load(ModelConfig(compile="on"), torch.device("cuda", 3))
-    rank_loader.compile_decoder(plan, decoder, 1)  # type: ignore[arg-type]
-    ((thread, device),) = decoder.bound
-    assert thread.startswith("compile") and device == torch.device("cuda", 3)
-
-
-def test_a_thread_that_decodes_beside_a_stage_is_bound_too(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(worker: object, watch: object, member: object) -> None:
-        assert devices.bound == [("beside", torch.device("cuda", 3))]
-        seen.append(worker)
-
-    seen: list[object] = []
-    worker: Any = object()
-    monkeypatch.setattr(worker_main, "_run", run)
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    rest: Any = (None, None, torch.device("cuda", 3))
-    thread = threading.Thread(target=worker_main._run_on_thread, args=(worker, *rest), name="beside")
-    thread.start()
-    thread.join()
-    assert seen == [worker]
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from streamdiff.config import ModelConfig
 from streamdiff.core import Frames
-from streamdiff.errors import ConfigError
 from streamdiff.pipeline.build import load_pipeline
 from streamdiff.pipeline.profiler import TRACE, Profiler
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -65,27 +62,6 @@ def test_a_short_stream_says_that_there_is_no_trace(tmp_path: Path, caplog: pyte
     traced.close()
     assert list(tmp_path.iterdir()) == []
     assert [record.name for record in caplog.records] == ["streamdiff.pipeline.profiler"]
-
-
-@pytest.mark.slow
-def test_what_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*given: Any, **more: Any) -> Any:
-        assert len(list(tmp_path.iterdir())) == 1
-        raise OSError("no room")
-
-    monkeypatch.setattr(gzip, "open", full)
-    told: list[str] = []
-    monkeypatch.setattr(threading, "excepthook", lambda what: told.append(str(what.exc_value)))
-    traced = profiled(tmp_path, 1)
-    play(traced, 7)
-    traced.close()
-    assert told == ["no room"] and list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--profile .*file: cannot be made"):
-        profiled(tmp_path / "file", 1)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,17 +12,16 @@ from streamdiff.core import RECACHES
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import KeyValue
-from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.sampler import PrefetchedNoise, SeededNoise
+from tests.pipeline.playing import local_ring
 from tests.pipeline.reference import Explicit
 from tests.small import BLUE, CPU, RED, small_model
 
 SEED, STEPS, CHUNKS = 11, 2, 9
 
 
-def streamed(
-    model: Model, policy: str, at: int, kv_context: str = "clean", make: Callable[..., RingExecutor] = RingExecutor
-) -> Tensor:
+def streamed(model: Model, policy: str, at: int, kv_context: str = "clean", make: Callable[..., Ring] = Ring) -> Tensor:
     """Latents `[CHUNKS, C, F, h, w]` of a stream whose prompt changes at chunk `at`."""
     ring = make(model, CPU)
     ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context=kv_context)
@@ -31,10 +29,10 @@ def streamed(
     changed = False
     while len(done) < CHUNKS:
         if not changed and ring.scheduler.next_chunk(0) == at:
-            ring.set_text(0, 1, model.text.encode(BLUE), policy)
+            ring.set_conditioning(0, model.text.encode(BLUE), epoch=1, switch=policy)
             changed = True
         ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-        rows, finished = ring.step()
+        rows, finished = ring.step_latents()
         assert rows or finished or ring.waiting, "the stream stands still"
         done |= {row.chunk: latents for row, latents in finished if row.chunk < CHUNKS}
     return torch.stack([done[chunk] for chunk in range(CHUNKS)])
@@ -86,31 +84,24 @@ def test_recache_causal_of_a_window_that_cuts_a_chunk() -> None:
     assert (got[6] - next_chunk(model, 6, got[4:6])).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("at", [3, 6])
-def test_flush_without_a_sink_sees_nothing(at: int) -> None:
-    model = small_model(1)
-    got = streamed(model, "flush", at)
-    torch.testing.assert_close(got[at], next_chunk(model, at, got[:0]), rtol=1e-4, atol=1e-4)
-
-
 def test_flush_keeps_the_sink_and_nothing_else() -> None:
     """What the chunks between sink and change were does not matter; what the sink was does."""
     model = small_model(1, sink=2)
 
     def last(change: int) -> Tensor:
         """Chunk 6 after a flush, with the latents of chunk `change` made with another noise."""
-        ring = RingExecutor(model, CPU)
+        ring = Ring(model, CPU)
         ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context="clean")
         while True:
             chunk = ring.scheduler.next_chunk(0)
             if chunk == 6 and 1 not in ring.stage.sessions[0].text:
-                ring.set_text(0, 1, model.text.encode(BLUE), "flush")
+                ring.set_conditioning(0, model.text.encode(BLUE), epoch=1, switch="flush")
             noise = SeededNoise(model.spec.chunk_shape, 99 if chunk == change else SEED)
             ring.sampler.sessions[0].noise = PrefetchedNoise(noise, CPU, 0, ring.sampler._thread)
             ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
             finished = {}
             while ring.scheduler.next_chunk(0) == chunk or ring.scheduler.has_work:
-                finished |= {row.chunk: latents for row, latents in ring.step()[1]}
+                finished |= {row.chunk: latents for row, latents in ring.step_latents()[1]}
             if 6 in finished:
                 return finished[6]
 
@@ -128,7 +119,7 @@ def test_any_number_of_stages_gives_the_same(policy: str, kv_context: str) -> No
             streamed(model, policy, 5, kv_context)
         return
     one = streamed(model, policy, 5, kv_context)
-    three = streamed(model, policy, 5, kv_context, lambda *args: LocalRing(*args, stages=3))
+    three = streamed(model, policy, 5, kv_context, lambda *args: local_ring(*args, stages=3))
     assert torch.equal(one, three)
 
 
@@ -137,31 +128,10 @@ def test_any_number_of_stages_gives_the_same(policy: str, kv_context: str) -> No
 def test_only_what_the_next_chunk_may_see_is_kept(kv_context: str, kept: list[int]) -> None:
     """Of `same_step`, which has no clean pass, nothing is."""
     model = small_model(1, sink=2)
-    ring = RingExecutor(model, CPU)
+    ring = Ring(model, CPU)
     ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context=kv_context)
     done = 0
     while done < 20:
         ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-        done += len(ring.step()[1])
+        done += len(ring.step_latents()[1])
     assert sorted(ring.sampler.sessions[0].kept) == kept
-
-
-def test_an_unknown_policy_is_refused_and_changes_nothing() -> None:
-    model = small_model(1)
-    ring = RingExecutor(model, CPU)
-    ring.open(0, model.text.encode(RED), seed=SEED, epoch=0, steps=STEPS, kv_context="clean")
-    with pytest.raises(ValueError, match="prompt switch is 'forget'; it can be keep, recache, recache-causal, flush"):
-        ring.set_text(0, 1, model.text.encode(BLUE), "forget")
-    ring.scheduler.set_frame_credit(0, model.spec.chunk_frames)
-    assert ring.step()[0][0].epoch == 0
-
-
-@torch.inference_mode()
-def test_absolute_positions_leave_the_sink_where_it_was() -> None:
-    """They differ from relative ones as soon as chunks have been evicted, and not before."""
-    relative = small_model(1, sink=2)
-    absolute = replace(relative, spec=replace(relative.spec, rope="absolute"))
-    one, other = (streamed(model, "keep", CHUNKS) for model in (relative, absolute))
-    window = relative.spec.window_chunks("clean")
-    torch.testing.assert_close(one[:window], other[:window], rtol=1e-5, atol=1e-5)
-    assert (one[window] - other[window]).abs().max() > 1e-4

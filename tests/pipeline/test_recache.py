@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference import PromptSwitch, ReferenceRun, local_ring, run_reference
+from streamdiff.commands.reference import PromptSwitch, ReferenceRun, run_reference
 from streamdiff.core import MicroStep
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
-from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
+from streamdiff.pipeline.ring import Ring
 from tests.pipeline.plain_longlive import plain_stream
+from tests.pipeline.playing import local_ring
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 SEED, STEPS, CHUNKS = 11, 2, 8
@@ -85,7 +86,7 @@ def test_after_a_flush_it_shows_nothing_that_was_forgotten() -> None:
     assert all(torch.equal(a, b) for a, b in zip(one[4:], two[4:], strict=True))
 
 
-def played(ring: RingExecutor, policy: str) -> tuple[int, list[list[MicroStep]]]:
+def played(ring: Ring, policy: str) -> tuple[int, list[list[MicroStep]]]:
     """Session 0's prompt changes; how many turns session 1 takes for 14 chunks, and the forwards' rows."""
     model_text = small_model(3, layers=3, chunk=2, window=8, sink=2).text.encode
     for session in (0, 1):
@@ -95,10 +96,10 @@ def played(ring: RingExecutor, policy: str) -> tuple[int, list[list[MicroStep]]]
     while done < 14:
         if not changed and ring.scheduler.next_chunk(0) == 8:
             changed = True
-            ring.set_text(0, 1, model_text(BLUE), policy)
+            ring.set_conditioning(0, model_text(BLUE), epoch=1, switch=policy)
         for session in (0, 1):
             ring.scheduler.set_frame_credit(session, ring.scheduler.chunk_frames)
-        rows, finished = ring.step()
+        rows, finished = ring.step_latents()
         forwards += [rows] if rows else []
         done += sum(row.session == 1 for row, _ in finished)
         turns += 1
@@ -110,8 +111,8 @@ def played(ring: RingExecutor, policy: str) -> tuple[int, list[list[MicroStep]]]
 def test_another_session_waits_no_longer_than_the_long_forward_takes(max_rows: int) -> None:
     """A turn is a message's time on a stage, and the long forward is one message per row."""
     model, stages = small_model(3, layers=3, chunk=2, window=8, sink=2), 3
-    plain, _ = played(LocalRing(model, CPU, stages, max_rows), "keep")
-    turns, forwards = played(LocalRing(model, CPU, stages, max_rows), "recache")
+    plain, _ = played(local_ring(model, CPU, stages, max_rows), "keep")
+    turns, forwards = played(local_ring(model, CPU, stages, max_rows), "recache")
     [long] = [rows for rows in forwards if any(row.recaches for row in rows)]
     assert [(row.session, row.chunk, row.recache_end) for row in long] == [(0, 5, 7), (0, 6, 7), (0, 7, 7)]
     assert turns - plain <= len(long) * stages

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from streamdiff.commands.reference import PromptSwitch, ReferenceRun, local_ring, run_reference
+from streamdiff.commands.reference import PromptSwitch, ReferenceRun, run_reference
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
-from tests.pipeline.reference_cases import ALL, CHUNKS, CONTEXTS, CONTINUED, GIVEN, NAMES, case, case_model, played
+from tests.pipeline.playing import local_ring
+from tests.pipeline.reference_cases import ALL, CONTEXTS, GIVEN, NAMES, case, case_model, played
 from tests.small import BLUE, CPU, RED, small_model
 
 
@@ -81,15 +82,3 @@ def test_those_made_together_may_be_given(kv_context: str) -> None:
     with pytest.raises(ConfigError) as caught:
         played(model, replace(whole, given_latents=latents[:1]))
     assert caught.value.field == "given_latents"
-
-
-def test_what_cannot_go_on_is_refused() -> None:
-    run, _ = case(f"clean: {CONTINUED}")
-    for field, wrong in (
-        ("chunks", {"chunks": GIVEN}),
-        ("prompt_switch", {"switches": (PromptSwitch(1, run.embeddings),)}),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            replace(run, **wrong)
-        assert caught.value.field == field
-    assert replace(run, switches=(PromptSwitch(CHUNKS - 1, run.embeddings),)).given_chunks == GIVEN

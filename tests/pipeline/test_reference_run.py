@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference import PromptSwitch, ReferenceRun, local_ring, run_reference
+from streamdiff.commands.reference import PromptSwitch, ReferenceRun, run_reference
 from streamdiff.core import PROMPT_POLICIES, RECACHES
 from streamdiff.errors import ConfigError
 from streamdiff.models import sampling
 from streamdiff.models.model import Model
+from tests.pipeline.playing import local_ring
 from tests.pipeline.reference import Reference
 from tests.pipeline.reference_cases import played
 from tests.small import BLUE, CPU, RED, WHITE, small_model
@@ -99,39 +100,6 @@ def test_a_prompt_that_comes_over_chunks_is_a_switch_at_each(
     torch.testing.assert_close(played(model, cut, stages), got[:2], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["flush", "reset"])
-def test_a_prompt_that_forgets_what_was_before_it_is_not_mixed(plain: ReferenceRun, policy: str) -> None:
-    switches = (PromptSwitch(1, plain.embeddings, policy),)
-    with pytest.raises(ConfigError) as caught:
-        replace(plain, switches=switches, mix=2)
-    assert caught.value.field == "prompt_mix"
-    replace(plain, switches=switches)
-
-
-def test_prompts_of_other_lengths_are_not_mixed_and_a_mix_has_chunks(plain: ReferenceRun) -> None:
-    longer = torch.cat([plain.embeddings, plain.embeddings[:1]])
-    for wrong in ({"switches": (PromptSwitch(1, longer),), "mix": 2}, {"mix": 0}):
-        with pytest.raises(ConfigError) as caught:
-            replace(plain, **wrong)
-        assert caught.value.field == "prompt_mix"
-
-
-def test_noise_that_is_mixed_with_input_is_not_scaled(model: Model, plain: ReferenceRun) -> None:
-    video = torch.randn(CHUNKS, *model.spec.chunk_shape, generator=torch.Generator().manual_seed(1))
-    mixed = replace(plain, video=video, strength=0.9)
-    scaled = replace(mixed, schedule=replace(plain.schedule, noise_scale=0.75))
-    assert torch.equal(played(model, scaled), played(model, mixed))
-
-
-def test_beyond_the_given_noise_the_seed_goes_on(model: Model, plain: ReferenceRun) -> None:
-    script = given(model, plain)
-    assert script.initial is not None and script.renoise is not None
-    short = replace(script, initial=script.initial[:3], renoise=script.renoise[:3])
-    one, other = played(model, script), played(model, short)
-    assert torch.equal(one[:3], other[:3]) and not torch.equal(one[3], other[3])
-    assert torch.equal(played(model, replace(short, seed=11)), one)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "kv_context"),
@@ -171,15 +139,6 @@ def test_a_first_chunk_with_a_schedule_of_its_own(plain: ReferenceRun, kv_contex
     assert torch.equal(played(model, again)[3:], one[: CHUNKS - 3])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_context", ["clean", "staircase", "same_step"])
-def test_windows_that_cut_chunks_are_the_same_on_any_number_of_stages(plain: ReferenceRun, kv_context: str) -> None:
-    model = small_model(3, layers=3, window=6, sink=1, chunk=3)
-    switches = (PromptSwitch(2, model.text.encode(BLUE), "flush"), PromptSwitch(4, model.text.encode(RED), "keep"))
-    script = replace(plain, switches=switches, kv_context=kv_context)
-    assert torch.equal(played(model, script), played(model, script, stages=3))
-
-
 def test_a_reset_equals_a_fresh_stream(model: Model, plain: ReferenceRun) -> None:
     """With a seed its noise begins again; noise that is given by chunk goes on."""
     blue = model.text.encode(BLUE)
@@ -194,15 +153,6 @@ def test_a_reset_equals_a_fresh_stream(model: Model, plain: ReferenceRun) -> Non
     rest = replace(with_noise, embeddings=blue, chunks=3, switches=())
     rest = replace(rest, initial=with_noise.initial[4:], renoise=with_noise.renoise[4:])
     assert torch.equal(played(model, with_noise)[4:], played(model, rest))
-
-
-def test_own_timesteps_and_sigmas_are_used(model: Model, plain: ReferenceRun) -> None:
-    told = sampling.from_timesteps([1000, 500], [1.0, 0.6])
-    one = played(model, replace(plain, chunks=1, schedule=told))
-    other = played(model, replace(plain, chunks=1, schedule=sampling.from_timesteps([1000, 600], [1.0, 0.6])))
-    assert not torch.equal(one, other), "the model is told something else"
-    third = played(model, replace(plain, chunks=1, schedule=sampling.from_timesteps([1000, 500], [1.0, 0.5])))
-    assert not torch.equal(one, third), "the sampler mixes something else"
 
 
 @pytest.mark.parametrize(

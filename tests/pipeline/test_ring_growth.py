@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pipeline.growth_process import SLACK, WARM_LEGS, Counts, faults, grow
+from tests.pipeline.growth_process import faults, grow
 
 LIMIT_S = 6 * 3600.0
 
@@ -21,13 +21,3 @@ def test_ranks_are_flat_while_prompts_change_and_sessions_come_and_go(stages: in
     for rank, found in enumerate(ranks):
         assert not faults(found), f"rank {rank}"
     assert all(found[-1]["sessions"] >= 3 and found[-1]["tensors"] > 10 for found in ranks), "nothing was counted"
-
-
-@pytest.mark.parametrize("name", SLACK)
-def test_whatever_grows_is_told(name: str) -> None:
-    """Also what grew in between and went again; not what was there before the warm-up was over."""
-    still: Counts = dict.fromkeys(SLACK, 1000)
-    early = {**still, name: 10**9}
-    assert not faults([early, *[still] * (WARM_LEGS - 1), *[{**still, name: 1000 + SLACK[name]}] * 3])
-    grown = {**still, name: 1001 + SLACK[name]}
-    assert faults([*[still] * WARM_LEGS, grown, still]) == [f"{name}: 1000 after {WARM_LEGS} legs, {grown[name]} later"]

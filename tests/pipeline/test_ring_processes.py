@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.ring import Ring
 from tests.pipeline.distributed.rough import BROKEN, LANES
 from tests.pipeline.playing import CHUNKS, CHUNKS_LONG, OTHER_STEPS, THREE, play, same
 from tests.pipeline.processes import RankFailed, run_ranks
@@ -51,7 +51,7 @@ def plain() -> dict[tuple[str, int], list[torch.Tensor]]:
     """Every session by itself, in this process, on one stage."""
     torch.set_num_threads(1)
     return {
-        (dtype, name): play(RingExecutor(model_of(dtype), CPU), model_of(dtype), {name: order}, CHUNKS_LONG)[name]
+        (dtype, name): play(Ring(model_of(dtype), CPU), model_of(dtype), {name: order}, CHUNKS_LONG)[name]
         for dtype in ("float32", "bfloat16")
         for name, order in THREE.items()
     }
@@ -72,7 +72,7 @@ def test_a_change_of_steps_is_the_same_change_on_any_number_of_ranks(made: dict[
     """Five sessions at once, each of which goes on in another number of steps, beside each one by itself on one."""
     model = model_of("float32")
     for name, order in OTHER_STEPS.items():
-        alone = play(RingExecutor(model, CPU), model, {name: order}, CHUNKS_LONG)[name]
+        alone = play(Ring(model, CPU), model, {name: order}, CHUNKS_LONG)[name]
         assert same(made[STEPS_CHANGE][name], alone), f"session {name}: {order}"
 
 

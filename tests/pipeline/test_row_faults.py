@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamdiff.core import MicroStep
 from streamdiff.errors import EngineFailure
 from streamdiff.models.spec import ModelSpec
 from streamdiff.pipeline.distributed.link import LinkClosed
-from streamdiff.pipeline.distributed.message import MessageKind, StageMessage
-from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from tests.pipeline.failing import CHUNKS, KINDS, ONCE, play_failing, spoil
-from tests.pipeline.playing import same
+from tests.pipeline.playing import local_ring, same
 from tests.pipeline.processes import run_ranks
 from tests.small import CPU, RED, small_model
 
@@ -29,14 +27,11 @@ LIMIT_S = 900.0  # ends what hangs
 def alone() -> dict[int, list[torch.Tensor]]:
     """Every session by itself."""
     torch.set_num_threads(1)
-    return {
-        name: play_failing(RingExecutor(MODEL, CPU), MODEL, {name: context})[0][name]
-        for name, context in CONTEXTS.items()
-    }
+    return {name: play_failing(Ring(MODEL, CPU), MODEL, {name: context})[0][name] for name, context in CONTEXTS.items()}
 
 
-def stage_of(ring: RingExecutor, index: int) -> ModelRunner:
-    return ring.others[index - 1].stage if isinstance(ring, LocalRing) and index else ring.stage
+def stage_of(ring: Ring, index: int) -> ModelRunner:
+    return ring.local[index - 1].stage if index else ring.stage
 
 
 def check_others(
@@ -58,7 +53,7 @@ def test_the_session_ends_and_the_others_do_not_notice(
     kind: str, stages: int, rows: int, spoilt: int, alone: dict[int, list[torch.Tensor]]
 ) -> None:
     """Of all KV contexts, also with several of its rows in the ring."""
-    ring = RingExecutor(MODEL, CPU, rows) if stages == 1 else LocalRing(MODEL, CPU, stages)
+    ring = local_ring(MODEL, CPU, stages, rows)
     spoil(stage_of(ring, stages // 2), spoilt, kind)
     found, lost = play_failing(ring, MODEL, CONTEXTS)
     assert list(lost) == [spoilt] and KINDS[kind] in lost[spoilt], lost
@@ -66,7 +61,7 @@ def test_the_session_ends_and_the_others_do_not_notice(
     check_others(found, alone, spoilt, exact=rows == 1)
     assert rows == 1 or max(ring.scheduler.counts.rows) > 1
     while ring.has_work:
-        ring.step()
+        ring.step_latents()
     assert spoilt not in ring.stage.sessions and not stage_of(ring, stages // 2).guard.broken
 
 
@@ -78,7 +73,7 @@ def test_numbers_that_are_well_when_tried_alone_cost_nothing(
     stages: int, spoilt: int, alone: dict[int, list[torch.Tensor]]
 ) -> None:
     """A row runs once more from the same inputs, before anything of its session that could read what it left."""
-    ring = RingExecutor(MODEL, CPU) if stages == 1 else LocalRing(MODEL, CPU, stages)
+    ring = local_ring(MODEL, CPU, stages)
     spoil(stage_of(ring, stages // 2), spoilt, ONCE)
     found, lost = play_failing(ring, MODEL, CONTEXTS)
     assert not lost
@@ -87,7 +82,7 @@ def test_numbers_that_are_well_when_tried_alone_cost_nothing(
 
 def test_a_staircase_whose_later_rows_have_read_the_bad_one_ends() -> None:
     """They cannot be run again to the same result."""
-    ring = LocalRing(MODEL, CPU, 4)
+    ring = local_ring(MODEL, CPU, 4)
     spoil(stage_of(ring, 2), 1, ONCE)
     lost = play_failing(ring, MODEL, {0: "clean", 1: "staircase"})[1]
     assert list(lost) == [1] and "NaN" in lost[1]
@@ -98,7 +93,7 @@ def test_an_error_that_a_forward_of_several_has_is_tried_session_by_session(
     alone: dict[int, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody is lost where each is well by itself, as where memory is short for all at once."""
-    ring = RingExecutor(MODEL, CPU, max_rows=4)
+    ring = Ring(MODEL, CPU, max_rows=4)
     forward, refused = ring.stage.forward, []
 
     def short_of_memory(rows, given):  # type: ignore[no-untyped-def]
@@ -115,7 +110,7 @@ def test_an_error_that_a_forward_of_several_has_is_tried_session_by_session(
 
 
 def test_a_sink_that_was_on_its_way_is_placed_anew() -> None:
-    ring = RingExecutor(MODEL, CPU)
+    ring = Ring(MODEL, CPU)
     rotate, calls = ring.stage.attention.rotate_sinks, []
 
     def short_of_memory(*arguments):  # type: ignore[no-untyped-def]
@@ -126,12 +121,12 @@ def test_a_sink_that_was_on_its_way_is_placed_anew() -> None:
 
     ring.stage.attention.rotate_sinks = short_of_memory
     found, lost = play_failing(ring, MODEL, {0: "clean"}, chunks=6)
-    expected = play_failing(RingExecutor(MODEL, CPU), MODEL, {0: "clean"}, chunks=6)[0]
+    expected = play_failing(Ring(MODEL, CPU), MODEL, {0: "clean"}, chunks=6)[0]
     assert not lost and len(calls) > 2 and same(found[0], expected[0])
 
 
 def test_noise_that_cannot_be_drawn_ends_its_session(alone: dict[int, list[torch.Tensor]]) -> None:
-    ring = RingExecutor(MODEL, CPU, max_rows=4)
+    ring = Ring(MODEL, CPU, max_rows=4)
     inputs = ring.sampler.inputs
 
     def failing(rows):  # type: ignore[no-untyped-def]
@@ -146,22 +141,22 @@ def test_noise_that_cannot_be_drawn_ends_its_session(alone: dict[int, list[torch
 
 
 def test_a_slot_is_good_again_for_the_next_session(alone: dict[int, list[torch.Tensor]]) -> None:
-    ring = LocalRing(MODEL, CPU, 4)
+    ring = local_ring(MODEL, CPU, 4)
     stage = stage_of(ring, 2)
     forward = stage.forward
     spoil(stage, 0, "numbers")
     assert list(play_failing(ring, MODEL, {0: "clean", 1: "clean"})[1]) == [0]
     stage.forward = forward  # type: ignore[method-assign]
-    ring.close(1)
+    ring.close_session(1)
     while ring.has_work:
-        ring.step()
+        ring.step_latents()
     lost: dict[int, str] = {}
     ring.faults.on_fault = lost.__setitem__
     ring.open(0, MODEL.text.encode(RED), seed=0, epoch=9, steps=2, kv_context="clean")
     ring.scheduler.set_frame_credit(0, CHUNKS * MODEL.spec.chunk_frames)
     latents = []
     while ring.has_work:
-        latents += [done.latents for done in ring.step()[1]]
+        latents += [done.latents for done in ring.step_latents()[1]]
     assert same(latents, alone[0]) and not lost
 
 
@@ -169,7 +164,7 @@ def test_a_slot_is_good_again_for_the_next_session(alone: dict[int, list[torch.T
     "error", [LinkClosed("rank 2 is gone"), torch.AcceleratorError("device lost"), TypeError("bug")]
 )
 def test_what_is_no_row_s_own_ends_everything(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = RingExecutor(MODEL, CPU, max_rows=4)
+    ring = Ring(MODEL, CPU, max_rows=4)
 
     def broken(rows, given):  # type: ignore[no-untyped-def]
         raise error
@@ -180,7 +175,7 @@ def test_what_is_no_row_s_own_ends_everything(error: Exception, monkeypatch: pyt
 
 
 def test_what_strikes_one_session_after_the_other_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = RingExecutor(MODEL, CPU)
+    ring = Ring(MODEL, CPU)
 
     def broken(rows, given):  # type: ignore[no-untyped-def]
         raise RuntimeError("a kernel fails")
@@ -192,7 +187,7 @@ def test_what_strikes_one_session_after_the_other_ends_everything(monkeypatch: p
 
 def test_a_forward_that_cannot_be_run_again_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sink into which chunks are folded it is not known which layers have them."""
-    ring = RingExecutor(MODEL, CPU)
+    ring = Ring(MODEL, CPU)
     monkeypatch.setattr(ModelSpec, "repeats", False)
     spoil(ring.stage, 1, "midway")
     with pytest.raises(ArithmeticError, match="too hot"):
@@ -200,22 +195,13 @@ def test_a_forward_that_cannot_be_run_again_ends_everything(monkeypatch: pytest.
 
 
 def test_a_ring_whose_sessions_nobody_ends_fails() -> None:
-    ring = RingExecutor(MODEL, CPU)
+    ring = Ring(MODEL, CPU)
     spoil(ring.stage, 0, "numbers")
     ring.open(0, MODEL.text.encode(RED), seed=0, epoch=0, steps=4, kv_context="clean")
     ring.scheduler.set_frame_credit(0, 99 * MODEL.spec.chunk_frames)
     with pytest.raises(EngineFailure, match="session 0 failed: chunk 2, step 1"):
         while ring.has_work:
-            ring.step()
-
-
-def test_what_goes_well_is_handed_on_as_it_is() -> None:
-    """No copy and no look on the way of a forward that does not raise."""
-    ring = RingExecutor(MODEL, CPU)
-    result = (torch.zeros(1),)
-    ring.stage.forward = lambda rows, given: result  # type: ignore[method-assign]
-    message = StageMessage(MessageKind.ROWS, (MicroStep(0, 0, 0, 4, 0),))
-    assert ring.stage.carry_out(message).tensors is result
+            ring.step_latents()
 
 
 @pytest.mark.slow
@@ -231,7 +217,7 @@ def test_over_four_processes(tmp_path: Path) -> None:
     assert all(why in found["lost"][name] for name, why in lost.items()), found["lost"]
     model, well = small(), [name for name in contexts() if name not in lost]
     for name in well:
-        expected = play_failing(RingExecutor(model, CPU), model, {name: contexts()[name]})[0][name]
+        expected = play_failing(Ring(model, CPU), model, {name: contexts()[name]})[0][name]
         for one, other in zip(found["latents"][name], expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert any(int(rows) > 1 for rows in found["rows"]), "forwards were really shared"

@@ -19,10 +19,10 @@ from streamdiff.errors import ConfigError
 from streamdiff.pipeline.decode import decoder_memories
 from streamdiff.pipeline.decode.decode_worker import DecodeWorker, LocalDecoding, Piece, latents_layout, stream_key
 from streamdiff.pipeline.distributed import state_exchange
-from streamdiff.pipeline.distributed.link import LocalLink, NoSender
+from streamdiff.pipeline.distributed.link import LocalLink, Sender
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate, StageMessage
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange, State
-from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -42,7 +42,7 @@ class Saving:
     are half copied."""
 
     def __init__(self, kv_context: str, stages: int, between: Callable[[StreamingPipeline], None] = lambda _: None):
-        self.pipeline = StreamingPipeline(MODEL, CPU, ring=LocalRing(MODEL, CPU, stages))
+        self.pipeline = StreamingPipeline(MODEL, CPU, parts=local_parts(MODEL, CPU, stages))
         opened(self.pipeline, kv_context)
         self.streams = Streams(self.pipeline)
         self.streams.play(2, 0, 1)
@@ -53,7 +53,7 @@ class Saving:
         self.turns = self.made_by_the_other = 0
         saved: list[tuple[int, Any]] = []
         while not saved:
-            held, at = self.pipeline.ring.scheduler.session(0).held, self.other_is_at
+            held, at = self.pipeline.scheduler.session(0).held, self.other_is_at
             self.turns += held
             self.turn()
             self.made_by_the_other += held and self.other_is_at != at
@@ -66,8 +66,8 @@ class Saving:
     @property
     def other_is_at(self) -> tuple[int, list[int]]:
         """Chunks of the other session, and the forwards that entered of those in flight."""
-        chunks = self.pipeline.ring.scheduler.session(1).chunks
-        return self.pipeline.ring.scheduler.next_chunk(1), [chunk.entered for chunk in chunks]
+        chunks = self.pipeline.scheduler.session(1).chunks
+        return self.pipeline.scheduler.next_chunk(1), [chunk.entered for chunk in chunks]
 
     def turn(self) -> None:
         for session in (0, 1):
@@ -104,19 +104,19 @@ def test_it_is_copied_by_and_by_while_another_session_plays(kv_context: str, sta
 
 def test_a_stage_that_is_done_first_copies_its_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(4, layers=3)
-    pipeline = StreamingPipeline(model, CPU, ring=LocalRing(model, CPU, 2))
+    pipeline = StreamingPipeline(model, CPU, parts=local_parts(model, CPU, 2))
     opened(pipeline, "clean")
     streams = Streams(pipeline)
     streams.play(2, 0, 1)
     most = max(state_exchange.chunk_bytes(stage.sessions[0].state) for stage in stages_of(pipeline))
     monkeypatch.setattr(state_exchange, "_LEAST_BYTES", most)  # so that a stage with fewer blocks has fewer pieces
-    put, puts = pipeline.ring.stage.exchange.put, list[str]()
+    put, puts = pipeline.stage.exchange.put, list[str]()
 
     def counted(name: str, state: State) -> None:
         puts.append(name)
         put(name, state)
 
-    monkeypatch.setattr(pipeline.ring.stage.exchange, "put", counted)
+    monkeypatch.setattr(pipeline.stage.exchange, "put", counted)
     while not pipeline.saving.comes_to_rest(0):
         streams.take(pipeline.step(0.01))
     ticket = pipeline.saving.begin(0)
@@ -164,7 +164,7 @@ def test_what_ends_or_begins_afresh_while_it_is_copied_is_not_saved(
     place.streams.play(CHUNKS, 0, 1)
     for session in (0, 1):
         assert np.array_equal(place.streams.shown(session), alone("clean").shown(session)), f"session {session}"
-    assert not place.pipeline.ring.stage.exchange._states, "nothing is left behind"  # type: ignore[attr-defined]
+    assert not place.pipeline.stage.exchange._states, "nothing is left behind"  # type: ignore[attr-defined]
     place.pipeline.close()
 
 
@@ -218,7 +218,7 @@ def test_a_rank_that_decodes_saves_a_stream_as_it_is_when_it_is_told(monkeypatch
     row = MicroStep(0, 0, 0, MODEL.spec.chunk_latents, 0)
     link.send(StageMessage(MessageKind.SAVE, (), SessionUpdate(0)))
     link.send(StageMessage(MessageKind.ROWS, (row,), None, (torch.ones((1, *MODEL.spec.chunk_shape)),)))
-    worker = threading.Thread(target=DecodeWorker(decoder, link, NoSender(), exchange=exchange).run)
+    worker = threading.Thread(target=DecodeWorker(decoder, link, Sender(), exchange=exchange).run)
     worker.start()
     saved, saved_tree = exchange.take(stream_key(0))
     link.send(StageMessage(MessageKind.STOP, (), SessionUpdate(0)))

@@ -14,7 +14,7 @@ from safetensors.torch import load, save_file
 from streamdiff.core import Frames
 from streamdiff.errors import ConfigError, RequestError
 from streamdiff.models.model import Model
-from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.snapshot.file import Snapshot, mapped
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.snapshot_header import OpenedWith, check_signature, signed
@@ -33,7 +33,7 @@ def one_thread() -> None:
 
 
 def started(stages: int, model: Model = MODEL) -> StreamingPipeline:
-    return StreamingPipeline(model, CPU, ring=LocalRing(model, CPU, stages))
+    return StreamingPipeline(model, CPU, parts=local_parts(model, CPU, stages))
 
 
 def opened(stages: int, kv_context: str, session: int = 0) -> StreamingPipeline:
@@ -90,11 +90,11 @@ def test_a_change_of_steps_and_a_prompt_that_wait_are_saved_too(tmp_path: Path) 
     def asked() -> tuple[StreamingPipeline, list[np.ndarray]]:
         pipeline, pictures = opened(2, "staircase"), list[np.ndarray]()
         pipeline.set_frame_credit(0, 100 * CHUNK)
-        while pipeline.ring.scheduler.next_chunk(0) < 5:  # however far decoding is
+        while pipeline.scheduler.next_chunk(0) < 5:  # however far decoding is
             pictures += drawn(pipeline.step())
         pipeline.set_steps(0, 2, epoch=6)
         change(pipeline)
-        assert pipeline.ring.changes, "it waits for what is in flight"
+        assert pipeline.changes, "it waits for what is in flight"
         return pipeline, pictures
 
     plain, expected = asked()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from streamdiff.commands.reference import ReferenceRun, local_ring, run_reference
-from streamdiff.errors import RequestError
+from streamdiff.commands.reference import ReferenceRun, run_reference
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
-from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
+from tests.pipeline.playing import local_ring
 from tests.small import CPU, RED, small_encoder, small_model
 
 MODEL = small_model(4, layers=4, sink=2, window=8)
@@ -40,7 +39,7 @@ class Recording(StreamingPipeline):
     """Keeps the latents that go to the decoder, by stream."""
 
     def __init__(self, stages: int = 1) -> None:
-        super().__init__(MODEL, CPU, ring=LocalRing(MODEL, CPU, stages) if stages > 1 else None, pictures=encoder())
+        super().__init__(MODEL, CPU, parts=local_parts(MODEL, CPU, stages) if stages > 1 else None, pictures=encoder())
         self.decoded: dict[int, list[Tensor]] = {}
 
     def _decode(self, stream: int, chunk: int, latents: Tensor) -> None:
@@ -94,11 +93,6 @@ def test_the_picture_stands_still_in_the_latents_of_whole_chunks() -> None:
     assert torch.equal(latents[0], whole[0])
 
 
-def test_chunks_that_are_made_together_are_all_given() -> None:
-    both = ImageEncoder(encoder().load, replace(SPEC, first_chunks=2)).encode(pixels(1))
-    assert both.shape == (2, *SPEC.chunk_shape)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_context", CONTEXTS)
 def test_it_is_shown_first_and_the_stream_goes_on_from_it_as_a_reference_run_does(
@@ -112,19 +106,6 @@ def test_it_is_shown_first_and_the_stream_goes_on_from_it_as_a_reference_run_doe
     shown = chunks_of(pipeline)
     assert torch.equal(shown[0], latents(1)[0])
     assert same(shown, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_context", CONTEXTS)
-def test_every_later_chunk_depends_on_the_picture(pipeline: Recording, kv_context: str) -> None:
-    streams = []
-    for session, start in enumerate((latents(1), latents(2), None)):
-        begin(pipeline, start, session, kv_context)
-        streams.append(chunks_of(pipeline, session))
-        pipeline.close_session(session)
-    for one, two, none in zip(*streams, strict=True):
-        assert (one - two).abs().max() > 1e-3
-        assert (one - none).abs().max() > 1e-3
 
 
 @pytest.mark.slow
@@ -158,38 +139,3 @@ def test_a_stream_that_is_reset_before_its_picture_is_decoded_shows_nothing_of_i
     begin(pipeline, latents(1))
     pipeline.reset(0, pipeline.text.encode(RED), seed=3, epoch=1, start=latents(2))
     assert torch.equal(chunks_of(pipeline, 0, 1)[0], latents(2)[0])
-
-
-def test_a_background_stream_begins_with_it_too(pipeline: Recording) -> None:
-    begin(pipeline, latents(1))
-    live = chunks_of(pipeline)
-    conditioning = pipeline.text.encode(RED)
-    pipeline.open(1, conditioning, seed=3, epoch=0, steps=4, kv_context="clean", background=True, start=latents(1))
-    assert same(chunks_of(pipeline, 1), live)
-
-
-def test_a_pipeline_without_an_encoder_says_so() -> None:
-    bare = StreamingPipeline(MODEL, CPU)
-    with pytest.raises(RequestError, match="encodes no pictures") as caught:
-        bare.encode_picture(pixels(1))
-    assert caught.value.field == "image"
-    bare.close()
-
-
-@pytest.mark.slow
-def test_sessions_with_and_without_pictures_interleaved_equal_each_alone(pipeline: Recording) -> None:
-    starts = {0: latents(1), 1: None, 2: latents(2)}
-    alone = {}
-    for session, start in starts.items():
-        begin(pipeline, start, session)
-        alone[session] = chunks_of(pipeline, session)
-        pipeline.close_session(session)
-    for session, start in starts.items():
-        begin(pipeline, start, session)
-    numbers = {session: pipeline.streams[session].number for session in starts}
-    while min(len(pipeline.decoded.get(number, [])) for number in numbers.values()) < CHUNKS:
-        for session in starts:
-            pipeline.set_frame_credit(session, 10 * SPEC.chunk_frames)
-        pipeline.step()
-    for session, number in numbers.items():
-        assert same(pipeline.decoded[number][:CHUNKS], alone[session])

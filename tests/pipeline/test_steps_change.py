@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from streamdiff.core import MicroStep
-from streamdiff.models import sampling
 from streamdiff.models.model import Model
-from streamdiff.models.sampling import embedded_schedule, nearest_steps
-from streamdiff.pipeline.executor import LocalRing, RingExecutor
-from tests.pipeline.playing import OTHER_STEPS, THREE, Order, play, same
+from streamdiff.pipeline.ring import Ring
+from tests.pipeline.playing import OTHER_STEPS, THREE, Order, local_ring, play, same
 from tests.pipeline.reference import Reference
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
@@ -22,7 +20,7 @@ CHUNKS = 9
 
 def plain(model: Model, order: Order) -> list[torch.Tensor]:
     """What the order makes when nothing changes."""
-    return play(RingExecutor(model, CPU), model, {0: replace(order, change_at=10**6, then_steps=None)}, CHUNKS)[0]
+    return play(Ring(model, CPU), model, {0: replace(order, change_at=10**6, then_steps=None)}, CHUNKS)[0]
 
 
 @pytest.mark.slow
@@ -30,7 +28,7 @@ def plain(model: Model, order: Order) -> list[torch.Tensor]:
 def test_chunks_before_the_change_stay_and_those_after_equal_the_reference(order: Order) -> None:
     model = small_model(1, sink=2)
     model = replace(model, spec=replace(model.spec, context_sigma=0.1))
-    got = play(RingExecutor(model, CPU), model, {0: order}, CHUNKS)[0]
+    got = play(Ring(model, CPU), model, {0: order}, CHUNKS)[0]
     before = plain(model, order)
     assert same(got[: order.change_at], before[: order.change_at]), "frames already made stay"
     assert (got[order.change_at] - before[order.change_at]).abs().max() > 1e-2, "the change makes a difference"
@@ -53,26 +51,26 @@ def test_any_number_of_stages_and_any_company_gives_the_same(stages: int) -> Non
     """All at once, beside sessions whose steps do not change."""
     model = small_model(3, layers=3, sink=2)
     orders = THREE | OTHER_STEPS
-    together = play(LocalRing(model, CPU, stages), model, orders, CHUNKS)
+    together = play(local_ring(model, CPU, stages), model, orders, CHUNKS)
     for name, order in orders.items():
-        alone = play(RingExecutor(model, CPU), model, {name: order}, CHUNKS)[name]
+        alone = play(Ring(model, CPU), model, {name: order}, CHUNKS)[name]
         assert same(together[name], alone), f"session {name}: {order}"
 
 
-def entered(ring: RingExecutor, orders: dict[int, int], turns: int) -> list[MicroStep]:
+def entered(ring: Ring, orders: dict[int, int], turns: int) -> list[MicroStep]:
     """The rows of so many turns; `orders` says for a session with room how many chunks it may have admitted."""
     rows: list[MicroStep] = []
     for _ in range(turns):
         for name, limit in orders.items():
             chunks = limit - ring.scheduler.next_chunk(name)
             ring.scheduler.set_frame_credit(name, chunks * ring.scheduler.chunk_frames)
-        rows += ring.step()[0]
+        rows += ring.step_latents()[0]
     return rows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [RingExecutor, lambda model, device: LocalRing(model, device, 3)])
-def test_in_a_staircase_no_chunk_overtakes_and_other_sessions_go_on(make: Callable[..., RingExecutor]) -> None:
+@pytest.mark.parametrize("make", [Ring, lambda model, device: local_ring(model, device, 3)])
+def test_in_a_staircase_no_chunk_overtakes_and_other_sessions_go_on(make: Callable[..., Ring]) -> None:
     model = small_model(3, layers=3)
     ring = make(model, CPU)
     for name, seed in ((0, 1), (1, 2)):
@@ -80,7 +78,7 @@ def test_in_a_staircase_no_chunk_overtakes_and_other_sessions_go_on(make: Callab
     entered(ring, {0: 99, 1: 99}, 60)
     first = ring.scheduler.next_chunk(0)
     assert ring.scheduler.oldest_epoch(0) == 0 and not ring.scheduler.drained(0), "several are in flight"
-    ring.set_steps(0, 1, 2)
+    ring.set_steps(0, 2, epoch=1)
     rows = entered(ring, {0: 99, 1: 99}, 200)
     mine = [row for row in rows if row.session == 0]
     change = next(place for place, row in enumerate(mine) if row.epoch == 1)
@@ -95,18 +93,18 @@ def test_in_a_staircase_no_chunk_overtakes_and_other_sessions_go_on(make: Callab
 def test_the_latest_of_several_changes_holds_and_a_prompt_meanwhile_too() -> None:
     """Steps 2, a prompt, then steps 1 and 2 again, all before anything could be admitted."""
     model = small_model(1)
-    ring = RingExecutor(model, CPU)
+    ring = Ring(model, CPU)
     ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="staircase")
     entered(ring, {0: 3}, 6)
-    ring.set_steps(0, 1, 2)
-    ring.set_text(0, 2, model.text.encode(BLUE))
-    ring.set_steps(0, 3, 4)
-    ring.set_text(0, 4, model.text.encode(WHITE))
-    ring.set_steps(0, 5, 2)
+    ring.set_steps(0, 2, epoch=1)
+    ring.set_conditioning(0, model.text.encode(BLUE), epoch=2)
+    ring.set_steps(0, 4, epoch=3)
+    ring.set_conditioning(0, model.text.encode(WHITE), epoch=4)
+    ring.set_steps(0, 2, epoch=5)
     done: dict[int, torch.Tensor] = {}
     while len(done) < 6:
         ring.scheduler.set_frame_credit(0, 4 * model.spec.chunk_frames)
-        rows, finished = ring.step()
+        rows, finished = ring.step_latents()
         assert rows or finished, "the stream stands still"
         assert all((row.epoch, row.steps) == ((0, 4) if row.chunk < 3 else (5, 2)) for row in rows)
         done |= {row.chunk: latents for row, latents in finished}
@@ -116,87 +114,26 @@ def test_the_latest_of_several_changes_holds_and_a_prompt_meanwhile_too() -> Non
         torch.testing.assert_close(done[chunk], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_steps_that_there_are_already_are_no_drain() -> None:
-    model = small_model(1)
-    ring = RingExecutor(model, CPU)
-    ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=2, kv_context="staircase")
-    entered(ring, {0: 99}, 20)
-    first = ring.scheduler.next_chunk(0)
-    ring.set_steps(0, 1, 2)
-    rows = entered(ring, {0: 99}, 6)
-    assert {row.epoch for row in rows} == {0, 1} and {row.chunk for row in rows if row.epoch} >= {first}
-    again = RingExecutor(model, CPU)
-    again.open(0, model.text.encode(RED), seed=5, epoch=0, steps=2, kv_context="staircase")
-    others = entered(again, {0: 99}, 26)[-len(rows) :]
-    assert [(row.chunk, row.step) for row in rows] == [(row.chunk, row.step) for row in others]
-
-
-def test_steps_that_no_chunk_was_made_in_leave_nothing() -> None:
-    """Where every step has a cache: fewer, carried out, and back again before a chunk could be admitted."""
-    model = small_model(1)
-    ring = RingExecutor(model, CPU)
-    ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="same_step")
-    done: dict[int, torch.Tensor] = {}
-    for limit, steps in ((3, 2), (3, 4), (CHUNKS, 0)):
-        while ring.scheduler.next_chunk(0) < limit or ring.has_work:
-            ring.scheduler.set_frame_credit(0, (limit - ring.scheduler.next_chunk(0)) * model.spec.chunk_frames)
-            done |= {row.chunk: latents for row, latents in ring.step()[1]}
-        if steps:
-            ring.set_steps(0, steps, steps)  # any epochs that grow
-    unchanged = plain(model, Order(RED, 5, 4, "same_step"))
-    assert same([done[chunk] for chunk in range(CHUNKS)], unchanged)
-
-
 @pytest.mark.parametrize("waiting", [True, False])
 def test_a_reset_begins_in_the_steps_that_were_asked_for_last(waiting: bool) -> None:
     """Whether chunks were in flight, for which the change had to wait, or not."""
     model = small_model(1)
-    ring = RingExecutor(model, CPU)
+    ring = Ring(model, CPU)
     ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="staircase")
     entered(ring, {0: 3}, 6 if waiting else 0)
-    ring.set_steps(0, 1, 2)
+    ring.set_steps(0, 2, epoch=1)
     ring.reset(0, model.text.encode(RED), seed=5, epoch=2)
     done: dict[int, torch.Tensor] = {}
     while len(done) < 5:
         ring.scheduler.set_frame_credit(0, 3 * model.spec.chunk_frames)
-        done |= {row.chunk: latents for row, latents in ring.step()[1] if row.epoch == 2}
-    fresh = play(RingExecutor(model, CPU), model, {0: Order(RED, 5, 2, "staircase", 10**6)}, 5)[0]
+        done |= {row.chunk: latents for row, latents in ring.step_latents()[1] if row.epoch == 2}
+    fresh = play(Ring(model, CPU), model, {0: Order(RED, 5, 2, "staircase", 10**6)}, 5)[0]
     assert same([done[chunk] for chunk in range(5)], fresh)
 
 
-def test_while_paused_a_change_waits_and_costs_no_work() -> None:
-    model = small_model(1)
-    ring = RingExecutor(model, CPU)
-    ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="clean")
-    entered(ring, {0: 1}, 2)
-    ring.scheduler.set_paused(0, True)
-    ring.set_steps(0, 1, 2)
-    assert entered(ring, {0: 9}, 3) == [] and not ring.has_work
-    ring.scheduler.set_paused(0, False)
-    rows = entered(ring, {0: 2}, 6)
-    assert [(row.chunk, row.step, row.steps) for row in rows] == [
-        (0, 2, 4), (0, 3, 4), (0, 4, 4), (1, 0, 2), (1, 1, 2), (1, 2, 2)
-    ]  # fmt: skip
-
-
-def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
-    model = small_model(1)
-    ring = RingExecutor(model, CPU)
-    ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=4, kv_context="clean")
-    ring.open(
-        1, model.text.encode(RED), seed=5, epoch=0, steps=sampling.from_timesteps([900, 300, 200]), kv_context="clean"
-    )
-    with pytest.raises(ValueError, match=r"steps is 3; model \S+ has 4, 2"):
-        ring.set_steps(0, 1, 3)
-    with pytest.raises(ValueError, match="a schedule of its own, and keeps it"):
-        ring.set_steps(1, 1, 2)
-    rows = entered(ring, {0: 2, 1: 2}, 20)
-    assert {row.steps for row in rows if row.session == 0} == {4} and {row.epoch for row in rows} == {0}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [RingExecutor, lambda model, device: LocalRing(model, device, 3)])
-def test_a_past_cached_again_is_the_same_before_and_after_the_steps_change(make: Callable[..., RingExecutor]) -> None:
+@pytest.mark.parametrize("make", [Ring, lambda model, device: local_ring(model, device, 3)])
+def test_a_past_cached_again_is_the_same_before_and_after_the_steps_change(make: Callable[..., Ring]) -> None:
     """A context with noise, which is drawn by the number of the step: by that which the chunk was made in."""
     model = small_model(3, layers=3, sink=2)
     model = replace(model, spec=replace(model.spec, context_sigma=0.1))
@@ -210,19 +147,13 @@ def test_a_past_cached_again_is_the_same_before_and_after_the_steps_change(make:
             admitted = ring.scheduler.next_chunk(0)
             if admitted == 4:
                 if turns == 0:
-                    ring.set_steps(0, 1, 2)
+                    ring.set_steps(0, 2, epoch=1)
                 if turns == prompt_after_turns:
-                    ring.set_text(0, 2, model.text.encode(BLUE), "recache")
+                    ring.set_conditioning(0, model.text.encode(BLUE), epoch=2, switch="recache")
                 turns += 1
             limit = 8 if turns > prompt_after_turns else 4
             ring.scheduler.set_frame_credit(0, (limit - admitted) * model.spec.chunk_frames)
-            done |= {row.chunk: latents for row, latents in ring.step()[1]}
+            done |= {row.chunk: latents for row, latents in ring.step_latents()[1]}
         return [done[chunk] for chunk in range(7)]
 
     assert same(stream(0), stream(40)), "the change of steps still waits, or has long been carried out"
-
-
-def test_a_cache_goes_on_with_the_step_whose_noise_is_nearest() -> None:
-    four, two = embedded_schedule(4, 5.0), embedded_schedule(2, 5.0)
-    assert nearest_steps(four, two) == (0, 2), "these levels are among the four"
-    assert nearest_steps(two, four) == (0, 0, 1, 1)

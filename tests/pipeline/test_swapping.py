@@ -11,7 +11,7 @@ import torch
 from streamdiff.core import Frames
 from streamdiff.device import embedded_autoencoder_dtype
 from streamdiff.models.tiny.model import WEIGHTS, load_model
-from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.snapshot.file import Snapshot, mapped
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
@@ -34,17 +34,15 @@ def one_thread() -> None:
 
 
 def stages_of(pipeline: StreamingPipeline) -> list[ModelRunner]:
-    ring = pipeline.ring
-    assert isinstance(ring, LocalRing)
-    return [ring.stage, *(worker.stage for worker in ring.others)]
+    return [pipeline.stage, *(worker.stage for worker in pipeline.local)]
 
 
 def started(stages: int, state_dir: Path | None = None, host_bytes: int | None = None) -> StreamingPipeline:
     """A pipeline, whose ranks each have a store of their own."""
-    ring = LocalRing(MODEL, CPU, stages)
-    for stage in (ring.stage, *(worker.stage for worker in ring.others)):
+    parts = local_parts(MODEL, CPU, stages)
+    for stage in (parts.stage, *(worker.stage for worker in parts.local)):
         stage.swaps = SwapStore(CPU, host_bytes, state_dir)
-    return StreamingPipeline(MODEL, CPU, ring=ring)
+    return StreamingPipeline(MODEL, CPU, parts=parts)
 
 
 def ended(pipeline: StreamingPipeline) -> None:
@@ -113,7 +111,7 @@ def swap(streams: Streams, place: str) -> None:
 
 
 def until_mid_chunk(streams: Streams) -> None:
-    scheduled = streams.pipeline.ring.scheduler.session(0)
+    scheduled = streams.pipeline.scheduler.session(0)
     while not any(chunk.back >= 0 for chunk in scheduled.chunks):
         streams.pipeline.set_frame_credit(0, 6 * CHUNK)
         streams.take(streams.pipeline.step(0.01))

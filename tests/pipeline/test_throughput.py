@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from streamdiff.config import ModelConfig
-from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.throughput import ChunkCostMeter
 
 
@@ -48,12 +46,3 @@ def test_in_a_ring_the_busiest_rank_decides() -> None:
     for number in range(2, 20):
         meter.finished(number * 1.0, [number * 0.1, number * 0.5], [1])
     assert meter.chunk_compute_s() == pytest.approx(0.5)
-
-
-@pytest.mark.slow
-def test_the_runtime_knows_after_warming_up_what_a_chunk_takes() -> None:
-    runtime = build_pipeline(ModelConfig())
-    chunk_compute_s, fits = runtime.figures.chunk_compute_s(), runtime.figures.max_sessions()
-    assert chunk_compute_s is not None and chunk_compute_s > 0
-    assert fits is not None and fits >= 1
-    runtime.close()

@@ -17,9 +17,8 @@ from streamdiff.core import InputFigures
 from streamdiff.errors import RequestError
 from streamdiff.models.autoencoder.autoencoder import FrameEncoder, ImageEncoder
 from streamdiff.models.sampling import Schedule
-from streamdiff.pipeline.executor import LocalRing
-from streamdiff.pipeline.runner.init_latents import FULL_MOTION, REACH, STANDING, GivenVideo, InitLatents, LiveLatents
-from streamdiff.pipeline.runner.sampler import StreamInputs
+from streamdiff.pipeline.ring import local_parts
+from streamdiff.pipeline.runner.init_latents import FULL_MOTION, REACH, STANDING, GivenVideo, LiveLatents
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.pipeline.video_input.feeding import MAX_UNENCODED
 from tests.saving import save
@@ -42,8 +41,7 @@ class Fed(StreamingPipeline):
     """Keeps the latents that go to the decoder, by session."""
 
     def __init__(self, stages: int = 1, load: Callable[[], FrameEncoder] = lambda: small_encoder(4)) -> None:
-        ring = LocalRing(MODEL, CPU, stages) if stages > 1 else None
-        super().__init__(MODEL, CPU, ring=ring, pictures=ImageEncoder(load, SPEC))
+        super().__init__(MODEL, CPU, parts=local_parts(MODEL, CPU, stages), pictures=ImageEncoder(load, SPEC))
         self.made: dict[int, list[Tensor]] = {}
 
     def _decode(self, stream: int, chunk: int, latents: Tensor) -> None:
@@ -114,38 +112,6 @@ def test_neither_stages_nor_pieces_change_a_bit(pipeline: Fed, kv_context: str) 
             ring.close()
 
 
-def test_it_is_what_a_file_of_the_same_video_becomes(pipeline: Fed) -> None:
-    """Where the schedule begins no higher than the level, so that nothing is lowered."""
-    video, encoder = clip(CHUNKS), small_encoder(4)
-    pixels = torch.from_numpy(video).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
-    latents = torch.stack(encoder.encode(pixels, encoder.new_memory())[0].split(SPEC.chunk_latents, 1))
-    conditioning = pipeline.text.encode(RED)
-    source = InitLatents.steady(latents, 1.0, 1000.0)
-    pipeline.ring.open(1, conditioning, seed=3, epoch=0, steps=4, kv_context="clean", given=StreamInputs(source=source))
-    pipeline._begin(1, False, 0)
-    while len(pipeline.made.get(1, [])) < 1:
-        pipeline.turn(1)
-    pipeline.begin()
-    pipeline.set_input(0, 1.0, epoch=1)
-    assert torch.allclose(pipeline.play(video, 1)[0], pipeline.made[1][0], atol=1e-5)
-
-
-def test_the_less_noise_the_nearer_to_the_video(pipeline: Fed) -> None:
-    encoder, video = small_encoder(4), clip(1)
-    pixels = torch.from_numpy(video).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
-    wanted = encoder.encode(pixels, encoder.new_memory())[0]
-    distances = []
-    for session, strength in enumerate((0.01, 0.3, 0.6, 1.0)):
-        pipeline.begin(session=session)
-        pipeline.set_input(session, strength, epoch=1)
-        pipeline.video.feed(session, video)
-        while session not in pipeline.made:
-            pipeline.turn(session)
-        distances.append(float((pipeline.made[session][0] - wanted).abs().mean()))
-    assert distances == sorted(distances)
-    assert distances[0] < 0.1 < distances[-1]
-
-
 def test_a_chunk_waits_for_its_video_and_goes_on_when_there_is_more(pipeline: Fed) -> None:
     pipeline.begin()
     pipeline.set_input(0, 0.5, epoch=1)
@@ -189,23 +155,15 @@ def test_of_what_comes_too_fast_the_newest_is_used() -> None:
         other.close()
 
 
-def test_encoded_chunks_that_wait_are_as_few() -> None:
-    live = LiveLatents(0.5, most=2)
-    for number in range(5):
-        live.add(torch.full((1,), float(number)), 0.0)
-    assert [float(latents) for latents, _ in live.waiting] == [3.0, 4.0]
-    assert live.dropped == 3
-
-
 def test_a_chunk_that_always_waits_behind_another_is_left_out() -> None:
     live, schedule = LiveLatents(0.5, most=2), Schedule((1000.0,), (1.0,))
-    noise = torch.zeros(1, 1, 1)
     live.add(torch.zeros(1, 1, 1), 0.0)
     shown = []
     for chunk in range(2 * STANDING):
         live.add(torch.full((1, 1, 1), float(chunk + 1)), 0.0)
-        assert live.take(chunk, schedule)
-        shown.append(round(float(live.begin(chunk, noise)) / 0.5))
+        taken = live.take(chunk, schedule)
+        assert taken is not None
+        shown.append(int(taken[0]))
     assert shown == [*range(STANDING - 1), *range(STANDING, 2 * STANDING + 1)], "one late, then none"
     assert live.dropped == 1
 
@@ -223,20 +181,6 @@ def test_when_it_ends_the_session_goes_on_from_its_text(pipeline: Fed) -> None:
     pipeline.video.feed(0, clip(1))
     while pipeline.usage().used == 0:
         pipeline.turn()
-
-
-def test_a_reset_goes_on_with_the_video(pipeline: Fed) -> None:
-    pipeline.begin()
-    pipeline.set_input(0, 0.5, epoch=1)
-    pipeline.play(clip(3), 2)
-    pipeline.reset(0, pipeline.text.encode(RED), seed=4, epoch=5)
-    pipeline.made.clear()
-    pipeline.play(clip(3, 1), 1)
-    used = pipeline.usage().used
-    pipeline.settle()
-    pipeline.video.feed(0, clip(1, 2))
-    pipeline.settle()
-    assert pipeline.usage().used > used
 
 
 def test_video_that_cannot_be_encoded_ends_the_input_alone() -> None:
@@ -269,10 +213,11 @@ def test_more_motion_less_noise_and_no_later_step_adds_more_than_the_first() -> 
     levels = []
     for chunk, motion in enumerate((9.0, 0.0, 9.0, 9.0, FULL_MOTION / 2)):
         live.add(still, motion)
-        assert live.take(chunk, schedule) and live.take(chunk, schedule)
+        taken = live.take(chunk, schedule)
+        assert taken is not None and live.take(chunk, schedule) is taken
         levels.append(live.level)
         assert live.level is not None
-        sigmas, timesteps = live.chunk_levels(chunk)
+        sigmas, timesteps = taken[1]
         assert sigmas == pytest.approx((live.level, 0.9 * live.level, 0.6 * live.level))
         assert timesteps == pytest.approx([1000 * sigma for sigma in sigmas])
     after = 0.9 * (0.8 - REACH) + 0.1 * 0.8
@@ -298,15 +243,6 @@ def test_what_cannot_be_is_refused(pipeline: Fed) -> None:
     assert pipeline.video.input_figures(0) is None
 
 
-def test_changes_of_strength_leave_nothing_behind(pipeline: Fed) -> None:
-    pipeline.begin()
-    for epoch in range(1, 30):
-        pipeline.set_input(0, 0.3 + 0.01 * epoch, epoch=epoch)
-        pipeline.turn()
-    stage = pipeline.ring.stage.sessions[0]
-    assert set(stage.text) == set(stage.visible_from_chunk) == {28, 29}
-
-
 @pytest.mark.parametrize("entered", [0, 1, 2])
 def test_a_chunk_that_began_from_given_video_ends_so_when_another_input_comes(pipeline: Fed, entered: int) -> None:
     latents = torch.randn(4, *SPEC.chunk_shape, generator=torch.Generator().manual_seed(0))
@@ -315,7 +251,7 @@ def test_a_chunk_that_began_from_given_video_ends_so_when_another_input_comes(pi
         video = GivenVideo(latents, (0.3,) * 4)
         made.open(0, made.text.encode(RED), seed=3, epoch=0, steps=4, kv_context="clean", video=video)
         while not made.made.get(0):
-            chunks = made.ring.scheduler.session(0).chunks
+            chunks = made.scheduler.session(0).chunks
             if changes and chunks and chunks[0].entered == entered:
                 made.set_input(0, 0.6, epoch=1)
                 changes = False
@@ -335,7 +271,7 @@ def test_a_snapshot_has_the_levels_of_a_chunk_that_began_from_video(pipeline: Fe
     pipeline.begin(kv_context)
     pipeline.set_input(0, 0.5, epoch=1)
     pipeline.video.feed(0, clip(1))
-    while not (chunks := pipeline.ring.scheduler.session(0).chunks) or chunks[0].entered < 1:
+    while not (chunks := pipeline.scheduler.session(0).chunks) or chunks[0].entered < 1:
         pipeline.turn()
     snapshot, _ = save(pipeline, 0)
     loaded = Fed()

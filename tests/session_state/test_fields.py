@@ -50,13 +50,13 @@ def examples() -> dict[str, Any]:
         pipeline.step()
     decoding = taehv.TaehvMemory({3: torch.ones(1, 2, 2, 2)}, False)
     there = [
-        *(head_state(pipeline.ring, 0), pipeline.ring.stage.sessions[0], decoding, taehv.EncodeMemory(decoding)),
+        *(head_state(pipeline, 0), pipeline.stage.sessions[0], decoding, taehv.EncodeMemory(decoding)),
         wan.WanMemory([None, "Rep", torch.ones(1, 2, 1, 2, 2)], (1, 2, 2)),
         *(PendingSteps(1, 2), ChunkLevels((0.5, 0.25), (500.0, 250.0))),
     ]
     found = {declared.name_of(type(each)): each for state in there for each in held(state)}
     pipeline.close()
-    pipeline.ring.sampler.sessions[0].noise = None  # type: ignore[assignment]  # a thread is not copied
+    pipeline.sampler.sessions[0].noise = None  # type: ignore[assignment]  # a thread is not copied
     return {name: each for name, each in found.items() if name is not None}
 
 

@@ -56,9 +56,7 @@ def test_a_stream_of_it_is_steered_saved_and_gone_on_with(folder: Path, tmp_path
         assert "“sunflower”: I draw a yellow star." in session.notice
         frames = list(itertools.islice(session, 13))
         assert all(frame.shape == (256, 256, 3) and frame.dtype == np.uint8 for frame in frames)
-        assert session.set_prompt("now at nihgt") == (
-            "“nihgt”: I read “night”. Showing “a yellow star moving right over a meadow at night”."
-        )
+        assert session.set_prompt("now at nihgt") == ("“nihgt”: I read “night”.")
         list(itertools.islice(session, 12))
         session.save(tmp_path / "stream.safetensors")
         then = [frame.tobytes() for frame in itertools.islice(session, 12)]

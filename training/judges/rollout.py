@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from streamdiff.models.model import Model
-from streamdiff.pipeline.executor import RingExecutor
+from streamdiff.pipeline.ring import Ring
 
 
 def rollout(
@@ -41,7 +41,7 @@ def rollout(
     assert model.text is not None
     device = next(model.denoiser.model.parameters()).device
     count = len(prompts)
-    ring = RingExecutor(model, device, max_rows=count)
+    ring = Ring(model, device, max_rows=count)
     for i, text in enumerate(prompts):
         ring.open(i, model.text.encode(text), seed=seed + i, epoch=0, steps=steps, kv_context=kv_context)
     changes = sorted((switch or {}).items())
@@ -52,14 +52,14 @@ def rollout(
         for i in (i for i in range(count) if left[i]):
             if pending[i] and ring.scheduler.next_chunk(i) == pending[i][0][0]:
                 chunk, texts = pending[i].pop(0)
-                ring.set_text(i, chunk, model.text.encode(texts[i]))
+                ring.set_conditioning(i, model.text.encode(texts[i]), epoch=chunk)
             ring.scheduler.set_frame_credit(i, model.spec.admitted_frames(ring.scheduler.next_chunk(i)))
-        for row, latents in ring.step()[1]:
+        for row, latents in ring.step_latents()[1]:
             left[row.session] = max(0, chunks - 1 - row.chunk)
             if row.chunk < chunks and (keep is None or row.chunk in keep):
                 done.setdefault(row.chunk, {})[row.session] = latents
             if progress is not None and row.chunk < chunks:
                 progress(1)
             if left[row.session] == 0:
-                ring.close(row.session)
+                ring.close_session(row.session)
     return {chunk: torch.stack([rows[i] for i in range(count)]) for chunk, rows in sorted(done.items())}

@@ -216,7 +216,7 @@ def _run(address: Path, stop: Stop, load: Callable[[ModelConfig], StreamingPipel
 def run_as_worker(config: ModelConfig) -> int:
     """Run a rank other than 0; returns the exit code. Rank 0 reports errors of the configuration."""
     with heavy_import():
-        from streamdiff.pipeline.worker_main import run_worker  # torch takes seconds to import
+        from streamdiff.pipeline.rank_process import run_worker  # torch takes seconds to import
 
     return work_for_rank_0(partial(run_worker, config))
 

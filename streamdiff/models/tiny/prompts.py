@@ -34,16 +34,18 @@ EXAMPLES: tuple[str, ...] = tuple(WORLD["examples"])
 SUGGESTIONS: tuple[tuple[str, ...], ...] = tuple(map(tuple, WORLD["suggestions"]))
 VOCABULARY: str = WORLD["vocabulary"]
 DEFAULT = Scene()
-STARTS_OVER = 3
-"""A prompt that says so much of color, shape, motion and place, with an article, describes a new picture."""
 MOST_REMARKS = 4
 _OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 _JOINERS = {"and", "with", "while", ",", "and another", "plus"}
 _REPLACING = {"replace", "exchange", "swap"}
+_BACKGROUNDS = {"background", "backdrop"}
+_VERBS = "make|add|remove|delete|turn|change|replace|let|stop|start|set|put|give|swap"
+_CLAUSES = re.compile(rf"(?:[,;.]|\b(?:and|then)\b)\s*(?:(?:and|then|also|now)\s+)*(?=(?:{_VERBS})\b)", re.IGNORECASE)
+"""Where a prompt asks for one more thing: "make it blue and add a star"."""
 _ENDINGS = (("ies", "y"), ("ves", "f"), ("es", ""), ("s", ""))
 _MOST_WORDS = 200
-_ALIKE = 0.75
-"""Of `difflib`: one wrong letter in a word of four, two in a word of eight."""
+_ALIKE = (0.75, 0.8)
+"""Of `difflib`, for words of up to five letters and for longer ones: one wrong letter in a word of four."""
 
 
 # ---- sentences -------------------------------------------------------------------------------------------------------
@@ -79,32 +81,51 @@ def scene_of(text: str) -> Scene:
 def read(prompt: str, previous: str | None) -> ParsedPrompt:
     """Turn any prompt into the sentence for what it means, when `previous` (a text that `read` returned) is in force.
 
-    The notice says what was understood otherwise than typed, what was not understood, and what stays as it was.
+    The notice says what was understood otherwise than typed, what cannot be drawn, and what was asked for in vain.
     """
-    before = scene_of(previous) if previous else DEFAULT
-    request = parse(prompt)
-    scene = apply(request, before)
+    scene = scene_of(previous) if previous else DEFAULT
+    requests, remarks = list[Request](), list[str]()
+    for clause in _CLAUSES.split(prompt):
+        request, before = parse(clause), scene
+        if requests and "add" in requests[-1].wishes and "it" in request.wishes and scene.second and not request.target:
+            request.target = {"color": scene.second.color, "shape": scene.second.shape}  # "it" is what was just added
+        scene = apply(request, before)
+        remarks += _remarks(request, scene) or _in_vain(request, before, scene)
+        requests.append(request)
     text = canonical(scene)
-    remarks = _remarks(request, scene)
-    unknown = ", ".join(list(dict.fromkeys(f"“{word.typed[:24]}”" for word in request.words if not word.known))[:4])
-    if request.empty:
-        if not remarks:
-            remarks = [f"This small model can't draw that{unknown and f' ({unknown})'}."]
-        remarks.append(f"It can draw {VOCABULARY}.")
-    else:
-        if sum("shape" in word.says for word in request.words) > 2 or ("add" in request.wishes and before.second):
-            remarks.append("I draw two things at most.")
-        if unknown:
-            remarks.append(f"This small model can't draw {unknown}. It can draw {VOCABULARY}.")
-        if " ".join(prompt.lower().split()) == text:
-            return ParsedPrompt(text)
-    return ParsedPrompt(text, " ".join([*remarks, f"Showing “{text}”."]))
+    if " ".join(prompt.lower().split()) == text:
+        return ParsedPrompt(text)
+    if unknown := dict.fromkeys(word.typed[:24] for each in requests for word in each.words if not word.known):
+        remarks.append(f"This small model can't draw {', '.join(f'“{word}”' for word in list(unknown)[:4])}.")
+    elif not remarks and all(each.empty for each in requests):
+        remarks.append("This small model can't draw that.")
+    return ParsedPrompt(text, " ".join(list(dict.fromkeys(remarks))[:MOST_REMARKS]))
+
+
+def _in_vain(request: Request, before: Scene, scene: Scene) -> list[str]:
+    """Why a request changed nothing, where it asked for a change."""
+    if scene != before or request.empty or not (request.wishes or request.groups[0].changes or request.ends):
+        return []
+    group = request.groups[0]
+    if "remove" in request.wishes:
+        wanted = {name: value for name, value in group.named.items() if name in ("color", "shape")}
+        if wanted and not any(_is(thing, wanted) for thing in before.things):
+            return [f"There is no {' '.join(wanted.values())}."]
+        return ["There is always at least one thing."] if before.second is None else []
+    if speeds := {"faster", "slower"} & set(group.changes):
+        return [f"It is as {speeds.pop().removesuffix('er')} as it gets."]
+    return [f"It is as {group.named['size']} as it gets."] if "size" in group.named else ["It looks like that already."]
+
+
+def _is(thing: Thing, said: Mapping[str, str]) -> bool:
+    return all(getattr(thing, name) == value for name, value in said.items())
 
 
 def _remarks(request: Request, scene: Scene) -> list[str]:
     """What was understood otherwise than typed, each word once, `MOST_REMARKS` at most."""
     remarks: dict[str, str] = {}
     for group in request.spoken:
+        color = group.named.get("color")
         for word in group.words:
             typed = word.typed[:24]
             if word.misspelt:
@@ -113,9 +134,16 @@ def _remarks(request: Request, scene: Scene) -> list[str]:
                 remarks[typed] = f"“{typed}”: {WORLD['cannot'][word.says['cannot']]}."
             if not word.exact and (nearest := _nearest(word, group, request, scene)):
                 remarks[typed] = f"“{typed}”: I draw {nearest}."
+            if word.exact and word.says.get("color", color) != color and not request.target:
+                remarks[typed] = f"“{typed}”: a thing has one color."
     for color in request.uncolored:
-        remarks[color] = f"“{color}”: only things have a color that can be chosen."
-    return list(remarks.values())[:MOST_REMARKS]
+        remarks[color] = f"“{color}”: things have colors to choose from, the background has not."
+    return [*remarks.values(), *(["I draw two things at most."] if _too_many(request) else [])]
+
+
+def _too_many(request: Request) -> bool:
+    counted = any(word.says.get("count") == "two" and not word.exact for word in request.words)
+    return counted or sum("shape" in word.says for word in request.words) > 2 or request.full
 
 
 def _nearest(word: Word, group: Group, request: Request, scene: Scene) -> str:
@@ -154,8 +182,8 @@ class Word:
 
 class WordTable(NamedTuple):
     """`words.txt`: what words and phrases (with single spaces) say, and whether exactly; `fillers`, words that may
-    stand in a prompt and say nothing of their own; words `apart`, which are no typing mistakes although they look like
-    it."""
+    stand in a prompt and say nothing of their own; `apart`, English words that look like
+    some of these and are no typing mistakes (`english.txt`)."""
 
     meanings: dict[str, tuple[dict[str, str], bool]]
     fillers: set[str]
@@ -165,14 +193,13 @@ class WordTable(NamedTuple):
 @cache
 def word_table() -> WordTable:
     table = WordTable({}, set(), set())
+    table.apart.update((TABLE.parent / "english.txt").read_text(encoding="utf-8").split("\n\n")[1].split())
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         meaning, _, words = line[1:].partition(":")
         if line.startswith(("=", "~")):
             says = dict(part.split() for part in meaning.split(","))
             for word in words.split():
                 table.meanings[re.sub("[_-]", " ", word)] = says, line[0] == "="
-        elif line.startswith("-"):
-            table.apart.update(words.split())
         elif line.startswith("."):
             table.fillers.update(words.split())
     return table
@@ -224,7 +251,7 @@ def _spelt(word: str) -> str | None:
         for entry, (_, exact) in meanings.items()
         if (exact or len(word) >= 6) and " " not in entry and len(entry) > 2 and _begin_alike(word, entry)
     ]
-    return next(iter(get_close_matches(word, candidates, 1, _ALIKE)), None)
+    return next(iter(get_close_matches(word, candidates, 1, _ALIKE[len(word) > 5])), None)
 
 
 def _begin_alike(one: str, other: str) -> bool:
@@ -280,6 +307,8 @@ class Request:
     setting: dict[str, Word]
     uncolored: list[str]
     target: dict[str, str]
+    full: bool = False
+    """Whether something was to be added to two things; set by `apply`."""
 
     @property
     def words(self) -> list[Word]:
@@ -294,6 +323,8 @@ class Request:
     def wishes(self) -> set[str]:
         """Any of add, remove, one, both and edit."""
         found = {word.says[name] for word in self.words for name in ("count", "refer", "edit") if name in word.says}
+        if self.words and self.words[0].entry in ("and", "plus", "with"):
+            found.add("add")
         return found | {"edit"} if any({"refer", "edit"} & word.says.keys() for word in self.words) else found
 
     @property
@@ -346,7 +377,8 @@ def _colors_of_setting(words: list[Word]) -> list[int]:
     def setting(word: Word) -> bool:
         # "blue in the rain" is a blue thing: only nouns have colors, not "in the rain"
         only_setting = word.says and word.says.keys() <= SETTING_TABLES.keys()
-        return bool(only_setting) and word.entry.split()[0] not in word_table().fillers
+        place = bool(only_setting) and word.entry.split()[0] not in word_table().fillers
+        return place or word.entry in _BACKGROUNDS
 
     about_things = any({"shape", "refer"} & word.says.keys() for word in words)
     found = []
@@ -391,8 +423,9 @@ def apply(request: Request, before: Scene) -> Scene:
         return _removed(request, groups, before)
     setting = {name: word.says[name] for name, word in request.setting.items()}
     scene = _placed(DEFAULT if _describes(request, groups) else before, setting, request.ends)
+    request.full = "add" in wishes and before.second is not None
     if not groups:
-        if "add" in wishes:
+        if "add" in wishes and not request.setting:  # "add snow" adds no thing
             return replace(scene, second=scene.second or _beside(scene.first))
         return replace(scene, second=None) if "one" in wishes else scene
     group, first = groups[0], scene.first
@@ -412,11 +445,10 @@ def apply(request: Request, before: Scene) -> Scene:
 
 
 def _describes(request: Request, groups: list[Group]) -> bool:
-    """Whether a prompt describes a picture of its own, rather than a change of the one that is shown."""
-    if not groups or request.target or request.wishes & {"edit", "add"} or not groups[0].article:
+    """Whether a prompt describes a picture of its own ("a star at night") rather than a change of the one shown."""
+    if not groups or request.target or request.wishes & {"edit", "add", "one", "both"}:
         return False
-    count = len(groups[0].said.keys() & {"color", "shape", "motion"}) + ("place" in request.setting)
-    return "shape" in groups[0].said and count >= STARTS_OVER
+    return "shape" in groups[0].said and (groups[0].article or groups[0].two)
 
 
 def _placed(scene: Scene, setting: dict[str, str], ends: set[str]) -> Scene:
@@ -465,6 +497,9 @@ def _removed(request: Request, groups: list[Group], before: Scene) -> Scene:
     weather = {setting["weather"].says["weather"]} if "weather" in setting else set()
     scene = _placed(before, {"camera": "still"} if "camera" in setting else {}, request.ends | weather)
     if request.ends or {"weather", "camera"} & setting.keys() or scene.second is None:
+        return scene
+    named = {name: value for name, value in (groups[0].named if groups else {}).items() if name in ("color", "shape")}
+    if named and not any(_is(thing, named) for thing in scene.things):
         return scene
     first_meant = bool(groups) and _owner(groups[0].named, scene) is scene.first
     return replace(scene, first=scene.second if first_meant else scene.first, second=None)

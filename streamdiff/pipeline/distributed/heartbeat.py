@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,10 +20,11 @@ from dataclasses import asdict, dataclass
 
 from streamdiff import clock
 from streamdiff.pipeline.device_timer import DeviceTimer
-from streamdiff.pipeline.distributed.link import Receiver, Sender
+from streamdiff.pipeline.distributed.link import GroupBroken, LinkClosed, Receiver, Sender
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 
+EXIT_FAULT = 1
 HEARTBEAT_S = 0.5
 LEAVE_S = 5.0
 """How long ranks wait for each other when they end."""
@@ -175,6 +177,22 @@ class HealthMonitor:
                     return
         except RuntimeError as error:  # the store's server is gone, and the launcher with it
             self._on_fault(f"the launcher of the ranks is gone: {error}")
+
+
+def link_fault(error: LinkClosed, rank: int, worker: RankLoop | HealthMonitor, monitor: HealthMonitor) -> str:
+    """The fault that a closed link means, as `rank` reports it. Where an exchange among several ranks ended it is asked
+    which of them still say something."""
+    peers = monitor.silent(error.peers) or error.peers if isinstance(error, GroupBroken) else (error.peer,)
+    return f"rank {', '.join(map(str, peers))} is gone ({error}); rank {rank} noticed it {worker.where()}"
+
+
+def exit_now(message: str | None = None) -> None:
+    """End the process at once: its posted receives would abort the interpreter."""
+    if message is not None:
+        print(f"streamdiff: {message}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_FAULT)
 
 
 def _kill(beat: Heartbeat) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -45,12 +45,13 @@ def ring_edges(stages: int, shares: int = 1) -> list[tuple[int, int]]:
     return [*forward, *back, *((0, rank) for rank in range(1, shares))]
 
 
-class Sender(Protocol):
-    """The sending end, for one thread."""
+class Sender:
+    """The sending end, for one thread. This one drops messages, for a rank whose result another rank sends."""
 
     @property
     def ready(self) -> bool:
         """Whether `send` would return at once."""
+        return True
 
     def announce(self, message: StageMessage) -> None:
         """Announce the next `send`, which will have the record of `message` and other tensors, which may not be
@@ -67,7 +68,7 @@ class Sender(Protocol):
             LinkClosed: the link was closed or its other end is gone.
         """
 
-    def close(self) -> None:
+    def close(self, limit_s: float = 0.0) -> None:
         """Nothing more will be sent. What was sent still arrives. Does not wait."""
 
     def flush(self, limit_s: float) -> None:
@@ -99,57 +100,10 @@ def check_order(sequence: int, expected: int) -> None:
         raise RuntimeError(f"a link brought message {sequence} where {expected} was next")
 
 
-# ---- where several ranks share the head's stage (`context_parallel`) --------------------------------------------
+# ---- links within a process: from a stage to itself, or between stages -----------------------------------------------
 
 
-class FanOutSender:
-    """The head's `sender`, with readiness and end joined with those of the senders to the `others` of its stage, to
-    which the head itself sends what enters."""
-
-    def __init__(self, sender: Sender, others: Sequence[Sender]) -> None:
-        self._sender, self.others = sender, others
-
-    @property
-    def ready(self) -> bool:
-        return self._sender.ready and all(other.ready for other in self.others)
-
-    def announce(self, message: StageMessage) -> None:
-        self._sender.announce(message)
-
-    def send(self, message: StageMessage) -> None:
-        self._sender.send(message)
-
-    def close(self) -> None:
-        for each in (self._sender, *self.others):
-            each.close()
-
-    def flush(self, limit_s: float) -> None:
-        for each in (self._sender, *self.others):
-            each.flush(limit_s)
-
-
-# ---- links within a process: from a stage to itself, or between threads in tests -------------------------------------
-
-
-class NoSender:
-    """A `Sender` that drops messages, for a rank whose result another rank sends."""
-
-    ready = True
-
-    def announce(self, message: StageMessage) -> None:
-        """Does nothing."""
-
-    def send(self, message: StageMessage) -> None:
-        """Drops the message."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-    def flush(self, limit_s: float) -> None:
-        """Nothing travels."""
-
-
-class NoLink(NoSender):
+class NoLink(Sender):
     """The ring of one stage: what is sent is what is received, the same tensors."""
 
     def __init__(self) -> None:
@@ -168,7 +122,7 @@ class NoLink(NoSender):
         self._messages.clear()
 
 
-class LocalLink:
+class LocalLink(Sender):
     """Both ends in one process, over real buffers: deterministic in one thread, usable between two."""
 
     def __init__(self, layout: MessageLayout, *, patience_s: float = 60.0) -> None:
@@ -186,9 +140,6 @@ class LocalLink:
     @property
     def ready(self) -> bool:
         return bool(self._free) or self._closed
-
-    def announce(self, message: StageMessage) -> None:
-        """Nothing: the record goes with the tensors."""
 
     def send(self, message: StageMessage) -> None:
         with self._changed:
@@ -224,9 +175,6 @@ class LocalLink:
         with self._changed:
             self._closed = True
             self._tell()
-
-    def flush(self, limit_s: float) -> None:
-        """What was sent lies in the slots already."""
 
     def _tell(self) -> None:
         """Wake waiting threads, and call what `notify` was given. Needs the lock."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from streamdiff import clock
 from streamdiff.pipeline.distributed.cuda_streams import CudaStreams, ReceiveLane, SendLane, Streams, Transfer
-from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, ring_edges
+from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, Sender, ring_edges
 from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 
@@ -133,7 +133,7 @@ class NcclEnd:
         return buffers, lambda slot: _Transfer(operations[slot])
 
 
-class NcclSender:
+class NcclSender(Sender):
     """The sending end of an edge.
 
     `ready` and the waiting of `announce` are those of the records. How far a rank is ahead of its neighbour and of its
@@ -166,7 +166,7 @@ class NcclSender:
         self._lane.send(lambda slot: None)
         self._lane.drain()
 
-    def close(self) -> None:
+    def close(self, limit_s: float = 0.0) -> None:
         self._records.close()
 
     def flush(self, limit_s: float) -> None:

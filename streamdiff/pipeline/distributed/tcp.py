@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 import torch
 import torch.distributed as dist
 
-from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, check_order
+from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, Sender, check_order
 from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 
 _INVITATION_BYTES = 512
@@ -60,7 +60,7 @@ class _Slots:
         return LinkClosed(f"{message}: {self.error}" if self.error else message, self.peer)
 
 
-class TcpSender:
+class TcpSender(Sender):
     """The sending end of an edge to rank `peer`; `tag` tells edges between the same two ranks apart. Its construction
     waits for that of the other end: of two ends in a process the receiving one is made first."""
 
@@ -86,9 +86,6 @@ class TcpSender:
         """Whether the other end is known to be gone."""
         return self._slots.error is not None
 
-    def announce(self, message: StageMessage) -> None:
-        """Nothing: the record goes with the tensors."""
-
     def send(self, message: StageMessage) -> None:
         slot = None if self._closed else self._free.get()
         if slot is None:
@@ -101,7 +98,7 @@ class TcpSender:
         self._sent += 1
         self._start(slot)
 
-    def close(self) -> None:
+    def close(self, limit_s: float = 0.0) -> None:
         if not self._closed:
             self._closed = True
             self._leaving.put(None)
@@ -162,7 +159,7 @@ class TcpReceiver:
         self._listener, self._token = _listen(self._slots), secrets.token_bytes(_TOKEN_BYTES)
         self._invitation = _invite(self._listener, self._token, peer, tag)
         for slot in range(SLOTS):
-            self._post(slot)
+            self._free.put(slot)
         self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
         self._thread.start()
 
@@ -204,11 +201,7 @@ class TcpReceiver:
         """Give back the slot that was read. Mutates: self."""
         if self._reading is not None:
             slot, self._reading = self._reading, None
-            self._post(slot)
-
-    def _post(self, slot: int) -> None:
-        """Let the next message come into a slot."""
-        self._free.put(slot)
+            self._free.put(slot)
 
     def _run(self) -> None:
         """Take in what comes, until the other end closes."""

@@ -70,7 +70,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkSpan:
     """A forward on a stage, or a decode, on a stage or beside them (`stage` None). `rows` are (session, chunk, step);
     a decode's step is None."""
 
@@ -133,7 +133,7 @@ class Done(NamedTuple):
 class Run:
     """A finished simulation: jobs in order of their begin, chunks in order of their end."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[WorkSpan, ...]
     chunks: tuple[Done, ...]
     figures: Figures
 
@@ -209,7 +209,7 @@ class _Ring:
         self.decoder = Server(self.agenda) if setup.decode_stage is None else self.stage[setup.decode_stage]
         self.in_ring = 0
         self.admitted: dict[tuple[int, int], int] = {}
-        self.jobs: list[Job] = []
+        self.jobs: list[WorkSpan] = []
         self.done: list[Done] = []
 
     def feed(self) -> None:
@@ -256,10 +256,10 @@ class _Ring:
 
     def _note(self, stage: int | None, times: tuple[int, int], rows: list[tuple[int, int, int | None]]) -> None:
         begin, end = times
-        self.jobs.append(Job(stage, begin / PER_SECOND, end / PER_SECOND, tuple(rows)))
+        self.jobs.append(WorkSpan(stage, begin / PER_SECOND, end / PER_SECOND, tuple(rows)))
 
 
-def _figures(setup: Setup, jobs: Sequence[Job], done: Sequence[Done]) -> Figures:
+def _figures(setup: Setup, jobs: Sequence[WorkSpan], done: Sequence[Done]) -> Figures:
     begin_s, end_s = done[len(done) // 4].finished_s, done[-1].finished_s
     window_s = end_s - begin_s
     steady = [each for each in done if begin_s < each.finished_s]
@@ -297,7 +297,7 @@ def _ticks(seconds: float) -> int:
 # ---- traces and plots ------------------------------------------------------------------------------------------
 
 
-def tracks(jobs: Sequence[Job], stages: int) -> list[tuple[int, Job]]:
+def tracks(jobs: Sequence[WorkSpan], stages: int) -> list[tuple[int, WorkSpan]]:
     """The jobs in order of track and begin: tracks 0 to `stages` - 1, then one for decoding. A decode that keeps a
     stage busy stands on both."""
     found = [(stages if job.stage is None else job.stage, job) for job in jobs]
@@ -309,7 +309,7 @@ def _names(stages: int) -> list[str]:
     return [*(f"stage {number}" for number in range(stages)), "decode"]
 
 
-def write_trace(path: Path, jobs: Sequence[Job], stages: int) -> None:
+def write_trace(path: Path, jobs: Sequence[WorkSpan], stages: int) -> None:
     """Write JSON for chrome://tracing or ui.perfetto.dev, times in microseconds, to `path`, which is replaced only by a
     complete file. Raises OSError."""
     events: list[dict[str, object]] = [
@@ -346,7 +346,7 @@ def _replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path.resolve())
 
 
-def write_plot(path: Path, jobs: Sequence[Job], stages: int) -> None:
+def write_plot(path: Path, jobs: Sequence[WorkSpan], stages: int) -> None:
     """Draw the first chunks of a run to `path`: one line per track, one colour per chunk, the step's number inside. It
     is replaced only by a complete file.
 

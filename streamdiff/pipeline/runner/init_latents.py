@@ -100,18 +100,11 @@ class GivenVideo:
         """The same for a model on `device`: pinned for CUDA."""
         return replace(self, latents=self.latents.pin_memory()) if device.type == "cuda" else self
 
-    def covers(self, chunk: int) -> bool:
-        """Whether a chunk starts from it."""
-        return chunk < len(self.levels)
-
-    def begin(self, chunk: int, noise: Tensor) -> Tensor:
-        """Input of the first step of a chunk that it covers: `noise` `[C, F, h, w]` mixed in."""
-        latents = self.latents[chunk].to(noise.device, noise.dtype, non_blocking=True)
-        return add_noise(latents, noise, self.levels[chunk])
-
-    def chunk_levels(self, chunk: int, schedule: Schedule) -> ChunkLevels:
-        """Those of a chunk that it covers."""
-        return _lowered(self.levels[chunk], schedule)
+    def take(self, chunk: int, schedule: Schedule) -> tuple[Tensor, ChunkLevels] | None:
+        """Latents that a chunk starts from, and its levels; None: it starts from noise alone."""
+        if chunk >= len(self.levels):
+            return None
+        return self.latents[chunk], _lowered(self.levels[chunk], schedule)
 
 
 @dataclass
@@ -144,13 +137,13 @@ class LiveLatents:
             self.waiting.popleft()
             self.dropped += 1
 
-    def take(self, chunk: int, schedule: Schedule) -> bool:
-        """Give `chunk`, which begins, the oldest latents that wait; whether it has some. Asked again it has the same.
-        Where others waited behind them at STANDING chunks in a row, the oldest are dropped first. Mutates: self."""
+    def take(self, chunk: int, schedule: Schedule) -> tuple[Tensor, ChunkLevels] | None:
+        """As `GivenVideo.take`: the oldest latents that wait. Asked again a chunk has the same. Where others waited
+        behind them at STANDING chunks in a row, the oldest are dropped first. Mutates: self."""
         if chunk in self._begun:
-            return True
+            return self._begun[chunk]
         if not self.waiting:
-            return False
+            return None
         self.standing = self.standing + 1 if len(self.waiting) > 1 else 0
         if self.standing == STANDING:
             self.waiting.popleft()
@@ -162,17 +155,7 @@ class LiveLatents:
         self.level = level = min(1.0, max(LOWEST, level))
         self._begun[chunk] = latents, _lowered(level, schedule)
         self.used += 1
-        return True
-
-    def begin(self, chunk: int, noise: Tensor) -> Tensor:
-        """Input of the first step of a chunk that has taken latents: `noise` `[C, F, h, w]` mixed in."""
-        latents, levels = self._begun[chunk]
-        latents = latents.to(noise.device, noise.dtype, non_blocking=True)
-        return add_noise(latents, noise, levels.sigmas[0])
-
-    def chunk_levels(self, chunk: int) -> ChunkLevels:
-        """Those of a chunk that has taken latents."""
-        return self._begun[chunk][1]
+        return self._begun[chunk]
 
     def forget(self, chunk: int) -> None:
         """The chunk is finished. Mutates: self."""

@@ -35,6 +35,13 @@ class StepLevels:
     timesteps: Tensor
     sigmas: Tensor
 
+    @classmethod
+    def of_first_step(cls, source: InitLatents, schedule: Schedule) -> StepLevels:
+        """Those of the first step of chunks that start from `source`: its timesteps, and x0 at the noise levels that
+        the schedule has for these, see `levels_of`."""
+        both = source.timestep, levels_of(source.timestep, schedule)
+        return cls(*(each[:, None, None].expand(-1, 1, source.latents.shape[2]) for each in both))
+
     def starting_at(self, chunk: int) -> StepLevels:
         """Those of a stream whose chunk 0 is `chunk` here."""
         return StepLevels(self.timesteps[chunk:], self.sigmas[chunk:])
@@ -155,20 +162,16 @@ class PendingSteps(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamInputs:
-    """What a stream may be given beside its prompt and its seed.
+    """What a reference run gives a stream.
 
     noise: in place of the seed's.
     source: encoded input that its chunks start from.
     levels: timesteps and noise levels that go before the schedule's.
-    given_latents: `[n, C, F, h, w]`, finished latents of its first n chunks: with a clean pass, that is all they get.
-    video: encoded video that its chunks start from.
     """
 
     noise: Noise | None = None
     source: InitLatents | None = None
     levels: StepLevels | None = None
-    given_latents: Tensor | None = None
-    video: GivenVideo | None = None
 
 
 @session_state("head")
@@ -195,10 +198,8 @@ class SamplerState:
     """The first chunk outside the sink that chunks admitted from now on see."""
     source: InitLatents | None = field(default=None, metadata=DERIVED)
     """Encoded input that first steps start from; None: noise alone."""
-    source_levels: Tensor | None = field(default=None, metadata=DERIVED)
-    """Noise levels that x0 of these first steps is made with, of each chunk of `source`."""
     levels: StepLevels | None = field(default=None, metadata=DERIVED)
-    """Timesteps and noise levels that go before those of schedule and source."""
+    """Timesteps and noise levels that go before those of the schedule."""
     given_latents: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
     """By chunk: finished latents `[C, F, h, w]` that the stream goes on from. With a clean pass they leave when that
     has been entered; in `same_step` every step has them as its x0."""
@@ -237,26 +238,31 @@ class LatentSampler:
         self._zeros = torch.zeros(model.spec.chunk_latents, device=device)
         self._thread = ThreadPoolExecutor(1, "noise")
 
-    def prepare(self, seed: int, schedule: Schedule, kv_context: str, given: StreamInputs) -> SamplerState:
-        """State of a new stream, which starts once it is put into `sessions`.
+    def prepare(
+        self, seed: int, schedule: Schedule, kv_context: str, start: Tensor | None = None,
+        video: GivenVideo | None = None, given: StreamInputs | None = None,
+    ) -> SamplerState:  # fmt: skip
+        """State of a new stream, which starts once it is put into `sessions`; `start` are finished latents
+        `[n, C, F, h, w]` of its first n chunks, the rest as in `Ring.open`.
 
         Raises:
             ValueError: some, but not all, of the chunks that are made together are given.
         """
-        latents, count = given.given_latents, self.spec.first_chunks
-        if latents is not None and 0 < len(latents) < count:
-            raise ValueError(f"{len(latents)} chunks are given; the first {count} are made together")
+        count, given = self.spec.first_chunks, given or StreamInputs()
+        if start is not None and 0 < len(start) < count:
+            raise ValueError(f"{len(start)} chunks are given; the first {count} are made together")
         geometry = cache_geometry(self.spec, kv_context, steps=schedule.steps)
         noise = given.noise or SeededNoise(self.spec.chunk_shape, seed)
         times, drawn = self._times(schedule), self._prefetched(noise, schedule)
-        state = SamplerState(noise, drawn, schedule, kv_context, geometry, times, video=given.video)
+        state = SamplerState(noise, drawn, schedule, kv_context, geometry, times, video=video)
+        levels = given.levels
         if given.source is not None:
             state.source = given.source.on(self.device)
-            state.source_levels = levels_of(given.source.timestep, schedule).to(self.device)
-        if given.levels is not None:
-            state.levels = given.levels.to(self.device)
-        if latents is not None:
-            state.given_latents = dict(enumerate(latents.to(self.device, torch.float32)))
+            levels = levels or StepLevels.of_first_step(given.source, schedule)
+        if levels is not None:
+            state.levels = levels.to(self.device)
+        if start is not None:
+            state.given_latents = dict(enumerate(start.to(self.device, torch.float32)))
         self._prepare_begin(state, 0)
         return state
 
@@ -288,7 +294,7 @@ class LatentSampler:
 
     def check_switch(self, session: int, policy: str) -> None:
         """Raises what `switch` would."""
-        known = [each for each in PROMPT_POLICIES if each != "reset"]  # which is `RingExecutor.reset`
+        known = [each for each in PROMPT_POLICIES if each != "reset"]  # which is `Ring.reset`
         if policy not in known:
             raise RequestError("switch", f"prompt switch is {policy!r}; it can be {', '.join(known)}")
         if policy in RECACHES and not self.sessions[session].clean_pass:
@@ -351,12 +357,12 @@ class LatentSampler:
         schedule = session.schedule.of(row.chunk)
         if row.chunk in session.given_latents:
             return sampling.add_noise(session.given_latents[row.chunk], noise, self._sigma(row, 0))
-        if session.live is not None and session.live.take(row.chunk, schedule):
-            session.video_levels[row.chunk] = session.live.chunk_levels(row.chunk)
-            return session.live.begin(row.chunk, noise)
-        if session.video is not None and session.video.covers(row.chunk):
-            session.video_levels[row.chunk] = session.video.chunk_levels(row.chunk, schedule)
-            return session.video.begin(row.chunk, noise)
+        for video in (session.live, session.video):
+            if video is not None and (begins := video.take(row.chunk, schedule)) is not None:
+                latents, levels = begins
+                session.video_levels[row.chunk] = levels
+                latents = latents.to(noise.device, noise.dtype, non_blocking=True)
+                return sampling.add_noise(latents, noise, levels.sigmas[0])
         if session.source is not None:
             return session.source.begin(row.chunk, noise)
         scale = schedule.noise_scale
@@ -378,11 +384,7 @@ class LatentSampler:
         """The timesteps `[F]` of a denoise step of a chunk, where they are not the schedule's."""
         if (video := session.video_levels.get(chunk)) is not None:
             return torch.full((self.spec.chunk_latents,), video.timesteps[step], device=self.device)
-        if session.levels is not None and (each := session.levels.timestep(chunk, step)) is not None:
-            return each
-        if step == 0 and session.source is not None:
-            return session.source.of_chunk(session.source.timestep, chunk).expand(self.spec.chunk_latents)
-        return None
+        return None if session.levels is None else session.levels.timestep(chunk, step)
 
     def _prepare_begin(self, session: SamplerState, chunk: int) -> None:
         """Have noise and time embedding of a chunk's first step ready before it may enter. Mutates: session."""
@@ -404,8 +406,6 @@ class LatentSampler:
             return video.sigmas[step]
         if session.levels is not None and (own := session.levels.sigma(row.chunk, step)) is not None:
             return own
-        if step == 0 and session.source is not None and session.source_levels is not None:
-            return session.source.of_chunk(session.source_levels, row.chunk)
         return session.schedule.of(row.chunk).sigmas[step]
 
     def _prefetched(self, noise: Noise, schedule: Schedule) -> PrefetchedNoise:

@@ -32,7 +32,7 @@ from streamdiff.session_state.swap_store import HostCopy
 from streamdiff.snapshot_header import OpenedWith
 
 if TYPE_CHECKING:
-    from streamdiff.pipeline.executor import RingExecutor
+    from streamdiff.pipeline.ring import Ring
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 _REST_WAIT_S = 0.1
@@ -66,12 +66,12 @@ class SavedParts:
         return stages
 
 
-def head_state(ring: RingExecutor, session: int) -> HeadState:
+def head_state(ring: Ring, session: int) -> HeadState:
     """The head's own state of a session, not a copy."""
     return HeadState(ring.scheduler.session(session), ring.sampler.sessions[session], ring.changes.get(session))
 
 
-def _keys(ring: RingExecutor) -> list[list[str]]:
+def _keys(ring: Ring) -> list[list[str]]:
     """Exchange keys of the ranks, by stage and share."""
     return [[stage_key(stage, share) for share in range(ring.stage.shares)] for stage in range(ring.stage.stages)]
 
@@ -107,7 +107,7 @@ class RingSaving:
     """Saves sessions of a pipeline as snapshots, and restores them, on all ranks."""
 
     def __init__(self, pipeline: StreamingPipeline) -> None:
-        self._pipeline, self._ring = pipeline, pipeline.ring
+        self._pipeline = pipeline
         self.savings: dict[int, _Saving] = {}
         """By ticket; while there are any, `advance` has work."""
         self._ended = threading.Event()
@@ -118,7 +118,7 @@ class RingSaving:
     def comes_to_rest(self, session: int) -> bool:
         """Hold a session; whether nothing of it is under way, so that `begin` may be called. Until then it makes
         nothing new."""
-        self._ring.scheduler.hold(session, True)
+        self._pipeline.scheduler.hold(session, True)
         swapping = self._pipeline.swapping
         return swapping.at_rest(session) and not swapping.is_coming(session)
 
@@ -129,9 +129,9 @@ class RingSaving:
         Raises:
             ConfigError: its noise was given as tensors; it goes on.
         """
-        video = self._ring.sampler.sessions[session].video
+        video = self._pipeline.sampler.sessions[session].video
         try:
-            opened = head_state(self._ring, session).opened_with
+            opened = head_state(self._pipeline, session).opened_with
         except ConfigError:
             self._let_go(session)
             raise
@@ -151,10 +151,10 @@ class RingSaving:
     def advance(self) -> bool:
         """Have the next pieces copied; whether any are still to be. Mutates: self, ring."""
         more = False
-        for answer in self._ring.take_answers(MessageKind.SAVE):
+        for answer in self._pipeline.take_answers(MessageKind.SAVE):
             ticket, saving = answer.epoch, self.savings[answer.epoch]
             if answer.outcome is Outcome.NOT_YET:
-                self._ring.tell(MessageKind.SAVE, SessionUpdate(answer.session, ticket))
+                self._pipeline.tell(MessageKind.SAVE, SessionUpdate(answer.session, ticket))
                 more = True
                 continue
             saving.made = self._together.submit(self._put_together, ticket, saving)
@@ -171,13 +171,13 @@ class RingSaving:
     def close(self) -> None:
         """The pipeline ends."""
         self._ended.set()
-        self._ring.stage.exchange.close()
+        self._pipeline.stage.exchange.close()
         self._together.shutdown(wait=False, cancel_futures=True)
 
     def _copy(self, session: int, finish: Callable[[SavedParts], Any], blank: bool = False) -> int:
         """Have a session at rest copied on all ranks; returns its ticket. Mutates: self, ring."""
-        ring = self._ring
-        ticket, copies = next(self._pipeline.swapping.tickets), ring.stage.swaps.copies
+        ring = self._pipeline
+        ticket, copies = next(ring.swapping.tickets), ring.stage.swaps.copies
         head = HostCopy(copies, head_state(ring, session), "head")
         head.go_on()
         copies.follow()
@@ -188,8 +188,8 @@ class RingSaving:
 
     def _put_together(self, ticket: int, saving: _Saving) -> Any:
         """On the thread. Raises ConfigError where a stage has no such session any more."""
-        exchange = self._ring.stage.exchange
-        keys = [[ticket_key(key, ticket) for key in shares] for shares in _keys(self._ring)]
+        exchange = self._pipeline.stage.exchange
+        keys = [[ticket_key(key, ticket) for key in shares] for shares in _keys(self._pipeline)]
         decoder = None
         while decoder is None or not all(exchange.holds(key) for shares in keys for key in shares):
             decoder = saving.decoder() if decoder is None else decoder  # gone once it is taken
@@ -233,7 +233,7 @@ class RingSaving:
         return error or made.result()
 
     def _let_go(self, session: int) -> None:
-        self._ring.scheduler.hold(session, self._pipeline.swapping.is_away(session))
+        self._pipeline.scheduler.hold(session, self._pipeline.swapping.is_away(session))
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class RingSaving:
             RequestError: it is of another model, other weights or sizes, or does not fit in; nothing is open then.
             EngineFailure: as `step`.
         """
-        pipeline, ring, opened = self._pipeline, self._ring, snapshot.session
+        pipeline, opened = self._pipeline, snapshot.session
         spec, frames = pipeline.model.spec, list[Frames]()
         try:
             check_model(snapshot.model, model_facts(spec, pipeline.model.denoiser.dtype))
@@ -265,8 +265,8 @@ class RingSaving:
             if isinstance(blank := self._taken(ticket), ConfigError):
                 raise blank
             self._put_back(session, snapshot, blank)
-            ring.tell(MessageKind.LOAD, SessionUpdate(session))
-            while occupied(ring, session):
+            pipeline.tell(MessageKind.LOAD, SessionUpdate(session))
+            while occupied(pipeline, session):
                 frames += pipeline.step(_REST_WAIT_S)
             if session in pipeline.failed:
                 raise ConfigError("the session has failed meanwhile")
@@ -277,7 +277,7 @@ class RingSaving:
             if isinstance(error, RequestError):
                 raise
             raise RequestError("snapshot", str(error)) from error
-        ring.scheduler.hold(session, False)
+        pipeline.scheduler.hold(session, False)
         return frames
 
     def _put_back(self, session: int, snapshot: Snapshot, blank: SavedParts) -> None:
@@ -287,23 +287,23 @@ class RingSaving:
         Raises:
             ConfigError: other weights, sizes, or anything else that cannot be; nothing is left for the stages then.
         """
-        pipeline, ring, model = self._pipeline, self._ring, self._pipeline.model
+        pipeline, model = self._pipeline, self._pipeline.model
         if snapshot.model.get("weights") != blank.weights:
             raise ConfigError(
                 "the snapshot is of other weights than those that are loaded, though of the same kind of model; load "
                 "it into those that it was saved with"
             )
-        head, stream, tensors = head_state(ring, session), pipeline.streams[session], snapshot.tensors
+        head, stream, tensors = head_state(pipeline, session), pipeline.streams[session], snapshot.tensors
         decoder = pipeline.decoding.outlines(model.spec.chunk_shape)
-        load_head(snapshot, model.spec, head, blank.whole, _remembered(model), decoder, ring.stage.device)
+        load_head(snapshot, model.spec, head, blank.whole, _remembered(model), decoder, pipeline.stage.device)
         trees = snapshot.trees
-        for keys, parts in zip(_keys(ring), blank.cut(walk.restored(tensors, trees["stages"])), strict=True):
+        for keys, parts in zip(_keys(pipeline), blank.cut(walk.restored(tensors, trees["stages"])), strict=True):
             for key, part in zip(keys, parts, strict=True):
-                ring.stage.exchange.put(key, walk.save(part, fetch=Tensor.contiguous))
+                pipeline.stage.exchange.put(key, walk.save(part, fetch=Tensor.contiguous))
         if head.pending is not None:
-            ring.changes[session] = head.pending
+            pipeline.changes[session] = head.pending
         if (video := snapshot.video) is not None:
-            ring.sampler.sessions[session].video = video.on(ring.sampler.device)
+            pipeline.sampler.sessions[session].video = video.on(pipeline.sampler.device)
         pipeline.decoding.load(stream.number, (tensors, trees["decoder"]))
         scheduled = head.scheduled
         for number, epoch in unfinished(scheduled).items():
@@ -314,8 +314,8 @@ class RingSaving:
     def progress(self, session: int) -> tuple[int, int, int, bool]:
         """Of a session that was loaded: the last chunk whose frames have come, the epoch of the next one that comes,
         the latest epoch that it knows, and whether it is paused."""
-        scheduled, chunks = self._ring.scheduler.session(session), self._pipeline.streams[session].chunks
-        change = self._ring.changes.get(session)
+        scheduled, chunks = self._pipeline.scheduler.session(session), self._pipeline.streams[session].chunks
+        change = self._pipeline.changes.get(session)
         latest = scheduled.epoch if change is None else max(scheduled.epoch, change.epoch)
         oldest = min((chunk.epoch for chunk in chunks.values()), default=latest)
         return min(chunks, default=scheduled.next_chunk) - 1, oldest, latest, scheduled.paused

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from streamdiff.pipeline.distributed.message import MessageKind, Outcome, SessionUpdate
 
 if TYPE_CHECKING:
-    from streamdiff.pipeline.executor import RingExecutor
+    from streamdiff.pipeline.ring import Ring
     from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 
 
@@ -35,7 +35,7 @@ class RingSwapping:
     """Swaps sessions of a pipeline out of device memory, and in again, on all ranks."""
 
     def __init__(self, pipeline: StreamingPipeline) -> None:
-        self._pipeline, self._ring = pipeline, pipeline.ring
+        self._pipeline = pipeline
         self.away: dict[int, _Away] = {}
         """Sessions that are swapped out, or on their way back; while there are any, `advance` has work."""
         self._lost: set[int] = set()
@@ -45,15 +45,15 @@ class RingSwapping:
     def at_rest(self, session: int) -> bool:
         """Whether nothing of a session is under way, and nothing of it may enter as things are."""
         return (
-            not occupied(self._ring, session)
+            not occupied(self._pipeline, session)
             and not self._pipeline.streams[session].decoding
-            and not self._ring.scheduler.may_enter(session)
+            and not self._pipeline.scheduler.may_enter(session)
         )
 
     def can_swap_out(self, session: int, returning: int | None = None) -> bool:
         """Whether host memory or disk has room for an open session's device state on all ranks, counting the room that
         session `returning` frees by coming back."""
-        swaps = self._ring.stage.swaps
+        swaps = self._pipeline.stage.swaps
         if session in self.away or self._pipeline.saving.copies(session):
             return False
         return self._pipeline.budget is None or self._pipeline.budget.away_fits(session, swaps.spills, returning)
@@ -63,8 +63,8 @@ class RingSwapping:
         the ring comes back."""
         assert session not in self.away, f"session {session} is swapped out already, or not back yet"
         away = self.away[session] = _Away(next(self.tickets))
-        self._ring.scheduler.hold(session, True)
-        self._ring.tell(MessageKind.SWAP_OUT, SessionUpdate(session))
+        self._pipeline.scheduler.hold(session, True)
+        self._pipeline.tell(MessageKind.SWAP_OUT, SessionUpdate(session))
         if self._pipeline.budget is not None:
             self._pipeline.budget.swap_out(session)
         self._swap_decoder_out(session, away)
@@ -84,7 +84,7 @@ class RingSwapping:
 
     def place(self, session: int) -> str:
         """Location of the head's part of an open session: `device`, `host` or `disk`."""
-        name, swaps = f"stage {session}", self._ring.stage.swaps
+        name, swaps = f"stage {session}", self._pipeline.stage.swaps
         return "device" if session not in self.away else swaps.location(name) if name in swaps else "host"
 
     def is_away(self, session: int) -> bool:
@@ -108,7 +108,7 @@ class RingSwapping:
 
     def advance(self) -> None:
         """Go on with what is on its way. Mutates: self, ring."""
-        for answer in self._ring.take_answers(MessageKind.SWAP_IN):
+        for answer in self._pipeline.take_answers(MessageKind.SWAP_IN):
             away = self.away.get(answer.session)
             if away is not None and away.coming and away.ticket == answer.epoch:
                 away.asked, away.stages = False, answer.outcome
@@ -128,13 +128,13 @@ class RingSwapping:
                 if away.lost or away.decoder is Outcome.LOST:
                     self._lost.add(session)
                 else:
-                    self._ring.scheduler.hold(session, False)
+                    self._pipeline.scheduler.hold(session, False)
 
     def _ask_in(self, session: int, away: _Away) -> None:
         """Mutates: ring, away."""
-        sampler = self._ring.sampler.sessions[session]
+        sampler = self._pipeline.sampler.sessions[session]
         steps, kv_context = sampler.schedule.steps, sampler.kv_context
-        self._ring.tell(
+        self._pipeline.tell(
             MessageKind.SWAP_IN, SessionUpdate(session, away.ticket, steps=steps, kv_context=kv_context)
         )  # fmt: skip
         away.asked = True
@@ -142,7 +142,7 @@ class RingSwapping:
     def _swap_decoder_out(self, session: int, away: _Away) -> None:
         """What the decoder remembers goes when all that it is to decode of the session has come. Mutates: away."""
         stream = self._pipeline.streams[session]
-        if not away.decoder_out and not stream.decoding and not occupied(self._ring, session):
+        if not away.decoder_out and not stream.decoding and not occupied(self._pipeline, session):
             away.decoder_out = True
             self._pipeline.decoding.swap_out(stream.number)
 
@@ -152,7 +152,7 @@ class RingSwapping:
         self._lost.discard(session)
 
 
-def occupied(ring: RingExecutor, session: int) -> bool:
+def occupied(ring: Ring, session: int) -> bool:
     """Whether something of a session, the present one or one before it, is in the ring or about to enter."""
     return any(
         session in {row.session for row in message.rows}

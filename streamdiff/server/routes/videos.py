@@ -160,7 +160,7 @@ class DeletedVideo(Answer):
     deleted: Literal[True] = True
 
 
-class ServedModel(Answer):
+class ModelEntry(Answer):
     """The model that is loaded."""
 
     id: str
@@ -173,7 +173,7 @@ class ModelList(Answer):
     """All models of this server: one."""
 
     object: Literal["list"] = "list"
-    data: list[ServedModel]
+    data: list[ModelEntry]
 
 
 # ---- what is asked for --------------------------------------------------------------------------------------------
@@ -499,11 +499,11 @@ async def delete_video(jobs: Changeable, id: str) -> DeletedVideo:
 @router.get("/models", summary="The model that is loaded", **operation("watch"))
 async def list_models(request: Request, state: State) -> ModelList:
     state.require_for_jobs(request, Role.VIEWER)
-    return ModelList(data=[ServedModel(id=state.manager.ready.model, created=state.started_s)])
+    return ModelList(data=[ModelEntry(id=state.manager.ready.model, created=state.started_s)])
 
 
 @router.get("/models/{id:path}", summary="The same, by its name", **operation("watch"))
-async def show_model(request: Request, state: State, id: str) -> ServedModel:
+async def show_model(request: Request, state: State, id: str) -> ModelEntry:
     state.require_for_jobs(request, Role.VIEWER)
     check_model(id, state.manager.ready, state.config.model.name)
-    return ServedModel(id=id, created=state.started_s)
+    return ModelEntry(id=id, created=state.started_s)

@@ -191,7 +191,7 @@ class SavedFolder:
 
 
 @dataclass
-class _Kept:
+class _Snapshot:
     """A session's snapshot, of `made_frames` frames and after so many `resets`: a later one begins another stream.
     `data` is None where it lies in the folder."""
 
@@ -206,7 +206,7 @@ class SnapshotKeeper:
     def __init__(self, serve: ServeConfig, folders: Sequence[SavedFolder | None]) -> None:
         self.handover, self._folder = folders
         self._keep_s = serve.keep_s
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _Snapshot] = {}
         self._next_s: dict[str, float] = {}  # when a session is kept again
         self._found: dict[str, SavedFile] = {}  # not opened yet
         self._unable: set[str] = set()  # said already
@@ -252,7 +252,7 @@ class SnapshotKeeper:
             return
         self._unable.discard(session.id)
         made = read_saved_session(data).made_frames if data else 0
-        self._kept[session.id] = _Kept(data if self._folder is None else None, made, resets)
+        self._kept[session.id] = _Snapshot(data if self._folder is None else None, made, resets)
 
     def _has_changed(self, session: LiveSession) -> bool:
         """Whether frames were made since it was kept; for the next server its record is kept before the first one."""
@@ -289,7 +289,7 @@ class SnapshotKeeper:
         saved = read_saved_session(snapshot)
         lost_s = max(0, session.playback.made_frames - saved.made_frames) / session.fps
         if self._keep_s is not None:
-            self._kept.setdefault(session.id, _Kept(snapshot, saved.made_frames, session.resets))
+            self._kept.setdefault(session.id, _Snapshot(snapshot, saved.made_frames, session.resets))
         told, frame = "Session %s goes on from a snapshot, frame %d: %.2f s of it are lost.", saved.made_frames
         _log(logging.WARNING, told, session.id, frame, lost_s, lost_s=round(lost_s, 3), frame=frame)
         return lost_s

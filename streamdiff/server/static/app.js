@@ -5,6 +5,7 @@ import { refusal, StreamClient } from "./client.js";
 import { $, drawFieldError, number, setText } from "./dom.js";
 import { startFolding } from "./fold.js";
 import { drawPicture, frameOf, startPictures } from "./picture.js";
+import { startRecording } from "./record.js";
 import { openShared, share } from "./share.js";
 import { drawStats, startMeasuring } from "./stats.js";
 import { chip, drawSuggestions, startSuggestions } from "./suggestions.js";
@@ -443,9 +444,9 @@ $("veil-button").addEventListener("click", () => {
 document.addEventListener("keydown", (event) => {
   const busy = event.target.closest("input, textarea, button, summary, a, select");
   if (busy || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
-  const act = { "/": () => $("prompt").focus(), " ": togglePause, k: togglePause, r: () => ask("reset"), f: toggleFullscreen, c: () => $("fold").click(), s: shareLink }[event.key.toLowerCase()];
+  const act = { "/": () => $("prompt").focus(), " ": togglePause, k: togglePause, r: () => ask("reset"), f: toggleFullscreen, c: () => $("fold").click(), s: shareLink, v: () => $("record").click() }[event.key.toLowerCase()];
   if (/^[1-9]$/.test(event.key) && view.steers) ideas.press(Number(event.key));
-  if (!act || (!view.steers && !"fcs".includes(event.key.toLowerCase()))) return;
+  if (!act || (!view.steers && !"fcsv".includes(event.key.toLowerCase()))) return;
   event.preventDefault();
   act();
 });
@@ -499,6 +500,7 @@ const camera = startCamera({
 });
 startMeasuring(client, view);
 startFolding();
+startRecording(video, (text) => drawReceipt(text));
 startSharpening();
 const ideas = startSuggestions(() => view.prompt);
 openShared(client.authorization).then((refused) => {

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,18 +12,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from streamdiff.config import ModelConfig
-from streamdiff.core import Frames
 from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, Step, VideoDecoder
 from streamdiff.models.autoencoder.wan import WanDecoder
-from streamdiff.pipeline import rank_loader
-from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.decode.decode_worker import DECODE_THREADS, LocalDecoding, Piece
 from streamdiff.pipeline.runner.graphs import one_graph
-from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
-from tests.pipeline.compiling import BACKENDS, COMPILED, TRACED, compiled_by
-from tests.pipeline.test_streaming_pipeline import open_session, pictures
-from tests.small import AUTOENCODER, BLUE, CPU, RED, save_model, small_autoencoder, small_decoder
+from tests.pipeline.compiling import COMPILED, TRACED, compiled_by
+from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder
 from tests.small_vae import small_wan_autoencoder
 
 pytestmark = [
@@ -189,62 +182,3 @@ def test_what_no_graph_was_made_for_is_decoded_the_plain_way(
     with nothing_compiled():
         got = compiled.decode(larger, compiled.new_memory())
     assert torch.equal(got, PictureDecoder(plain).decode(larger, plain.new_memory()))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_product_compiles_it_before_it_is_ready_and_no_event_of_a_stream_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    """First chunks, a prompt switch, a reset, another session; the transformer's graphs have a test of their own."""
-    save_model(tmp_path)
-    monkeypatch.setattr(rank_loader, "compile_stage", lambda *given: None)
-    with compiled_by(backend):
-        runtime = build_pipeline(ModelConfig(name=str(tmp_path), device="cpu", compile="on"))
-    plain = build_pipeline(ModelConfig(name=str(tmp_path), device="cpu"))
-    assert isinstance(runtime.model.decoder, PictureDecoder) and isinstance(plain.model.decoder, PictureDecoder)
-    assert len(runtime.model.decoder.keys) == 1 and not plain.model.decoder.keys
-    with nothing_compiled():
-        got, expected = life(runtime), life(plain)
-    assert got.shape == expected.shape
-    assert np.abs(got.astype(int) - expected).max() <= 1
-
-
-def only(runtime: StreamingPipeline, session: int, chunks: int) -> list[Frames]:
-    """So many chunks and no more: what else is begun meanwhile differs from run to run, and with it where a prompt sets
-    in."""
-    runtime.set_frame_credit(session, chunks * runtime.info.chunk_frames)
-    pieces: list[Frames] = []
-    while sum(piece.last for piece in pieces) < chunks:
-        pieces += [piece for piece in runtime.step(wait_s=5.0) if piece.session == session]
-    return pieces
-
-
-def life(runtime: StreamingPipeline) -> np.ndarray:
-    """A stream's frames through all that happens to one."""
-    open_session(runtime)
-    pieces = only(runtime, 0, 2)
-    runtime.set_conditioning(0, runtime.text.encode(BLUE), epoch=1)
-    pieces += only(runtime, 0, 2)
-    runtime.reset(0, runtime.text.encode(RED), seed=3, epoch=2)
-    pieces += only(runtime, 0, 2)
-    open_session(runtime, 1)
-    pieces += only(runtime, 1, 1)
-    runtime.close()
-    return pictures(pieces)
-
-
-@pytest.mark.parametrize("made", [taehv, wan])
-def test_both_layouts_give_the_same_pictures(made: Callable[[], tuple[VideoDecoder, tuple[int, ...], int]]) -> None:
-    seen, left = [], []
-    for channels_last in (False, True):
-        decoder, shape, at_once = made()
-        decoder.set_channels_last(channels_last)
-        memory = decoder.new_memory()
-        groups = [group for chunk in chunks(shape) for group in chunk.split(at_once, 1)]
-        seen.append(torch.cat([PictureDecoder(decoder).decode(group[None], memory) for group in groups]).int())
-        left.append(remembered(memory))
-        strides = {each.stride(1) for each in left[-1] if each.shape[1] > 1}
-        assert (strides == {1}) is channels_last
-    assert (seen[0] - seen[1]).abs().max() <= 1
-    for one, other in zip(*left, strict=True):
-        assert float((one - other).abs().max()) <= TOLERANCE * float(one.abs().max())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamdiff.models.autoencoder.picture_decoder import PictureDecoder, yuv420p
+from streamdiff.models.autoencoder.picture_decoder import PictureDecoder
 from streamdiff.pipeline.decode.decode_worker import (
     DecodeWorker,
     Decoding,
@@ -25,7 +25,6 @@ from streamdiff.pipeline.decode.decode_worker import (
 from streamdiff.pipeline.decode.decoder_memories import TransferStream, decode_chunk
 from streamdiff.pipeline.distributed.link import LinkClosed, LocalLink
 from streamdiff.pipeline.distributed.state_exchange import LocalExchange
-from streamdiff.video.pixel_format import shape_of
 from tests.small import AUTOENCODER, CPU, small_autoencoder, small_decoder, small_model
 
 MODEL = small_model(2)
@@ -110,21 +109,6 @@ def test_pictures_are_those_of_the_whole_stream(heard: tuple[Decoding, Heard]) -
     decoding.submit(0, 0, latents(0))
     assert np.array_equal(out.chunk()[2], got[0][0])
     decoding.check()
-
-
-def test_yuv420_comes_over_a_link_as_it_was_made() -> None:
-    assert MODEL.decoder is not None
-    decoder, heard = PictureDecoder(MODEL.decoder.network, yuv420p), Heard()
-    there, back = LocalLink(latents_layout(SPEC)), LocalLink(pictures_layout(SPEC, "yuv420"))
-    worker = threading.Thread(target=DecodeWorker(decoder, there, back).run)
-    worker.start()
-    decoding = RemoteDecoding(there, back, SPEC, heard.pieces.put, lambda: None, LocalExchange())
-    decoding.submit(0, 0, latents(3))
-    shown = heard.chunk()[2]
-    decoding.close()
-    worker.join(LIMIT_S)
-    assert shown.shape == (SPEC.chunk_frames, *shape_of("yuv420", SPEC.height, SPEC.width))
-    assert np.array_equal(shown, decoder.decode(latents(3)[None], decoder.new_memory()).numpy())
 
 
 def test_latents_that_are_no_numbers_end_their_stream_and_no_other(heard: tuple[Decoding, Heard]) -> None:

@@ -16,7 +16,8 @@ import torch
 
 from streamdiff.models.model import Model
 from streamdiff.pipeline.planner.partition import split_evenly
-from streamdiff.pipeline.topology import Link, StageTopology, connect_head, join_edges, stage_worker
+from streamdiff.pipeline.ring import Ring
+from streamdiff.pipeline.topology import Link, StageTopology, connect_stage, join_edges
 from tests.pipeline.distributed.rendezvous_backend import join_ring
 from tests.pipeline.playing import THREE, Order, play
 from tests.small import CPU, RED, WHITE, small_model
@@ -65,9 +66,9 @@ def main(rank: int, ranks: int, port: int, out: str, cases: list[str]) -> None:
             continue
         part = model.part(*split_evenly(model.blocks, case.stages)[topology.stage])
         if rank:
-            stage_worker(part, topology, CPU).run()
+            connect_stage(part, topology, CPU).worker().run()
             continue
-        ring = connect_head(part, topology, CPU)
+        ring = Ring(part, CPU, topology.rows, connect_stage(part, topology, CPU))
         results[text] = play(ring, model, {name: (ORDERS | ADAPTIVE)[name] for name in case.names}, case.chunks)
         ring.stop(LEAVE_S)
     if rank == 0:

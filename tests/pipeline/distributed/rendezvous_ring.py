@@ -15,8 +15,8 @@ import torch
 from streamdiff.models.model import Model
 from streamdiff.pipeline import topology
 from streamdiff.pipeline.distributed.link import LinkClosed
-from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.partition import split_evenly
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.model_runner import Worker
 from tests.pipeline.distributed.rendezvous_backend import Backend, Locked, Point, join_ring
 from tests.pipeline.distributed.scenarios import all_receive_first, all_send_first, connect_often
@@ -31,31 +31,31 @@ Latents = dict[int, list[torch.Tensor]]
 WarmUp = Callable[..., None]
 
 
-def run_until(ring: RingExecutor, ends: dict[int, int], made: Latents) -> None:
+def run_until(ring: Ring, ends: dict[int, int], made: Latents) -> None:
     """Have the sessions make chunks up to their ends, and nothing more: the ring comes to rest. Mutates: made."""
     while any(len(made[name]) < end for name, end in ends.items()):
         for name, end in ends.items():
             ring.scheduler.set_frame_credit(name, (end - ring.scheduler.next_chunk(name)) * ring.scheduler.chunk_frames)
-        for row, latents in ring.step(1.0)[1]:
+        for row, latents in ring.step_latents(1.0)[1]:
             made[row.session].append(latents.clone())
     while ring.waiting:
-        ring.step(1.0)
+        ring.step_latents(1.0)
 
 
-def script(ring: RingExecutor, model: Model, chunks: int, at_rest: Callable[[], None] = lambda: None) -> Latents:
+def script(ring: Ring, model: Model, chunks: int, at_rest: Callable[[], None] = lambda: None) -> Latents:
     """A session of so many chunks and another that comes, and goes before it; both change their prompts, and between
     the quarters nobody wants a picture."""
     quarter, made = chunks // 4, Latents({0: [], 1: []})
     ring.open(0, model.text.encode(RED), seed=5, epoch=0, steps=2, kv_context="clean")
     run_until(ring, {0: quarter}, made)
     at_rest()
-    ring.set_text(0, 1, model.text.encode(BLUE))
+    ring.set_conditioning(0, model.text.encode(BLUE), epoch=1)
     ring.open(1, model.text.encode(WHITE), seed=6, epoch=0, steps=2, kv_context="same_step")
     run_until(ring, {0: 2 * quarter, 1: quarter}, made)
     at_rest()
-    ring.set_text(1, 1, model.text.encode(RED))
+    ring.set_conditioning(1, model.text.encode(RED), epoch=1)
     run_until(ring, {0: 3 * quarter, 1: 2 * quarter}, made)
-    ring.close(1)
+    ring.close_session(1)
     run_until(ring, {0: chunks}, made)
     at_rest()
     return made
@@ -67,7 +67,7 @@ def nothing_pending() -> None:
         assert point.wait(LEAVE_S), f"at rest, and {point.name} is posted"
 
 
-class Ring:
+class Rings:
     """One rank's part of several rings, one after the other."""
 
     def __init__(self, rank: int, stages: int) -> None:
@@ -75,12 +75,14 @@ class Ring:
         self.model = small_model(1, layers=4, heads=1)
         self.part = self.model.part(*split_evenly(self.model.blocks, stages)[rank])
 
-    def start(self, capacity: int) -> RingExecutor | Worker:
+    def start(self, capacity: int) -> Ring | Worker:
         Backend.capacity = capacity
         where = topology.StageTopology(self.rank, self.stages, self.number, link="nccl")
         self.number += 1
-        make = topology.stage_worker if self.rank else topology.connect_head
-        ring = make(self.part, where, CPU)  # type: ignore[operator]
+        if self.rank:
+            ring: Ring | Worker = topology.connect_stage(self.part, where, CPU).worker()
+        else:
+            ring = Ring(self.part, CPU, parts=topology.connect_stage(self.part, where, CPU))  # type: ignore[arg-type]
         assert not Point.pending, "a graph can be captured, and a kernel loaded"
         return ring
 
@@ -92,7 +94,7 @@ class Ring:
             return
         made = script(ring, self.model, chunks, nothing_pending)
         ring.stop(LEAVE_S)
-        alone = script(RingExecutor(self.model, CPU), self.model, chunks)
+        alone = script(Ring(self.model, CPU), self.model, chunks)
         equal = [same(made[name], alone[name]) for name in alone]
         print(f"capacity {capacity}: {[len(latents) for latents in made.values()]} chunks, same {equal}", flush=True)
 
@@ -109,7 +111,7 @@ class Ring:
         """The last rank goes without a word, its neighbours' transfers pending."""
         ring = self.start(0)
         try:
-            if isinstance(ring, RingExecutor):
+            if isinstance(ring, Ring):
                 script(ring, self.model, CHUNKS[0])
             elif self.rank < self.stages - 1:
                 ring.run()
@@ -125,7 +127,7 @@ def main(rank: int, stages: int, port: int) -> None:
     join_ring(rank, stages, port)
     Backend.capacity = 0
     connect_often(rank, stages, CPU, 4)
-    ring = Ring(rank, stages)
+    ring = Rings(rank, stages)
     for warm_up in (all_send_first, all_receive_first):
         ring.lock(warm_up)
     for capacity, chunks in CHUNKS.items():

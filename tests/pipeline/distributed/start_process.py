@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from streamdiff.config import ModelConfig
 from streamdiff.engine.process.launcher import open_store
-from streamdiff.pipeline import build, rank_loader, topology, worker_main
+from streamdiff.pipeline import build, rank_process, topology
 from streamdiff.pipeline.distributed import rendezvous
 from streamdiff.pipeline.distributed.nccl import NcclReceiver
 from streamdiff.pipeline.runner.model_runner import ModelRunner
@@ -78,13 +78,13 @@ def break_rank(where: str, arrivals: int) -> None:
         case "rendezvous":
             rendezvous.join = hang
         case "weights":
-            rank_loader.load_rank = stop
+            rank_process.load_rank = stop
         case "communicators":
             dist.new_group = hang_at_edge_1(dist.new_group)
         case "first transfers":
             NcclReceiver.warm_up = stop_after_the_others(arrivals)  # type: ignore[method-assign]
         case "graphs":
-            rank_loader.compile_stage = hang
+            rank_process.compile_stage = hang
         case "warm-up":
             ModelRunner.carry_out = hang  # type: ignore[method-assign]
 
@@ -110,7 +110,7 @@ def rank_main(rank: int, port: int, where: str, output: int, arrivals: tuple[int
         topology.warm_up = say_first(arrivals[1], topology.warm_up)
     config = ModelConfig(name=str(model), stages=RANKS, device="cpu", watchdog_s=HANG_S)
     try:
-        worker_main.run_worker(config) if rank else build.build_pipeline(config)
+        rank_process.run_worker(config) if rank else build.build_pipeline(config)
     except Exception:
         traceback.print_exc()
     os._exit(1)

@@ -18,10 +18,10 @@ from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
 from streamdiff.pipeline.distributed.link import GroupBroken, ring_edges
 from streamdiff.pipeline.distributed.rendezvous import RankContext
-from streamdiff.pipeline.executor import RingExecutor
 from streamdiff.pipeline.planner.model_sizes import read_sizes
+from streamdiff.pipeline.rank_process import link_fault
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.model_runner import ModelRunner
-from streamdiff.pipeline.worker_main import link_fault
 from streamdiff.session_state import walk
 from tests.pipeline.distributed.context_process import ADAPTIVE, ORDERS, Case, shared_model
 from tests.pipeline.playing import Order, play, same
@@ -35,7 +35,7 @@ LAYOUTS = ("1x2", "1x4", "2x2", "4x1", "2x1")
 def alone(orders: Mapping[int, Order], chunks: int) -> dict[int, list[torch.Tensor]]:
     """Every session by itself, in this process, on one rank."""
     model = shared_model(orders)
-    return {name: play(RingExecutor(model, CPU), model, {name: orders[name]}, chunks)[name] for name in orders}
+    return {name: play(Ring(model, CPU), model, {name: orders[name]}, chunks)[name] for name in orders}
 
 
 def check(cases: list[str], folder: Path) -> None:
@@ -79,7 +79,7 @@ def test_the_sink_of_the_comparison_takes_chunks_in() -> None:
     taken, model = alone(ADAPTIVE, 12), shared_model(ADAPTIVE)
     plain = replace(model, spec=replace(model.spec, adaptive_sink=None))
     for name, order in ADAPTIVE.items():
-        assert not same(taken[name], play(RingExecutor(plain, CPU), plain, {name: order}, 12)[name]), name
+        assert not same(taken[name], play(Ring(plain, CPU), plain, {name: order}, 12)[name]), name
 
 
 def test_a_rank_keeps_its_share_of_the_heads_and_that_is_counted() -> None:

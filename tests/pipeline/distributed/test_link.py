@@ -11,9 +11,9 @@ import torch
 
 from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, LocalLink, NoLink
 from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
-from streamdiff.pipeline.executor import LocalRing, RingExecutor
+from streamdiff.pipeline.ring import Ring
 from tests.pipeline.distributed.scenarios import SCENARIOS, SMALL, check, work
-from tests.pipeline.playing import THREE, play, same
+from tests.pipeline.playing import THREE, local_ring, play, same
 from tests.pipeline.processes import run_ranks
 from tests.small import CPU, small_model
 
@@ -127,8 +127,8 @@ class Delaying(LocalLink):
 @pytest.mark.parametrize("link", [Scribbling, Delaying])
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_a_ring_over_bad_links_gives_the_same_numbers(link: type[LocalLink], stages: int) -> None:
-    bad = play(LocalRing(MODEL, CPU, stages, link=link), MODEL, THREE)
-    good = play(RingExecutor(MODEL, CPU), MODEL, THREE)
+    bad = play(local_ring(MODEL, CPU, stages, link=link), MODEL, THREE)
+    good = play(Ring(MODEL, CPU), MODEL, THREE)
     for name in THREE:
         assert same(bad[name], good[name])
 
@@ -144,8 +144,8 @@ class Overwriting(LocalLink):
 
 
 def test_the_comparison_sees_a_slot_that_is_written_while_it_is_read() -> None:
-    bad = play(LocalRing(MODEL, CPU, 2, link=Overwriting), MODEL, {0: THREE[0]}, 2)
-    good = play(RingExecutor(MODEL, CPU), MODEL, {0: THREE[0]}, 2)
+    bad = play(local_ring(MODEL, CPU, 2, link=Overwriting), MODEL, {0: THREE[0]}, 2)
+    good = play(Ring(MODEL, CPU), MODEL, {0: THREE[0]}, 2)
     assert not same(bad[0], good[0])
 
 

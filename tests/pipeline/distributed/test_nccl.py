@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from streamdiff.pipeline import topology
 from streamdiff.pipeline.distributed import nccl as links_nccl
-from streamdiff.pipeline.distributed.context_parallel import stage_group
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import StageMessage
 from streamdiff.pipeline.topology import pick_link
@@ -209,25 +208,3 @@ def test_a_group_of_nccl_holds_few_multiprocessors_and_its_watchdog_ends_nothing
         assert each._timeout == group["timeout"], "else torch warns"
         assert group["device_id"] == torch.device("cuda", 1)
     assert [os.environ[name] for name in WATCHDOG] == ["0"] * 3
-
-
-def test_the_watchdog_is_quiet_before_any_group_of_nccl_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch reads the variables as it makes a group: those of ranks that share a stage come before those of edges."""
-    read: list[list[str]] = []
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-
-    def new_group(ranks: list[int], *, backend: str, **given: object) -> None:
-        if backend == "nccl":
-            read.append([os.environ[name] for name in WATCHDOG])
-
-    monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "get_rank", lambda: 4)  # that of a rank which only decodes
-    for make in (
-        lambda device: stage_group(2, 2, 3, device),
-        lambda device: links_nccl.edge_groups(1, device, shares=2),
-    ):
-        monkeypatch.setattr(dist, "get_world_size", lambda: 5)
-        for name in WATCHDOG:
-            monkeypatch.setenv(name, "1")
-        make(torch.device("cuda", 0))
-    assert read == [["0"] * 3] * 3, "two stages, an edge"

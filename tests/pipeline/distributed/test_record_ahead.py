@@ -116,7 +116,7 @@ class Stage:
 
 
 class Head:
-    """The head's `Receiver`: it takes back what is there before anything enters, as `RingExecutor.step` does; as many
+    """The head's `Receiver`: it takes back what is there before anything enters, as `Ring.step` does; as many
     works are in the ring as there are stages, and one more."""
 
     def __init__(self, back: NcclReceiver, host: Host) -> None:

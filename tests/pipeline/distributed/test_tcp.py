@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from streamdiff.pipeline.distributed import tcp
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 from tests.pipeline.distributed.scenarios import LARGE, SMALL, check, work
@@ -111,13 +110,3 @@ def test_a_message_that_ends_in_its_midst_is_no_end_in_order(edge: tuple[TcpSend
     sender._connection.shutdown(socket.SHUT_WR)
     with pytest.raises(LinkClosed, match="in the midst of a message"):
         receiver.receive(WAIT_S)
-
-
-def test_the_address_is_that_on_the_way_to_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    for master in ("127.0.0.1", "localhost"):
-        monkeypatch.setenv("MASTER_ADDR", master)
-        assert tcp.own_address() in ("127.0.0.1", "::1")
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # the interface that is named wins
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert tcp.own_address() == "127.0.0.1"

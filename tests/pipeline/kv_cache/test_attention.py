@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from streamdiff.models.transformer import rope
 from streamdiff.models.transformer.wan import attend
-from streamdiff.pipeline.kv_cache.attention import RollingAttention, adapt_sink, fold_into_sink
+from streamdiff.pipeline.kv_cache.attention import RollingAttention
 from streamdiff.pipeline.kv_cache.cache import KVCache
 from streamdiff.pipeline.kv_cache.geometry import CacheGeometry
 from streamdiff.session_state import walk
-from streamdiff.session_state.fields import reset
 
 CPU = torch.device("cpu")
 
@@ -44,44 +42,10 @@ def test_a_chunk_sees_the_sink_and_the_newest_chunks_up_to_itself(plan: CacheGeo
 
 
 @given(plans(), chunks)
-def test_visible_chunks_hold_distinct_slots_inside_the_ring(plan: CacheGeometry, chunk: int) -> None:
-    slots = [plan.slot(seen) for seen in plan.visible(chunk)]
-    assert len(set(slots)) == len(slots) <= plan.window
-    assert all(0 <= slot < plan.slots for slot in slots)
-
-
-@given(plans(), chunks)
-def test_chunks_in_flight_ahead_never_write_what_an_older_one_sees(plan: CacheGeometry, chunk: int) -> None:
-    seen = {plan.slot(older) for older in plan.visible(chunk)}
-    for ahead in range(1, plan.spare + 1):
-        newer = chunk + ahead
-        assert plan.slot(newer) not in seen or newer in plan.visible(chunk)
-    flight = [plan.slot(chunk + ahead) for ahead in range(plan.spare + 1)]
-    assert len(set(flight)) == len(flight)
-
-
-@given(plans(), chunks)
 def test_every_slot_is_needed(plan: CacheGeometry, chunk: int) -> None:
     """No slot is spare by mistake: one chunk more in flight would overwrite what the oldest sees."""
     late = chunk + plan.slots
     assert plan.slot(late + plan.spare + 1) in {plan.slot(seen) for seen in plan.visible(late)}
-
-
-@given(plans(), chunks)
-def test_the_sink_stays(plan: CacheGeometry, chunk: int) -> None:
-    sink = range(plan.sink)
-    assert [plan.slot(first) for first in sink] == list(sink)
-    if chunk >= plan.sink:
-        assert plan.slot(chunk) >= plan.sink
-        assert plan.visible(chunk)[: plan.sink] == list(sink)
-
-
-@given(plans(), chunks)
-def test_positions_never_leave_the_window(plan: CacheGeometry, chunk: int) -> None:
-    seen = plan.visible(chunk)
-    assert seen[-1] == chunk
-    assert seen == sorted(seen)
-    assert len(seen) - 1 < plan.window  # the chunk's own position
 
 
 @pytest.mark.parametrize(
@@ -129,23 +93,6 @@ def allocate(plan: CacheGeometry, caches: int = 1, layers: int = 2) -> KVCache:
     return KVCache.allocate(plan, caches=caches, layers=layers, tokens=4, heads=2, head_dim=12, like=torch.zeros(1))
 
 
-@given(plans(), st.integers(1, 3), st.integers(1, 3))
-def test_state_has_the_size_its_plan_says_and_reset_clears_every_field(
-    plan: CacheGeometry, caches: int, layers: int
-) -> None:
-    state = allocate(plan, caches, layers)
-    tensors = {each.name: held for each in fields(state) if isinstance(held := getattr(state, each.name), torch.Tensor)}
-    assert set(tensors) == {"key", "value", "sink_key", "queue"}
-    assert walk.nbytes(state) == 4 * caches * layers * (2 * plan.slots + plan.pinned) * 4 * 2 * 12
-    assert walk.nbytes(state) == sum(t.numel() * t.element_size() for t in tensors.values())
-    before = [t.data_ptr() for t in tensors.values()]
-    for tensor in tensors.values():
-        tensor.fill_(3)
-    reset(state)
-    assert all(not tensor.any() for tensor in tensors.values())
-    assert [t.data_ptr() for t in tensors.values()] == before
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("sink", "spare"), [(0, 0), (1, 3)])
 def test_attention_through_the_ring_equals_attention_over_explicit_keys_and_is_allocated_once(
@@ -175,40 +122,6 @@ def test_attention_through_the_ring_equals_attention_over_explicit_keys_and_is_a
     assert (state.key.data_ptr(), state.value.data_ptr()) == addresses
     assert walk.nbytes(state) == size
     assert not state.key[:, 0].any(), "layer 0 was never written"
-
-
-def test_rows_of_several_sessions_write_only_their_own_state() -> None:
-    plan = CacheGeometry(0, 2)
-    first, second = allocate(plan, caches=2), allocate(plan)
-    attention = RollingAttention(1, 2, 2, 12, CPU)
-    rows = [attention.row_metadata(plan, first, 1, 1), attention.row_metadata(plan, second, 0, 0)]
-    query, key, value = torch.randn(3, 2, 4, 2, 12, generator=torch.Generator().manual_seed(1))
-    attention.on(rows)(1, query, key, value)
-    assert torch.equal(first.value[1, 1, 1], value[0]) and first.key[1, 1, 1].any()
-    assert torch.equal(second.value[0, 1, 0], value[1]) and second.key[0, 1, 0].any()
-    assert not first.key[0].any() and not first.key[1, 0].any() and not first.key[1, 1, 0].any()
-    assert not second.key[0, 0].any() and not second.key[0, 1, 1].any()
-
-
-@pytest.mark.parametrize("threshold", [-1.0, 0.0, 0.3, 1.0])
-def test_the_least_similar_sink_chunk_gives_way_below_the_threshold(threshold: float) -> None:
-    """Against the same in plain loops over heads and tokens."""
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(20):
-        keys, values = (torch.randn(3, 5, 2, 4, generator=generator) + 0.5 for _ in range(2))
-        key, value = (torch.randn(5, 2, 4, generator=generator) + 0.5 for _ in range(2))
-        alike = []
-        for n in range(3):
-            pair = [(keys[n], key), (values[n], value)]
-            means = [(one.sum(0).flatten() / 5, other.sum(0).flatten() / 5) for one, other in pair]
-            alike.append(sum(float(a @ b / (a @ a).sqrt() / (b @ b).sqrt()) for a, b in means) / 2)
-        worst = min(range(3), key=lambda n: alike[n])
-        sink = (keys.clone(), values.clone())
-        adapt_sink(sink, (key, value), threshold)
-        for n in range(3):
-            taken = n == worst and alike[n] < threshold
-            assert torch.equal(sink[0][n], key if taken else keys[n])
-            assert torch.equal(sink[1][n], value if taken else values[n])
 
 
 @pytest.mark.parametrize("spare", [0, 2])
@@ -282,29 +195,6 @@ def test_what_was_flushed_is_not_folded_in() -> None:
     assert attention.row_metadata(plan, state, 0, 6, visible_from_chunk=4, fold=0.9).shape.fold is not None
     assert attention.row_metadata(plan, state, 0, 6, visible_from_chunk=5, fold=0.9).shape.fold is None
     assert attention.row_metadata(plan, state, 0, 2, fold=0.9).shape.fold is None, "nothing leaves yet"
-
-
-def test_folding_rounds_once() -> None:
-    """In the cache's dtype, from a sum in float32."""
-    sink, gone = (torch.randn(2, 4, 2, 6, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (1, 2))
-    expected = (0.75 * sink.double() + 0.25 * gone.double()).bfloat16()
-    pair = (sink[0].clone(), sink[1].clone())
-    fold_into_sink(pair, (gone[0], gone[1]), 0.75)
-    assert torch.equal(torch.stack(pair), expected)
-
-
-@pytest.mark.parametrize(("sink", "spare"), [(0, 0), (1, 0), (0, 3), (2, 4)])
-def test_after_some_chunks_no_index_is_made_any_more(sink: int, spare: int) -> None:
-    """What a micro-step uploads are positions of a new chunk; slots come again."""
-    plan = CacheGeometry(sink, 4, spare)
-    state = allocate(plan)
-    attention = RollingAttention(1, 2, 2, 12, CPU)
-    made = []
-    for chunk in range(200):
-        attention.row_metadata(plan, state, 0, chunk)
-        made.append(attention._index.cache_info().misses)
-    assert made[50] == made[-1] <= 4 * plan.slots
-    assert made[0] > 0
 
 
 @pytest.mark.parametrize(("sink", "spare"), [(0, 0), (1, 0), (0, 3), (1, 2)])

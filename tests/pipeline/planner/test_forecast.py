@@ -185,11 +185,3 @@ def test_a_large_decoder_gets_a_gpu_of_its_own_where_that_is_faster() -> None:
     whole, apart = cases(found)["1x4", "head"], cases(found)["1x3", "dedicated"]
     assert whole.expected["alone"].frames_per_s < apart.expected["alone"].frames_per_s
     assert found.best("alone") is apart and max(apart.rank_bytes[:3]) < apart.rank_bytes[0] + 1
-
-
-def test_memory_of_every_rank_is_that_of_its_share() -> None:
-    found = cases(compared(4, sizes(), decode="head"))
-    shared, both, staged = (found[each, "head"].rank_bytes for each in ("1x4", "2x2", "4x1"))
-    assert all(len(ranks) == 4 for ranks in (shared, both, staged))
-    assert min(staged) < min(both) < min(shared)  # all weights on each rank, half, a quarter
-    assert shared[0] > shared[1] == shared[2] == shared[3]  # the first one decodes

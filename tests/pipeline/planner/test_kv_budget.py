@@ -109,7 +109,7 @@ def test_what_is_counted_is_what_is_allocated() -> None:
     for session, kv_context in enumerate(("clean", "staircase", "same_step")):
         runtime.open(session, text, seed=0, epoch=1, steps=4, kv_context=kv_context)
         runtime.step()
-        kept = runtime.ring.stage.sessions[session]
+        kept = runtime.stage.sessions[session]
         texts = sum(pair.key.nbytes + pair.value.nbytes for pair in kept.text[1])
         counted = torch.float32.itemsize * SIZES.cache_values(SIZES.blocks, steps=4, kv_context=kv_context)
         assert walk.nbytes(kept.state) + texts == counted, kv_context

@@ -22,12 +22,12 @@ from streamdiff.models.model import StageModel
 from streamdiff.models.spec import with_size
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.models.transformer.weights import kept_dtype
-from streamdiff.pipeline import load_plan, rank_loader
+from streamdiff.pipeline import load_plan, rank_process
 from streamdiff.pipeline.load_plan import plan_load, plan_rank
 from streamdiff.pipeline.planner.memory import Demand, Storage, misfit, stage_memory
 from streamdiff.pipeline.planner.model_sizes import entry_sizes, read_sizes, sizes_from
 from streamdiff.pipeline.planner.partition import Workload, split_evenly
-from streamdiff.pipeline.rank_loader import load_rank
+from streamdiff.pipeline.rank_process import load_rank
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from tests.peak_memory import peak_bytes
 from tests.small import CPU
@@ -141,8 +141,8 @@ def _loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(rank_loader, "load_decoder", never)
-    monkeypatch.setattr(rank_loader, "load_text_encoder", never)
+    monkeypatch.setattr(rank_process, "load_decoder", never)
+    monkeypatch.setattr(rank_process, "load_text_encoder", never)
     monkeypatch.setattr(ModelLoader, "transformer", never)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 * 10**9, 200 * 10**9))
 

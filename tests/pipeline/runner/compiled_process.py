@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from streamdiff.config import ModelConfig
 from streamdiff.core import MicroStep
 from streamdiff.engine.process import ipc
-from streamdiff.pipeline import rank_loader, worker_main
+from streamdiff.pipeline import rank_process
 from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, Texts
@@ -54,7 +54,7 @@ def watch() -> None:
         torch.compiler.set_stance("fail_on_recompile")
 
     ModelRunner.compile = compiled_once  # type: ignore[method-assign]
-    rank_loader.compile_decoder = lambda *given: None  # it has tests of its own
+    rank_process.compile_decoder = lambda *given: None  # it has tests of its own
 
 
 def play(config: ModelConfig) -> dict[str, list[torch.Tensor]]:
@@ -62,17 +62,17 @@ def play(config: ModelConfig) -> dict[str, list[torch.Tensor]]:
     room, so the same works enter the ring in the same order however long each takes."""
     runtime = build_pipeline(config)
     info, frames, latents = runtime.info, list[torch.Tensor](), list[torch.Tensor]()
-    advance = runtime.ring.sampler.advance
+    advance = runtime.sampler.advance
 
     def kept(row: MicroStep, flow: torch.Tensor) -> Finished | None:
         finished = advance(row, flow)
         latents.extend([] if finished is None else [finished.latents.clone()])
         return finished
 
-    runtime.ring.sampler.advance = kept  # type: ignore[method-assign]
+    runtime.sampler.advance = kept  # type: ignore[method-assign]
     runtime.open(0, runtime.text.encode(RED), seed=4, epoch=0, steps=info.steps, kv_context=info.kv_context)
     runtime.set_frame_credit(0, SWITCH_AT * info.chunk_frames)
-    while runtime.ring.has_work:
+    while runtime.has_work:
         frames += [torch.from_numpy(each.pictures) for each in runtime.step(1.0)]
     runtime.set_conditioning(0, runtime.text.encode(BLUE), epoch=1, switch="recache")
     runtime.set_frame_credit(0, 2 * CHUNKS * info.chunk_frames)  # a staircase needs newcomers
@@ -95,7 +95,7 @@ def main() -> None:
     if rank == 0:
         torch.save(play(config), options.address / "made.pt")
     else:
-        worker_main.run_worker(config)
+        rank_process.run_worker(config)
     told = {
         "graphs": sum(graphs),
         "ran": sum(ran),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +12,10 @@ from torch import Tensor
 
 from streamdiff.config import ModelConfig
 from streamdiff.core import MicroStep
-from streamdiff.errors import ConfigError
 from streamdiff.models.model import Model
 from streamdiff.models.transformer.wan import WanDenoiser
 from streamdiff.pipeline.build import build_pipeline
-from streamdiff.pipeline.load_plan import plan_load, plan_rank
-from streamdiff.pipeline.planner.forecast import offload_note
+from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.runner.block_offload import BUFFERS, CopyAhead, offload, slab_blocks
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from tests.pipeline.distributed.fake_device import RUBBISH, Deaf, Device, Point, World
@@ -74,11 +70,6 @@ def test_every_block_reads_its_own_weights() -> None:
     assert wrong_reads(FORWARDS) == []
 
 
-def test_any_order_is_right() -> None:
-    chance = random.Random(0)
-    assert wrong_reads([[chance.randrange(LAYERS) for _ in range(20)]]) == []
-
-
 def deafen(name: str) -> Harm:
     """Nobody waits for the events of this name."""
 
@@ -111,59 +102,7 @@ def test_a_block_is_copied_while_the_one_before_it_computes() -> None:
     assert [slot for _, slot in copies] == [n % BUFFERS for n in range(len(copies))]
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_blocks_that_all_have_a_buffer_are_copied_once(layers: int) -> None:
-    device, copies = Device(), []
-    World([device], 0)
-    ahead = CopyAhead(layers, device, lambda layer, slot: copies.append(layer))
-    for _ in range(3):
-        for layer in range(layers):
-            ahead.take(layer)
-    assert copies == list(range(layers))
-
-
 # ---- real blocks ---------------------------------------------------------------------------------------------------
-
-
-class LateCopies:
-    """`Streams` of a device that computes at once and copies as late as it may: when somebody waits for the copy. Until
-    then a buffer that is to be written is full of poison."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], None]] = []
-
-    def current(self) -> str:
-        return "compute"
-
-    def new(self) -> str:
-        return "copy"
-
-    def event(self) -> LateEvent:
-        return LateEvent(self)
-
-    @contextmanager
-    def use(self, stream: str) -> Iterator[None]:
-        yield
-
-    def copy(self, to: Tensor, source: Tensor) -> None:
-        to.fill_(0xFF)  # every number a NaN
-        self.waiting.append(lambda: to.copy_(source))
-
-
-class LateEvent:
-    def __init__(self, streams: LateCopies) -> None:
-        self.streams, self.behind = streams, 0
-
-    def record(self, stream: str) -> None:
-        self.behind = len(self.streams.waiting) if stream == "copy" else 0
-
-    def wait(self, stream: str) -> None:
-        if stream == "compute":
-            for operation in self.streams.waiting[: self.behind]:
-                operation()
-            self.streams.waiting[: self.behind] = [lambda: None] * self.behind
-
-    def synchronize(self) -> None: ...
 
 
 def flows(model: Model, stages: int = 1) -> list[Tensor]:
@@ -203,28 +142,6 @@ def test_offloaded_blocks_give_the_same_bits(fused: bool, stages: int) -> None:
     offload(offloaded.denoiser, CPU)
     for here, there in zip(flows(plain, stages), flows(offloaded, stages), strict=True):
         assert torch.equal(here, there)
-
-
-def test_copies_that_come_as_late_as_they_may_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, offloaded = fresh(), fresh()
-    late = LateCopies()
-    offload(offloaded.denoiser, CPU, late)
-    source = offloaded.denoiser.block_source
-    monkeypatch.setattr(
-        source._ahead, "_copy", lambda layer, slot: late.copy(source._buffers[slot], source._host[layer])
-    )
-    for here, there in zip(flows(plain), _as_it_is(offloaded), strict=True):
-        assert torch.equal(here, there)
-
-
-def _as_it_is(model: Model) -> list[Tensor]:
-    """`flows`, without a part of the model, which would have buffers of its own."""
-
-    class Whole(Model):
-        def part(self, first: int, last: int) -> Model:
-            return self
-
-    return flows(Whole(model.spec, model.denoiser, model.text, None))
 
 
 def test_weights_lie_in_host_memory_once_and_two_blocks_on_the_device() -> None:
@@ -271,32 +188,6 @@ def test_a_stream_of_an_offloaded_model_has_the_same_pictures(tmp_path: Path) ->
         assert torch.equal(here, there)
 
 
-def test_weights_in_8_bits_are_not_offloaded() -> None:
-    with pytest.raises(ConfigError, match=r"offload is blocks and quantize is int8.*use one of the two"):
-        plan_load(ModelConfig(offload="blocks", quantize="int8"), CPU)
-
-
 def test_no_graphs_are_made_of_offloaded_blocks() -> None:
     assert plan_load(ModelConfig(compile="on"), CPU).preallocated is not None
     assert plan_load(ModelConfig(compile="on", offload="blocks"), CPU).preallocated is None
-
-
-@pytest.mark.parametrize(
-    ("title", "words"),
-    [
-        ("NVIDIA GeForce RTX 4090", ["28.1 GB per step and stage", "at 25.6 GB/s take 1.1 s, computing 1.13 s"]),
-        ("NVIDIA RTX A6000", ["at 25.6 GB/s take 1.1 s, computing is not known of this device: at most 2.19 frames/s"]),
-    ],
-)
-def test_what_offload_costs_is_told_at_the_start(title: str, words: list[str]) -> None:
-    options = {"name": "random:wan2.1-14b", "vae": "random:taew2_1", "offload": "blocks", "compile": "on", "window": 6}
-    loader = plan_load(ModelConfig.model_validate({**options, "sink": 0}), torch.device("cuda", 0))
-    told = offload_note(loader.demand(loader.runs), title, graphs=True)
-    assert all(each in told for each in words), told
-    assert told.endswith("estimated; no graphs of the transformer are made")
-
-
-def test_a_cpu_is_told_that_offload_saves_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    plan_rank(plan_load(ModelConfig(offload="blocks"), CPU))
-    (note,) = [line for line in caplog.messages if "offload: on a CPU" in line]
-    assert note.startswith("note: ") and note.endswith("so it costs time and saves nothing")

@@ -3,9 +3,6 @@ and nothing that happens to a stream compiles again."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,15 +12,14 @@ import torch
 from torch._dynamo.utils import counters
 
 from streamdiff.core import MicroStep
-from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.kv_cache.attention import AttentionMetadata
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.compiled_stage import CompiledStage, Texts
-from streamdiff.pipeline.runner.graphs import Tensors, keep_compiled_code
+from streamdiff.pipeline.runner.graphs import Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from tests.pipeline.compiling import BACKENDS, FINDING, FOUND, TRACED, compiled_by
-from tests.pipeline.playing import Order, play
-from tests.pipeline.processes import ROOT
+from tests.pipeline.playing import Order, local_ring, play
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 pytestmark = [
@@ -36,20 +32,19 @@ MODEL = small_model(3, sink=2)  # chunks of 2, window of 3 chunks, one of them s
 FULL = 2
 """The first chunk whose window is full."""
 CHUNKS = 10
-LIMIT_S = 600.0  # ends what hangs
 TOLERANCE = 1e-5
 """Of latents, in float32, over ten chunks that see each other; the seed of a stream moves them by more than 1."""
 
 
-def stages(ring: RingExecutor) -> list[ModelRunner]:
-    others = ring.others if isinstance(ring, LocalRing) else []
+def stages(ring: Ring) -> list[ModelRunner]:
+    others = ring.local
     return [ring.stage, *(worker.stage for worker in others)]
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
-def ring(request: pytest.FixtureRequest) -> LocalRing:
+def ring(request: pytest.FixtureRequest) -> Ring:
     """Two stages of one block each, so that what links hand over comes in too."""
-    ring = LocalRing(MODEL, CPU, 2)
+    ring = local_ring(MODEL, CPU, 2)
     with compiled_by(request.param):
         for stage in stages(ring):
             stage.compile(PreallocatedCaches(1, 4, "clean"))
@@ -69,7 +64,7 @@ def worst(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-def test_there_are_graphs_without_breaks_for_a_full_window(ring: LocalRing) -> None:
+def test_there_are_graphs_without_breaks_for_a_full_window(ring: Ring) -> None:
     for stage in stages(ring):
         assert stage.compiled is not None
         assert [[(s.sink, s.window_frames) for s in key.shapes] for key in stage.compiled._graphs] == [[(2, 4)]]
@@ -94,7 +89,7 @@ def test_neither_blocks_nor_the_window_make_more_graphs(kv_context: str, sizes: 
     the sink, if there is one, for all blocks; one more puts the results over a window in two pieces together.
     `sizes` are (blocks, window, sink)."""
     for layers, window, sink in sizes:
-        ring = RingExecutor(small_model(3, layers=layers, window=window, sink=sink), CPU)
+        ring = Ring(small_model(3, layers=layers, window=window, sink=sink), CPU)
         before = counters["stats"]["unique_graphs"]
         with compiled_by(FOUND):
             ring.stage.compile(PreallocatedCaches(1, 4, kv_context))
@@ -103,33 +98,8 @@ def test_neither_blocks_nor_the_window_make_more_graphs(kv_context: str, sizes: 
         assert counters["stats"]["unique_graphs"] - before == graphs + extra
 
 
-@pytest.mark.soak
-def test_another_process_finds_the_compiled_code() -> None:
-    """Two, one after the other, as an engine is started again. (For torch this process, a test, is not alike.)"""
-    code = "from tests.pipeline.runner.test_compiled_stage import compile_last; compile_last()"
-    for _ in range(2):
-        told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=LIMIT_S)
-        assert told.returncode == 0, told.stderr
-    assert json.loads(told.stdout.splitlines()[-1]) == {"graphs": 3, "found": 3, "compiled": 0}
-
-
-def compile_last() -> None:
-    """Make the graphs of a last stage as the product does, and print how many there are, and were found on disk."""
-    torch.set_num_threads(1)
-    stage = ModelRunner(MODEL.part(1, 2), CPU, 1, 2)
-    keep_compiled_code()
-    stage.compile(PreallocatedCaches(1, 4, "clean"))
-    found = counters["inductor"]
-    told = {
-        "graphs": counters["stats"]["unique_graphs"],
-        "found": found["fxgraph_cache_hit"],
-        "compiled": found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"],
-    }
-    print(json.dumps(told))
-
-
 def test_a_stream_is_the_plain_one_through_first_chunks_evictions_and_a_prompt_switch(
-    ring: LocalRing, monkeypatch: pytest.MonkeyPatch
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so is one after it, with the same caches."""
     with nothing_compiled():
@@ -141,12 +111,12 @@ def test_a_stream_is_the_plain_one_through_first_chunks_evictions_and_a_prompt_s
                     patch.setattr(stage.compiled, "run", told(stage.compiled, ran_a_graph[-1]))
                 got = play(ring, MODEL, {0: order}, CHUNKS)[0]
             assert all(full_window_only(ran, FULL * 5) for ran in ran_a_graph)
-            expected = play(RingExecutor(MODEL, CPU), MODEL, {0: order}, CHUNKS)[0]
+            expected = play(Ring(MODEL, CPU), MODEL, {0: order}, CHUNKS)[0]
             assert worst(got, expected) <= TOLERANCE
-            ring.close(0)
+            ring.close_session(0)
             while ring.has_work:
-                ring.step()
-    assert worst(got, play(RingExecutor(MODEL, CPU), MODEL, {0: Order(RED, 5, 4, "clean")}, CHUNKS)[0]) > 1
+                ring.step_latents()
+    assert worst(got, play(Ring(MODEL, CPU), MODEL, {0: Order(RED, 5, 4, "clean")}, CHUNKS)[0]) > 1
 
 
 def full_window_only(ran_a_graph: list[bool], forwards: int) -> bool:
@@ -174,56 +144,39 @@ def tokens(rows: int) -> Tensors:
 
 
 @pytest.mark.parametrize("policy", ["keep", "flush", "recache"])
-def test_a_prompt_switch_of_any_policy_runs_graphs_that_are_there(ring: LocalRing, policy: str) -> None:
+def test_a_prompt_switch_of_any_policy_runs_graphs_that_are_there(ring: Ring, policy: str) -> None:
     with nothing_compiled():
-        got, expected = switched(ring, policy), switched(RingExecutor(MODEL, CPU), policy)
+        got, expected = switched(ring, policy), switched(Ring(MODEL, CPU), policy)
     assert worst(got, expected) <= TOLERANCE
 
 
-def switched(ring: RingExecutor, policy: str, chunks: int = 8) -> list[torch.Tensor]:
+def switched(ring: Ring, policy: str, chunks: int = 8) -> list[torch.Tensor]:
     ring.open(0, MODEL.text.encode(RED), seed=4, epoch=0, steps=4, kv_context="clean")
     done: list[torch.Tensor] = []
     due = True
     while len(done) < chunks:
         if due and len(done) == 5:
             due = False
-            ring.set_text(0, 1, MODEL.text.encode(BLUE), policy)
+            ring.set_conditioning(0, MODEL.text.encode(BLUE), epoch=1, switch=policy)
         ring.scheduler.set_frame_credit(0, (min(chunks, 8 if not due else 5) - ring.scheduler.next_chunk(0)) * 4 * 4)
-        done += [latents for _, latents in ring.step(1.0)[1]]
-    ring.close(0)
+        done += [latents for _, latents in ring.step_latents(1.0)[1]]
+    ring.close_session(0)
     while ring.has_work:
-        ring.step()
+        ring.step_latents()
     return done
 
 
-def test_what_no_graph_was_made_for_runs_the_plain_path(ring: LocalRing) -> None:
+def test_what_no_graph_was_made_for_runs_the_plain_path(ring: Ring) -> None:
     """Three sessions of other kinds at once, whose caches have other sizes."""
     orders = {0: Order(RED, 5, 4, "same_step"), 1: Order(WHITE, 6, 4, "staircase"), 2: Order(RED, 7, 2, "clean")}
     with nothing_compiled():
         got = play(ring, MODEL, orders)
-    expected = play(LocalRing(MODEL, CPU, 2), MODEL, orders)
+    expected = play(local_ring(MODEL, CPU, 2), MODEL, orders)
     assert max(worst(got[name], expected[name]) for name in orders) <= TOLERANCE
     for name in orders:
-        ring.close(name)
+        ring.close_session(name)
     while ring.has_work:
-        ring.step()
-
-
-@pytest.mark.parametrize("backend", FINDING)
-def test_a_chosen_attention_kernel_is_in_the_graph_too(backend: str) -> None:
-    part = MODEL.part(1, 2)
-    part.denoiser.attention = "math"
-    plain, compiled = ModelRunner(part, CPU, 1, 2), ModelRunner(part, CPU, 1, 2)
-    with compiled_by(backend):
-        compiled.compile(PreallocatedCaches(1, 4, "same_step"))
-    given = tokens(1)
-    results = []
-    for stage in (plain, compiled):
-        stage.open(0, steps=4, kv_context="same_step")
-        stage.set_text(0, 0, MODEL.text.encode(RED), 0)
-        with nothing_compiled():
-            results += [stage.forward([MicroStep(0, 5, step, 4, 0)], given)[0] for step in range(4)]
-    assert worst(results[4:], results[:4]) <= TOLERANCE
+        ring.step_latents()
 
 
 @pytest.mark.parametrize(
@@ -298,7 +251,7 @@ def test_averaged_sinks_and_windows_that_cut_chunks_have_graphs_too(
 ) -> None:
     model = small_model(3, layers=1, window=window, sink=sink)
     model = replace(model, spec=replace(model.spec, averaged_sink=keep))
-    ring = RingExecutor(model, CPU)
+    ring = Ring(model, CPU)
     with compiled_by(backend):
         ring.stage.compile(PreallocatedCaches(1, 2, "clean"))
     order = Order(RED, 5, 2, "clean")
@@ -306,7 +259,7 @@ def test_averaged_sinks_and_windows_that_cut_chunks_have_graphs_too(
     with pytest.MonkeyPatch.context() as patch, nothing_compiled():
         patch.setattr(ring.stage.compiled, "run", told(ring.stage.compiled, ran_a_graph))
         got = play(ring, model, {0: order})[0]
-    assert worst(got, play(RingExecutor(model, CPU), model, {0: order})[0]) <= TOLERANCE
+    assert worst(got, play(Ring(model, CPU), model, {0: order})[0]) <= TOLERANCE
     assert full_window_only(ran_a_graph, 3 * FULL)
 
 
@@ -314,7 +267,7 @@ def test_averaged_sinks_and_windows_that_cut_chunks_have_graphs_too(
 @pytest.mark.parametrize("kv_context", ["clean", pytest.param("same_step", marks=pytest.mark.soak)])
 def test_after_chunks_that_are_made_together_graphs_run(kv_context: str, backend: str) -> None:
     model = replace(MODEL, spec=replace(MODEL.spec, first_chunks=2))
-    ring = RingExecutor(model, CPU)
+    ring = Ring(model, CPU)
     with compiled_by(backend):
         ring.stage.compile(PreallocatedCaches(1, 2, kv_context))
     ran_a_graph: list[bool] = []
@@ -322,6 +275,6 @@ def test_after_chunks_that_are_made_together_graphs_run(kv_context: str, backend
     order = {0: Order(RED, 5, 2, kv_context)}
     with nothing_compiled():
         got = play(ring, model, order, 6)[0]
-    assert worst(got, play(RingExecutor(model, CPU), model, order, 6)[0]) <= TOLERANCE
+    assert worst(got, play(Ring(model, CPU), model, order, 6)[0]) <= TOLERANCE
     steps = 3 if kv_context == "clean" else 2
     assert full_window_only(ran_a_graph, steps), "of the first two, which are made in one forward"

@@ -22,15 +22,15 @@ from streamdiff.models.model import Model
 from streamdiff.models.transformer.attention_backend import attention_over_segments
 from streamdiff.models.transformer.varlen_attention import PagedTrial, row_by_row
 from streamdiff.pipeline.distributed.message import Outcome, SessionUpdate
-from streamdiff.pipeline.executor import LocalRing, RingExecutor
 from streamdiff.pipeline.planner.kv_budget import PreallocatedCaches, RankMemory
+from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner import compiled_stage
 from streamdiff.pipeline.runner.compiled_stage import Key
 from streamdiff.pipeline.runner.graphs import Graph, GraphCache, Inputs, Run, Tensors
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.session_state import swap_store, walk
 from streamdiff.session_state.swap_store import HostCopies, HostCopy
-from tests.pipeline.playing import Order, play
+from tests.pipeline.playing import Order, local_ring, play
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 MODEL = small_model(3, sink=2)  # chunks of 2, window of 3 chunks, one of them sink
@@ -74,18 +74,16 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def compiled(
-    model: Model, stages: int = 1, sessions: int = 2, kv_context: str = "clean", max_rows: int = 1
-) -> RingExecutor:
+def compiled(model: Model, stages: int = 1, sessions: int = 2, kv_context: str = "clean", max_rows: int = 1) -> Ring:
     """A ring whose stages have graphs, for a pool of so many sessions."""
-    ring = LocalRing(model, CPU, stages, max_rows) if stages > 1 else RingExecutor(model, CPU, max_rows)
+    ring = local_ring(model, CPU, stages, max_rows)
     for stage in stages_of(ring):
         stage.compile(PreallocatedCaches(sessions, 4, kv_context), max_rows=max_rows)
     return ring
 
 
-def stages_of(ring: RingExecutor) -> list[ModelRunner]:
-    return [ring.stage, *(worker.stage for worker in ring.others)] if isinstance(ring, LocalRing) else [ring.stage]
+def stages_of(ring: Ring) -> list[ModelRunner]:
+    return [ring.stage, *(worker.stage for worker in ring.local)]
 
 
 def graphs_of(stage: ModelRunner) -> dict[Any, Any]:
@@ -102,10 +100,10 @@ def alike(got: dict[int, list[Tensor]], expected: dict[int, list[Tensor]]) -> bo
     )
 
 
-def end(ring: RingExecutor, session: int) -> None:
-    ring.close(session)
+def end(ring: Ring, session: int) -> None:
+    ring.close_session(session)
     while ring.has_work:
-        ring.step()
+        ring.step_latents()
 
 
 class Noted(TorchDispatchMode):
@@ -146,7 +144,7 @@ def copies(noted: list[list[str]]) -> set[int]:
 
 def asked_for(monkeypatch: pytest.MonkeyPatch, stages: int, orders: dict[int, Order]) -> list[list[str]]:
     """Operations of each forward of a chunk's later steps, while the sessions play."""
-    ring = LocalRing(MODEL, CPU, stages)
+    ring = local_ring(MODEL, CPU, stages)
     replay = StandIn.replay
     monkeypatch.setattr(StandIn, "replay", lambda graph: outside(lambda: replay(graph)))
     noted: list[list[str]] = []
@@ -158,7 +156,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch, stages: int, orders: dict[int, Or
             noted.append(mode.names)
         return result
 
-    for stage in [ring.stage, *(worker.stage for worker in ring.others)]:
+    for stage in [ring.stage, *(worker.stage for worker in ring.local)]:
         stage.compile(PreallocatedCaches(len(orders), 4, "clean"))
         monkeypatch.setattr(stage, "forward", partial(note, stage.forward))
     play(ring, MODEL, orders, 6)
@@ -179,7 +177,7 @@ def test_two_sessions_at_once_are_both_captured_and_make_the_plain_streams(keep:
     model = replace(model, spec=replace(model.spec, averaged_sink=keep))
     ring = compiled(model)
     learned = graphs_of(ring.stage)
-    got, expected = play(ring, model, TWO), play(RingExecutor(model, CPU), model, TWO)
+    got, expected = play(ring, model, TWO), play(Ring(model, CPU), model, TWO)
     assert alike(got, expected)
     assert graphs_of(ring.stage) == learned and {number for _, number in learned} == {0, 1}
 
@@ -217,7 +215,7 @@ def test_rows_of_any_sessions_have_one_graph_for_each_number_of_them(
     for first in (0, count):  # the later ones have the caches of those before, in another order
         orders = {first + n: Order(texts[n % 3], first + n, 4, kv_context) for n in range(count)}
         got = play(ring, MODEL, orders, 5)
-        assert alike(got, play(RingExecutor(MODEL, CPU), MODEL, orders, 5))
+        assert alike(got, play(Ring(MODEL, CPU), MODEL, orders, 5))
         for name in sorted(orders, key=lambda name: name % 3):
             end(ring, name)
     assert replayed[2] + replayed[3] > before[2] + before[3] + 10, "forwards of several sessions were replayed"
@@ -242,7 +240,7 @@ def test_rows_that_attend_at_once_see_their_own_sessions_alone(monkeypatch: pyte
     ring = compiled(MODEL, sessions=3, max_rows=3)
     called.clear()
     orders = {n: Order((RED, WHITE, BLUE)[n], n, 4, "clean") for n in range(3)}
-    assert alike(play(ring, MODEL, orders), play(RingExecutor(MODEL, CPU), MODEL, orders))
+    assert alike(play(ring, MODEL, orders), play(Ring(MODEL, CPU), MODEL, orders))
     assert set(called) <= {2, 3} and len(called) > 20
 
 
@@ -251,7 +249,7 @@ def test_sessions_beyond_the_pool_and_of_other_kinds_make_the_plain_streams() ->
     orders = {name: Order(RED, name, 4, "clean") for name in range(3)} | {3: Order(WHITE, 3, 4, "same_step")}
     ring = compiled(MODEL, max_rows=2)
     learned = graphs_of(ring.stage)
-    got, expected = play(ring, MODEL, orders), play(RingExecutor(MODEL, CPU), MODEL, orders)
+    got, expected = play(ring, MODEL, orders), play(Ring(MODEL, CPU), MODEL, orders)
     assert alike(got, expected)
     assert graphs_of(ring.stage) == learned
 

@@ -62,14 +62,6 @@ def test_same_step_is_even_full_and_as_fast_as_one_device(stages: int, steps: in
     assert max(latencies[4 * stages :]) <= 1.1 * steps * unit
 
 
-def test_the_reference_ring_has_gaps_of_five_quarters() -> None:
-    """P = S = 4, in ticks of a quarter unit; greedy admission has 1, 1, 1 and 13."""
-    ring = ring_of("same_step", 4, 4)
-    play(ring, 13)
-    assert ring.finished[0][0] == 16
-    assert gaps(ring.finished[0]) == [5, 5, 5, 1] * 3
-
-
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(2, 6), st.integers(1, 6), st.integers(0, 100), st.integers(1, 60), st.booleans())
@@ -85,18 +77,6 @@ def test_it_is_even_again_after_room_was_missing_or_a_pause(
     assert max(gaps(settled)) <= 1.5 * mean
     late = [tick for tick in ring.finished[0] if tick > begin + length]
     assert late[0] <= begin + length + stages * steps + stages, "it goes on at once"
-
-
-def test_after_a_reset_the_first_chunks_are_those_of_a_fresh_session() -> None:
-    ring, fresh = ring_of("same_step", 4, 3), ring_of("same_step", 4, 3)
-    play(fresh, 12)
-    play(ring, 7)
-    while ring.judge.ring:
-        ring.judge.come_back()
-    ring.judge.reset(0)
-    again = VirtualRing(ring.judge, [1] * 4)
-    play(again, 12)
-    assert again.finished[0][:12] == fresh.finished[0][:12]
 
 
 def test_a_chunk_that_nothing_in_flight_stands_before_is_admitted_at_once() -> None:
@@ -135,16 +115,6 @@ def test_staircase_and_clean_space_themselves(
         settled = finished[8:]
         assert set(gaps(settled)) == {round(gap * stages)}
         assert sessions * stages * (len(settled) - 1) / (settled[-1] - settled[0]) == pytest.approx(rate, rel=0.03)
-
-
-def test_several_same_step_sessions_share_the_ring_and_each_stays_even() -> None:
-    ring = ring_of("same_step", 4, 4, sessions=3)
-    play(ring, 40)
-    for finished in ring.finished.values():
-        settled = finished[8:40]
-        mean = (settled[-1] - settled[0]) / (len(settled) - 1)
-        assert mean == pytest.approx(3 * 4, rel=0.03)
-        assert max(gaps(settled)) <= 1.5 * mean
 
 
 @pytest.mark.slow

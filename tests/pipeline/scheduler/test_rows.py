@@ -66,10 +66,6 @@ def test_rows_are_spread_over_the_places_of_the_ring() -> None:
     assert scheduler.counts.rows == {3: 5}
 
 
-def test_forwards_are_equally_long_rather_than_full() -> None:
-    assert [len(opened(5).next(slots=RingSlots(1, 1, 1))) for _ in range(1)] == [3]
-
-
 def test_a_job_changes_nothing_for_live_rows() -> None:
     alone, beside = opened(2, stages=2), opened(2, stages=2, jobs=6)
     for slots in (RingSlots(3, 3, 3), RingSlots(1, 2, 3)):
@@ -81,7 +77,7 @@ def run(stages: int, streams: tuple[Stream, ...], max_rows: int, marginal: float
     """Equal stages and free links; each row beyond the first costs `marginal` of it. Long enough for the beginning to
     have passed, where all sessions are at the same place."""
     times = tuple((1 + marginal * more) / stages for more in range(max_rows))
-    forwards = 1 if stages == 1 else None  # as `RingExecutor` has it
+    forwards = 1 if stages == 1 else None  # as `Ring` has it
     return simulate(
         Setup((times,) * stages, streams, max_rows=max_rows, forwards=forwards, chunks=max(12, 48 // streams[0].steps))
     ).figures
@@ -149,16 +145,3 @@ def test_two_rows_go_together_once_there_were_enough_for_every_place() -> None:
     """A ring of three places whose forwards have two rows and one in turns waits for the longer ones."""
     limit = RowLimit(4, [1.0, 1.2, 1.4, 1.6])
     assert [limit.of(RowsNow(ready, 3, 30), 1, 3)[0] for ready in (2, 3, 3, 3, 2)] == [1, 1, 1, 2, 1]
-
-
-@pytest.mark.parametrize("costs", [[1.0, 1.5], [1.0, 0.0, 1.0, 1.0]])
-def test_row_costs_that_cannot_be_are_refused(costs: list[float]) -> None:
-    with pytest.raises(ValueError):
-        RowLimit(4, costs)
-
-
-def test_eight_sessions_on_one_stage_gain_what_rows_save() -> None:
-    streams = (Stream(4, "clean"),) * 8
-    plain, shared = run(1, streams, 1, 0.5), run(1, streams, 4, 0.5)
-    assert shared.rows_per_forward > 3.9
-    assert shared.chunks_per_s > 1.55 * plain.chunks_per_s  # 4 rows in the time of 2.5

@@ -180,16 +180,6 @@ def test_results_of_a_stream_that_is_gone_are_ignored() -> None:
     assert judge.scheduler.in_flight == 0 and judge.scheduler.next() == []
 
 
-def test_bad_values_are_refused_with_what_is_allowed() -> None:
-    scheduler = StreamBatchScheduler(stages=1, chunk_frames=FRAMES)
-    with pytest.raises(ValueError):
-        scheduler.open(0, steps=4, kv_context="foggy", epoch=0)
-    scheduler.open(0, steps=4, kv_context="clean", epoch=0)
-    with pytest.raises(ValueError):
-        scheduler.open(0, steps=4, kv_context="clean", epoch=1)
-    assert not scheduler.has_work and scheduler.next() == []
-
-
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from streamdiff.core import (
     PER_ROW,
-    SHARED,
     MicroStep,
     differing_field,
     pack,
@@ -24,17 +23,6 @@ int64 = st.integers(-(2**63), 2**63 - 1)
 microsteps = st.builds(MicroStep, *[int64 for _ in NAMES])
 
 
-@dataclass(frozen=True)
-class Mixed:
-    size: int = field(metadata=SHARED)
-    step: int = field(metadata=PER_ROW)
-    mode: str = field(metadata=SHARED)
-
-
-def test_every_field_of_a_micro_step_says_whether_it_is_shared() -> None:
-    assert shared_fields(MicroStep) == ("recache_end",)
-
-
 @pytest.mark.parametrize("metadata", [{}, {"in_a_forward": "maybe"}, {"note": "shared"}])
 def test_a_field_that_does_not_say_so_is_refused(metadata: dict[str, str]) -> None:
     @dataclass(frozen=True)
@@ -46,23 +34,6 @@ def test_a_field_that_does_not_say_so_is_refused(metadata: dict[str, str]) -> No
         shared_fields(Forgetful)
     with pytest.raises(TypeError):
         differing_field(Forgetful(1, 2), Forgetful(1, 2))
-
-
-def test_rows_share_a_forward_when_their_shared_fields_are_equal() -> None:
-    row = Mixed(size=4, step=1, mode="a")
-    assert shared_fields(Mixed) == ("size", "mode")
-    assert differing_field(row, replace(row, step=2)) is None
-    assert differing_field(row, replace(row, size=5)) == "size"
-    assert differing_field(row, replace(row, mode="b")) == "mode"
-
-
-@given(microsteps, microsteps)
-def test_all_micro_steps_may_share_a_forward_but_those_that_run_a_window_again(
-    one: MicroStep, other: MicroStep
-) -> None:
-    """Steps, chunks, sessions, numbers of steps and epochs are all per row."""
-    assert differing_field(one, replace(other, recache_end=one.recache_end)) is None
-    assert (differing_field(one, other) is None) == (one.recache_end == other.recache_end)
 
 
 @given(st.lists(microsteps, max_size=5), st.integers(0, 3), int64)

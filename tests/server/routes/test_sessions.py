@@ -207,19 +207,19 @@ async def test_of_a_hundred_opens_exactly_the_free_places_are_given(monkeypatch:
 class Slow(Painter):
     """Opens further sessions when it is let."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         self.asked, self.let = threading.Event(), threading.Event()
 
     def open(self, session: int, conditioning: object, **how: Any) -> None:
-        if self._streams:
+        if self.streams:
             self.asked.set()
             assert self.let.wait(60)
         super().open(session, conditioning, **how)
 
     @property
     def count(self) -> int:
-        return len(self._streams)
+        return len(self.streams)
 
 
 async def test_a_session_that_ends_before_the_engine_has_opened_it_is_closed_there_too() -> None:

@@ -19,7 +19,7 @@ from streamdiff.config import Config, PlaybackConfig, ServeConfig, SessionConfig
 from streamdiff.engine.messages import Event, FrameBatch, Shown
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
 from streamdiff.models.model import Model
-from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.server import http_server
 from streamdiff.server.app_state import MAX_SNAPSHOTS
@@ -43,7 +43,7 @@ def one_thread() -> None:
 
 def pipeline(stages: int, model: Model = MODEL) -> Any:
     pictures = ImageEncoder(lambda: small_encoder(4), model.spec)
-    return StreamingPipeline(model, CPU, ring=LocalRing(model, CPU, stages), pictures=pictures)
+    return StreamingPipeline(model, CPU, parts=local_parts(model, CPU, stages), pictures=pictures)
 
 
 class Frames:

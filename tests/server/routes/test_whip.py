@@ -23,7 +23,7 @@ from streamdiff import clock
 from streamdiff.config import Config, PlaybackConfig, SessionConfig
 from streamdiff.engine.messages import InputFrames, InputUsed, SetInput
 from streamdiff.models.autoencoder.autoencoder import ImageEncoder
-from streamdiff.pipeline.executor import LocalRing
+from streamdiff.pipeline.ring import local_parts
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from streamdiff.server.webrtc import aiortc_compat, peer_connections
 from streamdiff.server.webrtc.aiortc_compat import RECEIVE_WINDOW_BYTES
@@ -102,7 +102,7 @@ async def sending(site: Site, track: VideoStreamTrack, *where: Any, **how: Any) 
 async def served(config: Config | None = None) -> AsyncIterator[Site]:
     """A server whose model encodes video."""
     pictures = ImageEncoder(lambda: small_encoder(4), MODEL.spec)
-    pipeline: Any = StreamingPipeline(MODEL, CPU, ring=LocalRing(MODEL, CPU, 2), pictures=pictures)
+    pipeline: Any = StreamingPipeline(MODEL, CPU, parts=local_parts(MODEL, CPU, 2), pictures=pictures)
     async with open_site(config or Config(playback=PlaybackConfig(max_ahead_s=1.0)), pipeline) as site:
         yield site
 

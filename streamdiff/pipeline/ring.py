@@ -1,4 +1,4 @@
-"""Rank 0's side of the ring of stages: sessions go in, finished chunks come out.
+"""Rank 0's side of the ring of stages: sessions go in, finished latents come out.
 
 Rank 0 decides which micro-step enters next (`StreamBatchScheduler`), supplies its latents and noise, and turns the flow
 that comes back into the next latents (`LatentSampler`). With one stage there are no links, and the same loop runs.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +25,30 @@ from streamdiff.pipeline.distributed.link import LocalLink, NoLink, Receiver, Se
 from streamdiff.pipeline.distributed.message import MessageKind, MessageLayout, SessionUpdate, StageMessage
 from streamdiff.pipeline.planner.partition import rows_carried, split_evenly
 from streamdiff.pipeline.row_faults import ROW_ERRORS, ReturnedRows, at, check_own, describe, fault_key
+from streamdiff.pipeline.runner.init_latents import GivenVideo
 from streamdiff.pipeline.runner.model_runner import ModelRunner, Worker
 from streamdiff.pipeline.runner.sampler import Finished, LatentSampler, PendingSteps, SamplerState, StreamInputs
 from streamdiff.pipeline.scheduler.row_limit import RingSlots
 from streamdiff.pipeline.scheduler.scheduler import StreamBatchScheduler
 
 
-class RingExecutor:
+class RingParts(NamedTuple):
+    """What a rank has of a ring: its stage; `links` to the next stage and from the one before, None with one stage. On
+    rank 0 `fellows` lead to the ranks that share its stage, and `local` run the other stages where they are in this
+    process."""
+
+    stage: ModelRunner
+    links: tuple[Sender, Receiver] | None = None
+    fellows: Sequence[Sender] = ()
+    local: Sequence[Worker] = ()
+
+    def worker(self) -> Worker:
+        """The loop of a rank that is not rank 0."""
+        assert self.links is not None, "a ring of several ranks has links"
+        return Worker(self.links[1], self.stage, self.links[0])
+
+
+class Ring:
     """Rank 0 of a ring: scheduler, sampler and stage 0, with the links to stage 1 and from the last stage.
 
     `schedule`, `run` and `sample` are one step. At most `limit` messages are in the ring at once, updates of sessions
@@ -42,16 +60,11 @@ class RingExecutor:
         model: Model,
         device: torch.device,
         max_rows: int = 1,
-        *,
-        stage: ModelRunner | None = None,
-        links: tuple[Sender, Receiver] | None = None,
-        others: Sequence[Sender] = (),
-        timer: DeviceTimer | None = None,
+        parts: RingParts | None = None,
     ) -> None:
-        """`stage` is this rank's part (all blocks of `model` by default), `links` lead to stage 1 and back; they have
-        to carry the rows that `rows_carried` says. `others` lead to the ranks that share its stage. `timer` is that of
-        this rank's device; None: one that is made here."""
-        self.stage = stage or ModelRunner(model, device)
+        """`parts`: this rank's stage and links, which have to carry the rows that `rows_carried` says; None: one stage
+        with all blocks of `model`."""
+        self.stage, links, self._fellows, self.local = parts or RingParts(ModelRunner(model, device))
         stages = self.stage.stages
         self.scheduler = StreamBatchScheduler(
             stages=stages,
@@ -60,17 +73,16 @@ class RingExecutor:
             first_chunks=model.spec.first_chunks,
         )
         self.sampler = LatentSampler(model, device)
-        timer = timer or DeviceTimer.on(device)
+        timer = DeviceTimer.on(device)
         self._timed = timer.stream()
         loop = NoLink()
         self._sender, self._receiver = links or (loop, loop)
-        self._others = others
         self.worker = Worker(self._receiver, self.stage, self._sender, timer, self._timed)
         self.limit = stages + 1 if stages > 1 else 1
         self.changes: dict[int, PendingSteps] = {}  # by session
         self.queued: deque[StageMessage] = deque()  # what enters before anything that the scheduler hands out
         self.in_ring: deque[StageMessage] = deque()  # in order; rows with their inputs, as they may be tried again
-        self._streams: deque[list[SamplerState | None]] = deque()  # of each message in the ring that of each row
+        self._row_states: deque[list[SamplerState | None]] = deque()  # of each message in the ring that of each row
         self._finished: list[Finished] = []  # that `sample` has not returned yet
         self._answers: deque[tuple[MessageKind, SessionUpdate]] = deque()  # come back, of messages that are answered
         self.faults = ReturnedRows()
@@ -87,6 +99,8 @@ class RingExecutor:
             LinkClosed: another rank is gone.
             EngineFailure: one session after the other fails.
         """
+        if self.local and self._step_local():
+            return None
         self._send_updates()
         if self.queued and self._has_room:
             return self.queued.popleft()  # rows that run once more
@@ -101,21 +115,21 @@ class RingExecutor:
         if message is None:
             return
         self.in_ring.append(message if message.kind is MessageKind.ROWS else message.bare)
-        self._streams.append([self.sampler.sessions.get(row.session) for row in message.rows])
-        for part in message.as_sent if self._others else ():
-            for other in self._others:
-                other.send(part)
+        self._row_states.append([self.sampler.sessions.get(row.session) for row in message.rows])
+        for part in message.as_sent if self._fellows else ():
+            for fellow in self._fellows:
+                fellow.send(part)
         self.worker.execute(message)
         self._send_rest()
 
     def sample(self, wait_s: float = 0.0) -> list[Finished]:
         """Take over what has come back from the last stage; returns the chunks that are finished. Waits up to `wait_s`
         for something to come back. Mutates: self, scheduler, sampler. Raises as `schedule`."""
-        self._finished += self._take_back(0.0 if self._finished else wait_s)
+        self._finished += self._take_back(0.0 if self._finished or self.local else wait_s)
         finished, self._finished = self._finished, []
         return finished
 
-    def step(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
+    def step_latents(self, wait_s: float = 0.0) -> tuple[list[MicroStep], list[Finished]]:
         """One step, for those that decode nothing: the rows that entered the ring (none when nothing may), the chunks
         that came back finished. Waits up to `wait_s` for something to come back when nothing may enter."""
         message = self.schedule()
@@ -135,7 +149,7 @@ class RingExecutor:
     @property
     def _has_room(self) -> bool:
         """Whether something may enter the ring."""
-        return len(self.in_ring) < self.limit and self._sender.ready
+        return len(self.in_ring) < self.limit and all(each.ready for each in (self._sender, *self._fellows))
 
     def _slots(self) -> RingSlots | None:
         """Over what the scheduler spreads rows, where they may share a forward."""
@@ -172,8 +186,20 @@ class RingExecutor:
     def _send_rest(self) -> None:
         """Send what is left of a long forward, row by row. That ends whatever comes back meanwhile: so few messages are
         in the ring that the last stage can always send, and the others take what comes."""
-        while self.worker.sending:
+        while self.worker.sending and not self.local:  # in one thread nobody would take it, see `_step_local`
             self.worker.step()
+
+    def _step_local(self) -> bool:
+        """A step of every other stage in this process, the last one first: a message moves on by one stage per step, as
+        between processes. Whether this stage is sending a long forward, of which a row goes with each step. Mutates:
+        self, the stages."""
+        for worker in reversed(self.local):
+            if worker.sender.ready:
+                worker.step()
+        sending = self.worker.sending
+        if sending and self._sender.ready:
+            self.worker.step()
+        return sending
 
     def _take_back(self, wait_s: float | None) -> list[Finished]:
         finished: list[Finished] = []
@@ -188,7 +214,7 @@ class RingExecutor:
         Raises:
             EngineFailure: one session after the other fails.
         """
-        entered, streams = self.in_ring.popleft(), self._streams.popleft()
+        entered, streams = self.in_ring.popleft(), self._row_states.popleft()
         if message.kind.is_answered and message.update is not None:
             self._answers.append((message.kind, message.update))
         if message.kind is not MessageKind.ROWS:
@@ -279,45 +305,45 @@ class RingExecutor:
         self._receiver.notify(call)
 
     def open(
-        self,
-        session: int,
-        embeddings: Tensor,
-        *,
-        seed: int = 0,
-        epoch: int,
-        steps: int | Schedule,
-        kv_context: str,
+        self, session: int, conditioning: Tensor, *, seed: int = 0, epoch: int, steps: int | Schedule, kv_context: str,
+        background: bool = False, start: Tensor | None = None, video: GivenVideo | None = None,
         given: StreamInputs | None = None,
-        background: bool = False,
-    ) -> None:
-        """Open a session on scheduler, sampler and all stages; ValueError on bad values. Where it raises, nothing of
-        the session is open. Mutates: self.
+    ) -> None:  # fmt: skip
+        """Open a session on scheduler, sampler and all stages; where it raises, nothing of it is open. Mutates: self.
 
-        `steps`: a schedule, or a number of the model's own. Its chunks start from the video that is `given`, and do so
-        again after a reset. With `background` it takes what others leave.
+        Args:
+            steps: a schedule, or a number of the model's own.
+            background: it takes what other sessions leave.
+            start: finished latents `[n, C, F, h, w]` of its first n chunks, from which it goes on.
+            video: what its chunks start from, as far as it goes, in this stream and in those after resets, until one
+                has a `start` or the session has a live input.
+            given: what a reference run gives besides.
+
+        Raises:
+            ValueError: a bad KV context, or the session is open.
         """
         schedule = self.sampler.spec.schedule(steps) if isinstance(steps, int) else steps
         steps, first = schedule.steps, schedule.of(0).steps
         if first > steps and self.sampler.spec.first_chunks > 1:
             raise ValueError("a first chunk of another length that also has more steps is not built")
         # All that can fail comes before anybody knows of the session: a slot that is half open could never be used.
-        state = self.sampler.prepare(seed, schedule, kv_context, given or StreamInputs())
+        state = self.sampler.prepare(seed, schedule, kv_context, start, video, given)
         self.scheduler.open(
             session, steps=steps, first_steps=first, kv_context=kv_context, epoch=epoch, background=background,
         )  # fmt: skip
-        self._begin(session, state)
+        self._begin_at(session, state)
         self.tell(MessageKind.OPEN, SessionUpdate(session, epoch, epoch, steps, kv_context))
-        self.tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
+        self.tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), conditioning)
 
-    def _begin(self, session: int, state: SamplerState) -> None:
+    def _begin_at(self, session: int, state: SamplerState) -> None:
         """Let a stream that the scheduler knows begin, behind what is given. Mutates: self."""
         self.faults.forget(session)
         if state.given_latents and state.clean_pass:
             self.scheduler.resume_at(session, len(state.given_latents))
         self.sampler.sessions[session] = state
 
-    def set_text(self, session: int, epoch: int, embeddings: Tensor, policy: str = "keep") -> None:
-        """Chunks admitted from now on use these embeddings; `policy`, one of PROMPT_POLICIES but `reset`, says what
+    def set_conditioning(self, session: int, conditioning: Tensor, *, epoch: int, switch: str = "keep") -> None:
+        """Chunks admitted from now on use this conditioning; `switch`, one of PROMPT_POLICIES but `reset`, says what
         they see of earlier chunks. Mutates: self.
 
         `keep`: all that is cached. `flush`: the sink only. `recache`: the window's latest frames, whose clean latents
@@ -328,13 +354,19 @@ class RingExecutor:
         Raises:
             RequestError: unknown policy, or one that the session's KV context cannot have.
         """
-        visible_from, rerun = self.sampler.switch(session, self.scheduler.next_chunk(session), policy)
+        visible_from, rerun = self.sampler.switch(session, self.scheduler.next_chunk(session), switch)
         if rerun:
-            self.scheduler.rerun(session, rerun, as_one=policy == "recache")
+            self.scheduler.rerun(session, rerun, as_one=switch == "recache")
         oldest = self.scheduler.oldest_epoch(session)
         update = SessionUpdate(session, epoch, oldest, visible_from_chunk=visible_from)
-        self.tell(MessageKind.TEXT, update, embeddings)
+        self.tell(MessageKind.TEXT, update, conditioning)
         self.scheduler.set_epoch(session, epoch)
+
+    def check_switch(self, session: int, switch: str) -> None:
+        """Raises RequestError for a change of prompt that the session cannot have: an unknown one, or one of RECACHES
+        in a KV context without a clean pass."""
+        if switch != "reset":
+            self.sampler.check_switch(session, switch)
 
     def check_steps(self, session: int, steps: int) -> None:
         """Raises what `set_steps` would."""
@@ -346,7 +378,7 @@ class RingExecutor:
         if now.steps not in spec.steps or now != spec.schedule(now.steps):
             raise RequestError("steps", f"the session has a schedule of its own, and keeps it; {has}")
 
-    def set_steps(self, session: int, epoch: int, steps: int) -> None:
+    def set_steps(self, session: int, steps: int, *, epoch: int) -> None:
         """Chunks admitted from now on have `steps` of the model's steps; none is admitted before those in flight have
         come back. Of several changes that wait so, the latest holds. Mutates: self.
 
@@ -383,24 +415,24 @@ class RingExecutor:
         self.scheduler.set_epoch(session, epoch)
 
     def reset(
-        self, session: int, embeddings: Tensor, *, seed: int = 0, epoch: int, given: StreamInputs | None = None
-    ) -> None:
-        """Drop what is in flight and start afresh at chunk 0, or from what is given as in `open`, but for its video:
-        a stream keeps its own. `epoch` is one the slot never had. Mutates: self."""
+        self, session: int, conditioning: Tensor, *, seed: int = 0, epoch: int, start: Tensor | None = None,
+        given: StreamInputs | None = None,
+    ) -> None:  # fmt: skip
+        """Drop what is in flight and start afresh at chunk 0, or from `start`, as in `open`. `epoch` is one the slot
+        never had. Mutates: self."""
         old, change = self.sampler.sessions[session], self.changes.get(session)
         schedule = self.sampler.spec.schedule(change.steps) if change else old.schedule
-        given = given or StreamInputs()
-        given = replace(given, video=old.video if given.given_latents is None else None)
         # What can fail comes first, as in `open`: else the scheduler would begin a stream that nobody else has.
-        state = self.sampler.prepare(seed, schedule, old.kv_context, given)
+        video = old.video if start is None else None
+        state = self.sampler.prepare(seed, schedule, old.kv_context, start, video, given)
         self.scheduler.reset(session, epoch)
         self._forget_retries(session)
         self._change_steps()
-        self._begin(session, state)
+        self._begin_at(session, state)
         self.tell(MessageKind.RESET, SessionUpdate(session, epoch))
-        self.tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), embeddings)
+        self.tell(MessageKind.TEXT, SessionUpdate(session, epoch, epoch), conditioning)
 
-    def close(self, session: int) -> None:
+    def close_session(self, session: int) -> None:
         """Free a session everywhere. Mutates: self."""
         self.changes.pop(session, None)
         self.scheduler.close(session)
@@ -428,9 +460,12 @@ class RingExecutor:
                 raise RuntimeError(f"the ring did not come to rest within {limit_s:g} s")
             self.run(self.schedule())
             self.sample(limit_s / 10 if self.in_ring else 0.0)
-        self._sender.close()
+        senders = self._sender, *self._fellows
+        for sender in senders:
+            sender.close()
         self._receiver.close(limit_s)
-        self._sender.flush(limit_s)
+        for sender in senders:
+            sender.flush(limit_s)
 
     def listen(self, wait_s: float) -> None:
         """For `wait_s` let nothing enter, and drop what comes back; used when the ring is about to end. Mutates: self.
@@ -448,46 +483,24 @@ class RingExecutor:
         self.queued.append(StageMessage(kind, (), update, tensors))
 
 
-class LocalRing(RingExecutor):
-    """All stages in this process, one after the other in one thread, deterministically; for reference runs and
-    tests."""
-
-    def __init__(
-        self,
-        model: Model,
-        device: torch.device,
-        stages: int,
-        max_rows: int = 1,
-        link: Callable[[MessageLayout], LocalLink] = LocalLink,
-    ) -> None:
-        """`link` makes the link between two stages."""
-        carried = rows_carried(model.spec, max_rows)
-        forward = MessageLayout.between_stages(model, carried)
-        links = [link(forward) for _ in range(stages - 1)] + [link(MessageLayout.back_to_head(model, carried))]
-        parts = [
-            ModelRunner(model.part(*run), device, i, stages) for i, run in enumerate(split_evenly(model.blocks, stages))
-        ]
-        ends = (links[0], links[-1])
-        super().__init__(model, device, max_rows, stage=parts[0], links=ends)
-        self.others = [Worker(links[i - 1], part, links[i]) for i, part in enumerate(parts) if i > 0]
-        for worker in self.others:
-            worker.stage.exchange = self.stage.exchange
-
-    def schedule(self) -> StageMessage | None:
-        """As `RingExecutor.schedule`, after a step of every other rank, the last one first: a message moves on by one
-        stage per step, as in processes. A row of a long forward goes with each step."""
-        for worker in reversed(self.others):
-            if worker.sender.ready:
-                worker.step()
-        if self.worker.sending:
-            if self._sender.ready:
-                self.worker.step()
-            return None
-        return super().schedule()
-
-    def sample(self, wait_s: float = 0.0) -> list[Finished]:
-        """Does not wait: nothing comes meanwhile."""
-        return super().sample(0.0)
-
-    def _send_rest(self) -> None:
-        """In one thread nobody would take it, see `schedule`."""
+def local_parts(
+    model: Model,
+    device: torch.device,
+    stages: int,
+    max_rows: int = 1,
+    link: Callable[[MessageLayout], LocalLink] = LocalLink,
+) -> RingParts:
+    """All stages in this process, which take turns in one thread, deterministically: for reference runs and tests.
+    `link` makes the link between two stages."""
+    if stages == 1:
+        return RingParts(ModelRunner(model, device))
+    carried = rows_carried(model.spec, max_rows)
+    forward = MessageLayout.between_stages(model, carried)
+    links = [link(forward) for _ in range(stages - 1)] + [link(MessageLayout.back_to_head(model, carried))]
+    first, *others = [
+        ModelRunner(model.part(*run), device, i, stages) for i, run in enumerate(split_evenly(model.blocks, stages))
+    ]
+    for stage in others:
+        stage.exchange = first.exchange
+    workers = [Worker(links[i], stage, links[i + 1]) for i, stage in enumerate(others)]
+    return RingParts(first, (links[0], links[-1]), local=workers)

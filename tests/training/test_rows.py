@@ -66,17 +66,3 @@ def test_the_newest_of_own_chunks_sees_the_others_one_step_further_each() -> Non
             assert any(noisy == levels[len(levels) - len(noisy) :] for levels in stairs)
             seen.add(noisy)
     assert len(seen) == 6, "each of four steps and of two"
-
-
-def test_a_video_goes_on_from_a_past_or_begins_a_stream() -> None:
-    alone = 0
-    for seed in range(40):
-        rows = shown.video_rows(drawn(2), random.Random(seed), torch.Generator().manual_seed(seed))
-        levels = rows.sigma[rows.target]
-        assert (levels >= shown.VIDEO_SIGMA[0]).all() and (levels <= shown.VIDEO_SIGMA[1]).all()
-        targets = [row for row in range(len(rows.chunk)) if rows.target[0, row]]
-        assert [rows.chunk[row] for row in targets] == [1] * shown.COPIES
-        seen = [len(rows.visible[row]) for row in targets]
-        assert seen in ([1, 1], [2, 2])
-        alone += seen == [1, 1]
-    assert 4 <= alone <= 20

@@ -76,21 +76,6 @@ def test_every_chunk_begins_on_the_lattice(seed: int) -> None:
         assert (streams.angle.remainder(12) == 0).all() and (streams.fall == 0).all()
 
 
-@pytest.mark.slow
-@settings(max_examples=3)
-@given(seeds, st.sampled_from(SPEEDS))
-def test_what_bounces_stays_between_its_bounds_and_turns_there(seed: int, speed: str) -> None:
-    scene = rows(Scene(Thing(motion="bouncing", speed=speed)))
-    streams = Streams(scene, dice(seed))
-    track = join([streams.play(scene) for _ in range(40)]).place[0, :, 0]
-    steps = track[1:] - track[:-1]
-    assert (steps.abs() <= tracks.STRIDE[SPEEDS.index(speed)] / 12 + 1).all(), "it does not wrap around"
-    later = track[len(track) // 2 :]
-    for axis, (low, high) in enumerate(tracks.BOUNDS):
-        assert later[:, axis].min() >= low and later[:, axis].max() <= high
-        assert later[:, axis].max() - later[:, axis].min() > 0.8 * (high - low)
-
-
 @pytest.mark.parametrize(("camera", "side"), [("left", -1), ("right", 1), ("still", 0)])
 def test_the_camera_moves_the_scenery(camera: str, side: int) -> None:
     track = play(*[Scene(camera=camera)] * 2)

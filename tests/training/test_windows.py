@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streamdiff.models.autoencoder.taehv import TAEHV
-from streamdiff.models.tiny.scene import HOURS, MOTIONS, THING_TABLES, Scene
+from streamdiff.models.tiny.scene import MOTIONS, THING_TABLES, Scene
 from training import autoencoder as clips
 from training import denoiser as train_denoiser
 from training.autoencoder import initialise
@@ -140,16 +140,6 @@ def test_the_flow_leads_from_what_a_video_shows_to_what_is_to_come_of_it() -> No
     assert torch.allclose(comes[target], windows.latents[:, lesson.rows.chunk][target], atol=1e-5)
     noise = lesson.latents.unflatten(0, target.shape) - (1 - level) * windows.video[:, None]
     assert (noise / level)[target].std() == pytest.approx(1.0, abs=0.05), "what is shown is the video, with noise"
-
-
-def test_losses_weigh_what_is_near_things_and_what_is_there(pool: Pool) -> None:
-    some = pool.sample(6, dice())
-    night = some.scenes[..., COLUMN["hour"]] == HOURS.index("night")
-    moves = (some.scenes[..., COLUMN["camera"]] > 0) | (some.scenes[..., COLUMN["hour"]] == HOURS.index("passing"))
-    assert (night & ~moves).any() and set(some.weight()[~night & ~moves].unique().tolist()) == {1.0, 6.0, 12.0}
-    assert set(some.weight()[night & ~moves].unique().tolist()) == {2.0, 12.0, 24.0}
-    alone = some.scenes[..., COLUMN["second"]] == 0
-    assert (some.reach()[:, :, :, 1].amin((2, 3, 4))[alone] == 99).all()
 
 
 @pytest.mark.parametrize(

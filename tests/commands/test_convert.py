@@ -200,7 +200,7 @@ ENCODE = "encode --vae vae.pth --out out.safetensors --video "
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("decode", "the following arguments are required: --vae, --latents, --out"),
+        ("decode", "--vae is missing: the autoencoder"),
         (
             f"{DECODE}nothing.safetensors",
             "nothing.safetensors does not exist; expected clean latents, a safetensors file: latents [C, F, h, w] or "

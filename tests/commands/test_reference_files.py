@@ -134,7 +134,7 @@ FIRST, GIVEN = "--first-steps", "--given-latents"
 @pytest.mark.parametrize(
     ("option", "tensors", "words"),
     [
-        (FIRST, first_steps(timesteps=None), "timesteps is missing; expected timesteps [chunks] or [chunks, 3] or"),
+        (FIRST, first_steps(timesteps=None), "timesteps is missing; expected timesteps [chunks (at least 6)] or"),
         (FIRST, first_steps(noise_level=None), "noise_level is missing"),
         (FIRST, first_steps(timesteps=told(5)), "[chunks (at least 6), 3, 3], got [5]"),
         (FIRST, first_steps(timesteps=told(6, 2, 3)), "got [6, 2, 3]"),

@@ -147,13 +147,13 @@ class StreamSession:
         """Change what is shown, from the next chunk on. Returns the model's remark on the prompt, or "".
 
         `switch` says what becomes of the past: `keep` it, `recache` it under the new prompt (in one forward; chunk by
-        chunk with `recache-causal`), `flush` all but the first chunks, or `reset`: begin afresh. None: what the model
+        chunk with `recache-causal`), `flush` all but the first chunks, or `reset`: restart. None: what the model
         was made for; the embedded one has `keep`.
 
         Waits until the prompt is encoded; frames may be taken in another thread meanwhile.
 
         Raises:
-            RequestError: a prompt that cannot be used or encoded; the stream goes on as before.
+            RequestError: a prompt that cannot be used or encoded; the stream continues as before.
         """
         switch = switch or self._switch
         request = f"{'reset' if switch == 'reset' else 'prompt'} {next(self._numbers)}"
@@ -172,7 +172,7 @@ class StreamSession:
         self._ask(messages.SetSteps(_NAME, number, request), request)
 
     def reset(self, seed: int | None = None, *, image: Image | EllipsisType | None = ..., fit: str = "cover") -> None:
-        """Start afresh from the latest prompt, with `seed` or the present one; from the picture `image`, with None from
+        """Restart from the latest prompt, with `seed` or the present one; from the picture `image`, with None from
         none, else from the present one if there is one. Frames not taken yet are dropped.
 
         Raises:
@@ -185,7 +185,7 @@ class StreamSession:
     def video(self, strength: float | None = messages.DEFAULT_STRENGTH) -> None:
         """Let the next chunks start from the video that `feed` brings, with noise of level `strength` mixed in: near 0
         the video as it is, at 1 the prompt alone; where the video moves, less. Called again it changes the strength;
-        with None the stream goes on from its prompt alone.
+        with None the stream continues from its prompt alone.
 
         A chunk is made when its video is there, so an iteration ends when the frames made so far are taken: feed
         `chunk_frames` more, and iterate again.
@@ -365,7 +365,7 @@ def open(
         prompt: what to show.
         seed: the same seed, prompt, picture and model give the same frames. A prompt that comes later holds from the
             first chunk that is not begun: which one that is depends on how fast chunks are made and decoded.
-        image: the picture that the stream begins with and goes on from: a file, its bytes, or an array.
+        image: the picture that the stream begins with and continues from: a file, its bytes, or an array.
         fit: how a picture of other proportions is fitted: `cover` (what is over is cut) or `contain` (black bars).
         options: what runs, and where: `model`, as --model of the command line, and the other settings of the section
             `model` by their names (docs/settings.md): `weights`, `steps`, `device`, `stages`, ...

@@ -128,7 +128,7 @@ class ModelConfig(_Section):
     name: Annotated[str, Flag("--model", "NAME", MODEL)] = EMBEDDED
     """`tiny`, a name of `streamdiff models`, a hub id (OWNER/NAME), or a path."""
     weights: Annotated[str | None, Flag(metavar="FILE")] = None
-    """The transformer's weights, in any published layout; without a name the model is told by the file's name."""
+    """The transformer's weights, in any published layout; without a name the model is given by the file's name."""
     lora: Annotated[str | None, Flag(metavar="FILE[:SCALE]")] = None
     """A LoRA that is merged into the weights; in place of the published one."""
     vae: Annotated[str | None, Flag(metavar="PATH")] = None
@@ -353,7 +353,7 @@ class ServeConfig(_Section):
     root_path: PathPrefix = ""
     """Path below which a proxy shows the server, as /ai; X-Forwarded-Prefix of a trusted proxy comes first."""
     pause_after_s: float = Field(5.0, ge=0)
-    """Seconds for which a stream goes on when its last viewer has left."""
+    """Seconds for which a stream continues when its last viewer has left."""
     idle_s: float | None = Field(300.0, gt=0)
     """Seconds after which a session that nobody watches ends; null: never."""
     host_memory_gb: Annotated[float | None, Flag()] = Field(None, ge=0)
@@ -375,7 +375,7 @@ class ServeConfig(_Section):
     tls_key: Annotated[str | None, Flag(metavar="FILE")] = None
     """PEM file of its key, without a password."""
     output_targets: list[str] = []
-    """Folders, and beginnings of addresses, to which whoever steers a session may send it over the API."""
+    """Folders, and beginnings of addresses, to which anyone who steers a session may send it over the API."""
     ice_servers: list[IceServer] = []
     """STUN and TURN servers, each with url (stun:HOST:PORT or turn:HOST:PORT), a TURN server also with username and
     credential; none are asked unless named here."""
@@ -394,7 +394,7 @@ class ServeConfig(_Section):
     handover: Annotated[str | None, Flag(metavar="FOLDER")] = None
     """Folder in which sessions are left at SIGTERM for the next server that has it: same ids, tokens and pictures."""
     keep_s: Annotated[float | None, Flag()] = Field(None, ge=0.1)
-    """Every so many seconds a session that plays is kept, and goes on from there when the engine fails; null: never."""
+    """Save each playing session every so many seconds; it resumes from there when the engine fails; null: never."""
     state_dir: Annotated[str | None, Flag(metavar="FOLDER")] = None
     """Folder for sessions that are swapped out or kept; null: both lie in memory, and end with the server."""
     max_restarts: int = Field(5, ge=0, le=1000)

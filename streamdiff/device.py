@@ -126,7 +126,7 @@ def embedded_autoencoder_dtype(device: torch.device) -> torch.dtype:
 
 @contextmanager
 def side_stream(device: torch.device, after_current: bool = False) -> Iterator[None]:
-    """On a GPU, run on a stream of its own and wait for it on this thread, so that other streams' work goes on.
+    """On a GPU, run on a stream of its own and wait for it on this thread, so that other streams' work continues.
 
     Args:
         after_current: begin after the work of this thread's current stream, such as copies of weights.

@@ -24,7 +24,7 @@ class ConfigError(StreamdiffError, ValueError):
 
 
 class RequestError(StreamdiffError, ValueError):
-    """A request for a session that cannot be carried out; the session itself goes on.
+    """A request for a session that cannot be carried out; the session itself continues.
 
     A page shows the message beside `field`. Code "memory": there is no room for the session.
     """

@@ -43,7 +43,7 @@ class OpenedWith:
 class SnapshotHeader:
     """A session at rest, but for its tensors.
 
-    model: the facts of its model by name, `weights` among them: what must be the same where it goes on.
+    model: the facts of its model by name, `weights` among them: what must be the same where it continues.
     trees: see `session_state.walk.save`; tensors of each tree have its name in front.
     about: what the engine says of the session, see `SavedStream`; empty where no engine has saved it.
     """

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except (ConfigError, RequestError) as error:
         return _print_error(error, USER_ERROR)
-    except BrokenPipeError:  # whoever read what is printed has had enough
+    except BrokenPipeError:  # the reader of the output has closed it
         _drop_output()
         return OK
     except (StreamdiffError, OSError) as error:

@@ -169,7 +169,7 @@ def _computes_in(config: Config) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of the transformer."""
     from streamdiff.device import pick_device, pick_dtype
 
-    device = pick_device("cpu" if config.model.device == "cpu" else "auto")  # not what is missing: that is told above
+    device = pick_device("cpu" if config.model.device == "cpu" else "auto")  # not what is missing: that is said above
     return device, pick_dtype(config.model.dtype, device)
 
 

@@ -1,4 +1,4 @@
-"""What each command is told beside the settings of `Config`. Needs no torch.
+"""What each command takes beside the settings of `Config`. Needs no torch.
 
 A field with a `Flag` is an option of the command, and its docstring is the help.
 """
@@ -183,7 +183,7 @@ class ReferenceJob(_Job):
     """timestep and noise level of each chunk's first step, or of every step, also by latent frame, instead of those of
     --steps and --strength; see below"""
     given_latents: _File = None
-    """finished latents of the stream's first chunks, which it goes on from; they count in --chunks and come out again.
+    """finished latents of the stream's first chunks, which it continues from; they count in --chunks and are output.
     Where finished chunks have a pass of their own (--kv-context clean, staircase) they get that alone, at timestep 0
     without noise; in same_step every step sees them at its own noise level"""
     container: Annotated[str | None, Flag()] = None
@@ -228,12 +228,12 @@ class ReferenceJob(_Job):
     """the noise level of a timestep, also of one that --strength or motion gives, is the nearest of 1,000 shifted ones,
     as Self-Forcing's and StreamDiffusionV2's code looks it up (with --shift)"""
     motion_noise: _Switch = False
-    """the more --video-latents move, the less noise is mixed in, down to 0.1 below --strength; the model is told 0.1
+    """the more --video-latents move, the less noise is mixed in, down to 0.1 below --strength; the model is given 0.1
     less than that (StreamDiffusionV2, with --strength 0.8); motion is that of the pixels where the file says it, as one
     of `streamdiff encode` does, else of the latents"""
     context_alone: _YesOrNo = None
     """a finished chunk is remembered as it is without what was before it, but the sink (default: the model's own; Krea
-    computes its past anew for every chunk, which with a window of two chunks is the same)"""
+    recomputes its past for every chunk, which with a window of two chunks is the same)"""
     context_pictures: _YesOrNo = None
     """from the second chunk on a finished chunk is remembered with its first latent frame encoded again, by itself,
     from the last of its pictures; takes both halves of the autoencoder (default: the model's own; Krea)"""

@@ -72,7 +72,7 @@ class ReferenceRun:
     chunk that has most) take the place of the noise of `seed` for the first n chunks; `switches` rise by chunk.
 
     With `mix` n a switch takes n chunks: they see k/n of its embeddings, k = 1 to n, and what held before it for the
-    rest, by linear interpolation; one that comes meanwhile goes on from there. Krea's way: `release_server.py` of
+    rest, by linear interpolation; one that comes meanwhile continues from there. Krea's way: `release_server.py` of
     github.com/krea-ai/realtime-video takes the shares 0, 1/3, 2/3 and 1, so a mix of 3 from the second of the chunks.
 
     `video` `[n, C, F, h, w]` is encoded input that chunks start from, mixed with noise by `strength`, 0 to 1 (None: the
@@ -80,14 +80,14 @@ class ReferenceRun:
     of the pixels if it is known: `motion` `[n]`, the largest difference of a chunk's neighbouring frames. `noise_level`
     `[n, F]` says it by latent frame instead. `levels` go before the schedule's for the steps that they have.
 
-    `given_latents` `[n, C, F, h, w]` are finished latents of the first n chunks, which the stream goes on from: with a
+    `given_latents` `[n, C, F, h, w]` are finished latents of the first n chunks, from which it continues: with a
     clean pass they get that alone, at timestep 0 and without noise (Self-Forcing's `initial_latent`); in `same_step`
     each step sees them at its own noise level.
 
     Raises:
         ConfigError: a switch that is out of order, outside the stream or among the chunks that are given; one that
             cannot be mixed, for its policy or since its embeddings have another number of rows; a mix below 1; a
-            strength that the schedule cannot go on from; no chunk to make but those that are given.
+            strength that the schedule cannot continue from; no chunk to make but those that are given.
     """
 
     embeddings: Tensor
@@ -604,7 +604,7 @@ def _read_chunks(path: Path, spec: ModelSpec) -> Tensor:
 
 
 def _read_given(path: Path, spec: ModelSpec) -> Tensor:
-    """Latents to go on from; ConfigError where they are no whole number of chunks."""
+    """Latents to continue from; ConfigError where they are no whole number of chunks."""
     latents, shape = _read_chunks(path, spec), _shape(path, "latents")
     _refuse_if(
         len(shape) == 4 and shape[1] % spec.chunk_latents,

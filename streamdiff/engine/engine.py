@@ -101,7 +101,7 @@ class Engine:
         return events + self._deliver(pipeline.collect(0.0 if message or finished else wait_s))
 
     def _take_commands(self, wait_s: float) -> list[Event]:
-        """Carry out queued requests whose parts are encoded, go on with swapping, saving and live video where there are
+        """Carry out queued requests whose parts are encoded; continue swapping, saving and live video where there are
         any, and give the pipeline new prompts, steps and inputs. Mutates: self, pipeline."""
         events: list[Event] = []
         if self._prompt_queue.lines:
@@ -150,7 +150,7 @@ class Engine:
 
     def _swap(self) -> list[Event]:
         """Swap sessions in and out; returns events of those whose location has changed. Streams whose caches are lost
-        begin afresh."""
+        restart."""
         events = [event for pending in self._swapping.advance() for event in self._answer(pending)]
         events += [messages.Swapped(self._in_slot[slot].name, location) for slot, location in self._swapping.moved()]
         return events + [event for slot in self._swapping.take_lost() for event in self._in_slot[slot].reset(None, "")]
@@ -401,7 +401,7 @@ class Engine:
         return session.text if session.encoded is None or session.encoded[0] != session.text else ""
 
     def _read_beside_snapshot(self, command: Open, snapshot: messages.Data) -> ParsedPrompt:
-        """The prompt of a session that goes on from a snapshot; without text, if it is the one that it has."""
+        """The prompt of a session that continues from a snapshot; without text, if it is the one that it has."""
         if command.background:
             raise RequestError("snapshot", "a background session does not go on from a snapshot; open it without")
         try:
@@ -412,7 +412,7 @@ class Engine:
         return ParsedPrompt("", reading.notice) if reading.text == saved.text else reading
 
     def _resume(self, command: Open, pending: PendingRequest) -> list[Event]:
-        """Open a session that goes on from a snapshot, with what has been changed since."""
+        """Open a session that continues from a snapshot, with what has been changed since."""
         assert command.snapshot is not None
         try:
             snapshot = self._pipeline.saving.read_snapshot(command.snapshot)

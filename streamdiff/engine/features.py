@@ -44,7 +44,7 @@ class Features:
     """The content of files; None: not given.
 
     `prompt_embeds` stand for the prompt until another comes; `image_latents` are those of the stream's first chunks,
-    which it goes on from; of `video_latents` each chunk starts from its own, with noise of level `strength` mixed in,
+    which it continues from; of `video_latents` each chunk starts from its own, with noise of level `strength` mixed in,
     and chunks behind the last one from noise alone."""
 
     prompt_embeds: Data | None = field(default=None, repr=False)

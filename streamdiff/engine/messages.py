@@ -43,17 +43,17 @@ class Open(StreamCommand):
     `max_ahead_frames`: how many frames may be made beyond those shown; where the pipeline needs more, it gets more.
     Resume after an engine restart: `epoch`, the lowest to use; `made_frames`, number of the next frame; `shown_frames`,
     frames already shown. `background`: a job, which takes the time that other sessions leave. `image`: the picture that
-    the stream begins with and goes on from, RGB `[1, H, W, 3]` of the model's size; a reset begins with it again.
+    the stream begins with and continues from, RGB `[1, H, W, 3]` of the model's size; a reset begins with it again.
 
     `active`: see `SetActive`. `request`: the caller's id of this request, which `Refused` has.
 
-    `snapshot`, a snapshot's file: the stream goes on from there with the snapshot's seed and KV context. The rest is
+    `snapshot`, a snapshot's file: the stream continues from there with the snapshot's seed and KV context. The rest is
     what has changed since: a `prompt` ("": none) and `steps` other than the snapshot's hold from the next chunk on;
     `image` is for resets; frames are numbered from `made_frames`, or from the snapshot's number where that is higher;
     epochs go on so that the last, which has all of it, is `epoch` or above. A background session takes none.
 
     `prompt_embeds`, `image_latents`, `video_latents` and `strength`: see `features.Features`. A session that has the
-    first of them has no prompt, and one that goes on from a snapshot has what was saved with it.
+    first of them has no prompt, and one that continues from a snapshot has what was saved with it.
     """
 
     prompt: str
@@ -77,7 +77,7 @@ class Open(StreamCommand):
 
 @dataclass(frozen=True)
 class Save(StreamCommand):
-    """Take a snapshot of the session, which goes on. Answered by `Saved` or `Refused`. What was accepted before is in
+    """Take a snapshot of the session, which continues. Answered by `Saved` or `Refused`. What was accepted before is in
     it, and frames that were made and are not shown yet are not."""
 
     request: str = ""
@@ -88,7 +88,7 @@ class SetPrompt(StreamCommand):
     """Change the prompt from the next chunk on. Answered by `Accepted` or `Refused`, later by `Applied`.
 
     `request` is the caller's id of this request, echoed in every answer. Of several prompts waiting, the latest wins.
-    Where encoding a text is slow, the answer comes when it is done, and the stream goes on meanwhile; so for `Open`,
+    Where encoding a text is slow, the answer comes when it is done, and the stream continues meanwhile; so for `Open`,
     and for a `Reset` that comes after. `switch`, one of PROMPT_POLICIES, says what becomes of the past. `skip`: frames
     that are not shown when the first ones under this prompt are there will be skipped, so those are made at once.
     """
@@ -129,7 +129,7 @@ class SetSteps(StreamCommand):
 @dataclass(frozen=True)
 class SetInput(StreamCommand):
     """Let the next chunks start from the video that `InputFrames` bring, with noise of level `strength`, above 0 and at
-    most 1, mixed in; or change the strength. None: the input ends, and the session goes on from its text alone.
+    most 1, mixed in; or change the strength. None: the input ends, and the session continues from its text alone.
     Answered by `Accepted` or `Refused`, later by `Applied`; of several waiting, the latest wins."""
 
     strength: float | None
@@ -242,7 +242,7 @@ class Applied(StreamEvent):
 
 @dataclass(frozen=True)
 class Refused(StreamEvent):
-    """A command that cannot be carried out, with the field at fault. The session, if there is one, goes on.
+    """A command that cannot be carried out, with the field at fault. The session, if there is one, continues.
 
     `code` is a word for programs, see `RequestError`; often empty.
     """

@@ -1,4 +1,4 @@
-"""Sessions that are to be saved: one after the other comes to rest, is copied, and goes on; others go on meanwhile."""
+"""Sessions to save: one after the other comes to rest, is copied, and continues; others play meanwhile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SaveQueue:
         self.queue.append(command)
 
     def advance(self) -> list[Event]:
-        """Go on with the first one; returns the answers of those that are finished. Mutates: self, pipeline."""
+        """Continue with the first one; returns the answers of those that are finished. Mutates: self, pipeline."""
         events: list[Event] = []
         for ticket, made in self._pipeline.saving.take_done():
             if ticket == self._ticket:  # else its session has ended meanwhile

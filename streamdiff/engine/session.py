@@ -70,7 +70,7 @@ class Session:
     _made_frames: int = field(default=0, init=False)
     _shown_frames: int = field(default=0, init=False)
     _epoch_shift: int = field(default=0, init=False)
-    """What is added to the pipeline's epochs: a stream that goes on from a snapshot goes on with those of before."""
+    """What is added to the pipeline's epochs, so that a stream resumed from a snapshot continues its own."""
 
     def __post_init__(self) -> None:
         self._applied_epoch = self.epoch - 1
@@ -127,7 +127,7 @@ class Session:
 
     def set_prompt(self, text: str, notice: str, request: str, switch: str = "keep", skip: bool = False) -> list[Event]:
         """Accept a prompt; `apply_pending` gives it to the pipeline, unless a later one comes first. With `switch`
-        "reset" the stream begins afresh with it, at once; with `skip` its first frames need not wait for those that
+        "reset" the stream restarts with it, at once; with `skip` its first frames need not wait for those that
         were made before them."""
         self.text, self.embeddings = text, None
         if switch == "reset":

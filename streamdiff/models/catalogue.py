@@ -201,7 +201,7 @@ class Streaming(_Entry):
 class Context(_Entry):
     """KV contexts: the one the weights were trained for (None: not known), and others that are known to work.
     `noise` is the timestep told in the clean pass, None where there is none. `alone`: that pass sees nothing before the
-    chunk but the sink. With a window of two chunks this is what comes of computing the past anew for every chunk.
+    chunk but the sink. With a window of two chunks this is what comes of recomputing the past for every chunk.
     `pictures`: from the second chunk on it is shown a first latent frame that was encoded again, by itself, from the
     last of its pictures. `source`: where the contexts can be read, the authors' code."""
 
@@ -305,7 +305,7 @@ def find(name: str) -> CatalogueEntry:
     """The entry called `name`; of random weights (`RANDOM`) what would stand in the catalogue.
 
     Raises:
-        ConfigError: there is none; the nearest known name is told.
+        ConfigError: there is none; the message has the nearest known name.
     """
     if name.startswith(RANDOM):
         return _random_entry(name)

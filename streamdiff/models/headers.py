@@ -150,7 +150,7 @@ def _entry(path: Path, name: str, value: Any) -> TensorEntry:
 
 
 def _counts(value: Any) -> bool:
-    """Whether `value` is a list of sizes. Bounded, as whoever wrote the file has them multiplied and printed."""
+    """Whether `value` is a list of sizes. Bounded, since they are multiplied and printed."""
     if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
         return False
     return all(type(item) is int and 0 <= item < 2**63 for item in value)

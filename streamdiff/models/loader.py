@@ -178,7 +178,7 @@ class ModelLoader:
         Mutates: torch's dispatch, where attention is one of `attention_backend.IMPLEMENTATIONS`.
 
         Raises:
-            ConfigError: weights that do not fit, a model that is told more than latents and text, a kernel that cannot
+            ConfigError: weights that do not fit, a model that takes more than latents and text, a kernel that cannot
                 run here or is wrong, or weights that cannot be quantised so here.
         """
         model, device, dtype, sizes = self.model, self.device, self.dtype, self.checkpoint.architecture

@@ -33,7 +33,7 @@ class ResolvedModel:
     where they are drawn: `catalogue.RANDOM`), `container`, `architecture` (what shapes do not tell) and `loras`
     are the transformer's. `folder` is one in diffusers' layout, `index` its `model_index.json` where it is of the
     embedded model's kind and says everything about itself. `vae` and `text_encoder` are published files where they are
-    those that `entry`, what the catalogue knows, names: whoever loads them fetches them; None where there is none.
+    those that `entry`, what the catalogue knows, names: the loader fetches them; None where there is none.
     `kv_context` is what it is to run with."""
 
     name: str

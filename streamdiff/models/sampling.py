@@ -1,9 +1,9 @@
 """Sigma schedules, the step from a prediction to the next latents, and counter-based noise. Pure functions.
 
-Convention (Self-Forcing): x_t = (1 - sigma) x0 + sigma noise, the model predicts the flow v = noise - x0 and is told
+Convention (Self-Forcing): x_t = (1 - sigma) x0 + sigma noise, the model predicts the flow v = noise - x0 and is given
 timestep = 1000 sigma. Between steps x0 is re-noised with fresh noise, there is no ODE step.
 
-Schedules need no torch, and this module imports it only to draw noise: whoever only lists or plans can read it.
+Schedules need no torch, and this module imports it only to draw noise: commands that only list or plan can read it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def schedule(steps: int, shift: float = 5.0) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Denoise steps: `timesteps` is what the model is told, `sigmas` the noise levels that x0 and x_t are made with.
+    """Denoise steps: `timesteps` is what the model is given, `sigmas` the noise levels that x0 and x_t are made with.
 
     Both have one entry per step and fall strictly; timesteps lie in (0, 1000] (the last of several may be 0), sigmas in
     (0, 1]. After the last step the latents are x0; nothing is added any more. `first` is that of a stream's first
@@ -131,14 +131,14 @@ def published(
     Args:
         steps: timesteps, falling, in (0, 1000]; a 0 at the end is dropped, see `without_end`.
         shift: Wan's timestep shift; 1 shifts nothing.
-        warp: the list is meant before the shift: the model is told 1000 * shifted(step / 1000). Otherwise it is told
+        warp: the list is meant before the shift: the model is given 1000 * shifted(step / 1000). Otherwise it is given
             the list as it stands.
         nearest: the authors' code does not take timestep / 1000 as the noise level, it looks up the nearest of 1,000
             shifted grid points, as Self-Forcing's scheduler and all that grew from it do. Told 700 at shift 8, they
             mix with 0.70023. What was warped from whole numbers lies on the grid already.
         keep_end: the 0 at the end is a step of its own. It needs `nearest`, which gives it a noise level above 0: that
             of the lowest grid point (0.005 at shift 5).
-        bfloat16: the model is told timesteps rounded to that type; noise levels stay as they are.
+        bfloat16: the model gets timesteps rounded to that type; noise levels stay as they are.
         noise_scale: see `Schedule`.
 
     Raises:

@@ -77,7 +77,7 @@ def _warm_up(pipeline: StreamingPipeline, config: ModelConfig) -> None:
     """Make one chunk, so that the first viewer does not pay for first calls, and some more to see what they take.
 
     Graphs are made for the configured KV context and a full window, so with them that is what is measured; a staircase
-    needs newcomers. So it is on CUDA, where attention's kernels are planned anew for each length of a window that
+    needs newcomers. So it is on CUDA, where attention's kernels are planned again for each length of a window that
     fills.
     """
     whole, spec = config.compile == "on" or pipeline.stage.device.type == "cuda", pipeline.model.spec

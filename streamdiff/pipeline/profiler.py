@@ -75,7 +75,7 @@ class Profiler:
         return self._writing is not None
 
     def _write(self, traced: profile) -> None:
-        """Write the file on a thread, for that takes seconds and the stream goes on. Mutates: self."""
+        """Write the file on a thread, for that takes seconds and the stream continues. Mutates: self."""
         chunks, target = min(self.chunks, traced.step_num - self._before - 1), self.folder / TRACE
 
         def write() -> None:

@@ -243,7 +243,7 @@ class Ring:
         return [] if finished is None else [finished]
 
     def _failed(self, entered: StageMessage, row_index: int) -> None:
-        """Handle a row that came back as NaN, of a stream that goes on: queue it once more, alone and before anything
+        """Handle a row that came back as NaN, of a stream that continues: queue it once more, alone and before anything
         else, or fail its session. Mutates: self."""
         row = entered.rows[row_index]
         if self._stopping or row.session in self.faults.failed_sessions:
@@ -314,7 +314,7 @@ class Ring:
         Args:
             steps: a schedule, or a number of the model's own.
             background: it takes what other sessions leave.
-            start: finished latents `[n, C, F, h, w]` of its first n chunks, from which it goes on.
+            start: finished latents `[n, C, F, h, w]` of its first n chunks, from which it continues.
             video: what its chunks start from, as far as it goes, in this stream and in those after resets, until one
                 has a `start` or the session has a live input.
             given: what a reference run gives besides.
@@ -418,11 +418,11 @@ class Ring:
         self, session: int, conditioning: Tensor, *, seed: int = 0, epoch: int, start: Tensor | None = None,
         given: StreamInputs | None = None,
     ) -> None:  # fmt: skip
-        """Drop what is in flight and start afresh at chunk 0, or from `start`, as in `open`. `epoch` is one the slot
+        """Drop what is in flight and restart at chunk 0, or from `start`, as in `open`. `epoch` is one the slot
         never had. Mutates: self."""
         old, change = self.sampler.sessions[session], self.changes.get(session)
         schedule = self.sampler.spec.schedule(change.steps) if change else old.schedule
-        # What can fail comes first, as in `open`: else the scheduler would begin a stream that nobody else has.
+        # What can fail comes first, as in `open`: else the scheduler would begin a stream that no one else has.
         video = old.video if start is None else None
         state = self.sampler.prepare(seed, schedule, old.kv_context, start, video, given)
         self.scheduler.reset(session, epoch)

@@ -29,7 +29,7 @@ ROW_ERRORS = (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, 
 """What a session's text, cache or numbers can raise, and memory that is short. Others are faults of the program, or of
 the ring (`LinkClosed`)."""
 _NOT_OWN = (EngineFailure, DistError, torch.AcceleratorError)
-"""Those among them that strike whoever comes next: a device that is gone, ranks that cannot exchange."""
+"""Those among them that would strike the next session too: a device that is gone, ranks that cannot exchange."""
 
 
 def check_own(error: BaseException) -> None:

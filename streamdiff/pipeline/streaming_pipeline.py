@@ -224,7 +224,7 @@ class StreamingPipeline(Ring):
         return self.collect(0.0 if message or finished else wait_s)
 
     def attend(self) -> None:
-        """Begin a step: go on with swapping and with live video, where there are any. Mutates: self, ring."""
+        """Begin a step: continue with swapping and with live video, where there are any. Mutates: self, ring."""
         self._began_s = clock.monotonic_s()
         if self.swapping.away:
             self.swapping.advance()
@@ -317,7 +317,7 @@ class StreamingPipeline(Ring):
             self._workers.leave()
 
     def _decode_next(self, stream: StreamProgress, chunk: int, latents: Tensor) -> None:
-        """Have a stream's next chunk decoded, at once or when nobody else's is. Mutates: self, stream."""
+        """Have a stream's next chunk decoded, at once or when no one else's is. Mutates: self, stream."""
         stream.decoding += 1
         if stream.background:
             self._put_off.append((stream.number, chunk, latents))

@@ -104,7 +104,7 @@ class WorkerGroup:
     def _on_fault(self, fault: str) -> None:
         self._fault = fault
         self._wake()
-        if self.ring.worker.now is not None:  # the main thread may be what hangs, and nobody else can end this process
+        if self.ring.worker.now is not None:  # the main thread may be what hangs, and no one else can end this process
             threading.Event().wait(_STUCK_S)
             if self.ring.worker.now is not None:
                 exit_now(f"rank {self.context.rank} ends: {fault}")

@@ -127,7 +127,7 @@ class AppState:
             self._require(request, needed, role_of(_token_of(request), self._tokens, Tokens()))
 
     def caller(self, request: HTTPConnection) -> str:
-        """Who asks for a job: whoever has a token of the server, or else an address, with the key that it sends."""
+        """Who asks for a job: the holder of a token of the server, or else an address, with the key that it sends."""
         token = _token_of(request) or ""
         known = self._tokens.role_of(token) > Role.NOBODY
         return f"token {token}" if known else f"address {address_of(request)} {token}"

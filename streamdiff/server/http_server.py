@@ -236,7 +236,7 @@ class Certificate:
 
     def refresh(self) -> None:
         """Where the files have changed: new connections get the new certificate. One that cannot be used, as while
-        somebody is replacing the files, is told in the log and changes nothing. Mutates: context."""
+        somebody is replacing the files, is logged and changes nothing. Mutates: context."""
         if (files := self._files()) == self._seen:
             return
         self._seen = files

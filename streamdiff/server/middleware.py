@@ -101,7 +101,7 @@ class GuardMiddleware:
     """Pure ASGI, for HTTP and WebSockets. The application's `state.app_state` is None until an engine is
     attached; until then its `state.loading` is the answer.
 
-    An exception of the application is answered with a problem document and goes on to the server, which logs it.
+    An exception of the application is answered with a problem document and continues to the server, which logs it.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:

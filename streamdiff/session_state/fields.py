@@ -19,10 +19,10 @@ BY_HEAD: dict[str, str | int] = {**BY_LAYER, "heads": 4}
 """Metadata of BY_LAYER whose axis 4 are heads, or a state with such fields: where ranks share a stage, each has its own
 of them."""
 KEPT: dict[str, str] = {"session_state": "kept"}
-"""Metadata of what the session was opened with, or told since, and keeps when its stream begins afresh."""
+"""Metadata of what the session was opened with, or told since, and keeps when its stream restarts."""
 DERIVED: dict[str, str] = {"session_state": "derived"}
 """Metadata of what follows from other fields, or from where the session runs. It is not counted and not saved; a copy
-shares it, and what is loaded has it of what it is loaded into. A class's `derive()` makes it anew where it must be."""
+shares it, and what is loaded has it of what it is loaded into. A class's `derive()` makes it again where it must be."""
 
 _KINDS = {"state", "kept", "derived"}
 _CLASSES: dict[str, type[Any]] = {}
@@ -85,7 +85,7 @@ def mutable(value: object) -> bool:
 
 
 def reset(state: Any) -> None:
-    """Let a state's stream begin afresh: STATE gets its default, or zeros in place (where these are tensors of
+    """Let a state's stream restart: STATE gets its default, or zeros in place (where these are tensors of
     inference mode, in that); what is KEPT stays.
 
     Mutates: state.
@@ -111,7 +111,7 @@ def reset(state: Any) -> None:
 
 
 def derive(state: Any) -> None:
-    """Make what follows from other fields anew, where a class says how. Mutates: state."""
+    """Make what follows from other fields again, where a class says how. Mutates: state."""
     if hasattr(state, "derive"):
         state.derive()
 

@@ -175,7 +175,7 @@ class SwapStore:
         self, device: torch.device = walk.CPU, host_bytes: int | None = None, state_dir: Path | None = None
     ) -> None:
         """Beyond `host_bytes` (None: without limit) states go to files in `state_dir`; None: none do. The files have no
-        name there, so that nobody else opens them, and whatever ends the process, they are gone with it.
+        name there, so that no one else opens them, and whatever ends the process, they are gone with it.
 
         Raises:
             ConfigError: the folder cannot be made, or nothing can be written there.
@@ -202,7 +202,7 @@ class SwapStore:
     # ---- out and in ---------------------------------------------------------------------------------------------
 
     def put(self, name: str, state: object) -> None:
-        """Take a copy of a state, whose tensors may be used for others by whoever calls `follow` first; what lies here
+        """Take a copy of a state, whose tensors may be reused after `follow`; what lies here
         longest goes to disk where host memory is used up. Mutates: self."""
         copy = HostCopy(self.copies, state)
         copy.go_on()

@@ -168,7 +168,7 @@ def _scans(data: bytes) -> int:
 
 
 def _turned(image: pillow.Image) -> pillow.Image:
-    """A picture turned as its EXIF says. `ImageOps.exif_transpose` writes the rest of the EXIF anew as well, and fails
+    """A picture turned as its EXIF says. `ImageOps.exif_transpose` writes the rest of the EXIF again as well, and fails
     where a camera has written something odd there."""
     turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
     return image if turn is None else image.transpose(turn)

@@ -2,7 +2,7 @@
 
 - *RGB*: uint8 `[H, W, 3]`.
 - *YUV420*: uint8 `[3 H / 2, W]`, H and W even: H rows of brightness, then the two planes of colour, `[H / 2, W / 2]`
-  each, one value for 2 x 2 pixels, their mean. BT.709, limited range (16 to 235, colour to 240): what H.264 is told
+  each, one value for 2 x 2 pixels, their mean. BT.709, limited range (16 to 235, colour to 240): what H.264 is set to
   here, and half the bytes of RGB. `streamdiff.models.autoencoder.picture_decoder.yuv420p` makes it.
 """
 

@@ -3,7 +3,7 @@
 
 Every rank runs the engine process (`engine.process.main`), where rank 0 becomes the engine and the others work for it.
 When one ends before its time, all are ended. torch elastic starts and ends the processes. Its rendezvous is left out,
-since that listens on all interfaces and unpickles what it is told: ranks meet at a store that listens on loopback only
+since that listens on all interfaces and unpickles what it gets: ranks meet at a store that listens on loopback only
 (docs/decisions/0009).
 """
 

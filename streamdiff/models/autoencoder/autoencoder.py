@@ -111,7 +111,7 @@ class FirstFrameReencoder:
     """Krea's way against a past that wears down (github.com/krea-ai/realtime-video): what goes into the cache of a
     finished chunk has its first latent frame encoded again. Holds weights only; a stream's memory is an argument.
 
-    It decodes every chunk, beside whoever decodes for viewers.
+    It decodes every chunk, beside the decoder for viewers.
     """
 
     decoder: VideoDecoder

@@ -127,7 +127,7 @@ class VideoDecoder(Protocol):
         stream begins. Mutates: self."""
 
     def past(self, latents: Tensor, memory: Any) -> DecoderState:
-        """What `memory` remembers. Raises ValueError for latents of another shape than the stream can go on with."""
+        """What `memory` remembers. Raises ValueError for latents of another shape than the stream can continue with."""
 
     def pieces(self, latents: Tensor, past: DecoderState) -> Sequence[Tensor]:
         """Latents `[1, C, F, h, w]` as they go through steps, one after the other, the first of which sees `past`."""
@@ -197,7 +197,7 @@ class PictureDecoder:
         """Pictures of normalised latents `[1, C, F, h, w]`, uint8 as `layout` lays them out. Mutates: memory.
 
         Raises:
-            ValueError: latents of another shape than the stream can go on with.
+            ValueError: latents of another shape than the stream can continue with.
         """
         past, pictures = self.network.past(latents, memory), []
         for piece in self.network.pieces(latents, past):
@@ -213,7 +213,7 @@ class PictureDecoder:
         """Make the graphs of a stream of chunks like `latents` `[C, F, h, w]` (what is in them is not looked at), of
         which a call decodes `at_once` latent frames; `one_graph` makes one of a step that it is given, and `capture`
         one that is replayed of that. Takes from seconds to minutes. To be called on the thread that will decode, or on
-        one that is set up alike: torch compiles anew for another number of CPU threads. Mutates: self.
+        one that is set up alike: torch compiles again for another number of CPU threads. Mutates: self.
         """
         self._graphs = self._graphs or {}
         memory, blank = self.new_memory(), torch.zeros_like(latents)

@@ -115,7 +115,7 @@ class TaehvMemory:
 
 def memory_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """What layers of `dtype` keep of a stream in: float32 on a CPU, some of which decode in bfloat16 and some do not
-    (`device.embedded_autoencoder_dtype`), so that a saved stream goes on on either."""
+    (`device.embedded_autoencoder_dtype`), so that a saved stream continues on either."""
     return torch.float32 if device.type == "cpu" else dtype
 
 

@@ -33,7 +33,7 @@ _OWNERS = frozenset(
 )
 
 _TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-# Tables that anybody computes anew, and a norm that diffusers once stored and never used.
+# Tables that anybody computes again, and a norm that diffusers once stored and never used.
 _SKIPPED = re.compile(r"(^|\.)freqs(_cos|_sin)?$|(^|\.)norm_added_q\.weight$")
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 

@@ -91,7 +91,7 @@ class Decoding(Protocol):
         """What the decoder remembers of a stream after all that was submitted. Does not wait."""
 
     def load(self, stream: int, state: State) -> None:
-        """Let a stream that has not begun go on from what was saved. Raises ConfigError where it does not fit."""
+        """Let a stream that has not begun continue from what was saved. Raises ConfigError where it does not fit."""
 
     def outlines(self, chunk_shape: tuple[int, ...]) -> list[Any]:
         """What the decoder may remember of a stream of chunks `[C, F, h, w]`, see `memory_outlines`; waits for it."""
@@ -335,7 +335,7 @@ class RemoteDecoding(Decoding):
 
 
 class DecodeWorker(RankLoop):
-    """The other end: decodes for the head until it is told to stop."""
+    """The other end: decodes for the head until it gets the end message."""
 
     def __init__(
         self,

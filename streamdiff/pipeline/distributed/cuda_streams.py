@@ -28,7 +28,7 @@ class Event(Protocol):
         """Stand behind everything that `stream` was given until now."""
 
     def wait(self, stream: Any) -> None:
-        """What `stream` is given from now on runs after this event as it was recorded last. The host goes on."""
+        """What `stream` is given from now on runs after this event as it was recorded last. The host continues."""
 
     def synchronize(self) -> None:
         """The host waits."""
@@ -108,7 +108,7 @@ class _Lane:
         self._under_way: list[Transfer | None] = [None] * SLOTS
 
     def _begin(self, slot: int, free: Event) -> None:
-        """Start a slot's transfer behind `free`. It is held until the stream was told to wait for it. Mutates: self."""
+        """Start a slot's transfer behind `free`. It is held until the stream waits for it. Mutates: self."""
         free.wait(self._stream)
         with self._streams.use(self._stream):
             self._under_way[slot] = self._start(slot)

@@ -23,7 +23,7 @@ from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, Sender, ring
 from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 from streamdiff.pipeline.distributed.tcp import TcpReceiver, TcpSender
 
-# A receive waits for as long as nobody wants a picture; who is gone is told by the records.
+# A receive waits for as long as nobody wants a picture; who is gone is in the records.
 FOREVER = timedelta(days=3650)
 MAX_CTAS = 4
 """Bounds the multiprocessors that a transfer holds while it waits for its match: NCCL gives one to point-to-point for
@@ -50,7 +50,7 @@ def edge_groups(
 
     All ranks of the default group call this, together and as often. Communicators are made here and not at the first
     message, when the other rank may be busy. Two stages have two edges between the same ranks, and a group for each.
-    `on_edge` is told which edge is next. Mutates: this process's environment, see `group_options`.
+    `on_edge` gets the next edge. Mutates: this process's environment, see `group_options`.
 
     Raises:
         ValueError: the default group has fewer ranks than the stages have.
@@ -256,7 +256,7 @@ def warm_up(ends: Mapping[int, NcclSender | NcclReceiver], on_edge: Callable[[in
 
     A communicator connects its ranks at their first transfer, where the host of each waits for the other's: both ends
     of an edge come to it together, and never all ranks with a send, which would each wait for the next
-    (docs/decisions/0010). Afterwards nothing is under way on the device. `on_edge` is told which edge is next.
+    (docs/decisions/0010). Afterwards nothing is under way on the device. `on_edge` gets the next edge.
     """
     for edge in sorted(ends):
         on_edge(edge)

@@ -127,7 +127,7 @@ def _of_this_start(store: Store, rank: int, world: int) -> Store:
 def _await(
     store: Store, keys: Mapping[int, str], meanwhile: Callable[[Sequence[int]], None] = lambda missing: None
 ) -> None:
-    """Wait until each rank has set its key; `meanwhile` is told, between looks, who has not.
+    """Wait until each rank has set its key; `meanwhile` gets, between looks, the ranks that have not.
 
     Raises:
         EngineFailure: a rank did not within START_LIMIT.
@@ -148,7 +148,7 @@ logger = logging.getLogger(__name__)
 
 PHASES = {"weights": 240.0, "communicators": 120.0, "first transfers": 120.0, "graphs": 1800.0, "ready": float("inf")}
 """What comes after the rendezvous, in order, and how many seconds a rank may spend there without getting on. A single
-graph of a large model takes minutes. The warm-up follows, which `model.watchdog_s` bounds. All end before whoever
+graph of a large model takes minutes. The warm-up follows, which `model.watchdog_s` bounds. All end before anyone who
 waits for the engine process (`engine.process.engine_process`) loses patience, who knows no rank."""
 LOOK_S = 0.5
 

@@ -167,7 +167,7 @@ class StageSaving:
         return Outcome.DONE
 
     def spoil(self, session: int, why: str) -> None:
-        """Give up a session's running copy, as its state changes; the head is told `why`. Mutates: self."""
+        """Give up a session's running copy, as its state changes; the head gets `why`. Mutates: self."""
         copying = self._copying.get(session)
         if copying is not None and copying.copy is not None:
             copying.copy = None

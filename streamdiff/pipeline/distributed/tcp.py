@@ -1,7 +1,7 @@
 """The link between processes on any machine: a TCP connection per edge. CUDA tensors are staged through host memory.
 
 A message is one packed buffer, the record first. The receiving end listens, and invites the other by a message of gloo
-that says where, and what to say there; whoever says something else is turned away. It has a thread that takes in what
+that says where, and what to say there; a peer that says something else is refused. It has a thread that takes in what
 comes as long as a slot is free. The sending end hands a message to the kernel at once; a thread sends only what the
 kernel does not take. So between a stage and the next stands one wake-up of a thread on each side of the queue, and
 neither side waits for the other (docs/decisions/0028-tcp-link.md).
@@ -139,7 +139,7 @@ class TcpSender(Sender):
                 self._connection.shutdown(socket.SHUT_WR)
                 if self._connection.recv(1) != _ALL_TAKEN:
                     raise ConnectionError("its other end left before it had taken everything")
-        except OSError as error:  # the peer is gone: whoever sends next is told
+        except OSError as error:  # the peer is gone: the next sender gets it
             self._slots.error = error
             self._free.put(None)
 
@@ -211,7 +211,7 @@ class TcpReceiver:
                     self._hand_on(slot)
                 with contextlib.suppress(OSError):  # it may be gone by now
                     connection.sendall(_ALL_TAKEN)
-        except OSError as error:  # the peer is gone: whoever receives next is told
+        except OSError as error:  # the peer is gone: the next receiver gets it
             self._slots.error = error
         self._hand_on(None)
 

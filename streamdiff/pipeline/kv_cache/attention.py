@@ -98,7 +98,7 @@ class RollingAttention:
 
     Only differences of rotary positions matter, so a key is rotated once, at its place in the stream, with angles
     computed in float64 (no table that ends). The sink alone moves, unless positions are absolute: it stands right
-    before the window. It lies rotated beside the window, and is rotated anew, from keys that are not, when it has moved
+    before the window. It lies rotated beside the window, and is rotated again, from unrotated keys, when it has moved
     or changed: once per chunk where one window uses the cache. So keys and values are attended to where they lie. Rows
     of different sessions never share keys; rows of one session are served in order, so a row sees what the rows before
     it have written.
@@ -194,7 +194,7 @@ class RollingAttention:
         threshold: float | None,
         visible_later_rows: int,
     ) -> AttentionMetadata:
-        """`row_metadata` of an adaptive ring: it is filled slot by slot, anew after a flush; then a row sees all of it.
+        """`row_metadata` of an adaptive ring: filled slot by slot, again after a flush; then a row sees all of it.
         Keys stay as they were rotated, also those in the sink. Mutates: the cache, where a ring begins."""
         rolling, begins = geometry.slots - geometry.pinned, max(geometry.pinned, visible_from_chunk)
         if chunk == begins > geometry.pinned:

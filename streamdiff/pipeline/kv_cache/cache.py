@@ -97,7 +97,7 @@ class KVCache:
         self._place_sinks([*sources, *range(len(sources), len(self.key))])
 
     def begin_ring(self, cache: int) -> None:
-        """Let one of the caches fill its adaptive ring anew behind the sink. Mutates: self."""
+        """Let one of the caches refill its adaptive ring behind the sink. Mutates: self."""
         self.queue[cache].zero_()
 
     def _place_sinks(self, sources: Sequence[int]) -> None:

@@ -337,7 +337,7 @@ def check_plot(path: Path) -> None:
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """Where to write what takes the place of `path` once it is whole; `path` itself where that is no file that could be
-    replaced, as /dev/stdout. A link goes on pointing to where it does."""
+    replaced, as /dev/stdout. A link keeps pointing to where it does."""
     if path.exists() and not path.is_file():
         yield path
         return

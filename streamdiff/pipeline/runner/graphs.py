@@ -88,7 +88,7 @@ class CudaGraphCapture:
                 run(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # The thread that decodes goes on meanwhile: what it allocates and waits for is no fault of this capture.
+        # The thread that decodes continues meanwhile: what it allocates and waits for is no fault of this capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = run(inputs)
         return graph, result

@@ -113,7 +113,7 @@ class LiveLatents:
 
     The level of a chunk follows how much its video moves, as `motion_levels` has it; `strength` may be changed at any
     time. Where the level lies below that of the schedule's first step, the later ones are lowered in proportion, so
-    that no step adds more noise than the input was given. The model is told the levels that are mixed in.
+    that no step adds more noise than the input was given. The model is given the levels that are mixed in.
     """
 
     strength: float
@@ -167,7 +167,7 @@ class LiveLatents:
         self.level, self.used, self.dropped, self.standing = None, 0, 0, 0
 
     def begin_again(self) -> None:
-        """The stream begins afresh, at chunk 0. Mutates: self."""
+        """The stream restarts, at chunk 0. Mutates: self."""
         self._begun.clear()
         self.level, self.standing = None, 0
 

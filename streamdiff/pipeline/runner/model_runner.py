@@ -168,7 +168,7 @@ class ModelRunner:
         return like.new_zeros(rows, self.denoiser.tokens(self.grid) // self.shares, width), time
 
     def forget_sinks(self, session: int) -> None:
-        """Have the sink of a session's caches rotated anew. Mutates: its caches."""
+        """Have the sink of a session's caches rotated again. Mutates: its caches."""
         if session in self.sessions:
             self.sessions[session].state.sink_at.clear()
 
@@ -224,7 +224,7 @@ class ModelRunner:
         """Chunks from now on have `steps` of the model's own steps, and belong to `epoch`, which begins with the text
         of the one before if it has none; epochs before `oldest` are dropped. Mutates: self."""
         kept = self.sessions[session]
-        for latest in sorted(kept.text)[-1:]:  # none where what it was is lost, before it begins afresh
+        for latest in sorted(kept.text)[-1:]:  # none where what it was is lost, before it restarts
             kept.text.setdefault(epoch, kept.text[latest])
             kept.visible_from_chunk.setdefault(epoch, kept.visible_from_chunk[latest])
         kept.forget_epochs(oldest)
@@ -275,7 +275,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[MicroStep], given: Tensors) -> Tensors:
-        """Run this stage for `rows`. With graphs of CUDA what it returns is overwritten by the next forward: whoever
+        """Run this stage for `rows`. With graphs of CUDA what it returns is overwritten by the next forward: anyone who
         keeps it copies it. Mutates: the rows' caches.
 
         Args:

@@ -28,7 +28,7 @@ class StepLevels:
     """What the first `steps` denoise steps of every chunk have instead of the schedule's levels; later steps and the
     clean pass have the schedule's. Chunks beyond n have the last one's. F latent frames of a chunk.
 
-    timesteps: what the model is told, 0 to 1000, float32 `[n, steps, F]`.
+    timesteps: what the model is given, 0 to 1000, float32 `[n, steps, F]`.
     sigmas: noise levels that x0 and x_t are made with, 0 to 1, float32 `[n, steps, F]`.
     """
 
@@ -201,10 +201,10 @@ class SamplerState:
     levels: StepLevels | None = field(default=None, metadata=DERIVED)
     """Timesteps and noise levels that go before those of the schedule."""
     given_latents: dict[int, Tensor] = field(default_factory=dict, metadata=STATE)
-    """By chunk: finished latents `[C, F, h, w]` that the stream goes on from. With a clean pass they leave when that
+    """By chunk: finished latents `[C, F, h, w]` that the stream continues from. With a clean pass they leave when that
     has been entered; in `same_step` every step has them as its x0."""
     live: LiveLatents | None = field(default=None, metadata=DERIVED)
-    """Video that comes in while the stream runs. Whoever goes on from a snapshot feeds it anew."""
+    """Video that comes in while the stream runs. A resumed session is fed again."""
     video: GivenVideo | None = field(default=None, metadata=DERIVED)
     """Encoded video that it was opened with. A snapshot has it among its tensors."""
     video_levels: dict[int, ChunkLevels] = field(default_factory=dict, metadata=STATE)

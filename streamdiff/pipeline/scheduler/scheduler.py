@@ -96,7 +96,7 @@ class SchedulerState:
     stale: bool = field(default=True, metadata=PER_ROW | DERIVED)
 
     def derive(self) -> None:
-        """Place chunks in flight on the timetable of this ring, and have the choice computed anew. Mutates: self."""
+        """Place chunks in flight on the timetable of this ring, and have the choice recomputed. Mutates: self."""
         for chunk in self.chunks:
             chunk.extra, chunk.tick = self.extra(chunk.number), self._tick_of(chunk.number)
         self.stale = True
@@ -451,7 +451,7 @@ class StreamBatchScheduler:
         return most
 
     def _rows_now(self) -> RowsNow:
-        """Of the sessions whose turn it is: background ones, which nobody else notices, do not count where another has
+        """Of the sessions whose turn it is: background ones, which no one else notices, do not count where another has
         a row."""
         ready = [state for state in self._sessions.values() if self._choice(state) is not None]
         live = any(not state.background for state in ready)

@@ -2,7 +2,7 @@
 any rank gets a part of it.
 
 A snapshot may come from a stranger. What it says is read by the declared types (`session_state.walk`). What follows
-from other values is computed anew, not believed; every other number that counts or points at something is bounded, and
+from other values is recomputed, not believed; every other number that counts or points at something is bounded, and
 tensors have the sizes of the new session. So whatever is taken in can be run, and what a stranger makes up is at worst
 a stream that looks wrong.
 """
@@ -44,7 +44,7 @@ class HeadState:
 
     @property
     def opened_with(self) -> OpenedWith:
-        """What a session is opened with where it goes on. Raises ConfigError where its noise was given as tensors."""
+        """What a session is opened with where it continues. Raises ConfigError where its noise was given as tensors."""
         sampler, pending = self.sampler, self.pending
         if not isinstance(sampler.given, SeededNoise):
             raise ConfigError("a session whose noise was given as tensors cannot be saved; give it a seed")
@@ -83,7 +83,7 @@ def load_head(
             past again and by the decoder.
 
     Raises:
-        ConfigError: for the first value that a session cannot go on with, with its name, what it is and may be.
+        ConfigError: for the first value that a session cannot continue with, with its name, what it is and may be.
     """
     shapes, trees = snapshot.outline, snapshot.trees
     if set(trees) != set(_TREES):

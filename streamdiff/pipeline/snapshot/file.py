@@ -206,7 +206,7 @@ def mapped(path: Path) -> memoryview:
 
 
 def model_facts(spec: ModelSpec, dtype: object) -> dict[str, Any]:
-    """What must be the same where a session goes on, as JSON has it, but for its `weights`, digests of its blocks."""
+    """What must be the same where a session continues, as JSON has it, but for its `weights`, digests of its blocks."""
     facts: dict[str, Any] = json.loads(json.dumps({**asdict(spec), "dtype": str(dtype)}))
     return facts
 

@@ -1,7 +1,7 @@
 """Saves sessions of a pipeline as snapshots, and loads them again, on all ranks.
 
 A session is saved beside everything else. It is held until nothing of it is under way, and while each stage copies its
-part, a piece at a time (`StageSaving`); then it goes on, and a thread puts the parts together. Decision 0045.
+part, a piece at a time (`StageSaving`); then it continues, and a thread puts the parts together. Decision 0045.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _remembered(model: Model) -> list[Any]:
 class _Saving:
     """A session that is being saved: a copy of the head's part, and the future result in `made`, which `finish` makes
     of the parts. `blank`: only the outline of the stages' parts counts, and it stays held; `forgotten`: it has ended or
-    begun afresh."""
+    restarted."""
 
     session: int
     head: HostCopy
@@ -123,11 +123,11 @@ class RingSaving:
         return swapping.at_rest(session) and not swapping.is_coming(session)
 
     def begin(self, session: int, finish: Callable[[Snapshot], Any] = lambda snapshot: snapshot) -> int:
-        """Save a session that `comes_to_rest` as it is now; it goes on as soon as it is copied. Returns a number under
+        """Save a session that `comes_to_rest` as it is now; it continues once it is copied. Returns a number under
         which `take_done` will give what `finish`, on a thread, makes of the snapshot.
 
         Raises:
-            ConfigError: its noise was given as tensors; it goes on.
+            ConfigError: its noise was given as tensors; it continues.
         """
         video = self._pipeline.sampler.sessions[session].video
         try:
@@ -138,7 +138,7 @@ class RingSaving:
         return self._copy(session, lambda parts: finish(self._snapshot(parts, opened, video)))
 
     def take_done(self) -> list[tuple[int, Any]]:
-        """What has been saved, by the numbers of `begin`; a ConfigError where it ended or began afresh before it
+        """What has been saved, by the numbers of `begin`; a ConfigError where it ended or restarted before it
         was copied. Told once."""
         done = [ticket for ticket, saving in self.savings.items() if saving.made is not None and saving.made.done()]
         return [(ticket, self._taken(ticket)) for ticket in done]
@@ -164,7 +164,7 @@ class RingSaving:
         return more
 
     def forget(self, session: int) -> None:
-        """The session ends, or begins afresh. Mutates: self."""
+        """The session ends, or restarts. Mutates: self."""
         for saving in self.savings.values():
             saving.forgotten = saving.forgotten or saving.session == session
 
@@ -242,7 +242,7 @@ class RingSaving:
         return Snapshot.from_bytes(data)
 
     def load(self, session: int, snapshot: Snapshot) -> list[Frames]:
-        """Open a session that goes on, to the bit, where a snapshot was taken, on any number of stages. Returns
+        """Open a session that continues, to the bit, where a snapshot was taken, on any number of stages. Returns
         frames of other sessions that came meanwhile.
 
         Raises:

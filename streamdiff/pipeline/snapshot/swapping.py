@@ -107,7 +107,7 @@ class RingSwapping:
         return lost
 
     def advance(self) -> None:
-        """Go on with what is on its way. Mutates: self, ring."""
+        """Continue with what is on its way. Mutates: self, ring."""
         for answer in self._pipeline.take_answers(MessageKind.SWAP_IN):
             away = self.away.get(answer.session)
             if away is not None and away.coming and away.ticket == answer.epoch:
@@ -147,7 +147,7 @@ class RingSwapping:
             self._pipeline.decoding.swap_out(stream.number)
 
     def forget(self, session: int) -> None:
-        """The session begins afresh, or ends. Mutates: self."""
+        """The session restarts, or ends. Mutates: self."""
         self.away.pop(session, None)
         self._lost.discard(session)
 

@@ -82,7 +82,7 @@ class VideoInputs:
     def set_input(self, session: int, state: SamplerState, strength: float | None) -> None:
         """From the next admitted chunk on, start from the video that `feed` brings, with noise of level `strength`
         mixed in, less where it moves; or change the strength (see `LiveLatents`). With None the input ends: what was
-        fed is used, as far as it fills chunks, and then the session goes on from its text alone. Mutates: self, state.
+        fed is used, as far as it fills chunks, then the session continues from its text. Mutates: self, state.
 
         Raises:
             RequestError: `strength` is not above 0 and at most 1, or the model encodes no video.
@@ -148,7 +148,7 @@ class VideoInputs:
         return len(entry.latents.waiting) * self._spec.chunk_frames
 
     def begin_again(self, session: int, state: SamplerState) -> None:
-        """The session's stream begins, or begins afresh, and goes on being fed if it was. Mutates: self, state."""
+        """The session's stream begins, or restarts, and continues to be fed if it was. Mutates: self, state."""
         if (entry := self.inputs.get(session)) is not None:
             entry.latents.begin_again()
             state.live = entry.latents

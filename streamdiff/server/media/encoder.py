@@ -187,7 +187,7 @@ class EncodedFrame:
 class PacketQueue:
     """Holds what waits for one viewer, newest last. A viewer starts at a key frame, and restarts at one after a loss.
 
-    `put` says whether a key frame is needed before this viewer can go on.
+    `put` says whether a key frame is needed before this viewer can continue.
     """
 
     def __init__(self, limit: int = QUEUE_PACKETS) -> None:

@@ -318,7 +318,7 @@ class Playback:
         self.progressed.set()
 
     def request_key(self, codec: Codec) -> None:
-        """A receiver of `codec` can go on only from a key frame."""
+        """A receiver of `codec` can continue only from a key frame."""
         if codec in self._streams:
             self._streams[codec].encoder.request_key()
             self.pacer.wake()

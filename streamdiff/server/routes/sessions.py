@@ -40,7 +40,7 @@ SEND_LIMIT_S = 10.0
 """A download that reads nothing for so many seconds is aborted, as others wait for its slot."""
 _PIECE = 1 << 18
 _FIXED = ("seed", "kv_context", "image")
-"""What a snapshot has, and a session that goes on from it cannot begin with."""
+"""What a snapshot contains and a resumed session cannot set."""
 _LATER: dependencies.Responses = {
     202: {
         "description": "The engine has it and carries it out later (receipt `asked`). GET shows what holds by then",
@@ -173,7 +173,7 @@ def _spec(
 
 
 def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, given: Features, state: AppState) -> StreamSpec:
-    """A session that goes on from a file, with what it is to have instead. Reads all of the file: on a thread.
+    """A session that continues from a file, with what it is to have instead. Reads all of the file: on a thread.
 
     Raises:
         Problem: 413; 422 for what is no snapshot, or not signed with this server's key where it has to be, or a field

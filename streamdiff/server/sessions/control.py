@@ -231,7 +231,7 @@ def _echo(value: Any) -> str:
     return repr(value)[:42]
 
 
-# ---- what callers are told ----------------------------------------------------------------------------------------
+# ---- what callers read ----------------------------------------------------------------------------------------
 
 Stage = Literal["asked", "accepted", "applied", "shown", "superseded", "refused"]
 LOAD = "load"

@@ -337,7 +337,7 @@ class SnapshotKeeper:
 
     async def hand_over(self, sessions: Sequence[LiveSession]) -> None:
         """Write all sessions for the next server: with a snapshot taken now, or else the last one, or else the record
-        alone, from which the stream begins afresh. Mutates: self, the folder."""
+        alone, from which the stream restarts. Mutates: self, the folder."""
         assert self.handover is not None
         for session in sessions:
             data = await _saved(session) if session.opened else None

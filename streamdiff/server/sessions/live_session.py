@@ -231,7 +231,7 @@ class LiveSession:
             del self._answers[name]
 
     def _settle(self, name: str, answer: object) -> bool:
-        """Give whoever waits for it an answer, or an error to raise; False where nobody asked for one."""
+        """Resolve a waiting request with its answer, or an error to raise; False where nobody asked for one."""
         if (future := self._answers.get(name)) is None:
             return False
         if not future.done():

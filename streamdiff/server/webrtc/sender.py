@@ -131,7 +131,7 @@ class VideoSender(MediaStreamTrack):
         self._available.set()
 
     def request_key(self) -> None:
-        """The peer can go on only from a key frame."""
+        """The peer can continue only from a key frame."""
         if self.codec is not None:
             self._playback.request_key(self.codec)
 

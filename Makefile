@@ -24,7 +24,7 @@ WORKERS := $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
 NONE := $(if $(ARGS),|| [ $$? -eq 5 ],)
 
 # In continuous integration one unsteady test is not to hide what the others say: a test that fails is tried once more,
-# and the summary names it (RERUN). Whoever sees that mends the test, or what it found.
+# and the summary names it (RERUN). Fix the test then, or what it found.
 # Without that, a test whose process ended (tests/conftest.py) is not tried again by those that take over its work.
 RETRY := $(if $(CI),--reruns 1 --rerun-show-tracebacks -raR,--reruns 0)
 

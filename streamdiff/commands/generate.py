@@ -86,7 +86,7 @@ def run_as_ranks(
 def check_start(start: SessionConfig) -> None:
     """Raises ConfigError for a beginning that only `serve` has; it would be ignored."""
     for name, instead in (
-        ("snapshot", "streamdiff.load goes on from it"),
+        ("snapshot", "streamdiff.load resumes it"),
         ("input", "StreamSession.video and feed follow it"),
     ):
         if (value := getattr(start, name)) is not None:

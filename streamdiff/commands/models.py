@@ -214,7 +214,7 @@ def _run_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
             scale = f"; begins with noise times {made.noise_scale:.6g}" if made.noise_scale != 1 else ""
             yield key, f"told {_numbers(made.timesteps)}; sigmas {_numbers(made.sigmas)}{scale}"
     if sampling.keep_end:
-        yield "", f"the step that is told 0 may be left out: --steps {sampling.schedules()[-1].steps}"
+        yield "", f"the step at timestep 0 may be left out: --steps {sampling.schedules()[-1].steps}"
     first_chunk = f", the first {stream.first_chunk_latents}" if stream.first_chunk_latents else ""
     yield "chunk", f"{_latents(stream.chunk_latents)}{first_chunk}"
     sink = f", a sink of {stream.sink_latents} in it" if stream.sink_latents else ""
@@ -223,7 +223,7 @@ def _run_lines(entry: CatalogueEntry) -> Iterator[tuple[str, str]]:
     clean = f" ({stream.clean_window_latents} with KV context clean)" if stream.clean_window_latents else ""
     alone = " and sees its chunk alone" if context.alone else ""
     reencoded = ", its first latent frame encoded again from its picture" if context.pictures else ""
-    clean_pass = f"the clean pass is told {_number(context.noise)}{alone}{reencoded}"
+    clean_pass = f"the clean pass gets timestep {_number(context.noise)}{alone}{reencoded}"
     yield from (
         ("window", f"{_latents(stream.window_latents)}{clean}{sink}{policy}"),
         ("trained on", f"streams of {_latents(stream.trained_latents)}" if stream.trained_latents else _UNKNOWN),

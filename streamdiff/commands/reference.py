@@ -471,7 +471,7 @@ def _schedule(job: ReferenceJob, model: ResolvedModel, spec: ModelSpec) -> Sched
             "--sigmas, --shift, --warp, --nearest and --first-chunk-steps go with a list: --steps 1000,750,500,250",
         )
         _refuse_if(
-            not spec.steps, "--steps is missing: the timesteps the model is told, for example 1000,937.5,833.33,625"
+            not spec.steps, "--steps is missing: the timesteps the model gets, for example 1000,937.5,833.33,625"
         )
         return spec.schedule(choose_steps(job.model.step_count, spec.steps, model.name))
     _refuse_if(
@@ -608,7 +608,7 @@ def _read_given(path: Path, spec: ModelSpec) -> Tensor:
     latents, shape = _read_chunks(path, spec), _shape(path, "latents")
     _refuse_if(
         len(shape) == 4 and shape[1] % spec.chunk_latents,
-        f"{path}: latents is {list(shape)}, but a stream goes on from whole chunks; cut it to a "
+        f"{path}: latents is {list(shape)}, but a stream continues from whole chunks; cut it to a "
         f"multiple of {spec.chunk_latents}, or say --chunk-frames",
     )
     return latents

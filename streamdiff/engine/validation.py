@@ -31,7 +31,7 @@ def check_open(command: Open, info: ModelInfo) -> None:
     features = features_of(command)
     check_together(features, prompt=bool(command.prompt), image=command.image is not None)
     if features.names and command.snapshot is not None:
-        raise RequestError(features.names[0], "a session that goes on from a snapshot has what was saved with it")
+        raise RequestError(features.names[0], "a session resumed from a snapshot keeps what was saved with it")
     check_begin(command, info)
 
 

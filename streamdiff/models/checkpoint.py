@@ -239,7 +239,7 @@ def unpickle(path: Path) -> object:
         if "_use_new_zipfile_serialization" in str(error):
             raise ConfigError(
                 f"{path}: not a torch file, or one from before torch 1.6, which cannot be mapped into memory; load and "
-                "save it anew with torch.save, or take a safetensors file"
+                "save it again with torch.save, or take a safetensors file"
             ) from error
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].removesuffix(": ")
         raise ConfigError(f"{path}: not a readable torch file: {reason}") from error

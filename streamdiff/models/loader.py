@@ -223,7 +223,7 @@ def _given_stream(config: ModelConfig) -> dict[str, Any]:
         ConfigError: something is not said.
     """
     settings = (
-        ("--steps 1000,937.5,833.33,625 (the timesteps that it is told)", config.timesteps),
+        ("--steps 1000,937.5,833.33,625 (the timesteps it gets)", config.timesteps),
         ("--chunk-frames N (latent frames of a chunk)", config.chunk_latents),
         ("--window N", config.window),
         ("--sink N (0: none)", config.sink),

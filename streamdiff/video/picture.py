@@ -149,7 +149,7 @@ def _decoded(data: bytes, width: int, height: int, fit: str) -> Picture:
             why = f"has a side of more than {MAX_SIDE:,} pixels, the most that is read. Shrink it"
             raise _refusal(f"the picture of {columns:,} x {rows:,} {why}")
         if image.format in ("JPEG", "MPO") and _scans(data) > MAX_SCANS:
-            raise _refusal(f"the picture is a JPEG of more than {MAX_SCANS} scans, which are not read. Save it anew")
+            raise _refusal(f"the picture is a JPEG of more than {MAX_SCANS} scans, which are not read. Save it again")
         # A phone's JPEG may carry further views behind the first one (MPO), which is the picture.
         if image.format != "MPO" and (count := getattr(image, "n_frames", 1)) > 1:
             raise _refusal(f"the picture is animated, with {count} frames; send a still one")

@@ -143,7 +143,7 @@ FIRST, GIVEN = "--first-steps", "--given-latents"
         (FIRST, first_steps(sigmas=told(6)), "sigmas: expected values from 0 to 1, got 900 at [0]"),
         (FIRST, first_steps(sigmas=told(6, 3)), "sigmas: expected shape [6], as timesteps have, got [6, 3]"),
         (GIVEN, {"latents": clean(channels=5)}, "expected shape [4, F, 4, 4] or [chunks, 4, 3, 4, 4]"),
-        (GIVEN, {"latents": clean()[0, :, :2].contiguous()}, "but a stream goes on from whole chunks"),
+        (GIVEN, {"latents": clean()[0, :, :2].contiguous()}, "but a stream continues from whole chunks"),
         (GIVEN, {"latents": clean(chunks=6)}, "chunks is 6, and the first 6 are given, so there is none to make"),
         (GIVEN, None, "does not exist"),
         ("--prompt-embeds", {"prompt_embeds": told(5)}, "expected shape [L ("),

@@ -170,7 +170,7 @@ def test_live_torchrun_starts_a_killed_rank_again_as_often_as_it_is_told(
     said, _ = process.communicate(timeout=LIMIT_S)
     assert not list(tmp_path.glob("*.mp4")), "no file that nobody asked for"
     assert "open http" not in said
-    assert "Session default goes on from a snapshot, frame" in heard + said, said
+    assert "Session default continues from a snapshot, frame" in heard + said, said
     if end == "ctrl-c":
         assert "streamdiff:" not in said, "no complaint at the end"
     else:

@@ -153,7 +153,7 @@ def closed(pipeline: StreamingPipeline) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("change", "why"), [(reset, "begun afresh meanwhile"), (closed, "ended meanwhile")])
+@pytest.mark.parametrize(("change", "why"), [(reset, "restarted meanwhile"), (closed, "ended meanwhile")])
 def test_what_ends_or_begins_afresh_while_it_is_copied_is_not_saved(
     change: Callable[[StreamingPipeline], None], why: str
 ) -> None:

@@ -227,5 +227,5 @@ def readiness(swaps: SwapStore, name: str) -> Outcome:
     try:
         return Outcome.DONE if swaps.ready(name) else Outcome.NOT_YET
     except Lost as error:
-        logger.warning("%s cannot come back, and its session begins afresh: %s", name, error)
+        logger.warning("%s cannot be swapped in, and its session restarts: %s", name, error)
         return Outcome.LOST

@@ -225,7 +225,7 @@ def keep_compiled_code() -> Path:
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ConfigError(
             f"compiled code is not kept in {folder}: its owner is user {found.st_uid} and its mode "
-            f"{found.st_mode & 0o777:o}, but it must be of user {os.getuid()} and for nobody else to write, as code in "
+            f"{found.st_mode & 0o777:o}, but it must be of user {os.getuid()} and not writable by others, as code in "
             f"it is run; chmod 700 {folder}, or {way_out}",
             field=CACHE_VARIABLE,
         )

@@ -207,7 +207,7 @@ class ModelRunner:
     @torch.inference_mode()
     def reset(self, session: int) -> None:
         """Empty the session's caches, in place. Mutates: self."""
-        self.saving.spoil(session, "it has begun afresh meanwhile")
+        self.saving.spoil(session, "it has restarted meanwhile")
         reset(self.sessions[session])
 
     @torch.inference_mode()

@@ -216,6 +216,6 @@ def check_model(theirs: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     for name in sorted({*theirs, *here} - {"weights"}):
         if theirs.get(name) != here.get(name):
             raise ConfigError(
-                f"{name} is {theirs.get(name)} in the snapshot, but {here.get(name)} here; a session goes on only in "
+                f"{name} is {theirs.get(name)} in the snapshot, but {here.get(name)} here; a session resumes only in "
                 "the model, size and window that it was saved in"
             )

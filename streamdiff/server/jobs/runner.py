@@ -450,7 +450,7 @@ class JobRunner:
                     case Refused() as refused:
                         raise RequestError(refused.field, refused.reason, refused.code)
                     case messages.Closed(reason=why):
-                        raise RequestError("session", f"the engine could not go on with it: {why}")
+                        raise RequestError("session", f"the engine could not resume it: {why}")
                     case Restarting():
                         raise _RequeueJob(attempt="the engine failed")
                     case messages.Failed():

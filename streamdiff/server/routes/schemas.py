@@ -17,10 +17,7 @@ from streamdiff.video.picture import Fit
 
 Size = Annotated[str, Field(pattern=r"^[0-9]{1,5}[xX*][0-9]{1,5}$")]
 BodyT = TypeVar("BodyT", bound=BaseModel)
-_IMAGE = (
-    "a picture that it begins with and goes on from: JPEG, PNG, WebP or AVIF as base64 (or a data: URL), in a form a "
-    "file; never an address"
-)
+_IMAGE = "a start picture: JPEG, PNG, WebP or AVIF as base64 (or a data: URL), in a form a file; never an address"
 _ADAPTIVE = "whether it gives up steps, then frame rate, under load, before anybody is refused"
 Image = Annotated[str, Field(max_length=MAX_JSON_BYTES)]
 ImageFit = Annotated[Fit, Field(description="how a picture of other proportions is fitted")]
@@ -85,8 +82,8 @@ class SessionChange(Body):
     switch: PromptPolicy | None = None
     """what the new prompt does to the past; null: what suits the model"""
     seed: Seed | None = None
-    """begins the stream afresh with it"""
-    image: Image | None = Field(None, description=f"begins the stream afresh: {_IMAGE}; empty: with none")
+    """restarts the stream with it"""
+    image: Image | None = Field(None, description=f"restarts the stream: {_IMAGE}; empty: with none")
     fit: ImageFit | None = None
 
     @model_validator(mode="after")

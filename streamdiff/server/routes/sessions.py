@@ -132,7 +132,7 @@ async def end_session(request: Request, state: State, session: str) -> schemas.E
 
 
 @router.delete(
-    "/{session}/input", status_code=204, summary="End the video that feeds it, whoever sends it", **operation("steer")
+    "/{session}/input", status_code=204, summary="End its video input", **operation("steer")
 )  # fmt: skip
 async def end_input(live: Controlled) -> Response:
     if live.input is None:
@@ -151,7 +151,7 @@ async def resume_session(request: Request, response: Response, live: Controlled)
     return await _carry_out_all(request, live, [messages.HoldMessage(type="resume")], response)
 
 
-@router.post("/{session}/reset", summary="Begin afresh", **operation("steer", 503, 504, answers=_LATER))
+@router.post("/{session}/reset", summary="Restart the stream", **operation("steer", 503, 504, answers=_LATER))
 async def reset_session(request: Request, response: Response, live: Controlled) -> Receipts:
     return await _carry_out_all(request, live, [messages.ResetMessage(type="reset")], response)
 
@@ -185,7 +185,7 @@ def _spec_of_saved(snapshot: bytes, wanted: schemas.NewSession, given: Features,
         raise Problem(413, why, code="too_large", field=SNAPSHOT)
     fixed = [name for name in _FIXED if name in wanted.model_fields_set and getattr(wanted, name) is not None]
     if refused := [*fixed, *given.names]:
-        why = f"`{refused[0]}`: a session that goes on from a snapshot has what was saved with it; leave it out."
+        why = f"`{refused[0]}`: a session resumed from a snapshot keeps what was saved with it; leave it out."
         raise Problem(422, why, code="invalid", field=refused[0])
     try:
         saved = read_saved_session(snapshot)
@@ -296,7 +296,7 @@ async def remove_output(state: State, live: Controlled, id: str) -> Response:
 
 
 @router.get(
-    "/{session}/snapshot", response_class=Response, summary="The session as one file, from which another goes on",
+    "/{session}/snapshot", response_class=Response, summary="The session as one file",
     **operation("steer", 409, 503, 504, answers=_FILE),
 )  # fmt: skip
 async def save_session(state: State, live: Controlled) -> Response:

@@ -46,7 +46,7 @@ _ClientId = Annotated[
 _Strength = Annotated[float | None, Query(gt=0, le=1, description="how much noise is mixed in, as `strength` says")]
 _OnEnd = Annotated[
     Literal["text", "end"],
-    Query(description="when the video ends: the session goes on from its prompt alone, or ends too"),
+    Query(description="when the video ends: the session continues from its prompt alone, or ends too"),
 ]
 _ACCEPTS = answer("Allow, and Accept-Post or Accept-Patch, say what is taken")
 _ANSWERED = answer("The answer; Location: the viewer or sender, to PATCH and DELETE", SDP_TYPE, status=201)

@@ -237,7 +237,7 @@ Stage = Literal["asked", "accepted", "applied", "shown", "superseded", "refused"
 LOAD = "load"
 """Owner of requests that are made by the load limits, whose receipts go to all peers; also their reason."""
 
-PLAIN_REASON = "it failed; who may steer is told why"
+PLAIN_REASON = "it failed; controllers see why"
 _WORDS = {
     "opening": "The session is not open yet",
     "restarting": "The engine is being started again",

@@ -284,13 +284,13 @@ class SnapshotKeeper:
             found.folder.remove(session.id)
         if not snapshot:
             if session.playback.made_frames:
-                _log(logging.WARNING, "Session %s begins afresh: of its stream nothing was saved.", session.id)
+                _log(logging.WARNING, "Session %s restarts: nothing of its stream was saved.", session.id)
             return 0.0
         saved = read_saved_session(snapshot)
         lost_s = max(0, session.playback.made_frames - saved.made_frames) / session.fps
         if self._keep_s is not None:
             self._kept.setdefault(session.id, _Snapshot(snapshot, saved.made_frames, session.resets))
-        told, frame = "Session %s goes on from a snapshot, frame %d: %.2f s of it are lost.", saved.made_frames
+        told, frame = "Session %s continues from a snapshot, frame %d: %.2f s of it are lost.", saved.made_frames
         _log(logging.WARNING, told, session.id, frame, lost_s, lost_s=round(lost_s, 3), frame=frame)
         return lost_s
 
@@ -301,7 +301,7 @@ class SnapshotKeeper:
             found.folder.set_aside(session.id, why)
             return False
         self.forget(session.id)
-        _log(logging.WARNING, "Session %s does not go on, it begins afresh: %s", session.id, why)
+        _log(logging.WARNING, "Session %s restarts instead of resuming: %s", session.id, why)
         return True
 
     def forget(self, id: str) -> None:
@@ -358,7 +358,7 @@ class SnapshotKeeper:
             if data:
                 _log(logging.INFO, "Session %s is handed over.", session.id)
             else:
-                told = "Session %s is handed over without its stream, which begins afresh: no engine could save it."
+                told = "Session %s is handed over without its stream, which restarts: no engine could save it."
                 _log(logging.WARNING, told, session.id)
 
 

@@ -329,7 +329,7 @@ function changeSteps() {
   ask("steps", { steps: Number($("steps").value) });
 }
 
-/** A picture is too large for the control channel, so it goes over HTTP; what shows it is told by the state. */
+/** A picture is too large for the control channel, so it goes over HTTP; the state says when it shows. */
 async function beginWith(form) {
   const at = performance.now();
   drawReceipt("Sending the picture …");

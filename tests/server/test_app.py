@@ -31,7 +31,7 @@ async def test_the_page_comes_with_all_it_needs_from_here_only() -> None:
         assert "script-src 'self'" in page.headers["content-security-policy"]
         assert "<script>" not in page.text and "style=" not in page.text and "onclick" not in page.text
         assert "http://" not in page.text and "https://" not in page.text
-        scripts = ("app", "camera", "client", "dom", "fold", "picture", "share", "stats", "suggestions")
+        scripts = ("app", "camera", "client", "dom", "fold", "picture", "record", "share", "stats", "suggestions")
         names = (*(f"{name}.js" for name in scripts), "style.css", "icon.svg")
         for name in names:
             response = await site.http.get(f"/static/{name}")

@@ -72,8 +72,8 @@ def test_as_json_every_line_is_an_object_and_only_comings_and_goings_are_told() 
     whispered = session["viewer"][:6]
     assert [(each["logger"].rpartition(".")[2], each.get("viewer"), each.get("end")) for each in ours] == [
         ("manager", None, None),
-        ("viewers", whispered, None),
-        ("viewers", whispered, "delete"),
+        ("peer_connections", whispered, None),
+        ("peer_connections", whispered, "delete"),
         ("manager", None, None),
     ]
     text = json.dumps(records)

@@ -14,11 +14,7 @@ MODEL = small_model(3, sink=2)
 CONTEXTS = ("clean", "staircase", "same_step")
 
 
-ORDERS = {
-    0: Order(RED, 5, 4, "clean"),
-    1: Order(BLUE, 6, 2, "staircase"),
-    2: Order(WHITE, 5, 4, "same_step"),
-}
+ORDERS = {0: Order(RED, 5, 4, "clean"), 1: Order(BLUE, 6, 2, "staircase"), 2: Order(WHITE, 5, 4, "same_step")}
 
 
 def open_session(ring: Ring, session: int, order: Order, epoch: int = 0) -> None:

@@ -125,9 +125,7 @@ def test_after_its_beginning_a_stream_runs_graphs(both: Both, monkeypatch: pytes
     assert ran == ([3] * 3 if isinstance(both.plain, WanDecoder) else [2, 1] * 4)
 
 
-def test_pictures_and_what_is_remembered_are_those_of_the_plain_decoder(
-    both: Both,
-) -> None:
+def test_pictures_and_what_is_remembered_are_those_of_the_plain_decoder(both: Both) -> None:
     """Two streams in turn, both from their beginning."""
     compiled, plain, shape, at_once, _ = both
     memories = [compiled.new_memory(), compiled.new_memory()], [plain.new_memory(), plain.new_memory()]
@@ -148,9 +146,7 @@ def test_pictures_and_what_is_remembered_are_those_of_the_plain_decoder(
     assert differ <= total / 1000
 
 
-def test_a_decoding_thread_meets_nothing_that_is_compiled_again(
-    both: Both,
-) -> None:
+def test_a_decoding_thread_meets_nothing_that_is_compiled_again(both: Both) -> None:
     """As in the product: latents from outside of inference mode, a stream that ends, and another after it."""
     compiled, plain, shape, at_once, _ = both
     pieces: list[Piece] = []
@@ -174,9 +170,7 @@ def test_a_decoding_thread_meets_nothing_that_is_compiled_again(
         assert max(int(np.abs(one - two).max()) for one, two in zip(got, expected, strict=True)) <= 1
 
 
-def test_what_no_graph_was_made_for_is_decoded_the_plain_way(
-    both: Both,
-) -> None:
+def test_what_no_graph_was_made_for_is_decoded_the_plain_way(both: Both) -> None:
     compiled, plain, shape, *_ = both
     larger = torch.randn(1, shape[0], 3, shape[2] + 1, shape[3] + 2, generator=torch.Generator().manual_seed(1))
     with nothing_compiled():

@@ -33,12 +33,7 @@ END = links_nccl.NcclEnd(SMALL, 0, 0, CPU, None, streams=Streams())  # type: ign
 
 @pytest.mark.parametrize(
     ("device", "shared", "nccl", "picked"),
-    [
-        (CUDA, False, True, "nccl"),
-        (CUDA, True, True, "gloo"),
-        (CUDA, False, False, "gloo"),
-        (CPU, False, True, "gloo"),
-    ],
+    [(CUDA, False, True, "nccl"), (CUDA, True, True, "gloo"), (CUDA, False, False, "gloo"), (CPU, False, True, "gloo")],
 )
 def test_which_link(
     device: torch.device, shared: bool, nccl: bool, picked: str, monkeypatch: pytest.MonkeyPatch

@@ -12,13 +12,7 @@ from streamdiff.config import Config, ModelConfig, ServeConfig
 from streamdiff.pipeline.build import build_pipeline
 from streamdiff.pipeline.load_plan import plan_load
 from streamdiff.pipeline.planner import kv_budget
-from streamdiff.pipeline.planner.kv_budget import (
-    KVCacheBudget,
-    PreallocatedCaches,
-    RankMemory,
-    free_bytes,
-    host_bytes,
-)
+from streamdiff.pipeline.planner.kv_budget import KVCacheBudget, PreallocatedCaches, RankMemory, free_bytes, host_bytes
 from streamdiff.pipeline.planner.model_sizes import read_sizes
 from streamdiff.pipeline.planner.partition import split_evenly
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline

@@ -13,13 +13,7 @@ from streamdiff.config import BatchingConfig, BatchingRule, Config, ModelConfig
 from streamdiff.errors import ConfigError
 from streamdiff.pipeline.planner.costs import Costs, in_proportion
 from streamdiff.pipeline.planner.model_sizes import read_sizes, sizes_of
-from streamdiff.pipeline.planner.partition import (
-    Workload,
-    choose_layout,
-    max_rows_of,
-    split_blocks,
-    split_evenly,
-)
+from streamdiff.pipeline.planner.partition import Workload, choose_layout, max_rows_of, split_blocks, split_evenly
 
 SIZES = sizes_of(ModelConfig(name="self-forcing"))
 """832x480 pixels; a row has 4,680 tokens, and takes 40,405 * 10^9 operations with its window full."""

@@ -13,14 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamdiff.core import KV_CONTEXTS
-from streamdiff.pipeline.planner.simulator import (
-    Run,
-    Setup,
-    Stream,
-    WorkSpan,
-    simulate,
-    write_trace,
-)
+from streamdiff.pipeline.planner.simulator import Run, Setup, Stream, WorkSpan, simulate, write_trace
 
 CLOSE = 1e-9
 
@@ -63,12 +56,7 @@ free_seconds = st.integers(0, 8).map(lambda n: n / 16)
 def setups(draw: st.DrawFn) -> Setup:
     stages, max_rows = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     row_times = st.lists(seconds, min_size=max_rows, max_size=max_rows).map(tuple)
-    streams = st.builds(
-        Stream,
-        st.integers(1, 4),
-        st.sampled_from(KV_CONTEXTS),
-        st.sampled_from([None, 4, 6]),
-    )
+    streams = st.builds(Stream, st.integers(1, 4), st.sampled_from(KV_CONTEXTS), st.sampled_from([None, 4, 6]))
     links = st.lists(free_seconds, min_size=stages, max_size=stages).map(tuple)
     return Setup(
         stage_s=draw(st.lists(row_times, min_size=stages, max_size=stages).map(tuple)),

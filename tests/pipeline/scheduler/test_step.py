@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamdiff.core import (
-    PER_ROW,
-    MicroStep,
-    differing_field,
-    pack,
-    record_length,
-    shared_fields,
-    unpack,
-)
+from streamdiff.core import PER_ROW, MicroStep, differing_field, pack, record_length, shared_fields, unpack
 
 NAMES = [each.name for each in fields(MicroStep)]
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -63,13 +55,7 @@ def test_too_many_rows_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("record", "max_rows"),
-    [
-        (RECORD[:-1], 2),
-        (RECORD, 3),
-        ([5, -1, *RECORD[2:]], 2),
-        ([5, 3, *RECORD[2:]], 2),
-        ([*RECORD[:-1], 1], 2),
-    ],
+    [(RECORD[:-1], 2), (RECORD, 3), ([5, -1, *RECORD[2:]], 2), ([5, 3, *RECORD[2:]], 2), ([*RECORD[:-1], 1], 2)],
     ids=["too short", "of other rows", "fewer than none", "more than there is room for", "something behind its rows"],
 )
 def test_a_record_that_pack_did_not_make_is_refused(record: list[int], max_rows: int) -> None:

@@ -27,11 +27,6 @@ CONTEXTS = ("clean", "staircase", "same_step")
 CHUNKS, SAVED_AT = 7, 3
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def started(stages: int, model: Model = MODEL) -> StreamingPipeline:
     return StreamingPipeline(model, CPU, parts=local_parts(model, CPU, stages))
 

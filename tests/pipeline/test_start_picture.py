@@ -48,11 +48,6 @@ class Recording(StreamingPipeline):
         super()._decode(stream, chunk, latents)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def pipeline() -> Iterator[Recording]:
     made = Recording()

@@ -28,11 +28,6 @@ CONTEXTS = ("clean", "staircase", "same_step")
 CHUNKS = 7
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def stages_of(pipeline: StreamingPipeline) -> list[ModelRunner]:
     return [pipeline.stage, *(worker.stage for worker in pipeline.local)]
 

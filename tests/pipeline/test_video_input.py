@@ -80,11 +80,6 @@ class Fed(StreamingPipeline):
         return figures
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def pipeline() -> Iterator[Fed]:
     made = Fed()

@@ -16,7 +16,7 @@ from streamdiff.models.tiny.model import WEIGHTS, load_model
 from streamdiff.pipeline.device_timer import DeviceTimer
 from streamdiff.pipeline.distributed.context_parallel import ContextGroup
 from streamdiff.pipeline.distributed.heartbeat import HealthMonitor
-from streamdiff.pipeline.distributed.link import GroupBroken, ring_edges
+from streamdiff.pipeline.distributed.link import GroupBroken
 from streamdiff.pipeline.distributed.rendezvous import RankContext
 from streamdiff.pipeline.planner.model_sizes import read_sizes
 from streamdiff.pipeline.rank_process import link_fault
@@ -93,14 +93,6 @@ def test_a_rank_keeps_its_share_of_the_heads_and_that_is_counted() -> None:
         counted = 4 * sizes.cache_values(sizes.blocks, steps=4, kv_context=kv_context, shares=2)
         assert walk.nbytes(stage.sessions[0].state) + text == counted, kv_context
         assert counted < 0.6 * 4 * sizes.cache_values(sizes.blocks, steps=4, kv_context=kv_context)
-
-
-def test_edges_lead_side_by_side_from_stage_to_stage() -> None:
-    assert ring_edges(1) == []
-    assert ring_edges(2) == [(0, 1), (1, 0)]
-    assert ring_edges(3) == [(0, 1), (1, 2), (2, 0)]
-    assert ring_edges(1, 3) == [(0, 1), (0, 2)]
-    assert ring_edges(2, 2) == [(0, 2), (1, 3), (2, 0), (0, 1)]
 
 
 @pytest.mark.slow

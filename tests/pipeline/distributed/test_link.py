@@ -9,7 +9,7 @@ from collections import deque
 import pytest
 import torch
 
-from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, LocalLink, NoLink
+from streamdiff.pipeline.distributed.link import SLOTS, LinkClosed, LocalLink
 from streamdiff.pipeline.distributed.message import MessageLayout, StageMessage
 from streamdiff.pipeline.ring import Ring
 from tests.pipeline.distributed.scenarios import SCENARIOS, SMALL, check, work
@@ -94,13 +94,6 @@ def test_closing_frees_a_sender_that_waits() -> None:
         check(link.receive(), number)
     with pytest.raises(LinkClosed):
         link.receive(None)
-
-
-def test_without_links_the_same_tensors_come_back() -> None:
-    loop = NoLink()
-    sent = work(1)
-    loop.send(sent)
-    assert loop.receive() is sent and loop.receive() is None
 
 
 class Scribbling(LocalLink):

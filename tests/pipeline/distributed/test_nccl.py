@@ -22,24 +22,12 @@ from streamdiff.pipeline import topology
 from streamdiff.pipeline.distributed import nccl as links_nccl
 from streamdiff.pipeline.distributed.link import LinkClosed
 from streamdiff.pipeline.distributed.message import StageMessage
-from streamdiff.pipeline.topology import pick_link
 from tests.pipeline.distributed.rendezvous_backend import Event, Streams
 from tests.pipeline.distributed.scenarios import SMALL, work
 from tests.small import CPU, small_model
 
 CUDA = torch.device("cuda")
 END = links_nccl.NcclEnd(SMALL, 0, 0, CPU, None, streams=Streams())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("device", "shared", "nccl", "picked"),
-    [(CUDA, False, True, "nccl"), (CUDA, True, True, "gloo"), (CUDA, False, False, "gloo"), (CPU, False, True, "gloo")],
-)
-def test_which_link(
-    device: torch.device, shared: bool, nccl: bool, picked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
-    assert pick_link(device, shared) == picked
 
 
 class Records:

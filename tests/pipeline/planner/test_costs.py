@@ -139,16 +139,6 @@ def test_a_profile_that_cannot_be_is_refused_by_its_key(
     assert error.value.field == "profile"
 
 
-def test_more_device_never_takes_longer_and_rows_share_the_weights(sizes: ModelSizes) -> None:
-    def block(tflops: float, gbps: float) -> tuple[float, ...]:
-        found = estimate(sizes, Ceilings(tflops, gbps), kv_context="clean", max_rows=4, value_bytes=2)
-        return found.block_s[0]
-
-    assert block(1e-3, 1)[0] > block(1e-2, 1)[0] > block(1, 1)[0] > block(1, 1e9)[0]
-    bound_by_memory = block(1e9, 1e-3)
-    assert bound_by_memory[0] < bound_by_memory[3] < 4 * bound_by_memory[0]
-
-
 def test_another_folder_is_read_and_its_faults_are_told(tmp_path: Path, sizes: ModelSizes) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny.WEIGHTS, folder)

@@ -52,12 +52,6 @@ def test_published_figures_lie_within_the_stated_factor(
     assert re.search(rf"\| {who}\b[^|]*\| {published:g} \| {estimated:.3g} \|", page), f"{estimated:.3g}"
 
 
-def test_the_decoder_in_use_counts() -> None:
-    large, small = planned("h100"), planned("h100", vae="taew2_1")
-    assert large.layout.decode_s > 20 * small.layout.decode_s > 0
-    assert rates(large)["clean"] < 0.75 * rates(small)["clean"]
-
-
 def test_the_contexts_that_reach_the_target_are_named() -> None:
     outcome = planned("h100", vae="taew2_1", stages=4, fps=100.0)
     assert outcome.forecast is not None

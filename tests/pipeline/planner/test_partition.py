@@ -45,11 +45,6 @@ def test_no_other_split_is_faster(data: st.DataObject) -> None:
     assert ends == max(other for other in fastest if unevenness(other) == even), "the first ranks have more blocks"
 
 
-def test_the_slowest_rank_counts_before_evenness() -> None:
-    """(3, 7, 2) is more even by its squares than (5, 6, 1), but its slowest rank is slower."""
-    assert split_blocks([3.0, 2.0, 1.0, 1.0], [0.0, 5.0, 0.0]) == ((0, 2), (2, 3), (3, 4))
-
-
 @pytest.mark.slow
 @given(st.integers(1, 40), st.data())
 def test_equal_blocks_are_split_as_even_as_can_be_the_longer_runs_first(blocks: int, data: st.DataObject) -> None:

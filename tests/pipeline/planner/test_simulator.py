@@ -144,50 +144,6 @@ def test_four_equal_stages_reach_the_designs_throughput_and_latency(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_context", "sessions"), [("same_step", 1), ("clean", 1), ("clean", 4), ("staircase", 1)])
-def test_a_first_chunk_with_more_steps_is_later_and_costs_nothing_afterwards(kv_context: str, sessions: int) -> None:
-    def figures(first_steps: int | None) -> tuple[float, float]:
-        streams = (Stream(2, kv_context, first_steps=first_steps),) * sessions
-        found = simulate(Setup(((0.5,),) * 2, streams, chunks=200)).figures
-        return found.first_chunk_s, found.chunks_per_s
-
-    (plain_s, plain), (late_s, late) = figures(None), figures(4)
-    assert late_s >= plain_s + 2 - CLOSE
-    assert late == pytest.approx(plain, rel=0.01)
-
-
-@pytest.mark.parametrize(("kv_context", "sessions"), [("same_step", 1), ("clean", 1), ("clean", 4), ("staircase", 1)])
-def test_chunks_finish_evenly(kv_context: str, sessions: int) -> None:
-    """The longest gap is at most 1.5 times the mean; greedy admission of `same_step` has 3.25."""
-    for gaps in simulate(equal(kv_context, stages=4, steps=4, sessions=sessions)).figures.gaps:
-        assert gaps.longest_s <= 1.5 * gaps.mean_s
-
-
-@pytest.mark.parametrize(("stages", "steps"), [(1, 4), (2, 4), (3, 4), (2, 2), (4, 2), (4, 1)])
-def test_same_step_is_ideal_and_even_for_other_sizes(stages: int, steps: int) -> None:
-    figures = simulate(equal("same_step", stages=stages, steps=steps)).figures
-    assert figures.chunks_per_s == pytest.approx(stages / steps, rel=0.03)
-    assert figures.latency_s == pytest.approx(steps, rel=0.1)
-    assert figures.gaps[0].longest_s <= 1.5 * figures.gaps[0].mean_s
-
-
-@pytest.mark.parametrize(("stages", "steps"), [(2, 4), (3, 4), (5, 4), (3, 2), (2, 2)])
-def test_a_staircase_fills_rings_of_up_to_as_many_stages_as_steps(stages: int, steps: int) -> None:
-    """Its bound is one chunk per 1 + 1 / P: a chunk enters step s right after the one before has entered step s + 1."""
-    figures = simulate(equal("staircase", stages=stages, steps=steps)).figures
-    assert figures.chunks_per_s == pytest.approx(min(stages / (steps + 1), stages / (stages + 1)), rel=0.03)
-    assert figures.gaps[0].longest_s <= 1.5 * figures.gaps[0].mean_s
-
-
-def test_the_slowest_stage_sets_the_pace() -> None:
-    streams = (Stream(4, "clean"),) * 6
-    setup = Setup(((0.1,), (0.4,), (0.2,)), streams)
-    figures = simulate(setup).figures
-    assert figures.chunks_per_s == pytest.approx(1 / (5 * 0.4), rel=0.03)
-    assert figures.occupancy == pytest.approx((0.25, 1.0, 0.5), abs=0.03)
-
-
-@pytest.mark.slow
 def test_decode_costs_the_stage_on_which_it_runs_and_no_other() -> None:
     def figures(stage: int | None) -> tuple[float, tuple[float, ...], float]:
         setup = Setup(((0.25,),) * 4, (Stream(4, "clean"),) * 5, decode_s=0.5, decode_stage=stage, forwards=6)
@@ -210,14 +166,6 @@ def test_rows_that_share_a_forward_take_its_time_together() -> None:
     figures = simulate(equal("clean", stages=1, steps=4, sessions=4, max_rows=4, forwards=1)).figures
     assert figures.chunks_per_s == pytest.approx(4 / 5, rel=0.03)
     assert figures.rows_per_forward == pytest.approx(4, rel=0.03)
-
-
-@pytest.mark.parametrize("decode_s", [0.0, 0.5, 0.9])
-def test_decoding_beside_the_ring_does_not_hold_it_back(decode_s: float) -> None:
-    """The default lead allows for the chunk that is being decoded."""
-    figures = simulate(Setup(((0.25,),) * 4, (Stream(4, "same_step"),), decode_s=decode_s)).figures
-    assert figures.chunks_per_s == pytest.approx(1, rel=0.03)
-    assert figures.latency_s >= 4 + decode_s - CLOSE
 
 
 @pytest.mark.parametrize(("decode_stage", "keeps_busy"), [(0, {0}), (3, {3}), (None, set())])

@@ -39,18 +39,8 @@ def test_what_is_packed_is_unpacked_and_the_length_never_changes(
     assert unpack(record, max_rows) == (sequence, rows)
 
 
-def test_a_record_is_its_number_its_count_and_the_fields_in_order() -> None:
-    row = MicroStep(session=3, chunk=70, step=2, steps=4, epoch=9, recache_end=71)
-    assert pack([row], 2, sequence=11) == [11, 1, 3, 70, 2, 4, 9, 71, 0, 0, 0, 0, 0, 0]
-
-
 ROW = MicroStep(0, 0, 0, 4, 0)
 RECORD = pack([ROW], 2, 5)
-
-
-def test_too_many_rows_are_refused() -> None:
-    with pytest.raises(ValueError):
-        pack([ROW, ROW, ROW], 2, 0)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ from streamdiff.pipeline.ring import Ring
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.session_state import walk
 from tests.pipeline.distributed.context_process import ADAPTIVE, ORDERS, Case, shared_model
-from tests.pipeline.playing import Order, play, same
+from tests.pipeline.playing import Order, play
 from tests.pipeline.processes import run_ranks
 from tests.small import CPU
 
@@ -71,15 +70,6 @@ def test_shared_stages_make_what_one_rank_makes(tmp_path: Path) -> None:
 def test_no_long_stream_of_shared_stages_drifts_from_that_of_one_rank(tmp_path: Path) -> None:
     cases = [case(layout, 60) for layout in LAYOUTS]
     check([*cases, case("1x2", 60, link="nccl"), case("1x4", 60, ADAPTIVE)], tmp_path)
-
-
-@pytest.mark.slow
-def test_the_sink_of_the_comparison_takes_chunks_in() -> None:
-    """Of both sessions, or the comparison above would say nothing about it."""
-    taken, model = alone(ADAPTIVE, 12), shared_model(ADAPTIVE)
-    plain = replace(model, spec=replace(model.spec, adaptive_sink=None))
-    for name, order in ADAPTIVE.items():
-        assert not same(taken[name], play(Ring(plain, CPU), plain, {name: order}, 12)[name]), name
 
 
 def test_a_rank_keeps_its_share_of_the_heads_and_that_is_counted() -> None:

@@ -126,22 +126,6 @@ def test_a_ring_over_bad_links_gives_the_same_numbers(link: type[LocalLink], sta
         assert same(bad[name], good[name])
 
 
-class Overwriting(LocalLink):
-    """What the best-known system does: a slot is written again while it is still being read."""
-
-    def receive(self, wait_s: float | None = 0.0) -> StageMessage | None:
-        got = super().receive(wait_s)
-        if got is not None:
-            self._buffers[self._reading or 0].fill_(7)
-        return got
-
-
-def test_the_comparison_sees_a_slot_that_is_written_while_it_is_read() -> None:
-    bad = play(local_ring(MODEL, CPU, 2, link=Overwriting), MODEL, {0: THREE[0]}, 2)
-    good = play(Ring(MODEL, CPU), MODEL, {0: THREE[0]}, 2)
-    assert not same(bad[0], good[0])
-
-
 def test_a_lost_message_is_noticed() -> None:
     link = LocalLink(SMALL)
     link.send(work(0))

@@ -171,11 +171,3 @@ def test_sharing_is_best_for_one_stream_and_stages_for_several() -> None:
     assert staged.expected["alone"].frames_per_s == pytest.approx(found.one_gpu.expected["alone"].frames_per_s, rel=0.1)
     assert 4 * staged.expected["asked"].frames_per_s > 3.5 * found.one_gpu.expected["alone"].frames_per_s
     assert shared.expected["alone"].first_chunk_s < staged.expected["alone"].first_chunk_s / 2
-
-
-@pytest.mark.slow
-def test_a_large_decoder_gets_a_gpu_of_its_own_where_that_is_faster() -> None:
-    found = compared(4, sizes(vae=None), sessions=4)
-    whole, apart = cases(found)["1x4", "head"], cases(found)["1x3", "dedicated"]
-    assert whole.expected["alone"].frames_per_s < apart.expected["alone"].frames_per_s
-    assert found.best("alone") is apart and max(apart.rank_bytes[:3]) < apart.rank_bytes[0] + 1

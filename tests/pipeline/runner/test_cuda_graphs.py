@@ -128,20 +128,6 @@ def test_a_replayed_micro_step_takes_no_memory(monkeypatch: pytest.MonkeyPatch, 
     assert {name for names in noted for name in names} == {"aten.view.default", "aten.copy_.default"}
 
 
-@pytest.mark.slow
-def test_sessions_that_take_turns_copy_a_prompt_in_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is keys and values of each layer."""
-    alone, together = asked_for(monkeypatch, 1, {0: TWO[0]}), asked_for(monkeypatch, 1, TWO)
-    assert copies(alone) == copies(together)
-    assert max(copies(alone)) <= 6, "what is new with every step"
-    assert max(names.count("aten._foreach_copy_.default") for names in together) == 1
-    assert not any("aten._foreach_copy_.default" in names for names in alone)
-
-
-def copies(noted: list[list[str]]) -> set[int]:
-    return {names.count("aten.copy_.default") for names in noted}
-
-
 def asked_for(monkeypatch: pytest.MonkeyPatch, stages: int, orders: dict[int, Order]) -> list[list[str]]:
     """Operations of each forward of a chunk's later steps, while the sessions play."""
     ring = local_ring(MODEL, CPU, stages)

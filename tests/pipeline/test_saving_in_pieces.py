@@ -25,7 +25,7 @@ from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.pipeline.snapshot.file import Snapshot
 from streamdiff.pipeline.streaming_pipeline import StreamingPipeline
 from tests.pipeline.test_swapping import CHUNK, CHUNKS, CONTEXTS, MODEL, Streams, alone, opened, stages_of
-from tests.small import BLUE, CPU, RED, small_model
+from tests.small import BLUE, CPU, RED
 
 
 @pytest.fixture(autouse=True)
@@ -97,31 +97,6 @@ def test_it_is_copied_by_and_by_while_another_session_plays(kv_context: str, sta
     streams.play(CHUNKS, 0)
     assert np.array_equal(streams.shown(0), alone(kv_context).shown(0))
     place.pipeline.close()
-
-
-def test_a_stage_that_is_done_first_copies_its_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model(4, layers=3)
-    pipeline = StreamingPipeline(model, CPU, parts=local_parts(model, CPU, 2))
-    opened(pipeline, "clean")
-    streams = Streams(pipeline)
-    streams.play(2, 0, 1)
-    most = max(state_exchange.chunk_bytes(stage.sessions[0].state) for stage in stages_of(pipeline))
-    monkeypatch.setattr(state_exchange, "_LEAST_BYTES", most)  # so that a stage with fewer blocks has fewer pieces
-    put, puts = pipeline.stage.exchange.put, list[str]()
-
-    def counted(name: str, state: State) -> None:
-        puts.append(name)
-        put(name, state)
-
-    monkeypatch.setattr(pipeline.stage.exchange, "put", counted)
-    while not pipeline.saving.comes_to_rest(0):
-        streams.take(pipeline.step(0.01))
-    ticket = pipeline.saving.begin(0)
-    while not (saved := pipeline.saving.take_done()):
-        streams.take(pipeline.step(0.01))
-    assert saved[0][0] == ticket and isinstance(saved[0][1], Snapshot)
-    assert len(puts) == len(set(puts)) == 2, "each stage's, once"
-    pipeline.close()
 
 
 def changed(pipeline: StreamingPipeline) -> None:

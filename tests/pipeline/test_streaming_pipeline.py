@@ -251,19 +251,6 @@ def test_a_first_step_that_was_to_run_once_more_goes_with_its_stream(runtime: St
     plain.close()
 
 
-@pytest.mark.parametrize(("steps", "kv_context", "match"), [(3, "clean", "steps is 3; .* 4, 2"), (4, "fog", "'fog'")])
-def test_bad_values_are_refused_and_leave_nothing_behind(
-    runtime: StreamingPipeline, steps: int, kv_context: str, match: str
-) -> None:
-    text = runtime.text.encode(RED)
-    with pytest.raises(ValueError, match=match):
-        runtime.open(0, text, seed=0, epoch=0, steps=steps, kv_context=kv_context)
-    open_session(runtime)
-    with pytest.raises(ValueError, match="session 0 is open already"):
-        open_session(runtime)
-    assert take(runtime, 0, 1)
-
-
 @pytest.mark.slow
 def test_a_server_may_have_yuv420_of_the_same_pictures(tmp_path: Path) -> None:
     """Over the product's own way from its configuration; nobody else gets it."""

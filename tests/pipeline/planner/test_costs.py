@@ -123,11 +123,9 @@ def test_a_profile_is_read_row_by_row(sizes: ModelSizes, tmp_path: Path) -> None
         {"link_s": None},
         {"blocks": [1]},
         {"block_s": [0.1, 0.2]},
-        {"block_s": 0.1},
         {"block_s": [0.1, 0, 0.1, 0.1, 0.1, 0.1]},
         {"decode_s": True},
         {"link_s": 10**400},
-        {"embed_s": [0.1]},
     ],
 )
 def test_a_profile_that_cannot_be_is_refused_by_its_key(

@@ -56,11 +56,6 @@ def test_the_contexts_that_reach_the_target_are_named() -> None:
     outcome = planned("h100", vae="taew2_1", stages=4, fps=100.0)
     assert outcome.forecast is not None
     assert outcome.forecast.reaching(1) == ("staircase", "same_step")
-    text = "\n".join(as_text(outcome))
-    assert "the target is 100 frames/s of each session" in text
-    assert "1 session reaches it in: staircase, same_step" in text
-    assert "to expect of 4 x NVIDIA H100 SXM: an estimate, not a measurement" in text
-    assert "trained for it" in text
 
 
 def test_what_does_not_fit_reaches_nothing_and_the_options_are_told() -> None:
@@ -86,10 +81,8 @@ def test_offloaded_blocks_are_as_slow_as_their_copies() -> None:
     ("title", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
         ("NVIDIA GeForce RTX 4090", "4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA H100 PCIe", None),
         ("NVIDIA A100-SXM4-80GB", None),
     ],
 )

@@ -30,7 +30,7 @@ from streamdiff.pipeline.runner.graphs import Graph, GraphCache, Inputs, Run, Te
 from streamdiff.pipeline.runner.model_runner import ModelRunner
 from streamdiff.session_state import swap_store, walk
 from streamdiff.session_state.swap_store import HostCopies, HostCopy
-from tests.pipeline.playing import Order, local_ring, play
+from tests.pipeline.playing import Order, end, local_ring, play
 from tests.small import BLUE, CPU, RED, WHITE, small_model
 
 MODEL = small_model(3, sink=2)  # chunks of 2, window of 3 chunks, one of them sink
@@ -98,12 +98,6 @@ def alike(got: dict[int, list[Tensor]], expected: dict[int, list[Tensor]]) -> bo
         and max(float((a - b).abs().max()) for a, b in zip(got[name], latents, strict=True)) <= TOLERANCE
         for name, latents in expected.items()
     )
-
-
-def end(ring: Ring, session: int) -> None:
-    ring.close_session(session)
-    while ring.has_work:
-        ring.step_latents()
 
 
 class Noted(TorchDispatchMode):

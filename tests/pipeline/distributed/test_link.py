@@ -70,10 +70,6 @@ def test_a_sender_waits_while_both_slots_are_full() -> None:
     assert link.ready
 
 
-def test_a_receiver_without_patience_gets_nothing() -> None:
-    assert LocalLink(SMALL).receive(0.0) is None
-
-
 def test_closing_frees_a_sender_that_waits() -> None:
     link = LocalLink(SMALL)
     for number in range(SLOTS):

@@ -60,11 +60,6 @@ def test_the_level_follows_motion_as_published(video: Tensor, strength: float) -
     assert source.timestep.tolist() == [int(1000 * level) - 100 for level in levels.tolist()]
 
 
-def test_motion_may_be_that_of_pixels() -> None:
-    pixels = torch.rand(CHUNKS, 3, 8, 6, 6, generator=torch.Generator().manual_seed(1)) * 0.05
-    assert motion_levels(pixels, 0.8).tolist() == pytest.approx(by_hand(pixels, 0.8), abs=1e-6)
-
-
 def test_the_first_step_starts_from_input_and_noise(model: Model, plain: ReferenceRun, video: Tensor) -> None:
     """As if what the first step receives had been mixed before, at the first level of the schedule."""
     draw = lambda chunk: sampling.noise(model.spec.chunk_shape, seed=11, chunk=chunk, step=0)  # noqa: E731

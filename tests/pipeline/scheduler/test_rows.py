@@ -83,8 +83,8 @@ def run(stages: int, streams: tuple[Stream, ...], max_rows: int, marginal: float
     ).figures
 
 
-# Rings that were once worse off.
 @pytest.mark.slow
+# Rings that were once worse off.
 @example(6, 2, 9, "staircase", 6, 0.9)  # forwards of two rows and of one in turns: 0.96 of the chunks
 @example(3, 1, 12, "same_step", 5, 0.9)  # five of twelve: the next round ends a forward later, gaps of 1.15
 @example(1, 2, 13, "same_step", 6, 1.0)  # nothing to gain, and numbers that do not divide: 1.15

@@ -1,4 +1,4 @@
-"""The NCCL link where no GPU is needed: which link is picked, and how the two ends of a link end.
+"""The NCCL link where no GPU is needed: how the two ends of a link end.
 
 Its contract and whole rings over it, with `rendezvous_backend` in the place of NCCL, are in `test_link.py`,
 `test_rendezvous_ring.py` and `test_ring_processes.py`; the order on the device in `test_cuda_streams.py`; real GPUs in
@@ -22,7 +22,6 @@ from tests.pipeline.distributed.rendezvous_backend import Event, Streams
 from tests.pipeline.distributed.scenarios import SMALL, work
 from tests.small import CPU, small_model
 
-CUDA = torch.device("cuda")
 END = links_nccl.NcclEnd(SMALL, 0, 0, CPU, None, streams=Streams())  # type: ignore[arg-type]
 
 

@@ -1,5 +1,5 @@
-"""Memory is counted without weights, as published; a model that does not fit is refused before
-anything is loaded, with options that make it fit, and true figures."""
+"""Memory is counted without weights, as published; a model that does not fit is refused before anything is loaded, with
+options that make it fit, and true figures."""
 
 from __future__ import annotations
 
